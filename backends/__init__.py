@@ -1,0 +1,1 @@
+"""Storage systems, one file each, behind the small contract of `ckpt.backends.base`."""

@@ -1,0 +1,302 @@
+"""The contract between this library and a storage system.
+
+Seven methods are required; everything else is built once on top of them, below. What a store can and
+cannot promise is data (`Capabilities`), never an `isinstance` check. `ckpt.testing.StoreTests` is the
+executable form of this page: every store, ours or a third party's, runs it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import math
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ckpt.errors import ConfigurationError, IntegrityError, NotFound
+
+__all__ = [
+    "Body",
+    "BytesBody",
+    "Capabilities",
+    "ObjectStat",
+    "Part",
+    "PutMode",
+    "Store",
+    "check_key",
+    "exists",
+    "part_size_bytes",
+    "put_bytes",
+    "read_bytes",
+    "redact_url",
+    "take_options",
+]
+
+MIB = 1 << 20
+
+
+class PutMode(enum.Enum):
+    """What a put does when the key exists."""
+
+    OVERWRITE = "overwrite"
+    CREATE = "create"
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a store promises. Unknown means False: the library then takes the careful path.
+
+    Attributes:
+        conditional_create: `PutMode.CREATE` is one atomic step, also between clients.
+        atomic_replace: `PutMode.OVERWRITE` shows readers the old bytes or the new, nothing between.
+        list_after_write: `list` shows what any client has written before it was called.
+        cross_client_visibility: what one client wrote, every other client sees at once.
+        parallel_parts: parts of one object can be in flight at the same time, and gain from it.
+        verifies_checksums: the store itself refuses bytes that do not match the checksum sent along.
+        max_object_size_bytes, max_parts, min_part_size_bytes, max_part_size_bytes: limits of one object.
+    """
+
+    conditional_create: bool = False
+    atomic_replace: bool = False
+    list_after_write: bool = False
+    cross_client_visibility: bool = False
+    parallel_parts: bool = False
+    verifies_checksums: bool = False
+    max_object_size_bytes: int = 1 << 62
+    max_parts: int = 10_000
+    min_part_size_bytes: int = 1
+    max_part_size_bytes: int = 1 << 62
+
+
+@dataclass(frozen=True)
+class ObjectStat:
+    """Facts about one object.
+
+    Attributes:
+        key: relative to the store's root.
+        size_bytes: its length.
+        version: changes whenever the object is replaced, where the store knows such a thing (ETag).
+        modified_at_s: seconds since 1970 by the store's clock, where known.
+    """
+
+    key: str
+    size_bytes: int
+    version: str | None = None
+    modified_at_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Part:
+    """A run of a body's bytes, ready to be sent.
+
+    Attributes:
+        buffers: byte views, in order; valid only while the part is open.
+        crc64nvme: the checksum of all of them, when the body knows it.
+    """
+
+    buffers: Sequence[memoryview]
+    crc64nvme: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self.buffers)
+
+
+class Body(Protocol):
+    """Bytes of known length that may be asked for in any order, in parallel, and again for a retry."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def has_checksums(self) -> bool:
+        """Whether every part and the whole come with a CRC64NVME."""
+
+    def part(self, start: int, stop: int) -> contextlib.AbstractContextManager[Part]:
+        """Open bytes `[start, stop)`. `start` is 0 or a multiple of 1 MiB, `stop` too unless it is the end.
+
+        Whatever it raises ends the put and reaches the caller unchanged.
+        """
+
+    def crc64nvme(self) -> int | None:
+        """The checksum of the whole body, known once every part has been opened."""
+
+
+class BytesBody:
+    """A body that is already in memory, without checksums."""
+
+    has_checksums = False
+
+    def __init__(self, data: bytes | bytearray | memoryview) -> None:
+        self._view = memoryview(data).cast("B").toreadonly()
+
+    @property
+    def nbytes(self) -> int:
+        return self._view.nbytes
+
+    def part(self, start: int, stop: int) -> contextlib.AbstractContextManager[Part]:
+        return contextlib.nullcontext(Part([self._view[start:stop]]))
+
+    def crc64nvme(self) -> None:
+        return None
+
+
+class Store(ABC):
+    """One root (a bucket and prefix, a directory) of one storage system.
+
+    Keys are relative to the root: `/`-separated, no empty, `.` or `..` segment. Every method may be called
+    from many threads at once, raises only `ckpt.errors`, and is bounded in time by the store's own
+    timeouts and retries. A store pickles without its connections and opens new ones in the other process.
+    """
+
+    url: str
+    """The root, without credentials; fit for messages and records."""
+
+    threads: int
+    """How many operations may run at the same time."""
+
+    @property
+    @abstractmethod
+    def capabilities(self) -> Capabilities: ...
+
+    @abstractmethod
+    def put(self, key: str, body: Body, *, mode: PutMode = PutMode.OVERWRITE) -> None:
+        """Store `body` under `key`; when this returns, the object is whole and durable.
+
+        On any failure, also one that the body raises, nothing new is visible under the key, an object that
+        was there before still is, and no multipart upload is left open.
+
+        Raises:
+            AlreadyExists: the mode is CREATE and the key exists. After a lost reply the object found may be
+                the caller's own; who cares compares what is there.
+            StorageError: the put failed.
+        """
+
+    @abstractmethod
+    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Fill the writable `buffers`, in order, with the object's bytes from `offset` on.
+
+        One request however many buffers there are, and no copy in between where the client library allows.
+
+        Raises:
+            NotFound: no such object.
+            Truncated: the object ends before the buffers are full.
+        """
+
+    @abstractmethod
+    def stat(self, key: str) -> ObjectStat:
+        """Facts about one object. Raises NotFound."""
+
+    @abstractmethod
+    def list(self, prefix: str = "") -> Iterator[ObjectStat]:
+        """Objects whose key starts with `prefix`, lazily, in no set order. May lag: nothing correct depends on it."""
+
+    @abstractmethod
+    def delete(self, keys: Iterable[str]) -> None:
+        """Delete objects; those that are not there are fine."""
+
+    @abstractmethod
+    def prepare(self, prefix: str) -> None:
+        """Make the place `prefix` (a directory's key, no trailing slash) writable for this client, tolerating races."""
+
+    @abstractmethod
+    def abandon(self, prefix: str = "") -> int:
+        """Abort unfinished puts of any process below `prefix`; returns how many were found."""
+
+    def close(self) -> None:  # noqa: B027 (a store without connections has nothing to close)
+        """Release connections and threads; harmless to call twice."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.url!r})"
+
+
+def check_key(key: str) -> str:
+    """Return `key`, or raise ConfigurationError when it could leave the store's root or name nothing."""
+    if not key or "\\" in key or "\0" in key or any(part in ("", ".", "..") for part in key.split("/")):
+        raise ConfigurationError(f"not a valid object key: {key!r}")
+    return key
+
+
+def part_size_bytes(nbytes: int, wanted_bytes: int, capabilities: Capabilities) -> int:
+    """The size of every part but the last, a multiple of 1 MiB, so that no limit of the store is met.
+
+    Raises:
+        ConfigurationError: no part size can hold `nbytes` in this store.
+    """
+    if nbytes > capabilities.max_object_size_bytes:
+        limit_gib = capabilities.max_object_size_bytes / 2**30
+        raise ConfigurationError(
+            f"an object of {nbytes} bytes is over the store's limit of {limit_gib:.0f} GiB; "
+            "shard the model over more ranks"
+        )
+    needed = math.ceil(nbytes / capabilities.max_parts)
+    size = max(wanted_bytes, capabilities.min_part_size_bytes, needed)
+    size = math.ceil(size / MIB) * MIB
+    if size > capabilities.max_part_size_bytes:
+        raise ConfigurationError(
+            f"an object of {nbytes} bytes needs parts of {size} bytes, over the store's limit"
+        )
+    return size
+
+
+def put_bytes(store: Store, key: str, data: bytes, *, mode: PutMode = PutMode.OVERWRITE) -> None:
+    """Store a small object."""
+    store.put(key, BytesBody(data), mode=mode)
+
+
+def read_bytes(
+    store: Store, key: str, *, size_bytes: int | None = None, max_bytes: int = 1 << 30
+) -> bytearray:
+    """A whole small object. The store's own word on its size is asked for first, so nothing absurd is allocated.
+
+    Raises:
+        IntegrityError: its size is not `size_bytes`, or over `max_bytes`.
+    """
+    found = store.stat(key).size_bytes
+    if size_bytes is not None and found != size_bytes:
+        raise IntegrityError(
+            f"holds {found} bytes, expected {size_bytes}", url=store.url, key=key, start=0, stop=size_bytes
+        )
+    if found > max_bytes:
+        raise IntegrityError(
+            f"holds {found} bytes, more than the {max_bytes} such an object may have", url=store.url, key=key
+        )
+    data = bytearray(found)
+    if found:
+        store.read_into(key, 0, [memoryview(data)])
+    return data
+
+
+def exists(store: Store, key: str) -> bool:
+    try:
+        store.stat(key)
+    except NotFound:
+        return False
+    return True
+
+
+_USER_INFO = re.compile(r"(?<=://)[^/@]*@")
+
+
+def redact_url(url: str) -> str:
+    """`url` without user name, password, query and fragment: fit for messages and records."""
+    if "://" not in url:
+        return url
+    return re.split(r"[?#]", _USER_INFO.sub("", url), maxsplit=1)[0]
+
+
+def take_options(scheme: str, options: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """`defaults` updated with `options`; an unknown name is an error that lists the known ones.
+
+    Raises:
+        ConfigurationError: an option is not among the defaults. Values never appear in the text.
+    """
+    unknown = sorted(set(options) - set(defaults))
+    if unknown:
+        raise ConfigurationError(
+            f"{scheme}: unknown storage option(s) {', '.join(unknown)}; known are {', '.join(sorted(defaults))}"
+        )
+    return {**defaults, **options}

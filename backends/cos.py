@@ -1,0 +1,125 @@
+"""IBM Cloud Object Storage through ibm-cos-sdk: HMAC keys, or an IAM API key."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ckpt.backends.base import take_options
+from ckpt.backends.s3api import TRANSFER_DEFAULTS, S3ApiStore, client_settings
+from ckpt.errors import ConfigurationError
+
+__all__ = ["CosStore"]
+
+_DEFAULTS: Mapping[str, Any] = {
+    **TRANSFER_DEFAULTS,
+    "key": None,
+    "secret": None,
+    "ibm_api_key_id": None,
+    "ibm_service_instance_id": None,
+    "ibm_auth_endpoint": None,
+    "region": None,
+    "endpoint_url": None,
+    "client_kwargs": {},
+    "config_kwargs": {},
+}
+
+
+class CosStore(S3ApiStore):
+    """`cos://bucket/prefix`.
+
+    Options:
+        endpoint_url: the bucket's service endpoint; else `COS_ENDPOINT_URL`, else built from `region`
+            (`IBM_COS_REGION`), as in `https://s3.us-south.cloud-object-storage.appdomain.cloud`.
+        ibm_api_key_id, ibm_service_instance_id: IAM authentication (`IBM_API_KEY_ID`, `IBM_SERVICE_INSTANCE_ID`).
+        ibm_auth_endpoint: the token endpoint (`IBM_AUTH_ENDPOINT`), default IBM's public one.
+        key, secret: HMAC credentials (`COS_HMAC_ACCESS_KEY_ID`, `COS_HMAC_SECRET_ACCESS_KEY`).
+            With neither, ibm-cos-sdk's own chain applies (its environment variables and credentials file).
+        client_kwargs, config_kwargs, part_size_bytes, max_attempts, connect_timeout_s, read_timeout_s, checksum,
+        s3_additional_kwargs: as for `s3://`.
+    """
+
+    def __init__(self, url: str, options: Mapping[str, Any] | None = None, *, threads: int = 8) -> None:
+        settings = take_options("cos", options or {}, _DEFAULTS)
+        self._use_environment(settings)
+        if settings["endpoint_url"] is None:
+            raise ConfigurationError(
+                "cos: set endpoint_url or region in storage_options (or COS_ENDPOINT_URL, or IBM_COS_REGION)"
+            )
+        if settings["key"] and settings["ibm_api_key_id"]:
+            raise ConfigurationError("cos: give either HMAC keys (key, secret) or ibm_api_key_id, not both")
+        super().__init__(url, settings, threads=threads)
+        self._creating = threading.local()
+
+    @staticmethod
+    def _use_environment(settings: dict[str, Any]) -> None:
+        environment = os.environ.get
+        if not settings["key"] and not settings["ibm_api_key_id"]:
+            settings["key"] = environment("COS_HMAC_ACCESS_KEY_ID")
+            settings["secret"] = environment("COS_HMAC_SECRET_ACCESS_KEY")
+        if not settings["key"]:
+            settings["ibm_api_key_id"] = settings["ibm_api_key_id"] or environment("IBM_API_KEY_ID")
+            settings["ibm_service_instance_id"] = settings["ibm_service_instance_id"] or environment(
+                "IBM_SERVICE_INSTANCE_ID"
+            )
+            settings["ibm_auth_endpoint"] = settings["ibm_auth_endpoint"] or environment("IBM_AUTH_ENDPOINT")
+        settings["region"] = settings["region"] or environment("IBM_COS_REGION")
+        settings["endpoint_url"] = settings["endpoint_url"] or environment("COS_ENDPOINT_URL")
+        if settings["endpoint_url"] is None and settings["region"]:
+            settings["endpoint_url"] = f"https://s3.{settings['region']}.cloud-object-storage.appdomain.cloud"
+
+    def _make_client(self) -> Any:
+        try:
+            import ibm_boto3
+            from ibm_botocore.client import Config
+            from ibm_botocore.exceptions import BotoCoreError
+        except ImportError as error:
+            raise ConfigurationError("cos:// needs ibm-cos-sdk: pip install 'ckpt-storage[cos]'") from error
+        options = self._options
+        iam = options["ibm_api_key_id"] is not None
+        settings = client_settings(options, self.threads) | {"signature_version": "oauth" if iam else "s3v4"}
+        config = Config(**settings).merge(Config(**options["config_kwargs"]))
+        try:
+            client = ibm_boto3.Session().client(
+                "s3",
+                **{
+                    "config": config,
+                    "endpoint_url": options["endpoint_url"],
+                    "region_name": options["region"] or "us-south",
+                    "aws_access_key_id": options["key"],
+                    "aws_secret_access_key": options["secret"],
+                    "ibm_api_key_id": options["ibm_api_key_id"],
+                    "ibm_service_instance_id": options["ibm_service_instance_id"],
+                    "ibm_auth_endpoint": options["ibm_auth_endpoint"],
+                    **options["client_kwargs"],
+                },
+            )
+        except (BotoCoreError, ValueError) as error:
+            raise ConfigurationError(f"cos: {error}") from error
+        # ibm-cos-sdk has no parameter for conditional writes; COS knows the header.
+        for operation in ("PutObject", "CompleteMultipartUpload"):
+            client.meta.events.register(f"before-call.s3.{operation}", self._add_condition)
+        return client
+
+    @contextlib.contextmanager
+    def _create_condition(self, operation: str) -> Iterator[dict[str, Any]]:
+        self._creating.now = True
+        try:
+            yield {}
+        finally:
+            self._creating.now = False
+
+    def _add_condition(self, params: dict[str, Any], **_: Any) -> None:
+        # The SDK calls this in the thread that sends the request.
+        if getattr(self._creating, "now", False):
+            params["headers"]["If-None-Match"] = "*"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_creating": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._creating = threading.local()

@@ -1,0 +1,194 @@
+"""Objects in this process's memory: the reference store, and the one whose faults tests can choose.
+
+All stores of one process that name the same place share its objects, as clients of one bucket do. Each may
+be given a lag with which it sees what the others did, and a place may be given faults.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ckpt.backends.base import (
+    Body,
+    Capabilities,
+    ObjectStat,
+    PutMode,
+    Store,
+    check_key,
+    part_size_bytes,
+    take_options,
+)
+from ckpt.errors import AlreadyExists, ConfigurationError, NotFound, Truncated
+
+__all__ = ["Fault", "MemoryStore", "clear", "inject"]
+
+_PART_SIZE_BYTES = 8 << 20
+
+Fault = Callable[[str, str, Literal["before", "after"]], None]
+"""Called as `fault(operation, key, "before" | "after")`; raise to fail. Raising "after" is a lost reply."""
+
+
+@dataclass(frozen=True)
+class _Version:
+    data: bytes | None  # None: deleted
+    number: int
+    written_at_s: float
+    writer: MemoryStore
+
+
+@dataclass
+class _Place:
+    objects: dict[str, list[_Version]] = field(default_factory=dict)
+    faults: list[Fault] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    writes: int = 0
+
+
+_places: dict[str, _Place] = {}
+_places_lock = threading.Lock()
+
+
+def inject(url: str, fault: Fault) -> None:
+    """Add a fault to the place that `url` names."""
+    _place(url)[0].faults.append(fault)
+
+
+def clear(url: str) -> None:
+    """Forget all objects and faults of the place that `url` names."""
+    with _places_lock:
+        _places.pop(_split(url)[0], None)
+
+
+class MemoryStore(Store):
+    """`memory://place/prefix`.
+
+    Options:
+        visibility_lag_s: seconds until this client sees what other clients of the place did (default 0).
+    """
+
+    def __init__(self, url: str, options: Mapping[str, Any] | None = None, *, threads: int = 4) -> None:
+        self._lag_s = float(
+            take_options("memory", options or {}, {"visibility_lag_s": 0.0})["visibility_lag_s"]
+        )
+        self.url = url.rstrip("/")
+        self.threads = threads
+        self._place, self._prefix = _place(url)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(
+            conditional_create=True,
+            atomic_replace=True,
+            list_after_write=not self._lag_s,
+            cross_client_visibility=not self._lag_s,
+        )
+
+    def put(self, key: str, body: Body, *, mode: PutMode = PutMode.OVERWRITE) -> None:
+        name = self._name(key)
+        self._fault("put", key, "before")
+        data = bytearray()
+        size = part_size_bytes(body.nbytes, _PART_SIZE_BYTES, self.capabilities)
+        for start in range(0, body.nbytes, size):
+            with body.part(start, min(start + size, body.nbytes)) as part:
+                for buffer in part.buffers:
+                    data += buffer
+        with self._place.lock:
+            versions = self._place.objects.setdefault(name, [])
+            if mode is PutMode.CREATE and versions and versions[-1].data is not None:
+                raise AlreadyExists("exists already", url=self.url, key=key)
+            self._add(versions, bytes(data))
+        self._fault("put", key, "after")
+
+    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        self._fault("read", key, "before")
+        data = self._see(key).data or b""
+        for buffer in buffers:
+            if offset + buffer.nbytes > len(data):
+                raise Truncated(
+                    f"ends at byte {len(data)}",
+                    url=self.url,
+                    key=key,
+                    start=offset,
+                    stop=offset + buffer.nbytes,
+                )
+            buffer[:] = data[offset : offset + buffer.nbytes]
+            offset += buffer.nbytes
+        self._fault("read", key, "after")
+
+    def stat(self, key: str) -> ObjectStat:
+        self._fault("stat", key, "before")
+        found = self._see(key)
+        return ObjectStat(key, len(found.data or b""), str(found.number), None)
+
+    def list(self, prefix: str = "") -> Iterator[ObjectStat]:
+        self._fault("list", prefix, "before")
+        with self._place.lock:
+            names = [name for name in self._place.objects if name.startswith(self._prefix + prefix)]
+        for name in names:
+            seen = self._visible(name)
+            if seen is not None and seen.data is not None:
+                yield ObjectStat(name[len(self._prefix) :], len(seen.data), str(seen.number), None)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            self._fault("delete", key, "before")
+            with self._place.lock:
+                versions = self._place.objects.get(self._name(key))
+                if versions and versions[-1].data is not None:
+                    self._add(versions, None)
+            self._fault("delete", key, "after")
+
+    def prepare(self, prefix: str) -> None:
+        self._fault("prepare", prefix, "before")
+
+    def abandon(self, prefix: str = "") -> int:
+        return 0  # a put is one step here: nothing is ever unfinished
+
+    def _name(self, key: str) -> str:
+        return self._prefix + check_key(key)
+
+    def _add(self, versions: MutableSequence[_Version], data: bytes | None) -> None:
+        self._place.writes += 1
+        versions.append(_Version(data, self._place.writes, time.monotonic(), self))
+
+    def _visible(self, name: str) -> _Version | None:
+        now = time.monotonic()
+        with self._place.lock:
+            for version in reversed(self._place.objects.get(name, [])):
+                if version.writer is self or now - version.written_at_s >= self._lag_s:
+                    return version
+        return None
+
+    def _see(self, key: str) -> _Version:
+        found = self._visible(self._name(key))
+        if found is None or found.data is None:
+            raise NotFound("no such object", url=self.url, key=key)
+        return found
+
+    def _fault(self, operation: str, key: str, when: Literal["before", "after"]) -> None:
+        for fault in list(self._place.faults):
+            fault(operation, key, when)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_place"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._place, self._prefix = _place(self.url)
+
+
+def _split(url: str) -> tuple[str, str]:
+    name, _, prefix = url.removeprefix("memory://").strip("/").partition("/")
+    if not name:
+        raise ConfigurationError(f"{url!r}: write memory://name/prefix")
+    return name, f"{prefix}/" if prefix else ""
+
+
+def _place(url: str) -> tuple[_Place, str]:
+    name, prefix = _split(url)
+    with _places_lock:
+        return _places.setdefault(name, _Place()), prefix

@@ -1,0 +1,335 @@
+"""Files on a local disk, NFS, Lustre or a FUSE mount.
+
+A put writes a temporary file beside its final name, sequentially and never seeking back (FUSE mounts of
+object stores allow nothing else), makes it durable, and only then gives it its name: no short file ever
+stands under a final name. Nothing here looks at what another client wrote.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import secrets
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from ckpt.backends.base import (
+    Body,
+    Capabilities,
+    ObjectStat,
+    PutMode,
+    Store,
+    check_key,
+    part_size_bytes,
+    take_options,
+)
+from ckpt.errors import (
+    AccessDenied,
+    AlreadyExists,
+    ConfigurationError,
+    IntegrityError,
+    NotFound,
+    StorageError,
+    StorageFull,
+    StorageUnavailable,
+    Truncated,
+    UnsafeContent,
+)
+
+__all__ = ["PosixStore"]
+
+_WRITE_SIZE_BYTES = 8 << 20
+_IOV_MAX = 1024
+_TEMPORARY = re.compile(r"^\..+\.[0-9a-f]{16}\.ckpt-tmp$")
+
+# File systems of this one kernel: what one process wrote, every other sees. All else may lag.
+_LOCAL_TYPES = frozenset(
+    {
+        "ext2",
+        "ext3",
+        "ext4",
+        "xfs",
+        "btrfs",
+        "tmpfs",
+        "ramfs",
+        "overlay",
+        "zfs",
+        "f2fs",
+        "bcachefs",
+        "hugetlbfs",
+    }
+)
+
+_ERRORS: dict[int, type[StorageError]] = {
+    errno.ENOENT: NotFound,
+    errno.ENOTDIR: NotFound,
+    errno.EEXIST: AlreadyExists,
+    errno.EACCES: AccessDenied,
+    errno.EPERM: AccessDenied,
+    errno.EROFS: AccessDenied,
+    errno.ENOSPC: StorageFull,
+    errno.EDQUOT: StorageFull,
+    errno.EFBIG: StorageFull,
+    errno.EIO: StorageUnavailable,
+    errno.ESTALE: StorageUnavailable,
+    errno.ETIMEDOUT: StorageUnavailable,
+    errno.ENOTCONN: StorageUnavailable,
+}
+
+_NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
+
+
+class PosixStore(Store):
+    """A directory.
+
+    Options:
+        fsync: make files and directories durable against power loss before a put returns (default True).
+            Without it a checkpoint survives the death of processes, not that of the machine.
+    """
+
+    def __init__(self, url: str, options: Mapping[str, Any] | None = None, *, threads: int = 4) -> None:
+        self._fsync = bool(take_options("file", options or {}, {"fsync": True})["fsync"])
+        self._root = _path_of(url)
+        self.url = self._root
+        self.threads = threads
+
+    @cached_property
+    def capabilities(self) -> Capabilities:
+        local = _filesystem_type(self._root) in _LOCAL_TYPES
+        return Capabilities(
+            conditional_create=local,
+            atomic_replace=local,
+            list_after_write=local,
+            cross_client_visibility=local,
+        )
+
+    def put(self, key: str, body: Body, *, mode: PutMode = PutMode.OVERWRITE) -> None:
+        path = self._path(key)
+        directory, name = os.path.split(path)
+        temporary = os.path.join(directory, f".{name}.{secrets.token_hex(8)}.ckpt-tmp")
+        with self._translated(key, "write"):
+            try:
+                self._write(temporary, body, key)
+                _publish(temporary, path, mode)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary)
+                raise
+            if self._fsync:
+                _fsync_directory(directory)
+
+    def _write(self, temporary: str, body: Body, key: str) -> None:
+        try:
+            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        except FileNotFoundError:
+            self._make_directory(os.path.dirname(temporary))
+            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            size = part_size_bytes(body.nbytes, _WRITE_SIZE_BYTES, self.capabilities)
+            for start in range(0, body.nbytes, size):
+                with body.part(start, min(start + size, body.nbytes)) as part:
+                    _write_all(fd, part.buffers)
+            if self._fsync:
+                os.fsync(fd)
+            written = os.fstat(fd).st_size
+        finally:
+            os.close(fd)
+        if written != body.nbytes:
+            raise IntegrityError(
+                f"the file system kept {written} of {body.nbytes} bytes written", url=self.url, key=key
+            )
+
+    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        with self._translated(key, "read"):
+            fd = os.open(self._inside(key), os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                got = _read_all(fd, offset, buffers)
+            finally:
+                os.close(fd)
+        wanted = sum(buffer.nbytes for buffer in buffers)
+        if got < wanted:
+            raise Truncated(
+                f"ends at byte {offset + got}", url=self.url, key=key, start=offset, stop=offset + wanted
+            )
+
+    def stat(self, key: str) -> ObjectStat:
+        with self._translated(key, "stat"):
+            found = os.stat(self._inside(key))
+            if not os.path.isfile(self._path(key)):
+                raise FileNotFoundError(errno.ENOENT, "not a file")
+        return ObjectStat(key, found.st_size, f"{found.st_ino}-{found.st_mtime_ns}", found.st_mtime)
+
+    def list(self, prefix: str = "") -> Iterator[ObjectStat]:
+        # Start at the deepest directory that the prefix names whole, not at the root.
+        folder = prefix.rpartition("/")[0]
+        top = self._path(folder) if folder else self._root
+        for path, entry in _files(top):
+            key = os.path.relpath(path, self._root).replace(os.sep, "/")
+            if key.startswith(prefix) and not _TEMPORARY.match(entry.name):
+                with contextlib.suppress(FileNotFoundError):
+                    found = entry.stat(follow_symlinks=False)
+                    yield ObjectStat(
+                        key, found.st_size, f"{found.st_ino}-{found.st_mtime_ns}", found.st_mtime
+                    )
+
+    def delete(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            with self._translated(key, "delete"), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                os.unlink(self._path(key))
+
+    def prepare(self, prefix: str) -> None:
+        with self._translated(prefix, "make the directory"):
+            self._make_directory(self._path(prefix) if prefix else self._root)
+
+    def abandon(self, prefix: str = "") -> int:
+        found = 0
+        for path, entry in _files(self._root):
+            key = os.path.relpath(path, self._root).replace(os.sep, "/")
+            # The temporary file of `a/name` is `a/.name.<token>.ckpt-tmp`.
+            final = f"{key[: -len(entry.name)]}{entry.name[1:]}"
+            if _TEMPORARY.match(entry.name) and final.startswith(prefix):
+                with self._translated(key, "delete"), contextlib.suppress(FileNotFoundError):
+                    os.unlink(path)
+                    found += 1
+        return found
+
+    def _make_directory(self, path: str) -> None:
+        """Create `path` and its parents in this client's view; whoever else creates them is welcome."""
+        parent = os.path.dirname(path)
+        try:
+            os.mkdir(path)
+        except FileExistsError:
+            return  # also when this view does not show it yet: the write that follows is the judge
+        except FileNotFoundError:
+            if parent == path:
+                raise
+            self._make_directory(parent)
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(path)
+        if self._fsync:
+            _fsync_directory(parent)
+
+    def _path(self, key: str) -> str:
+        return os.path.join(self._root, *check_key(key).split("/"))
+
+    def _inside(self, key: str) -> str:
+        """The file behind `key`; a link that leads out of the root is refused."""
+        path = self._path(key)
+        real, root = os.path.realpath(path), os.path.realpath(self._root)
+        if os.path.commonpath([real, root]) != root:
+            raise UnsafeContent("is a link that leads out of the checkpoint; refused", url=self.url, key=key)
+        return path
+
+    @contextlib.contextmanager
+    def _translated(self, key: str, action: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            kind = _ERRORS.get(error.errno or 0, StorageError)
+            raise kind(f"cannot {action}: {error.strerror or error}", url=self.url, key=key) from error
+
+
+def _path_of(url: str) -> str:
+    if not url.startswith("file:"):
+        return os.path.abspath(url)
+    parts = urlsplit(url)
+    if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
+        raise ConfigurationError(f"{url!r}: write an absolute path as file:///absolute/path")
+    return os.path.abspath(unquote(parts.path))
+
+
+def _publish(temporary: str, path: str, mode: PutMode) -> None:
+    """Give the finished file its name."""
+    if mode is PutMode.OVERWRITE:
+        os.replace(temporary, path)
+        return
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        # Over NFS the reply to a link that worked can get lost and its repetition finds the name taken.
+        if os.stat(temporary).st_nlink != 2 or not os.path.samefile(temporary, path):
+            raise
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        # No hard links here (FUSE): look, then rename. Two creators can both win, and the
+        # capabilities of such a file system say so.
+        if os.path.lexists(path):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST)) from None
+        os.replace(temporary, path)
+        return
+    os.unlink(temporary)
+
+
+def _write_all(fd: int, buffers: Sequence[memoryview]) -> None:
+    pending = [buffer for buffer in buffers if buffer.nbytes]
+    while pending:
+        written = os.writev(fd, pending[:_IOV_MAX])
+        if written == 0:
+            raise OSError(errno.EIO, "the file system accepted no byte")
+        pending = _after(pending, written)
+
+
+def _read_all(fd: int, offset: int, buffers: Sequence[memoryview]) -> int:
+    pending, total = [buffer for buffer in buffers if buffer.nbytes], 0
+    while pending:
+        got = os.preadv(fd, pending[:_IOV_MAX], offset + total)
+        if got == 0:
+            break
+        pending, total = _after(pending, got), total + got
+    return total
+
+
+def _after(buffers: Sequence[memoryview], nbytes: int) -> list[memoryview]:
+    """What remains of `buffers` once their first `nbytes` are done."""
+    for index, buffer in enumerate(buffers):
+        if nbytes < buffer.nbytes:
+            return [buffer[nbytes:], *buffers[index + 1 :]]
+        nbytes -= buffer.nbytes
+    return []
+
+
+def _fsync_directory(path: str) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        # Some network and FUSE file systems know no fsync of a directory; their names are durable or not
+        # whatever we do.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF):
+            raise
+    finally:
+        os.close(fd)
+
+
+def _files(top: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
+    """Every file below `top`, links not followed; what vanishes meanwhile is passed over."""
+    try:
+        entries = list(os.scandir(top))
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    for entry in entries:
+        if entry.is_dir(follow_symlinks=False):
+            yield from _files(entry.path)
+        else:
+            yield entry.path, entry
+
+
+def _filesystem_type(path: str) -> str:
+    """The type of the file system that `path` is (or would be) on, `unknown` where the system does not tell."""
+    path = os.path.realpath(path)
+    best, kind = "", "unknown"
+    with (
+        contextlib.suppress(OSError),
+        open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as mounts,
+    ):
+        for line in mounts:
+            before, _, after = line.partition(" - ")
+            mount = re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), before.split(" ")[4])
+            if len(mount) >= len(best) and (path + "/").startswith(mount.rstrip("/") + "/"):
+                best, kind = mount, after.split(" ", 1)[0]
+    return kind

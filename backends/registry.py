@@ -1,0 +1,91 @@
+"""From a URL to the store behind it."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Mapping
+from importlib.metadata import entry_points
+from typing import Any
+
+from ckpt.backends.base import Store, redact_url
+from ckpt.errors import ConfigurationError
+
+__all__ = ["ENTRY_POINT_GROUP", "default_threads", "open_store", "register"]
+
+ENTRY_POINT_GROUP = "ckpt.backends"
+
+StoreFactory = Callable[..., Store]
+"""Called as `factory(url, storage_options, threads=...)`."""
+
+_BUILT_IN = {
+    "file": "ckpt.backends.posix:PosixStore",
+    "memory": "ckpt.backends.memory:MemoryStore",
+    "s3": "ckpt.backends.s3:S3Store",
+    "cos": "ckpt.backends.cos:CosStore",
+}
+_registered: dict[str, StoreFactory] = {}
+
+
+def register(scheme: str, factory: StoreFactory) -> None:
+    """Serve `scheme://` in this process through `factory(url, storage_options, threads=...)`.
+
+    A package does the same for every process with an entry point of that name in the group `ckpt.backends`.
+    """
+    _registered[scheme] = factory
+
+
+def open_store(
+    url: str | os.PathLike[str],
+    storage_options: Mapping[str, Any] | None = None,
+    *,
+    threads: int | None = None,
+) -> Store:
+    """The store rooted at `url`: a plain path, `file://`, `s3://`, `cos://`, `memory://`, a registered scheme,
+    or any fsspec protocol (`fsspec+s3://` takes fsspec's file system where this library has a store of its own).
+
+    No request is sent and no directory is made.
+
+    Raises:
+        ConfigurationError: the URL or an option is wrong, or its package is not installed.
+    """
+    text = os.fspath(url)
+    if not isinstance(text, str) or not text:
+        raise ConfigurationError(f"a checkpoint's place is a path or URL in a str, not {url!r}")
+    if threads is None:
+        threads = default_threads()
+    if threads < 1:
+        raise ConfigurationError(f"threads must be at least 1, not {threads}")
+    scheme, separator, _ = text.partition("://")
+    if not separator:
+        _refuse_mangled(text)
+        scheme = "file"
+    return _factory(scheme)(text, storage_options, threads=threads)
+
+
+def default_threads() -> int:
+    """Transfers wait more than they compute, so twice the cores, but no crowd on a large machine."""
+    return max(4, min(16, 2 * (os.cpu_count() or 4)))
+
+
+def _factory(scheme: str) -> StoreFactory:
+    if scheme in _registered:
+        return _registered[scheme]
+    if scheme in _BUILT_IN:
+        module, _, name = _BUILT_IN[scheme].partition(":")
+        return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
+    for found in entry_points(group=ENTRY_POINT_GROUP, name=scheme):
+        return found.load()  # type: ignore[no-any-return]
+    from ckpt.backends.fsspec_store import FsspecStore
+
+    return FsspecStore
+
+
+def _refuse_mangled(path: str) -> None:
+    """`pathlib.Path("s3://b/k")` is the relative path `s3:/b/k`; writing there would help nobody."""
+    scheme, colon, rest = path.partition(":")
+    if colon and rest.startswith("/") and scheme.replace("+", "").isalnum() and "/" not in scheme:
+        raise ConfigurationError(
+            f"{redact_url(path)!r} looks like a URL that went through pathlib; "
+            f"pass it as a str: '{scheme}:/{rest}'"
+        )

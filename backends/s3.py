@@ -1,0 +1,77 @@
+"""S3 and what speaks its protocol, through boto3."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ckpt.backends.base import take_options
+from ckpt.backends.s3api import TRANSFER_DEFAULTS, S3ApiStore, client_settings
+from ckpt.errors import ConfigurationError
+
+__all__ = ["S3Store"]
+
+_DEFAULTS: Mapping[str, Any] = {
+    **TRANSFER_DEFAULTS,
+    "key": None,
+    "secret": None,
+    "token": None,
+    "anon": False,
+    "profile": None,
+    "region": None,
+    "endpoint_url": None,
+    "client_kwargs": {},
+    "config_kwargs": {},
+}
+
+
+class S3Store(S3ApiStore):
+    """`s3://bucket/prefix`.
+
+    Options, named as s3fs names them where it has them:
+        key, secret, token: credentials; without them boto3's own chain (environment, profile, instance) applies.
+        anon: send unsigned requests (public buckets).
+        profile, region, endpoint_url: as in boto3; `AWS_PROFILE`, `AWS_REGION`, `AWS_ENDPOINT_URL` work too.
+        client_kwargs, config_kwargs: passed on to `Session.client` and `botocore.config.Config`.
+        s3_additional_kwargs: passed on with every object written (`ServerSideEncryption`, `StorageClass`, ...).
+        part_size_bytes: size of multipart parts, raised for large objects (default 16 MiB).
+        max_attempts, connect_timeout_s, read_timeout_s: bound every request.
+        checksum: "crc64nvme" sends a checksum with every part for the server to verify; "none" does not.
+    """
+
+    def __init__(self, url: str, options: Mapping[str, Any] | None = None, *, threads: int = 8) -> None:
+        super().__init__(url, take_options("s3", options or {}, _DEFAULTS), threads=threads)
+
+    def _make_client(self) -> Any:
+        try:
+            import boto3
+            from botocore import UNSIGNED
+            from botocore.config import Config
+            from botocore.exceptions import BotoCoreError
+        except ImportError as error:
+            raise ConfigurationError("s3:// needs boto3: pip install 'ckpt-storage[s3]'") from error
+        options = self._options
+        config = Config(**client_settings(options, self.threads)).merge(Config(**options["config_kwargs"]))
+        if options["anon"]:
+            config = config.merge(Config(signature_version=UNSIGNED))
+        try:
+            session = boto3.Session(
+                aws_access_key_id=options["key"],
+                aws_secret_access_key=options["secret"],
+                aws_session_token=options["token"],
+                profile_name=options["profile"],
+                region_name=options["region"],
+            )
+            # Every request names its region; a server that is not AWS does not care which.
+            region = session.region_name or "us-east-1"
+            return session.client(
+                "s3",
+                **{
+                    "config": config,
+                    "endpoint_url": options["endpoint_url"],
+                    "region_name": region,
+                    **options["client_kwargs"],
+                },
+            )
+        except (BotoCoreError, ValueError) as error:
+            raise ConfigurationError(f"s3: {error}") from error

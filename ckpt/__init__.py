@@ -1,0 +1,48 @@
+"""Storage for torch.distributed.checkpoint: fast, never torn, checked end to end, readable by stock PyTorch.
+
+    import ckpt
+
+    ckpt.save(state_dict, "s3://bucket/run/step-1000")
+    ckpt.load(state_dict, "s3://bucket/run/step-1000")
+
+or, with DCP's own functions:
+
+    dcp.save(state_dict, storage_writer=ckpt.CheckpointWriter("s3://bucket/run/step-1000"))
+    dcp.load(state_dict, storage_reader=ckpt.CheckpointReader("s3://bucket/run/step-1000"))
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ckpt import errors
+    from ckpt.api import async_save, load, save
+    from ckpt.reader import CheckpointReader
+    from ckpt.writer import CheckpointWriter
+
+__all__ = ["CheckpointReader", "CheckpointWriter", "async_save", "errors", "load", "save"]
+
+# Imported when first used: `import ckpt` itself loads neither torch nor any SDK.
+_HOMES = {
+    "CheckpointReader": "ckpt.reader",
+    "CheckpointWriter": "ckpt.writer",
+    "async_save": "ckpt.api",
+    "load": "ckpt.api",
+    "save": "ckpt.api",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "errors":
+        return importlib.import_module("ckpt.errors")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'ckpt' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

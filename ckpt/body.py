@@ -1,0 +1,256 @@
+"""A data file on its way to storage: `torch.save` items laid end to end, opened part by part.
+
+Large payloads of CPU tensors are handed over where they are. Everything else (frames, small payloads,
+tensors on a device or with gaps between their elements) is copied into one staging buffer per part.
+"""
+
+from __future__ import annotations
+
+import array
+import bisect
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from ckpt.backends.base import Part
+from ckpt.consistency.digest import BLOCK_SIZE_BYTES, block_crcs, combine_blocks
+from ckpt.staging import StagingPool
+from ckpt.tensors import copy_flat, has_memory_view, memory_of
+
+__all__ = ["ALIGNMENT_BYTES", "BytesPayload", "FileBody", "FileItem", "Payload", "TensorPayload"]
+
+ALIGNMENT_BYTES = 64
+"""Where items start. Payloads then are aligned too, and no block boundary cuts an element in two."""
+
+_COPY_BELOW_BYTES = 64 << 10
+"""A run of bytes this short is cheaper to copy than to send as a buffer of its own."""
+
+
+class Payload(Protocol):
+    """The bytes of one item between its head and its tail."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def open(self) -> memoryview | torch.Tensor:
+        """All of it as it lies in memory, or the tensor it has to be copied from."""
+
+    def served(self, nbytes: int) -> None:
+        """That many bytes have left; what is no longer needed may be let go."""
+
+
+class BytesPayload:
+    """Bytes in memory."""
+
+    def __init__(self, data: bytes | bytearray | memoryview) -> None:
+        self._view = memoryview(data).cast("B")
+
+    @property
+    def nbytes(self) -> int:
+        return self._view.nbytes
+
+    def open(self) -> memoryview:
+        return self._view
+
+    def served(self, nbytes: int) -> None:
+        pass
+
+
+class TensorPayload:
+    """A tensor, asked for when its first part is due and let go after its last."""
+
+    def __init__(self, resolve: Callable[[], torch.Tensor], nbytes: int) -> None:
+        self._resolve = resolve
+        self._nbytes = nbytes
+        self._lock = threading.Lock()
+        self._tensor: torch.Tensor | None = None
+        self._left = nbytes
+
+    @property
+    def nbytes(self) -> int:
+        return self._nbytes
+
+    def open(self) -> torch.Tensor:
+        with self._lock:
+            if self._tensor is None:
+                self._tensor = self._resolve()
+            return self._tensor
+
+    def served(self, nbytes: int) -> None:
+        with self._lock:
+            self._left -= nbytes
+            if self._left <= 0:
+                # Whoever still reads it holds it; a retry of an earlier part asks the planner again.
+                self._tensor, self._left = None, self._nbytes
+
+
+@dataclass(frozen=True)
+class FileItem:
+    """An item and where it lies in its file."""
+
+    offset: int
+    head: bytes
+    payload: Payload
+    tail: bytes
+
+    @property
+    def payload_offset(self) -> int:
+        return self.offset + len(self.head)
+
+    @property
+    def length(self) -> int:
+        return len(self.head) + self.payload.nbytes + len(self.tail)
+
+
+class FileBody:
+    """The body of a data file (`ckpt.backends.base.Body`), which notes its blocks' checksums as it goes."""
+
+    has_checksums = True
+
+    def __init__(
+        self, items: Sequence[FileItem], pool: StagingPool, check: Callable[[], None] = lambda: None
+    ) -> None:
+        """`check` is called before each part and raises when the file is not wanted any more."""
+        self._items = items
+        self._pool = pool
+        self._check = check
+        self._offsets = [item.offset for item in items]
+        self._nbytes = items[-1].offset + items[-1].length if items else 0
+        self._crcs = array.array("Q", bytes(8 * -(-self._nbytes // BLOCK_SIZE_BYTES)))
+
+    @property
+    def nbytes(self) -> int:
+        return self._nbytes
+
+    @contextlib.contextmanager
+    def part(self, start: int, stop: int) -> Iterator[Part]:
+        self._check()
+        # The runs hold the tensors whose memory the buffers show.
+        runs = list(self._runs(start, stop))
+        scratch_bytes = _place(runs)
+        with self._pool.take(scratch_bytes) as scratch:
+            buffers = _fill(runs, scratch)
+            crcs = block_crcs(buffers, BLOCK_SIZE_BYTES)
+            first = start // BLOCK_SIZE_BYTES
+            self._crcs[first : first + len(crcs)] = array.array("Q", crcs)
+            yield Part(buffers, combine_blocks(crcs, stop - start, BLOCK_SIZE_BYTES))
+        for run in runs:
+            if run.payload is not None:
+                run.payload.served(run.nbytes)
+
+    def crc64nvme(self) -> int:
+        return combine_blocks(self._crcs, self._nbytes, BLOCK_SIZE_BYTES)
+
+    def blocks(self) -> bytes:
+        """The blocks' checksums as the manifest keeps them."""
+        crcs = array.array("Q", self._crcs)
+        if sys.byteorder == "big":
+            crcs.byteswap()
+        return crcs.tobytes()
+
+    @staticmethod
+    def of_bytes(data: bytes, pool: StagingPool) -> FileBody:
+        """A body that is just `data`, with its checksums."""
+        return FileBody([FileItem(0, b"", BytesPayload(data), b"")], pool)
+
+    def _runs(self, start: int, stop: int) -> Iterator[_Run]:
+        """The runs of bytes that make up `[start, stop)`, in order and without gaps."""
+        position = start
+        for item in self._items[max(0, bisect.bisect_right(self._offsets, start) - 1) :]:
+            if item.offset >= stop:
+                break
+            if position < item.offset:
+                yield _Run(position, memoryview(bytes(item.offset - position)))
+                position = item.offset
+            for offset, piece in (
+                (item.offset, item.head),
+                (item.payload_offset, item.payload),
+                (item.payload_offset + item.payload.nbytes, item.tail),
+            ):
+                nbytes = len(piece) if isinstance(piece, bytes) else piece.nbytes
+                begin, end = max(position - offset, 0), min(stop - offset, nbytes)
+                if begin >= end:
+                    continue
+                if isinstance(piece, bytes):
+                    yield _Run(position, memoryview(piece)[begin:end])
+                else:
+                    yield _payload_run(position, piece, begin, end)
+                position = offset + end
+        if position < stop:
+            yield _Run(position, memoryview(bytes(stop - position)))
+
+
+@dataclass
+class _Run:
+    """A run of a file's bytes: a view of memory, or a tensor to copy bytes `[begin, end)` of."""
+
+    position: int
+    view: memoryview | None
+    tensor: torch.Tensor | None = None
+    begin: int = 0
+    end: int = 0
+    payload: Payload | None = None
+    scratch_at: int = -1
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.begin if self.view is None else self.view.nbytes
+
+
+def _payload_run(position: int, payload: Payload, begin: int, end: int) -> _Run:
+    source = payload.open()
+    if isinstance(source, memoryview):
+        return _Run(position, source[begin:end], payload=payload)
+    view = memory_of(source)[begin:end] if has_memory_view(source) else None
+    return _Run(position, view, source, begin, end, payload)
+
+
+def _place(runs: Sequence[_Run]) -> int:
+    """Give a place in scratch to every run that is copied; returns the scratch bytes needed.
+
+    Neighbours lie side by side, so that they leave as one buffer, and every place is aligned as the run is
+    in its file, so that a tensor's elements are too.
+    """
+    end, after = 0, -1
+    for run in runs:
+        if run.view is not None and run.nbytes >= _COPY_BELOW_BYTES:
+            continue
+        if run.position != after:
+            end += (run.position - end) % ALIGNMENT_BYTES
+        run.scratch_at = end
+        end += run.nbytes
+        after = run.position + run.nbytes
+    return end
+
+
+def _fill(runs: Sequence[_Run], scratch: torch.Tensor) -> list[memoryview]:
+    """Copy what has to be copied; returns the buffers of all runs in order."""
+    memory = memory_of(scratch)
+    buffers: list[memoryview] = []
+    open_from = open_to = -1
+    for run in runs:
+        if run.scratch_at < 0:
+            if open_from >= 0:
+                buffers.append(memory[open_from:open_to])
+                open_from = -1
+            assert run.view is not None
+            buffers.append(run.view)
+            continue
+        at, to = run.scratch_at, run.scratch_at + run.nbytes
+        if run.view is not None:
+            memory[at:to] = run.view
+        else:
+            assert run.tensor is not None
+            size = run.tensor.element_size()
+            copy_flat(run.tensor, run.begin // size, run.end // size, scratch[at:to])
+        if open_from < 0:
+            open_from = at
+        open_to = to
+    if open_from >= 0:
+        buffers.append(memory[open_from:open_to])
+    return buffers

@@ -1,0 +1,281 @@
+"""Opening a checkpoint: from a place to what is committed there, and to the facts about its files."""
+
+from __future__ import annotations
+
+import re
+import time
+import zlib
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import msgspec
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata
+
+from ckpt.backends.base import Store, check_key, exists, read_bytes
+from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY, is_foreign, read_commit
+from ckpt.consistency.digest import crc64nvme
+from ckpt.consistency.seal import unseal_pickle
+from ckpt.consistency.visibility import when_visible
+from ckpt.errors import (
+    CommitConflict,
+    ConfigurationError,
+    FormatError,
+    IntegrityError,
+    NotCommitted,
+    NotFound,
+    Truncated,
+    UnsafeContent,
+)
+from ckpt.fetch import StoredFile
+from ckpt.manifest import (
+    CommitRecord,
+    FileRecord,
+    ItemRecord,
+    ObjectRef,
+    RankManifest,
+    decode_commit,
+    decode_manifest,
+)
+from ckpt.metadata import decode_metadata
+
+__all__ = [
+    "DEFAULT_VISIBILITY_TIMEOUT_S",
+    "Checkpoint",
+    "ReadSettings",
+    "is_rank_local",
+    "open_checkpoint",
+    "open_rank_local",
+]
+
+_DATA_FILE = re.compile(r"(rank-\d{5,}/[0-9a-f]{16})-\d+\.distcp")
+_MAX_METADATA_BYTES = 8 << 30
+_OPEN_ATTEMPTS = 3
+DEFAULT_VISIBILITY_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class ReadSettings:
+    """How a checkpoint is read: whether blocks are verified, and how long to wait for what is not visible yet."""
+
+    verify: bool = True
+    visibility_timeout_s: float = DEFAULT_VISIBILITY_TIMEOUT_S
+
+
+class _Shared(NamedTuple):
+    commit: bytes  # empty: a foreign checkpoint
+    metadata_key: str
+    metadata: bytes
+
+
+class Checkpoint:
+    """What stands at a place: a committed checkpoint of ours (`commit` is set), or one of stock PyTorch.
+
+    It holds the records; facts about files are fetched by `prepare` when a load knows which ones it needs.
+    """
+
+    def __init__(
+        self, store: Store, settings: ReadSettings, commit: bytes | None, metadata_key: str, metadata: bytes
+    ) -> None:
+        self._store, self._settings = store, settings
+        self._shared = _Shared(commit or b"", metadata_key, metadata)
+        self.commit: CommitRecord | None = None
+        pickled: bytes | memoryview = metadata
+        if commit is not None:
+            self.commit = decode_commit(commit, url=store.url, key=COMMIT_KEY)
+            pickled = unseal_pickle(metadata, url=store.url, key=metadata_key)
+        self.metadata: Metadata = decode_metadata(pickled, url=store.url, key=metadata_key)
+        self._refs = {ref.path: ref for ref in self.commit.manifests} if self.commit else {}
+        self._files: dict[str, StoredFile] = {}
+        self._items: dict[tuple[str, int], ItemRecord] = {}
+
+    def share(self) -> bytes:
+        """Everything another rank needs to hold the same checkpoint without reading it from storage."""
+        return zlib.compress(msgspec.msgpack.encode(self._shared), 1)
+
+    @staticmethod
+    def adopt(store: Store, settings: ReadSettings, shared: bytes) -> Checkpoint:
+        """The checkpoint that `share` described on another rank."""
+        found = msgspec.msgpack.decode(zlib.decompress(shared), type=_Shared)
+        return Checkpoint(store, settings, found.commit or None, found.metadata_key, found.metadata)
+
+    def still_current(self) -> None:
+        """Raise CommitConflict if another save has replaced this checkpoint, whose objects then go away."""
+        if self.commit is not None:
+            _check_current(self._store, self._shared.commit)
+
+    def prepare(self, infos: Iterable[_StorageInfo], threads: ThreadPoolExecutor) -> None:
+        """Fetch the facts about the files of these items: our manifests, or the sizes of foreign files."""
+        if self.commit is None:
+            keys = {info.relative_path for info in infos} - self._files.keys()
+            self._files |= {file.key: file for file in threads.map(self._foreign_file, sorted(keys))}
+            return
+        missing = (info for info in infos if info.relative_path not in self._files)
+        for manifest in threads.map(
+            self._read_manifest, sorted({self._manifest_key(info) for info in missing})
+        ):
+            for file in manifest.files:
+                self._files[file.path] = self._our_file(file, manifest.block_size_bytes)
+            for item in manifest.items:
+                self._items[manifest.files[item.file].path, item.offset] = item
+
+    def file(self, info: _StorageInfo) -> StoredFile:
+        """The file of an item, after `prepare`.
+
+        Raises:
+            Truncated: the file ends before the item does.
+        """
+        file = self._files[info.relative_path]
+        stop = info.offset + info.length
+        if stop > file.size_bytes:
+            raise Truncated(
+                f"ends at byte {file.size_bytes}",
+                url=self._store.url,
+                key=file.key,
+                start=info.offset,
+                stop=stop,
+            )
+        return file
+
+    def item(self, info: _StorageInfo) -> ItemRecord | None:
+        """The manifest's word on an item, after `prepare`; None in a foreign checkpoint.
+
+        Raises:
+            FormatError: the manifest knows no such item.
+        """
+        if self.commit is None:
+            return None
+        found = self._items.get((info.relative_path, info.offset))
+        if found is None or found.length != info.length:
+            raise FormatError(
+                f"metadata and manifest disagree on the item at byte {info.offset}",
+                url=self._store.url,
+                key=info.relative_path,
+            )
+        return found
+
+    def _our_file(self, file: FileRecord, block_size_bytes: int) -> StoredFile:
+        if not self._settings.verify:
+            return StoredFile(file.path, file.size_bytes)
+        return StoredFile(file.path, file.size_bytes, block_size_bytes, file.block_crcs())
+
+    def _foreign_file(self, key: str) -> StoredFile:
+        try:
+            check_key(key)
+        except ConfigurationError as error:
+            raise UnsafeContent(
+                f"the metadata name a file outside of the checkpoint: {key[:80]!r}", url=self._store.url
+            ) from error
+        return StoredFile(key, self._store.stat(key).size_bytes)
+
+    def _manifest_key(self, info: _StorageInfo) -> str:
+        name = _DATA_FILE.fullmatch(info.relative_path)
+        key = f"{name[1]}.json" if name else ""
+        if key not in self._refs:
+            raise FormatError(
+                f"the metadata name a file that the commit does not cover: {info.relative_path[:80]!r}",
+                url=self._store.url,
+                key=COMMIT_KEY,
+            )
+        return key
+
+    def _read_manifest(self, key: str) -> RankManifest:
+        data = _read_listed(self._store, self._settings, self._refs[key], self._shared.commit)
+        manifest = decode_manifest(data, url=self._store.url, key=key)
+        if any(_DATA_FILE.fullmatch(file.path) is None for file in manifest.files):
+            raise FormatError("names a file that no rank of a save would write", url=self._store.url, key=key)
+        return manifest
+
+
+def open_checkpoint(store: Store, settings: ReadSettings) -> Checkpoint:
+    """What is committed at the store's root, or the stock checkpoint that stands there.
+
+    Raises:
+        NotFound: there is nothing at all.
+        NotCommitted: there is something, but no checkpoint (yet).
+        IntegrityError, FormatError, UnsafeContent: a record is damaged, not understood, or not safe.
+        NotVisible: a listed object did not appear in time.
+    """
+    commit = _await_commit(store, settings)
+    for attempt in range(1, _OPEN_ATTEMPTS + 1):
+        if commit is None:
+            break
+        try:
+            ref = decode_commit(commit, url=store.url, key=COMMIT_KEY).metadata
+            metadata = _read_listed(store, settings, ref, commit)
+            return Checkpoint(store, settings, commit, ref.path, bytes(metadata))
+        except (IntegrityError, CommitConflict):
+            # A save that replaces the checkpoint right now can make us read half of each record.
+            again = read_commit(store)
+            if again == commit or attempt == _OPEN_ATTEMPTS:
+                raise
+            commit = again
+    return _open_foreign(store, settings)
+
+
+def open_rank_local(store: Store, settings: ReadSettings, rank: int) -> Checkpoint:
+    """One rank's part of a stock checkpoint that was saved with `use_collectives=False`."""
+    key = f"__{rank}{STOCK_METADATA_KEY}"
+    return Checkpoint(
+        store, settings, None, key, bytes(read_bytes(store, key, max_bytes=_MAX_METADATA_BYTES))
+    )
+
+
+def is_rank_local(store: Store) -> bool:
+    """Whether the place holds such a checkpoint."""
+    return exists(store, f"__0{STOCK_METADATA_KEY}")
+
+
+def _open_foreign(store: Store, settings: ReadSettings) -> Checkpoint:
+    key = STOCK_METADATA_KEY
+    if is_foreign(store):
+        return Checkpoint(
+            store, settings, None, key, bytes(read_bytes(store, key, max_bytes=_MAX_METADATA_BYTES))
+        )
+    if next(iter(store.list()), None) is None:
+        raise NotFound("there is nothing here", url=store.url)
+    raise NotCommitted(
+        "no checkpoint is committed here: there are objects, but no commit.json; "
+        "the save did not finish, or the copy is not complete",
+        url=store.url,
+    )
+
+
+def _await_commit(store: Store, settings: ReadSettings) -> bytes | None:
+    """The commit record. Storage that may lag is given time to show it; elsewhere its absence is an answer."""
+    may_lag = not store.capabilities.cross_client_visibility
+    deadline = time.monotonic() + (settings.visibility_timeout_s if may_lag else 0.0)
+    while True:
+        commit = read_commit(store)
+        if commit is not None or time.monotonic() >= deadline or is_foreign(store):
+            return commit
+        time.sleep(min(0.5, max(0.0, deadline - time.monotonic())))
+
+
+def _read_listed(store: Store, settings: ReadSettings, ref: ObjectRef, commit: bytes) -> bytearray:
+    """An object that the commit lists, checked against it."""
+    data = when_visible(
+        lambda: read_bytes(store, ref.path, size_bytes=ref.size_bytes, max_bytes=_MAX_METADATA_BYTES),
+        timeout_s=settings.visibility_timeout_s,
+        still_expected=lambda: _check_current(store, commit),
+    )
+    if f"{crc64nvme(data):016x}" != ref.crc64nvme:
+        raise IntegrityError(
+            "the stored bytes do not match their checksum",
+            url=store.url,
+            key=ref.path,
+            start=0,
+            stop=len(data),
+        )
+    return data
+
+
+def _check_current(store: Store, commit: bytes) -> None:
+    if read_commit(store) not in (commit, None):
+        raise CommitConflict(
+            "this checkpoint was replaced by another save while it was being read; load again",
+            url=store.url,
+            key=COMMIT_KEY,
+        )

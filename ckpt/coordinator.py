@@ -1,0 +1,198 @@
+"""What only the coordinator does: look at the place before a save, commit it, and clear away what it replaced."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import logging
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+
+from ckpt.backends.base import Store, read_bytes
+from ckpt.body import FileBody
+from ckpt.consistency.commit import (
+    COMMIT_KEY,
+    STOCK_METADATA_KEY,
+    is_foreign,
+    publish,
+    read_commit,
+)
+from ckpt.consistency.seal import seal_pickle
+from ckpt.errors import AlreadyExists, CheckpointError, CommitError, CommitUnknown, NotFound
+from ckpt.manifest import (
+    CommitRecord,
+    ManifestRef,
+    ObjectRef,
+    decode_commit,
+    decode_manifest,
+    encode,
+    metadata_key,
+)
+from ckpt.metadata import encode_metadata
+from ckpt.staging import StagingPool
+
+__all__ = ["Coordinator", "RankReceipt"]
+
+_logger = logging.getLogger(__name__)
+
+_OUR_NAMES = re.compile(r"rank-\d{5,}/[0-9a-f]{16}(-\d+\.distcp|\.json|\.metadata)")
+
+
+@dataclass(frozen=True)
+class RankReceipt:
+    """What a rank tells the coordinator beside DCP's results: its manifest, None if it had nothing to write."""
+
+    rank: int
+    manifest: ManifestRef | None
+
+
+class Coordinator:
+    """One save, seen from the coordinating rank."""
+
+    def __init__(self, store: Store, rank: int, token: str, pool: StagingPool) -> None:
+        self._store, self._rank, self._token, self._pool = store, rank, token, pool
+        self._previous: bytes | None = None
+
+    def look(self, *, overwrite: bool) -> None:
+        """See what stands at the place before anything is written.
+
+        Raises:
+            AlreadyExists: a checkpoint that must not be replaced.
+        """
+        self._previous = read_commit(self._store)
+        if self._previous is not None and not overwrite:
+            raise AlreadyExists(
+                "a checkpoint is committed here and overwrite=False", url=self._store.url, key=COMMIT_KEY
+            )
+        if self._previous is None and is_foreign(self._store):
+            raise AlreadyExists(
+                "a checkpoint that another program wrote (stock PyTorch?) is here; "
+                "this library replaces only its own: choose another place, or move that one away",
+                url=self._store.url,
+                key=STOCK_METADATA_KEY,
+            )
+
+    def commit(
+        self,
+        metadata: Metadata,
+        receipts: Sequence[RankReceipt],
+        *,
+        world_size: int,
+        tags: Mapping[str, str],
+    ) -> None:
+        """Commit what the receipts describe.
+
+        Raises:
+            CommitError: nothing was committed (CommitUnknown: perhaps it was); what was here before still is.
+        """
+        _check_complete(metadata, receipts, world_size)
+        data = seal_pickle(encode_metadata(metadata))
+        key = metadata_key(self._rank, self._token)
+        body = FileBody.of_bytes(data, self._pool)
+        try:
+            self._store.put(key, body)
+            ref = ObjectRef(path=key, size_bytes=body.nbytes, crc64nvme=f"{body.crc64nvme():016x}")
+            manifests = [receipt.manifest for receipt in receipts if receipt.manifest is not None]
+            record = encode(
+                CommitRecord(
+                    id=self._token,
+                    created_at=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+                    library=_library_version(),
+                    torch=str(torch.__version__),
+                    world_size=world_size,
+                    data_bytes=sum(manifest.data_bytes for manifest in manifests),
+                    metadata=ref,
+                    manifests=sorted(manifests, key=lambda manifest: manifest.rank),
+                    tags=dict(tags),
+                )
+            )
+            publish(
+                self._store,
+                record,
+                previous=self._previous,
+                stock_metadata=body,
+                restore_stock_metadata=self._restore_stock_metadata,
+            )
+        except CommitUnknown:
+            raise
+        except CheckpointError:
+            with contextlib.suppress(CheckpointError):
+                self._store.delete([key])
+            raise
+        _logger.info("committed %s (%d ranks)", self._store.url, world_size)
+        if self._previous is not None:
+            self._retire(self._previous)
+
+    def _restore_stock_metadata(self) -> None:
+        if self._previous is None:
+            self._store.delete([STOCK_METADATA_KEY])
+            return
+        ref = decode_commit(self._previous, url=self._store.url, key=COMMIT_KEY).metadata
+        data = bytes(read_bytes(self._store, ref.path, size_bytes=ref.size_bytes))
+        self._store.put(STOCK_METADATA_KEY, FileBody.of_bytes(data, self._pool))
+
+    def _retire(self, previous: bytes) -> None:
+        """Delete what the replaced commit listed. Best effort: the new checkpoint does not depend on it."""
+        try:
+            commit = decode_commit(previous, url=self._store.url, key=COMMIT_KEY)
+            with ThreadPoolExecutor(self._store.threads, thread_name_prefix="ckpt-retire") as pool:
+                data_keys = [key for keys in pool.map(self._files_of, commit.manifests) for key in keys]
+            keys = [*data_keys, *(ref.path for ref in commit.manifests), commit.metadata.path]
+            # A record may be damaged or forged; only names that this library gives are ever deleted.
+            self._store.delete([key for key in keys if _OUR_NAMES.fullmatch(key)])
+        except CheckpointError as error:
+            _logger.warning("the replaced checkpoint's objects could not all be deleted: %s", error)
+
+    def _files_of(self, ref: ManifestRef) -> list[str]:
+        try:
+            data = read_bytes(self._store, ref.path, size_bytes=ref.size_bytes)
+        except NotFound:
+            return []
+        return [file.path for file in decode_manifest(data, url=self._store.url, key=ref.path).files]
+
+
+def _check_complete(metadata: Metadata, receipts: Sequence[RankReceipt], world_size: int) -> None:
+    """DCP accepts whatever a writer reports, also nothing; here every planned item must have been written."""
+    ranks = sorted(receipt.rank for receipt in receipts)
+    if ranks != list(range(world_size)):
+        missing = sorted(set(range(world_size)) - set(ranks))
+        raise CommitError(f"nothing was committed: no (or a double) report from ranks, missing are {missing}")
+    planned = set(_planned(metadata))
+    written = set(metadata.storage_data)
+    if planned != written:
+        lost, extra = _names(planned - written), _names(written - planned)
+        raise CommitError(
+            f"nothing was committed: planned but not written: {lost or 'none'}; written but not planned: {extra or 'none'}"
+        )
+
+
+def _planned(metadata: Metadata) -> Iterator[MetadataIndex]:
+    for fqn, stored in metadata.state_dict_metadata.items():
+        if isinstance(stored, TensorStorageMetadata):
+            for chunk in stored.chunks:
+                yield MetadataIndex(fqn, chunk.offsets)
+        elif isinstance(stored, BytesStorageMetadata):
+            yield MetadataIndex(fqn)
+
+
+def _names(indices: Iterable[MetadataIndex]) -> str:
+    names = sorted(f"{i.fqn}" if i.offset is None else f"{i.fqn}{list(i.offset)}" for i in indices)
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _library_version() -> str:
+    try:
+        return f"ckpt-storage {version('ckpt-storage')}"
+    except PackageNotFoundError:  # an uninstalled checkout
+        return "ckpt-storage (not installed)"

@@ -1,0 +1,180 @@
+"""Every error this library raises on purpose; one root, so that one `except` is enough.
+
+CheckpointError
+├── ConfigurationError        an argument, option or URL is wrong (also a ValueError)
+├── StorageError              a storage operation failed
+│   ├── NotFound              there is nothing under that name
+│   ├── AlreadyExists         a create found something under that name
+│   ├── AccessDenied          credentials are missing, wrong or expired
+│   ├── StorageFull           disk full or quota reached
+│   └── StorageUnavailable    no answer, or server errors, after all retries
+├── IntegrityError            stored bytes are not the bytes that were saved
+│   └── Truncated             an object is shorter than it must be
+├── FormatError               a record cannot be understood (or a newer version wrote it)
+├── UnsafeContent             reading it would run code from the checkpoint, or leave its place
+├── NotCommitted              the place holds no committed checkpoint
+├── NotVisible                a committed object did not become visible in time
+├── CommitError               the commit record could not be written; the old checkpoint still loads
+│   ├── CommitConflict        another save committed at this place meanwhile
+│   └── CommitUnknown         the reply was lost: the commit may or may not have happened
+├── SaveFailed                a save failed on one rank or more (`failures`: rank -> error)
+└── LoadFailed                a load failed on one rank or more (`failures`: rank -> error)
+
+Errors cross process boundaries, so they hold plain values only: `args` is the message, the context are
+attributes (`url`, `key`, `rank`, `start`, `stop`), and pickling keeps them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+__all__ = [
+    "CheckpointError",
+    "ConfigurationError",
+    "StorageError",
+    "NotFound",
+    "AlreadyExists",
+    "AccessDenied",
+    "StorageFull",
+    "StorageUnavailable",
+    "IntegrityError",
+    "Truncated",
+    "FormatError",
+    "UnsafeContent",
+    "NotCommitted",
+    "NotVisible",
+    "CommitError",
+    "CommitConflict",
+    "CommitUnknown",
+    "SaveFailed",
+    "LoadFailed",
+]
+
+
+class CheckpointError(Exception):
+    """Root of the tree.
+
+    Attributes:
+        url: the checkpoint or store, without credentials.
+        key: the object inside it.
+        rank: the rank that met the error.
+        start, stop: the byte range concerned, half open.
+    """
+
+    url: str | None = None
+    key: str | None = None
+    rank: int | None = None
+    start: int | None = None
+    stop: int | None = None
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        url: str | None = None,
+        key: str | None = None,
+        rank: int | None = None,
+        start: int | None = None,
+        stop: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.url, self.key, self.rank, self.start, self.stop = url, key, rank, start, stop
+
+    @property
+    def message(self) -> str:
+        return str(self.args[0])
+
+    def __str__(self) -> str:
+        where = [] if self.rank is None else [f"rank {self.rank}"]
+        if self.url is not None or self.key is not None:
+            where.append("/".join(part for part in (self.url, self.key) if part))
+        if self.start is not None and self.stop is not None:
+            where.append(f"bytes {self.start}-{self.stop}")
+        return ": ".join([*where, self.message])
+
+
+class ConfigurationError(CheckpointError, ValueError):
+    """An argument, option or URL is wrong; the text says what to write instead."""
+
+
+class StorageError(CheckpointError):
+    """A storage operation failed."""
+
+
+class NotFound(StorageError):
+    """There is nothing under that name."""
+
+
+class AlreadyExists(StorageError):
+    """A create found something under that name."""
+
+
+class AccessDenied(StorageError):
+    """Credentials are missing, wrong or expired, or do not allow the operation."""
+
+
+class StorageFull(StorageError):
+    """The disk is full or a quota is reached."""
+
+
+class StorageUnavailable(StorageError):
+    """No answer, or server errors, after all retries."""
+
+
+class IntegrityError(CheckpointError):
+    """Stored bytes are not the bytes that were saved."""
+
+
+class Truncated(IntegrityError):
+    """An object is shorter than it must be."""
+
+
+class FormatError(CheckpointError):
+    """A record cannot be understood, or a newer version of the format wrote it."""
+
+
+class UnsafeContent(CheckpointError):
+    """Reading it would run code that the checkpoint brings along, or touch what is outside of it."""
+
+
+class NotCommitted(CheckpointError):
+    """The place holds no committed checkpoint."""
+
+
+class NotVisible(CheckpointError):
+    """A committed object did not become visible in time."""
+
+
+class CommitError(CheckpointError):
+    """The commit record could not be written; what was committed before still loads."""
+
+
+class CommitConflict(CommitError):
+    """Another save was committed at this place while this one was running, or while it was being read."""
+
+
+class CommitUnknown(CommitError):
+    """The reply to the commit was lost: it may or may not have happened. Its data stays."""
+
+
+class _RankFailures(CheckpointError):
+    """What several ranks reported; `failures` maps each failing rank to its error."""
+
+    failures: Mapping[int, BaseException]
+
+    def __init__(
+        self, message: str, *, url: str | None = None, failures: Mapping[int, BaseException] | None = None
+    ) -> None:
+        super().__init__(message, url=url)
+        self.failures = dict(failures or {})
+
+    def __str__(self) -> str:
+        return self.message  # it names rank, place and object already
+
+
+class SaveFailed(_RankFailures):
+    """A save failed on one rank or more; nothing was committed unless a `CommitUnknown` is among them."""
+
+
+class LoadFailed(_RankFailures):
+    """A load failed on one rank or more; the state dict may be partly filled and must not be used."""

@@ -1,0 +1,154 @@
+"""What a rank writes, and where: items framed, spread over files, each with its place.
+
+Sizes are known from the plan, so files are laid out before any tensor's bytes are touched.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
+
+from ckpt.body import ALIGNMENT_BYTES, BytesPayload, FileItem, Payload, TensorPayload
+from ckpt.errors import CheckpointError
+from ckpt.framing import frame
+from ckpt.tensors import plain
+
+__all__ = ["Entry", "object_entries", "place", "spread", "tensor_entries"]
+
+MAX_FILE_BYTES = 128 << 30
+"""Beyond it a rank begins another file, so that multipart parts stay small."""
+
+MIN_FILE_BYTES = 32 << 20
+"""Below it one more file costs more than it gains."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An item of the plan, framed. `is_plain` if its payload is the tensor's dense row-major bytes."""
+
+    index: MetadataIndex
+    head: bytes
+    payload: Payload
+    tail: bytes
+    is_plain: bool
+
+    @property
+    def length(self) -> int:
+        return len(self.head) + self.payload.nbytes + len(self.tail)
+
+
+def tensor_entries(items: Iterable[WriteItem], planner: SavePlanner) -> Iterator[Entry]:
+    """Frame the tensors of a plan. Each is looked at once now and asked for again when its bytes are due.
+
+    Raises:
+        CheckpointError: the planner failed, or gave another tensor than it planned.
+    """
+    for item in items:
+        tensor = _resolve_tensor(planner, item)
+        if (dense := plain(tensor)) is None:
+            yield Entry(item.index, b"", BytesPayload(_pickled(tensor, item)), b"", False)
+            continue
+        try:
+            framed = frame(dense.dtype, dense.shape)
+        except TypeError as error:
+            raise CheckpointError(f"{item.index.fqn!r}: {error}") from error
+        yield Entry(item.index, framed.head, _payload(planner, item, framed.payload_bytes), framed.tail, True)
+
+
+def object_entries(items: Iterable[WriteItem], planner: SavePlanner) -> Iterator[Entry]:
+    """The non-tensor objects of a plan, pickled by the planner one at a time.
+
+    Raises:
+        CheckpointError: the planner failed.
+    """
+    for item in items:
+        data = _resolve(planner, item)
+        if not isinstance(data, io.BytesIO):
+            raise CheckpointError(
+                f"the planner gave a {type(data).__name__} for {item.index.fqn!r} where it planned bytes"
+            )
+        yield Entry(item.index, b"", BytesPayload(data.getbuffer()), b"", False)
+
+
+def spread(entries: Sequence[Entry], files: int) -> list[list[Entry]]:
+    """Spread entries over at most `files` files of about the same size (more where one would be too large).
+
+    Largest first onto the smallest file; within a file the plan's order is kept.
+    """
+    total = sum(entry.length for entry in entries)
+    files = max(min(files, total // MIN_FILE_BYTES), math.ceil(total / MAX_FILE_BYTES), 1)
+    sizes = [0] * files
+    chosen: list[list[int]] = [[] for _ in range(files)]
+    for number in sorted(range(len(entries)), key=lambda number: -entries[number].length):
+        smallest = sizes.index(min(sizes))
+        sizes[smallest] += entries[number].length
+        chosen[smallest].append(number)
+    return [[entries[number] for number in sorted(numbers)] for numbers in chosen if numbers]
+
+
+def place(entries: Iterable[Entry]) -> list[FileItem]:
+    """Lay entries end to end, each aligned."""
+    items: list[FileItem] = []
+    end = 0
+    for entry in entries:
+        end += -end % ALIGNMENT_BYTES
+        items.append(FileItem(end, entry.head, entry.payload, entry.tail))
+        end += entry.length
+    return items
+
+
+def _payload(planner: SavePlanner, item: WriteItem, nbytes: int) -> TensorPayload:
+    def resolve() -> torch.Tensor:
+        tensor = plain(_resolve_tensor(planner, item))
+        if tensor is None or tensor.numel() * tensor.element_size() != nbytes:
+            raise CheckpointError(f"the planner gave {item.index.fqn!r} another shape or dtype than before")
+        return tensor
+
+    return TensorPayload(resolve, nbytes)
+
+
+def _resolve(planner: SavePlanner, item: WriteItem) -> object:
+    try:
+        return planner.resolve_data(item)
+    except Exception as error:
+        raise CheckpointError(
+            f"the planner failed on {item.index.fqn!r}: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _resolve_tensor(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
+    """The tensor of an item, checked against the plan: the metadata that readers get is made from that."""
+    tensor = _resolve(planner, item)
+    fqn = item.index.fqn
+    if item.type == WriteItemType.BYTE_IO or item.tensor_data is None or not isinstance(tensor, torch.Tensor):
+        raise CheckpointError(
+            f"the planner gave a {type(tensor).__name__} for {fqn!r} where it planned a tensor"
+        )
+    planned = (item.tensor_data.properties.dtype, item.tensor_data.chunk.sizes)
+    if (tensor.dtype, tensor.shape) != planned:
+        raise CheckpointError(
+            f"{fqn!r} was planned as {planned[0]} {tuple(planned[1])} but is {tensor.dtype} {tuple(tensor.shape)}; "
+            "a planner with enable_plan_caching does not notice that a dtype changed: turn it off or use a new planner"
+        )
+    if tensor.device.type == "meta":
+        raise CheckpointError(f"{fqn!r} is on the meta device and has no values to save")
+    return tensor
+
+
+def _pickled(tensor: torch.Tensor, item: WriteItem) -> memoryview:
+    """A tensor that is not a plain one, as stock PyTorch would save it."""
+    buffer = io.BytesIO()
+    try:
+        torch.save(tensor.detach().cpu().clone(), buffer)
+    except Exception as error:
+        raise CheckpointError(
+            f"{item.index.fqn!r}, a {type(tensor).__name__} of {tensor.dtype} and {tensor.layout}, cannot be saved: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    return buffer.getbuffer()

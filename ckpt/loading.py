@@ -1,0 +1,235 @@
+"""One rank's part of a load: from the planner's read items to filled tensors, in bounded memory."""
+
+from __future__ import annotations
+
+import io
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo, _StorageReaderTransforms
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
+
+from ckpt.backends.base import Store
+from ckpt.checkpoint import Checkpoint
+from ckpt.consistency.visibility import when_visible
+from ckpt.errors import FormatError
+from ckpt.fetch import Fetcher, StoredFile
+from ckpt.foreign import locate_payload
+from ckpt.objects import load_tensor_item, safe_object
+from ckpt.pieces import MemorySink, Piece, StoredTensor, region_pieces
+
+__all__ = ["Loader"]
+
+_WINDOW_BYTES = 4 << 30
+"""Reads are planned for this much at a time, so that a planner that allocates per item stays bounded."""
+
+_WHOLE_WINDOW_BYTES = 64 << 20
+_SMALL_ITEM_BYTES = 1 << 20
+"""A foreign item smaller than this is read whole: one request less than finding its payload."""
+
+
+@dataclass
+class _Window:
+    """Items that are read together: their pieces by file, and what to do once all have arrived."""
+
+    pieces: dict[StoredFile, list[Piece]] = field(default_factory=lambda: defaultdict(list))
+    then: list[Callable[[], None]] = field(default_factory=list)
+    whole_bytes: int = 0
+    tensor_bytes: int = 0
+
+    def read_whole(self, file: StoredFile, info: _StorageInfo, then: Callable[[bytearray], None]) -> None:
+        data = bytearray(info.length)
+        self.pieces[file].append(
+            Piece(info.offset, info.offset + info.length, MemorySink(memoryview(data), data))
+        )
+        self.then.append(lambda: then(data))
+        self.whole_bytes += info.length
+
+
+class Loader:
+    """Carries out a rank's load plan.
+
+    Args:
+        trusted_objects: FQN patterns of objects that the planner may unpickle as they were stored.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        checkpoint: Checkpoint,
+        planner: LoadPlanner,
+        fetcher: Fetcher,
+        threads: ThreadPoolExecutor,
+        *,
+        trusted_objects: Collection[str],
+        visibility_timeout_s: float,
+    ) -> None:
+        self._store, self._checkpoint, self._planner = store, checkpoint, planner
+        self._fetcher, self._threads = fetcher, threads
+        self._trusted_objects = trusted_objects
+        self._visibility_timeout_s = visibility_timeout_s
+        self._located: dict[tuple[str, int], StoredTensor | None] = {}
+        self._chunks: dict[str, dict[torch.Size | None, torch.Size]] = {}
+
+    def run(self, items: Sequence[ReadItem]) -> None:
+        """Read everything that `items` ask for and hand it to the planner."""
+        infos = [self._info(item.storage_index) for item in items]
+        self._checkpoint.prepare(infos, self._threads)
+        if self._checkpoint.commit is None:
+            self._locate(items, infos)
+        # In the order of the files, whatever order the planner has.
+        order = sorted(range(len(items)), key=lambda i: (infos[i].relative_path, infos[i].offset))
+        for window in self._windows([(items[i], infos[i]) for i in order]):
+            self._fetcher.run(window.pieces, self._threads)
+            for then in window.then:
+                then()
+
+    def _windows(self, todo: Sequence[tuple[ReadItem, _StorageInfo]]) -> Iterator[_Window]:
+        window = _Window()
+        for item, info in todo:
+            self._add(window, item, info)
+            if window.whole_bytes > _WHOLE_WINDOW_BYTES or window.tensor_bytes > _WINDOW_BYTES:
+                yield window
+                window = _Window()
+        yield window
+
+    def _add(self, window: _Window, item: ReadItem, info: _StorageInfo) -> None:
+        file = self._checkpoint.file(info)
+        if item.type == LoadItemType.BYTE_IO:
+            self._read_whole(window, file, info, lambda data: self._load_object(item, info, data))
+            return
+        target = self._planner.resolve_tensor(item).detach()
+        if target.size() != item.lengths:
+            raise FormatError(
+                f"{item.dest_index.fqn!r} wants {tuple(target.size())} where {tuple(item.lengths)} are stored"
+            )
+        stored = self._stored_tensor(item.storage_index, info)
+        if stored is None:
+            self._read_whole(window, file, info, lambda data: self._load_tensor(item, info, data, target))
+            return
+        try:
+            window.pieces[file] += region_pieces(stored, item.storage_offsets, item.lengths, target)
+        except ValueError as error:
+            raise FormatError(f"{item.storage_index.fqn!r}: {error}", key=info.relative_path) from error
+        window.tensor_bytes += target.numel() * stored.dtype.itemsize
+        window.then.append(lambda: self._planner.commit_tensor(item, target))
+
+    def _read_whole(
+        self, window: _Window, file: StoredFile, info: _StorageInfo, then: Callable[[bytearray], None]
+    ) -> None:
+        if info.length > _SMALL_ITEM_BYTES:
+            # Before memory is set aside for it: the records say it is that long, does the store?
+            when_visible(lambda: self._check_length(info), timeout_s=self._visibility_timeout_s)
+        window.read_whole(file, info, then)
+
+    def _check_length(self, info: _StorageInfo) -> None:
+        found = self._store.stat(info.relative_path).size_bytes
+        if found < info.offset + info.length:
+            raise FormatError(
+                f"holds {found} bytes, fewer than its records say",
+                url=self._store.url,
+                key=info.relative_path,
+            )
+
+    # -- what is read whole ----------------------------------------------------------------------------
+
+    def _load_object(self, item: ReadItem, info: _StorageInfo, data: bytearray) -> None:
+        fqn = item.dest_index.fqn
+        plain: io.BytesIO = io.BytesIO(self._untransformed(item, info, data))
+        if not any(fnmatchcase(fqn, pattern) for pattern in self._trusted_objects):
+            plain = safe_object(plain.getbuffer(), fqn=fqn, url=self._store.url, key=info.relative_path)
+        self._planner.load_bytes(item, plain)
+
+    def _load_tensor(self, item: ReadItem, info: _StorageInfo, data: bytearray, target: torch.Tensor) -> None:
+        fqn = item.storage_index.fqn
+        plain = self._untransformed(item, info, data)
+        tensor = load_tensor_item(plain, fqn=fqn, url=self._store.url, key=info.relative_path)
+        for dimension, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+            tensor = tensor.narrow(dimension, offset, length)
+        if tensor.size() != target.size():
+            raise FormatError(
+                f"{fqn!r} is {tuple(tensor.size())} where {tuple(target.size())} was expected",
+                url=self._store.url,
+                key=info.relative_path,
+            )
+        target.copy_(tensor)
+        self._planner.commit_tensor(item, target)
+
+    @staticmethod
+    def _untransformed(item: ReadItem, info: _StorageInfo, data: bytearray) -> bytes | bytearray:
+        """The item as it was before stock's stream extensions (compression) were applied."""
+        if not info.transform_descriptors:
+            return data
+        stream = _StorageReaderTransforms().transform_load_stream(
+            item, info.transform_descriptors, io.BytesIO(data)
+        )
+        return stream.read(-1)
+
+    # -- where tensors lie -----------------------------------------------------------------------------
+
+    def _stored_tensor(self, index: MetadataIndex, info: _StorageInfo) -> StoredTensor | None:
+        """The dense tensor in an item, or None if the item has to be read as a whole."""
+        shape, dtype = self._chunk(index)
+        item = self._checkpoint.item(info)
+        if item is None:
+            located = self._located.get((info.relative_path, info.offset))
+            if located is not None and located.shape != tuple(shape):
+                raise FormatError(
+                    f"{index.fqn!r} is {located.shape} where the metadata say {tuple(shape)}",
+                    url=self._store.url,
+                    key=info.relative_path,
+                )
+            return located
+        if item.payload_offset < 0:
+            return None
+        stored = StoredTensor.row_major(item.payload_offset, dtype, shape)
+        if stored.payload_bytes != item.payload_bytes:
+            raise FormatError(
+                f"{index.fqn!r}: metadata and manifest disagree on its size",
+                url=self._store.url,
+                key=info.relative_path,
+            )
+        return stored
+
+    def _chunk(self, index: MetadataIndex) -> tuple[torch.Size, torch.dtype]:
+        """Shape and dtype of a stored chunk by the metadata."""
+        found = self._checkpoint.metadata.state_dict_metadata.get(index.fqn)
+        if not isinstance(found, TensorStorageMetadata):
+            raise FormatError(f"{index.fqn!r} is not a tensor in this checkpoint", url=self._store.url)
+        if index.fqn not in self._chunks:
+            self._chunks[index.fqn] = {chunk.offsets: chunk.sizes for chunk in found.chunks}
+        shape = self._chunks[index.fqn].get(index.offset)
+        if shape is None:
+            raise FormatError(f"{index.fqn!r} has no chunk at {index.offset}", url=self._store.url)
+        return shape, found.properties.dtype
+
+    def _info(self, index: MetadataIndex) -> _StorageInfo:
+        info = self._checkpoint.metadata.storage_data.get(index)
+        if info is None:
+            raise FormatError(f"the metadata do not say where {index.fqn!r} is", url=self._store.url)
+        return info  # type: ignore[no-any-return]
+
+    def _locate(self, items: Sequence[ReadItem], infos: Sequence[_StorageInfo]) -> None:
+        """Find the payloads of large tensors in a foreign checkpoint."""
+        wanted = {
+            (info.relative_path, info.offset): info
+            for item, info in zip(items, infos, strict=True)
+            if item.type != LoadItemType.BYTE_IO
+            and info.length > _SMALL_ITEM_BYTES
+            and not info.transform_descriptors
+        }
+
+        def locate(info: _StorageInfo) -> StoredTensor | None:
+            self._checkpoint.file(info)
+
+            def read_at(offset: int, buffer: memoryview) -> None:
+                self._store.read_into(info.relative_path, info.offset + offset, [buffer])
+
+            return locate_payload(read_at, info.offset, info.length)
+
+        self._located = dict(zip(wanted, self._threads.map(locate, wanted.values()), strict=True))

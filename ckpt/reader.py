@@ -1,0 +1,230 @@
+"""The storage reader: `dcp.load(state, storage_reader=ckpt.CheckpointReader(url))`.
+
+It reads what `CheckpointWriter` committed, every byte checked, and what stock PyTorch wrote, as far as that
+can be checked. It never runs code from a checkpoint unless told to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import uuid
+from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from ckpt.backends.base import redact_url
+from ckpt.backends.registry import open_store
+from ckpt.checkpoint import (
+    DEFAULT_VISIBILITY_TIMEOUT_S,
+    Checkpoint,
+    ReadSettings,
+    is_rank_local,
+    open_checkpoint,
+    open_rank_local,
+)
+from ckpt.errors import CheckpointError, ConfigurationError, NotCommitted, NotFound
+from ckpt.fetch import Fetcher
+from ckpt.loading import Loader
+from ckpt.staging import DEFAULT_MEMORY_BUDGET_BYTES, StagingPool
+
+__all__ = ["CheckpointReader"]
+
+
+class CheckpointReader(StorageReader):
+    """Reads a committed checkpoint, or one of stock PyTorch.
+
+    Args:
+        url: the checkpoint's place, as for `CheckpointWriter`.
+        storage_options: credentials, endpoint and settings of the store.
+        verify: check every block that is read against its checksum (checkpoints of this library have them).
+        visibility_timeout_s: how long to wait for an object that is known to be committed but is not visible
+            yet, and, on storage that may lag, for the commit itself.
+        threads: transfers at the same time; default by the number of cores, 4 to 16.
+        memory_budget_bytes: memory this rank may use beyond the tensors themselves (default 256 MiB).
+        trusted_objects: names (FQNs, `*` allowed) of non-tensor objects that may be unpickled as they are, which
+            runs code of whoever wrote the checkpoint. All others load with `weights_only=True`.
+
+    Raises:
+        ConfigurationError: an argument is wrong.
+    """
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str],
+        *,
+        storage_options: Mapping[str, Any] | None = None,
+        verify: bool = True,
+        visibility_timeout_s: float = DEFAULT_VISIBILITY_TIMEOUT_S,
+        threads: int | None = None,
+        memory_budget_bytes: int | None = None,
+        trusted_objects: Collection[str] = (),
+    ) -> None:
+        super().__init__()
+        if isinstance(trusted_objects, str):
+            raise ConfigurationError("trusted_objects is a list of names, not one str")
+        if not visibility_timeout_s >= 0:
+            raise ConfigurationError(f"visibility_timeout_s must not be negative: {visibility_timeout_s}")
+        self._storage_options = dict(storage_options or {})
+        self._settings = ReadSettings(verify, visibility_timeout_s)
+        self._threads = threads
+        self._trusted_objects = tuple(trusted_objects)
+        self._budget_bytes = (
+            DEFAULT_MEMORY_BUDGET_BYTES if memory_budget_bytes is None else memory_budget_bytes
+        )
+        self._pool = StagingPool(self._budget_bytes, pinned=torch.cuda.is_available())
+        self._url = os.fspath(url)
+        self._store = open_store(url, self._storage_options, threads=threads)
+        self._rank = 0
+        self._checkpoint: Checkpoint | None = None
+        self._failure: CheckpointError | None = None
+
+    # -- what DCP calls, in this order ---------------------------------------------------------------------
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin a load, from another place if one is given."""
+        self._checkpoint, self._failure = None, None
+        if checkpoint_id is not None and os.fspath(checkpoint_id) != self._url:
+            self._store.close()
+            self._url = os.fspath(checkpoint_id)
+            self._store = open_store(checkpoint_id, self._storage_options, threads=self._threads)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The checkpoint's metadata.
+
+        DCP keeps only the text of what is raised here. So a typed error waits until `set_up_storage_reader`,
+        which DCP calls next, and the metadata returned meanwhile are empty.
+        """
+        rank = kwargs.get("rank")
+        try:
+            if rank is not None:
+                self._checkpoint = open_rank_local(self._store, self._settings, rank)
+            elif self._checkpoint is None:
+                self._checkpoint = open_checkpoint(self._store, self._settings)
+        except (NotFound, NotCommitted) as error:
+            if rank is not None or is_rank_local(self._store):
+                raise  # DCP then asks for this rank's own metadata
+            self._failure = error
+        except CheckpointError as error:
+            self._failure = error
+        if self._checkpoint is None:
+            return Metadata({}, storage_data={}, storage_meta=StorageMeta())
+        metadata = self._checkpoint.metadata
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = str(uuid.uuid4())
+        return metadata
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        self._rank = kwargs.get("rank") or 0
+        with self._errors_named():
+            if self._failure is not None:
+                raise self._failure
+            if self._checkpoint is None:
+                self._checkpoint = open_checkpoint(self._store, self._settings)
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        with self._errors_named():
+            self._read(plan, planner)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        try:
+            open_store(checkpoint_id)
+        except CheckpointError:
+            return False
+        return True
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The checkpoint's place, without credentials."""
+        return self._store.url
+
+    # -- beyond DCP ----------------------------------------------------------------------------------------
+
+    def open(self) -> Checkpoint | None:
+        """Open the checkpoint now; the load that follows uses what was found.
+
+        None for a stock checkpoint that was saved with `use_collectives=False`: each rank opens its own part.
+
+        Raises:
+            NotFound, NotCommitted, IntegrityError, FormatError, UnsafeContent, NotVisible.
+        """
+        try:
+            self._checkpoint = open_checkpoint(self._store, self._settings)
+        except (NotFound, NotCommitted):
+            if not is_rank_local(self._store):
+                raise
+        return self._checkpoint
+
+    def adopt(self, shared: bytes) -> None:
+        """Use what `open().share()` gave on another rank instead of opening the checkpoint here."""
+        self._checkpoint = Checkpoint.adopt(self._store, self._settings, shared)
+
+    def close(self) -> None:
+        """Release connections and threads. The reader can be used again; it then opens new ones."""
+        self._store.close()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({redact_url(self._url)!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_pool": None, "_checkpoint": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._pool = StagingPool(self._budget_bytes, pinned=torch.cuda.is_available())
+
+    def _read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+        checkpoint = self._checkpoint
+        if checkpoint is None:
+            raise CheckpointError("read_data was called before set_up_storage_reader")
+        fetcher = Fetcher(
+            self._store,
+            self._pool,
+            visibility_timeout_s=self._settings.visibility_timeout_s,
+            still_expected=checkpoint.still_current,
+        )
+        with ThreadPoolExecutor(self._store.threads, thread_name_prefix="ckpt-read") as threads:
+            Loader(
+                self._store,
+                checkpoint,
+                planner,
+                fetcher,
+                threads,
+                trusted_objects=self._trusted_objects,
+                visibility_timeout_s=self._settings.visibility_timeout_s,
+            ).run(plan.items)
+        if torch.accelerator.is_available():
+            # Copies were queued by other threads.
+            torch.accelerator.synchronize()
+
+    @contextlib.contextmanager
+    def _errors_named(self) -> Iterator[None]:
+        """Every error leaves with the rank and the place, and able to travel to the other ranks."""
+        try:
+            yield
+        except CheckpointError as error:
+            error.rank = self._rank if error.rank is None else error.rank
+            error.url = error.url or self.checkpoint_id
+            raise
+        except Exception as error:
+            raise CheckpointError(
+                f"{type(error).__name__}: {error}", url=self.checkpoint_id, rank=self._rank
+            ) from error

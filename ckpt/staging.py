@@ -1,0 +1,90 @@
+"""Scratch memory under one budget: what must be copied on its way is copied through here."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+
+import torch
+
+from ckpt.errors import ConfigurationError, StorageUnavailable
+
+__all__ = ["DEFAULT_MEMORY_BUDGET_BYTES", "StagingPool"]
+
+DEFAULT_MEMORY_BUDGET_BYTES = 256 << 20
+MIN_MEMORY_BUDGET_BYTES = 32 << 20
+
+_UNIT_BYTES = 1 << 20
+_WAIT_TIMEOUT_S = 600.0
+
+
+class StagingPool:
+    """Hands out buffers and takes them back; all of them together never exceed the budget.
+
+    Buffers are kept for reuse: memory fresh from the system costs more in page faults than the copy into it.
+    Whoever takes a buffer must not take a second before giving it back, or takers could wait for each other.
+    """
+
+    def __init__(self, budget_bytes: int = DEFAULT_MEMORY_BUDGET_BYTES, *, pinned: bool = False) -> None:
+        if budget_bytes < MIN_MEMORY_BUDGET_BYTES:
+            raise ConfigurationError(
+                f"memory_budget_bytes must be at least {MIN_MEMORY_BUDGET_BYTES} (32 MiB), not {budget_bytes}"
+            )
+        self.budget_bytes = budget_bytes
+        self._pinned = pinned
+        self._free: list[torch.Tensor] = []
+        self._allocated_bytes = 0
+        self._changed = threading.Condition()
+
+    @contextlib.contextmanager
+    def take(self, nbytes: int) -> Iterator[torch.Tensor]:
+        """A uint8 CPU tensor of `nbytes`, its contents arbitrary.
+
+        Raises:
+            ConfigurationError: more than the whole budget.
+            StorageUnavailable: none was given back for ten minutes: the transfers that hold them are stuck.
+        """
+        if nbytes == 0:
+            yield torch.empty(0, dtype=torch.uint8)
+            return
+        buffer = self._acquire(-(-nbytes // _UNIT_BYTES) * _UNIT_BYTES)
+        try:
+            yield buffer[:nbytes]
+        finally:
+            with self._changed:
+                self._free.append(buffer)
+                self._changed.notify()
+
+    def _acquire(self, nbytes: int) -> torch.Tensor:
+        if nbytes > self.budget_bytes:
+            raise ConfigurationError(
+                f"{nbytes} bytes have to be copied at once, over memory_budget_bytes={self.budget_bytes}; raise it"
+            )
+        deadline = time.monotonic() + _WAIT_TIMEOUT_S
+        with self._changed:
+            while True:
+                fitting = [buffer for buffer in self._free if buffer.numel() >= nbytes]
+                if fitting:
+                    best = min(fitting, key=torch.Tensor.numel)
+                    self._free = [buffer for buffer in self._free if buffer is not best]
+                    return best
+                # Too small ones make room for one that fits.
+                while self._free and self._allocated_bytes + nbytes > self.budget_bytes:
+                    self._allocated_bytes -= self._free.pop().numel()
+                if self._allocated_bytes + nbytes <= self.budget_bytes:
+                    self._allocated_bytes += nbytes
+                    break
+                if not self._changed.wait(deadline - time.monotonic()):
+                    raise StorageUnavailable(
+                        f"waited {_WAIT_TIMEOUT_S:g} s for {nbytes} bytes of staging memory; "
+                        "the transfers that hold it make no progress"
+                    )
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pinned)
+        except BaseException:
+            with self._changed:
+                self._allocated_bytes -= nbytes
+                self._changed.notify()
+            raise

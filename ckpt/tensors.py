@@ -1,0 +1,89 @@
+"""Tensors as bytes: views of their memory, and copies of any part of one that has no such view."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+
+__all__ = ["Box", "as_integers", "copy_flat", "flat_boxes", "has_memory_view", "memory_of", "plain"]
+
+Box = tuple[slice, ...]
+"""One slice per dimension."""
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor | None:
+    """`tensor` as an ordinary strided tensor over the same memory; None where it is more than that.
+
+    Sparse and quantized tensors and subclasses with a dispatch of their own (wrappers without memory) can
+    only be pickled as they are. A lazily conjugated or negated tensor is resolved, which copies it.
+    """
+    tensor = tensor.detach()
+    own_dispatch = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    if own_dispatch or tensor.layout is not torch.strided or tensor.is_quantized:
+        return None
+    return tensor.as_subclass(torch.Tensor).resolve_conj().resolve_neg()
+
+
+def has_memory_view(tensor: torch.Tensor) -> bool:
+    """Whether the elements of `tensor`, in order, are one run of this process's memory."""
+    return tensor.device.type == "cpu" and tensor.is_contiguous()
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a tensor with `has_memory_view`, writable. It does not keep the tensor alive."""
+    nbytes = tensor.numel() * tensor.element_size()
+    if nbytes == 0:
+        return memoryview(bytearray())
+    return memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def as_integers(tensor: torch.Tensor) -> torch.Tensor:
+    """The same elements as integers of their size: some dtypes have no copy of their own."""
+    dtype = _INTEGERS.get(tensor.element_size())
+    return tensor if dtype is None else tensor.view(dtype)
+
+
+def copy_flat(source: torch.Tensor, start: int, stop: int, target: torch.Tensor) -> None:
+    """Copy elements `[start, stop)` of `source`, in row-major order, into the bytes of `target`.
+
+    `target` is a uint8 CPU tensor of exactly their size, aligned for the elements.
+    """
+    elements = as_integers(source)
+    flat = target.view(elements.dtype)
+    if elements.is_contiguous():
+        flat.copy_(elements.reshape(-1)[start:stop], non_blocking=False)
+        return
+    position = 0
+    for box in flat_boxes(source.shape, start, stop):
+        piece = elements[box]
+        flat[position : position + piece.numel()].view(piece.shape).copy_(piece)
+        position += piece.numel()
+
+
+def flat_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    """The boxes that hold elements `[start, stop)` of a row-major array of `shape`, in that order.
+
+    At most two per dimension, so a copy box by box is a handful of strided copies.
+    """
+    if start >= stop:
+        return
+    if not shape:
+        yield ()
+        return
+    inner = math.prod(shape[1:])
+    row, skipped = divmod(start, inner)
+    last_row, taken = divmod(stop, inner)
+    if row == last_row:
+        yield from ((slice(row, row + 1), *box) for box in flat_boxes(shape[1:], skipped, taken))
+        return
+    if skipped:
+        yield from ((slice(row, row + 1), *box) for box in flat_boxes(shape[1:], skipped, inner))
+        row += 1
+    if row < last_row:
+        yield (slice(row, last_row), *(slice(0, size) for size in shape[1:]))
+    yield from ((slice(last_row, last_row + 1), *box) for box in flat_boxes(shape[1:], 0, taken))

@@ -1,0 +1,327 @@
+"""The storage writer: `dcp.save(state, storage_writer=ckpt.CheckpointWriter(url))`.
+
+Every rank writes only into its own directory, under names it draws anew for each save, and tells the
+coordinator through DCP's collectives what it wrote. The coordinator commits. No rank ever looks at what
+another rank wrote, so none depends on seeing it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from ckpt.backends.base import Store, redact_url
+from ckpt.backends.registry import open_store
+from ckpt.body import FileBody
+from ckpt.consistency.digest import BLOCK_SIZE_BYTES
+from ckpt.coordinator import Coordinator, RankReceipt
+from ckpt.errors import CheckpointError, ConfigurationError, StorageError
+from ckpt.layout import Entry, object_entries, place, spread, tensor_entries
+from ckpt.manifest import (
+    FileRecord,
+    ItemRecord,
+    ManifestRef,
+    RankManifest,
+    data_key,
+    encode,
+    manifest_key,
+    rank_directory,
+)
+from ckpt.staging import DEFAULT_MEMORY_BUDGET_BYTES, StagingPool
+
+__all__ = ["CheckpointWriter"]
+
+_logger = logging.getLogger(__name__)
+
+_OBJECT_BATCH_BYTES = 32 << 20
+_RECEIPT = MetadataIndex("ckpt.receipt")
+
+
+class CheckpointWriter(StorageWriter):
+    """Writes checkpoints that are committed whole or not at all.
+
+    Args:
+        url: the checkpoint's place: a path, `s3://bucket/key`, `cos://bucket/key`, or any fsspec URL.
+        storage_options: credentials, endpoint and settings of the store, as with fsspec and pandas.
+        overwrite: replace a checkpoint of this library at the same place; until the commit the old one stays
+            loadable. Otherwise, and for checkpoints that something else wrote, it is an error.
+        threads: transfers at the same time; default by the number of cores, 4 to 16.
+        memory_budget_bytes: memory this rank may use beyond the tensors themselves (default 256 MiB).
+        tags: short texts kept in the commit record.
+
+    Raises:
+        ConfigurationError: an argument is wrong.
+    """
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str],
+        *,
+        storage_options: Mapping[str, Any] | None = None,
+        overwrite: bool = True,
+        threads: int | None = None,
+        memory_budget_bytes: int | None = None,
+        tags: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__()
+        self._storage_options = dict(storage_options or {})
+        self._overwrite = overwrite
+        self._threads = threads
+        self._tags = _checked_tags(tags)
+        self._budget_bytes = (
+            DEFAULT_MEMORY_BUDGET_BYTES if memory_budget_bytes is None else memory_budget_bytes
+        )
+        self._pool = StagingPool(self._budget_bytes, pinned=torch.cuda.is_available())
+        self._url = os.fspath(url)
+        self._store = open_store(url, self._storage_options, threads=threads)
+        self._rank = 0
+        self._token = secrets.token_hex(8)
+        self._written: list[str] = []
+        self._coordinator: Coordinator | None = None
+
+    # -- what DCP calls, in this order ---------------------------------------------------------------------
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin a save, at another place if one is given."""
+        if checkpoint_id is not None and os.fspath(checkpoint_id) != self._url:
+            self._store.close()
+            self._url = os.fspath(checkpoint_id)
+            self._store = open_store(checkpoint_id, self._storage_options, threads=self._threads)
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._token)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if not kwargs.get("use_collectives", True):
+            raise ConfigurationError(
+                "use_collectives=False leaves nobody to see that all ranks have finished; "
+                "a checkpoint that cannot be torn needs the ranks' collectives",
+                url=self.checkpoint_id,
+            )
+        self._rank = kwargs.get("rank") or 0
+        # Drawn for each save: no name is ever written twice, so a store that lags can only show "not there".
+        self._token = secrets.token_hex(8)
+        self._written = []
+        self._coordinator = None
+        if is_coordinator:
+            self._coordinator = Coordinator(self._store, self._rank, self._token, self._pool)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        with self._errors_named():
+            self._store.prepare(rank_directory(self._rank))
+            if self._coordinator is not None:
+                self._coordinator.look(overwrite=self._overwrite)
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        # Nothing may be put into the plans: DCP's plan caching would hand it to later saves.
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        with self._errors_named():
+            try:
+                results = self._write(plan, planner)
+            except BaseException:
+                self.discard()
+                raise
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        with self._errors_named():
+            if self._coordinator is None:
+                raise CheckpointError("finish was called on a rank that is not the coordinator")
+            receipts = [r.storage_data for rank in results for r in rank if r.index == _RECEIPT]
+            items = {r.index: r.storage_data for rank in results for r in rank if r.index != _RECEIPT}
+            # The very object that DCP hands to its caller.
+            metadata.version = CURRENT_DCP_VERSION
+            metadata.storage_data = items
+            metadata.storage_meta = self.storage_meta()
+            self._coordinator.commit(metadata, receipts, world_size=len(results), tags=self._tags)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        try:
+            open_store(checkpoint_id)
+        except CheckpointError:
+            return False
+        return True
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The checkpoint's place, without credentials."""
+        return self._store.url
+
+    # -- beyond DCP ----------------------------------------------------------------------------------------
+
+    def discard(self) -> None:
+        """Delete what this rank wrote in the current save. Only for a save that surely was not committed."""
+        written, self._written = self._written, []
+        try:
+            self._store.delete(written)
+        except CheckpointError as error:
+            _logger.warning("rank %d could not clean up after a failed save: %s", self._rank, error)
+
+    def close(self) -> None:
+        """Release connections and threads. The writer can be used again; it then opens new ones."""
+        self._store.close()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({redact_url(self._url)!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_pool": None, "_coordinator": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._pool = StagingPool(self._budget_bytes, pinned=torch.cuda.is_available())
+
+    # -- writing -------------------------------------------------------------------------------------------
+
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        started_s = time.monotonic()
+        _wait_for_devices()
+        files = _RankFiles(self._store, self._rank, self._token, self._pool, self._written)
+        objects: list[Entry] = []
+        byte_items = [item for item in plan.items if item.type == WriteItemType.BYTE_IO]
+        for entry in object_entries(byte_items, planner):
+            # Pickled objects are memory of ours: a large number of them leaves batch by batch.
+            if objects and sum(e.length for e in objects) + entry.length > _OBJECT_BATCH_BYTES:
+                files.put([objects])
+                objects = []
+            objects.append(entry)
+        tensor_items = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
+        wanted = 1 if self._store.capabilities.parallel_parts else self._store.threads
+        spread_out = spread(list(tensor_entries(tensor_items, planner)), wanted)
+        if objects:
+            spread_out = [[*objects, *spread_out[0]], *spread_out[1:]] if spread_out else [objects]
+        files.put(spread_out)
+        receipt = RankReceipt(self._rank, files.put_manifest())
+        nbytes, seconds = files.data_bytes, time.monotonic() - started_s
+        _logger.info(
+            "rank %d wrote %d bytes in %.2f s to %s", self._rank, nbytes, seconds, self.checkpoint_id
+        )
+        return [*files.results, WriteResult(_RECEIPT, 0, receipt)]
+
+    @contextlib.contextmanager
+    def _errors_named(self) -> Iterator[None]:
+        """Every error leaves with the rank and the place, and able to travel to the other ranks."""
+        try:
+            yield
+        except CheckpointError as error:
+            error.rank = self._rank if error.rank is None else error.rank
+            error.url = error.url or self.checkpoint_id
+            raise
+        except Exception as error:
+            raise CheckpointError(
+                f"{type(error).__name__}: {error}", url=self.checkpoint_id, rank=self._rank
+            ) from error
+
+
+class _RankFiles:
+    """The files of one rank in one save, as they are written."""
+
+    def __init__(self, store: Store, rank: int, token: str, pool: StagingPool, written: list[str]) -> None:
+        self.results: list[WriteResult] = []
+        self.data_bytes = 0
+        self._store, self._rank, self._token, self._pool, self._written = store, rank, token, pool, written
+        self._records: list[FileRecord] = []
+        self._items: list[ItemRecord] = []
+
+    def put(self, files: Sequence[Sequence[Entry]]) -> None:
+        """Write these files at the same time; the first error stops them all."""
+        stop = threading.Event()
+
+        def check() -> None:
+            if stop.is_set():
+                raise StorageError("stopped: another file of this rank failed")
+
+        first = len(self._records)
+        keys = [data_key(self._rank, self._token, first + number) for number in range(len(files))]
+        placed = [place(entries) for entries in files]
+        bodies = [FileBody(items, self._pool, check) for items in placed]
+        # Noted before it exists: what fails half-way must be found by the clean-up.
+        self._written += keys
+        _run_together(lambda number: self._store.put(keys[number], bodies[number]), len(files), stop)
+        for number, (key, body, items, entries) in enumerate(zip(keys, bodies, placed, files, strict=True)):
+            self._records.append(FileRecord(path=key, size_bytes=body.nbytes, blocks=body.blocks()))
+            self.data_bytes += body.nbytes
+            for item, entry in zip(items, entries, strict=True):
+                payload = (item.payload_offset, item.payload.nbytes) if entry.is_plain else (-1, 0)
+                offsets = None if entry.index.offset is None else list(entry.index.offset)
+                self._items.append(
+                    ItemRecord(entry.index.fqn, offsets, first + number, item.offset, item.length, *payload)
+                )
+                info = _StorageInfo(key, item.offset, item.length)
+                self.results.append(WriteResult(entry.index, item.length, info))
+
+    def put_manifest(self) -> ManifestRef | None:
+        """Write the manifest; None if the rank had nothing to write."""
+        if not self._items:
+            return None
+        manifest = RankManifest(
+            rank=self._rank,
+            token=self._token,
+            block_size_bytes=BLOCK_SIZE_BYTES,
+            files=self._records,
+            items=self._items,
+        )
+        key = manifest_key(self._rank, self._token)
+        body = FileBody.of_bytes(encode(manifest), self._pool)
+        self._written.append(key)
+        self._store.put(key, body)
+        return ManifestRef(
+            path=key,
+            size_bytes=body.nbytes,
+            crc64nvme=f"{body.crc64nvme():016x}",
+            rank=self._rank,
+            files=len(self._records),
+            items=len(self._items),
+            data_bytes=self.data_bytes,
+        )
+
+
+def _run_together(work: Any, count: int, stop: threading.Event) -> None:
+    """`work(0)` to `work(count - 1)` in threads of their own; the first error is raised once all have ended."""
+    if count <= 1:
+        for number in range(count):
+            work(number)
+        return
+    with ThreadPoolExecutor(count, thread_name_prefix="ckpt-file") as pool:
+        futures = [pool.submit(work, number) for number in range(count)]
+        try:
+            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+            for future in futures:
+                if future in done:
+                    future.result()
+        finally:
+            stop.set()
+
+
+def _wait_for_devices() -> None:
+    """The tensors' values may still be on their way in the caller's stream; copies run in other threads."""
+    if torch.accelerator.is_available():
+        torch.accelerator.current_stream().synchronize()
+
+
+def _checked_tags(tags: Mapping[str, str] | None) -> dict[str, str]:
+    checked = dict(tags or {})
+    for name, value in checked.items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise ConfigurationError(f"tags are texts by name; {name!r} is not")
+    return checked

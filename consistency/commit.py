@@ -1,0 +1,161 @@
+"""The commit protocol: how a save becomes a checkpoint in one step, or not at all.
+
+Every object that a commit lists is written under a name that was never used before, and is durable before
+the commit begins. `commit.json` is then written last, in one atomic put. Whoever reads it finds everything
+it lists, or (on storage that lags) waits for it; whoever does not find it has no checkpoint. So whatever
+happens to a save before that put, what was committed at the place before is untouched.
+
+`.metadata`, the name that stock readers look for, cannot be part of that step. It is replaced just before
+the commit and put back if the commit fails; nothing of ours is read from it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from ckpt.backends.base import Body, PutMode, Store, put_bytes, read_bytes
+from ckpt.consistency.seal import PICKLE_SEAL_BYTES, is_sealed_pickle
+from ckpt.errors import (
+    AlreadyExists,
+    CheckpointError,
+    CommitConflict,
+    CommitError,
+    CommitUnknown,
+    NotFound,
+    StorageError,
+    StorageUnavailable,
+)
+
+__all__ = ["COMMIT_KEY", "MAX_COMMIT_BYTES", "STOCK_METADATA_KEY", "is_foreign", "publish", "read_commit"]
+
+COMMIT_KEY = "commit.json"
+STOCK_METADATA_KEY = ".metadata"
+MAX_COMMIT_BYTES = 64 << 20
+
+_logger = logging.getLogger(__name__)
+
+
+def read_commit(store: Store) -> bytes | None:
+    """The commit record at this place as it stands, unchecked; None where there is none."""
+    try:
+        return bytes(read_bytes(store, COMMIT_KEY, max_bytes=MAX_COMMIT_BYTES))
+    except NotFound:
+        return None
+
+
+def is_foreign(store: Store) -> bool:
+    """Whether `.metadata` at this place was written by something else than this library (stock PyTorch)."""
+    try:
+        size = store.stat(STOCK_METADATA_KEY).size_bytes
+        tail = bytearray(min(size, PICKLE_SEAL_BYTES))
+        store.read_into(STOCK_METADATA_KEY, size - len(tail), [memoryview(tail)])
+    except NotFound:
+        return False
+    return not is_sealed_pickle(tail)
+
+
+def publish(
+    store: Store,
+    record: bytes,
+    *,
+    previous: bytes | None,
+    stock_metadata: Body,
+    restore_stock_metadata: Callable[[], None],
+    confirm_timeout_s: float = 10.0,
+) -> None:
+    """Make the save described by `record` the checkpoint at this place.
+
+    Args:
+        record: the commit record, whose objects are all durable.
+        previous: the commit record found here when the save began; it must still be there.
+        stock_metadata: the new `.metadata`.
+        restore_stock_metadata: puts the old `.metadata` back; called when the commit surely failed.
+        confirm_timeout_s: how long to look for the record after its put got no answer.
+
+    Raises:
+        CommitConflict: the place does not hold `previous` any more.
+        CommitUnknown: the put got no answer and the record is not to be seen. It may still appear, so
+            nothing that it lists may be deleted.
+        CommitError: the commit failed; what was committed before still is.
+    """
+    if read_commit(store) != previous:
+        raise _conflict(store)
+    try:
+        store.put(STOCK_METADATA_KEY, stock_metadata)
+    except CheckpointError as error:
+        _restore(restore_stock_metadata)
+        raise CommitError(f"nothing was committed: {error.message}", url=store.url, key=error.key) from error
+    try:
+        _put_record(store, record, previous, confirm_timeout_s)
+    except CommitUnknown:
+        raise
+    except CommitError:
+        _restore(restore_stock_metadata)
+        raise
+
+
+def _put_record(store: Store, record: bytes, previous: bytes | None, confirm_timeout_s: float) -> None:
+    mode = PutMode.CREATE if previous is None else PutMode.OVERWRITE
+    try:
+        put_bytes(store, COMMIT_KEY, record, mode=mode)
+    except StorageError as error:
+        # A retried put can fail, or find its own record, after a first try that worked but whose reply was
+        # lost. So whatever the error: what the place holds now is the answer, if there is one.
+        unanswered = isinstance(error, StorageUnavailable)
+        try:
+            found = _look_for(store, record, confirm_timeout_s if unanswered else 0.0)
+        except StorageError:
+            unanswered, found = True, None
+        if found == record:
+            return
+        if unanswered:
+            raise CommitUnknown(
+                f"the commit got no answer and may or may not have happened ({error.message}); "
+                "look again before trusting or deleting this save",
+                url=store.url,
+                key=COMMIT_KEY,
+            ) from error
+        if isinstance(error, AlreadyExists):
+            raise _conflict(store) from error
+        raise CommitError(f"nothing was committed: {error.message}", url=store.url, key=COMMIT_KEY) from error
+
+
+def _look_for(store: Store, record: bytes, timeout_s: float) -> bytes | None:
+    """The record at this place, read again until it is `record` or the time is up.
+
+    Raises:
+        StorageError: the last look failed.
+    """
+    deadline = time.monotonic() + timeout_s
+    pause_s = 0.1
+    while True:
+        found, failure = None, None
+        try:
+            found = read_commit(store)
+        except StorageError as error:
+            failure = error
+        if found == record or time.monotonic() >= deadline:
+            if failure is not None:
+                raise failure
+            return found
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 2.0)
+
+
+def _conflict(store: Store) -> CommitConflict:
+    return CommitConflict(
+        "another save was committed at this place while this one was running; "
+        "give every save a place of its own, and every place one writer at a time",
+        url=store.url,
+        key=COMMIT_KEY,
+    )
+
+
+def _restore(restore: Callable[[], None]) -> None:
+    try:
+        restore()
+    except CheckpointError as error:
+        # Only stock readers look there, and what they find is a complete save; ours is not affected.
+        _logger.warning("could not put the previous .metadata back: %s", error)

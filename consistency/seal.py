@@ -1,0 +1,70 @@
+"""Records that carry their own checksum, so that a flipped bit in one is found without a second file.
+
+A sealed JSON record stays JSON: its last member is the CRC64NVME of everything before that member. A sealed
+pickle stays what it was for `pickle.load`, which stops reading at its end; a line with the CRC follows it.
+"""
+
+from __future__ import annotations
+
+import re
+
+from ckpt.consistency.digest import crc64nvme
+from ckpt.errors import IntegrityError
+
+__all__ = [
+    "PICKLE_SEAL_BYTES",
+    "is_sealed_pickle",
+    "seal_json",
+    "seal_pickle",
+    "unseal_json",
+    "unseal_pickle",
+]
+
+_JSON_SEAL = re.compile(rb',"crc64nvme":"([0-9a-f]{16})"}\n\Z')
+_JSON_SEAL_BYTES = len(b',"crc64nvme":"0123456789abcdef"}\n')
+_PICKLE_SEAL = re.compile(rb"\n# ckpt-storage ([0-9a-f]{16})\n\Z")
+PICKLE_SEAL_BYTES = len(b"\n# ckpt-storage 0123456789abcdef\n")
+
+
+def seal_json(record: bytes) -> bytes:
+    """`record`, a JSON object with at least one member, with its checksum as the last member."""
+    body = record.rstrip()
+    if body[-1:] != b"}" or body == b"{}":
+        raise ValueError("not a JSON object with members")
+    return b'%s,"crc64nvme":"%016x"}\n' % (body[:-1], crc64nvme(body[:-1]))
+
+
+def unseal_json(data: bytes | bytearray, *, url: str, key: str) -> bytes:
+    """The record in `data` as it was before it was sealed.
+
+    Raises:
+        IntegrityError: there is no seal, or it does not fit.
+    """
+    found = _JSON_SEAL.search(data, max(0, len(data) - _JSON_SEAL_BYTES))
+    body = bytes(data[:-_JSON_SEAL_BYTES])
+    if found is None or int(found[1], 16) != crc64nvme(body):
+        raise IntegrityError("the record's checksum does not fit", url=url, key=key, start=0, stop=len(data))
+    return body + b"}"
+
+
+def seal_pickle(data: bytes) -> bytes:
+    """`data`, a pickle, followed by its checksum."""
+    return b"%s\n# ckpt-storage %016x\n" % (data, crc64nvme(data))
+
+
+def is_sealed_pickle(tail: bytes | bytearray) -> bool:
+    """Whether something that ends in `tail` (its last `PICKLE_SEAL_BYTES` bytes) bears our seal."""
+    return _PICKLE_SEAL.search(tail) is not None
+
+
+def unseal_pickle(data: bytes | bytearray, *, url: str, key: str) -> memoryview:
+    """The pickle in `data`, without a copy.
+
+    Raises:
+        IntegrityError: there is no seal, or it does not fit.
+    """
+    found = _PICKLE_SEAL.search(data, max(0, len(data) - PICKLE_SEAL_BYTES))
+    body = memoryview(data)[: max(0, len(data) - PICKLE_SEAL_BYTES)]
+    if found is None or int(found[1], 16) != crc64nvme(body):
+        raise IntegrityError("the checksum does not fit", url=url, key=key, start=0, stop=len(data))
+    return body

@@ -1,0 +1,47 @@
+"""Waiting, within bounds, for what is known to exist but may not be visible to this client yet."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from ckpt.errors import NotFound, NotVisible
+
+__all__ = ["when_visible"]
+
+T = TypeVar("T")
+
+_FIRST_PAUSE_S = 0.02
+_LONGEST_PAUSE_S = 1.0
+
+
+def when_visible(
+    read: Callable[[], T], *, timeout_s: float, still_expected: Callable[[], None] | None = None
+) -> T:
+    """`read()`, tried again while it raises NotFound, until `timeout_s` seconds have passed.
+
+    `still_expected` is asked before each new try and raises when there is nothing to wait for any more.
+
+    Raises:
+        NotVisible: the object did not appear in time.
+    """
+    deadline = time.monotonic() + timeout_s
+    pause_s = _FIRST_PAUSE_S
+    while True:
+        try:
+            return read()
+        except NotFound as error:
+            missing = error
+        if still_expected is not None:
+            still_expected()
+        remaining_s = deadline - time.monotonic()
+        if remaining_s <= 0:
+            raise NotVisible(
+                f"the commit lists this object, but it did not become visible in {timeout_s:g} s",
+                url=missing.url,
+                key=missing.key,
+            ) from missing
+        time.sleep(min(pause_s * (0.5 + random.random()), remaining_s))
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from servers import IamServer, S3Server, iam_server, moto_server
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[S3Server]:
+    """A moto server: the semantics of S3 over a real socket."""
+    with moto_server() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def iam() -> Iterator[IamServer]:
+    with iam_server() as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def _no_credentials_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (
+        "AWS_PROFILE",
+        "AWS_ACCESS_KEY_ID",
+        "AWS_SECRET_ACCESS_KEY",
+        "AWS_ENDPOINT_URL",
+        "IBM_API_KEY_ID",
+    ):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")

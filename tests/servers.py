@@ -1,0 +1,126 @@
+"""Real servers for the tests, each a process of its own on a loopback port."""
+
+from __future__ import annotations
+
+import contextlib
+import http.server
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.parse
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+ACCESS_KEY, SECRET_KEY = "AKTESTTEST", "SKTESTSECRET"
+
+
+@dataclass
+class S3Server:
+    """An S3 endpoint; every test gets a bucket of its own."""
+
+    endpoint_url: str
+    process: subprocess.Popen[bytes] = field(repr=False)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"endpoint_url": self.endpoint_url, "key": ACCESS_KEY, "secret": SECRET_KEY}
+
+    def client(self) -> Any:
+        import boto3
+
+        return boto3.client(
+            "s3",
+            endpoint_url=self.endpoint_url,
+            aws_access_key_id=ACCESS_KEY,
+            aws_secret_access_key=SECRET_KEY,
+            region_name="us-east-1",
+        )
+
+    def new_bucket(self) -> str:
+        name = f"bucket-{uuid.uuid4().hex[:12]}"
+        self.client().create_bucket(Bucket=name)
+        return name
+
+
+@contextlib.contextmanager
+def moto_server() -> Iterator[S3Server]:
+    port = free_port()
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        wait_for_port(port, process)
+        yield S3Server(f"http://127.0.0.1:{port}", process)
+    finally:
+        process.kill()
+        process.wait()
+
+
+@dataclass
+class IamServer:
+    """A double of IBM's IAM token endpoint; `tokens` are those it gave out."""
+
+    url: str
+    api_key: str
+    tokens: list[str]
+
+
+@contextlib.contextmanager
+def iam_server(api_key: str = "ibm-api-key-secret") -> Iterator[IamServer]:
+    tokens: list[str] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            form = urllib.parse.parse_qs(self.rfile.read(int(self.headers["content-length"])).decode())
+            if form.get("apikey") == [api_key]:
+                tokens.append(f"token-{len(tokens)}")
+                expiry = int(time.time()) + 3600
+                status, answer = 200, {
+                    "access_token": tokens[-1], "refresh_token": "r", "token_type": "Bearer",
+                    "expires_in": 3600, "expiration": expiry,
+                }  # fmt: skip
+            else:
+                status, answer = (
+                    400,
+                    {"errorCode": "BXNIM0415E", "errorMessage": "Provided API key could not be found."},
+                )
+            data = json.dumps(answer).encode()
+            self.send_response(status)
+            self.send_header("content-type", "application/json")
+            self.send_header("content-length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield IamServer(f"http://127.0.0.1:{server.server_address[1]}/identity/token", api_key, tokens)
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def wait_for_port(port: int, process: subprocess.Popen[bytes], timeout_s: float = 60) -> None:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise RuntimeError(f"the server on port {port} ended with status {process.returncode}")
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+            return
+        time.sleep(0.05)
+    raise TimeoutError(f"no server on port {port} after {timeout_s} s")
