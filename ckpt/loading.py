@@ -21,7 +21,7 @@ from ckpt.errors import FormatError
 from ckpt.fetch import Fetcher, StoredFile
 from ckpt.foreign import locate_payload
 from ckpt.objects import load_tensor_item, safe_object
-from ckpt.pieces import MemorySink, Piece, StoredTensor, region_pieces
+from ckpt.pieces import MemorySink, NoSink, Piece, StoredTensor, region_pieces
 
 __all__ = ["Loader"]
 
@@ -116,6 +116,8 @@ class Loader:
             window.pieces[file] += region_pieces(stored, item.storage_offsets, item.lengths, target)
         except ValueError as error:
             raise FormatError(f"{item.storage_index.fqn!r}: {error}", key=info.relative_path) from error
+        if file.block_crcs is not None and item.lengths == self._chunk(item.storage_index)[0]:
+            window.pieces[file] += _frame_pieces(info, stored, file.block_size_bytes)
         window.tensor_bytes += target.numel() * stored.dtype.itemsize
         window.then.append(lambda: self._planner.commit_tensor(item, target))
 
@@ -233,3 +235,19 @@ class Loader:
             return locate_payload(read_at, info.offset, info.length)
 
         self._located = dict(zip(wanted, self._threads.map(locate, wanted.values()), strict=True))
+
+
+def _frame_pieces(info: _StorageInfo, stored: StoredTensor, block_bytes: int) -> Iterator[Piece]:
+    """The parts of an item's frame that lie in blocks of their own.
+
+    Nothing in them is needed, but whoever loads all of an item learns of any damage to it.
+    """
+    begin, end = stored.first_byte, stored.first_byte + stored.payload_bytes
+    stop = info.offset + info.length
+    if stored.payload_bytes == 0:
+        yield Piece(info.offset, stop, NoSink())
+        return
+    if info.offset // block_bytes != begin // block_bytes:
+        yield Piece(info.offset, begin, NoSink())
+    if (stop - 1) // block_bytes != (end - 1) // block_bytes:
+        yield Piece(end, stop, NoSink())

@@ -16,7 +16,16 @@ import torch
 
 from ckpt.tensors import as_integers, flat_boxes, has_memory_view, memory_of
 
-__all__ = ["FlatSink", "MemorySink", "Piece", "Sink", "StoredTensor", "StridedSink", "region_pieces"]
+__all__ = [
+    "FlatSink",
+    "MemorySink",
+    "NoSink",
+    "Piece",
+    "Sink",
+    "StoredTensor",
+    "StridedSink",
+    "region_pieces",
+]
 
 _STRIDED_BYTES = 4 << 20
 """Longest run of a file that is read whole for the rows that are wanted of it."""
@@ -88,6 +97,15 @@ class StridedSink:
         assert start == 0, "a strided piece comes whole"
         elements = _elements(data, self._dtype)
         _copy(self._target, elements.as_strided(self._target.shape, self._strides))
+
+
+class NoSink:
+    """Bytes that are read only to be verified."""
+
+    unit_bytes = 1
+
+    def deliver(self, start: int, data: torch.Tensor) -> None:
+        pass
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -47,22 +48,25 @@ def plan_requests(
         request_bytes: size of a request, a multiple of the grid; one piece that cannot be cut may exceed it.
     """
     current: Request | None = None
-    for piece in sorted(pieces, key=lambda piece: (piece.start, piece.stop)):
-        start = piece.start
-        while start < piece.stop:
-            begin = start - start % grid_bytes
-            stop = start
-            if current is not None and begin <= current.stop + gap_bytes:
-                stop = _cut(piece, start, current.start + request_bytes)
-            if current is None or stop == start:
-                if current is not None:
-                    yield current
-                current = Request(begin, begin)
-                stop = _cut(piece, start, begin + request_bytes)
-                stop = piece.stop if stop == start else stop
-            current.stop = max(current.stop, min(_round_up(stop, grid_bytes), file_bytes))
-            current.slices.append(Slice(piece, start, stop))
-            start = stop
+    # Always the slice that starts first: what is cut off a piece waits its turn among the others.
+    todo = [(piece.start, number, piece) for number, piece in enumerate(pieces) if piece.start < piece.stop]
+    heapq.heapify(todo)
+    while todo:
+        start, number, piece = heapq.heappop(todo)
+        begin = start - start % grid_bytes
+        stop = start
+        if current is not None and begin <= current.stop + gap_bytes:
+            stop = _cut(piece, start, current.start + request_bytes)
+        if current is None or stop == start:
+            if current is not None:
+                yield current
+            current = Request(begin, begin)
+            stop = _cut(piece, start, begin + request_bytes)
+            stop = piece.stop if stop == start else stop
+        current.stop = max(current.stop, min(_round_up(stop, grid_bytes), file_bytes))
+        current.slices.append(Slice(piece, start, stop))
+        if stop < piece.stop:
+            heapq.heappush(todo, (stop, number, piece))
     if current is not None:
         yield current
 

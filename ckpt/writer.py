@@ -151,8 +151,10 @@ class CheckpointWriter(StorageWriter):
             # The very object that DCP hands to its caller.
             metadata.version = CURRENT_DCP_VERSION
             metadata.storage_data = items
-            metadata.storage_meta = self.storage_meta()
+            # Not where it is: that would be wrong in every copy, and tell readers about this machine.
+            metadata.storage_meta = StorageMeta(save_id=self._token)
             self._coordinator.commit(metadata, receipts, world_size=len(results), tags=self._tags)
+            metadata.storage_meta = self.storage_meta()
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -29,8 +29,7 @@ def run_ranks(
     A rank in `killed` is expected to die of SIGKILL and its result is None. The rendezvous store is held by
     this process, as torchrun's agent holds it.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
+    context = _context()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes, processes = [], []
     for rank in range(world_size):
@@ -55,6 +54,20 @@ def run_ranks(
             process.join()
     iterator = iter(results)
     return [None if rank in killed else next(iterator) for rank in range(world_size)]
+
+
+def start(function: Callable[..., Any], *args: Any) -> Any:
+    """`function(*args)` in a process of its own."""
+    process = _context().Process(target=function, args=args)
+    process.start()
+    return process
+
+
+def _context() -> Any:
+    # A server that has imported everything forks the processes: a fresh interpreter would take seconds each.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    return context
 
 
 def _result(rank: int, pipe: multiprocessing.connection.Connection, deadline: float) -> Any:

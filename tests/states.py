@@ -179,7 +179,7 @@ def fsdp_model(
     for step in range(steps):
         generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
         tokens = torch.randint(0, 61, (2, 16), generator=generator)
-        nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+        nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
     return model, optimizer

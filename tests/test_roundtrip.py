@@ -122,9 +122,9 @@ def test_tensors_of_many_parts_and_requests(kind: str, tmp_path: Path, s3: S3Ser
 def test_subset_of_keys(tmp_path: Path) -> None:
     state = plain_state()
     ckpt.save(state, tmp_path)
-    loaded = {"large": torch.zeros(700, 1000), "objects": {"text": ""}}
+    loaded: dict[str, Any] = {"large": torch.zeros(700, 1000), "objects": {"text": ""}}
     ckpt.load(loaded, tmp_path)
-    assert bits(loaded["large"]) == bits(state["large"])  # type: ignore[arg-type]
+    assert bits(loaded["large"]) == bits(state["large"])
     assert loaded["objects"] == {"text": "ü"}
 
 
@@ -147,11 +147,15 @@ def test_stateful_objects(tmp_path: Path) -> None:
 
 
 def test_async_save_is_not_reached_by_later_changes(tmp_path: Path) -> None:
-    state = {"t": torch.ones(1_000_000), "view": torch.ones(100)[10:20], "o": {"list": [1, 2]}}
+    state: dict[str, Any] = {
+        "t": torch.ones(1_000_000),
+        "view": torch.ones(100)[10:20],
+        "o": {"list": [1, 2]},
+    }
     future = ckpt.async_save(state, tmp_path / "1")
-    state["t"].zero_()  # type: ignore[union-attr]
-    state["view"].zero_()  # type: ignore[union-attr]
-    state["o"]["list"].append(3)  # type: ignore[index]
+    state["t"].zero_()
+    state["view"].zero_()
+    state["o"]["list"].append(3)
     second = ckpt.async_save(state, tmp_path / "2")
     future.result(60)
     second.result(60)
@@ -253,7 +257,7 @@ def _save_fsdp2(rank: int, url: str) -> Any:
 def _load_fsdp2(rank: int, url: str) -> Any:
     model, optimizer = fsdp_model(seed=99, steps=1)
     model_state, optimizer_state = get_state_dict(model, optimizer)
-    state = {"model": model_state, "optimizer": optimizer_state}
+    state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
     ckpt.load(state, url)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     model_state, optimizer_state = get_state_dict(model, optimizer)
@@ -312,7 +316,7 @@ def _sharded_tensor(rank: int, url: str) -> None:
     from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 
     warnings.simplefilter("ignore")
-    spec = ChunkShardingSpec(dim=0, placements=["rank:0/cpu", "rank:1/cpu"])  # type: ignore[arg-type]
+    spec = ChunkShardingSpec(dim=0, placements=["rank:0/cpu", "rank:1/cpu"])
     saved = sharded_tensor.rand(spec, 11, 6)
     ckpt.save({"t": saved}, url)
     loaded = sharded_tensor.zeros(spec, 11, 6)

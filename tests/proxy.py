@@ -1,0 +1,162 @@
+"""A fault between client and S3 server: an HTTP proxy that answers, delays, cuts or loses what a rule says."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import http.server
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from servers import S3Server
+
+
+@dataclass(frozen=True)
+class Call:
+    """A request as a rule sees it."""
+
+    number: int  # 1, 2, ... since the proxy started
+    method: str
+    target: str  # path and query
+
+    @property
+    def key(self) -> str:
+        return urlsplit(self.target).path.split("/", 2)[-1]
+
+    @property
+    def is_part(self) -> bool:
+        return self.method == "PUT" and "partNumber=" in self.target
+
+    @property
+    def is_complete(self) -> bool:
+        return self.method == "POST" and "uploadId=" in self.target
+
+
+Rule = Callable[[Call], str | int]
+"""What to do with a call: "pass"; a status to answer with; "reset" the connection in the middle of the body;
+"lose" the reply of a request that was carried out; "cut" the reply in the middle; "flip" a bit of its body."""
+
+
+@dataclass
+class FaultProxy:
+    """`rule` can be replaced at any time; `calls` are all requests that came."""
+
+    server: S3Server
+    port: int = 0
+    rule: Rule = lambda call: "pass"
+    calls: list[Call] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Storage options to go through the proxy, with few and short retries."""
+        return {**self.server.options, "endpoint_url": f"http://127.0.0.1:{self.port}", "max_attempts": 2}
+
+
+@contextlib.contextmanager
+def fault_proxy(server: S3Server) -> Iterator[FaultProxy]:
+    proxy = FaultProxy(server)
+    upstream = urlsplit(server.endpoint_url).netloc
+
+    class Handler(_Handler):
+        pass
+
+    Handler.proxy, Handler.upstream = proxy, upstream
+    httpd = _Server(("127.0.0.1", 0), Handler)
+    proxy.port = httpd.server_address[1]
+    thread = threading.Thread(target=httpd.serve_forever, args=(0.05,), daemon=True)
+    thread.start()
+    try:
+        yield proxy
+    finally:
+        httpd.shutdown()
+        httpd.server_close()
+        thread.join()
+
+
+class _Server(http.server.ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        pass  # clients that are killed or reset are what this is for
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    proxy: FaultProxy
+    upstream: str
+    protocol_version = "HTTP/1.1"
+
+    def _serve(self) -> None:
+        with self.proxy.lock:
+            call = Call(len(self.proxy.calls) + 1, self.command, self.path)
+            self.proxy.calls.append(call)
+        action = self.proxy.rule(call)
+        length = int(self.headers.get("content-length") or 0)
+        if action == "reset":
+            self.rfile.read(length // 2)
+            self._reset()
+            return
+        body = self.rfile.read(length)
+        if isinstance(action, int):
+            self._answer(action, {"content-type": "application/xml"}, _ERRORS[action])
+            return
+        status, headers, reply = self._forward(body)
+        if action == "lose":
+            self._reset()
+        elif action == "cut":
+            self._answer(status, headers, reply, sent=len(reply) // 2)
+            self._reset()
+        else:
+            if action == "flip" and reply:
+                reply = reply[:-1] + bytes([reply[-1] ^ 1])
+            self._answer(status, headers, reply)
+
+    do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _serve
+
+    def _forward(self, body: bytes) -> tuple[int, dict[str, str], bytes]:
+        headers = {name: value for name, value in self.headers.items() if name.lower() != "expect"}
+        with contextlib.closing(http.client.HTTPConnection(self.upstream, timeout=60)) as connection:
+            connection.request(self.command, self.path, body, headers)
+            response = connection.getresponse()
+            reply = response.read()
+        kept = {
+            n: v for n, v in response.getheaders() if n.lower() not in ("connection", "transfer-encoding")
+        }
+        return response.status, kept, reply
+
+    def _answer(self, status: int, headers: dict[str, str], reply: bytes, sent: int | None = None) -> None:
+        self.send_response_only(status)
+        length = headers.pop("Content-Length", headers.pop("content-length", str(len(reply))))
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("content-length", length if self.command == "HEAD" else str(len(reply)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(reply[:sent])
+
+    def _reset(self) -> None:
+        """End the connection with RST, as a crashed host or a middlebox does."""
+        self.wfile.flush()
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.connection.close()
+        self.close_connection = True
+
+    def finish(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            super().finish()
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+_ERRORS = {
+    status: f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>{code}</Message></Error>".encode()
+    for status, code in {
+        403: "ExpiredToken", 404: "NoSuchUpload", 500: "InternalError", 501: "NotImplemented", 503: "SlowDown",
+    }.items()
+}  # fmt: skip
