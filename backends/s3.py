@@ -34,7 +34,7 @@ class S3Store(S3ApiStore):
         profile, region, endpoint_url: as in boto3; `AWS_PROFILE`, `AWS_REGION`, `AWS_ENDPOINT_URL` work too.
         client_kwargs, config_kwargs: passed on to `Session.client` and `botocore.config.Config`.
         s3_additional_kwargs: passed on with every object written (`ServerSideEncryption`, `StorageClass`, ...).
-        part_size_bytes: size of multipart parts, raised for large objects (default 16 MiB).
+        part_size_bytes: size of multipart parts, raised for large objects (default 32 MiB).
         max_attempts, connect_timeout_s, read_timeout_s: bound every request.
         checksum: "crc64nvme" sends a checksum with every part for the server to verify; "none" does not.
     """

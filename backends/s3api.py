@@ -49,7 +49,7 @@ from ckpt.errors import (
 __all__ = ["S3ApiStore", "TRANSFER_DEFAULTS", "client_settings", "split_bucket_url"]
 
 TRANSFER_DEFAULTS: Mapping[str, Any] = {
-    "part_size_bytes": 16 << 20,
+    "part_size_bytes": 32 << 20,
     "max_attempts": 8,
     "connect_timeout_s": 10.0,
     "read_timeout_s": 60.0,

@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.stateful import Stateful
 
-from ckpt.checkpoint import DEFAULT_VISIBILITY_TIMEOUT_S
 from ckpt.errors import CheckpointError, CommitUnknown, LoadFailed, SaveFailed
 from ckpt.ranks import Ranks
 from ckpt.reader import CheckpointReader
@@ -102,7 +101,7 @@ def load(
     *,
     storage_options: Mapping[str, Any] | None = None,
     verify: bool = True,
-    visibility_timeout_s: float = DEFAULT_VISIBILITY_TIMEOUT_S,
+    visibility_timeout_s: float | None = None,
     planner: LoadPlanner | None = None,
     process_group: Any = None,
     no_dist: bool = False,
@@ -165,8 +164,8 @@ def _save(
         return metadata
     except CheckpointException as error:
         failures = {rank: wrapped[0] for rank, wrapped in error.failures.items()}
-        if not any(isinstance(failure, CommitUnknown) for failure in failures.values()):
-            # Every rank knows that nothing was committed: what each wrote is of no use to anyone.
+        if all(_proves_no_commit(failure) for failure in failures.values()):
+            # On all ranks alike: what each wrote is of no use to anyone.
             writer.discard()
         raise SaveFailed(_summary("save", failures), url=writer.checkpoint_id, failures=failures) from error
     except CheckpointError:
@@ -177,6 +176,11 @@ def _save(
         raise SaveFailed(message, url=writer.checkpoint_id, failures=failures) from error
     finally:
         writer.close()
+
+
+def _proves_no_commit(failure: BaseException) -> bool:
+    """Whether a save that failed so was surely not committed. Anything unexpected proves nothing."""
+    return isinstance(failure, CheckpointError) and not isinstance(failure, CommitUnknown)
 
 
 def _open_together(reader: CheckpointReader, ranks: Ranks) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 import time
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -42,7 +42,6 @@ from ckpt.manifest import (
 from ckpt.metadata import decode_metadata
 
 __all__ = [
-    "DEFAULT_VISIBILITY_TIMEOUT_S",
     "Checkpoint",
     "ReadSettings",
     "is_rank_local",
@@ -50,18 +49,33 @@ __all__ = [
     "open_rank_local",
 ]
 
+T = TypeVar("T")
+
 _DATA_FILE = re.compile(r"(rank-\d{5,}/[0-9a-f]{16})-\d+\.distcp")
 _MAX_METADATA_BYTES = 8 << 30
 _OPEN_ATTEMPTS = 3
-DEFAULT_VISIBILITY_TIMEOUT_S = 60.0
+_PROMPT_STORE_TIMEOUT_S = 5.0
+_LAGGING_STORE_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
 class ReadSettings:
-    """How a checkpoint is read: whether blocks are verified, and how long to wait for what is not visible yet."""
+    """How a checkpoint is read.
+
+    Attributes:
+        verify: check blocks against their checksums.
+        visibility_timeout_s: how long to wait for what must exist but is not visible yet; None goes by whether
+            the store may lag.
+    """
 
     verify: bool = True
-    visibility_timeout_s: float = DEFAULT_VISIBILITY_TIMEOUT_S
+    visibility_timeout_s: float | None = None
+
+    def timeout_s(self, store: Store) -> float:
+        if self.visibility_timeout_s is not None:
+            return self.visibility_timeout_s
+        prompt = store.capabilities.cross_client_visibility
+        return _PROMPT_STORE_TIMEOUT_S if prompt else _LAGGING_STORE_TIMEOUT_S
 
 
 class _Shared(NamedTuple):
@@ -101,8 +115,18 @@ class Checkpoint:
         found = msgspec.msgpack.decode(zlib.decompress(shared), type=_Shared)
         return Checkpoint(store, settings, found.commit or None, found.metadata_key, found.metadata)
 
-    def still_current(self) -> None:
-        """Raise CommitConflict if another save has replaced this checkpoint, whose objects then go away."""
+    def when_visible(self, read: Callable[[], T]) -> T:
+        """`read()` of one of its objects, which is given time to become visible.
+
+        Raises:
+            NotVisible: it did not in time.
+            CommitConflict: another save has replaced this checkpoint, whose objects then go away.
+        """
+        return when_visible(
+            read, timeout_s=self._settings.timeout_s(self._store), still_expected=self._check_current
+        )
+
+    def _check_current(self) -> None:
         if self.commit is not None:
             _check_current(self._store, self._shared.commit)
 
@@ -246,7 +270,7 @@ def _open_foreign(store: Store, settings: ReadSettings) -> Checkpoint:
 def _await_commit(store: Store, settings: ReadSettings) -> bytes | None:
     """The commit record. Storage that may lag is given time to show it; elsewhere its absence is an answer."""
     may_lag = not store.capabilities.cross_client_visibility
-    deadline = time.monotonic() + (settings.visibility_timeout_s if may_lag else 0.0)
+    deadline = time.monotonic() + (settings.timeout_s(store) if may_lag else 0.0)
     while True:
         commit = read_commit(store)
         if commit is not None or time.monotonic() >= deadline or is_foreign(store):
@@ -258,7 +282,7 @@ def _read_listed(store: Store, settings: ReadSettings, ref: ObjectRef, commit: b
     """An object that the commit lists, checked against it."""
     data = when_visible(
         lambda: read_bytes(store, ref.path, size_bytes=ref.size_bytes, max_bytes=_MAX_METADATA_BYTES),
-        timeout_s=settings.visibility_timeout_s,
+        timeout_s=settings.timeout_s(store),
         still_expected=lambda: _check_current(store, commit),
     )
     if f"{crc64nvme(data):016x}" != ref.crc64nvme:

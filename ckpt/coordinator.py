@@ -127,9 +127,15 @@ class Coordinator:
         except CommitUnknown:
             raise
         except CheckpointError:
+            # Surely not committed.
             with contextlib.suppress(CheckpointError):
                 self._store.delete([key])
             raise
+        except Exception as error:
+            raise CommitUnknown(
+                f"the commit may or may not have happened: {type(error).__name__}: {error}",
+                url=self._store.url,
+            ) from error
         _logger.info("committed %s (%d ranks)", self._store.url, world_size)
         if self._previous is not None:
             self._retire(self._previous)
@@ -151,7 +157,7 @@ class Coordinator:
             keys = [*data_keys, *(ref.path for ref in commit.manifests), commit.metadata.path]
             # A record may be damaged or forged; only names that this library gives are ever deleted.
             self._store.delete([key for key in keys if _OUR_NAMES.fullmatch(key)])
-        except CheckpointError as error:
+        except Exception as error:  # nothing after the commit may make the save look failed
             _logger.warning("the replaced checkpoint's objects could not all be deleted: %s", error)
 
     def _files_of(self, ref: ManifestRef) -> list[str]:

@@ -11,7 +11,6 @@ import torch
 
 from ckpt.backends.base import Store
 from ckpt.consistency.digest import block_crcs
-from ckpt.consistency.visibility import when_visible
 from ckpt.errors import IntegrityError
 from ckpt.pieces import MemorySink, Piece
 from ckpt.requests import Request, Slice, plan_requests
@@ -53,21 +52,13 @@ class Fetcher:
     """Reads pieces of files, many at a time, through a staging pool.
 
     Args:
-        visibility_timeout_s: how long to wait for a file that is not there yet.
-        still_expected: asked while waiting; raises when there is nothing to wait for.
+        when_visible: carries out a read, again if the file is not visible yet.
     """
 
     def __init__(
-        self,
-        store: Store,
-        pool: StagingPool,
-        *,
-        visibility_timeout_s: float,
-        still_expected: Callable[[], None] | None,
+        self, store: Store, pool: StagingPool, when_visible: Callable[[Callable[[], None]], None]
     ) -> None:
-        self._store, self._pool = store, pool
-        self._visibility_timeout_s = visibility_timeout_s
-        self._still_expected = still_expected
+        self._store, self._pool, self._when_visible = store, pool, when_visible
 
     def run(self, wanted: Mapping[StoredFile, Iterable[Piece]], threads: ThreadPoolExecutor) -> None:
         """Deliver all pieces to their sinks, or raise the first error once no read is running any more."""
@@ -100,11 +91,7 @@ class Fetcher:
                 for s in segments
             ]
             for attempt in range(1, _ATTEMPTS + 1):
-                when_visible(
-                    lambda: self._store.read_into(file.key, request.start, buffers),
-                    timeout_s=self._visibility_timeout_s,
-                    still_expected=self._still_expected,
-                )
+                self._when_visible(lambda: self._store.read_into(file.key, request.start, buffers))
                 damaged = _damaged(file, request, buffers)
                 if damaged is None:
                     break

@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, Read
 
 from ckpt.backends.base import Store
 from ckpt.checkpoint import Checkpoint
-from ckpt.consistency.visibility import when_visible
 from ckpt.errors import FormatError
 from ckpt.fetch import Fetcher, StoredFile
 from ckpt.foreign import locate_payload
@@ -67,12 +66,10 @@ class Loader:
         threads: ThreadPoolExecutor,
         *,
         trusted_objects: Collection[str],
-        visibility_timeout_s: float,
     ) -> None:
         self._store, self._checkpoint, self._planner = store, checkpoint, planner
         self._fetcher, self._threads = fetcher, threads
         self._trusted_objects = trusted_objects
-        self._visibility_timeout_s = visibility_timeout_s
         self._located: dict[tuple[str, int], StoredTensor | None] = {}
         self._chunks: dict[str, dict[torch.Size | None, torch.Size]] = {}
 
@@ -126,7 +123,7 @@ class Loader:
     ) -> None:
         if info.length > _SMALL_ITEM_BYTES:
             # Before memory is set aside for it: the records say it is that long, does the store?
-            when_visible(lambda: self._check_length(info), timeout_s=self._visibility_timeout_s)
+            self._checkpoint.when_visible(lambda: self._check_length(info))
         window.read_whole(file, info, then)
 
     def _check_length(self, info: _StorageInfo) -> None:

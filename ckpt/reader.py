@@ -22,7 +22,6 @@ from torch.futures import Future
 from ckpt.backends.base import redact_url
 from ckpt.backends.registry import open_store
 from ckpt.checkpoint import (
-    DEFAULT_VISIBILITY_TIMEOUT_S,
     Checkpoint,
     ReadSettings,
     is_rank_local,
@@ -45,7 +44,7 @@ class CheckpointReader(StorageReader):
         storage_options: credentials, endpoint and settings of the store.
         verify: check every block that is read against its checksum (checkpoints of this library have them).
         visibility_timeout_s: how long to wait for an object that is known to be committed but is not visible
-            yet, and, on storage that may lag, for the commit itself.
+            yet, and, on storage that may lag, for the commit itself. Default 60 s on such storage, else 5 s.
         threads: transfers at the same time; default by the number of cores, 4 to 16.
         memory_budget_bytes: memory this rank may use beyond the tensors themselves (default 256 MiB).
         trusted_objects: names (FQNs, `*` allowed) of non-tensor objects that may be unpickled as they are, which
@@ -61,7 +60,7 @@ class CheckpointReader(StorageReader):
         *,
         storage_options: Mapping[str, Any] | None = None,
         verify: bool = True,
-        visibility_timeout_s: float = DEFAULT_VISIBILITY_TIMEOUT_S,
+        visibility_timeout_s: float | None = None,
         threads: int | None = None,
         memory_budget_bytes: int | None = None,
         trusted_objects: Collection[str] = (),
@@ -69,7 +68,7 @@ class CheckpointReader(StorageReader):
         super().__init__()
         if isinstance(trusted_objects, str):
             raise ConfigurationError("trusted_objects is a list of names, not one str")
-        if not visibility_timeout_s >= 0:
+        if visibility_timeout_s is not None and not visibility_timeout_s >= 0:
             raise ConfigurationError(f"visibility_timeout_s must not be negative: {visibility_timeout_s}")
         self._storage_options = dict(storage_options or {})
         self._settings = ReadSettings(verify, visibility_timeout_s)
@@ -83,13 +82,14 @@ class CheckpointReader(StorageReader):
         self._store = open_store(url, self._storage_options, threads=threads)
         self._rank = 0
         self._checkpoint: Checkpoint | None = None
+        self._opened_ahead = False
         self._failure: CheckpointError | None = None
 
     # -- what DCP calls, in this order ---------------------------------------------------------------------
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a load, from another place if one is given."""
-        self._checkpoint, self._failure = None, None
+        self._checkpoint, self._opened_ahead, self._failure = None, False, None
         if checkpoint_id is not None and os.fspath(checkpoint_id) != self._url:
             self._store.close()
             self._url = os.fspath(checkpoint_id)
@@ -102,6 +102,10 @@ class CheckpointReader(StorageReader):
         which DCP calls next, and the metadata returned meanwhile are empty.
         """
         rank = kwargs.get("rank")
+        if not self._opened_ahead:
+            # DCP need not call `reset` between two loads.
+            self._checkpoint, self._failure = None, None
+        self._opened_ahead = False
         try:
             if rank is not None:
                 self._checkpoint = open_rank_local(self._store, self._settings, rank)
@@ -171,11 +175,13 @@ class CheckpointReader(StorageReader):
         except (NotFound, NotCommitted):
             if not is_rank_local(self._store):
                 raise
+        self._opened_ahead = self._checkpoint is not None
         return self._checkpoint
 
     def adopt(self, shared: bytes) -> None:
         """Use what `open().share()` gave on another rank instead of opening the checkpoint here."""
         self._checkpoint = Checkpoint.adopt(self._store, self._settings, shared)
+        self._opened_ahead = True
 
     def close(self) -> None:
         """Release connections and threads. The reader can be used again; it then opens new ones."""
@@ -185,7 +191,7 @@ class CheckpointReader(StorageReader):
         return f"{type(self).__name__}({redact_url(self._url)!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_pool": None, "_checkpoint": None}
+        return {**self.__dict__, "_pool": None, "_checkpoint": None, "_opened_ahead": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -195,12 +201,7 @@ class CheckpointReader(StorageReader):
         checkpoint = self._checkpoint
         if checkpoint is None:
             raise CheckpointError("read_data was called before set_up_storage_reader")
-        fetcher = Fetcher(
-            self._store,
-            self._pool,
-            visibility_timeout_s=self._settings.visibility_timeout_s,
-            still_expected=checkpoint.still_current,
-        )
+        fetcher = Fetcher(self._store, self._pool, checkpoint.when_visible)
         with ThreadPoolExecutor(self._store.threads, thread_name_prefix="ckpt-read") as threads:
             Loader(
                 self._store,
@@ -209,7 +210,6 @@ class CheckpointReader(StorageReader):
                 fetcher,
                 threads,
                 trusted_objects=self._trusted_objects,
-                visibility_timeout_s=self._settings.visibility_timeout_s,
             ).run(plan.items)
         if torch.accelerator.is_available():
             # Copies were queued by other threads.

@@ -21,6 +21,7 @@ import contextlib
 import pickle
 import secrets
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
@@ -90,7 +91,7 @@ class StoreTests(ABC):
     """Long enough for several parts of the store under test."""
 
     visibility_timeout_s = 0.0
-    """How long this store may take to show a deletion or a new name in a listing."""
+    """How long this store may take to show in a listing, or to other clients, what was put or deleted."""
 
     secret_values: Sequence[str] = ()
     """Credentials given to the store, which must appear nowhere."""
@@ -110,6 +111,13 @@ class StoreTests(ABC):
     def raw_pending(self, store: Store) -> int:
         """How many unfinished uploads or temporary files there are below the root."""
         return 0
+
+    def eventually(self, condition: Callable[[], bool]) -> None:
+        """Assert that `condition` holds, at the latest after `visibility_timeout_s`."""
+        deadline = time.monotonic() + self.visibility_timeout_s
+        while not condition():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
 
     @pytest.fixture
     def store(self) -> Iterator[Store]:
@@ -241,7 +249,7 @@ class StoreTests(ABC):
         sizes = {"a/1": 1, "a/2": 2, "ab/3": 3, "b/c/4": 4, "5": 5}
         for key, size in sizes.items():
             self.raw_put(store, key, b"x" * size)
-        assert _listed(store) == sizes
+        self.eventually(lambda: _listed(store) == sizes)
         assert _listed(store, "a/") == {"a/1": 1, "a/2": 2}
         assert _listed(store, "a") == {"a/1": 1, "a/2": 2, "ab/3": 3}
         assert _listed(store, "b/c/") == {"b/c/4": 4}
@@ -253,8 +261,8 @@ class StoreTests(ABC):
         store.delete(["a/1", "b", "never/was"])
         store.delete(["a/1"])
         store.delete([])
-        assert self.raw_get(store, "a/1") is None
-        assert self.raw_get(store, "b") is None
+        self.eventually(lambda: self.raw_get(store, "a/1") is None)
+        self.eventually(lambda: self.raw_get(store, "b") is None)
         assert self.raw_get(store, "a/2") == b"x"
 
     def test_delete_many(self, store: Store) -> None:
@@ -262,7 +270,7 @@ class StoreTests(ABC):
         for key in keys:
             self.raw_put(store, key, b"x")
         store.delete(iter(keys))
-        assert _listed(store) == {}
+        self.eventually(lambda: _listed(store) == {})
 
     # -- places ----------------------------------------------------------------------------------------
 
@@ -299,9 +307,9 @@ class StoreTests(ABC):
         put_bytes(store, key, b"odd")
         assert self.raw_get(store, key) == b"odd"
         assert read_bytes(store, key) == b"odd"
-        assert _listed(store) == {key: 3}
+        self.eventually(lambda: _listed(store) == {key: 3})
         store.delete([key])
-        assert self.raw_get(store, key) is None
+        self.eventually(lambda: self.raw_get(store, key) is None)
 
     # -- the store itself ------------------------------------------------------------------------------
 

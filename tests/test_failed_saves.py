@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import ckpt
 import ckpt.ranks
+from ckpt.backends import memory
 from ckpt.backends.base import MIB
 from ckpt.errors import CommitConflict, CommitUnknown, LoadFailed, SaveFailed, StorageFull
 
@@ -331,6 +332,20 @@ def test_someone_else_commits_meanwhile(tmp_path: Path) -> None:
         ckpt.save(state_of(0, 2), tmp_path, planner=Intruding())
     assert isinstance(caught.value.failures[0], CommitConflict)
     assert load_is(7, 0, str(tmp_path), {})
+
+
+def test_nothing_after_the_commit_fails_the_save() -> None:
+    """What the replaced checkpoint leaves behind may be undeletable; the new one is committed all the same."""
+    url = "memory://undeletable/c"
+    ckpt.save(state_of(0, 1), url)
+
+    def fault(operation: str, key: str, when: str) -> None:
+        if operation == "delete":
+            raise RuntimeError("not today")
+
+    memory.inject(url, fault)
+    ckpt.save(state_of(0, 2), url)
+    assert load_is(2, 0, url, {})
 
 
 # -- processes are killed --------------------------------------------------------------------------------

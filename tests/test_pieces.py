@@ -101,7 +101,7 @@ def _read(pieces: list[Piece], file: torch.Tensor, grid: int, blocks: int) -> No
     put_bytes(store, "file", data)
     crcs = block_crcs([memoryview(data)], grid) if grid > 1 else None
     stored = StoredFile("file", len(data), grid, crcs)
-    fetcher = Fetcher(store, StagingPool(), visibility_timeout_s=0, still_expected=None)
+    fetcher = Fetcher(store, StagingPool(), lambda read: read())
     with ThreadPoolExecutor(2) as threads, pytest.MonkeyPatch.context() as patch:
         patch.setattr(ckpt.fetch, "_DIRECT_BYTES", 32)
         patch.setattr(

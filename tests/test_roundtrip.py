@@ -203,6 +203,18 @@ def test_reset_moves_writer_and_reader(tmp_path: Path) -> None:
     assert not (tmp_path / "0").exists()
 
 
+def test_a_reader_sees_what_is_committed_now(tmp_path: Path) -> None:
+    """DCP does not reset a reader between two loads, and the checkpoint may have been replaced."""
+    reader = ckpt.CheckpointReader(tmp_path)
+    for seed in (1, 2):
+        ckpt.save({"t": random_tensor(50, seed=seed)}, tmp_path)
+        loaded = {"t": torch.zeros(50)}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.load(loaded, storage_reader=reader)
+        assert bits(loaded["t"]) == bits(random_tensor(50, seed=seed))
+
+
 def test_metadata_returned_names_the_files(tmp_path: Path) -> None:
     metadata = ckpt.save({"t": torch.ones(5)}, tmp_path, tags={"purpose": "test"})
     (info,) = metadata.storage_data.values()
