@@ -43,7 +43,7 @@ class Demo:
     endpoint_url: str
     folder: Path
     checks: list[tuple[str, bool]] = field(default_factory=list)
-    saves: list[tuple[str, str]] = field(default_factory=list)
+    saves: list[tuple[str, str, str]] = field(default_factory=list)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def main() -> int:
         resume_on_three_ranks(demo, killed_at)
         resume_on_one_rank(demo)
         read_with_stock_pytorch(demo)
-        summary(demo, killed_at, time.monotonic() - started_s)
+        summary(demo, time.monotonic() - started_s)
         return 0 if all(holds for _, holds in demo.checks) else 1
 
 
@@ -100,10 +100,10 @@ def train_and_be_killed(demo: Demo) -> int:
         if not demo.is_committed(step):
             break
         console.print(f"  the save of step {step} was faster than the kill; once more")
-    left = len(demo.keys(step)) + len(uploads(demo, step))
-    demo.check(
-        f"the job died while step {step} was being saved (it left {left} objects or uploads)", left > 0
-    )
+    objects, unfinished = len(demo.keys(step)), len(uploads(demo, step))
+    left = f"{objects} objects and {unfinished} unfinished uploads"
+    demo.check(f"the job died while step {step} was being saved: it left {left}", objects + unfinished > 0)
+    demo.saves.append((f"step-{step:06d}", f"killed; left {left}", "not committed"))
     demo.check(f"step {step} is not committed", not demo.is_committed(step))
     demo.check(f"step {step - SAVE_EVERY} is committed", demo.is_committed(step - SAVE_EVERY))
     return step
@@ -149,18 +149,18 @@ def stock_digest(demo: Demo, step: int) -> dict[str, str]:
     return found
 
 
-def summary(demo: Demo, killed_at: int, seconds: float) -> None:
-    aborted = open_store(demo.root, demo.options).abandon()
+def summary(demo: Demo, seconds: float) -> None:
     table = Table(title="\nWhat was written", show_edge=False, title_justify="left", title_style="bold")
-    for column in ("checkpoint", "size, time and rate as the trainer saw them", "state"):
+    for column in ("checkpoint", "size, time and rate as the trainer saw them", "outcome"):
         table.add_column(column)
-    for name, figures in demo.saves:
-        table.add_row(name, figures, "committed")
+    for row in demo.saves:
+        table.add_row(*row)
     console.print(table)
-    console.print(
-        f"\nThe save of step {killed_at} that was killed never became a checkpoint; the resumed job repeated it. "
-        f"It left {aborted} unfinished upload(s), now aborted."
+    aborted = open_store(demo.root, demo.options).abandon()
+    survived = (
+        "Every committed checkpoint survived; the killed save never became one and was repeated on resume."
     )
+    console.print(f"\n{survived} Unfinished uploads aborted: {aborted}.")
     failed = [what for what, holds in demo.checks if not holds]
     verdict = (
         f"[bold red]{len(failed)} of {len(demo.checks)} checks FAILED"
@@ -212,7 +212,7 @@ class Job:
     def _show(self, line: str) -> None:
         if line.startswith("saved "):
             name, _, figures = line.removeprefix("saved ").rpartition(": ")
-            self.demo.saves.append((name.removeprefix(f"{self.demo.root}/"), figures))
+            self.demo.saves.append((name.removeprefix(f"{self.demo.root}/"), figures, "committed"))
         step = int(line.split()[1]) if line.startswith("step ") else 0
         if step % 5 == 0:
             console.print(f"    {line}", style="dim", markup=False)
