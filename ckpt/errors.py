@@ -98,7 +98,14 @@ class ConfigurationError(CheckpointError, ValueError):
 
 
 class StorageError(CheckpointError):
-    """A storage operation failed."""
+    """A storage operation failed.
+
+    Attributes:
+        settled: the operation surely was not carried out. Otherwise it may have been, and only its reply got
+            lost, or it may still be on its way.
+    """
+
+    settled: bool = False
 
 
 class NotFound(StorageError):

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from ckpt.tensors import as_integers, flat_boxes, has_memory_view, memory_of
+from ckpt.tensors import copy_elements, flat_boxes, has_memory_view, memory_of
 
 __all__ = [
     "FlatSink",
@@ -200,6 +200,6 @@ def _elements(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     if target.dtype == source.dtype:
-        as_integers(target).copy_(as_integers(source))
+        copy_elements(source, target)
     else:
         target.copy_(source)  # a cast, as stock PyTorch does

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-__all__ = ["Box", "as_integers", "copy_flat", "flat_boxes", "has_memory_view", "memory_of", "plain"]
+__all__ = ["Box", "copy_elements", "copy_flat", "flat_boxes", "has_memory_view", "memory_of", "plain"]
 
 Box = tuple[slice, ...]
 """One slice per dimension."""
@@ -20,18 +20,34 @@ def plain(tensor: torch.Tensor) -> torch.Tensor | None:
     """`tensor` as an ordinary strided tensor over the same memory; None where it is more than that.
 
     Sparse and quantized tensors and subclasses with a dispatch of their own (wrappers without memory) can
-    only be pickled as they are. A lazily conjugated or negated tensor is resolved, which copies it.
+    only be pickled as they are.
+
+    Raises:
+        ValueError: its storage was shrunk, as FSDP1 does with parameters it has freed; there is nothing to save.
     """
     tensor = tensor.detach()
     own_dispatch = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
     if own_dispatch or tensor.layout is not torch.strided or tensor.is_quantized:
         return None
-    return tensor.as_subclass(torch.Tensor).resolve_conj().resolve_neg()
+    tensor = tensor.as_subclass(torch.Tensor)
+    if tensor.device.type != "meta" and _end_byte(tensor) > tensor.untyped_storage().nbytes():
+        raise ValueError("its storage holds fewer bytes than its shape needs: it was freed")
+    return tensor
+
+
+def _end_byte(tensor: torch.Tensor) -> int:
+    """Where in its storage the last element ends."""
+    if tensor.numel() == 0:
+        return 0
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = int(tensor.storage_offset()) + sum((size - 1) * stride for size, stride in steps)
+    return (last + 1) * tensor.element_size()
 
 
 def has_memory_view(tensor: torch.Tensor) -> bool:
     """Whether the elements of `tensor`, in order, are one run of this process's memory."""
-    return tensor.device.type == "cpu" and tensor.is_contiguous()
+    lazy = tensor.is_conj() or tensor.is_neg()
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not lazy
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
@@ -42,10 +58,15 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     return memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
-def as_integers(tensor: torch.Tensor) -> torch.Tensor:
-    """The same elements as integers of their size: some dtypes have no copy of their own."""
-    dtype = _INTEGERS.get(tensor.element_size())
-    return tensor if dtype is None else tensor.view(dtype)
+def copy_elements(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy a tensor into one of the same dtype and shape."""
+    dtype = _INTEGERS.get(source.element_size())
+    lazy = source.is_conj() or source.is_neg() or target.is_conj() or target.is_neg()
+    if dtype is None or lazy:
+        target.copy_(source)
+    else:
+        # As integers: some dtypes have no copy of their own.
+        target.view(dtype).copy_(source.view(dtype))
 
 
 def copy_flat(source: torch.Tensor, start: int, stop: int, target: torch.Tensor) -> None:
@@ -53,15 +74,14 @@ def copy_flat(source: torch.Tensor, start: int, stop: int, target: torch.Tensor)
 
     `target` is a uint8 CPU tensor of exactly their size, aligned for the elements.
     """
-    elements = as_integers(source)
-    flat = target.view(elements.dtype)
-    if elements.is_contiguous():
-        flat.copy_(elements.reshape(-1)[start:stop], non_blocking=False)
+    flat = target.view(source.dtype)
+    if source.is_contiguous():
+        copy_elements(source.reshape(-1)[start:stop], flat)
         return
     position = 0
     for box in flat_boxes(source.shape, start, stop):
-        piece = elements[box]
-        flat[position : position + piece.numel()].view(piece.shape).copy_(piece)
+        piece = source[box]
+        copy_elements(piece, flat[position : position + piece.numel()].view(piece.shape))
         position += piece.numel()
 
 
