@@ -4,30 +4,34 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
-import time
 import warnings
-from collections.abc import Collection, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.stateful import Stateful
 
-from ckpt.errors import CheckpointError, CommitUnknown, LoadFailed, SaveFailed
-from ckpt.ranks import Ranks
+from ckpt.backends.base import redact_url
+from ckpt.background import Background, stage
+from ckpt.errors import CheckpointError, CommitUnknown, ConfigurationError, LoadFailed, SaveFailed
+from ckpt.ranks import Ranks, RanksFailed, portable
 from ckpt.reader import CheckpointReader
-from ckpt.writer import CheckpointWriter
+from ckpt.writer import CheckpointWriter, last_segment
 
 __all__ = ["async_save", "load", "save"]
 
 _logger = logging.getLogger(__name__)
+_background = Background()
+
+_NO_DIST_WARNING = "torch.distributed is disabled"
+
+T = TypeVar("T")
 
 
 def save(
@@ -52,15 +56,20 @@ def save(
         SaveFailed: on every rank, whichever failed; its `failures` say which and why.
         ConfigurationError: an argument is wrong.
     """
-    writer = CheckpointWriter(
-        url,
-        storage_options=storage_options,
-        overwrite=overwrite,
-        threads=threads,
-        memory_budget_bytes=memory_budget_bytes,
-        tags=tags,
-    )
-    return _save(state_dict, writer, planner, Ranks(process_group, no_dist=no_dist))
+
+    def make_writer() -> CheckpointWriter:
+        return CheckpointWriter(
+            url,
+            storage_options=storage_options,
+            overwrite=overwrite,
+            threads=threads,
+            memory_budget_bytes=memory_budget_bytes,
+            tags=tags,
+        )
+
+    ranks = Ranks(process_group, no_dist=no_dist)
+    writer, values = _prepare_save(state_dict, url, make_writer, ranks, copy=False)
+    return _save(values, writer, planner, ranks)
 
 
 def async_save(
@@ -81,18 +90,29 @@ def async_save(
     What happens to the tensors afterwards does not reach the checkpoint. One save runs at a time: a call
     during an earlier one waits for it first. Only when the future's `result()` returns is the checkpoint
     committed; it raises what `save` would raise.
+
+    A program that ends waits for the save that is running. A failure is also logged.
     """
-    writer = CheckpointWriter(
-        url,
-        storage_options=storage_options,
-        overwrite=overwrite,
-        threads=threads,
-        memory_budget_bytes=memory_budget_bytes,
-        tags=tags,
-    )
-    # Made here, in the thread in which all ranks do the same things in the same order.
-    ranks = Ranks(process_group, no_dist=no_dist, purpose="background")
-    return _background.start(state_dict, writer, planner, ranks)
+
+    def make_writer() -> CheckpointWriter:
+        return CheckpointWriter(
+            url,
+            storage_options=storage_options,
+            overwrite=overwrite,
+            threads=threads,
+            memory_budget_bytes=memory_budget_bytes,
+            tags=tags,
+        )
+
+    def prepare() -> Callable[[], Metadata]:
+        # In the thread in which all ranks do the same things in the same order.
+        ranks = Ranks(process_group, no_dist=no_dist, purpose="background")
+        if ranks.no_dist:
+            warnings.filterwarnings("ignore", message=_NO_DIST_WARNING)  # for good: see _no_dist_is_meant
+        writer, staged = _prepare_save(state_dict, url, make_writer, ranks, copy=True)
+        return lambda: _save(staged, writer, planner, ranks)
+
+    return _background.start(prepare)
 
 
 def load(
@@ -118,42 +138,71 @@ def load(
         NotFound, NotCommitted, IntegrityError, UnsafeContent, ...: as the first failing rank met it.
         LoadFailed: anything else, such as a key that the checkpoint does not have.
     """
-    reader = CheckpointReader(
-        url,
-        storage_options=storage_options,
-        verify=verify,
-        visibility_timeout_s=visibility_timeout_s,
-        threads=threads,
-        memory_budget_bytes=memory_budget_bytes,
-        trusted_objects=trusted_objects,
-    )
+
+    def make_reader() -> CheckpointReader:
+        return CheckpointReader(
+            url,
+            storage_options=storage_options,
+            verify=verify,
+            visibility_timeout_s=visibility_timeout_s,
+            threads=threads,
+            memory_budget_bytes=memory_budget_bytes,
+            trusted_objects=trusted_objects,
+        )
+
     ranks = Ranks(process_group, no_dist=no_dist)
+    place = _place(url)
+    with _load_errors(place, ranks):
+        reader, values = ranks.together(
+            f"load of {last_segment(place)}", lambda: (make_reader(), _values(state_dict))
+        )
+        try:
+            _open_together(reader, ranks)
+            with _no_dist_is_meant(ranks):
+                dcp_load(
+                    values,
+                    storage_reader=reader,
+                    planner=planner,
+                    process_group=ranks.group,
+                    no_dist=ranks.no_dist,
+                )
+        finally:
+            reader.close()
+        ranks.together(f"load of {last_segment(place)}", lambda: _put_back(state_dict, values))
+
+
+def _prepare_save(
+    state_dict: dict[str, Any],
+    url: str | os.PathLike[str],
+    make_writer: Callable[[], CheckpointWriter],
+    ranks: Ranks,
+    *,
+    copy: bool,
+) -> tuple[CheckpointWriter, dict[str, Any]]:
+    """A writer and the state on every rank, or the same error on every rank: DCP waits for ranks that fail here."""
+
+    def work() -> tuple[CheckpointWriter, dict[str, Any]]:
+        writer = make_writer()
+        values = _values(state_dict)
+        return writer, stage(values) if copy else values
+
+    place = _place(url)
     try:
-        _open_together(reader, ranks)
-        with _no_dist_is_meant():
-            dcp_load(
-                state_dict,
-                storage_reader=reader,
-                planner=planner,
-                process_group=ranks.group,
-                no_dist=ranks.no_dist,
-            )
-    except CheckpointException as error:
-        raise _load_error(reader, error) from error
-    except CheckpointError:
-        raise
+        return ranks.together(f"save of {last_segment(place)}", work)
+    except RanksFailed as error:
+        raise _refused(error, ranks) or SaveFailed(
+            _summary("save", error.failures), url=place, failures=error.failures
+        ) from None
     except Exception as error:
-        message, failures = _lost("load", ranks, error)
-        raise LoadFailed(message, url=reader.checkpoint_id, failures=failures) from error
-    finally:
-        reader.close()
+        message, failures = _lost("save", ranks, error)
+        raise SaveFailed(message, url=place, failures=failures) from error
 
 
 def _save(
     state_dict: dict[str, Any], writer: CheckpointWriter, planner: SavePlanner | None, ranks: Ranks
 ) -> Metadata:
     try:
-        with _no_dist_is_meant():
+        with _no_dist_is_meant(ranks):
             metadata: Metadata = dcp_save(
                 state_dict,
                 storage_writer=writer,
@@ -168,12 +217,17 @@ def _save(
             # On all ranks alike: what each wrote is of no use to anyone.
             writer.discard()
         raise SaveFailed(_summary("save", failures), url=writer.checkpoint_id, failures=failures) from error
-    except CheckpointError:
-        raise
     except Exception as error:
+        rank = ranks.rank
         message, failures = _lost("save", ranks, error)
+        why = failures[rank].args[0] if rank in failures else "this rank lost contact with the others"
+        unknown = CommitUnknown(
+            f"{why}, before it was told whether the save was committed; a load will tell",
+            url=writer.checkpoint_id,
+            rank=rank,
+        )
         message += "; whether it was committed is not known here, a load will tell"
-        raise SaveFailed(message, url=writer.checkpoint_id, failures=failures) from error
+        raise SaveFailed(message, url=writer.checkpoint_id, failures={**failures, rank: unknown}) from error
     finally:
         writer.close()
 
@@ -183,6 +237,29 @@ def _proves_no_commit(failure: BaseException) -> bool:
     return isinstance(failure, CheckpointError) and not isinstance(failure, CommitUnknown)
 
 
+def _values(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """The state with every Stateful replaced by its state dict, on all ranks in the same order."""
+    return {
+        key: value.state_dict() if isinstance(value := state_dict[key], Stateful) else value
+        for key in sorted(state_dict)
+    }
+
+
+def _put_back(state_dict: dict[str, Any], values: dict[str, Any]) -> None:
+    """What was loaded, where the caller looks for it (as DCP does)."""
+    for key, loaded in values.items():
+        target = state_dict.get(key)
+        if isinstance(target, Stateful):
+            target.load_state_dict(loaded)
+        else:
+            state_dict[key] = loaded
+
+
+def _place(url: str | os.PathLike[str]) -> str:
+    """Fit for messages, also when `url` is not fit for anything else."""
+    return redact_url(str(url))
+
+
 def _open_together(reader: CheckpointReader, ranks: Ranks) -> None:
     """Open the checkpoint on the first rank; all ranks then hold it, or raise the same error."""
     answer: bytes | CheckpointError | None = None
@@ -190,8 +267,8 @@ def _open_together(reader: CheckpointReader, ranks: Ranks) -> None:
         try:
             checkpoint = reader.open()
             answer = checkpoint.share() if checkpoint is not None else None
-        except CheckpointError as error:
-            answer = error
+        except Exception as error:
+            answer = portable(error, 0)
     answer = ranks.broadcast(answer)
     if isinstance(answer, CheckpointError):
         raise answer
@@ -199,12 +276,38 @@ def _open_together(reader: CheckpointReader, ranks: Ranks) -> None:
         reader.adopt(answer)
 
 
-def _load_error(reader: CheckpointReader, error: CheckpointException) -> CheckpointError:
-    failures = {rank: wrapped[0] for rank, wrapped in error.failures.items()}
+@contextmanager
+def _load_errors(place: str, ranks: Ranks) -> Iterator[None]:
+    """Whatever goes wrong in a load, as one of our errors, the same kind on every rank."""
+    try:
+        yield
+    except CheckpointException as error:
+        failures = {rank: wrapped[0] for rank, wrapped in error.failures.items()}
+        raise _first_of_ours(failures) or LoadFailed(
+            _summary("load", failures), url=place, failures=failures
+        ) from error
+    except RanksFailed as error:
+        raise _refused(error, ranks) or LoadFailed(
+            _summary("load", error.failures), url=place, failures=error.failures
+        ) from None
+    except CheckpointError:
+        raise
+    except Exception as error:
+        message, lost = _lost("load", ranks, error)
+        raise LoadFailed(message, url=place, failures=lost) from error
+
+
+def _first_of_ours(failures: Mapping[int, BaseException]) -> CheckpointError | None:
     first = failures[min(failures)]
-    if isinstance(first, CheckpointError):
-        return first
-    return LoadFailed(_summary("load", failures), url=reader.checkpoint_id, failures=failures)
+    return first if isinstance(first, CheckpointError) else None
+
+
+def _refused(error: RanksFailed, ranks: Ranks) -> ConfigurationError | None:
+    """This rank's error if an argument was wrong on all ranks: no rank is at fault then, the call is."""
+    own = error.failures.get(ranks.rank)
+    alike = all(isinstance(failure, ConfigurationError) for failure in error.failures.values())
+    everywhere = alike and len(error.failures) == ranks.size
+    return own if everywhere and isinstance(own, ConfigurationError) else None
 
 
 def _summary(what: str, failures: Mapping[int, BaseException]) -> str:
@@ -219,71 +322,43 @@ def _summary(what: str, failures: Mapping[int, BaseException]) -> str:
 
 
 def _lost(what: str, ranks: Ranks, error: Exception) -> tuple[str, dict[int, BaseException]]:
-    """A collective broke: find out who is gone."""
-    cause = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    silent = [] if ranks.no_dist else ranks.silent()
-    if silent is None:
+    """A collective broke: find out who is gone, or whose error it was."""
+    first_line = str(error).splitlines()[0] if str(error) else ""
+    cause = f"{type(error).__name__}: {first_line}"
+    answers = ranks.roll_call(error)
+    if answers is None:
         return f"the {what} failed: the rank that holds the rendezvous store is gone ({cause})", {}
-    if not silent:
-        return f"the {what} failed: {cause}", {}
-    failures: dict[int, BaseException] = {
-        rank: CheckpointError("does not answer: killed, crashed, or stuck", rank=rank) for rank in silent
-    }
-    names = ", ".join(map(str, silent))
-    return f"the {what} failed: rank {names} does not answer: killed, crashed, or stuck ({cause})", failures
+    failures: dict[int, BaseException] = {}
+    for rank, text in answers.items():
+        if text is None:
+            failures[rank] = CheckpointError("does not answer: killed, crashed, or stuck", rank=rank)
+        elif not _is_lost_contact(text):
+            failures[rank] = CheckpointError(text, rank=rank)
+    silent = [rank for rank, text in answers.items() if text is None]
+    if silent:
+        names = ", ".join(map(str, silent))
+        return (
+            f"the {what} failed: rank {names} does not answer: killed, crashed, or stuck ({cause})",
+            failures,
+        )
+    return _summary(what, failures) if failures else f"the {what} failed: {cause}", failures
+
+
+_LOST_CONTACT = ("onnection", "gloo", "imed out", "imeout", "DistBackendError", "DistNetworkError")
+
+
+def _is_lost_contact(text: str) -> bool:
+    """Whether an error tells of another rank's end, rather than of something of its own."""
+    return any(word in text for word in _LOST_CONTACT)
 
 
 @contextmanager
-def _no_dist_is_meant() -> Iterator[None]:
+def _no_dist_is_meant(ranks: Ranks) -> Iterator[None]:
     """DCP warns about a missing process group in case it was forgotten; a single process is fine here."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+    if not (ranks.no_dist and ranks.in_foreground):
+        # Filters are global: a background thread must not change them back and forth under the trainer.
         yield
-
-
-class _Background:
-    """The one save that may run in the background."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._running: Future[Metadata] | None = None
-        self._executor: ThreadPoolExecutor | None = None
-
-    def start(
-        self, state_dict: dict[str, Any], writer: CheckpointWriter, planner: SavePlanner | None, ranks: Ranks
-    ) -> Future[Metadata]:
-        with self._lock:
-            self._wait_for_the_last()
-            if self._executor is None:
-                self._executor = ThreadPoolExecutor(1, thread_name_prefix="ckpt-async-save")
-            staged = _stage(state_dict)
-            self._running = self._executor.submit(_save, staged, writer, planner, ranks)
-            return self._running
-
-    def _wait_for_the_last(self) -> None:
-        if self._running is None or self._running.done():
-            return
-        started_s = time.monotonic()
-        # Its outcome belongs to whoever holds its future.
-        self._running.exception()
-        waited_s = time.monotonic() - started_s
-        _logger.warning(
-            "async_save waited %.1f s for the save before it; save less often or faster", waited_s
-        )
-
-
-_background = _Background()
-
-
-def _stage(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A copy of the state in CPU memory that nothing else refers to."""
-    values = {
-        key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state_dict.items()
-    }
-    stager = DefaultStager(StagingOptions(False, False, False, False))
-    try:
-        staged = stager.stage(values)
-    finally:
-        stager.close()
-    assert isinstance(staged, dict)
-    return staged
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=_NO_DIST_WARNING)
+        yield

@@ -25,6 +25,7 @@ from ckpt.consistency.commit import (
     COMMIT_KEY,
     STOCK_METADATA_KEY,
     is_foreign,
+    is_ours,
     publish,
     read_commit,
 )
@@ -51,9 +52,17 @@ _OUR_NAMES = re.compile(r"rank-\d{5,}/[0-9a-f]{16}(-\d+\.distcp|\.json|\.metadat
 
 @dataclass(frozen=True)
 class RankReceipt:
-    """What a rank tells the coordinator beside DCP's results: its manifest, None if it had nothing to write."""
+    """What a rank tells the coordinator beside DCP's results.
+
+    Attributes:
+        rank: who.
+        place: the last segment of the place it saves to. The rest may differ: each rank may have its own
+            view of the same storage.
+        manifest: what it wrote; None if it had nothing to write.
+    """
 
     rank: int
+    place: str
     manifest: ManifestRef | None
 
 
@@ -70,18 +79,24 @@ class Coordinator:
         Raises:
             AlreadyExists: a checkpoint that must not be replaced.
         """
-        self._previous = read_commit(self._store)
-        if self._previous is not None and not overwrite:
+        previous = read_commit(self._store)
+        if previous is not None and not is_ours(previous):
+            raise self._foreign(COMMIT_KEY)
+        if is_foreign(self._store):
+            raise self._foreign(STOCK_METADATA_KEY)
+        if previous is not None and not overwrite:
             raise AlreadyExists(
                 "a checkpoint is committed here and overwrite=False", url=self._store.url, key=COMMIT_KEY
             )
-        if self._previous is None and is_foreign(self._store):
-            raise AlreadyExists(
-                "a checkpoint that another program wrote (stock PyTorch?) is here; "
-                "this library replaces only its own: choose another place, or move that one away",
-                url=self._store.url,
-                key=STOCK_METADATA_KEY,
-            )
+        self._previous = previous
+
+    def _foreign(self, key: str) -> AlreadyExists:
+        return AlreadyExists(
+            "something that another program wrote (stock PyTorch?) is here; "
+            "this library replaces only its own: choose another place, or move that one away",
+            url=self._store.url,
+            key=key,
+        )
 
     def commit(
         self,
@@ -97,54 +112,66 @@ class Coordinator:
             CommitError: nothing was committed (CommitUnknown: perhaps it was); what was here before still is.
         """
         _check_complete(metadata, receipts, world_size)
-        data = seal_pickle(encode_metadata(metadata))
         key = metadata_key(self._rank, self._token)
-        body = FileBody.of_bytes(data, self._pool)
+        body = FileBody.of_bytes(seal_pickle(encode_metadata(metadata)), self._pool)
         try:
             self._store.put(key, body)
             ref = ObjectRef(path=key, size_bytes=body.nbytes, crc64nvme=f"{body.crc64nvme():016x}")
-            manifests = [receipt.manifest for receipt in receipts if receipt.manifest is not None]
-            record = encode(
-                CommitRecord(
-                    id=self._token,
-                    created_at=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-                    library=_library_version(),
-                    torch=str(torch.__version__),
-                    world_size=world_size,
-                    data_bytes=sum(manifest.data_bytes for manifest in manifests),
-                    metadata=ref,
-                    manifests=sorted(manifests, key=lambda manifest: manifest.rank),
-                    tags=dict(tags),
-                )
-            )
-            publish(
-                self._store,
-                record,
-                previous=self._previous,
-                stock_metadata=body,
-                restore_stock_metadata=self._restore_stock_metadata,
-            )
+            acknowledged = self._publish(self._record(ref, receipts, world_size, tags), body)
         except CommitUnknown:
             raise
         except CheckpointError:
             # Surely not committed.
-            with contextlib.suppress(CheckpointError):
+            with contextlib.suppress(Exception):
                 self._store.delete([key])
             raise
-        except Exception as error:
+        _logger.info("committed %s (%d ranks)", self._store.url, world_size)
+        # A store that has not answered may not be done with the old record either.
+        if self._previous is not None and acknowledged:
+            self._retire(self._previous)
+
+    def _record(
+        self, metadata: ObjectRef, receipts: Sequence[RankReceipt], world_size: int, tags: Mapping[str, str]
+    ) -> bytes:
+        manifests = [receipt.manifest for receipt in receipts if receipt.manifest is not None]
+        return encode(
+            CommitRecord(
+                id=self._token,
+                created_at=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+                library=_library_version(),
+                torch=str(torch.__version__),
+                world_size=world_size,
+                data_bytes=sum(manifest.data_bytes for manifest in manifests),
+                metadata=metadata,
+                manifests=sorted(manifests, key=lambda manifest: manifest.rank),
+                tags=dict(tags),
+            )
+        )
+
+    def _publish(self, record: bytes, stock_metadata: FileBody) -> bool:
+        try:
+            return publish(
+                self._store,
+                record,
+                previous=self._previous,
+                stock_metadata=stock_metadata,
+                restore_stock_metadata=self._restore_stock_metadata,
+            )
+        except CheckpointError:
+            raise
+        except Exception as error:  # a store that breaks its contract has told us nothing
             raise CommitUnknown(
                 f"the commit may or may not have happened: {type(error).__name__}: {error}",
                 url=self._store.url,
             ) from error
-        _logger.info("committed %s (%d ranks)", self._store.url, world_size)
-        if self._previous is not None:
-            self._retire(self._previous)
 
     def _restore_stock_metadata(self) -> None:
-        if self._previous is None:
+        """Make `.metadata` again what belongs to the record that stands here now."""
+        commit = read_commit(self._store)
+        if commit is None:
             self._store.delete([STOCK_METADATA_KEY])
             return
-        ref = decode_commit(self._previous, url=self._store.url, key=COMMIT_KEY).metadata
+        ref = decode_commit(commit, url=self._store.url, key=COMMIT_KEY).metadata
         data = bytes(read_bytes(self._store, ref.path, size_bytes=ref.size_bytes))
         self._store.put(STOCK_METADATA_KEY, FileBody.of_bytes(data, self._pool))
 
@@ -174,6 +201,11 @@ def _check_complete(metadata: Metadata, receipts: Sequence[RankReceipt], world_s
     if ranks != list(range(world_size)):
         missing = sorted(set(range(world_size)) - set(ranks))
         raise CommitError(f"nothing was committed: no (or a double) report from ranks, missing are {missing}")
+    places = sorted({receipt.place for receipt in receipts})
+    if len(places) > 1:
+        raise CommitError(
+            f"nothing was committed: the ranks are in different saves, at {' and '.join(places[:3])}"
+        )
     planned = set(_planned(metadata))
     written = set(metadata.storage_data)
     if planned != written:

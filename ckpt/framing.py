@@ -8,6 +8,8 @@ and shape, from a tensor whose memory nobody touches, and the payload goes to st
 from __future__ import annotations
 
 import functools
+import math
+import mmap
 import threading
 from dataclasses import dataclass
 
@@ -36,11 +38,9 @@ class Frame:
 @functools.lru_cache(maxsize=4096)
 def frame(dtype: torch.dtype, shape: torch.Size) -> Frame:
     """The frame of a dense row-major CPU tensor. Raises TypeError for a dtype that torch cannot save."""
-    tensor = torch.empty(shape, dtype=dtype)
-    payload_bytes = tensor.numel() * tensor.element_size()
+    payload_bytes = math.prod(shape) * dtype.itemsize
     pattern = bytes([_MARK]) * payload_bytes if payload_bytes <= _SMALL_BYTES else None
-    if pattern:
-        tensor.reshape(-1).view(torch.uint8).fill_(_MARK)
+    tensor = _tensor_over(_memory(payload_bytes, pattern), dtype, shape)
     sink = _Sink(payload_bytes, pattern)
     try:
         _save_without_crc32(tensor, sink)
@@ -50,6 +50,20 @@ def frame(dtype: torch.dtype, shape: torch.Size) -> Frame:
         raise AssertionError(f"torch.save wrote a tensor of {dtype} {tuple(shape)} in an unknown way")
     head, tail = (sink.parts[0], sink.parts[-1]) if payload_bytes else (sink.parts[0], b"")
     return Frame(bytes(head), bytes(tail), payload_bytes)
+
+
+def _memory(nbytes: int, pattern: bytes | None) -> bytearray | mmap.mmap:
+    """Memory with the pattern; without one, memory that takes up no page as long as nobody touches it."""
+    if pattern is not None:
+        return bytearray(pattern)
+    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+def _tensor_over(memory: bytearray | mmap.mmap, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+    # Not `torch.empty`, which obeys torch's global default device and its filling of new memory.
+    if len(memory) == 0:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
 
 
 class _Sink:

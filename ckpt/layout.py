@@ -19,7 +19,15 @@ from ckpt.errors import CheckpointError
 from ckpt.framing import frame
 from ckpt.tensors import plain
 
-__all__ = ["Entry", "object_entries", "place", "spread", "tensor_entries"]
+__all__ = [
+    "Entry",
+    "object_entries",
+    "pickled_entries",
+    "place",
+    "refuse_layouts",
+    "spread",
+    "tensor_entries",
+]
 
 MAX_FILE_BYTES = 128 << 30
 """Beyond it a rank begins another file, so that multipart parts stay small."""
@@ -43,22 +51,54 @@ class Entry:
         return len(self.head) + self.payload.nbytes + len(self.tail)
 
 
-def tensor_entries(items: Iterable[WriteItem], planner: SavePlanner) -> Iterator[Entry]:
-    """Frame the tensors of a plan. Each is looked at once now and asked for again when its bytes are due.
+def refuse_layouts(items: Iterable[WriteItem]) -> None:
+    """DCP plans sparse tensors like dense ones, writes them, and then cannot load them.
+
+    Raises:
+        CheckpointError: there is one.
+    """
+    for item in items:
+        layout = item.tensor_data.properties.layout if item.tensor_data is not None else torch.strided
+        if layout is not torch.strided:
+            raise CheckpointError(
+                f"{item.index.fqn!r} has the layout {layout}, which could not be loaded again; "
+                "save it dense, or its parts as tensors of their own"
+            )
+
+
+def tensor_entries(items: Iterable[WriteItem], planner: SavePlanner) -> tuple[list[Entry], list[WriteItem]]:
+    """The plain tensors of a plan, framed, and the items of those that have to be pickled.
+
+    Each is looked at once now and asked for again when its bytes are due.
 
     Raises:
         CheckpointError: the planner failed, or gave another tensor than it planned.
     """
+    entries: list[Entry] = []
+    others: list[WriteItem] = []
     for item in items:
-        tensor = _resolve_tensor(planner, item)
-        if (dense := plain(tensor)) is None:
-            yield Entry(item.index, b"", BytesPayload(_pickled(tensor, item)), b"", False)
+        tensor = _plain(_resolve_tensor(planner, item), item)
+        if tensor is None:
+            others.append(item)
             continue
         try:
-            framed = frame(dense.dtype, dense.shape)
+            framed = frame(tensor.dtype, tensor.shape)
         except TypeError as error:
             raise CheckpointError(f"{item.index.fqn!r}: {error}") from error
-        yield Entry(item.index, framed.head, _payload(planner, item, framed.payload_bytes), framed.tail, True)
+        payload = _payload(planner, item, framed.payload_bytes)
+        entries.append(Entry(item.index, framed.head, payload, framed.tail, True))
+    return entries, others
+
+
+def pickled_entries(items: Iterable[WriteItem], planner: SavePlanner) -> Iterator[Entry]:
+    """Tensors that are not plain ones (quantized, subclasses with a dispatch of their own), one at a time.
+
+    Raises:
+        CheckpointError: the planner failed, or torch cannot save one.
+    """
+    for item in items:
+        data = _pickled(_resolve_tensor(planner, item), item)
+        yield Entry(item.index, b"", BytesPayload(data), b"", False)
 
 
 def object_entries(items: Iterable[WriteItem], planner: SavePlanner) -> Iterator[Entry]:
@@ -105,7 +145,7 @@ def place(entries: Iterable[Entry]) -> list[FileItem]:
 
 def _payload(planner: SavePlanner, item: WriteItem, nbytes: int) -> TensorPayload:
     def resolve() -> torch.Tensor:
-        tensor = plain(_resolve_tensor(planner, item))
+        tensor = _plain(_resolve_tensor(planner, item), item)
         if tensor is None or tensor.numel() * tensor.element_size() != nbytes:
             raise CheckpointError(f"the planner gave {item.index.fqn!r} another shape or dtype than before")
         return tensor
@@ -139,6 +179,13 @@ def _resolve_tensor(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
     if tensor.device.type == "meta":
         raise CheckpointError(f"{fqn!r} is on the meta device and has no values to save")
     return tensor
+
+
+def _plain(tensor: torch.Tensor, item: WriteItem) -> torch.Tensor | None:
+    try:
+        return plain(tensor)
+    except ValueError as error:
+        raise CheckpointError(f"{item.index.fqn!r} cannot be saved: {error}") from error
 
 
 def _pickled(tensor: torch.Tensor, item: WriteItem) -> memoryview:

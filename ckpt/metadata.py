@@ -43,7 +43,8 @@ def encode_metadata(metadata: Metadata) -> bytes:
     """The pickle that stock readers expect.
 
     Raises:
-        ConfigurationError: `planner_data` holds more than plain values, which no safe reader could load.
+        ConfigurationError: they hold what no safe reader could load: `planner_data` that are more than plain
+            values, tensors that are not strided, descriptions of another kind than DCP's two.
     """
     try:
         _check_plain(metadata.planner_data)
@@ -52,6 +53,12 @@ def encode_metadata(metadata: Metadata) -> bytes:
             f"the planner's planner_data holds {error}; only dict, list, tuple, str, bytes, numbers, bool and None "
             "can be stored safely"
         ) from None
+    for fqn, stored in metadata.state_dict_metadata.items():
+        if isinstance(stored, TensorStorageMetadata):
+            if stored.properties.layout is not torch.strided:
+                raise ConfigurationError(f"{fqn!r} has the layout {stored.properties.layout}; save it dense")
+        elif not isinstance(stored, BytesStorageMetadata):
+            raise ConfigurationError(f"the planner describes {fqn!r} by a {type(stored).__name__}")
     with _no_gc():
         return pickle.dumps(metadata, protocol=4)
 

@@ -1,86 +1,199 @@
-"""The ranks that save or load together, and what to say when they lose each other."""
+"""The ranks that save or load together: how they agree, and what to say when they lose each other."""
 
 from __future__ import annotations
 
 import contextlib
+import gc
+import pickle
 import time
+import traceback
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch.distributed as dist
 
-__all__ = ["Ranks"]
+from ckpt.errors import CheckpointError
+
+__all__ = ["Ranks", "RanksFailed", "portable"]
 
 _COLLECTIVE_TIMEOUT_S = 3600.0
 _ROLL_CALL_TIMEOUT_S = 10.0
 
+T = TypeVar("T")
 Purpose = Literal["foreground", "background"]
+_Name = tuple[Purpose, tuple[int, ...]]
 
-_own_groups: dict[Purpose, tuple[object, Any]] = {}
-_calls = 0
+_own_groups: dict[_Name, tuple[object, Any]] = {}
+_calls: dict[_Name, int] = {}
+_broken: set[_Name] = set()
+
+
+class RanksFailed(Exception):
+    """Some ranks failed where all had to succeed; `failures` are their errors, the same on every rank."""
+
+    def __init__(self, failures: Mapping[int, CheckpointError]) -> None:
+        super().__init__(failures)
+        self.failures = dict(failures)
 
 
 class Ranks:
     """The process group of one save or load. Every rank makes one at the same point of the program.
 
-    Without a group of the caller's, a gloo group of this library's own is used: object collectives over NCCL
-    would take GPU memory, and those of a background save must not mix with the trainer's. It can also be
-    given up when a rank dies, which frees the others from waiting.
+    A gloo group of this library's own is used, over all ranks or those of the caller's group: object
+    collectives over NCCL would take GPU memory, those of a background save must not mix with the trainer's,
+    and it can be given up when a rank dies, which frees the others from waiting.
     """
 
     def __init__(self, process_group: Any, *, no_dist: bool, purpose: Purpose = "foreground") -> None:
-        global _calls
         self.no_dist = no_dist or not (dist.is_available() and dist.is_initialized())
         self.group: Any = process_group
-        self._purpose: Purpose | None = None
+        self._members = [0] if self.no_dist else dist.get_process_group_ranks(process_group)
+        self._name: _Name = (purpose, tuple(self._members))
+        self._owned = False
         if not self.no_dist:
-            _calls += 1
-            if process_group is None and dist.get_world_size() > 1:
-                self._purpose = purpose
-                self.group = _own_group(purpose)
-        self._roll = f"ckpt/roll-call/{_calls}"
+            _calls[self._name] = _calls.get(self._name, 0) + 1
+            if len(self._members) > 1:
+                own = _own_group(self._name, process_group)
+                self.group, self._owned = (own, True) if own is not None else (process_group, False)
 
     @property
     def rank(self) -> int:
         return 0 if self.no_dist else dist.get_rank(self.group)
 
+    @property
+    def size(self) -> int:
+        return len(self._members)
+
+    @property
+    def in_foreground(self) -> bool:
+        return self._name[0] == "foreground"
+
     def broadcast(self, value: Any) -> Any:
         """The first rank's `value`, on all ranks."""
-        if self.no_dist or dist.get_world_size(self.group) == 1:
+        if len(self._members) == 1:
             return value
         box = [value]
         dist.broadcast_object_list(box, group=self.group, group_src=0)
         return box[0]
 
-    def silent(self) -> list[int] | None:
-        """After a broken collective: the ranks that do not answer any more; None if nobody can be asked.
+    def together(self, call: str, work: Callable[[], T]) -> T:
+        """`work()` of this rank, once that of every rank has worked.
 
-        Gives the broken group up first, so that ranks still waiting in it wake up and answer.
+        Args:
+            call: what this rank is doing; it has to be the same on all ranks.
+
+        Raises:
+            RanksFailed: on every rank, if it failed on one or the ranks are not doing the same.
         """
-        if self._purpose is not None:
-            _own_groups.pop(self._purpose, None)
-            with contextlib.suppress(Exception):
-                dist.destroy_process_group(self.group)
+        value: Any = None
+        failure: CheckpointError | None = None
+        try:
+            value = work()
+        except Exception as error:
+            failure = portable(error, self.rank)
+        outcomes: list[Any] = [(call, failure)] * len(self._members)
+        if len(self._members) > 1:
+            dist.all_gather_object(outcomes, (call, failure), group=self.group)
+        failures = {rank: found for rank, (_, found) in enumerate(outcomes) if found is not None}
+        if not failures:
+            failures = _different_calls([other for other, _ in outcomes])
+        if failures:
+            raise RanksFailed(failures)
+        return value  # type: ignore[no-any-return]
+
+    def roll_call(self, error: Exception) -> dict[int, str | None] | None:
+        """After a broken collective: what each rank says is the matter, None for one that does not answer.
+
+        Gives the broken group up first, so that ranks still waiting in it wake up and answer. Returns None
+        if nobody can be asked, because the rendezvous store is gone.
+        """
+        if self.no_dist:
+            return {0: _text(error)}
+        members, me = self._members, dist.get_rank()
+        self._give_up(error)
+        kind, _ = self._name
+        crc = zlib.crc32(repr(members).encode())
+        roll = f"ckpt/roll-call/{kind}/{crc}/{_calls[self._name]}"
         try:
             store = dist.distributed_c10d._get_default_store()
-            members = dist.get_process_group_ranks(self.group if self._purpose is None else None)
-            store.set(f"{self._roll}/{dist.get_rank()}", "here")
+            store.set(f"{roll}/{me}", _text(error))
             missing = set(members)
             deadline = time.monotonic() + _ROLL_CALL_TIMEOUT_S
-            while True:
-                missing = {rank for rank in missing if not store.check([f"{self._roll}/{rank}"])}
-                if not missing or time.monotonic() > deadline:
-                    return sorted(missing)
-                time.sleep(0.1)
+            while missing and time.monotonic() < deadline:
+                missing = {rank for rank in missing if not store.check([f"{roll}/{rank}"])}
+                time.sleep(0.1 if missing else 0.0)
+            return {
+                number: None if rank in missing else store.get(f"{roll}/{rank}").decode(errors="replace")
+                for number, rank in enumerate(members)
+            }
         except Exception:
             return None  # the store went away with the rank that held it
 
+    def _give_up(self, error: Exception) -> None:
+        """Let go of our group: its connections close when nothing refers to it any more, tracebacks included."""
+        if not self._owned:
+            return
+        _own_groups.pop(self._name, None)
+        _broken.add(self._name)
+        group, self.group, self._owned = self.group, None, False
+        with contextlib.suppress(Exception):
+            dist.destroy_process_group(group)
+        del group
+        cause: BaseException | None = error
+        while cause is not None:
+            traceback.clear_frames(cause.__traceback__)
+            cause = cause.__cause__ or cause.__context__
+        gc.collect()
 
-def _own_group(purpose: Purpose) -> Any:
-    """This library's gloo group over all ranks, made once for each default group."""
+
+def _different_calls(calls: Sequence[str]) -> dict[int, CheckpointError]:
+    first = {call: calls.index(call) for call in dict.fromkeys(calls)}
+    if len(first) <= 1:
+        return {}
+    text = ", ".join(f"rank {rank} in a {call}" for call, rank in list(first.items())[:3])
+    return {rank: CheckpointError(f"the ranks are in different calls: {text}") for rank in range(len(calls))}
+
+
+def portable(error: Exception, rank: int) -> CheckpointError:
+    """`error` as one of ours that names its rank and can travel to another process."""
+    if isinstance(error, CheckpointError):
+        error.rank = rank if error.rank is None else error.rank
+        with contextlib.suppress(Exception):
+            pickle.loads(pickle.dumps(error))
+            return error
+    return CheckpointError(_text(error), rank=rank)
+
+
+def _text(error: Exception) -> str:
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+
+
+def _own_group(name: _Name, process_group: Any) -> Any:
+    """This library's gloo group over the named ranks, made once for each default group; None: use the caller's."""
     world = dist.group.WORLD
-    known = _own_groups.get(purpose)
-    if known is None or known[0] is not world:
-        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=_COLLECTIVE_TIMEOUT_S))
-        known = _own_groups[purpose] = (world, group)
-    return known[1]
+    known = _own_groups.get(name)
+    if known is not None and known[0] is world:
+        return known[1]
+    timeout = timedelta(seconds=_COLLECTIVE_TIMEOUT_S)
+    _, members = name
+    if len(members) == dist.get_world_size():
+        group = dist.new_group(backend="gloo", timeout=timeout)
+    elif name in _broken or not _would_agree_on_a_name(process_group, len(members)):
+        return None
+    else:
+        group = dist.new_group(list(members), timeout=timeout, backend="gloo", use_local_synchronization=True)
+    _own_groups[name] = (world, group)
+    return group
+
+
+def _would_agree_on_a_name(process_group: Any, size: int) -> bool:
+    """Whether the ranks of a subgroup can make another group by themselves.
+
+    torch names such a group after its ranks and the number of groups each knows. If the numbers differ, the
+    ranks would wait for each other under different names.
+    """
+    counts: list[Any] = [None] * size
+    dist.all_gather_object(counts, len(dist.distributed_c10d._world.pg_names), group=process_group)
+    return len(set(counts)) == 1

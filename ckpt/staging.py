@@ -47,7 +47,7 @@ class StagingPool:
             StorageUnavailable: none was given back for ten minutes: the transfers that hold them are stuck.
         """
         if nbytes == 0:
-            yield torch.empty(0, dtype=torch.uint8)
+            yield torch.empty(0, dtype=torch.uint8, device="cpu")
             return
         buffer = self._acquire(-(-nbytes // _UNIT_BYTES) * _UNIT_BYTES)
         try:
@@ -82,7 +82,7 @@ class StagingPool:
                         "the transfers that hold it make no progress"
                     )
         try:
-            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pinned)
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=self._pinned)
         except BaseException:
             with self._changed:
                 self._allocated_bytes -= nbytes

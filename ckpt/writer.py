@@ -8,6 +8,7 @@ another rank wrote, so none depends on seeing it.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import secrets
@@ -30,7 +31,15 @@ from ckpt.body import FileBody
 from ckpt.consistency.digest import BLOCK_SIZE_BYTES
 from ckpt.coordinator import Coordinator, RankReceipt
 from ckpt.errors import CheckpointError, ConfigurationError, StorageError
-from ckpt.layout import Entry, object_entries, place, spread, tensor_entries
+from ckpt.layout import (
+    Entry,
+    object_entries,
+    pickled_entries,
+    place,
+    refuse_layouts,
+    spread,
+    tensor_entries,
+)
 from ckpt.manifest import (
     FileRecord,
     ItemRecord,
@@ -43,7 +52,7 @@ from ckpt.manifest import (
 )
 from ckpt.staging import DEFAULT_MEMORY_BUDGET_BYTES, StagingPool
 
-__all__ = ["CheckpointWriter"]
+__all__ = ["CheckpointWriter", "last_segment"]
 
 _logger = logging.getLogger(__name__)
 
@@ -98,9 +107,9 @@ class CheckpointWriter(StorageWriter):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a save, at another place if one is given."""
         if checkpoint_id is not None and os.fspath(checkpoint_id) != self._url:
+            store = open_store(checkpoint_id, self._storage_options, threads=self._threads)
             self._store.close()
-            self._url = os.fspath(checkpoint_id)
-            self._store = open_store(checkpoint_id, self._storage_options, threads=self._threads)
+            self._url, self._store = os.fspath(checkpoint_id), store
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._token)
@@ -122,6 +131,7 @@ class CheckpointWriter(StorageWriter):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         with self._errors_named():
+            refuse_layouts(plan.items)
             self._store.prepare(rank_directory(self._rank))
             if self._coordinator is not None:
                 self._coordinator.look(overwrite=self._overwrite)
@@ -146,8 +156,9 @@ class CheckpointWriter(StorageWriter):
         with self._errors_named():
             if self._coordinator is None:
                 raise CheckpointError("finish was called on a rank that is not the coordinator")
-            receipts = [r.storage_data for rank in results for r in rank if r.index == _RECEIPT]
-            items = {r.index: r.storage_data for rank in results for r in rank if r.index != _RECEIPT}
+            reports = [report for rank in results for report in rank]
+            receipts = [r.storage_data for r in reports if isinstance(r.storage_data, RankReceipt)]
+            items = {r.index: r.storage_data for r in reports if not isinstance(r.storage_data, RankReceipt)}
             # The very object that DCP hands to its caller.
             metadata.version = CURRENT_DCP_VERSION
             metadata.storage_data = items
@@ -176,7 +187,7 @@ class CheckpointWriter(StorageWriter):
         written, self._written = self._written, []
         try:
             self._store.delete(written)
-        except CheckpointError as error:
+        except Exception as error:  # a failed save has an error of its own to report
             _logger.warning("rank %d could not clean up after a failed save: %s", self._rank, error)
 
     def close(self) -> None:
@@ -201,19 +212,20 @@ class CheckpointWriter(StorageWriter):
         files = _RankFiles(self._store, self._rank, self._token, self._pool, self._written)
         objects: list[Entry] = []
         byte_items = [item for item in plan.items if item.type == WriteItemType.BYTE_IO]
-        for entry in object_entries(byte_items, planner):
-            # Pickled objects are memory of ours: a large number of them leaves batch by batch.
+        tensor_items = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
+        tensors, others = tensor_entries(tensor_items, planner)
+        for entry in itertools.chain(object_entries(byte_items, planner), pickled_entries(others, planner)):
+            # What is pickled is memory of ours: a large number of objects leaves batch by batch.
             if objects and sum(e.length for e in objects) + entry.length > _OBJECT_BATCH_BYTES:
                 files.put([objects])
                 objects = []
             objects.append(entry)
-        tensor_items = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
         wanted = 1 if self._store.capabilities.parallel_parts else self._store.threads
-        spread_out = spread(list(tensor_entries(tensor_items, planner)), wanted)
+        spread_out = spread(tensors, wanted)
         if objects:
             spread_out = [[*objects, *spread_out[0]], *spread_out[1:]] if spread_out else [objects]
         files.put(spread_out)
-        receipt = RankReceipt(self._rank, files.put_manifest())
+        receipt = RankReceipt(self._rank, last_segment(self._url), files.put_manifest())
         nbytes, seconds = files.data_bytes, time.monotonic() - started_s
         _logger.info(
             "rank %d wrote %d bytes in %.2f s to %s", self._rank, nbytes, seconds, self.checkpoint_id
@@ -326,4 +338,13 @@ def _checked_tags(tags: Mapping[str, str] | None) -> dict[str, str]:
     for name, value in checked.items():
         if not isinstance(name, str) or not isinstance(value, str):
             raise ConfigurationError(f"tags are texts by name; {name!r} is not")
+        try:
+            f"{name}{value}".encode()
+        except UnicodeEncodeError as error:
+            raise ConfigurationError(f"the tag {name!r} cannot be written as UTF-8: {error}") from None
     return checked
+
+
+def last_segment(url: str) -> str:
+    """The name of a place in its folder: the same on all ranks, whatever view of the storage each has."""
+    return url.rstrip("/").rpartition("/")[2]

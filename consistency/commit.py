@@ -11,12 +11,13 @@ the commit and put back if the commit fails; nothing of ours is read from it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable
 
 from ckpt.backends.base import Body, PutMode, Store, put_bytes, read_bytes
-from ckpt.consistency.seal import PICKLE_SEAL_BYTES, is_sealed_pickle
+from ckpt.consistency.seal import PICKLE_SEAL_BYTES, is_sealed_json, is_sealed_pickle
 from ckpt.errors import (
     AlreadyExists,
     CheckpointError,
@@ -25,14 +26,25 @@ from ckpt.errors import (
     CommitUnknown,
     NotFound,
     StorageError,
-    StorageUnavailable,
+    Truncated,
 )
 
-__all__ = ["COMMIT_KEY", "MAX_COMMIT_BYTES", "STOCK_METADATA_KEY", "is_foreign", "publish", "read_commit"]
+__all__ = [
+    "COMMIT_KEY",
+    "MAX_COMMIT_BYTES",
+    "STOCK_METADATA_KEY",
+    "is_foreign",
+    "is_ours",
+    "publish",
+    "read_commit",
+]
 
 COMMIT_KEY = "commit.json"
 STOCK_METADATA_KEY = ".metadata"
 MAX_COMMIT_BYTES = 64 << 20
+_READ_ATTEMPTS = 5
+_CONFIRM_TIMEOUT_S = 10.0
+"""How long to look for the record after its put got no answer."""
 
 _logger = logging.getLogger(__name__)
 
@@ -40,20 +52,37 @@ _logger = logging.getLogger(__name__)
 def read_commit(store: Store) -> bytes | None:
     """The commit record at this place as it stands, unchecked; None where there is none."""
     try:
-        return bytes(read_bytes(store, COMMIT_KEY, max_bytes=MAX_COMMIT_BYTES))
+        return bytes(_while_replaced(lambda: read_bytes(store, COMMIT_KEY, max_bytes=MAX_COMMIT_BYTES)))
     except NotFound:
         return None
 
 
+def is_ours(commit: bytes) -> bool:
+    """Whether `commit.json` was written by this library, damaged or not."""
+    return is_sealed_json(commit)
+
+
 def is_foreign(store: Store) -> bool:
     """Whether `.metadata` at this place was written by something else than this library (stock PyTorch)."""
-    try:
+
+    def read_tail() -> bytearray:
         size = store.stat(STOCK_METADATA_KEY).size_bytes
         tail = bytearray(min(size, PICKLE_SEAL_BYTES))
         store.read_into(STOCK_METADATA_KEY, size - len(tail), [memoryview(tail)])
+        return tail
+
+    try:
+        return not is_sealed_pickle(_while_replaced(read_tail))
     except NotFound:
         return False
-    return not is_sealed_pickle(tail)
+
+
+def _while_replaced(read: Callable[[], bytearray]) -> bytearray:
+    """`read()` of an object that can be replaced between the question for its size and the reading."""
+    for _ in range(_READ_ATTEMPTS - 1):
+        with contextlib.suppress(Truncated):
+            return read()
+    return read()
 
 
 def publish(
@@ -63,21 +92,21 @@ def publish(
     previous: bytes | None,
     stock_metadata: Body,
     restore_stock_metadata: Callable[[], None],
-    confirm_timeout_s: float = 10.0,
-) -> None:
+) -> bool:
     """Make the save described by `record` the checkpoint at this place.
+
+    Returns whether the store acknowledged it. If not, the record was seen at its place all the same.
 
     Args:
         record: the commit record, whose objects are all durable.
         previous: the commit record found here when the save began; it must still be there.
         stock_metadata: the new `.metadata`.
         restore_stock_metadata: puts the old `.metadata` back; called when the commit surely failed.
-        confirm_timeout_s: how long to look for the record after its put got no answer.
 
     Raises:
         CommitConflict: the place does not hold `previous` any more.
-        CommitUnknown: the put got no answer and the record is not to be seen. It may still appear, so
-            nothing that it lists may be deleted.
+        CommitUnknown: the put failed in a way that leaves it open whether it was, or will be, carried out,
+            and the record is not to be seen. It may still appear, so nothing that it lists may be deleted.
         CommitError: the commit failed; what was committed before still is.
     """
     if read_commit(store) != previous:
@@ -88,7 +117,7 @@ def publish(
         _restore(restore_stock_metadata)
         raise CommitError(f"nothing was committed: {error.message}", url=store.url, key=error.key) from error
     try:
-        _put_record(store, record, previous, confirm_timeout_s)
+        return _put_record(store, record, previous)
     except CommitUnknown:
         raise
     except CommitError:
@@ -96,45 +125,49 @@ def publish(
         raise
 
 
-def _put_record(store: Store, record: bytes, previous: bytes | None, confirm_timeout_s: float) -> None:
+def _put_record(store: Store, record: bytes, previous: bytes | None) -> bool:
     mode = PutMode.CREATE if previous is None else PutMode.OVERWRITE
     try:
         put_bytes(store, COMMIT_KEY, record, mode=mode)
-    except StorageError as error:
+        return True
+    except CheckpointError as error:
         # A retried put can fail, or find its own record, after a first try that worked but whose reply was
-        # lost. So whatever the error: what the place holds now is the answer, if there is one.
-        unanswered = isinstance(error, StorageUnavailable)
-        try:
-            found = _look_for(store, record, confirm_timeout_s if unanswered else 0.0)
-        except StorageError:
-            unanswered, found = True, None
-        if found == record:
-            return
-        if unanswered:
-            raise CommitUnknown(
-                f"the commit got no answer and may or may not have happened ({error.message}); "
-                "look again before trusting or deleting this save",
-                url=store.url,
-                key=COMMIT_KEY,
-            ) from error
-        if isinstance(error, AlreadyExists):
-            raise _conflict(store) from error
-        raise CommitError(f"nothing was committed: {error.message}", url=store.url, key=COMMIT_KEY) from error
+        # lost. So whatever the error: if the place holds the record now, that is the answer.
+        failure = error
+    refused = isinstance(failure, AlreadyExists)
+    settled = isinstance(failure, StorageError) and failure.settled
+    try:
+        found = _look_for(store, record, 0.0 if settled or refused else _CONFIRM_TIMEOUT_S)
+    except CheckpointError:
+        found = None
+    if found == record:
+        return False
+    if refused and found is not None:
+        raise _conflict(store) from failure
+    if not settled or refused:
+        raise CommitUnknown(
+            f"the commit may or may not have happened ({failure.message}); "
+            "look again before trusting or deleting this save",
+            url=store.url,
+            key=COMMIT_KEY,
+        ) from failure
+    raise CommitError(f"nothing was committed: {failure.message}", url=store.url, key=COMMIT_KEY) from failure
 
 
 def _look_for(store: Store, record: bytes, timeout_s: float) -> bytes | None:
     """The record at this place, read again until it is `record` or the time is up.
 
     Raises:
-        StorageError: the last look failed.
+        CheckpointError: the last look failed.
     """
     deadline = time.monotonic() + timeout_s
     pause_s = 0.1
     while True:
-        found, failure = None, None
+        found: bytes | None = None
+        failure: CheckpointError | None = None
         try:
             found = read_commit(store)
-        except StorageError as error:
+        except CheckpointError as error:
             failure = error
         if found == record or time.monotonic() >= deadline:
             if failure is not None:

@@ -13,6 +13,7 @@ from ckpt.errors import IntegrityError
 
 __all__ = [
     "PICKLE_SEAL_BYTES",
+    "is_sealed_json",
     "is_sealed_pickle",
     "seal_json",
     "seal_pickle",
@@ -32,6 +33,11 @@ def seal_json(record: bytes) -> bytes:
     if body[-1:] != b"}" or body == b"{}":
         raise ValueError("not a JSON object with members")
     return b'%s,"crc64nvme":"%016x"}\n' % (body[:-1], crc64nvme(body[:-1]))
+
+
+def is_sealed_json(data: bytes | bytearray) -> bool:
+    """Whether `data` bear our seal, damaged or not: a record of this library's, as opposed to anybody's JSON."""
+    return _JSON_SEAL.search(data, max(0, len(data) - _JSON_SEAL_BYTES)) is not None
 
 
 def unseal_json(data: bytes | bytearray, *, url: str, key: str) -> bytes:

@@ -39,7 +39,8 @@ class Call:
 
 Rule = Callable[[Call], str | int]
 """What to do with a call: "pass"; a status to answer with; "reset" the connection in the middle of the body;
-"lose" the reply of a request that was carried out; "cut" the reply in the middle; "flip" a bit of its body."""
+"lose" the reply of a request that was carried out; "late": carry it out `late_s` after the connection was lost;
+"cut" the reply in the middle; "flip" a bit of its body."""
 
 
 @dataclass
@@ -49,6 +50,7 @@ class FaultProxy:
     server: S3Server
     port: int = 0
     rule: Rule = lambda call: "pass"
+    late_s: float = 1.0
     calls: list[Call] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -104,6 +106,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         body = self.rfile.read(length)
         if isinstance(action, int):
             self._answer(action, {"content-type": "application/xml"}, _ERRORS[action])
+            return
+        if action == "late":
+            threading.Timer(self.proxy.late_s, self._forward, [body]).start()
+            self._reset()
             return
         status, headers, reply = self._forward(body)
         if action == "lose":

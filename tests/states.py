@@ -112,6 +112,13 @@ def plain_state(seed: int = 0) -> dict[str, Any]:
     }
 
 
+def quantized(seed: int = 0) -> torch.Tensor:
+    """A tensor that is more than its bytes, and has to be pickled."""
+    return torch.quantize_per_tensor(
+        random_tensor(40, 30, seed=seed).nan_to_num(0, 1, -1).clamp(-5, 5), 0.1, 3, torch.qint8
+    )
+
+
 def sharded_state(seed: int = 0) -> dict[str, Any]:
     """Tensors sharded over the default group: evenly, unevenly, with empty shards, on 1-D and 2-D meshes."""
     world = dist.get_world_size()

@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,16 @@ import ckpt
 import ckpt.ranks
 from ckpt.backends import memory
 from ckpt.backends.base import MIB
-from ckpt.errors import CommitConflict, CommitUnknown, LoadFailed, SaveFailed, StorageFull
+from ckpt.errors import (
+    CheckpointError,
+    CommitConflict,
+    CommitError,
+    CommitUnknown,
+    ConfigurationError,
+    LoadFailed,
+    SaveFailed,
+    StorageFull,
+)
 
 
 def state_of(rank: int, seed: int) -> dict[str, Any]:
@@ -172,6 +182,128 @@ def _unpicklable(rank: int, url: str) -> str:
     return str(caught.value)
 
 
+def test_unpicklable_exception_before_the_plan_is_made(tmp_path: Path) -> None:
+    """DCP cannot send it to the others: the collective breaks, and the roll call tells them why."""
+    for message in run_ranks(2, _unpicklable_plan, str(tmp_path)):
+        assert "rank 1" in message
+        assert "Unpicklable" in message or "ickle" in message
+
+
+def _unpicklable_plan(rank: int, url: str) -> str:
+    class UnpicklableError(Exception):
+        pass
+
+    class Failing(DefaultSavePlanner):
+        def create_local_plan(self) -> Any:
+            if rank == 1:
+                raise UnpicklableError(lambda: None)
+            return super().create_local_plan()
+
+    with pytest.raises(SaveFailed) as caught:
+        ckpt.save(state_of(rank, 2), url, planner=Failing())
+    return str(caught.value)
+
+
+def test_state_dict_raises_on_one_rank(tmp_path: Path) -> None:
+    """Before DCP is entered, where the others would wait for this rank for ever."""
+    for kinds in run_ranks(2, _state_dict_raises, str(tmp_path)):
+        assert kinds == ["SaveFailed", "SaveFailed", "LoadFailed", "LoadFailed"]
+
+
+def _state_dict_raises(rank: int, url: str) -> list[str]:
+    class Part:
+        broken = ""
+
+        def state_dict(self) -> dict[str, Any]:
+            if rank == 1 and self.broken == "state_dict":
+                raise ValueError("boom")
+            return {"t": torch.ones(3)}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            if rank == 1 and self.broken == "load_state_dict":
+                raise ValueError("boom")
+
+    part, kinds = Part(), []
+    ckpt.save({"part": part}, url)
+    part.broken = "state_dict"
+    for call in (ckpt.save, ckpt.async_save, ckpt.load):
+        with pytest.raises(CheckpointError, match="rank 1: ValueError: boom") as caught:
+            call({"part": part}, url)
+        kinds.append(type(caught.value).__name__)
+    part.broken = "load_state_dict"
+    with pytest.raises(CheckpointError, match="rank 1: ValueError: boom") as caught:
+        ckpt.load({"part": part}, url)
+    return [*kinds, type(caught.value).__name__]
+
+
+def test_argument_wrong_on_one_rank(tmp_path: Path) -> None:
+    for failures in run_ranks(2, _wrong_argument, str(tmp_path)):
+        assert failures == {1: "ConfigurationError"}
+
+
+def _wrong_argument(rank: int, url: str) -> dict[int, str]:
+    with pytest.raises(ConfigurationError, match="threads"):  # on all ranks: the call is wrong
+        ckpt.save({}, url, threads=0)
+    with pytest.raises(SaveFailed, match="threads must be at least 1") as caught:
+        ckpt.save({}, url, threads=0 if rank == 1 else 2)
+    return {number: type(failure).__name__ for number, failure in caught.value.failures.items()}
+
+
+@pytest.mark.parametrize("function", ["ckpt", "dcp"])
+def test_ranks_in_different_saves(tmp_path: Path, function: str) -> None:
+    """A rank that skipped a save must not lend its tensors to the next one of the others."""
+    for message in run_ranks(2, _different_saves, str(tmp_path), function):
+        assert "step-1" in message
+        assert "step-2" in message
+    assert not list(tmp_path.rglob("commit.json"))
+
+
+def _different_saves(rank: int, root: str, function: str) -> str:
+    url = f"{root}/step-{rank + 1}"
+    if function == "ckpt":
+        with pytest.raises(SaveFailed) as caught:
+            ckpt.save(state_of(rank, 1), url)
+        return str(caught.value)
+    with pytest.raises(CheckpointException) as raised:
+        dcp.save(state_of(rank, 1), storage_writer=ckpt.CheckpointWriter(url))
+    (failure,) = raised.value.failures.values()
+    assert isinstance(failure[0], CommitError)
+    return str(failure[0])
+
+
+def test_layouts_that_dcp_cannot_load_are_refused(tmp_path: Path) -> None:
+    sparse = torch.eye(4).to_sparse()
+    with pytest.raises(SaveFailed, match=r"'t' has the layout torch.sparse_coo.*save it dense"):
+        ckpt.save({"t": sparse}, tmp_path)
+    assert objects_at((str(tmp_path), {})) == {}
+
+
+def test_freed_storage_is_refused(tmp_path: Path) -> None:
+    tensor = torch.ones(1000)
+    tensor.untyped_storage().resize_(0)
+    with pytest.raises(SaveFailed, match=r"'t' cannot be saved: .*freed"):
+        ckpt.save({"t": tensor}, tmp_path)
+
+
+def test_reset_to_a_wrong_place_keeps_the_old(tmp_path: Path) -> None:
+    writer, reader = ckpt.CheckpointWriter(tmp_path / "a"), ckpt.CheckpointReader(tmp_path / "a")
+    for each in (writer, reader):
+        with pytest.raises(ConfigurationError):
+            each.reset("s3:/mangled/url")
+    dcp.save({"t": torch.ones(3)}, storage_writer=writer, no_dist=True)
+    loaded = {"t": torch.zeros(3)}
+    dcp.load(loaded, storage_reader=reader, no_dist=True)
+    assert loaded["t"].sum() == 3
+
+
+def test_failure_in_the_background_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    future = ckpt.async_save({"t": torch.ones(10)}, tmp_path, planner=FailingPlanner(0, boom))
+    assert isinstance(future.exception(60), SaveFailed)
+    assert "a save in the background failed" in caplog.text
+    assert "boom" in caplog.text
+    ckpt.async_save({"t": torch.ones(10)}, tmp_path).result(60)
+
+
 # -- the disk is full ------------------------------------------------------------------------------------
 
 
@@ -316,6 +448,31 @@ def test_every_reply_to_the_commit_is_lost(
     assert load_is(2, 0, *proxied)
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_the_commit_arrives_late(
+    proxy: FaultProxy, proxied: tuple[str, dict[str, Any]], first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The network keeps the request and delivers it after everybody has given up: it finds all it lists."""
+    url, options = proxied
+    if not first:
+        ckpt.save(state_of(0, 1), url, storage_options=options)
+    monkeypatch.setattr(ckpt.consistency.commit, "_CONFIRM_TIMEOUT_S", 0.5)
+    proxy.late_s = 3.0
+    proxy.rule = lambda call: "late" if call.method == "PUT" and call.key.endswith("commit.json") else "pass"
+    with pytest.raises(SaveFailed) as caught:
+        ckpt.save(state_of(0, 2), url, storage_options={**options, "max_attempts": 1})
+    assert isinstance(caught.value.failures[0], CommitUnknown)
+    proxy.rule = lambda call: "pass"
+    if not first:
+        assert load_is(1, 0, *proxied)
+    deadline = time.monotonic() + 30
+    while "commit.json" not in objects_at(proxied) or _raw(proxy, url, "commit.json").count(b"\n") != 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    time.sleep(proxy.late_s)
+    assert load_is(2, 0, *proxied)
+
+
 def _raw(proxy: FaultProxy, url: str, key: str) -> bytes:
     bucket, prefix = url.removeprefix("s3://").split("/", 1)
     return bytes(proxy.server.client().get_object(Bucket=bucket, Key=f"{prefix}/{key}")["Body"].read())
@@ -356,7 +513,7 @@ def test_one_rank_is_killed(place: tuple[str, dict[str, Any]]) -> None:
     results = run_ranks(3, _one_is_killed, place, killed=[1])
     for rank in (0, 2):
         failures, message = results[rank]
-        assert failures == [1]
+        assert failures == {1: "CheckpointError", rank: "CommitUnknown"}
         assert "rank 1 does not answer" in message
     for rank in range(3):
         assert load_is(1, rank, *place)
@@ -373,12 +530,16 @@ def _one_is_killed(rank: int, place: tuple[str, dict[str, Any]]) -> Any:
             storage_options=options,
             planner=FailingPlanner(4 if rank == 1 else 100, kill_self),
         )
-    return sorted(caught.value.failures), str(caught.value)
+    return _kinds(caught.value), str(caught.value)
+
+
+def _kinds(error: SaveFailed) -> dict[int, str]:
+    return {rank: type(failure).__name__ for rank, failure in error.failures.items()}
 
 
 def test_the_coordinator_is_killed(place: tuple[str, dict[str, Any]]) -> None:
     results = run_ranks(2, _coordinator_is_killed, place, killed=[0])
-    assert results[1][0] == [0]
+    assert results[1][0] == {0: "CheckpointError", 1: "CommitUnknown"}
     assert "rank 0 does not answer" in results[1][1]
     for rank in range(2):
         assert load_is(1, rank, *place)
@@ -395,6 +556,25 @@ def _coordinator_is_killed(rank: int, place: tuple[str, dict[str, Any]]) -> Any:
             storage_options=options,
             planner=FailingPlanner(4 if rank == 0 else 100, kill_self),
         )
+    return _kinds(caught.value), str(caught.value)
+
+
+def test_a_rank_of_a_subgroup_is_killed(tmp_path: Path) -> None:
+    results = run_ranks(4, _one_of_a_subgroup_is_killed, str(tmp_path), killed=[2])
+    for rank in (1, 3):
+        failures, message = results[rank]
+        assert 1 in failures  # the second of the three
+        assert "rank 1 does not answer" in message
+
+
+def _one_of_a_subgroup_is_killed(rank: int, url: str) -> Any:
+    ckpt.ranks._ROLL_CALL_TIMEOUT_S = 3.0
+    group = dist.new_group([1, 2, 3])
+    if rank == 0:
+        return None
+    planner = FailingPlanner(1, kill_self) if rank == 2 else None
+    with pytest.raises(SaveFailed) as caught:
+        ckpt.save(state_of(rank, 1), url, process_group=group, planner=planner)
     return sorted(caught.value.failures), str(caught.value)
 
 

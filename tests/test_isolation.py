@@ -100,8 +100,9 @@ def test_a_store_that_shows_nothing_of_others(tmp_path: Path) -> None:
     expected = run_ranks(3, _separate_views, str(tmp_path))[0]
     union = tmp_path / "union"
     for rank in range(3):
-        for path in (tmp_path / str(rank)).rglob("*"):
-            target = union / path.relative_to(tmp_path / str(rank))
+        view = tmp_path / str(rank) / "c"
+        for path in view.rglob("*"):
+            target = union / path.relative_to(view)
             if path.is_dir():
                 target.mkdir(parents=True, exist_ok=True)
             else:
@@ -112,7 +113,7 @@ def test_a_store_that_shows_nothing_of_others(tmp_path: Path) -> None:
 
 def _separate_views(rank: int, root: str) -> Any:
     state = sharded_state()
-    ckpt.save(state, f"{root}/{rank}")
+    ckpt.save(state, f"{root}/{rank}/c")
     return digest(state)
 
 

@@ -88,6 +88,20 @@ def _stock_peaks(rank: int, url: str) -> int:
     return peak[0]
 
 
+@pytest.mark.filterwarnings("ignore")  # torch deprecates quantized tensors
+def test_tensors_that_are_pickled_leave_in_batches(tmp_path: Path) -> None:
+    peak = run_ranks(1, _quantized_peak, str(tmp_path))[0]
+    assert peak < BUDGET + SLACK, f"{peak / MIB:.0f} MiB"
+
+
+def _quantized_peak(rank: int, url: str) -> int:
+    _warm_up((f"{url}/warm", {}))
+    saved = {f"q{i}": torch.quantize_per_tensor(torch.ones(10 * MIB), 0.1, 0, torch.qint8) for i in range(20)}
+    with peak_over_start() as peak:
+        ckpt.save(saved, f"{url}/c", memory_budget_bytes=BUDGET)
+    return peak[0]
+
+
 def _warm_up(place: tuple[str, dict[str, Any]]) -> None:
     """Imports, connections and code pages are not what is measured."""
     small = {"t": torch.zeros(5, 8)[:, ::2], "large": torch.zeros(MIB)}

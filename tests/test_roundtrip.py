@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from states import (
     emptied,
     fsdp_model,
     plain_state,
+    quantized,
     random_tensor,
     sharded_state,
 )
@@ -169,6 +173,69 @@ def test_async_save_is_not_reached_by_later_changes(tmp_path: Path) -> None:
         assert torch.equal(loaded["t"], torch.full((1_000_000,), value))
         assert torch.equal(loaded["view"], torch.full((10,), value))
         assert loaded["o"]["list"] == objects
+
+
+def test_async_save_of_every_kind(tmp_path: Path) -> None:
+    state = plain_state()
+    ckpt.async_save(state, tmp_path).result(60)
+    loaded = emptied(state)
+    ckpt.load(loaded, tmp_path)
+    assert digest(loaded) == digest(state)
+
+
+def test_async_save_on_several_ranks(tmp_path: Path) -> None:
+    run_ranks(2, _async_on_ranks, str(tmp_path))
+
+
+def _async_on_ranks(rank: int, root: str) -> None:
+    futures = [ckpt.async_save(sharded_state(seed=step), f"{root}/step-{step}") for step in range(3)]
+    for step, future in enumerate(futures):
+        future.result(60)
+        loaded = emptied(sharded_state(seed=50))
+        ckpt.load(loaded, f"{root}/step-{step}")
+        assert digest(loaded) == digest(sharded_state(seed=step))
+
+
+@pytest.mark.parametrize("kind", ["posix", "s3"])
+def test_async_save_at_the_end_of_a_program(kind: str, tmp_path: Path, s3: S3Server) -> None:
+    """The program's last line is the save; the interpreter waits for it, and for the threads it needs."""
+    url, options = (str(tmp_path / "c"), {}) if kind == "posix" else (f"s3://{s3.new_bucket()}/c", s3.options)
+    program = (
+        "import sys, json, torch, ckpt\n"
+        "state = {f't{i}': torch.full((5_000_000,), float(i)) for i in range(5)}\n"
+        "ckpt.async_save(state, sys.argv[1], storage_options=json.loads(sys.argv[2]))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, url, json.dumps(options)], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    loaded = {f"t{i}": torch.zeros(5_000_000) for i in range(5)}
+    ckpt.load(loaded, url, storage_options=options)
+    assert [int(tensor[-1]) for tensor in loaded.values()] == [0, 1, 2, 3, 4]
+
+
+def test_global_settings_of_torch_do_not_matter(tmp_path: Path) -> None:
+    state = {"t": random_tensor(300, 400), "strided": random_tensor(300, 400)[:, ::2]}
+    loaded = emptied(state)
+    torch.set_default_device("meta")
+    torch.use_deterministic_algorithms(True)
+    try:
+        ckpt.save(state, tmp_path)
+        ckpt.load(loaded, tmp_path)
+    finally:
+        torch.set_default_device(None)
+        torch.use_deterministic_algorithms(False)
+    assert digest(loaded) == digest(state)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch deprecates quantized tensors
+def test_quantized_tensors(tmp_path: Path) -> None:
+    state = {"q": quantized(), "t": random_tensor(10)}
+    ckpt.save(state, tmp_path)
+    loaded = {"q": quantized(seed=5), "t": torch.zeros(10)}
+    ckpt.load(loaded, tmp_path)
+    assert torch.equal(loaded["q"].int_repr(), state["q"].int_repr())
+    assert loaded["q"].q_scale() == state["q"].q_scale()
 
 
 def test_dcp_async_save_threads_and_processes(tmp_path: Path) -> None:

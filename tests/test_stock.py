@@ -190,3 +190,21 @@ def test_a_foreign_checkpoint_is_never_replaced(tmp_path: Path) -> None:
         ckpt.save({"t": torch.zeros(10)}, tmp_path)
     assert isinstance(caught.value.failures[0], ckpt.errors.AlreadyExists)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_a_foreign_checkpoint_over_ours_is_never_replaced(tmp_path: Path) -> None:
+    ckpt.save({"t": random_tensor(10)}, tmp_path)
+    theirs = {"t": random_tensor(10, seed=1)}
+    dcp.save(theirs, storage_writer=dcp.FileSystemWriter(tmp_path))
+    with pytest.raises(ckpt.errors.SaveFailed, match="another program wrote"):
+        ckpt.save({"t": torch.zeros(10)}, tmp_path)
+    loaded = emptied(theirs)
+    dcp.load(loaded, storage_reader=dcp.FileSystemReader(tmp_path))
+    assert digest(loaded) == digest(theirs)
+
+
+def test_a_foreign_commit_json_is_never_replaced(tmp_path: Path) -> None:
+    (tmp_path / "commit.json").write_text('{"of": "somebody else"}')
+    with pytest.raises(ckpt.errors.SaveFailed, match="another program wrote"):
+        ckpt.save({"t": torch.zeros(10)}, tmp_path)
+    assert (tmp_path / "commit.json").read_text() == '{"of": "somebody else"}'

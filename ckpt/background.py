@@ -1,0 +1,94 @@
+"""Saves that run behind the trainer: one at a time, from a copy of the state, waited for at the program's end."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.utils._pytree import tree_map_only
+
+__all__ = ["Background", "stage"]
+
+_logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Background:
+    """The one save that may run in the background.
+
+    A program that ends waits for it. The interpreter lets no new thread start once it is ending, so the wait
+    comes before that: at the moment at which `concurrent.futures` waits for its own threads.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: Future[Any] | None = None
+        threading._register_atexit(self._wait_at_exit)  # type: ignore[attr-defined]
+
+    def start(self, prepare: Callable[[], Callable[[], T]]) -> Future[T]:
+        """Wait for the save before this one, call `prepare`, and run what it returns in a thread."""
+        with self._lock:
+            self._wait_for_the_last()
+            work = prepare()
+            future: Future[T] = Future()
+            future.set_running_or_notify_cancel()
+            self._running = future
+            threading.Thread(target=_run, args=(work, future), name="ckpt-async-save").start()
+            return future
+
+    def _wait_for_the_last(self) -> None:
+        if self._running is None or self._running.done():
+            return
+        started_s = time.monotonic()
+        # Its outcome belongs to whoever holds its future.
+        self._running.exception()
+        waited_s = time.monotonic() - started_s
+        _logger.warning(
+            "async_save waited %.1f s for the save before it; save less often or faster", waited_s
+        )
+
+    def _wait_at_exit(self) -> None:
+        if self._running is not None:
+            with contextlib.suppress(BaseException):
+                self._running.exception()
+
+
+def _run(work: Callable[[], T], future: Future[T]) -> None:
+    try:
+        result = work()
+    except BaseException as error:
+        # Told here too: a future that nobody asks keeps the failure to itself.
+        _logger.error("a save in the background failed: %s", error)
+        # The frames hold the copied state, and the future may live long.
+        traceback.clear_frames(error.__traceback__)
+        future.set_exception(error)
+    else:
+        future.set_result(result)
+
+
+def stage(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A copy of the state in CPU memory that nothing else refers to."""
+    stager = DefaultStager(StagingOptions(False, False, False, False))
+    try:
+        staged = stager.stage(tree_map_only(torch.Tensor, _resolved, state_dict))
+    finally:
+        stager.close()
+    assert isinstance(staged, dict)
+    return staged
+
+
+def _resolved(tensor: torch.Tensor) -> torch.Tensor:
+    """torch's stager copies a storage and forgets that its tensor is a conjugate or negative of it."""
+    if type(tensor) in (torch.Tensor, nn.Parameter) and (tensor.is_conj() or tensor.is_neg()):
+        return tensor.detach().resolve_conj().resolve_neg()
+    return tensor
