@@ -20,14 +20,16 @@ if TYPE_CHECKING:
     from ckpt import errors
     from ckpt.api import async_save, load, save
     from ckpt.reader import CheckpointReader
+    from ckpt.stager import Stager
     from ckpt.writer import CheckpointWriter
 
-__all__ = ["CheckpointReader", "CheckpointWriter", "async_save", "errors", "load", "save"]
+__all__ = ["CheckpointReader", "CheckpointWriter", "Stager", "async_save", "errors", "load", "save"]
 
 # Imported when first used: `import ckpt` itself loads neither torch nor any SDK.
 _HOMES = {
     "CheckpointReader": "ckpt.reader",
     "CheckpointWriter": "ckpt.writer",
+    "Stager": "ckpt.stager",
     "async_save": "ckpt.api",
     "load": "ckpt.api",
     "save": "ckpt.api",

@@ -18,16 +18,18 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.stateful import Stateful
 
 from ckpt.backends.base import redact_url
-from ckpt.background import Background, stage
+from ckpt.background import Background
 from ckpt.errors import CheckpointError, CommitUnknown, ConfigurationError, LoadFailed, SaveFailed
 from ckpt.ranks import Ranks, RanksFailed, portable
 from ckpt.reader import CheckpointReader
+from ckpt.stager import Stager
 from ckpt.writer import CheckpointWriter, last_segment
 
 __all__ = ["async_save", "load", "save"]
 
 _logger = logging.getLogger(__name__)
 _background = Background()
+_stager = Stager()
 
 _NO_DIST_WARNING = "torch.distributed is disabled"
 
@@ -184,7 +186,7 @@ def _prepare_save(
     def work() -> tuple[CheckpointWriter, dict[str, Any]]:
         writer = make_writer()
         values = _values(state_dict)
-        return writer, stage(values) if copy else values
+        return writer, _stager.stage(values) if copy else values
 
     place = _place(url)
     try:

@@ -1,4 +1,4 @@
-"""Saves that run behind the trainer: one at a time, from a copy of the state, waited for at the program's end."""
+"""Work that runs behind the trainer: one save at a time, waited for at the program's end."""
 
 from __future__ import annotations
 
@@ -11,12 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-import torch
-from torch import nn
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.utils._pytree import tree_map_only
-
-__all__ = ["Background", "stage"]
+__all__ = ["Background"]
 
 _logger = logging.getLogger(__name__)
 
@@ -74,21 +69,3 @@ def _run(work: Callable[[], T], future: Future[T]) -> None:
         future.set_exception(error)
     else:
         future.set_result(result)
-
-
-def stage(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A copy of the state in CPU memory that nothing else refers to."""
-    stager = DefaultStager(StagingOptions(False, False, False, False))
-    try:
-        staged = stager.stage(tree_map_only(torch.Tensor, _resolved, state_dict))
-    finally:
-        stager.close()
-    assert isinstance(staged, dict)
-    return staged
-
-
-def _resolved(tensor: torch.Tensor) -> torch.Tensor:
-    """torch's stager copies a storage and forgets that its tensor is a conjugate or negative of it."""
-    if type(tensor) in (torch.Tensor, nn.Parameter) and (tensor.is_conj() or tensor.is_neg()):
-        return tensor.detach().resolve_conj().resolve_neg()
-    return tensor

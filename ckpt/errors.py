@@ -180,7 +180,7 @@ class _RankFailures(CheckpointError):
 
 
 class SaveFailed(_RankFailures):
-    """A save failed on one rank or more; nothing was committed unless a `CommitUnknown` is among them."""
+    """A save failed on one rank or more; nothing was committed unless a `CommitUnknown` is among `failures`."""
 
 
 class LoadFailed(_RankFailures):

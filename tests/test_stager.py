@@ -1,0 +1,136 @@
+"""Staging: a copy that later changes cannot reach, of no more than the bytes that are saved, in reused memory."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from ranks import run_ranks
+from states import digest, emptied, plain_state, sharded_state
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+import ckpt
+from ckpt.errors import CheckpointError
+
+
+def overwritten(state: Any) -> None:
+    """Change every tensor in place."""
+    if isinstance(state, dict):
+        for value in state.values():
+            overwritten(value)
+    elif isinstance(state, list):
+        state.append("changed")
+        for value in state:
+            overwritten(value)
+    elif isinstance(state, torch.Tensor):
+        state.untyped_storage().fill_(7)  # type: ignore[attr-defined]
+
+
+def test_copies_everything_and_nothing_reaches_the_copy() -> None:
+    state = plain_state()
+    before = digest(state)
+    staged = ckpt.Stager().stage(state)
+    assert digest(staged) == before
+    overwritten(state)
+    assert digest(state) != before
+    assert digest(staged) == before
+
+
+def test_copies_only_the_bytes_of_views() -> None:
+    stager = ckpt.Stager()
+    large = torch.zeros(4_000_000)
+    staged = stager.stage({"a": large[5:15], "tied": large[5:15], "b": large[::1_000_000]})
+    assert staged["a"].untyped_storage().nbytes() == 64 + 16  # the tied one lies in the same place
+    assert staged["a"].data_ptr() == staged["tied"].data_ptr()
+
+
+def test_memory_is_reused_and_given_back_by_itself() -> None:
+    stager = ckpt.Stager()
+    state = {"t": torch.ones(1_000_000)}
+    addresses = set()
+    for _ in range(5):
+        staged = stager.stage(state)
+        addresses.add(staged["t"].data_ptr())
+        del staged
+    assert len(addresses) == 1
+    part_of_it = stager.stage(state)["t"][3:5]
+    state["t"].zero_()
+    assert stager.stage(state)["t"].data_ptr() not in addresses
+    assert part_of_it.tolist() == [1, 1]
+
+
+def test_a_third_copy_is_refused() -> None:
+    stager = ckpt.Stager()
+    state = {"t": torch.ones(100)}
+    first, second = stager.stage(state), stager.stage(state)
+    assert first["t"].data_ptr() != second["t"].data_ptr()
+    with pytest.raises(CheckpointError, match="wait for the saves"):
+        stager.stage(state)
+    del first
+    stager.stage(state)
+    stager.close()
+    stager.close()
+
+
+def test_with_dcp_async_save(tmp_path: Path) -> None:
+    run_ranks(2, _dcp_async_save, str(tmp_path))
+
+
+def _dcp_async_save(rank: int, root: str) -> None:
+    stager = ckpt.Stager()
+    futures: list[Any] = []
+    for step in range(2):
+        state = sharded_state(seed=step)
+        futures.append(
+            dcp.async_save(
+                state, storage_writer=ckpt.CheckpointWriter(f"{root}/step-{step}"), async_stager=stager
+            )
+        )
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                value.detach().zero_()
+        futures[-1].result(60)
+    for step in range(2):
+        loaded = emptied(sharded_state(seed=9))
+        ckpt.load(loaded, f"{root}/step-{step}")
+        assert digest(loaded) == digest(sharded_state(seed=step))
+
+
+def test_every_sharded_kind(tmp_path: Path) -> None:
+    run_ranks(4, _sharded_kinds, str(tmp_path))
+
+
+def _sharded_kinds(rank: int, url: str) -> None:
+    from torch.distributed._shard import sharded_tensor
+    from torch.distributed._shard.sharding_spec import ChunkShardingSpec
+
+    warnings.simplefilter("ignore")
+    stager = ckpt.Stager()
+    state = sharded_state()
+    assert digest(stager.stage(state)) == digest(state)
+
+    # FSDP over tensor parallel: its placements are of a kind that only DTensor itself makes.
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = torch.nn.Sequential(torch.nn.Linear(16, 12, bias=False))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+    parameters = dict(model.state_dict())
+    staged = stager.stage(parameters)
+    assert [p.placements for p in staged.values()] == [p.placements for p in parameters.values()]
+    assert digest(staged) == digest(parameters)
+
+    spec = ChunkShardingSpec(dim=0, placements=[f"rank:{r}/cpu" for r in range(4)])
+    sharded = sharded_tensor.rand(spec, 11, 6)
+    copy = stager.stage({"t": sharded})["t"]
+    assert torch.equal(copy.local_shards()[0].tensor, sharded.local_shards()[0].tensor)
+    assert copy.local_shards()[0].tensor.data_ptr() != sharded.local_shards()[0].tensor.data_ptr()
+    ckpt.async_save({"t": sharded, **parameters}, url).result(60)
+    loaded = sharded_tensor.zeros(spec, 11, 6)
+    ckpt.load({"t": loaded}, url)
+    assert torch.equal(loaded.local_shards()[0].tensor, sharded.local_shards()[0].tensor)
