@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import logging
 import os
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+# `dcp.save` and `dcp.load` without what is done here instead, between all ranks (arguments, `state_dict()`),
+# and without their warning that a single process may have been meant to be several.
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 
 from ckpt.backends.base import redact_url
@@ -30,8 +33,6 @@ __all__ = ["async_save", "load", "save"]
 _logger = logging.getLogger(__name__)
 _background = Background()
 _stager = Stager()
-
-_NO_DIST_WARNING = "torch.distributed is disabled"
 
 T = TypeVar("T")
 
@@ -109,8 +110,6 @@ def async_save(
     def prepare() -> Callable[[], Metadata]:
         # In the thread in which all ranks do the same things in the same order.
         ranks = Ranks(process_group, no_dist=no_dist, purpose="background")
-        if ranks.no_dist:
-            warnings.filterwarnings("ignore", message=_NO_DIST_WARNING)  # for good: see _no_dist_is_meant
         writer, staged = _prepare_save(state_dict, url, make_writer, ranks, copy=True)
         return lambda: _save(staged, writer, planner, ranks)
 
@@ -160,14 +159,13 @@ def load(
         )
         try:
             _open_together(reader, ranks)
-            with _no_dist_is_meant(ranks):
-                dcp_load(
-                    values,
-                    storage_reader=reader,
-                    planner=planner,
-                    process_group=ranks.group,
-                    no_dist=ranks.no_dist,
-                )
+            _load_state_dict(
+                values,
+                storage_reader=reader,
+                planner=planner,
+                process_group=ranks.group,
+                no_dist=ranks.no_dist,
+            )
         finally:
             reader.close()
         ranks.together(f"load of {last_segment(place)}", lambda: _put_back(state_dict, values))
@@ -204,15 +202,13 @@ def _save(
     state_dict: dict[str, Any], writer: CheckpointWriter, planner: SavePlanner | None, ranks: Ranks
 ) -> Metadata:
     try:
-        with _no_dist_is_meant(ranks):
-            metadata: Metadata = dcp_save(
-                state_dict,
-                storage_writer=writer,
-                planner=planner,
-                process_group=ranks.group,
-                no_dist=ranks.no_dist,
-            )
-        return metadata
+        return _save_state_dict(
+            state_dict,
+            storage_writer=writer,
+            planner=planner,
+            process_group=ranks.group,
+            no_dist=ranks.no_dist,
+        )
     except CheckpointException as error:
         failures = {rank: wrapped[0] for rank, wrapped in error.failures.items()}
         if all(_proves_no_commit(failure) for failure in failures.values()):
@@ -241,10 +237,12 @@ def _proves_no_commit(failure: BaseException) -> bool:
 
 def _values(state_dict: dict[str, Any]) -> dict[str, Any]:
     """The state with every Stateful replaced by its state dict, on all ranks in the same order."""
-    return {
-        key: value.state_dict() if isinstance(value := state_dict[key], Stateful) else value
-        for key in sorted(state_dict)
-    }
+    return {key: _value(state_dict[key]) for key in sorted(state_dict)}
+
+
+def _value(value: Any) -> Any:
+    # Asked in this order because asking for a protocol is slow, and there can be very many tensors.
+    return value if isinstance(value, torch.Tensor) or not isinstance(value, Stateful) else value.state_dict()
 
 
 def _put_back(state_dict: dict[str, Any], values: dict[str, Any]) -> None:
@@ -352,15 +350,3 @@ _LOST_CONTACT = ("onnection", "gloo", "imed out", "imeout", "DistBackendError", 
 def _is_lost_contact(text: str) -> bool:
     """Whether an error tells of another rank's end, rather than of something of its own."""
     return any(word in text for word in _LOST_CONTACT)
-
-
-@contextmanager
-def _no_dist_is_meant(ranks: Ranks) -> Iterator[None]:
-    """DCP warns about a missing process group in case it was forgotten; a single process is fine here."""
-    if not (ranks.no_dist and ranks.in_foreground):
-        # Filters are global: a background thread must not change them back and forth under the trainer.
-        yield
-        return
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=_NO_DIST_WARNING)
-        yield

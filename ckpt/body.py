@@ -9,6 +9,7 @@ from __future__ import annotations
 import array
 import bisect
 import contextlib
+import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -161,53 +162,71 @@ class FileBody:
     def _runs(self, start: int, stop: int) -> Iterator[_Run]:
         """The runs of bytes that make up `[start, stop)`, in order and without gaps."""
         position = start
-        for item in self._items[max(0, bisect.bisect_right(self._offsets, start) - 1) :]:
+        first = max(0, bisect.bisect_right(self._offsets, start) - 1)
+        for item in itertools.islice(self._items, first, None):
             if item.offset >= stop:
                 break
+            end = item.offset + item.length
+            if position <= item.offset and end <= stop and item.length < _COPY_BELOW_BYTES:
+                yield _Run(position, end - position, item=item, payload=item.payload)
+                position = end
+                continue
             if position < item.offset:
-                yield _Run(position, memoryview(bytes(item.offset - position)))
+                yield _view_run(position, memoryview(bytes(item.offset - position)))
                 position = item.offset
-            for offset, piece in (
-                (item.offset, item.head),
-                (item.payload_offset, item.payload),
-                (item.payload_offset + item.payload.nbytes, item.tail),
-            ):
-                nbytes = len(piece) if isinstance(piece, bytes) else piece.nbytes
-                begin, end = max(position - offset, 0), min(stop - offset, nbytes)
-                if begin >= end:
-                    continue
-                if isinstance(piece, bytes):
-                    yield _Run(position, memoryview(piece)[begin:end])
-                else:
-                    yield _payload_run(position, piece, begin, end)
-                position = offset + end
+            for run in _runs_of_item(item, position, stop):
+                yield run
+                position += run.nbytes
         if position < stop:
-            yield _Run(position, memoryview(bytes(stop - position)))
+            yield _view_run(position, memoryview(bytes(stop - position)))
 
 
-@dataclass
+@dataclass(slots=True)
 class _Run:
-    """A run of a file's bytes: a view of memory, or a tensor to copy bytes `[begin, end)` of."""
+    """A run of a file's bytes from `position` on, and where they come from.
+
+    One of: a `view` of memory; a `tensor` whose bytes from `begin` on are copied; a small `item` as a whole,
+    with the gap before it, which is copied too.
+    """
 
     position: int
-    view: memoryview | None
+    nbytes: int
+    view: memoryview | None = None
     tensor: torch.Tensor | None = None
     begin: int = 0
-    end: int = 0
+    item: FileItem | None = None
     payload: Payload | None = None
     scratch_at: int = -1
 
-    @property
-    def nbytes(self) -> int:
-        return self.end - self.begin if self.view is None else self.view.nbytes
+
+def _runs_of_item(item: FileItem, position: int, stop: int) -> Iterator[_Run]:
+    """The runs of an item between `position`, which is inside of it, and `stop`."""
+    for offset, piece in (
+        (item.offset, item.head),
+        (item.payload_offset, item.payload),
+        (item.payload_offset + item.payload.nbytes, item.tail),
+    ):
+        nbytes = len(piece) if isinstance(piece, bytes) else piece.nbytes
+        begin, end = max(position - offset, 0), min(stop - offset, nbytes)
+        if begin >= end:
+            continue
+        if isinstance(piece, bytes):
+            yield _view_run(position, memoryview(piece)[begin:end])
+        else:
+            yield _payload_run(position, piece, begin, end)
+        position = offset + end
+
+
+def _view_run(position: int, view: memoryview) -> _Run:
+    return _Run(position, view.nbytes, view)
 
 
 def _payload_run(position: int, payload: Payload, begin: int, end: int) -> _Run:
     source = payload.open()
     if isinstance(source, memoryview):
-        return _Run(position, source[begin:end], payload=payload)
+        return _Run(position, end - begin, source[begin:end], payload=payload)
     view = memory_of(source)[begin:end] if has_memory_view(source) else None
-    return _Run(position, view, source, begin, end, payload)
+    return _Run(position, end - begin, view, source, begin, payload=payload)
 
 
 def _place(runs: Sequence[_Run]) -> int:
@@ -242,15 +261,33 @@ def _fill(runs: Sequence[_Run], scratch: torch.Tensor) -> list[memoryview]:
             buffers.append(run.view)
             continue
         at, to = run.scratch_at, run.scratch_at + run.nbytes
-        if run.view is not None:
+        if run.item is not None:
+            _copy_item(run.item, memory, scratch, at, to)
+        elif run.view is not None:
             memory[at:to] = run.view
         else:
             assert run.tensor is not None
             size = run.tensor.element_size()
-            copy_flat(run.tensor, run.begin // size, run.end // size, scratch[at:to])
+            copy_flat(run.tensor, run.begin // size, (run.begin + run.nbytes) // size, scratch[at:to])
         if open_from < 0:
             open_from = at
         open_to = to
     if open_from >= 0:
         buffers.append(memory[open_from:open_to])
     return buffers
+
+
+def _copy_item(item: FileItem, memory: memoryview, scratch: torch.Tensor, at: int, to: int) -> None:
+    """Copy a whole item into scratch `[at, to)`, with zeros in the gap before it."""
+    head_at = to - item.length
+    memory[at:head_at] = bytes(head_at - at)
+    payload_at, payload_to = head_at + len(item.head), to - len(item.tail)
+    memory[head_at:payload_at] = item.head
+    memory[payload_to:to] = item.tail
+    source = item.payload.open()
+    if isinstance(source, memoryview):
+        memory[payload_at:payload_to] = source
+    elif has_memory_view(source):
+        memory[payload_at:payload_to] = memory_of(source)
+    else:
+        copy_flat(source, 0, source.numel(), scratch[payload_at:payload_to])

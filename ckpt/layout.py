@@ -32,6 +32,7 @@ __all__ = [
 MAX_FILE_BYTES = 128 << 30
 """Beyond it a rank begins another file, so that multipart parts stay small."""
 
+SMALL_ITEM_BYTES = 64 << 10
 MIN_FILE_BYTES = 32 << 20
 """Below it one more file costs more than it gains."""
 
@@ -119,15 +120,19 @@ def object_entries(items: Iterable[WriteItem], planner: SavePlanner) -> Iterator
 def spread(entries: Sequence[Entry], files: int) -> list[list[Entry]]:
     """Spread entries over at most `files` files of about the same size (more where one would be too large).
 
-    Largest first onto the smallest file; within a file the plan's order is kept.
+    Largest first onto the smallest file; within a file the plan's order is kept. Small items are Python's work
+    more than the disk's, which threads only get in each other's way with: they count for no more files.
     """
-    total = sum(entry.length for entry in entries)
-    files = max(min(files, total // MIN_FILE_BYTES), math.ceil(total / MAX_FILE_BYTES), 1)
+    lengths = [entry.length for entry in entries]
+    large = sum(length for length in lengths if length >= SMALL_ITEM_BYTES)
+    files = max(min(files, large // MIN_FILE_BYTES), math.ceil(sum(lengths) / MAX_FILE_BYTES), 1)
+    if files == 1:
+        return [list(entries)] if entries else []
     sizes = [0] * files
     chosen: list[list[int]] = [[] for _ in range(files)]
-    for number in sorted(range(len(entries)), key=lambda number: -entries[number].length):
+    for number in sorted(range(len(entries)), key=lambda number: -lengths[number]):
         smallest = sizes.index(min(sizes))
-        sizes[smallest] += entries[number].length
+        sizes[smallest] += lengths[number]
         chosen[smallest].append(number)
     return [[entries[number] for number in sorted(numbers)] for numbers in chosen if numbers]
 

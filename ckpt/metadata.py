@@ -12,12 +12,9 @@ pickle's choice; here it cannot:
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import io
 import pickle
 from collections import OrderedDict
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -32,6 +29,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from ckpt.collector import no_gc
 from ckpt.errors import ConfigurationError, FormatError, UnsafeContent
 
 __all__ = ["decode_metadata", "encode_metadata"]
@@ -59,7 +57,7 @@ def encode_metadata(metadata: Metadata) -> bytes:
                 raise ConfigurationError(f"{fqn!r} has the layout {stored.properties.layout}; save it dense")
         elif not isinstance(stored, BytesStorageMetadata):
             raise ConfigurationError(f"the planner describes {fqn!r} by a {type(stored).__name__}")
-    with _no_gc():
+    with no_gc():
         return pickle.dumps(metadata, protocol=4)
 
 
@@ -71,7 +69,7 @@ def decode_metadata(data: bytes | bytearray | memoryview, *, url: str, key: str)
         FormatError: it does not describe metadata.
     """
     try:
-        with _no_gc():
+        with no_gc():
             _scan_opcodes(memoryview(data))
             return _metadata(_InertUnpickler(io.BytesIO(data)).load())
     except UnsafeContent as error:
@@ -287,15 +285,3 @@ def _check_plain(value: Any) -> None:
         todo.extend(found)
         if isinstance(found, dict):
             todo.extend(found.values())
-
-
-@contextlib.contextmanager
-def _no_gc() -> Iterator[None]:
-    """Millions of small objects that all live on: the collector would walk them again and again."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

@@ -66,10 +66,6 @@ class Ranks:
     def size(self) -> int:
         return len(self._members)
 
-    @property
-    def in_foreground(self) -> bool:
-        return self._name[0] == "foreground"
-
     def broadcast(self, value: Any) -> Any:
         """The first rank's `value`, on all ranks."""
         if len(self._members) == 1:

@@ -39,6 +39,8 @@ def _end_byte(tensor: torch.Tensor) -> int:
     """Where in its storage the last element ends."""
     if tensor.numel() == 0:
         return 0
+    if tensor.is_contiguous():
+        return int(tensor.storage_offset() + tensor.numel()) * tensor.element_size()
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     last = int(tensor.storage_offset()) + sum((size - 1) * stride for size, stride in steps)
     return (last + 1) * tensor.element_size()

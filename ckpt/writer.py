@@ -27,7 +27,8 @@ from torch.futures import Future
 
 from ckpt.backends.base import Store, redact_url
 from ckpt.backends.registry import open_store
-from ckpt.body import FileBody
+from ckpt.body import FileBody, FileItem
+from ckpt.collector import no_gc
 from ckpt.consistency.digest import BLOCK_SIZE_BYTES
 from ckpt.coordinator import Coordinator, RankReceipt
 from ckpt.errors import CheckpointError, ConfigurationError, StorageError
@@ -213,7 +214,8 @@ class CheckpointWriter(StorageWriter):
         objects: list[Entry] = []
         byte_items = [item for item in plan.items if item.type == WriteItemType.BYTE_IO]
         tensor_items = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
-        tensors, others = tensor_entries(tensor_items, planner)
+        with no_gc():
+            tensors, others = tensor_entries(tensor_items, planner)
         for entry in itertools.chain(object_entries(byte_items, planner), pickled_entries(others, planner)):
             # What is pickled is memory of ours: a large number of objects leaves batch by batch.
             if objects and sum(e.length for e in objects) + entry.length > _OBJECT_BATCH_BYTES:
@@ -267,22 +269,25 @@ class _RankFiles:
 
         first = len(self._records)
         keys = [data_key(self._rank, self._token, first + number) for number in range(len(files))]
-        placed = [place(entries) for entries in files]
+        with no_gc():
+            placed = [place(entries) for entries in files]
         bodies = [FileBody(items, self._pool, check) for items in placed]
         # Noted before it exists: what fails half-way must be found by the clean-up.
         self._written += keys
         _run_together(lambda number: self._store.put(keys[number], bodies[number]), len(files), stop)
-        for number, (key, body, items, entries) in enumerate(zip(keys, bodies, placed, files, strict=True)):
-            self._records.append(FileRecord(path=key, size_bytes=body.nbytes, blocks=body.blocks()))
-            self.data_bytes += body.nbytes
-            for item, entry in zip(items, entries, strict=True):
-                payload = (item.payload_offset, item.payload.nbytes) if entry.is_plain else (-1, 0)
-                offsets = None if entry.index.offset is None else list(entry.index.offset)
-                self._items.append(
-                    ItemRecord(entry.index.fqn, offsets, first + number, item.offset, item.length, *payload)
-                )
-                info = _StorageInfo(key, item.offset, item.length)
-                self.results.append(WriteResult(entry.index, item.length, info))
+        with no_gc():
+            for number, (key, body) in enumerate(zip(keys, bodies, strict=True)):
+                self._records.append(FileRecord(path=key, size_bytes=body.nbytes, blocks=body.blocks()))
+                self.data_bytes += body.nbytes
+                self._note(first + number, key, placed[number], files[number])
+
+    def _note(self, file: int, key: str, items: Sequence[FileItem], entries: Sequence[Entry]) -> None:
+        for item, entry in zip(items, entries, strict=True):
+            index, length = entry.index, item.length
+            payload = (item.payload_offset, item.payload.nbytes) if entry.is_plain else (-1, 0)
+            offsets = None if index.offset is None else list(index.offset)
+            self._items.append(ItemRecord(index.fqn, offsets, file, item.offset, length, *payload))
+            self.results.append(WriteResult(index, length, _StorageInfo(key, item.offset, length)))
 
     def put_manifest(self) -> ManifestRef | None:
         """Write the manifest; None if the rank had nothing to write."""
