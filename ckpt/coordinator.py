@@ -6,21 +6,19 @@ import contextlib
 import datetime
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
+from torch.distributed.checkpoint.metadata import Metadata
 
 from ckpt.backends.base import Store, read_bytes
 from ckpt.body import FileBody
+from ckpt.collecting import RankReceipt, collect
+from ckpt.collector import no_gc
+from ckpt.columns import Columns
 from ckpt.consistency.commit import (
     COMMIT_KEY,
     STOCK_METADATA_KEY,
@@ -31,6 +29,7 @@ from ckpt.consistency.commit import (
 )
 from ckpt.consistency.seal import seal_pickle
 from ckpt.errors import AlreadyExists, CheckpointError, CommitError, CommitUnknown, NotFound
+from ckpt.index import decode_index, encode_index
 from ckpt.manifest import (
     CommitRecord,
     ManifestRef,
@@ -38,32 +37,16 @@ from ckpt.manifest import (
     decode_commit,
     decode_manifest,
     encode,
-    metadata_key,
+    index_key,
 )
-from ckpt.metadata import encode_metadata
 from ckpt.staging import StagingPool
+from ckpt.stock_pickle import pickled_metadata
 
-__all__ = ["Coordinator", "RankReceipt"]
+__all__ = ["Coordinator"]
 
 _logger = logging.getLogger(__name__)
 
-_OUR_NAMES = re.compile(r"rank-\d{5,}/[0-9a-f]{16}(-\d+\.distcp|\.json|\.metadata)")
-
-
-@dataclass(frozen=True)
-class RankReceipt:
-    """What a rank tells the coordinator beside DCP's results.
-
-    Attributes:
-        rank: who.
-        place: the last segment of the place it saves to. The rest may differ: each rank may have its own
-            view of the same storage.
-        manifest: what it wrote; None if it had nothing to write.
-    """
-
-    rank: int
-    place: str
-    manifest: ManifestRef | None
+_OUR_NAMES = re.compile(r"rank-\d{5,}/[0-9a-f]{16}(-\d+\.distcp|\.json|\.index|\.metadata)")
 
 
 class Coordinator:
@@ -105,19 +88,21 @@ class Coordinator:
         *,
         world_size: int,
         tags: Mapping[str, str],
-    ) -> None:
-        """Commit what the receipts describe.
+    ) -> Columns:
+        """Commit what the receipts describe; returns it.
 
         Raises:
             CommitError: nothing was committed (CommitUnknown: perhaps it was); what was here before still is.
+            ConfigurationError: the planner describes, or wants to keep, what this format cannot hold.
         """
-        _check_complete(metadata, receipts, world_size)
-        key = metadata_key(self._rank, self._token)
-        body = FileBody.of_bytes(seal_pickle(encode_metadata(metadata)), self._pool)
+        columns = self._columns(metadata, receipts, world_size)
+        key = index_key(self._rank, self._token)
+        index = FileBody.of_bytes(encode_index(columns), self._pool)
         try:
-            self._store.put(key, body)
-            ref = ObjectRef(path=key, size_bytes=body.nbytes, crc64nvme=f"{body.crc64nvme():016x}")
-            acknowledged = self._publish(self._record(ref, receipts, world_size, tags), body)
+            self._store.put(key, index)
+            ref = ObjectRef(path=key, size_bytes=index.nbytes, crc64nvme=f"{index.crc64nvme():016x}")
+            record = self._record(ref, receipts, world_size, tags)
+            acknowledged = self._publish(record, self._stock_metadata(columns))
         except CommitUnknown:
             raise
         except CheckpointError:
@@ -129,9 +114,20 @@ class Coordinator:
         # A store that has not answered may not be done with the old record either.
         if self._previous is not None and acknowledged:
             self._retire(self._previous)
+        return columns
+
+    def _columns(self, metadata: Metadata, receipts: Sequence[RankReceipt], world_size: int) -> Columns:
+        _check_ranks(receipts, world_size)
+        with no_gc():
+            columns = collect(metadata, sorted(receipts, key=lambda receipt: receipt.rank))
+        columns.save_id, columns.version = self._token, CURRENT_DCP_VERSION
+        return columns
+
+    def _stock_metadata(self, columns: Columns) -> FileBody:
+        return FileBody.of_bytes(seal_pickle(pickled_metadata(columns)), self._pool)
 
     def _record(
-        self, metadata: ObjectRef, receipts: Sequence[RankReceipt], world_size: int, tags: Mapping[str, str]
+        self, index: ObjectRef, receipts: Sequence[RankReceipt], world_size: int, tags: Mapping[str, str]
     ) -> bytes:
         manifests = [receipt.manifest for receipt in receipts if receipt.manifest is not None]
         return encode(
@@ -142,7 +138,7 @@ class Coordinator:
                 torch=str(torch.__version__),
                 world_size=world_size,
                 data_bytes=sum(manifest.data_bytes for manifest in manifests),
-                metadata=metadata,
+                index=index,
                 manifests=sorted(manifests, key=lambda manifest: manifest.rank),
                 tags=dict(tags),
             )
@@ -171,9 +167,14 @@ class Coordinator:
         if commit is None:
             self._store.delete([STOCK_METADATA_KEY])
             return
-        ref = decode_commit(commit, url=self._store.url, key=COMMIT_KEY).metadata
+        record = decode_commit(commit, url=self._store.url, key=COMMIT_KEY)
+        ref = record.described_by
         data = bytes(read_bytes(self._store, ref.path, size_bytes=ref.size_bytes))
-        self._store.put(STOCK_METADATA_KEY, FileBody.of_bytes(data, self._pool))
+        if record.index is None:  # format version 1 kept a copy
+            body = FileBody.of_bytes(data, self._pool)
+        else:
+            body = self._stock_metadata(decode_index(data, url=self._store.url, key=ref.path))
+        self._store.put(STOCK_METADATA_KEY, body)
 
     def _retire(self, previous: bytes) -> None:
         """Delete what the replaced commit listed. Best effort: the new checkpoint does not depend on it."""
@@ -181,7 +182,7 @@ class Coordinator:
             commit = decode_commit(previous, url=self._store.url, key=COMMIT_KEY)
             with ThreadPoolExecutor(self._store.threads, thread_name_prefix="ckpt-retire") as pool:
                 data_keys = [key for keys in pool.map(self._files_of, commit.manifests) for key in keys]
-            keys = [*data_keys, *(ref.path for ref in commit.manifests), commit.metadata.path]
+            keys = [*data_keys, *(ref.path for ref in commit.manifests), commit.described_by.path]
             # A record may be damaged or forged; only names that this library gives are ever deleted.
             self._store.delete([key for key in keys if _OUR_NAMES.fullmatch(key)])
         except Exception as error:  # nothing after the commit may make the save look failed
@@ -195,8 +196,8 @@ class Coordinator:
         return [file.path for file in decode_manifest(data, url=self._store.url, key=ref.path).files]
 
 
-def _check_complete(metadata: Metadata, receipts: Sequence[RankReceipt], world_size: int) -> None:
-    """DCP accepts whatever a writer reports, also nothing; here every planned item must have been written."""
+def _check_ranks(receipts: Sequence[RankReceipt], world_size: int) -> None:
+    """DCP accepts whatever a writer reports, also nothing."""
     ranks = sorted(receipt.rank for receipt in receipts)
     if ranks != list(range(world_size)):
         missing = sorted(set(range(world_size)) - set(ranks))
@@ -206,27 +207,6 @@ def _check_complete(metadata: Metadata, receipts: Sequence[RankReceipt], world_s
         raise CommitError(
             f"nothing was committed: the ranks are in different saves, at {' and '.join(places[:3])}"
         )
-    planned = set(_planned(metadata))
-    written = set(metadata.storage_data)
-    if planned != written:
-        lost, extra = _names(planned - written), _names(written - planned)
-        raise CommitError(
-            f"nothing was committed: planned but not written: {lost or 'none'}; written but not planned: {extra or 'none'}"
-        )
-
-
-def _planned(metadata: Metadata) -> Iterator[MetadataIndex]:
-    for fqn, stored in metadata.state_dict_metadata.items():
-        if isinstance(stored, TensorStorageMetadata):
-            for chunk in stored.chunks:
-                yield MetadataIndex(fqn, chunk.offsets)
-        elif isinstance(stored, BytesStorageMetadata):
-            yield MetadataIndex(fqn)
-
-
-def _names(indices: Iterable[MetadataIndex]) -> str:
-    names = sorted(f"{i.fqn}" if i.offset is None else f"{i.fqn}{list(i.offset)}" for i in indices)
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _library_version() -> str:

@@ -27,13 +27,13 @@ __all__ = [
     "decode_commit",
     "decode_manifest",
     "encode",
+    "index_key",
     "manifest_key",
-    "metadata_key",
     "rank_directory",
 ]
 
 FORMAT_NAME = "ckpt-storage"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 _MIN_BLOCK_BYTES, _MAX_BLOCK_BYTES = 1 << 16, 1 << 26
 
@@ -56,7 +56,10 @@ class ManifestRef(ObjectRef, frozen=True, kw_only=True):
 
 
 class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """`commit.json`: what makes a save a checkpoint."""
+    """`commit.json`: what makes a save a checkpoint.
+
+    `index` describes what is in it; `metadata` did in format version 1.
+    """
 
     format: str = FORMAT_NAME
     version: int = FORMAT_VERSION
@@ -66,9 +69,16 @@ class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
     torch: str
     world_size: int
     data_bytes: int
-    metadata: ObjectRef
+    index: ObjectRef | None = None
+    metadata: ObjectRef | None = None
     manifests: list[ManifestRef]
     tags: dict[str, str] = {}
+
+    @property
+    def described_by(self) -> ObjectRef:
+        found = self.index or self.metadata
+        assert found is not None  # checked when it was decoded
+        return found
 
 
 class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -137,8 +147,8 @@ def manifest_key(rank: int, token: str) -> str:
     return f"{rank_directory(rank)}/{token}.json"
 
 
-def metadata_key(rank: int, token: str) -> str:
-    return f"{rank_directory(rank)}/{token}.metadata"
+def index_key(rank: int, token: str) -> str:
+    return f"{rank_directory(rank)}/{token}.index"
 
 
 def encode(record: CommitRecord | RankManifest) -> bytes:
@@ -148,7 +158,8 @@ def encode(record: CommitRecord | RankManifest) -> bytes:
 def decode_commit(data: bytes | bytearray, *, url: str, key: str) -> CommitRecord:
     """Raises IntegrityError (damaged), FormatError (not understood)."""
     commit = _decode(CommitRecord, data, url, key)
-    for ref in (commit.metadata, *commit.manifests):
+    _require(commit.index is not None or commit.metadata is not None, "no index", url, key)
+    for ref in (commit.described_by, *commit.manifests):
         _check_path(ref.path, url, key)
         _require(ref.size_bytes >= 0, "a negative size", url, key)
     ranks = [ref.rank for ref in commit.manifests]

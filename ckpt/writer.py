@@ -19,7 +19,6 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
@@ -28,9 +27,10 @@ from torch.futures import Future
 from ckpt.backends.base import Store, redact_url
 from ckpt.backends.registry import open_store
 from ckpt.body import FileBody, FileItem
+from ckpt.collecting import PlacedItem, RankReceipt, pack_items
 from ckpt.collector import no_gc
 from ckpt.consistency.digest import BLOCK_SIZE_BYTES
-from ckpt.coordinator import Coordinator, RankReceipt
+from ckpt.coordinator import Coordinator
 from ckpt.errors import CheckpointError, ConfigurationError, StorageError
 from ckpt.layout import (
     Entry,
@@ -157,15 +157,10 @@ class CheckpointWriter(StorageWriter):
         with self._errors_named():
             if self._coordinator is None:
                 raise CheckpointError("finish was called on a rank that is not the coordinator")
-            reports = [report for rank in results for report in rank]
-            receipts = [r.storage_data for r in reports if isinstance(r.storage_data, RankReceipt)]
-            items = {r.index: r.storage_data for r in reports if not isinstance(r.storage_data, RankReceipt)}
-            # The very object that DCP hands to its caller.
-            metadata.version = CURRENT_DCP_VERSION
-            metadata.storage_data = items
-            # Not where it is: that would be wrong in every copy, and tell readers about this machine.
-            metadata.storage_meta = StorageMeta(save_id=self._token)
-            self._coordinator.commit(metadata, receipts, world_size=len(results), tags=self._tags)
+            receipts = [report.storage_data for rank in results for report in rank]
+            columns = self._coordinator.commit(metadata, receipts, world_size=len(results), tags=self._tags)
+            # This very object is what DCP sends to all ranks and hands to its caller.
+            metadata.__dict__.update(columns.metadata().__dict__)
             metadata.storage_meta = self.storage_meta()
 
     @classmethod
@@ -227,12 +222,13 @@ class CheckpointWriter(StorageWriter):
         if objects:
             spread_out = [[*objects, *spread_out[0]], *spread_out[1:]] if spread_out else [objects]
         files.put(spread_out)
-        receipt = RankReceipt(self._rank, last_segment(self._url), files.put_manifest())
+        manifest = files.put_manifest()
+        receipt = files.receipt(last_segment(self._url), manifest)
         nbytes, seconds = files.data_bytes, time.monotonic() - started_s
         _logger.info(
             "rank %d wrote %d bytes in %.2f s to %s", self._rank, nbytes, seconds, self.checkpoint_id
         )
-        return [*files.results, WriteResult(_RECEIPT, 0, receipt)]
+        return [WriteResult(_RECEIPT, nbytes, receipt)]
 
     @contextlib.contextmanager
     def _errors_named(self) -> Iterator[None]:
@@ -253,11 +249,11 @@ class _RankFiles:
     """The files of one rank in one save, as they are written."""
 
     def __init__(self, store: Store, rank: int, token: str, pool: StagingPool, written: list[str]) -> None:
-        self.results: list[WriteResult] = []
         self.data_bytes = 0
         self._store, self._rank, self._token, self._pool, self._written = store, rank, token, pool, written
         self._records: list[FileRecord] = []
         self._items: list[ItemRecord] = []
+        self._placed: list[PlacedItem] = []
 
     def put(self, files: Sequence[Sequence[Entry]]) -> None:
         """Write these files at the same time; the first error stops them all."""
@@ -279,15 +275,20 @@ class _RankFiles:
             for number, (key, body) in enumerate(zip(keys, bodies, strict=True)):
                 self._records.append(FileRecord(path=key, size_bytes=body.nbytes, blocks=body.blocks()))
                 self.data_bytes += body.nbytes
-                self._note(first + number, key, placed[number], files[number])
+                self._note(first + number, placed[number], files[number])
 
-    def _note(self, file: int, key: str, items: Sequence[FileItem], entries: Sequence[Entry]) -> None:
+    def _note(self, file: int, items: Sequence[FileItem], entries: Sequence[Entry]) -> None:
         for item, entry in zip(items, entries, strict=True):
             index, length = entry.index, item.length
             payload = (item.payload_offset, item.payload.nbytes) if entry.is_plain else (-1, 0)
             offsets = None if index.offset is None else list(index.offset)
             self._items.append(ItemRecord(index.fqn, offsets, file, item.offset, length, *payload))
-            self.results.append(WriteResult(index, length, _StorageInfo(key, item.offset, length)))
+            chunk = None if index.offset is None else tuple(index.offset)
+            self._placed.append(PlacedItem(index.fqn, chunk, index.index, file, item.offset, length))
+
+    def receipt(self, place: str, manifest: ManifestRef | None) -> RankReceipt:
+        names = [record.path for record in self._records]
+        return RankReceipt(self._rank, place, manifest, names, pack_items(self._placed))
 
     def put_manifest(self) -> ManifestRef | None:
         """Write the manifest; None if the rank had nothing to write."""
