@@ -59,6 +59,8 @@ def may_import(module: str, imported: str) -> bool:
         inside = {"ckpt.backends.base"}
         if module in ("ckpt.backends.s3", "ckpt.backends.cos"):
             inside.add("ckpt.backends.s3api")
+        if module in ("ckpt.backends.s3api", "ckpt.backends.s3io"):
+            inside |= {"ckpt.backends.s3io", "ckpt.backends.s3errors"}
         return imported in inside or (module == "ckpt.backends.registry" and target == "backends")
     if area == "consistency":
         return imported == "ckpt.backends.base" or target == "consistency"
