@@ -54,8 +54,10 @@ def open_store(
         raise ConfigurationError(f"a checkpoint's place is a path or URL in a str, not {url!r}")
     if threads is None:
         threads = default_threads()
-    if threads < 1:
-        raise ConfigurationError(f"threads must be at least 1, not {threads}")
+    if storage_options is not None and not isinstance(storage_options, Mapping):
+        raise ConfigurationError(f"storage_options must be a dict, not a {type(storage_options).__name__}")
+    if not isinstance(threads, int) or threads < 1:
+        raise ConfigurationError(f"threads must be at least 1, not {threads!r}")
     scheme, separator, _ = text.partition("://")
     if not separator:
         _refuse_mangled(text)
