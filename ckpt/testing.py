@@ -49,7 +49,7 @@ from ckpt.errors import (
     Truncated,
 )
 
-__all__ = ["StoreTests"]
+__all__ = ["CheckedBody", "StoreTests"]
 
 
 T = TypeVar("T")
@@ -82,7 +82,7 @@ class _BreakingBody(BytesBody):
         return super().part(start, stop)
 
 
-class _CheckedBody(BytesBody):
+class CheckedBody(BytesBody):
     """Comes with checksums of every part and of the whole, as the writer's data files do."""
 
     has_checksums = True
@@ -172,7 +172,7 @@ class StoreTests(ABC):
     def test_put_with_checksums(self, store: Store, mode: PutMode) -> None:
         for size in (0, 1000, self.large_bytes):
             data = secrets.token_bytes(size)
-            store.put(f"checked-{size}", _CheckedBody(data), mode=mode)
+            store.put(f"checked-{size}", CheckedBody(data), mode=mode)
             assert self.raw_get(store, f"checked-{size}") == data
         assert self.raw_pending(store) == 0
 
