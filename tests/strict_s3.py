@@ -58,7 +58,7 @@ class Upload:
 Rule = Callable[[Request], str | tuple[int, str]]
 """What to do with a request: "pass"; (status, code) to refuse it with; "lose" its reply; for reads also
 "200" (with Content-Range), "whole" (Range ignored), "shifted" (another range, and says so), "unnamed" (206
-without Content-Range), "cut" the body in the middle; for writes "shorten" what is kept, "bare" (a reply
+without Content-Range), "cut" the body in the middle, "stall" there; for writes "shorten" what is kept, "bare" (a reply
 without headers)."""
 
 
@@ -157,10 +157,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if action == "bare":
             extra = {}
         if action == "lose":
-            self.connection.close()
             self.close_connection = True
             return
-        self._answer(status, extra, reply, len(reply) // 2 if action == "cut" else len(reply))
+        self._answer(status, extra, reply, len(reply) // 2 if action in ("cut", "stall") else len(reply))
+        if action == "stall":
+            time.sleep(3)
 
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _serve
 
@@ -172,10 +173,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(reply[:sent])
-        if sent < len(reply):
-            self.wfile.flush()
-            self.connection.close()
-            self.close_connection = True
+        self.wfile.flush()
+        self.close_connection = sent < len(reply)
 
     # -- what the API does -----------------------------------------------------------------------------
 

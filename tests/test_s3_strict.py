@@ -208,9 +208,21 @@ def test_threads_cannot_be_started(
         left.pop()
         return submit(self, *arguments)
 
+    under_way: list[int] = []
+
+    class Slow(CheckedBody):
+        @contextlib.contextmanager
+        def part(self, start: int, stop: int) -> Iterator[Part]:
+            under_way.append(start)
+            with super().part(start, stop) as part:
+                time.sleep(0.3)
+                yield part
+            under_way.remove(start)
+
     monkeypatch.setattr(ThreadPoolExecutor, "submit", submit_some)
     with pytest.raises(StorageError, match="wait for saves before the program") as caught:
-        store.put("k", CheckedBody(DATA))
+        store.put("k", Slow(DATA))
+    assert not under_way
     assert caught.value.settled
     assert not server.uploads
     assert server.requests[-1].operation == "AbortMultipartUpload"
@@ -266,12 +278,15 @@ def test_a_whole_object_where_ranges_are_ignored(server: StrictS3, store: Store)
         read(store, 5, len(DATA) + 5)  # as long as the object, but not the same bytes
 
 
-def test_a_read_goes_on_where_it_broke(server: StrictS3, store: Store) -> None:
+@pytest.mark.parametrize("action", ["cut", "stall"])
+def test_a_read_goes_on_where_it_broke(server: StrictS3, action: str) -> None:
     server.objects[NAME] = DATA
-    server.rule = on("GetObject", "cut", "pass")
+    server.rule = on("GetObject", action, "pass")
+    store = open_store("s3://bucket/root", {**server.options, "read_timeout_s": 1})
     assert read(store, 0, len(DATA)) == DATA
     _, second = server.sent("GetObject")
     assert int(second.headers["range"].split("=")[1].split("-")[0]) >= len(DATA) // 2 - MIB
+    store.close()
 
 
 @pytest.mark.parametrize("honest", [True, False])
@@ -330,7 +345,7 @@ def test_config_kwargs_are_merged(server: StrictS3, signed: bool) -> None:
     store.close()
 
 
-@pytest.mark.parametrize("size", [1, 4096, 16384, 1 << 20, 1 << 23])
+@pytest.mark.parametrize("size", [7, 4096, 16384, 1 << 20, 1 << 23])
 def test_a_part_is_read_as_asked(size: int) -> None:
     views = [memoryview(DATA)[:3], memoryview(b""), memoryview(DATA)[3 : 5 * MIB]]
     reader = PartReader(views)
