@@ -211,7 +211,9 @@ class Store(ABC):
         Raises:
             AlreadyExists: the mode is CREATE and the key exists. After a lost reply the object found may be
                 the caller's own; who cares compares what is there.
-            StorageError: the put failed.
+            IntegrityError: the store acknowledged the put, but kept another number of bytes. They are left
+                where they are, as they may be another writer's.
+            StorageError: the put failed; `settled` where it surely was not, and will not be, carried out.
         """
 
     @abstractmethod

@@ -384,7 +384,7 @@ def _kind(error: Exception) -> type[StorageError]:
     """Our name for a file system's exception."""
     if isinstance(error, FileNotFoundError):
         return NotFound
-    if isinstance(error, FileExistsError):
+    if isinstance(error, FileExistsError) or _condition_refused(error.__cause__):
         return AlreadyExists
     if isinstance(error, PermissionError):
         return AccessDenied
@@ -396,6 +396,12 @@ def _kind(error: Exception) -> type[StorageError]:
     if "Credentials" in name:
         return AccessDenied
     return StorageError
+
+
+def _condition_refused(error: BaseException | None) -> bool:
+    """Whether s3fs was refused an "only if absent" that it reports as any other error."""
+    response = getattr(error, "response", None)
+    return isinstance(response, dict) and (response.get("Error") or {}).get("Code") == "PreconditionFailed"
 
 
 def _stat(key: str, facts: Mapping[str, Any]) -> ObjectStat:

@@ -119,7 +119,7 @@ class PosixStore(Store):
     def put(self, key: str, body: Body, *, mode: PutMode = PutMode.OVERWRITE) -> None:
         path = self._path(key)
         directory, name = os.path.split(path)
-        self._refuse_outside(os.path.realpath(directory), key)
+        self._refuse_outside(_real_directory(directory), key)
         temporary = os.path.join(directory, f".{name}.{secrets.token_hex(8)}.ckpt-tmp")
         try:
             with body_errors_unchanged(), self._translated(key, "write", settled=True):
@@ -183,13 +183,13 @@ class PosixStore(Store):
         for key in keys:
             path = self._path(key)
             # Not the name itself: a link is removed, never what it leads to.
-            self._refuse_outside(os.path.realpath(os.path.dirname(path)), key)
+            self._refuse_outside(_real_directory(os.path.dirname(path)), key)
             with self._translated(key, "delete"), contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 os.unlink(path)
 
     def prepare(self, prefix: str) -> None:
         path = self._path(prefix) if prefix else self._root
-        self._refuse_outside(os.path.realpath(path), prefix)
+        self._refuse_outside(_real_directory(path), prefix)
         with self._translated(prefix, "make the directory"):
             self._make_directory(path)
 
@@ -283,6 +283,18 @@ def _real_path(fd: int, path: str) -> str:
         return os.readlink(f"/proc/self/fd/{fd}")
     except OSError:
         return os.path.realpath(path)
+
+
+def _real_directory(path: str) -> str:
+    """`path` without links, also where it, or the end of it, is not there yet."""
+    try:
+        fd = os.open(path, _O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return os.path.realpath(path)
+    try:
+        return _real_path(fd, path)
+    finally:
+        os.close(fd)
 
 
 def _stat(key: str, found: os.stat_result) -> ObjectStat:

@@ -18,7 +18,6 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from datetime import timedelta
-from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
 
 from ckpt.backends.base import (
@@ -57,6 +56,7 @@ from ckpt.backends.s3io import (
     encode_crc,
     etag_of,
     send_whole_buffers,
+    server_time,
 )
 from ckpt.errors import (
     AccessDenied,
@@ -212,11 +212,10 @@ class S3ApiStore(Store):
         name = self._prefix + key
         for page in self._upload_pages(name, best_effort=True):
             uploads = [found for found in page.get("Uploads", ()) if found.get("Key") == name]
-            date = page["ResponseMetadata"]["HTTPHeaders"].get("date")
-            if date is None:
+            now = server_time(page)
+            if now is None:
                 return
-            # Both times are whole seconds.
-            since = parsedate_to_datetime(date) - timedelta(seconds=took_s + 2)
+            since = now - timedelta(seconds=took_s + 2)  # both times are whole seconds
             for found in uploads:
                 begun = found.get("Initiated")
                 if found["UploadId"] != upload_id and begun is not None and begun >= since:

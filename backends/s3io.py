@@ -9,6 +9,8 @@ import http.client
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime, timezone
+from email.utils import parsedate_to_datetime
 from typing import Any
 
 from ckpt.backends.base import MIB
@@ -23,6 +25,7 @@ __all__ = [
     "encode_crc",
     "etag_of",
     "send_whole_buffers",
+    "server_time",
 ]
 
 _SEND_SIZE_BYTES = 4 * MIB
@@ -153,6 +156,15 @@ def content_range(reply: Mapping[str, Any]) -> tuple[int, int] | None:
 def etag_of(reply: Mapping[str, Any]) -> str | None:
     """The reply's ETag without quotes, None where it has none."""
     return str(reply.get("ETag") or "").strip('"') or None
+
+
+def server_time(reply: Mapping[str, Any]) -> datetime | None:
+    """When the reply was sent, by the server's clock; None where it does not say."""
+    try:
+        sent = parsedate_to_datetime(reply["ResponseMetadata"]["HTTPHeaders"]["date"])
+    except (KeyError, TypeError, ValueError):
+        return None
+    return sent if sent.tzinfo is not None else sent.replace(tzinfo=timezone.utc)
 
 
 def encode_crc(crc64nvme: int) -> str:

@@ -98,6 +98,22 @@ def test_the_empty_create_is_conditional() -> None:
         store.close()
 
 
+@pytest.mark.parametrize("data", [b"", b"x"])
+def test_a_create_that_loses_a_race(data: bytes) -> None:
+    """The look before it found nothing; the condition decides."""
+    with strict_s3() as server:
+        server.requires_checksums = False
+        server.objects["root/k"] = b"first"
+        server.rule = lambda request: (404, "NotFound") if request.method == "HEAD" else "pass"
+        options = {name: server.options[name] for name in ("endpoint_url", "key", "secret")}
+        store = open_store("fsspec+s3://bucket/root", options)
+        with pytest.raises(AlreadyExists):
+            put_bytes(store, "k", data, mode=PutMode.CREATE)
+        assert server.objects["root/k"] == b"first"
+        assert not server.uploads
+        store.close()
+
+
 def test_local_links_that_lead_out(tmp_path: Path) -> None:
     (tmp_path / "root").mkdir()
     (tmp_path / "outside").mkdir()
