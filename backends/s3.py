@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckpt.backends.base import take_options
-from ckpt.backends.s3api import TRANSFER_DEFAULTS, S3ApiStore, client_settings
+from ckpt.backends.s3api import S3ApiStore
+from ckpt.backends.s3options import TRANSFER_DEFAULTS, client_settings
 from ckpt.errors import ConfigurationError
 
 __all__ = ["S3Store"]
