@@ -158,6 +158,18 @@ def test_a_server_that_ignores_conditions(server: StrictS3, store: Store) -> Non
     assert server.objects[NAME] == b"first"
 
 
+@pytest.mark.parametrize("size", [5, len(DATA)])
+def test_conditions_that_are_refused_are_sent_once(server: StrictS3, store: Store, size: int) -> None:
+    """Swift answers 501: then look, and write without the condition."""
+    server.rule = lambda request: (501, "NotImplemented") if "if-none-match" in request.headers else "pass"
+    for key in ("k", "k2"):
+        store.put(key, CheckedBody(DATA[:size]), mode=PutMode.CREATE)
+        with pytest.raises(AlreadyExists):
+            store.put(key, CheckedBody(DATA[:size]), mode=PutMode.CREATE)
+    assert len([request for request in server.requests if "if-none-match" in request.headers]) == 1
+    assert not server.uploads
+
+
 @pytest.mark.parametrize(
     ("actions", "kind", "settled"),
     [
