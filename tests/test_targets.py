@@ -82,19 +82,19 @@ def test_a_conjugated_target_of_another_dtype(tmp_path: Path) -> None:
 class Wrapped(torch.Tensor):
     """A tensor whose elements are those of another one: it has no memory of its own."""
 
-    inner: torch.Tensor
+    held: torch.Tensor
 
     @staticmethod
     def wrap(inner: torch.Tensor) -> Wrapped:
-        made: Wrapped = torch.Tensor._make_wrapper_subclass(Wrapped, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
-        made.inner = inner
+        made: Wrapped = torch.Tensor._make_wrapper_subclass(Wrapped, inner.shape, dtype=inner.dtype)
+        made.held = inner
         return made
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        plain = pytree.tree_map_only(Wrapped, lambda wrapped: wrapped.inner, (args, kwargs or {}))
+        plain = pytree.tree_map_only(Wrapped, lambda wrapped: wrapped.held, (args, kwargs or {}))
         found = func(*plain[0], **plain[1])
         return pytree.tree_map_only(torch.Tensor, Wrapped.wrap, found)
 
@@ -146,7 +146,10 @@ class Staged(dcp.DefaultLoadPlanner):
 
 @pytest.mark.parametrize("writer", ["ours", "stock"])
 @pytest.mark.filterwarnings("ignore")
-def test_a_planner_with_one_buffer_for_everything(tmp_path: Path, writer: str) -> None:
+def test_a_planner_with_one_buffer_for_everything(
+    tmp_path: Path, writer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckpt.loading._SMALL_ITEM_BYTES", 16 << 10)  # some read in ranges, some whole
     saved = {f"t{i}": random_tensor(i + 1, 4000, seed=i) for i in range(20)}
     saved["odd"] = random_tensor(5, 3, dtype=torch.complex64).conj()  # read as a whole
     if writer == "ours":
