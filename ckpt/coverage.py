@@ -6,6 +6,7 @@ it plans nothing, and the destination would silently keep what it held before th
 
 from __future__ import annotations
 
+import array
 import itertools
 import math
 from collections import defaultdict
@@ -71,10 +72,11 @@ def tiled_box(boxes: Sequence[Box]) -> Box | None:
     divided = [d for d in range(len(begin)) if any((b[d], e[d]) != (begin[d], end[d]) for b, e in boxes)]
     if len(boxes) << len(divided) > _MAX_CORNERS:
         return None
-    corners: dict[tuple[int, ...], int] = defaultdict(int)
+    # As bytes: the hashes of tuples of numbers are no secret.
+    corners: dict[bytes, int] = defaultdict(int)
     for (starts, stops), weight in itertools.chain(((box, 1) for box in boxes), [((begin, end), -1)]):
         for corner in itertools.product(*(((starts[d], 1), (stops[d], -1)) for d in divided)):
-            place = tuple(position for position, _ in corner)
+            place = array.array("q", [position for position, _ in corner]).tobytes()
             corners[place] += weight * math.prod(sign for _, sign in corner)
     return None if any(corners.values()) else (begin, end)
 

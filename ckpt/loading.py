@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import io
 import math
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
@@ -74,7 +75,7 @@ class Loader:
         self._fetcher, self._threads = fetcher, threads
         self._trusted_objects = trusted_objects
         self._located: dict[tuple[str, int], StoredTensor | None] = {}
-        self._chunks: dict[str, dict[torch.Size | None, torch.Size]] = {}
+        self._chunks: dict[str, dict[bytes, torch.Size]] = {}
         self._filled: Mapping[MetadataIndex, Box | None] = {}
 
     def run(self, items: Sequence[ReadItem]) -> None:
@@ -238,8 +239,8 @@ class Loader:
         if not isinstance(found, TensorStorageMetadata):
             raise FormatError(f"{index.fqn!r} is not a tensor in this checkpoint", url=self._store.url)
         if index.fqn not in self._chunks:
-            self._chunks[index.fqn] = {chunk.offsets: chunk.sizes for chunk in found.chunks}
-        shape = self._chunks[index.fqn].get(index.offset)
+            self._chunks[index.fqn] = {_packed(chunk.offsets): chunk.sizes for chunk in found.chunks}
+        shape = self._chunks[index.fqn].get(_packed(index.offset or ()))
         if shape is None:
             raise FormatError(f"{index.fqn!r} has no chunk at {index.offset}", url=self._store.url)
         return shape, found.properties.dtype
@@ -269,6 +270,11 @@ class Loader:
             return locate_payload(read_at, info.offset, info.length)
 
         self._located = dict(zip(wanted, self._threads.map(locate, wanted.values()), strict=True))
+
+
+def _packed(offsets: Sequence[int]) -> bytes:
+    """As a dict key: the hashes of numbers are no secret, and who knows them can make a dict slow."""
+    return array.array("q", offsets).tobytes()
 
 
 def _has_room(window: Window, target: _Target | None) -> bool:
