@@ -160,8 +160,15 @@ class Checkpoint:
 
         Raises:
             Truncated: the file ends before the item does.
+            FormatError: the manifest knows no such file.
         """
-        file = self._files[info.relative_path]
+        file = self._files.get(info.relative_path)
+        if file is None:
+            raise FormatError(
+                "the metadata name this file, but the rank's manifest does not list it",
+                url=self._store.url,
+                key=info.relative_path,
+            )
         stop = info.offset + info.length
         if stop > file.size_bytes:
             raise Truncated(

@@ -105,7 +105,7 @@ class Loader:
         yield window
 
     def _target(self, item: ReadItem) -> _Target:
-        given = self._planner.resolve_tensor(item).detach()
+        given = self._planner.resolve_tensor(item)
         if given.size() != item.lengths:
             raise FormatError(
                 f"{item.dest_index.fqn!r} wants {tuple(given.size())} where {tuple(item.lengths)} are stored"
@@ -114,6 +114,8 @@ class Loader:
             memory = plain(given)
         except ValueError as error:
             raise CheckpointError(f"{item.dest_index.fqn!r} cannot be loaded into: {error}") from error
+        if memory is not None:
+            given = given.detach()  # as stock does; a sparse tensor would not see what its alias gets
         if memory is None or self._filled[item.dest_index] is None:
             return _Target(given, memory, None)
         # Boxes of one array that do not overlap: all steps have its strides and lead back to its first element.
@@ -187,10 +189,13 @@ class Loader:
             for dimension, (offset, length) in enumerate(
                 zip(item.storage_offsets, item.lengths, strict=True)
             ):
-                tensor = tensor.narrow(dimension, offset, length)
+                # Not all layouts can be narrowed, even to all they have.
+                if (offset, length) != (0, tensor.size(dimension)):
+                    tensor = tensor.narrow(dimension, offset, length)
         except (IndexError, RuntimeError, ValueError) as error:
             raise FormatError(f"{fqn!r}: {error}", url=self._store.url, key=info.relative_path) from error
-        target.given.copy_(tensor)
+        with torch.no_grad():
+            target.given.copy_(tensor)
         self._planner.commit_tensor(item, target.given)
 
     def _untransformed(

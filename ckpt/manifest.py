@@ -35,7 +35,7 @@ __all__ = [
 FORMAT_NAME = "ckpt-storage"
 FORMAT_VERSION = 1
 
-_MIN_BLOCK_BYTES, _MAX_BLOCK_BYTES = 1 << 16, 1 << 26
+_MIN_BLOCK_BYTES, _MAX_BLOCK_BYTES = 1 << 16, 1 << 24
 
 
 class ObjectRef(msgspec.Struct, frozen=True, kw_only=True):

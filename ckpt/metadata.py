@@ -35,6 +35,9 @@ _MAX_PATH_PARTS = 128
 _MAX_PADDING = 16
 
 
+_LAYOUTS = {str(layout): layout for layout in vars(torch).values() if isinstance(layout, torch.layout)}
+
+
 def encode_metadata(metadata: Metadata) -> bytes:
     """The pickle that stock readers expect.
 
@@ -119,9 +122,9 @@ def _chunk(found: Any, dimensions: int) -> ChunkStorageMetadata:
 def _properties(found: Any) -> TensorProperties:
     # The other fields are deprecated and play no part in loading.
     dtype, layout, requires_grad = _state(found, "TensorProperties", tuple)[:3]
-    if layout != "torch.strided":
+    if layout not in _LAYOUTS:
         raise ValueError(f"a tensor of layout {str(layout)[:40]}")
-    return TensorProperties(dtype=_checked(dtype, torch.dtype), requires_grad=bool(requires_grad))
+    return TensorProperties(_checked(dtype, torch.dtype), _LAYOUTS[layout], requires_grad is True)
 
 
 def _index(found: Any) -> MetadataIndex:

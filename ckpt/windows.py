@@ -92,7 +92,8 @@ class Window:
         memory = torch.empty(target.size(), dtype=dtype)
 
         def copy() -> None:
-            target.copy_(memory)
+            with torch.no_grad():
+                target.copy_(memory)
 
         self.then.append(copy)
         self.extra_bytes += memory.numel() * memory.element_size()

@@ -197,7 +197,7 @@ def _growing_pickles() -> dict[str, bytes]:
         "text of a layout": _doubled(_named("torch.serialization", "_get_layout")),
         "text of a size": _doubled(_named("torch", "Size")),
         "path of a path": b"\x80\x04" + path + b"\x94\x8c\x01x\x94" + b"".join(b"h\x00h%ch%c\x86R\x94" % (n, n) for n in range(1, 60)) + b".",
-        "copies of a dict": b"\x80\x04" + large + (ordered + b"h\x00\x85R") * 1000 + b"t.",
+        "copies of a dict": b"\x80\x04(" + large + (ordered + b"h\x00\x85R") * 1000 + b"t.",
         "numbers of one hash": _many_keys(collide),
         "tuples as keys": _many_keys(tuples),
         "one tuple as a key": b"\x80\x04}K\x01\x85Ns.",
