@@ -85,6 +85,9 @@ class _Shared(NamedTuple):
     metadata: bytes
 
 
+_SHARED = msgspec.msgpack.Decoder(_Shared)  # made once, before there are threads
+
+
 class Checkpoint:
     """What stands at a place: a committed checkpoint of ours (`commit` is set), or one of stock PyTorch.
 
@@ -122,7 +125,7 @@ class Checkpoint:
     @staticmethod
     def adopt(store: Store, settings: ReadSettings, shared: bytes) -> Checkpoint:
         """The checkpoint that `share` described on another rank."""
-        found = msgspec.msgpack.decode(zlib.decompress(shared), type=_Shared)
+        found = _SHARED.decode(zlib.decompress(shared))
         return Checkpoint(store, settings, found.commit or None, found.metadata_key, found.metadata)
 
     def when_visible(self, read: Callable[[], T]) -> T:

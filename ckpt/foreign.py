@@ -33,7 +33,8 @@ def locate_payload(read_at: ReadAt, item_offset: int, item_bytes: int) -> Stored
     window = _ItemWindow(read_at, item_bytes)
     try:
         reader = check_archive(window, item_bytes)
-        if not all(is_stored_as_it_is(reader, window, name) for name in reader.get_all_records()):
+        storages = [name for name in reader.get_all_records() if name.startswith("data/")]
+        if not all(is_stored_as_it_is(reader, window, name) for name in storages):
             return None
         window.seek(0)
         with FakeTensorMode():
