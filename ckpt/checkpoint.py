@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 import zlib
@@ -84,6 +85,9 @@ class _Shared(NamedTuple):
     metadata: bytes
 
 
+_SHARED = msgspec.msgpack.Decoder(_Shared)  # made once, before there are threads
+
+
 class Checkpoint:
     """What stands at a place: a committed checkpoint of ours (`commit` is set), or one of stock PyTorch.
 
@@ -105,6 +109,15 @@ class Checkpoint:
         self._files: dict[str, StoredFile] = {}
         self._items: dict[tuple[str, int], ItemRecord] = {}
 
+    @property
+    def identity(self) -> str:
+        """What tells this checkpoint from another one at the same place, on every rank alike."""
+        if self.commit is not None:
+            return self.commit.id
+        if self._shared.metadata_key != STOCK_METADATA_KEY:
+            return "one rank's part"
+        return f"{crc64nvme(self._shared.metadata):016x}"
+
     def share(self) -> bytes:
         """Everything another rank needs to hold the same checkpoint without reading it from storage."""
         return zlib.compress(msgspec.msgpack.encode(self._shared), 1)
@@ -112,7 +125,7 @@ class Checkpoint:
     @staticmethod
     def adopt(store: Store, settings: ReadSettings, shared: bytes) -> Checkpoint:
         """The checkpoint that `share` described on another rank."""
-        found = msgspec.msgpack.decode(zlib.decompress(shared), type=_Shared)
+        found = _SHARED.decode(zlib.decompress(shared))
         return Checkpoint(store, settings, found.commit or None, found.metadata_key, found.metadata)
 
     def when_visible(self, read: Callable[[], T]) -> T:
@@ -150,8 +163,15 @@ class Checkpoint:
 
         Raises:
             Truncated: the file ends before the item does.
+            FormatError: the manifest knows no such file.
         """
-        file = self._files[info.relative_path]
+        file = self._files.get(info.relative_path)
+        if file is None:
+            raise FormatError(
+                "the metadata name this file, but the rank's manifest does not list it",
+                url=self._store.url,
+                key=info.relative_path,
+            )
         stop = info.offset + info.length
         if stop > file.size_bytes:
             raise Truncated(
@@ -232,7 +252,7 @@ def open_checkpoint(store: Store, settings: ReadSettings) -> Checkpoint:
             return Checkpoint(store, settings, commit, ref.path, bytes(metadata))
         except (IntegrityError, CommitConflict):
             # A save that replaces the checkpoint right now can make us read half of each record.
-            again = read_commit(store)
+            again = _read_commit(store)
             if again == commit or attempt == _OPEN_ATTEMPTS:
                 raise
             commit = again
@@ -242,9 +262,7 @@ def open_checkpoint(store: Store, settings: ReadSettings) -> Checkpoint:
 def open_rank_local(store: Store, settings: ReadSettings, rank: int) -> Checkpoint:
     """One rank's part of a stock checkpoint that was saved with `use_collectives=False`."""
     key = f"__{rank}{STOCK_METADATA_KEY}"
-    return Checkpoint(
-        store, settings, None, key, bytes(read_bytes(store, key, max_bytes=_MAX_METADATA_BYTES))
-    )
+    return Checkpoint(store, settings, None, key, _read_replaceable(store, key))
 
 
 def is_rank_local(store: Store) -> bool:
@@ -255,10 +273,11 @@ def is_rank_local(store: Store) -> bool:
 def _open_foreign(store: Store, settings: ReadSettings) -> Checkpoint:
     key = STOCK_METADATA_KEY
     if is_foreign(store):
-        return Checkpoint(
-            store, settings, None, key, bytes(read_bytes(store, key, max_bytes=_MAX_METADATA_BYTES))
-        )
-    if next(iter(store.list()), None) is None:
+        found = Checkpoint(store, settings, None, key, _read_replaceable(store, key))
+        # A tool may have cut off the seal, but the names of the files are ours.
+        if not any(_is_ours(info) for info in found.metadata.storage_data.values()):
+            return found
+    elif next(iter(store.list()), None) is None:
         raise NotFound("there is nothing here", url=store.url)
     raise NotCommitted(
         "no checkpoint is committed here: there are objects, but no commit.json; "
@@ -267,12 +286,39 @@ def _open_foreign(store: Store, settings: ReadSettings) -> Checkpoint:
     )
 
 
+def _is_ours(info: _StorageInfo) -> bool:
+    return _DATA_FILE.fullmatch(info.relative_path) is not None
+
+
+def _read_commit(store: Store) -> bytes | None:
+    """The commit record as it stands, also while a shorter one replaces it."""
+    for _ in range(_OPEN_ATTEMPTS - 1):
+        with contextlib.suppress(Truncated):
+            return read_commit(store)
+    return read_commit(store)
+
+
+def _read_replaceable(store: Store, key: str) -> bytes:
+    """An object without a checksum that may be replaced at any time: all of one version, never half of two."""
+    for attempt in range(1, _OPEN_ATTEMPTS + 1):
+        before = store.stat(key)
+        try:
+            data = bytes(read_bytes(store, key, max_bytes=_MAX_METADATA_BYTES))
+        except Truncated:
+            if attempt == _OPEN_ATTEMPTS:
+                raise
+            continue
+        if store.stat(key) == before:
+            return data
+    raise IntegrityError("it changes while it is read", url=store.url, key=key)
+
+
 def _await_commit(store: Store, settings: ReadSettings) -> bytes | None:
     """The commit record. Storage that may lag is given time to show it; elsewhere its absence is an answer."""
     may_lag = not store.capabilities.cross_client_visibility
     deadline = time.monotonic() + (settings.timeout_s(store) if may_lag else 0.0)
     while True:
-        commit = read_commit(store)
+        commit = _read_commit(store)
         if commit is not None or time.monotonic() >= deadline or is_foreign(store):
             return commit
         time.sleep(min(0.5, max(0.0, deadline - time.monotonic())))
@@ -297,7 +343,7 @@ def _read_listed(store: Store, settings: ReadSettings, ref: ObjectRef, commit: b
 
 
 def _check_current(store: Store, commit: bytes) -> None:
-    if read_commit(store) not in (commit, None):
+    if _read_commit(store) not in (commit, None):
         raise CommitConflict(
             "this checkpoint was replaced by another save while it was being read; load again",
             url=store.url,
