@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import time
 import zlib
@@ -252,7 +251,7 @@ def open_checkpoint(store: Store, settings: ReadSettings) -> Checkpoint:
             return Checkpoint(store, settings, commit, ref.path, bytes(metadata))
         except (IntegrityError, CommitConflict):
             # A save that replaces the checkpoint right now can make us read half of each record.
-            again = _read_commit(store)
+            again = read_commit(store)
             if again == commit or attempt == _OPEN_ATTEMPTS:
                 raise
             commit = again
@@ -290,14 +289,6 @@ def _is_ours(info: _StorageInfo) -> bool:
     return _DATA_FILE.fullmatch(info.relative_path) is not None
 
 
-def _read_commit(store: Store) -> bytes | None:
-    """The commit record as it stands, also while a shorter one replaces it."""
-    for _ in range(_OPEN_ATTEMPTS - 1):
-        with contextlib.suppress(Truncated):
-            return read_commit(store)
-    return read_commit(store)
-
-
 def _read_replaceable(store: Store, key: str) -> bytes:
     """An object without a checksum that may be replaced at any time: all of one version, never half of two."""
     for attempt in range(1, _OPEN_ATTEMPTS + 1):
@@ -318,7 +309,7 @@ def _await_commit(store: Store, settings: ReadSettings) -> bytes | None:
     may_lag = not store.capabilities.cross_client_visibility
     deadline = time.monotonic() + (settings.timeout_s(store) if may_lag else 0.0)
     while True:
-        commit = _read_commit(store)
+        commit = read_commit(store)
         if commit is not None or time.monotonic() >= deadline or is_foreign(store):
             return commit
         time.sleep(min(0.5, max(0.0, deadline - time.monotonic())))
@@ -343,7 +334,7 @@ def _read_listed(store: Store, settings: ReadSettings, ref: ObjectRef, commit: b
 
 
 def _check_current(store: Store, commit: bytes) -> None:
-    if _read_commit(store) not in (commit, None):
+    if read_commit(store) not in (commit, None):
         raise CommitConflict(
             "this checkpoint was replaced by another save while it was being read; load again",
             url=store.url,
