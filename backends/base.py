@@ -15,23 +15,31 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 from ckpt.errors import ConfigurationError, IntegrityError, NotFound
 
 __all__ = [
     "Body",
+    "BodyError",
     "BytesBody",
     "Capabilities",
     "ObjectStat",
     "Part",
     "PutMode",
     "Store",
+    "body_errors_unchanged",
     "check_key",
     "exists",
+    "honours_conditions",
+    "is_key",
+    "open_part",
     "part_size_bytes",
     "put_bytes",
     "read_bytes",
     "redact_url",
+    "remaining",
+    "scrub",
     "take_options",
 ]
 
@@ -144,6 +152,37 @@ class BytesBody:
         return None
 
 
+class BodyError(Exception):
+    """Carries what a body raised past the code that translates a store's own exceptions."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+@contextlib.contextmanager
+def open_part(body: Body, start: int, stop: int) -> Iterator[Part]:
+    """`body.part(start, stop)`; what opening it raises travels as a BodyError (`body_errors_unchanged`)."""
+    with contextlib.ExitStack() as stack:
+        try:
+            part = stack.enter_context(body.part(start, stop))
+        except Exception as error:
+            raise BodyError(error) from error
+        yield part
+
+
+@contextlib.contextmanager
+def body_errors_unchanged() -> Iterator[None]:
+    """Raise again what a body raised, as it was: a planner's OSError is not the disk's."""
+    carried: BodyError | None = None
+    try:
+        yield
+    except BodyError as error:
+        carried = error
+    if carried is not None:  # raised outside of the handler, which would become its context
+        raise carried.error
+
+
 class Store(ABC):
     """One root (a bucket and prefix, a directory) of one storage system.
 
@@ -172,7 +211,9 @@ class Store(ABC):
         Raises:
             AlreadyExists: the mode is CREATE and the key exists. After a lost reply the object found may be
                 the caller's own; who cares compares what is there.
-            StorageError: the put failed.
+            IntegrityError: the store acknowledged the put, but kept another number of bytes. They are left
+                where they are, as they may be another writer's.
+            StorageError: the put failed; `settled` where it surely was not, and will not be, carried out.
         """
 
     @abstractmethod
@@ -215,9 +256,20 @@ class Store(ABC):
 
 def check_key(key: str) -> str:
     """Return `key`, or raise ConfigurationError when it could leave the store's root or name nothing."""
-    if not key or "\\" in key or "\0" in key or any(part in ("", ".", "..") for part in key.split("/")):
+    if not is_key(key):
         raise ConfigurationError(f"not a valid object key: {key!r}")
     return key
+
+
+def is_key(key: str) -> bool:
+    """Whether `key` can name an object. What a listing finds beside such names is not ours."""
+    if not key or "\\" in key or "\0" in key or any(part in ("", ".", "..") for part in key.split("/")):
+        return False
+    try:
+        key.encode()
+    except UnicodeEncodeError:  # a file name that is not UTF-8: it can be neither sent nor recorded
+        return False
+    return True
 
 
 def part_size_bytes(nbytes: int, wanted_bytes: int, capabilities: Capabilities) -> int:
@@ -240,6 +292,15 @@ def part_size_bytes(nbytes: int, wanted_bytes: int, capabilities: Capabilities) 
             f"an object of {nbytes} bytes needs parts of {size} bytes, over the store's limit"
         )
     return size
+
+
+def remaining(buffers: Sequence[memoryview], nbytes: int) -> list[memoryview]:
+    """What remains of `buffers` once their first `nbytes` are done."""
+    for index, buffer in enumerate(buffers):
+        if nbytes < buffer.nbytes:
+            return [buffer[nbytes:], *buffers[index + 1 :]]
+        nbytes -= buffer.nbytes
+    return []
 
 
 def put_bytes(store: Store, key: str, data: bytes, *, mode: PutMode = PutMode.OVERWRITE) -> None:
@@ -282,21 +343,82 @@ _USER_INFO = re.compile(r"(?<=://)[^/@]*@")
 
 
 def redact_url(url: str) -> str:
-    """`url` without user name, password, query and fragment: fit for messages and records."""
-    if "://" not in url:
+    """`url` fit for messages and records: without user name and password, and, for http(s), query and fragment.
+
+    Elsewhere `?` and `#` are part of a name: `s3://b/a#1` and `s3://b/a` are two places.
+    """
+    scheme, separator, _ = url.partition("://")
+    if not separator:
         return url
-    return re.split(r"[?#]", _USER_INFO.sub("", url), maxsplit=1)[0]
+    url = _USER_INFO.sub("", url)
+    if scheme.lower().rpartition("+")[2] in ("http", "https"):
+        return re.split(r"[?#]", url, maxsplit=1)[0]
+    return url
+
+
+def scrub(text: str, secrets: Iterable[str]) -> str:
+    """`text` with every secret that it quotes blotted out; the longest first, as one can contain another."""
+    for secret in sorted({secret.strip() for secret in secrets}, key=len, reverse=True):
+        if len(secret) > 3:
+            text = text.replace(secret, "***")
+    return text
+
+
+# Services whose "only if absent" is known to hold; others may refuse the header, or ignore it.
+_CONDITIONAL_HOSTS = (
+    ".amazonaws.com",
+    ".amazonaws.com.cn",
+    ".api.aws",
+    ".appdomain.cloud",
+    ".objectstorage.softlayer.net",
+)
+
+
+def honours_conditions(endpoint_url: str | None) -> bool:
+    """Whether the service there is known to carry out `If-None-Match` (None: the SDK's own, AWS)."""
+    if endpoint_url is None:
+        return True
+    host = urlsplit(endpoint_url).hostname or ""
+    return host.endswith(_CONDITIONAL_HOSTS)
 
 
 def take_options(scheme: str, options: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """`defaults` updated with `options`; an unknown name is an error that lists the known ones.
+    """`defaults` updated with `options`, whose types must be those of the defaults (None: a str).
 
     Raises:
-        ConfigurationError: an option is not among the defaults. Values never appear in the text.
+        ConfigurationError: an option is not among the defaults, or of another type. Values never appear in
+            the text.
     """
-    unknown = sorted(set(options) - set(defaults))
+    unknown = sorted(set(map(str, options)) - set(defaults))
     if unknown:
         raise ConfigurationError(
             f"{scheme}: unknown storage option(s) {', '.join(unknown)}; known are {', '.join(sorted(defaults))}"
         )
-    return {**defaults, **options}
+    taken = dict(defaults)
+    for name, value in options.items():
+        default = defaults[name]
+        if value is None and (default is None or isinstance(default, Mapping)):
+            continue
+        kinds, described = _kinds(default)
+        if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
+            raise ConfigurationError(f"{scheme}: {name} must be {described}, not a {type(value).__name__}")
+        if isinstance(value, str) and not value.isprintable():
+            raise ConfigurationError(
+                f"{scheme}: {name} contains a line break or another control character "
+                "(read from a file? strip it)"
+            )
+        taken[name] = value
+    return taken
+
+
+def _kinds(default: object) -> tuple[Any, str]:
+    """The types an option may have, for `isinstance`, and their name for people."""
+    if isinstance(default, bool):
+        return bool, "True or False"
+    if isinstance(default, int):
+        return int, "a whole number"
+    if isinstance(default, float):
+        return (int, float), "a number"
+    if isinstance(default, Mapping):
+        return Mapping, "a dict"
+    return str, "a str"

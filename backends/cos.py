@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ckpt.backends.base import take_options
-from ckpt.backends.s3api import TRANSFER_DEFAULTS, S3ApiStore, client_settings
+from ckpt.backends.s3api import S3ApiStore
+from ckpt.backends.s3options import TRANSFER_DEFAULTS, client_settings
 from ckpt.errors import ConfigurationError
 
 __all__ = ["CosStore"]
@@ -23,8 +24,6 @@ _DEFAULTS: Mapping[str, Any] = {
     "ibm_auth_endpoint": None,
     "region": None,
     "endpoint_url": None,
-    "client_kwargs": {},
-    "config_kwargs": {},
 }
 
 
@@ -75,34 +74,42 @@ class CosStore(S3ApiStore):
         try:
             import ibm_boto3
             from ibm_botocore.client import Config
-            from ibm_botocore.exceptions import BotoCoreError
         except ImportError as error:
             raise ConfigurationError("cos:// needs ibm-cos-sdk: pip install 'ckpt-storage[cos]'") from error
         options = self._options
-        iam = options["ibm_api_key_id"] is not None
-        settings = client_settings(options, self.threads) | {"signature_version": "oauth" if iam else "s3v4"}
-        config = Config(**settings).merge(Config(**options["config_kwargs"]))
-        try:
-            client = ibm_boto3.Session().client(
-                "s3",
-                **{
-                    "config": config,
-                    "endpoint_url": options["endpoint_url"],
-                    "region_name": options["region"] or "us-south",
-                    "aws_access_key_id": options["key"],
-                    "aws_secret_access_key": options["secret"],
-                    "ibm_api_key_id": options["ibm_api_key_id"],
-                    "ibm_service_instance_id": options["ibm_service_instance_id"],
-                    "ibm_auth_endpoint": options["ibm_auth_endpoint"],
-                    **options["client_kwargs"],
-                },
-            )
-        except (BotoCoreError, ValueError) as error:
-            raise ConfigurationError(f"cos: {error}") from error
+        session = ibm_boto3.Session()
+        settings = {
+            "signature_version": "oauth" if self._uses_iam(session) else "s3v4",
+            **client_settings(options, self.threads),
+        }
+        client = session.client(
+            "s3",
+            **{
+                "config": Config(**settings),
+                "endpoint_url": options["endpoint_url"],
+                "region_name": options["region"] or "us-south",
+                "aws_access_key_id": options["key"],
+                "aws_secret_access_key": options["secret"],
+                "ibm_api_key_id": options["ibm_api_key_id"],
+                "ibm_service_instance_id": options["ibm_service_instance_id"],
+                "ibm_auth_endpoint": options["ibm_auth_endpoint"],
+                **options["client_kwargs"],
+            },
+        )
         # ibm-cos-sdk has no parameter for conditional writes; COS knows the header.
         for operation in ("PutObject", "CompleteMultipartUpload"):
             client.meta.events.register(f"before-call.s3.{operation}", self._add_condition)
         return client
+
+    def _uses_iam(self, session: Any) -> bool:
+        """Whether requests carry a token; what the SDK's own chain finds may be an API key as well."""
+        options = self._options
+        if options["key"]:
+            return False
+        given = {name for name, value in options["client_kwargs"].items() if value}
+        if options["ibm_api_key_id"] or given & {"ibm_api_key_id", "token_manager", "auth_function"}:
+            return True
+        return hasattr(session.get_credentials(), "token_manager")
 
     @contextlib.contextmanager
     def _create_condition(self, operation: str) -> Iterator[dict[str, Any]]:

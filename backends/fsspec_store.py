@@ -7,6 +7,7 @@ every other file system it is a temporary object that is moved into place once i
 from __future__ import annotations
 
 import contextlib
+import os
 import posixpath
 import re
 import secrets
@@ -18,13 +19,19 @@ from typing import Any
 from ckpt.backends.base import (
     MIB,
     Body,
+    BodyError,
     Capabilities,
     ObjectStat,
     PutMode,
     Store,
+    body_errors_unchanged,
     check_key,
+    honours_conditions,
+    is_key,
+    open_part,
     part_size_bytes,
     redact_url,
+    scrub,
 )
 from ckpt.errors import (
     AccessDenied,
@@ -37,6 +44,7 @@ from ckpt.errors import (
     StorageFull,
     StorageUnavailable,
     Truncated,
+    UnsafeContent,
 )
 
 __all__ = ["FsspecStore"]
@@ -46,6 +54,14 @@ _TEMPORARY = re.compile(r"\.[0-9a-f]{16}\.ckpt-tmp$")
 _S3 = frozenset({"s3", "s3a"})
 # No directories to make, and one object is seen by all clients as soon as it is written.
 _OBJECT_STORES = _S3 | {"gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci", "memory"}
+_LOCAL = frozenset({"file", "local"})
+_HTTP = frozenset({"http", "https"})
+# Their one connection cannot be shared by threads.
+_ONE_AT_A_TIME = frozenset({"ftp"})
+# Options that may be quoted in messages; any other text among them may be a credential.
+_HARMLESS = frozenset(
+    {"endpoint_url", "region", "region_name", "profile", "host", "protocol", "project", "encoding"}
+)
 _CONNECTION_WORDS = ("Connection", "Timeout", "HTTPClient", "SSL", "Server", "Client")
 _FULL = (28, 122, 27)  # ENOSPC, EDQUOT, EFBIG
 
@@ -62,66 +78,99 @@ class FsspecStore(Store):
         self._protocol = self._target.partition("://")[0]
         self.url = redact_url(url).rstrip("/")
         self.threads = threads
-        self._lock = threading.Lock()
         self._opened: tuple[Any, str] | None = None
+        self._make_locks()
+
+    def _make_locks(self) -> None:
+        self._lock = threading.Lock()
+        self._turn: contextlib.AbstractContextManager[Any] = (
+            threading.RLock() if self._protocol in _ONE_AT_A_TIME else contextlib.nullcontext()
+        )
 
     @property
     def capabilities(self) -> Capabilities:
         s3 = self._protocol in _S3
         objects = self._protocol in _OBJECT_STORES
         return Capabilities(
-            conditional_create=s3,
+            conditional_create=s3 and honours_conditions(self._endpoint_url()),
             atomic_replace=objects,
-            cross_client_visibility=objects or self._protocol in ("file", "local"),
+            cross_client_visibility=objects or self._protocol in _LOCAL,
             max_object_size_bytes=5 << 40 if s3 else 1 << 62,
             max_parts=10_000,
             min_part_size_bytes=5 * MIB if s3 else 1,
             max_part_size_bytes=5 << 30 if s3 else 1 << 62,
         )
 
-    def put(self, key: str, body: Body, *, mode: PutMode = PutMode.OVERWRITE) -> None:
-        path = self._path(key)
-        with self._translated(key, "put"):
-            if mode is PutMode.CREATE and self._fs.exists(path):
-                raise AlreadyExists("exists already", url=self.url, key=key)
-            if self._protocol in _S3:
-                self._put_deferred(path, body, "xb" if mode is PutMode.CREATE else "wb")
-            else:
-                self._put_moved(path, body)
-            self._check_size(key, path, body.nbytes)
+    def _endpoint_url(self) -> str | None:
+        """Of s3fs: where its requests go, None for AWS."""
+        given = self._options.get("endpoint_url") or (self._options.get("client_kwargs") or {}).get(
+            "endpoint_url"
+        )
+        return given or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
 
-    def _put_deferred(self, path: str, body: Body, mode: str) -> None:
+    def put(self, key: str, body: Body, *, mode: PutMode = PutMode.OVERWRITE) -> None:
+        create = mode is PutMode.CREATE
+        with body_errors_unchanged():
+            if create:
+                self._refuse_existing(key)
+            if self._protocol in _S3:
+                self._put_deferred(key, body, create)
+            else:
+                self._put_moved(key, body)
+        with contextlib.suppress(AccessDenied, StorageUnavailable):
+            # The put was acknowledged; that nobody may or can look changes nothing.
+            self._check_size(key, self.stat(key).size_bytes, body.nbytes)
+
+    def _refuse_existing(self, key: str) -> None:
+        with contextlib.suppress(NotFound):
+            self.stat(key)
+            error = AlreadyExists("exists already", url=self.url, key=key)
+            error.settled = True
+            raise error
+
+    def _put_deferred(self, key: str, body: Body, create: bool) -> None:
         """The file exists once `commit` has returned, and not at all if anything fails before."""
         size = part_size_bytes(body.nbytes, _PART_SIZE_BYTES, self.capabilities)
-        file = self._fs.open(path, mode, autocommit=False, block_size=size)
+        if create and not body.nbytes:
+            # s3fs commits an empty file without the condition.
+            with self._translated(key, "put"):
+                self._fs.pipe_file(self._path(key), b"", mode="create")
+            return
+        with self._translated(key, "put", settled=True):
+            file = self._fs.open(self._path(key), "xb" if create else "wb", autocommit=False, block_size=size)
         try:
-            _write(file, body, size)
-            file.close()
-            file.commit()
+            with self._translated(key, "put", settled=True):
+                _write(file, body, size)
+                file.close()
+            with self._translated(key, "put"):
+                file.commit()
         except BaseException:
             file.closed = True  # else the garbage collector closes it, which uploads what is left
             with contextlib.suppress(Exception):
                 file.discard()
             raise
 
-    def _put_moved(self, path: str, body: Body) -> None:
+    def _put_moved(self, key: str, body: Body) -> None:
         size = part_size_bytes(body.nbytes, _PART_SIZE_BYTES, self.capabilities)
-        temporary = f"{path}.{secrets.token_hex(8)}.ckpt-tmp"
+        temporary = f"{key}.{secrets.token_hex(8)}.ckpt-tmp"
         try:
-            try:
-                file = self._fs.open(temporary, "wb", block_size=size)
-            except FileNotFoundError:
-                self._fs.makedirs(posixpath.dirname(path), exist_ok=True)
-                file = self._fs.open(temporary, "wb", block_size=size)
-            with file:
-                _write(file, body, size)
-            if self._info(temporary)["size"] != body.nbytes:
-                raise StorageError("the file system kept fewer bytes than were written")
-            self._move(temporary, path)
+            with self._translated(key, "put", settled=True):
+                with self._open_new(self._path(temporary), size) as file:
+                    _write(file, body, size)
+                self._check_size(key, self.stat(temporary).size_bytes, body.nbytes)
+            with self._translated(key, "put"):
+                self._move(self._path(temporary), self._path(key))
         except BaseException:
-            with contextlib.suppress(Exception):
-                self._fs.rm_file(temporary)
+            with contextlib.suppress(Exception), self._turn:
+                self._fs.rm_file(self._path(temporary))
             raise
+
+    def _open_new(self, path: str, size: int) -> Any:
+        try:
+            return self._fs.open(path, "wb", block_size=size)
+        except FileNotFoundError:
+            self._fs.makedirs(posixpath.dirname(path), exist_ok=True)
+            return self._fs.open(path, "wb", block_size=size)
 
     def _move(self, source: str, target: str) -> None:
         from fsspec import AbstractFileSystem
@@ -133,22 +182,19 @@ class FsspecStore(Store):
         else:
             self._fs.mv(source, target)
 
-    def _check_size(self, key: str, path: str, nbytes: int) -> None:
-        found = self._info(path)["size"]
+    def _check_size(self, key: str, found: int, nbytes: int) -> None:
+        # What is there stays: under the final name, it may be another writer's.
         if found != nbytes:
-            with contextlib.suppress(Exception):
-                self._fs.rm_file(path)
             raise IntegrityError(f"the store kept {found} of {nbytes} bytes sent", url=self.url, key=key)
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
-        path = self._path(key)
         stop = offset + sum(buffer.nbytes for buffer in buffers)
         if stop == offset:
             self.stat(key)
             return
         try:
             with self._translated(key, "read"):
-                data = memoryview(self._fs.cat_file(path, start=offset, end=stop))
+                data = memoryview(self._fs.cat_file(self._path(key), start=offset, end=stop))
         except (NotFound, AccessDenied, StorageUnavailable):
             raise
         except StorageError:
@@ -156,21 +202,34 @@ class FsspecStore(Store):
             if self.stat(key).size_bytes >= stop:
                 raise
             data = memoryview(b"")
-        if data.nbytes < stop - offset:
-            raise Truncated(
-                f"ends at byte {offset + data.nbytes}", url=self.url, key=key, start=offset, stop=stop
-            )
+        data = self._just(key, data, offset, stop)
         position = 0
         for buffer in buffers:
             buffer[:] = data[position : position + buffer.nbytes]
             position += buffer.nbytes
+
+    def _just(self, key: str, data: memoryview, offset: int, stop: int) -> memoryview:
+        """Bytes `[offset, stop)` of what a file system gave for them: those, fewer, or the whole file."""
+        where: dict[str, Any] = {"url": self.url, "key": key, "start": offset, "stop": stop}
+        asked = data.nbytes == stop - offset
+        # A web server that ignores ranges sends the whole file, which can be as long as what was asked for.
+        if asked and not (offset and self._protocol in _HTTP):
+            return data
+        size = self.stat(key).size_bytes
+        if size < stop:
+            raise Truncated(f"ends at byte {size}", **where)
+        if asked:
+            return data
+        if data.nbytes == size:
+            return data[offset:stop]
+        raise StorageError(f"the file system gave {data.nbytes} bytes instead", **where)
 
     def stat(self, key: str) -> ObjectStat:
         with self._translated(key, "stat"):
             found = self._info(self._path(key))
             if found.get("type") == "directory":
                 raise FileNotFoundError(key)
-        return _stat(key, found)
+            return _stat(key, found)
 
     def list(self, prefix: str = "") -> Iterator[ObjectStat]:
         folder = prefix.rpartition("/")[0]
@@ -182,13 +241,26 @@ class FsspecStore(Store):
                 return
         for path, facts in found.items():
             key = self._key(path)
-            if key.startswith(prefix) and not _TEMPORARY.search(key):
-                yield _stat(key, facts)
+            if key.startswith(prefix) and is_key(key) and not _TEMPORARY.search(key):
+                with self._translated(key, "list"):
+                    listed = _stat(key, facts)
+                yield listed
 
     def delete(self, keys: Iterable[str]) -> None:
         for key in keys:
-            with self._translated(key, "delete"), contextlib.suppress(FileNotFoundError):
-                self._fs.rm_file(self._path(key))
+            with self._translated(key, "delete"):
+                self._remove(self._path(key))
+
+    def _remove(self, path: str) -> None:
+        try:
+            self._fs.rm_file(path)
+        except FileNotFoundError:
+            pass
+        except Exception:
+            # File systems word this in many ways; whether the file is there tells.
+            with contextlib.suppress(FileNotFoundError):
+                self._info(path)
+                raise
 
     def prepare(self, prefix: str) -> None:
         # On an object store `makedirs` would try to create the bucket.
@@ -234,13 +306,25 @@ class FsspecStore(Store):
                     ) from error
                 try:
                     fs, root = fsspec.core.url_to_fs(self._target, skip_instance_cache=True, **self._options)
-                except (ImportError, ValueError) as error:
-                    raise ConfigurationError(f"{self._protocol}://: {error}", url=self.url) from error
+                except (ImportError, ValueError, TypeError) as error:
+                    shown, cause = self._shown(error)
+                    raise ConfigurationError(f"{self._protocol}://: {shown}", url=self.url) from cause
                 self._opened = fs, root.rstrip("/")
             return self._opened
 
+    def close(self) -> None:
+        with self._lock:
+            self._opened = None  # file systems end their sessions when nobody holds them any more
+
     def _path(self, key: str) -> str:
-        return f"{self._root}/{check_key(key)}"
+        path = f"{self._root}/{check_key(key)}"
+        if self._protocol in _LOCAL:
+            root = os.path.realpath(self._root)
+            if os.path.commonpath([root, os.path.realpath(path)]) != root:
+                raise UnsafeContent(
+                    "is a link that leads out of the checkpoint; refused", url=self.url, key=key
+                )
+        return path
 
     def _key(self, path: str) -> str:
         return path.removeprefix(self._root).lstrip("/")
@@ -250,46 +334,57 @@ class FsspecStore(Store):
         return dict(self._fs.info(path))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_lock": None, "_opened": None}
+        return {**self.__dict__, "_lock": None, "_turn": None, "_opened": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._lock = threading.Lock()
+        self._make_locks()
 
     @contextlib.contextmanager
-    def _translated(self, key: str, action: str) -> Iterator[None]:
+    def _translated(self, key: str, action: str, *, settled: bool = False) -> Iterator[None]:
+        """`settled`: of the errors raised."""
         try:
-            yield
-        except CheckpointError:
+            with self._turn:
+                yield
+        except (CheckpointError, BodyError):
             raise
         except Exception as error:
-            kind = _kind(error)
-            if kind is None:
-                raise
-            text = f"cannot {action}: {type(error).__name__}: {error}"
-            # An SDK may quote the URL it was given, with its credentials; then neither text nor cause go on.
-            if any(secret in text for secret in self._secrets()):
-                raise kind(f"cannot {action}: {type(error).__name__}", url=self.url, key=key) from None
-            raise kind(text, url=self.url, key=key) from error
+            shown, cause = self._shown(error)
+            raised = _kind(error)(f"cannot {action}: {shown}", url=self.url, key=key)
+            raised.settled = settled
+            raise raised from cause
+
+    def _shown(self, error: Exception) -> tuple[str, Exception | None]:
+        """An exception's text without credentials, and the exception itself if it may be shown as the cause."""
+        text = f"{type(error).__name__}: {error}"
+        shown = scrub(text, self._secrets())
+        return shown, error if shown == text else None
 
     def _secrets(self) -> Sequence[str]:
-        options = [value for value in self._options.values() if isinstance(value, str) and len(value) > 3]
+        found: list[str] = []
+        pending: list[Mapping[str, Any]] = [self._options]
+        while pending:
+            for name, value in pending.pop().items():
+                if isinstance(value, Mapping):
+                    pending.append(value)
+                elif isinstance(value, str) and name not in _HARMLESS:
+                    found.append(value)
         user_info = re.search(r"://([^/@]*)@", self._target)
-        return [*options, *(user_info[1].split(":") if user_info else ())]
+        return [*found, *(user_info[1].split(":") if user_info else ())]
 
 
 def _write(file: Any, body: Body, size: int) -> None:
     for start in range(0, body.nbytes, size):
-        with body.part(start, min(start + size, body.nbytes)) as part:
+        with open_part(body, start, min(start + size, body.nbytes)) as part:
             for buffer in part.buffers:
                 file.write(buffer)
 
 
-def _kind(error: Exception) -> type[StorageError] | None:
-    """Our name for a file system's exception; None for one that is not about storage (a body's own)."""
+def _kind(error: Exception) -> type[StorageError]:
+    """Our name for a file system's exception."""
     if isinstance(error, FileNotFoundError):
         return NotFound
-    if isinstance(error, FileExistsError):
+    if isinstance(error, FileExistsError) or _condition_refused(error.__cause__):
         return AlreadyExists
     if isinstance(error, PermissionError):
         return AccessDenied
@@ -300,13 +395,21 @@ def _kind(error: Exception) -> type[StorageError] | None:
         return StorageUnavailable
     if "Credentials" in name:
         return AccessDenied
-    return StorageError if isinstance(error, OSError) else None
+    return StorageError
+
+
+def _condition_refused(error: BaseException | None) -> bool:
+    """Whether s3fs was refused an "only if absent" that it reports as any other error."""
+    response = getattr(error, "response", None)
+    return isinstance(response, dict) and (response.get("Error") or {}).get("Code") == "PreconditionFailed"
 
 
 def _stat(key: str, facts: Mapping[str, Any]) -> ObjectStat:
     modified = facts.get("LastModified", facts.get("mtime", facts.get("created")))
     if isinstance(modified, datetime):
         modified = modified.timestamp()
+    if facts.get("size") is None:
+        raise StorageError(f"the file system does not tell the size of {key!r}")
     version = str(facts.get("ETag") or facts.get("etag") or "").strip('"')
     return ObjectStat(
         key, int(facts["size"]), version or None, modified if isinstance(modified, int | float) else None

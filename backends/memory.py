@@ -19,6 +19,7 @@ from ckpt.backends.base import (
     PutMode,
     Store,
     check_key,
+    is_key,
     part_size_bytes,
     take_options,
 )
@@ -99,7 +100,9 @@ class MemoryStore(Store):
         with self._place.lock:
             versions = self._place.objects.setdefault(name, [])
             if mode is PutMode.CREATE and versions and versions[-1].data is not None:
-                raise AlreadyExists("exists already", url=self.url, key=key)
+                error = AlreadyExists("exists already", url=self.url, key=key)
+                error.settled = True
+                raise error
             self._add(versions, bytes(data))
         self._fault("put", key, "after")
 
@@ -130,7 +133,7 @@ class MemoryStore(Store):
             names = [name for name in self._place.objects if name.startswith(self._prefix + prefix)]
         for name in names:
             seen = self._visible(name)
-            if seen is not None and seen.data is not None:
+            if seen is not None and seen.data is not None and is_key(name[len(self._prefix) :]):
                 yield ObjectStat(name[len(self._prefix) :], len(seen.data), str(seen.number), None)
 
     def delete(self, keys: Iterable[str]) -> None:

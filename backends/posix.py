@@ -12,10 +12,10 @@ import errno
 import os
 import re
 import secrets
+import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
-from urllib.parse import unquote, urlsplit
 
 from ckpt.backends.base import (
     Body,
@@ -23,8 +23,12 @@ from ckpt.backends.base import (
     ObjectStat,
     PutMode,
     Store,
+    body_errors_unchanged,
     check_key,
+    is_key,
+    open_part,
     part_size_bytes,
+    remaining,
     take_options,
 )
 from ckpt.errors import (
@@ -80,6 +84,10 @@ _ERRORS: dict[int, type[StorageError]] = {
     errno.ENOTCONN: StorageUnavailable,
 }
 
+# Finds a file without opening it, so it needs no permission to read. Where it is unknown, O_NONBLOCK keeps a
+# pipe from being waited for.
+_O_PATH: int = getattr(os, "O_PATH", os.O_RDONLY | os.O_NONBLOCK)
+
 _NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 
 
@@ -94,6 +102,7 @@ class PosixStore(Store):
     def __init__(self, url: str, options: Mapping[str, Any] | None = None, *, threads: int = 4) -> None:
         self._fsync = bool(take_options("file", options or {}, {"fsync": True})["fsync"])
         self._root = _path_of(url)
+        self._real_root = os.path.realpath(self._root)
         self.url = self._root
         self.threads = threads
 
@@ -110,16 +119,19 @@ class PosixStore(Store):
     def put(self, key: str, body: Body, *, mode: PutMode = PutMode.OVERWRITE) -> None:
         path = self._path(key)
         directory, name = os.path.split(path)
+        self._refuse_outside(_real_directory(directory), key)
         temporary = os.path.join(directory, f".{name}.{secrets.token_hex(8)}.ckpt-tmp")
-        with self._translated(key, "write"):
-            try:
+        try:
+            with body_errors_unchanged(), self._translated(key, "write", settled=True):
                 self._write(temporary, body, key)
+            with self._translated(key, "give the file its name"):
                 _publish(temporary, path, mode)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    os.unlink(temporary)
-                raise
-            if self._fsync:
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+        if self._fsync:
+            with self._translated(key, "make the file's name durable", settled=False):
                 _fsync_directory(directory)
 
     def _write(self, temporary: str, body: Body, key: str) -> None:
@@ -131,7 +143,7 @@ class PosixStore(Store):
         try:
             size = part_size_bytes(body.nbytes, _WRITE_SIZE_BYTES, self.capabilities)
             for start in range(0, body.nbytes, size):
-                with body.part(start, min(start + size, body.nbytes)) as part:
+                with open_part(body, start, min(start + size, body.nbytes)) as part:
                     _write_all(fd, part.buffers)
             if self._fsync:
                 os.fsync(fd)
@@ -144,57 +156,54 @@ class PosixStore(Store):
             )
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
-        with self._translated(key, "read"):
-            fd = os.open(self._inside(key), os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                got = _read_all(fd, offset, buffers)
-            finally:
-                os.close(fd)
+        # Without O_NONBLOCK, a pipe that stands under a file's name would be waited for.
+        with self._opened(key, "read", os.O_RDONLY | os.O_NONBLOCK) as fd:
+            got = _read_all(fd, offset, buffers)
+            size = os.fstat(fd).st_size
         wanted = sum(buffer.nbytes for buffer in buffers)
         if got < wanted:
-            raise Truncated(
-                f"ends at byte {offset + got}", url=self.url, key=key, start=offset, stop=offset + wanted
-            )
+            raise Truncated(f"ends at byte {size}", url=self.url, key=key, start=offset, stop=offset + wanted)
 
     def stat(self, key: str) -> ObjectStat:
-        with self._translated(key, "stat"):
-            found = os.stat(self._inside(key))
-            if not os.path.isfile(self._path(key)):
-                raise FileNotFoundError(errno.ENOENT, "not a file")
-        return ObjectStat(key, found.st_size, f"{found.st_ino}-{found.st_mtime_ns}", found.st_mtime)
+        with self._opened(key, "stat", _O_PATH) as fd:
+            return _stat(key, os.fstat(fd))
 
     def list(self, prefix: str = "") -> Iterator[ObjectStat]:
         # Start at the deepest directory that the prefix names whole, not at the root.
         folder = prefix.rpartition("/")[0]
         top = self._path(folder) if folder else self._root
-        for path, entry in _files(top):
-            key = os.path.relpath(path, self._root).replace(os.sep, "/")
-            if key.startswith(prefix) and not _TEMPORARY.match(entry.name):
-                with contextlib.suppress(FileNotFoundError):
-                    found = entry.stat(follow_symlinks=False)
-                    yield ObjectStat(
-                        key, found.st_size, f"{found.st_ino}-{found.st_mtime_ns}", found.st_mtime
-                    )
+        with self._translated(prefix, "list"):
+            for path, entry in _files(top):
+                key = os.path.relpath(path, self._root).replace(os.sep, "/")
+                if key.startswith(prefix) and is_key(key) and not _TEMPORARY.match(entry.name):
+                    with contextlib.suppress(FileNotFoundError):
+                        yield _stat(key, entry.stat(follow_symlinks=False))
 
     def delete(self, keys: Iterable[str]) -> None:
         for key in keys:
+            path = self._path(key)
+            # Not the name itself: a link is removed, never what it leads to.
+            self._refuse_outside(_real_directory(os.path.dirname(path)), key)
             with self._translated(key, "delete"), contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                os.unlink(self._path(key))
+                os.unlink(path)
 
     def prepare(self, prefix: str) -> None:
+        path = self._path(prefix) if prefix else self._root
+        self._refuse_outside(_real_directory(path), prefix)
         with self._translated(prefix, "make the directory"):
-            self._make_directory(self._path(prefix) if prefix else self._root)
+            self._make_directory(path)
 
     def abandon(self, prefix: str = "") -> int:
         found = 0
-        for path, entry in _files(self._root):
-            key = os.path.relpath(path, self._root).replace(os.sep, "/")
-            # The temporary file of `a/name` is `a/.name.<token>.ckpt-tmp`.
-            final = f"{key[: -len(entry.name)]}{entry.name[1:]}"
-            if _TEMPORARY.match(entry.name) and final.startswith(prefix):
-                with self._translated(key, "delete"), contextlib.suppress(FileNotFoundError):
-                    os.unlink(path)
-                    found += 1
+        with self._translated(prefix, "abandon"):
+            for path, entry in _files(self._root):
+                key = os.path.relpath(path, self._root).replace(os.sep, "/")
+                # The temporary file of `a/name` is `a/.name.<token>.ckpt-tmp`.
+                final = f"{key[: -len(entry.name)]}{entry.name[1:]}"
+                if _TEMPORARY.match(entry.name) and final.startswith(prefix):
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(path)
+                        found += 1
         return found
 
     def _make_directory(self, path: str) -> None:
@@ -216,30 +225,80 @@ class PosixStore(Store):
     def _path(self, key: str) -> str:
         return os.path.join(self._root, *check_key(key).split("/"))
 
-    def _inside(self, key: str) -> str:
-        """The file behind `key`; a link that leads out of the root is refused."""
+    @contextlib.contextmanager
+    def _opened(self, key: str, action: str, flags: int) -> Iterator[int]:
+        """The file behind `key`; a link that leads out of the root is refused, what is no file is not found."""
         path = self._path(key)
-        real, root = os.path.realpath(path), os.path.realpath(self._root)
-        if os.path.commonpath([real, root]) != root:
-            raise UnsafeContent("is a link that leads out of the checkpoint; refused", url=self.url, key=key)
-        return path
+        with self._translated(key, action):
+            fd = os.open(path, flags | os.O_CLOEXEC)
+            try:
+                if not stat.S_ISREG(os.fstat(fd).st_mode):
+                    raise FileNotFoundError(errno.ENOENT, "not a file")
+                self._refuse_outside(_real_path(fd, path), key)
+                yield fd
+            finally:
+                os.close(fd)
+
+    def _refuse_outside(self, real: str, key: str) -> None:
+        """Raise UnsafeContent unless `real`, a path without links, is inside of the root."""
+        if not _is_within(real, self._real_root):
+            self._real_root = os.path.realpath(self._root)  # may be a link that was turned meanwhile
+            if not _is_within(real, self._real_root):
+                raise UnsafeContent(
+                    "is a link that leads out of the checkpoint; refused", url=self.url, key=key
+                )
 
     @contextlib.contextmanager
-    def _translated(self, key: str, action: str) -> Iterator[None]:
+    def _translated(self, key: str, action: str, *, settled: bool | None = None) -> Iterator[None]:
+        """`settled`: of the errors raised, where it does not depend on their kind."""
         try:
             yield
         except OSError as error:
             kind = _ERRORS.get(error.errno or 0, StorageError)
-            raise kind(f"cannot {action}: {error.strerror or error}", url=self.url, key=key) from error
+            raised = kind(f"cannot {action}: {error.strerror or error}", url=self.url, key=key)
+            # Over NFS, a rename can work, its reply get lost, and its repetition find nothing left to rename.
+            raised.settled = kind not in (StorageUnavailable, NotFound) if settled is None else settled
+            raise raised from error
 
 
 def _path_of(url: str) -> str:
-    if not url.startswith("file:"):
+    """The path in `file:///path`, character by character as fsspec takes it: `%`, `#` and `?` are themselves."""
+    scheme, separator, path = url.partition("://")
+    if not separator or scheme != "file":
         return os.path.abspath(url)
-    parts = urlsplit(url)
-    if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
+    path = path.removeprefix("localhost") if path.startswith("localhost/") else path
+    if not path.startswith("/"):
         raise ConfigurationError(f"{url!r}: write an absolute path as file:///absolute/path")
-    return os.path.abspath(unquote(parts.path))
+    return os.path.abspath(path)
+
+
+def _is_within(path: str, root: str) -> bool:
+    return path == root or path.startswith(root.rstrip(os.sep) + os.sep)
+
+
+def _real_path(fd: int, path: str) -> str:
+    """The path, without links, of the open file `fd`, once found under `path`."""
+    try:
+        # One call instead of one for every directory on the way, and what was opened is what is judged.
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except OSError:
+        return os.path.realpath(path)
+
+
+def _real_directory(path: str) -> str:
+    """`path` without links, also where it, or the end of it, is not there yet."""
+    try:
+        fd = os.open(path, _O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return os.path.realpath(path)
+    try:
+        return _real_path(fd, path)
+    finally:
+        os.close(fd)
+
+
+def _stat(key: str, found: os.stat_result) -> ObjectStat:
+    return ObjectStat(key, found.st_size, f"{found.st_ino}-{found.st_mtime_ns}", found.st_mtime)
 
 
 def _publish(temporary: str, path: str, mode: PutMode) -> None:
@@ -262,7 +321,8 @@ def _publish(temporary: str, path: str, mode: PutMode) -> None:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST)) from None
         os.replace(temporary, path)
         return
-    os.unlink(temporary)
+    with contextlib.suppress(OSError):  # the file has its name; a second one does no harm
+        os.unlink(temporary)
 
 
 def _write_all(fd: int, buffers: Sequence[memoryview]) -> None:
@@ -271,7 +331,7 @@ def _write_all(fd: int, buffers: Sequence[memoryview]) -> None:
         written = os.writev(fd, pending[:_IOV_MAX])
         if written == 0:
             raise OSError(errno.EIO, "the file system accepted no byte")
-        pending = _after(pending, written)
+        pending = remaining(pending, written)
 
 
 def _read_all(fd: int, offset: int, buffers: Sequence[memoryview]) -> int:
@@ -280,30 +340,22 @@ def _read_all(fd: int, offset: int, buffers: Sequence[memoryview]) -> int:
         got = os.preadv(fd, pending[:_IOV_MAX], offset + total)
         if got == 0:
             break
-        pending, total = _after(pending, got), total + got
+        pending, total = remaining(pending, got), total + got
     return total
 
 
-def _after(buffers: Sequence[memoryview], nbytes: int) -> list[memoryview]:
-    """What remains of `buffers` once their first `nbytes` are done."""
-    for index, buffer in enumerate(buffers):
-        if nbytes < buffer.nbytes:
-            return [buffer[nbytes:], *buffers[index + 1 :]]
-        nbytes -= buffer.nbytes
-    return []
-
-
 def _fsync_directory(path: str) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    except OSError as error:
-        # Some network and FUSE file systems know no fsync of a directory; their names are durable or not
-        # whatever we do.
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF):
-            raise
-    finally:
-        os.close(fd)
+    # A directory may allow making files and forbid looking; and some network and FUSE file systems know no
+    # fsync of a directory. The names there are durable or not whatever we do.
+    with contextlib.suppress(PermissionError):
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF):
+                raise
+        finally:
+            os.close(fd)
 
 
 def _files(top: str) -> Iterator[tuple[str, os.DirEntry[str]]]:

@@ -49,13 +49,15 @@ def open_store(
     Raises:
         ConfigurationError: the URL or an option is wrong, or its package is not installed.
     """
-    text = os.fspath(url)
+    text = os.fspath(url) if isinstance(url, str | os.PathLike) else None
     if not isinstance(text, str) or not text:
         raise ConfigurationError(f"a checkpoint's place is a path or URL in a str, not {url!r}")
     if threads is None:
         threads = default_threads()
-    if threads < 1:
-        raise ConfigurationError(f"threads must be at least 1, not {threads}")
+    if storage_options is not None and not isinstance(storage_options, Mapping):
+        raise ConfigurationError(f"storage_options must be a dict, not a {type(storage_options).__name__}")
+    if not isinstance(threads, int) or threads < 1:
+        raise ConfigurationError(f"threads must be at least 1, not {threads!r}")
     scheme, separator, _ = text.partition("://")
     if not separator:
         _refuse_mangled(text)
@@ -84,8 +86,11 @@ def _factory(scheme: str) -> StoreFactory:
 def _refuse_mangled(path: str) -> None:
     """`pathlib.Path("s3://b/k")` is the relative path `s3:/b/k`; writing there would help nobody."""
     scheme, colon, rest = path.partition(":")
-    if colon and rest.startswith("/") and scheme.replace("+", "").isalnum() and "/" not in scheme:
-        raise ConfigurationError(
-            f"{redact_url(path)!r} looks like a URL that went through pathlib; "
-            f"pass it as a str: '{scheme}:/{rest}'"
-        )
+    if not colon or not rest.startswith("/") or not scheme.replace("+", "").isalnum():
+        return
+    # `file:///x` became `file:/x`, and `s3://b` became `s3:/b`.
+    local = scheme.rpartition("+")[2] in ("file", "local")
+    meant = redact_url(f"{scheme}://{rest}" if local else f"{scheme}:/{rest}")
+    raise ConfigurationError(
+        f"{scheme}:/... looks like a URL that went through pathlib; pass it as a str: {meant!r}"
+    )

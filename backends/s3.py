@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
 from ckpt.backends.base import take_options
-from ckpt.backends.s3api import TRANSFER_DEFAULTS, S3ApiStore, client_settings
+from ckpt.backends.s3api import S3ApiStore
+from ckpt.backends.s3options import TRANSFER_DEFAULTS, client_settings
 from ckpt.errors import ConfigurationError
 
 __all__ = ["S3Store"]
@@ -20,8 +22,6 @@ _DEFAULTS: Mapping[str, Any] = {
     "profile": None,
     "region": None,
     "endpoint_url": None,
-    "client_kwargs": {},
-    "config_kwargs": {},
 }
 
 
@@ -47,31 +47,28 @@ class S3Store(S3ApiStore):
             import boto3
             from botocore import UNSIGNED
             from botocore.config import Config
-            from botocore.exceptions import BotoCoreError
         except ImportError as error:
             raise ConfigurationError("s3:// needs boto3: pip install 'ckpt-storage[s3]'") from error
         options = self._options
-        config = Config(**client_settings(options, self.threads)).merge(Config(**options["config_kwargs"]))
+        settings = client_settings(options, self.threads)
         if options["anon"]:
-            config = config.merge(Config(signature_version=UNSIGNED))
-        try:
-            session = boto3.Session(
-                aws_access_key_id=options["key"],
-                aws_secret_access_key=options["secret"],
-                aws_session_token=options["token"],
-                profile_name=options["profile"],
-                region_name=options["region"],
-            )
-            # Every request names its region; a server that is not AWS does not care which.
-            region = session.region_name or "us-east-1"
-            return session.client(
-                "s3",
-                **{
-                    "config": config,
-                    "endpoint_url": options["endpoint_url"],
-                    "region_name": region,
-                    **options["client_kwargs"],
-                },
-            )
-        except (BotoCoreError, ValueError) as error:
-            raise ConfigurationError(f"s3: {error}") from error
+            settings["signature_version"] = UNSIGNED
+        session = boto3.Session(
+            aws_access_key_id=options["key"],
+            aws_secret_access_key=options["secret"],
+            aws_session_token=options["token"],
+            profile_name=options["profile"],
+            # boto3 itself reads only AWS_DEFAULT_REGION.
+            region_name=options["region"] or os.environ.get("AWS_REGION"),
+        )
+        # Every request names its region; a server that is not AWS does not care which.
+        region = session.region_name or "us-east-1"
+        return session.client(
+            "s3",
+            **{
+                "config": Config(**settings),
+                "endpoint_url": options["endpoint_url"],
+                "region_name": region,
+                **options["client_kwargs"],
+            },
+        )

@@ -7,19 +7,18 @@ destination cost a fifth of what TransferManager or `StreamingBody.read` do.
 
 from __future__ import annotations
 
-import base64
-import bisect
 import contextlib
-import hashlib
-import http.client
 import itertools
+import os
 import random
+import re
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from datetime import timedelta
+from typing import Any, TypeVar
 
 from ckpt.backends.base import (
     MIB,
@@ -30,9 +29,36 @@ from ckpt.backends.base import (
     PutMode,
     Store,
     check_key,
+    honours_conditions,
+    is_key,
     part_size_bytes,
     redact_url,
+    remaining,
+    scrub,
 )
+from ckpt.backends.s3errors import (
+    CREDENTIAL_ERRORS,
+    Conflict,
+    NotImplementedByServer,
+    RangeRefused,
+    Replaced,
+    Signal,
+    UploadGone,
+    text_of,
+    translate,
+)
+from ckpt.backends.s3io import (
+    PartReader,
+    RawBody,
+    composite_etag,
+    content_range,
+    drain,
+    encode_crc,
+    etag_of,
+    send_whole_buffers,
+    server_time,
+)
+from ckpt.backends.s3options import MAX_PART_SIZE_BYTES, check_options, split_bucket_url
 from ckpt.errors import (
     AccessDenied,
     AlreadyExists,
@@ -41,47 +67,18 @@ from ckpt.errors import (
     IntegrityError,
     NotFound,
     StorageError,
-    StorageFull,
     StorageUnavailable,
     Truncated,
 )
 
-__all__ = ["S3ApiStore", "TRANSFER_DEFAULTS", "client_settings", "split_bucket_url"]
+__all__ = ["S3ApiStore"]
 
-TRANSFER_DEFAULTS: Mapping[str, Any] = {
-    "part_size_bytes": 32 << 20,
-    "max_attempts": 8,
-    "connect_timeout_s": 10.0,
-    "read_timeout_s": 60.0,
-    "checksum": "crc64nvme",
-    "s3_additional_kwargs": {},
-}
-
-_SEND_SIZE_BYTES = 4 << 20
 _DELETE_BATCH = 1000
+_PUT_ATTEMPTS = 4
 _BODY_ATTEMPTS = 6
+_SECRET_NAMES = re.compile("key|secret|token|password", re.IGNORECASE)
 
-_NOT_FOUND = frozenset({"NoSuchKey", "NoSuchBucket", "404", "NotFound"})
-_DENIED = frozenset(
-    {"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken",
-     "RequestTimeTooSkewed", "401", "403", "Forbidden", "AllAccessDisabled", "AccountProblem"}
-)  # fmt: skip
-_FULL = frozenset({"QuotaExceeded", "EntityTooLarge", "InsufficientStorage", "507"})
-_UNSUPPORTED = frozenset({"NotImplemented", "501", "MethodNotAllowed", "XNotImplemented"})
-_UPLOAD_GONE = frozenset({"NoSuchUpload"})
-_CREDENTIAL_ERRORS = frozenset(
-    {"NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "TokenRetrievalError",
-     "UnauthorizedSSOTokenError", "SSOTokenLoadError", "NoAuthTokenError", "MetadataRetrievalError"}
-)  # fmt: skip
-_CONNECTION_WORDS = (
-    "Connection",
-    "Timeout",
-    "HTTPClient",
-    "SSL",
-    "IncompleteRead",
-    "ResponseStreaming",
-    "Protocol",
-)
+T = TypeVar("T")
 
 
 class S3ApiStore(Store):
@@ -92,7 +89,8 @@ class S3ApiStore(Store):
         self.url = redact_url(url).rstrip("/")
         self.threads = threads
         self._options = dict(options)
-        self._checksums = _checked(self._options)
+        check_options(self._options)
+        self._checksums = self._options["checksum"] == "crc64nvme"
         self._conditional = True  # until the server refuses a condition as not implemented
         self._lock = threading.Lock()
         self._client_or_none: Any = None
@@ -100,7 +98,7 @@ class S3ApiStore(Store):
 
     @abstractmethod
     def _make_client(self) -> Any:
-        """A new boto3-like client."""
+        """A new boto3-like client; whatever it raises is translated by the caller."""
 
     def _create_condition(self, operation: str) -> contextlib.AbstractContextManager[dict[str, Any]]:
         """Makes the requests sent inside ask for "only if absent"; yields the extra arguments for it."""
@@ -108,30 +106,33 @@ class S3ApiStore(Store):
 
     @property
     def capabilities(self) -> Capabilities:
+        # The endpoint in use, which may come from the environment or from the SDK's configuration files.
+        known = honours_conditions(self._client.meta.endpoint_url)
         return Capabilities(
-            conditional_create=self._conditional,
+            conditional_create=self._conditional and known,
             atomic_replace=True,
-            list_after_write=self._options.get("endpoint_url") is None,
+            list_after_write=known,
             cross_client_visibility=True,
             parallel_parts=True,
-            verifies_checksums=self._checksums and self._options.get("endpoint_url") is None,
+            verifies_checksums=self._checksums and known,
             max_object_size_bytes=5 << 40,
             max_parts=10_000,
             min_part_size_bytes=5 << 20,
-            max_part_size_bytes=5 << 30,
+            max_part_size_bytes=MAX_PART_SIZE_BYTES,
         )
 
     # -- writing ---------------------------------------------------------------------------------------
 
     def put(self, key: str, body: Body, *, mode: PutMode = PutMode.OVERWRITE) -> None:
         create = mode is PutMode.CREATE
-        if create and not self._conditional:
+        capabilities = self.capabilities
+        size = part_size_bytes(body.nbytes, self._options["part_size_bytes"], capabilities)
+        if create and not capabilities.conditional_create:
+            # The condition is sent all the same, but a server that we do not know may ignore it.
             self._refuse_existing(key)
-            create = False
-        size = part_size_bytes(body.nbytes, self._options["part_size_bytes"], self.capabilities)
         try:
-            self._put(key, body, size, create)
-        except _NotImplementedByServer:
+            self._put(key, body, size, create and self._conditional)
+        except NotImplementedByServer:
             # Remembered: the server has no conditional requests. Look, then write: not atomic, and the
             # capabilities say so from now on.
             self._conditional = False
@@ -139,27 +140,30 @@ class S3ApiStore(Store):
             self._put(key, body, size, create=False)
 
     def _put(self, key: str, body: Body, size: int, create: bool) -> None:
-        if body.nbytes <= size:
-            with body.part(0, body.nbytes) as part:
-                self._put_single(key, part, create)
-            return
-        try:
-            self._put_multipart(key, body, size, create)
-        except _UploadGone:
-            # The server forgot the upload, as some do in a restart. Its parts are gone with it.
+        failure: Signal | None = None
+        for attempt in range(_PUT_ATTEMPTS):
+            if failure is not None:
+                time.sleep(0.2 * 2**attempt * random.random())
             try:
-                self._put_multipart(key, body, size, create)
-            except _UploadGone as error:
-                raise StorageUnavailable(
-                    "the server lost the multipart upload twice", url=self.url, key=key
-                ) from error
+                if body.nbytes > size:
+                    self._put_multipart(key, body, size, create)
+                    return
+                with body.part(0, body.nbytes) as part:
+                    self._put_single(key, part, create)
+                return
+            except (UploadGone, Conflict) as error:
+                # The server forgot the upload, as some do in a restart; or another conditional write of this
+                # key was in flight, and S3 wants ours begun anew. Either way nothing of it is left.
+                failure = error
+        raise StorageUnavailable(
+            f"cannot put: begun {_PUT_ATTEMPTS} times, each time refused: {failure}", url=self.url, key=key
+        ) from failure
 
     def _put_single(self, key: str, part: Part, create: bool) -> None:
-        condition = self._create_condition("PutObject") if create else contextlib.nullcontext({})
-        with self._translated(key, "put", conditional=create), condition as extra:
+        with self._writing(key, "put", "PutObject", create) as extra:
             self._client.put_object(
                 **self._object(key),
-                Body=_PartReader(part.buffers),
+                Body=PartReader(part.buffers),
                 ContentLength=part.nbytes,
                 **self._part_checksum(part),
                 **self._options["s3_additional_kwargs"],
@@ -168,18 +172,44 @@ class S3ApiStore(Store):
 
     def _put_multipart(self, key: str, body: Body, size: int, create: bool) -> None:
         checksums = self._checksums and body.has_checksums
-        with self._translated(key, "start a multipart upload"):
-            upload_id = self._client.create_multipart_upload(
-                **self._object(key),
-                **({"ChecksumAlgorithm": "CRC64NVME", "ChecksumType": "FULL_OBJECT"} if checksums else {}),
-                **self._options["s3_additional_kwargs"],
-            )["UploadId"]
+        upload_id = self._start_upload(key, checksums)
         try:
             parts = self._send_parts(key, body, size, upload_id)
             self._complete(key, body, upload_id, parts, checksums, create)
         except BaseException:
             self._abort(key, upload_id)
             raise
+        self._check_size(key, body.nbytes)
+
+    def _start_upload(self, key: str, checksums: bool) -> str:
+        began = time.monotonic()
+        with self._translated(key, "start a multipart upload", harmless=True):
+            reply = self._client.create_multipart_upload(
+                **self._object(key),
+                **({"ChecksumAlgorithm": "CRC64NVME", "ChecksumType": "FULL_OBJECT"} if checksums else {}),
+                **self._options["s3_additional_kwargs"],
+            )
+            upload_id = str(reply["UploadId"])
+        if reply["ResponseMetadata"].get("RetryAttempts"):
+            self._abort_twins(key, upload_id, time.monotonic() - began)
+        return upload_id
+
+    def _abort_twins(self, key: str, upload_id: str, took_s: float) -> None:
+        """Abort uploads of `key` that tries before this one may have begun, their replies lost.
+
+        Only those begun while the call ran, by the server's clock: an older one is another client's.
+        """
+        name = self._prefix + key
+        for page in self._upload_pages(name, best_effort=True):
+            uploads = [found for found in page.get("Uploads", ()) if found.get("Key") == name]
+            now = server_time(page)
+            if now is None:
+                return
+            since = now - timedelta(seconds=took_s + 2)  # both times are whole seconds
+            for found in uploads:
+                begun = found.get("Initiated")
+                if found["UploadId"] != upload_id and begun is not None and begun >= since:
+                    self._abort(key, found["UploadId"])
 
     def _send_parts(self, key: str, body: Body, size: int, upload_id: str) -> list[dict[str, Any]]:
         stop = threading.Event()
@@ -191,8 +221,10 @@ class S3ApiStore(Store):
             with body.part(start, min(start + size, body.nbytes)) as part:
                 return self._send_part(key, part, upload_id, number)
 
-        futures = [self._pool.submit(send, number + 1) for number in range(-(-body.nbytes // size))]
+        futures: list[Future[dict[str, Any]]] = []
         try:
+            for number in range(1, -(-body.nbytes // size) + 1):
+                futures.append(self._submit(key, send, number))
             done, _ = wait(futures, return_when=FIRST_EXCEPTION)
             failed = [error for error in (future.exception() for future in done) if error is not None]
             if failed:
@@ -207,32 +239,28 @@ class S3ApiStore(Store):
 
     def _send_part(self, key: str, part: Part, upload_id: str, number: int) -> dict[str, Any]:
         checksum = self._part_checksum(part)
-        with self._translated(key, f"upload part {number}", gone=True):
+        with self._translated(key, f"upload part {number}", UploadGone, harmless=True):
             reply = self._client.upload_part(
                 **self._object(key),
                 UploadId=upload_id,
                 PartNumber=number,
-                Body=_PartReader(part.buffers),
+                Body=PartReader(part.buffers),
                 ContentLength=part.nbytes,
                 **checksum,
             )
-        return {"PartNumber": number, "ETag": reply["ETag"], **checksum}
+            return {"PartNumber": number, "ETag": reply["ETag"], **checksum}
 
     def _complete(
         self, key: str, body: Body, upload_id: str, parts: list[dict[str, Any]], checksums: bool, create: bool
     ) -> None:
-        whole = body.crc64nvme()
+        whole = body.crc64nvme() if checksums else None
         checksum = {}
-        if checksums and whole is not None:
-            checksum = {"ChecksumCRC64NVME": _base64(whole), "ChecksumType": "FULL_OBJECT"}
-        condition = (
-            self._create_condition("CompleteMultipartUpload") if create else contextlib.nullcontext({})
-        )
+        if whole is not None:
+            checksum = {"ChecksumCRC64NVME": encode_crc(whole), "ChecksumType": "FULL_OBJECT"}
         try:
-            with (
-                self._translated(key, "complete the upload", gone=True, conditional=create),
-                condition as extra,
-            ):
+            with self._writing(
+                key, "complete the upload", "CompleteMultipartUpload", create, UploadGone
+            ) as extra:
                 self._client.complete_multipart_upload(
                     **self._object(key),
                     UploadId=upload_id,
@@ -240,47 +268,55 @@ class S3ApiStore(Store):
                     **checksum,
                     **extra,
                 )
-        except _UploadGone:
-            # A retry after a lost reply finds no upload: either it was completed, or it is gone.
-            if not self._is_ours(key, body.nbytes, parts, whole):
+        except (UploadGone, StorageError) as error:
+            # Any try but the last may have worked with its reply lost: a retry then finds no upload, or (with a
+            # condition) the object that it made itself.
+            settled = isinstance(error, StorageError) and error.settled
+            if settled or not self._is_ours(key, body.nbytes, parts, whole):
                 raise
-        found = self.stat(key).size_bytes
-        if found != body.nbytes:
-            self.delete([key])
-            raise IntegrityError(f"the store kept {found} of {body.nbytes} bytes sent", url=self.url, key=key)
 
     def _is_ours(self, key: str, nbytes: int, parts: list[dict[str, Any]], whole: int | None) -> bool:
         """Whether the object at `key` is surely the one whose completion got no answer."""
         try:
             with self._translated(key, "stat"):
                 found = self._client.head_object(**self._object(key), ChecksumMode="ENABLED")
-        except NotFound:
+        except StorageError:
             return False
         if found.get("ContentLength") != nbytes:
             return False
-        if whole is not None and found.get("ChecksumCRC64NVME") == _base64(whole):
+        if whole is not None and found.get("ChecksumCRC64NVME") == encode_crc(whole):
             return True
-        return bool(_composite_etag(parts)) and str(found.get("ETag", "")).strip('"') == _composite_etag(
-            parts
-        )
+        expected = composite_etag(parts)
+        return bool(expected) and etag_of(found) == expected
+
+    def _check_size(self, key: str, nbytes: int) -> None:
+        """Raise IntegrityError unless the store kept all bytes. What is there stays: it may be another writer's."""
+        try:
+            found = self.stat(key).size_bytes
+        except (AccessDenied, StorageUnavailable):
+            return  # the put was acknowledged; that nobody may or can look changes nothing
+        if found != nbytes:
+            raise IntegrityError(f"the store kept {found} of {nbytes} bytes sent", url=self.url, key=key)
 
     def _abort(self, key: str, upload_id: str) -> None:
         # Best effort: the error that brought us here is the one to report, and `abandon` finds the rest.
         with (
-            contextlib.suppress(StorageError, _UploadGone),
-            self._translated(key, "abort the upload", gone=True),
+            contextlib.suppress(StorageError, UploadGone),
+            self._translated(key, "abort the upload", UploadGone),
         ):
             self._client.abort_multipart_upload(**self._object(key), UploadId=upload_id)
 
     def _refuse_existing(self, key: str) -> None:
         with contextlib.suppress(NotFound):
             self.stat(key)
-            raise AlreadyExists("exists already", url=self.url, key=key)
+            error = AlreadyExists("exists already", url=self.url, key=key)
+            error.settled = True
+            raise error
 
     def _part_checksum(self, part: Part) -> dict[str, str]:
         if not self._checksums or part.crc64nvme is None:
             return {}
-        return {"ChecksumCRC64NVME": _base64(part.crc64nvme)}
+        return {"ChecksumCRC64NVME": encode_crc(part.crc64nvme)}
 
     # -- reading ---------------------------------------------------------------------------------------
 
@@ -290,114 +326,128 @@ class S3ApiStore(Store):
         if offset == stop:
             self.stat(key)
             return
-        position = offset
+        position, etag = offset, ""
         for attempt in itertools.count(1):
-            body = self._get(key, position, stop)
+            body, etag = self._get(key, position, stop, etag)
             try:
-                got, failure = _drain(body, pending)
+                got, failure = drain(body, pending)
             finally:
                 body.close()
             position += got
             if position == stop:
                 return
-            pending = _after(pending, got)
+            pending = remaining(pending, got)
             if attempt >= _BODY_ATTEMPTS + (position - offset) // MIB:
-                reason = failure or "the reply ended early"
+                reason = self._scrubbed(text_of(failure)) if failure else "the reply ended early"
                 raise StorageUnavailable(
                     f"cannot read: {reason}", url=self.url, key=key, start=position, stop=stop
                 ) from failure
             time.sleep(0.05 * 2 ** min(attempt, 7) * random.random())
 
-    def _get(self, key: str, start: int, stop: int) -> _RawBody:
-        wanted = stop - start
+    def _get(self, key: str, start: int, stop: int, etag: str) -> tuple[RawBody, str]:
+        """The reply that holds just `[start, stop)`, and its ETag.
+
+        `etag`: that of the replies before, of which this is the rest; empty for the first.
+        """
+        where: dict[str, Any] = {"url": self.url, "key": key, "start": start, "stop": stop}
+        # A weak ETag never matches a condition.
+        condition = {"IfMatch": etag} if etag and not etag.startswith("W/") else {}
         try:
-            with self._translated(key, "read"):
-                reply = self._client.get_object(**self._object(key), Range=f"bytes={start}-{stop - 1}")
-        except _RangeRefused as error:
-            raise Truncated("ends before that", url=self.url, key=key, start=start, stop=stop) from error
-        body = _RawBody(reply["Body"])
-        length = reply["ContentLength"]
-        partial = reply["ResponseMetadata"]["HTTPStatusCode"] == 206
-        if length == wanted and (partial or start == 0):
-            return body
-        body.close()
-        if partial or length < wanted:
-            raise Truncated(f"ends at byte {start + length}", url=self.url, key=key, start=start, stop=stop)
-        raise StorageError("the server ignores byte ranges", url=self.url, key=key)
+            with self._translated(key, "read", RangeRefused, Replaced):
+                reply = self._client.get_object(
+                    **self._object(key), Range=f"bytes={start}-{stop - 1}", **condition
+                )
+                found = str(reply.get("ETag") or "")
+                body = RawBody(reply["Body"])
+        except RangeRefused as error:
+            raise Truncated("ends before that", **where) from error
+        except Replaced as error:
+            raise StorageError("was replaced while it was being read", **where) from error
+        problem = _range_problem(reply, start, stop)
+        if problem is None and etag and found and found != etag:
+            problem = StorageError("was replaced while it was being read")
+        if problem is not None:
+            body.close()
+            raise type(problem)(problem.message, **where)
+        return body, etag or found
 
     def stat(self, key: str) -> ObjectStat:
         with self._translated(key, "stat"):
             found = self._client.head_object(**self._object(key))
-        modified = found.get("LastModified")
-        return ObjectStat(
-            key,
-            int(found["ContentLength"]),
-            str(found.get("ETag", "")).strip('"') or None,
-            modified.timestamp() if modified else None,
-        )
+            return _stat(key, found, found["ContentLength"])
 
     def list(self, prefix: str = "") -> Iterator[ObjectStat]:
-        pages = iter(
-            self._client.get_paginator("list_objects_v2").paginate(
-                Bucket=self._bucket, Prefix=self._prefix + prefix
-            )
-        )
+        pages = self._pages("list_objects_v2", prefix, "list", Prefix=self._prefix + prefix)
+        for page in pages:
+            for found in page.get("Contents", ()):
+                key = str(found["Key"]).removeprefix(self._prefix)
+                if is_key(key):  # else a "directory", or nothing that this library could have written
+                    yield _stat(key, found, found["Size"])
+
+    def _pages(
+        self, operation: str, key: str, action: str, *signals: type[Signal], **arguments: Any
+    ) -> Iterator[Any]:
+        with self._translated(key, action, *signals):
+            pages = iter(self._client.get_paginator(operation).paginate(Bucket=self._bucket, **arguments))
         while True:
-            with self._translated(prefix, "list"):
+            with self._translated(key, action, *signals):
                 page = next(pages, None)
             if page is None:
                 return
-            for found in page.get("Contents", ()):
-                modified = found.get("LastModified")
-                yield ObjectStat(
-                    found["Key"][len(self._prefix) :],
-                    int(found["Size"]),
-                    str(found.get("ETag", "")).strip('"') or None,
-                    modified.timestamp() if modified else None,
-                )
+            yield page
 
     # -- removing --------------------------------------------------------------------------------------
 
     def delete(self, keys: Iterable[str]) -> None:
-        names = [self._prefix + check_key(key) for key in keys]
-        for index in range(0, len(names), _DELETE_BATCH):
-            batch = names[index : index + _DELETE_BATCH]
+        checked = [check_key(key) for key in keys]
+        for index in range(0, len(checked), _DELETE_BATCH):
+            batch = checked[index : index + _DELETE_BATCH]
             if len(batch) == 1 or not self._delete_batch(batch):
-                for _ in self._pool.map(self._delete_one, batch):
-                    pass
+                futures = [self._submit(key, self._delete_one, key) for key in batch]
+                wait(futures)
+                for future in futures:
+                    future.result()
 
-    def _delete_batch(self, names: Sequence[str]) -> bool:
+    def _delete_batch(self, keys: Sequence[str]) -> bool:
         """One request for all; False where the server does not offer that."""
         try:
-            with self._translated(names[0], "delete"):
+            with self._translated(keys[0], "delete", NotImplementedByServer):
                 reply = self._client.delete_objects(
-                    Bucket=self._bucket, Delete={"Objects": [{"Key": name} for name in names], "Quiet": True}
+                    Bucket=self._bucket,
+                    Delete={"Objects": [{"Key": self._prefix + key} for key in keys], "Quiet": True},
                 )
         except (AccessDenied, StorageUnavailable):
             raise
-        except StorageError:
+        except (StorageError, NotImplementedByServer):
             return False
         return not reply.get("Errors")
 
-    def _delete_one(self, name: str) -> None:
-        with contextlib.suppress(NotFound), self._translated(name[len(self._prefix) :], "delete"):
-            self._client.delete_object(Bucket=self._bucket, Key=name)
+    def _delete_one(self, key: str) -> None:
+        with contextlib.suppress(NotFound), self._translated(key, "delete"):
+            self._client.delete_object(**self._object(key))
 
     def prepare(self, prefix: str) -> None:
         """Nothing: an object store has no directories."""
 
     def abandon(self, prefix: str = "") -> int:
-        paginator = self._client.get_paginator("list_multipart_uploads")
-        found: list[tuple[str, str]] = []
-        with contextlib.suppress(_UploadGone), self._translated(prefix, "list uploads", gone=True):
-            for page in paginator.paginate(Bucket=self._bucket, Prefix=self._prefix + prefix):
-                found += [(upload["Key"], upload["UploadId"]) for upload in page.get("Uploads", ())]
-        # Not every server honours the prefix.
-        found = [pair for pair in found if pair[0].startswith(self._prefix + prefix)]
+        start = self._prefix + prefix
+        found = [
+            (str(upload["Key"]), str(upload["UploadId"]))
+            for page in self._upload_pages(start)
+            for upload in page.get("Uploads", ())
+            if str(upload["Key"]).startswith(start)  # not every server honours the prefix
+        ]
         for name, upload_id in found:
-            with contextlib.suppress(_UploadGone), self._translated(name, "abort the upload", gone=True):
+            key = name.removeprefix(self._prefix)
+            with contextlib.suppress(UploadGone), self._translated(key, "abort the upload", UploadGone):
                 self._client.abort_multipart_upload(Bucket=self._bucket, Key=name, UploadId=upload_id)
         return len(found)
+
+    def _upload_pages(self, prefix: str, *, best_effort: bool = False) -> Iterator[Any]:
+        key = prefix.removeprefix(self._prefix)
+        # rclone answers NoSuchUpload where there is none.
+        with contextlib.suppress(UploadGone, *([StorageError] if best_effort else [])):
+            yield from self._pages("list_multipart_uploads", key, "list uploads", UploadGone, Prefix=prefix)
 
     # -- plumbing --------------------------------------------------------------------------------------
 
@@ -415,15 +465,40 @@ class S3ApiStore(Store):
         if self._client_or_none is None:
             with self._lock:
                 if self._client_or_none is None:
-                    self._client_or_none = self._make_client()
+                    self._client_or_none = self._new_client()
         return self._client_or_none
 
-    @property
-    def _pool(self) -> ThreadPoolExecutor:
+    def _new_client(self) -> Any:
+        try:
+            client = self._make_client()
+        except CheckpointError:
+            raise
+        except Exception as error:
+            kind = AccessDenied if type(error).__name__ in CREDENTIAL_ERRORS else ConfigurationError
+            text = text_of(error)
+            shown = self._scrubbed(text)
+            raise kind(f"cannot use these options: {shown}", url=self.url) from (
+                error if shown == text else None
+            )
+        client.meta.events.register("before-send.s3", send_whole_buffers)
+        return client
+
+    def _submit(self, key: str, function: Callable[..., T], *arguments: Any) -> Future[T]:
         with self._lock:
             if self._pool_or_none is None:
                 self._pool_or_none = ThreadPoolExecutor(self.threads, thread_name_prefix="ckpt-s3")
-            return self._pool_or_none
+            pool = self._pool_or_none
+        try:
+            return pool.submit(function, *arguments)
+        except RuntimeError as failure:
+            # Python starts no thread once the main one has ended, though others still run.
+            error = StorageError(
+                f"not sent: {failure}; wait for saves before the program or the store ends",
+                url=self.url,
+                key=key,
+            )
+            error.settled = True
+            raise error from failure
 
     def _object(self, key: str) -> dict[str, str]:
         return {"Bucket": self._bucket, "Key": self._prefix + check_key(key)}
@@ -436,221 +511,75 @@ class S3ApiStore(Store):
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
-    def _translated(
-        self, key: str, action: str, *, gone: bool = False, conditional: bool = False
-    ) -> Iterator[None]:
-        """Turn the SDK's exceptions into ours.
+    def _writing(
+        self, key: str, action: str, operation: str, create: bool, *signals: type[Signal]
+    ) -> Iterator[dict[str, Any]]:
+        """`_translated` for a request that makes an object appear; yields the arguments of its condition."""
+        if not create:
+            with self._translated(key, action, *signals):
+                yield {}
+            return
+        conditional = (NotImplementedByServer, Conflict)
+        with (
+            self._translated(key, action, *signals, *conditional),
+            self._create_condition(operation) as extra,
+        ):
+            yield extra
 
-        `gone`: a lost upload is its own signal here. `conditional`: so is a refused condition.
+    @contextlib.contextmanager
+    def _translated(
+        self, key: str, action: str, *signals: type[Signal], harmless: bool = False
+    ) -> Iterator[None]:
+        """Turn the SDK's exceptions into ours, or into those `signals` that the caller acts upon.
+
+        `harmless`: whatever came of this request, no object appeared by it.
         """
         try:
             yield
         except CheckpointError:
             raise
         except Exception as error:
-            raise self._translate(error, key, action, gone, conditional) from error
+            raised = translate(error, action, url=self.url, key=key, bucket=self._bucket, signals=signals)
+            if isinstance(raised, Signal):
+                raise raised from error
+            raised.settled = raised.settled or harmless
+            shown = self._scrubbed(raised.message)
+            if shown != raised.message:  # then the cause would show it in a traceback
+                raised.args = (shown,)
+                raise raised from None
+            raise raised from error
 
-    def _translate(self, error: Exception, key: str, action: str, gone: bool, conditional: bool) -> Exception:
-        code, status, text = _facts(error)
-        where: dict[str, Any] = {"url": self.url, "key": key}
-        if gone and code in _UPLOAD_GONE:
-            return _UploadGone(text)
-        if conditional and (status == 501 or code in _UNSUPPORTED):
-            return _NotImplementedByServer(text)
-        if status == 416:
-            return _RangeRefused(text)
-        if status in (409, 412) and conditional:
-            return AlreadyExists(f"exists already ({code})", **where)
-        if code == "NoSuchBucket":
-            return NotFound(f"there is no bucket named {self._bucket!r}", **where)
-        text = f"cannot {action}: {text}"
-        if status == 404 or code in _NOT_FOUND:
-            return NotFound(text, **where)
-        if status in (401, 403) or code in _DENIED or type(error).__name__ in _CREDENTIAL_ERRORS:
-            return AccessDenied(f"{text}; check the credentials and their permissions", **where)
-        if status == 507 or code in _FULL:
-            return StorageFull(text, **where)
-        unavailable = status >= 500 or status == 429 or isinstance(error, OSError)
-        if unavailable or any(word in type(error).__name__ for word in _CONNECTION_WORDS):
-            return StorageUnavailable(text, **where)
-        return StorageError(text, **where)
-
-
-class _Signal(Exception):
-    """Raised and caught inside this module."""
-
-
-class _UploadGone(_Signal):
-    pass
-
-
-class _NotImplementedByServer(_Signal):
-    pass
-
-
-class _RangeRefused(_Signal):
-    pass
-
-
-class _PartReader:
-    """The buffers of a part as the readable, seekable body that boto3 asks for; nothing is copied.
-
-    `read` gives at least as much as is asked for where a buffer has it: the 16 KiB that the HTTP stack
-    asks for at a time would cost a system call each.
-    """
-
-    def __init__(self, buffers: Sequence[memoryview]) -> None:
-        self._buffers = [buffer for buffer in buffers if buffer.nbytes]
-        self._ends = list(itertools.accumulate(buffer.nbytes for buffer in self._buffers))
-        self._size = self._ends[-1] if self._ends else 0
-        self._position = 0
-
-    def __len__(self) -> int:
-        return self._size
-
-    def read(self, size: int | None = -1) -> memoryview | bytes:
-        if self._position >= self._size or size == 0:
-            return b""
-        index = bisect.bisect_right(self._ends, self._position)
-        buffer = self._buffers[index]
-        start = self._position - (self._ends[index] - buffer.nbytes)
-        piece = buffer[start : start + _SEND_SIZE_BYTES]
-        self._position += piece.nbytes
-        return piece
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self._position = offset + (0, self._position, self._size)[whence]
-        return self._position
-
-    def tell(self) -> int:
-        return self._position
-
-    def seekable(self) -> bool:
-        return True
-
-
-class _RawBody:
-    """A response body read straight into the destination.
-
-    boto3's StreamingBody and urllib3 read into fresh `bytes` and copy; the `http.client` response below
-    them fills our memory. Where that is out of reach, their own `read` serves.
-    """
-
-    def __init__(self, body: Any) -> None:
-        self._body = body
-        self._raw = getattr(body, "_raw_stream", None)
-        response = getattr(self._raw, "_fp", None)
-        self._response = response if isinstance(response, http.client.HTTPResponse) else None
-
-    def readinto(self, view: memoryview) -> int:
-        if self._response is not None:
-            return self._response.readinto(view)
-        data = self._body.read(view.nbytes)
-        view[: len(data)] = data
-        return len(data)
-
-    def close(self) -> None:
-        """Give the connection back for reuse if the reply was read to its end, else drop it."""
-        if self._raw is not None and self._response is not None and self._response.isclosed():
-            self._raw.release_conn()
-        else:
-            self._body.close()
-
-
-def _drain(body: _RawBody, buffers: Sequence[memoryview]) -> tuple[int, Exception | None]:
-    """Fill `buffers`; returns the number of bytes that came and what stopped them, if anything did."""
-    total = 0
-    try:
-        for buffer in buffers:
-            filled = 0
-            while filled < buffer.nbytes:
-                got = body.readinto(buffer[filled:] if filled else buffer)
-                if not got:
-                    return total, None
-                filled += got
-                total += got
-    except (OSError, http.client.HTTPException, ValueError) as error:
-        return total, error
-    except Exception as error:
-        if any(word in type(error).__name__ for word in _CONNECTION_WORDS):
-            return total, error
-        raise
-    return total, None
-
-
-def _after(buffers: Sequence[memoryview], nbytes: int) -> list[memoryview]:
-    for index, buffer in enumerate(buffers):
-        if nbytes < buffer.nbytes:
-            return [buffer[nbytes:], *buffers[index + 1 :]]
-        nbytes -= buffer.nbytes
-    return []
-
-
-def _facts(error: Exception) -> tuple[str, int, str]:
-    """Error code, HTTP status (0: none) and a text of an SDK's exception; servers leave out any of them."""
-    response = getattr(error, "response", None)
-    if not isinstance(response, dict):
-        return "", 0, f"{type(error).__name__}: {redact_url(str(error))}"
-    inner = response.get("Error") or {}
-    code = str(inner.get("Code") or "")
-    status = int((response.get("ResponseMetadata") or {}).get("HTTPStatusCode") or 0)
-    message = str(inner.get("Message") or "no message")
-    return code, status, f"{code or status or type(error).__name__}: {message}"
-
-
-def _base64(crc64nvme: int) -> str:
-    return base64.b64encode(crc64nvme.to_bytes(8, "big")).decode()
-
-
-def _composite_etag(parts: Sequence[Mapping[str, Any]]) -> str:
-    """What S3 calls an object made of these parts, or an empty string where their ETags are not MD5s."""
-    try:
-        digests = b"".join(bytes.fromhex(str(part["ETag"]).strip('"')) for part in parts)
-    except ValueError:
-        return ""
-    return f"{hashlib.md5(digests, usedforsecurity=False).hexdigest()}-{len(parts)}"
-
-
-def split_bucket_url(url: str) -> tuple[str, str]:
-    """Bucket and key prefix (empty, or ending in `/`) of `scheme://bucket/prefix`.
-
-    Raises:
-        ConfigurationError: there is no bucket, or the URL carries credentials.
-    """
-    scheme, _, rest = url.partition("://")
-    bucket, _, prefix = rest.partition("/")
-    if "@" in bucket:
-        raise ConfigurationError(
-            f"{redact_url(url)}: credentials belong into storage_options, not into the URL"
+    def _scrubbed(self, text: str) -> str:
+        """`text` without credentials: a server or an SDK may quote what it was given."""
+        given = [*self._options.items(), *self._options["client_kwargs"].items()]
+        given += [item for item in os.environ.items() if item[0].startswith(("AWS_", "IBM_", "COS_"))]
+        return scrub(
+            text, [value for name, value in given if isinstance(value, str) and _SECRET_NAMES.search(name)]
         )
-    if not bucket:
-        raise ConfigurationError(f"{url!r}: write {scheme}://bucket/prefix")
-    prefix = prefix.strip("/")
-    return bucket, f"{check_key(prefix)}/" if prefix else ""
 
 
-def client_settings(options: Mapping[str, Any], threads: int) -> dict[str, Any]:
-    """Arguments for the SDK's `Config` that both SDKs share."""
-    return {
-        "connect_timeout": options["connect_timeout_s"],
-        "read_timeout": options["read_timeout_s"],
-        "retries": {"mode": "standard", "total_max_attempts": options["max_attempts"]},
-        "max_pool_connections": threads + 4,
-        "tcp_keepalive": True,
-        "request_checksum_calculation": "when_required",
-        "response_checksum_validation": "when_required",
-        "s3": {"payload_signing_enabled": False},
-    }
+def _range_problem(reply: Mapping[str, Any], start: int, stop: int) -> CheckpointError | None:
+    """What keeps a reply from being bytes `[start, stop)` of the object; None when it is.
+
+    Judged by what the reply says about itself, not by its status: some servers answer 200 to a range, and
+    caches answer 206 with another one.
+    """
+    length = int(reply["ContentLength"])
+    said = content_range(reply)
+    if said is None:
+        if reply["ResponseMetadata"]["HTTPStatusCode"] == 206:
+            return StorageError("the server does not say which bytes it sent")
+        if length < stop:
+            return Truncated(f"ends at byte {length}")
+        # The object as a whole.
+        return None if (start, stop) == (0, length) else StorageError("the server ignores byte ranges")
+    if said == (start, stop) and length == stop - start:
+        return None
+    if said[0] == start and said[1] < stop and length == said[1] - start:
+        return Truncated(f"ends at byte {said[1]}")
+    return StorageError(f"the server sent bytes {said[0]}-{said[1]} ({length} in all) instead")
 
 
-def _checked(options: Mapping[str, Any]) -> bool:
-    """Whether checksums are sent, once the options shared by both SDKs are found to be sane."""
-    endpoint = options.get("endpoint_url")
-    if endpoint is not None and redact_url(endpoint) != endpoint:
-        raise ConfigurationError("endpoint_url must be a plain URL; credentials have options of their own")
-    for name in ("part_size_bytes", "max_attempts", "connect_timeout_s", "read_timeout_s"):
-        if not options[name] > 0:
-            raise ConfigurationError(f"{name} must be positive, not {options[name]}")
-    if options["checksum"] not in ("crc64nvme", "none"):
-        raise ConfigurationError(f"checksum must be 'crc64nvme' or 'none', not {options['checksum']!r}")
-    return bool(options["checksum"] == "crc64nvme")
+def _stat(key: str, found: Mapping[str, Any], size: Any) -> ObjectStat:
+    modified = found.get("LastModified")
+    return ObjectStat(key, int(size), etag_of(found), modified.timestamp() if modified else None)

@@ -84,6 +84,9 @@ class _Shared(NamedTuple):
     metadata: bytes
 
 
+_SHARED = msgspec.msgpack.Decoder(_Shared)  # made once, before there are threads
+
+
 class Checkpoint:
     """What stands at a place: a committed checkpoint of ours (`commit` is set), or one of stock PyTorch.
 
@@ -105,6 +108,15 @@ class Checkpoint:
         self._files: dict[str, StoredFile] = {}
         self._items: dict[tuple[str, int], ItemRecord] = {}
 
+    @property
+    def identity(self) -> str:
+        """What tells this checkpoint from another one at the same place, on every rank alike."""
+        if self.commit is not None:
+            return self.commit.id
+        if self._shared.metadata_key != STOCK_METADATA_KEY:
+            return "one rank's part"
+        return f"{crc64nvme(self._shared.metadata):016x}"
+
     def share(self) -> bytes:
         """Everything another rank needs to hold the same checkpoint without reading it from storage."""
         return zlib.compress(msgspec.msgpack.encode(self._shared), 1)
@@ -112,7 +124,7 @@ class Checkpoint:
     @staticmethod
     def adopt(store: Store, settings: ReadSettings, shared: bytes) -> Checkpoint:
         """The checkpoint that `share` described on another rank."""
-        found = msgspec.msgpack.decode(zlib.decompress(shared), type=_Shared)
+        found = _SHARED.decode(zlib.decompress(shared))
         return Checkpoint(store, settings, found.commit or None, found.metadata_key, found.metadata)
 
     def when_visible(self, read: Callable[[], T]) -> T:
@@ -150,8 +162,15 @@ class Checkpoint:
 
         Raises:
             Truncated: the file ends before the item does.
+            FormatError: the manifest knows no such file.
         """
-        file = self._files[info.relative_path]
+        file = self._files.get(info.relative_path)
+        if file is None:
+            raise FormatError(
+                "the metadata name this file, but the rank's manifest does not list it",
+                url=self._store.url,
+                key=info.relative_path,
+            )
         stop = info.offset + info.length
         if stop > file.size_bytes:
             raise Truncated(
@@ -242,9 +261,7 @@ def open_checkpoint(store: Store, settings: ReadSettings) -> Checkpoint:
 def open_rank_local(store: Store, settings: ReadSettings, rank: int) -> Checkpoint:
     """One rank's part of a stock checkpoint that was saved with `use_collectives=False`."""
     key = f"__{rank}{STOCK_METADATA_KEY}"
-    return Checkpoint(
-        store, settings, None, key, bytes(read_bytes(store, key, max_bytes=_MAX_METADATA_BYTES))
-    )
+    return Checkpoint(store, settings, None, key, _read_replaceable(store, key))
 
 
 def is_rank_local(store: Store) -> bool:
@@ -255,16 +272,36 @@ def is_rank_local(store: Store) -> bool:
 def _open_foreign(store: Store, settings: ReadSettings) -> Checkpoint:
     key = STOCK_METADATA_KEY
     if is_foreign(store):
-        return Checkpoint(
-            store, settings, None, key, bytes(read_bytes(store, key, max_bytes=_MAX_METADATA_BYTES))
-        )
-    if next(iter(store.list()), None) is None:
+        found = Checkpoint(store, settings, None, key, _read_replaceable(store, key))
+        # A tool may have cut off the seal, but the names of the files are ours.
+        if not any(_is_ours(info) for info in found.metadata.storage_data.values()):
+            return found
+    elif next(iter(store.list()), None) is None:
         raise NotFound("there is nothing here", url=store.url)
     raise NotCommitted(
         "no checkpoint is committed here: there are objects, but no commit.json; "
         "the save did not finish, or the copy is not complete",
         url=store.url,
     )
+
+
+def _is_ours(info: _StorageInfo) -> bool:
+    return _DATA_FILE.fullmatch(info.relative_path) is not None
+
+
+def _read_replaceable(store: Store, key: str) -> bytes:
+    """An object without a checksum that may be replaced at any time: all of one version, never half of two."""
+    for attempt in range(1, _OPEN_ATTEMPTS + 1):
+        before = store.stat(key)
+        try:
+            data = bytes(read_bytes(store, key, max_bytes=_MAX_METADATA_BYTES))
+        except Truncated:
+            if attempt == _OPEN_ATTEMPTS:
+                raise
+            continue
+        if store.stat(key) == before:
+            return data
+    raise IntegrityError("it changes while it is read", url=store.url, key=key)
 
 
 def _await_commit(store: Store, settings: ReadSettings) -> bytes | None:

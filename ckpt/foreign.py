@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ckpt.archive import check_archive, is_stored_as_it_is
 from ckpt.pieces import StoredTensor
 
 __all__ = ["locate_payload"]
@@ -31,6 +32,11 @@ def locate_payload(read_at: ReadAt, item_offset: int, item_bytes: int) -> Stored
     """
     window = _ItemWindow(read_at, item_bytes)
     try:
+        reader = check_archive(window, item_bytes)
+        storages = [name for name in reader.get_all_records() if name.startswith("data/")]
+        if not all(is_stored_as_it_is(reader, window, name) for name in storages):
+            return None
+        window.seek(0)
         with FakeTensorMode():
             found = torch.load(window, weights_only=True)  # type: ignore[arg-type]
             offset = (

@@ -2,52 +2,56 @@
 
 from __future__ import annotations
 
+import array
 import io
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+import math
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo, _StorageReaderTransforms
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
+from ckpt.archive import MemoryFile
 from ckpt.backends.base import Store
 from ckpt.checkpoint import Checkpoint
-from ckpt.errors import FormatError
+from ckpt.coverage import Box, check_coverage, filled_boxes
+from ckpt.errors import CheckpointError, FormatError, Truncated
 from ckpt.fetch import Fetcher, StoredFile
 from ckpt.foreign import locate_payload
 from ckpt.objects import load_tensor_item, safe_object
-from ckpt.pieces import MemorySink, NoSink, Piece, StoredTensor, region_pieces
+from ckpt.pieces import NoSink, Piece, StoredTensor, region_pieces
+from ckpt.tensors import plain
+from ckpt.transforms import untransformed
+from ckpt.windows import Window
 
 __all__ = ["Loader"]
 
-_WINDOW_BYTES = 4 << 30
-"""Reads are planned for this much at a time, so that a planner that allocates per item stays bounded."""
-
-_WHOLE_WINDOW_BYTES = 64 << 20
 _SMALL_ITEM_BYTES = 1 << 20
 """A foreign item smaller than this is read whole: one request less than finding its payload."""
 
+_MAX_EXPANDED_BYTES = 256 << 20
+_MAX_EXPANSION = 16
+_FRAME_BYTES = 1 << 20
+"""More than `torch.save` puts around a tensor."""
 
-@dataclass
-class _Window:
-    """Items that are read together: their pieces by file, and what to do once all have arrived."""
 
-    pieces: dict[StoredFile, list[Piece]] = field(default_factory=lambda: defaultdict(list))
-    then: list[Callable[[], None]] = field(default_factory=list)
-    whole_bytes: int = 0
-    tensor_bytes: int = 0
+@dataclass(frozen=True)
+class _Target:
+    """Where a tensor item goes.
 
-    def read_whole(self, file: StoredFile, info: _StorageInfo, then: Callable[[bytearray], None]) -> None:
-        data = bytearray(info.length)
-        self.pieces[file].append(
-            Piece(info.offset, info.offset + info.length, MemorySink(memoryview(data), data))
-        )
-        self.then.append(lambda: then(data))
-        self.whole_bytes += info.length
+    Attributes:
+        given: what the planner gave, and gets back.
+        memory: the same as a plain tensor that can be read into; None if `given` has no memory of its own.
+        owner: targets of one owner share no element; None if that is not known.
+    """
+
+    given: torch.Tensor
+    memory: torch.Tensor | None
+    owner: Hashable
 
 
 class Loader:
@@ -71,10 +75,13 @@ class Loader:
         self._fetcher, self._threads = fetcher, threads
         self._trusted_objects = trusted_objects
         self._located: dict[tuple[str, int], StoredTensor | None] = {}
-        self._chunks: dict[str, dict[torch.Size | None, torch.Size]] = {}
+        self._chunks: dict[str, dict[bytes, torch.Size]] = {}
+        self._filled: Mapping[MetadataIndex, Box | None] = {}
 
     def run(self, items: Sequence[ReadItem]) -> None:
         """Read everything that `items` ask for and hand it to the planner."""
+        self._filled = filled_boxes(items)
+        check_coverage(self._planner, self._checkpoint.metadata, self._filled, url=self._store.url)
         infos = [self._info(item.storage_index) for item in items]
         self._checkpoint.prepare(infos, self._threads)
         if self._checkpoint.commit is None:
@@ -86,40 +93,57 @@ class Loader:
             for then in window.then:
                 then()
 
-    def _windows(self, todo: Sequence[tuple[ReadItem, _StorageInfo]]) -> Iterator[_Window]:
-        window = _Window()
+    def _windows(self, todo: Sequence[tuple[ReadItem, _StorageInfo]]) -> Iterator[Window]:
+        window = Window()
         for item, info in todo:
-            self._add(window, item, info)
-            if window.whole_bytes > _WHOLE_WINDOW_BYTES or window.tensor_bytes > _WINDOW_BYTES:
+            target = None if item.type == LoadItemType.BYTE_IO else self._target(item)
+            if window.is_full or not _has_room(window, target):
                 yield window
-                window = _Window()
+                window = Window()
+                _has_room(window, target)
+            self._add(window, item, info, target)
         yield window
 
-    def _add(self, window: _Window, item: ReadItem, info: _StorageInfo) -> None:
+    def _target(self, item: ReadItem) -> _Target:
+        given = self._planner.resolve_tensor(item)
+        if given.size() != item.lengths:
+            raise FormatError(
+                f"{item.dest_index.fqn!r} wants {tuple(given.size())} where {tuple(item.lengths)} are stored"
+            )
+        try:
+            memory = plain(given)
+        except ValueError as error:
+            raise CheckpointError(f"{item.dest_index.fqn!r} cannot be loaded into: {error}") from error
+        if memory is not None:
+            given = given.detach()  # as stock does; a sparse tensor would not see what its alias gets
+        if memory is None or self._filled[item.dest_index] is None:
+            return _Target(given, memory, None)
+        # Boxes of one array that do not overlap: all steps have its strides and lead back to its first element.
+        steps = zip(item.dest_offsets, memory.stride(), strict=True)
+        skipped = sum(offset * stride for offset, stride in steps) * memory.element_size()
+        return _Target(given, memory, (item.dest_index, memory.data_ptr() - skipped, memory.stride()))
+
+    def _add(self, window: Window, item: ReadItem, info: _StorageInfo, target: _Target | None) -> None:
         file = self._checkpoint.file(info)
-        if item.type == LoadItemType.BYTE_IO:
+        if target is None:
             self._read_whole(window, file, info, lambda data: self._load_object(item, info, data))
             return
-        target = self._planner.resolve_tensor(item).detach()
-        if target.size() != item.lengths:
-            raise FormatError(
-                f"{item.dest_index.fqn!r} wants {tuple(target.size())} where {tuple(item.lengths)} are stored"
-            )
         stored = self._stored_tensor(item.storage_index, info)
         if stored is None:
             self._read_whole(window, file, info, lambda data: self._load_tensor(item, info, data, target))
             return
+        memory = target.memory if target.memory is not None else window.scratch(target.given, stored.dtype)
         try:
-            window.pieces[file] += region_pieces(stored, item.storage_offsets, item.lengths, target)
+            window.pieces[file] += region_pieces(stored, item.storage_offsets, item.lengths, memory)
         except ValueError as error:
             raise FormatError(f"{item.storage_index.fqn!r}: {error}", key=info.relative_path) from error
         if file.block_crcs is not None and item.lengths == self._chunk(item.storage_index)[0]:
             window.pieces[file] += _frame_pieces(info, stored, file.block_size_bytes)
-        window.tensor_bytes += target.numel() * stored.dtype.itemsize
-        window.then.append(lambda: self._planner.commit_tensor(item, target))
+        window.tensor_bytes += target.given.numel() * stored.dtype.itemsize
+        window.then.append(lambda: self._planner.commit_tensor(item, target.given))
 
     def _read_whole(
-        self, window: _Window, file: StoredFile, info: _StorageInfo, then: Callable[[bytearray], None]
+        self, window: Window, file: StoredFile, info: _StorageInfo, then: Callable[[bytearray], None]
     ) -> None:
         if info.length > _SMALL_ITEM_BYTES:
             # Before memory is set aside for it: the records say it is that long, does the store?
@@ -128,46 +152,65 @@ class Loader:
 
     def _check_length(self, info: _StorageInfo) -> None:
         found = self._store.stat(info.relative_path).size_bytes
-        if found < info.offset + info.length:
-            raise FormatError(
+        stop = info.offset + info.length
+        if found < stop:
+            raise Truncated(
                 f"holds {found} bytes, fewer than its records say",
                 url=self._store.url,
                 key=info.relative_path,
+                start=info.offset,
+                stop=stop,
             )
 
     # -- what is read whole ----------------------------------------------------------------------------
 
     def _load_object(self, item: ReadItem, info: _StorageInfo, data: bytearray) -> None:
         fqn = item.dest_index.fqn
-        plain: io.BytesIO = io.BytesIO(self._untransformed(item, info, data))
-        if not any(fnmatchcase(fqn, pattern) for pattern in self._trusted_objects):
-            plain = safe_object(plain.getbuffer(), fqn=fqn, url=self._store.url, key=info.relative_path)
-        self._planner.load_bytes(item, plain)
+        max_bytes = max(_MAX_EXPANDED_BYTES, _MAX_EXPANSION * info.length)
+        data = self._untransformed(item, info, data, max_bytes)
+        if any(fnmatchcase(fqn, pattern) for pattern in self._trusted_objects):
+            self._planner.load_bytes(item, io.BytesIO(data))
+            return
+        safe = safe_object(MemoryFile(data), fqn=fqn, url=self._store.url, key=info.relative_path)
+        self._planner.load_bytes(item, safe)
 
-    def _load_tensor(self, item: ReadItem, info: _StorageInfo, data: bytearray, target: torch.Tensor) -> None:
-        fqn = item.storage_index.fqn
-        plain = self._untransformed(item, info, data)
-        tensor = load_tensor_item(plain, fqn=fqn, url=self._store.url, key=info.relative_path)
-        for dimension, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-            tensor = tensor.narrow(dimension, offset, length)
-        if tensor.size() != target.size():
+    def _load_tensor(self, item: ReadItem, info: _StorageInfo, data: bytearray, target: _Target) -> None:
+        fqn, (shape, dtype) = item.storage_index.fqn, self._chunk(item.storage_index)
+        max_bytes = max(math.prod(shape) * dtype.itemsize, info.length) + _FRAME_BYTES
+        plain_data = MemoryFile(self._untransformed(item, info, data, max_bytes))
+        tensor = load_tensor_item(plain_data, fqn=fqn, url=self._store.url, key=info.relative_path)
+        if tensor.size() != shape:
             raise FormatError(
-                f"{fqn!r} is {tuple(tensor.size())} where {tuple(target.size())} was expected",
+                f"{fqn!r} is {tuple(tensor.size())} where the metadata say {tuple(shape)}",
                 url=self._store.url,
                 key=info.relative_path,
             )
-        target.copy_(tensor)
-        self._planner.commit_tensor(item, target)
+        try:
+            for dimension, (offset, length) in enumerate(
+                zip(item.storage_offsets, item.lengths, strict=True)
+            ):
+                # Not all layouts can be narrowed, even to all they have.
+                if (offset, length) != (0, tensor.size(dimension)):
+                    tensor = tensor.narrow(dimension, offset, length)
+        except (IndexError, RuntimeError, ValueError) as error:
+            raise FormatError(f"{fqn!r}: {error}", url=self._store.url, key=info.relative_path) from error
+        with torch.no_grad():
+            target.given.copy_(tensor)
+        self._planner.commit_tensor(item, target.given)
 
-    @staticmethod
-    def _untransformed(item: ReadItem, info: _StorageInfo, data: bytearray) -> bytes | bytearray:
-        """The item as it was before stock's stream extensions (compression) were applied."""
+    def _untransformed(
+        self, item: ReadItem, info: _StorageInfo, data: bytearray, max_bytes: int
+    ) -> bytearray:
         if not info.transform_descriptors:
             return data
-        stream = _StorageReaderTransforms().transform_load_stream(
-            item, info.transform_descriptors, io.BytesIO(data)
+        return untransformed(
+            data,
+            info.transform_descriptors,
+            max_bytes=max_bytes,
+            fqn=item.storage_index.fqn,
+            url=self._store.url,
+            key=info.relative_path,
         )
-        return stream.read(-1)
 
     # -- where tensors lie -----------------------------------------------------------------------------
 
@@ -201,8 +244,8 @@ class Loader:
         if not isinstance(found, TensorStorageMetadata):
             raise FormatError(f"{index.fqn!r} is not a tensor in this checkpoint", url=self._store.url)
         if index.fqn not in self._chunks:
-            self._chunks[index.fqn] = {chunk.offsets: chunk.sizes for chunk in found.chunks}
-        shape = self._chunks[index.fqn].get(index.offset)
+            self._chunks[index.fqn] = {_packed(chunk.offsets): chunk.sizes for chunk in found.chunks}
+        shape = self._chunks[index.fqn].get(_packed(index.offset or ()))
         if shape is None:
             raise FormatError(f"{index.fqn!r} has no chunk at {index.offset}", url=self._store.url)
         return shape, found.properties.dtype
@@ -232,6 +275,16 @@ class Loader:
             return locate_payload(read_at, info.offset, info.length)
 
         self._located = dict(zip(wanted, self._threads.map(locate, wanted.values()), strict=True))
+
+
+def _packed(offsets: Sequence[int]) -> bytes:
+    """As a dict key: the hashes of numbers are no secret, and who knows them can make a dict slow."""
+    return array.array("q", offsets).tobytes()
+
+
+def _has_room(window: Window, target: _Target | None) -> bool:
+    """Take the target's memory into the window, or return False if another item of it fills the same memory."""
+    return target is None or target.memory is None or window.memory.add(target.memory, target.owner)
 
 
 def _frame_pieces(info: _StorageInfo, stored: StoredTensor, block_bytes: int) -> Iterator[Piece]:

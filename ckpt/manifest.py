@@ -5,7 +5,7 @@ from __future__ import annotations
 import array
 import sys
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -35,7 +35,7 @@ __all__ = [
 FORMAT_NAME = "ckpt-storage"
 FORMAT_VERSION = 2
 
-_MIN_BLOCK_BYTES, _MAX_BLOCK_BYTES = 1 << 16, 1 << 26
+_MIN_BLOCK_BYTES, _MAX_BLOCK_BYTES = 1 << 16, 1 << 24
 
 
 class ObjectRef(msgspec.Struct, frozen=True, kw_only=True):
@@ -134,6 +134,13 @@ class _Header(msgspec.Struct):
 
 Record = TypeVar("Record", CommitRecord, RankManifest)
 
+# Made here and not by the first that need them: two threads that make msgspec look at one class at the same
+# time can crash the process.
+_HEADER = msgspec.json.Decoder(_Header)
+_DECODERS: dict[type, msgspec.json.Decoder[Any]] = {
+    kind: msgspec.json.Decoder(kind) for kind in (CommitRecord, RankManifest)
+}
+
 
 def rank_directory(rank: int) -> str:
     return f"rank-{rank:05d}"
@@ -193,7 +200,7 @@ def decode_manifest(data: bytes | bytearray, *, url: str, key: str) -> RankManif
 def _decode(kind: type[Record], data: bytes | bytearray, url: str, key: str) -> Record:
     body = unseal_json(data, url=url, key=key)
     try:
-        header = msgspec.json.decode(body, type=_Header)
+        header = _HEADER.decode(body)
         _require(header.format == FORMAT_NAME, f"another format ({header.format[:40]!r})", url, key)
         if header.version > FORMAT_VERSION:
             raise FormatError(
@@ -201,7 +208,8 @@ def _decode(kind: type[Record], data: bytes | bytearray, url: str, key: str) -> 
                 url=url,
                 key=key,
             )
-        return msgspec.json.decode(body, type=kind)
+        found: Record = _DECODERS[kind].decode(body)
+        return found
     except (msgspec.DecodeError, RecursionError) as error:
         raise FormatError(f"not a valid record: {error}", url=url, key=key) from error
 

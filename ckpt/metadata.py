@@ -1,18 +1,11 @@
 """DCP's `Metadata` to and from bytes, without ever running what a pickle says.
 
-Stock PyTorch stores its metadata as a pickle, and so must we for its readers. Unpickling runs code of the
-pickle's choice; here it cannot:
-
-1. the opcodes are scanned first: only those that plain data need, and no memo index that would make the
-   unpickler allocate at will;
-2. every class and function the pickle names resolves to an inert stand-in that is made for this one call,
-   or the load is refused;
-3. the stand-ins are turned into DCP's classes field by field, each checked.
+Stock PyTorch stores its metadata as a pickle, and so must we for its readers. It is read into inert stand-ins,
+which are then turned into DCP's classes field by field, each checked.
 """
 
 from __future__ import annotations
 
-import io
 import pickle
 from collections import OrderedDict
 from typing import Any
@@ -31,10 +24,16 @@ from torch.distributed.checkpoint.metadata import (
 
 from ckpt.collector import no_gc
 from ckpt.errors import ConfigurationError, FormatError, UnsafeContent
+from ckpt.inert import StandIn, load_inert
 
 __all__ = ["decode_metadata", "encode_metadata"]
 
 _MAX_PLAIN_NODES = 50_000_000
+_MAX_PATH_PARTS = 128
+_MAX_PADDING = 16
+
+
+_LAYOUTS = {str(layout): layout for layout in vars(torch).values() if isinstance(layout, torch.layout)}
 
 
 def encode_metadata(metadata: Metadata) -> bytes:
@@ -70,8 +69,7 @@ def decode_metadata(data: bytes | bytearray | memoryview, *, url: str, key: str)
     """
     try:
         with no_gc():
-            _scan_opcodes(memoryview(data))
-            return _metadata(_InertUnpickler(io.BytesIO(data)).load())
+            return _metadata(load_inert(bytes(data), _CLASSES))
     except UnsafeContent as error:
         raise UnsafeContent(f"refused: {error.message}", url=url, key=key) from None
     except Exception as error:
@@ -79,88 +77,14 @@ def decode_metadata(data: bytes | bytearray | memoryview, *, url: str, key: str)
         raise FormatError(text[:500], url=url, key=key) from error
 
 
-# -- the opcodes ---------------------------------------------------------------------------------------
-
-_ARGUMENT_BYTES: dict[int, int] = {
-    **dict.fromkeys(b"(.012NRabde}l]st)u\x81\x85\x86\x87\x88\x89\x8f\x90\x91\x93\x94", 0),
-    **dict.fromkeys(b"Khq\x80", 1),
-    **dict.fromkeys(b"M", 2),
-    **dict.fromkeys(b"Jjr", 4),
-    **dict.fromkeys(b"G\x95", 8),
-}
-_COUNT_BYTES: dict[int, int] = {**dict.fromkeys(b"\x8cCU\x8a", 1), **dict.fromkeys(b"XBT", 4)}
-_STOP, _LONG_BINPUT = b".r"
-
-
-def _scan_opcodes(data: memoryview) -> None:
-    """Walk over the opcodes without carrying any out.
-
-    `LONG_BINPUT 2**31` would make the C unpickler allocate 32 GiB, and `BYTEARRAY8` any amount.
-    """
-    position, end = 0, data.nbytes
-    while position < end:
-        opcode = data[position]
-        position += 1
-        size = _ARGUMENT_BYTES.get(opcode)
-        if size is None:
-            width = _COUNT_BYTES.get(opcode)
-            if width is None:
-                raise UnsafeContent(f"a pickle with opcode {opcode:#04x}, which metadata never need")
-            size = width + int.from_bytes(data[position : position + width], "little")
-        elif opcode == _STOP:
-            return
-        elif opcode == _LONG_BINPUT and int.from_bytes(data[position : position + 4], "little") > end:
-            raise UnsafeContent("a pickle whose memo would not fit into memory")
-        position += size
-    raise FormatError("the pickle has no end")
-
-
-# -- stand-ins -----------------------------------------------------------------------------------------
-
-
-class _InertUnpickler(pickle.Unpickler):
-    """Resolves DCP's names to stand-ins of its own, so that a pickle cannot touch the real classes."""
-
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file)
-        self._known: dict[tuple[str, str], Any] = {
-            ("torch", "Size"): tuple,
-            ("torch.serialization", "_get_layout"): str,
-            ("collections", "OrderedDict"): OrderedDict,
-        }
-        for module, names in _STAND_INS.items():
-            for name in names:
-                self._known[module, name] = type(name, (_StandIn,), {"__slots__": ("state",)})
-        for module in ("pathlib", "pathlib._local"):
-            for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"):
-                self._known[module, name] = lambda *parts: "/".join(parts)
-        self._known[_METADATA, "_MEM_FORMAT_ENCODING"] = lambda value: value
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in self._known:
-            return self._known[module, name]
-        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
-            return dtype
-        raise UnsafeContent(f"a pickle that asks for {module[:80]}.{name[:80]}")
-
-
-class _StandIn:
-    """An object of a pickle: its class's name, and the state it was given."""
-
-    __slots__ = ()
-    state: Any
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-
-_METADATA = "torch.distributed.checkpoint.metadata"
-_STAND_INS = {
-    _METADATA: (
+_CLASSES = {
+    "torch.distributed.checkpoint.metadata": (
         "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata",
         "ChunkStorageMetadata", "TensorProperties",
     ),
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    # Where older versions of torch had it.
+    "torch.distributed._shard.sharded_tensor.metadata": ("TensorProperties",),
 }  # fmt: skip
 
 
@@ -172,11 +96,12 @@ def _metadata(found: Any) -> Metadata:
     tensors = _checked(state["state_dict_metadata"], dict)
     planner_data = state.get("planner_data")
     _check_plain(planner_data)
+    _check_paths(planner_data)
     storage = state.get("storage_data")
     return Metadata(
         state_dict_metadata={_checked(fqn, str): _storage_type(value) for fqn, value in tensors.items()},
         planner_data=planner_data,
-        storage_data={_index(k): _storage_info(v) for k, v in _checked(storage, dict).items()},
+        storage_data=_storage(_checked(storage, dict)),
         storage_meta=_storage_meta(state.get("storage_meta")),
         version=_optional(state.get("version"), str),
     )
@@ -202,9 +127,9 @@ def _chunk(found: Any, dimensions: int) -> ChunkStorageMetadata:
 def _properties(found: Any) -> TensorProperties:
     # The other fields are deprecated and play no part in loading.
     dtype, layout, requires_grad = _state(found, "TensorProperties", tuple)[:3]
-    if layout != "torch.strided":
+    if layout not in _LAYOUTS:
         raise ValueError(f"a tensor of layout {str(layout)[:40]}")
-    return TensorProperties(dtype=_checked(dtype, torch.dtype), requires_grad=bool(requires_grad))
+    return TensorProperties(_checked(dtype, torch.dtype), _LAYOUTS[layout], requires_grad is True)
 
 
 def _index(found: Any) -> MetadataIndex:
@@ -215,6 +140,14 @@ def _index(found: Any) -> MetadataIndex:
         None if offset is None else _size(offset),
         _optional(state.get("index"), int),
     )
+
+
+def _storage(found: dict[Any, Any]) -> dict[MetadataIndex, _StorageInfo]:
+    items = [(_index(key), _storage_info(value)) for key, value in found.items()]
+    # The hash of an offset is no secret: looking at it first keeps a dict of equal ones from being built.
+    if len({hash(index) for index, _ in items}) != len(items):
+        raise ValueError("an item that is listed twice")
+    return dict(items)
 
 
 def _storage_info(found: Any) -> _StorageInfo:
@@ -240,7 +173,7 @@ def _storage_meta(found: Any) -> StorageMeta | None:
 
 
 def _state(found: Any, name: str, kind: type = dict) -> Any:
-    if not isinstance(found, _StandIn) or type(found).__name__ != name:
+    if not isinstance(found, StandIn) or type(found).__name__ != name:
         raise ValueError(f"{type(found).__name__[:40]} in place of {name}")
     return _checked(found.state, kind)
 
@@ -285,3 +218,27 @@ def _check_plain(value: Any) -> None:
         todo.extend(found)
         if isinstance(found, dict):
             todo.extend(found.values())
+
+
+def _check_paths(planner_data: Any) -> None:
+    """Raise ValueError where DCP's planner would build lists or nests much larger than what is stored.
+
+    It rebuilds a nested state from paths like `("layers", 3, "weight")`, and pads a list up to the index.
+    """
+    if not isinstance(planner_data, dict):
+        return
+    # By the path to the list, as a text: the hashes of tuples can be chosen, and their nesting has no end.
+    longest: dict[str, int] = {}
+    for path in planner_data.values():
+        if not isinstance(path, tuple):
+            continue
+        if len(path) > _MAX_PATH_PARTS:
+            raise ValueError(f"a path of {len(path)} parts")
+        if any(type(part) not in (str, int) for part in path):
+            continue
+        for depth, part in enumerate(path):
+            if type(part) is int:
+                place = repr(path[:depth])
+                longest[place] = max(longest.get(place, 0), part + 1)
+    if sum(longest.values()) > _MAX_PADDING * len(planner_data) + 1024:
+        raise ValueError("paths into lists far longer than their entries")

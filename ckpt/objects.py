@@ -1,21 +1,24 @@
-"""Pickled objects from a checkpoint, made harmless before anybody unpickles them."""
+"""What is stored by `torch.save`: checked, then loaded without running anything of it."""
 
 from __future__ import annotations
 
 import io
 import pickle
+from typing import Any
 
 import torch
 
+from ckpt.archive import MemoryFile, check_archive
 from ckpt.errors import FormatError, UnsafeContent
-
-Buffer = bytes | bytearray | memoryview
 
 __all__ = ["load_tensor_item", "safe_object"]
 
+_MAX_GROWTH = 4
+_SLACK_BYTES = 1 << 20
 
-def safe_object(data: Buffer, *, fqn: str, url: str, key: str) -> io.BytesIO:
-    """A pickle that a load planner may unpickle freely, of the same object as `data`.
+
+def safe_object(file: MemoryFile, *, fqn: str, url: str, key: str) -> io.BytesIO:
+    """A pickle that a load planner may unpickle freely, of the same object as `file`.
 
     DCP's own load planner unpickles with `weights_only=False`. So the object is loaded here with
     `weights_only=True`, and what the planner gets is our pickle of the result, not the stored bytes: no
@@ -23,47 +26,65 @@ def safe_object(data: Buffer, *, fqn: str, url: str, key: str) -> io.BytesIO:
 
     Raises:
         UnsafeContent: loading it needs more than torch's safe types.
-        FormatError: it is not something that torch saved.
+        FormatError: it is not something that torch saved, or far larger than what is stored of it.
     """
+    advice = (
+        f"; if you trust who wrote this checkpoint, pass trusted_objects=[{fqn!r}] to CheckpointReader or "
+        "ckpt.load, or declare its class with torch.serialization.add_safe_globals"
+    )
+    value = _load(file, fqn, url, key, "is a pickled object that could run code", advice)
+    safe = _Bounded(_MAX_GROWTH * file.nbytes + _SLACK_BYTES)
     try:
-        value = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise UnsafeContent(
-            f"{fqn!r} is a pickled object that could run code ({_reason(error)}); if you trust who wrote this "
-            f"checkpoint, pass trusted_objects=[{fqn!r}] to CheckpointReader or ckpt.load, "
-            "or declare its class with torch.serialization.add_safe_globals",
-            url=url,
-            key=key,
-        ) from None
+        torch.save(value, safe)
     except Exception as error:
-        raise FormatError(
-            f"{fqn!r} cannot be read: {type(error).__name__}: {error}", url=url, key=key
-        ) from error
-    safe = io.BytesIO()
-    torch.save(value, safe)
+        raise _unreadable(safe.failure or error, fqn, url, key) from error
     safe.seek(0)
     return safe
 
 
-def load_tensor_item(data: Buffer, *, fqn: str, url: str, key: str) -> torch.Tensor:
+def load_tensor_item(file: MemoryFile, *, fqn: str, url: str, key: str) -> torch.Tensor:
     """The tensor in a `torch.save` item that is read as a whole.
 
     Raises:
         UnsafeContent, FormatError: as above, or it is no tensor.
     """
-    try:
-        value = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise UnsafeContent(
-            f"{fqn!r} is not a tensor of torch's safe types ({_reason(error)})", url=url, key=key
-        ) from None
-    except Exception as error:
-        raise FormatError(
-            f"{fqn!r} cannot be read: {type(error).__name__}: {error}", url=url, key=key
-        ) from error
+    value = _load(file, fqn, url, key, "is not a tensor of torch's safe types", "")
     if not isinstance(value, torch.Tensor):
         raise FormatError(f"{fqn!r} is a {type(value).__name__} in place of a tensor", url=url, key=key)
     return value
+
+
+def _load(file: MemoryFile, fqn: str, url: str, key: str, unsafe: str, advice: str) -> Any:
+    try:
+        check_archive(file, file.nbytes)
+        file.seek(0)
+        return torch.load(file, map_location="cpu", weights_only=True)  # type: ignore[arg-type]
+    except pickle.UnpicklingError as error:
+        raise UnsafeContent(f"{fqn!r} {unsafe} ({_reason(error)}){advice}", url=url, key=key) from None
+    except (UnsafeContent, FormatError) as error:
+        raise type(error)(f"{fqn!r} is {error.message}", url=url, key=key) from None
+    except Exception as error:
+        raise _unreadable(error, fqn, url, key) from error
+
+
+def _unreadable(error: Exception, fqn: str, url: str, key: str) -> FormatError:
+    text = f"{fqn!r} cannot be read: {type(error).__name__}: {error}"
+    return FormatError(text.split("\n")[0][:500], url=url, key=key)
+
+
+class _Bounded(io.BytesIO):
+    """Takes no more than `max_bytes`: a few bytes can ask for a tensor of any size that nobody ever filled."""
+
+    def __init__(self, max_bytes: int) -> None:
+        super().__init__()
+        self._max_bytes = max_bytes
+        self.failure: Exception | None = None
+
+    def write(self, data: Any) -> int:
+        if self.tell() + memoryview(data).nbytes > self._max_bytes:
+            self.failure = ValueError(f"it takes more than {self._max_bytes} bytes, far more than are stored")
+            raise self.failure
+        return super().write(data)
 
 
 def _reason(error: Exception) -> str:

@@ -151,9 +151,8 @@ def region_pieces(
     # Dimensions of one element place nothing; the others go from the farthest step to the nearest, so that
     # also a tensor stored column by column is read as rows.
     order = sorted((d for d, n in enumerate(lengths) if n > 1), key=lambda d: -stored.strides[d])
-    view = target.detach().as_strided(
-        [target.shape[d] for d in order], [target.stride(d) for d in order], target.storage_offset()
-    )
+    single = [d for d, n in enumerate(lengths) if n == 1]
+    view = target.detach().permute([*order, *single])[(...,) + (0,) * len(single)]
     start = stored.first_byte + first * stored.dtype.itemsize
     yield from _box_pieces(start, stored.dtype, [stored.strides[d] for d in order], view)
 

@@ -7,6 +7,7 @@ can be checked. It never runs code from a checkpoint unless told to.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import uuid
 from collections.abc import Collection, Iterator, Mapping
@@ -14,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
@@ -28,7 +30,8 @@ from ckpt.checkpoint import (
     open_checkpoint,
     open_rank_local,
 )
-from ckpt.errors import CheckpointError, ConfigurationError, NotCommitted, NotFound
+from ckpt.consistency.commit import COMMIT_KEY
+from ckpt.errors import CheckpointError, CommitConflict, ConfigurationError, NotCommitted, NotFound
 from ckpt.fetch import Fetcher
 from ckpt.loading import Loader
 from ckpt.staging import DEFAULT_MEMORY_BUDGET_BYTES, StagingPool
@@ -81,6 +84,8 @@ class CheckpointReader(StorageReader):
         self._url = os.fspath(url)
         self._store = open_store(url, self._storage_options, threads=threads)
         self._rank = 0
+        # Whose part of a checkpoint that was saved without collectives is open.
+        self._part: int | None = None
         self._checkpoint: Checkpoint | None = None
         self._opened_ahead = False
         self._failure: CheckpointError | None = None
@@ -101,20 +106,13 @@ class CheckpointReader(StorageReader):
         DCP keeps only the text of what is raised here. So a typed error waits until `set_up_storage_reader`,
         which DCP calls next, and the metadata returned meanwhile are empty.
         """
-        rank = kwargs.get("rank")
         if not self._opened_ahead:
             # DCP need not call `reset` between two loads.
             self._checkpoint, self._failure = None, None
-        self._opened_ahead = False
+        self._opened_ahead, self._part = False, None
         try:
-            if rank is not None:
-                self._checkpoint = open_rank_local(self._store, self._settings, rank)
-            elif self._checkpoint is None:
-                self._checkpoint = open_checkpoint(self._store, self._settings)
-        except (NotFound, NotCommitted) as error:
-            if rank is not None or is_rank_local(self._store):
-                raise  # DCP then asks for this rank's own metadata
-            self._failure = error
+            if self._checkpoint is None:
+                self._open_any(kwargs.get("rank"))
         except CheckpointError as error:
             self._failure = error
         if self._checkpoint is None:
@@ -129,15 +127,30 @@ class CheckpointReader(StorageReader):
     ) -> None:
         self._rank = kwargs.get("rank") or 0
         with self._errors_named():
+            if self._part not in (None, self._rank):
+                self._failure, self._part = None, self._rank
+                self._checkpoint = open_rank_local(self._store, self._settings, self._rank)
+                vars(metadata).update(vars(self._checkpoint.metadata))
             if self._failure is not None:
                 raise self._failure
             if self._checkpoint is None:
                 self._checkpoint = open_checkpoint(self._store, self._settings)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
+        """Note in the plan which checkpoint this rank opened."""
+        if self._checkpoint is None:
+            return plan
+        return dataclasses.replace(plan, storage_data=self._checkpoint.identity)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """See that all ranks opened the same checkpoint: each did so by itself, perhaps while a save replaced it."""
+        found = {plan.storage_data for plan in plans if isinstance(plan.storage_data, str)}
+        with self._errors_named():
+            if len(found) > 1:
+                raise CommitConflict(
+                    "the ranks opened different checkpoints: another save replaced this one meanwhile; load again",
+                    key=COMMIT_KEY,
+                )
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -197,6 +210,20 @@ class CheckpointReader(StorageReader):
         self.__dict__.update(state)
         self._pool = StagingPool(self._budget_bytes, pinned=torch.cuda.is_available())
 
+    def _open_any(self, rank: int | None) -> None:
+        """Open what is there, also one rank's part of what stock PyTorch saved with `use_collectives=False`.
+
+        DCP would say which rank this is if asked to load such parts its own way, in which a rank that fails
+        leaves the others waiting. So the rank is guessed, and put right as soon as DCP does say it.
+        """
+        try:
+            self._checkpoint = open_checkpoint(self._store, self._settings)
+        except (NotFound, NotCommitted):
+            if not is_rank_local(self._store):
+                raise
+            self._part = rank if rank is not None else _global_rank()
+            self._checkpoint = open_rank_local(self._store, self._settings, self._part)
+
     def _read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         checkpoint = self._checkpoint
         if checkpoint is None:
@@ -228,3 +255,7 @@ class CheckpointReader(StorageReader):
             raise CheckpointError(
                 f"{type(error).__name__}: {error}", url=self.checkpoint_id, rank=self._rank
             ) from error
+
+
+def _global_rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0

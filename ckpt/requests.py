@@ -45,8 +45,9 @@ def plan_requests(
         grid_bytes: requests begin and end at multiples of it (a checksum block; 1 where there are none).
         file_bytes: the file's size; the last request ends there at most.
         gap_bytes: bytes nobody asked for that may be read to join two pieces in one request.
-        request_bytes: size of a request, a multiple of the grid; one piece that cannot be cut may exceed it.
+        request_bytes: size of a request, rounded up to the grid; one piece that cannot be cut may exceed it.
     """
+    request_bytes = _round_up(request_bytes, grid_bytes)
     current: Request | None = None
     # Always the slice that starts first: what is cut off a piece waits its turn among the others.
     todo = [(piece.start, number, piece) for number, piece in enumerate(pieces) if piece.start < piece.stop]

@@ -18,6 +18,7 @@ A store's author subclasses it and runs it:
 from __future__ import annotations
 
 import contextlib
+import errno
 import pickle
 import secrets
 import threading
@@ -27,6 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import pytest
+from awscrt.checksums import crc64nvme
 
 from ckpt.backends.base import (
     MIB,
@@ -47,7 +49,7 @@ from ckpt.errors import (
     Truncated,
 )
 
-__all__ = ["StoreTests"]
+__all__ = ["CheckedBody", "StoreTests"]
 
 
 T = TypeVar("T")
@@ -57,17 +59,40 @@ class _BodyBroke(Exception):
     pass
 
 
+# What a planner, a full disk or a dying collective raises is not the store's to interpret.
+_BODY_ERRORS = [
+    _BodyBroke("planner"),
+    OSError(errno.ENOSPC, "No space left on device"),
+    FileNotFoundError(errno.ENOENT, "No such file or directory"),
+    TimeoutError("a collective"),
+]
+
+
 class _BreakingBody(BytesBody):
     """Fails when a part that reaches past `good_bytes` is asked for, as a planner or a full disk would."""
 
-    def __init__(self, data: bytes, good_bytes: int) -> None:
+    def __init__(self, data: bytes, good_bytes: int, error: Exception) -> None:
         super().__init__(data)
         self._good_bytes = good_bytes
+        self._error = error
 
     def part(self, start: int, stop: int) -> contextlib.AbstractContextManager[Part]:
         if stop > self._good_bytes:
-            raise _BodyBroke
+            raise self._error
         return super().part(start, stop)
+
+
+class CheckedBody(BytesBody):
+    """Comes with checksums of every part and of the whole, as the writer's data files do."""
+
+    has_checksums = True
+
+    def part(self, start: int, stop: int) -> contextlib.AbstractContextManager[Part]:
+        view = self._view[start:stop]
+        return contextlib.nullcontext(Part([view], crc64nvme(bytes(view))))
+
+    def crc64nvme(self) -> int:  # type: ignore[override]
+        return int(crc64nvme(bytes(self._view)))
 
 
 class _ScatteredBody(BytesBody):
@@ -112,6 +137,10 @@ class StoreTests(ABC):
         """How many unfinished uploads or temporary files there are below the root."""
         return 0
 
+    def creates_atomically(self, store: Store) -> bool:
+        """Whether one of many creators must win; override it where the store cannot know what its server does."""
+        return store.capabilities.conditional_create
+
     def eventually(self, condition: Callable[[], bool]) -> None:
         """Assert that `condition` holds, at the latest after `visibility_timeout_s`."""
         deadline = time.monotonic() + self.visibility_timeout_s
@@ -139,6 +168,14 @@ class StoreTests(ABC):
         assert self.raw_get(store, "large") == data
         assert self.raw_pending(store) == 0
 
+    @pytest.mark.parametrize("mode", list(PutMode))
+    def test_put_with_checksums(self, store: Store, mode: PutMode) -> None:
+        for size in (0, 1000, self.large_bytes):
+            data = secrets.token_bytes(size)
+            store.put(f"checked-{size}", CheckedBody(data), mode=mode)
+            assert self.raw_get(store, f"checked-{size}") == data
+        assert self.raw_pending(store) == 0
+
     def test_put_overwrites(self, store: Store) -> None:
         put_bytes(store, "k", b"old and longer")
         put_bytes(store, "k", b"new")
@@ -149,15 +186,18 @@ class StoreTests(ABC):
         _run_all(lambda item: put_bytes(store, *item), list(contents.items()))
         assert {key: self.raw_get(store, key) for key in contents} == contents
 
-    def test_create_refuses_what_exists(self, store: Store) -> None:
-        put_bytes(store, "k", b"first", mode=PutMode.CREATE)
-        with pytest.raises(AlreadyExists):
-            put_bytes(store, "k", b"second", mode=PutMode.CREATE)
-        assert self.raw_get(store, "k") == b"first"
+    @pytest.mark.parametrize("kind", ["empty", "small", "large"])
+    def test_create_refuses_what_exists(self, store: Store, kind: str) -> None:
+        data = secrets.token_bytes({"empty": 0, "small": 5, "large": self.large_bytes}[kind])
+        put_bytes(store, "k", data, mode=PutMode.CREATE)
+        for other in (b"", b"second", data):
+            with pytest.raises(AlreadyExists):
+                put_bytes(store, "k", other, mode=PutMode.CREATE)
+        assert self.raw_get(store, "k") == data
         assert self.raw_pending(store) == 0
 
     def test_create_has_one_winner(self, store: Store) -> None:
-        if not store.capabilities.conditional_create:
+        if not self.creates_atomically(store):
             pytest.skip("this store declares no conditional create")
         won: list[bytes] = []
 
@@ -170,11 +210,13 @@ class StoreTests(ABC):
         assert len(won) == 1
         assert self.raw_get(store, "race") == won[0]
 
+    @pytest.mark.parametrize("error", _BODY_ERRORS, ids=lambda error: type(error).__name__)
     @pytest.mark.parametrize("good_bytes", [0, 17 * MIB])
-    def test_failed_put_leaves_nothing(self, store: Store, good_bytes: int) -> None:
-        body = _BreakingBody(secrets.token_bytes(self.large_bytes), good_bytes)
-        with pytest.raises(_BodyBroke):
+    def test_failed_put_leaves_nothing(self, store: Store, good_bytes: int, error: Exception) -> None:
+        body = _BreakingBody(secrets.token_bytes(self.large_bytes), good_bytes, error)
+        with pytest.raises(type(error)) as caught:
             store.put("broken", body)
+        assert caught.value is error  # unchanged, whatever it is
         assert self.raw_get(store, "broken") is None
         assert self.raw_pending(store) == 0
         assert list(store.list()) == []
@@ -182,7 +224,7 @@ class StoreTests(ABC):
     def test_failed_overwrite_keeps_the_old(self, store: Store) -> None:
         put_bytes(store, "k", b"old")
         with pytest.raises(_BodyBroke):
-            store.put("k", _BreakingBody(secrets.token_bytes(self.large_bytes), 17 * MIB))
+            store.put("k", _BreakingBody(secrets.token_bytes(self.large_bytes), 17 * MIB, _BodyBroke()))
         assert self.raw_get(store, "k") == b"old"
         assert self.raw_pending(store) == 0
 
@@ -232,6 +274,8 @@ class StoreTests(ABC):
             store.stat("d/t")
         with pytest.raises(NotFound):
             store.stat("d")
+        with pytest.raises(NotFound):
+            store.read_into("d", 0, [memoryview(bytearray(1))])
         assert exists(store, "d/s")
         assert not exists(store, "d/t")
 
@@ -289,7 +333,9 @@ class StoreTests(ABC):
         assert store.abandon() == 0
         assert self.raw_get(store, "p/k") == b"x"
 
-    @pytest.mark.parametrize("key", ["", "/abs", "a//b", "../up", "a/../../up", "a/.", "a\\b", "a/", "nul\0"])
+    @pytest.mark.parametrize(
+        "key", ["", "/abs", "a//b", "../up", "a/../../up", "a/.", "a\\b", "a/", "nul\0", "lone\ud800"]
+    )
     def test_keys_cannot_leave_the_root(self, store: Store, key: str) -> None:
         for action in (
             lambda: put_bytes(store, key, b"x"),
@@ -347,7 +393,7 @@ def _listed(store: Store, prefix: str = "") -> dict[str, int]:
     return {found.key: found.size_bytes for found in store.list(prefix)}
 
 
-def _run_all(function: Callable[[T], object], items: Sequence[T]) -> None:
+def _run_all(function: Callable[[T], object], items: Sequence[T], timeout_s: float = 120) -> None:
     """Call `function` for all items at the same moment, one thread each (64 at most); first error raised."""
     errors: list[BaseException] = []
     todo = iter(items)
@@ -365,10 +411,13 @@ def _run_all(function: Callable[[T], object], items: Sequence[T]) -> None:
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=work) for _ in range(barrier.parties)]
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(barrier.parties)]
     for thread in threads:
         thread.start()
+    deadline = time.monotonic() + timeout_s
     for thread in threads:
-        thread.join(120)
+        thread.join(max(0.0, deadline - time.monotonic()))
     if errors:
         raise errors[0]
+    hanging = sum(thread.is_alive() for thread in threads)
+    assert not hanging, f"{hanging} of {len(threads)} threads are not done after {timeout_s} s"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -106,6 +107,28 @@ def test_the_records_are_what_the_specification_shows(tmp_path: Path) -> None:
     assert str(tmp_path).encode() not in (tmp_path / ".metadata").read_bytes()
     assert (tmp_path / ".metadata").read_bytes() == (tmp_path / commit["metadata"]["path"]).read_bytes()
     decode_manifest((tmp_path / ref["path"]).read_bytes(), url="", key="")
+
+
+def test_records_are_first_read_by_many_threads() -> None:
+    """As in a load, where msgspec once met a class in two threads at a time, and crashed."""
+    code = """if True:
+        import pathlib, sys, threading
+        from ckpt.manifest import decode_commit, decode_manifest
+        sys.setswitchinterval(1e-6)
+        place = pathlib.Path(sys.argv[1])
+        commit, (manifest, *_) = (place / "commit.json").read_bytes(), sorted(place.glob("rank-*/*.json"))
+        data = manifest.read_bytes()
+        barrier = threading.Barrier(16)
+        def read():
+            barrier.wait()
+            decode_manifest(data, url="", key="")
+            decode_commit(commit, url="", key="")
+        threads = [threading.Thread(target=read) for _ in range(16)]
+        for thread in threads: thread.start()
+        for thread in threads: thread.join()
+    """
+    for _ in range(5):
+        subprocess.run([sys.executable, "-c", code, str(DATA / "ckpt-v1")], check=True)
 
 
 def test_a_damaged_kept_checkpoint_does_not_load(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import sys
 import types
 from collections.abc import Mapping
@@ -55,6 +56,18 @@ def test_threads(tmp_path: Path, threads: int) -> None:
         ({"part_size_bytes": 0}, "part_size_bytes must be positive"),
         ({"max_attempts": -1}, "max_attempts must be positive"),
         ({"read_timeout_s": 0}, "read_timeout_s must be positive"),
+        ({"part_size_bytes": "32MB"}, "part_size_bytes must be a whole number, not a str"),
+        ({"part_size_bytes": True}, "part_size_bytes must be a whole number, not a bool"),
+        ({"part_size_bytes": 6 << 30}, r"part_size_bytes must be at most 5368709120 \(5 GiB\)"),
+        ({"read_timeout_s": "60"}, "read_timeout_s must be a number, not a str"),
+        ({"connect_timeout_s": float("nan")}, "connect_timeout_s must be positive"),
+        ({"anon": "false"}, "anon must be True or False, not a str"),
+        ({"config_kwargs": "x"}, "config_kwargs must be a dict, not a str"),
+        ({"key": 5}, "key must be a str, not a int"),
+        ({"key": "only"}, "key and secret belong together"),
+        ({"secret": "only"}, "key and secret belong together"),
+        ({"config_kwargs": {"no_such_thing": 1}}, "no_such_thing"),
+        ({"client_kwargs": {"no_such_thing": 1}}, "no_such_thing"),
         ({"checksum": "md5"}, "checksum must be 'crc64nvme' or 'none'"),
         ({"unknown": 1}, r"unknown storage option\(s\) unknown; known are anon, checksum"),
         ({"profile": "no-such-profile"}, "no-such-profile"),
@@ -66,9 +79,20 @@ def test_wrong_s3_options(options: dict[str, Any], message: str) -> None:
         open_store("s3://bucket/x", options).stat("k")
 
 
+def test_options_that_are_none() -> None:
+    """As configuration files give what is not set."""
+    options = dict.fromkeys(["key", "secret", "client_kwargs", "config_kwargs", "s3_additional_kwargs"])
+    store: Any = open_store("s3://bucket/x", options)
+    assert store._client.meta.config.s3["payload_signing_enabled"] is False
+
+
 def test_wrong_options_elsewhere(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="file: unknown storage option"):
         ckpt.CheckpointWriter(tmp_path, storage_options={"key": "x"})
+    with pytest.raises(ConfigurationError, match="fsync must be True or False, not a str"):
+        open_store(str(tmp_path), {"fsync": "false"})
+    with pytest.raises(ConfigurationError, match="storage_options must be a dict, not a list"):
+        open_store(str(tmp_path), [1])  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="endpoint_url or region"):
         open_store("cos://bucket/x")
     with pytest.raises(ConfigurationError, match="not both"):
@@ -94,21 +118,69 @@ def test_cos_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch)
     assert (store._options["key"], store._options["ibm_api_key_id"]) == ("hmac", None)
 
 
+def test_a_cos_api_key_from_the_sdks_own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ibm-cos-sdk finds an API key by itself; then requests must be signed with a token."""
+    for name in ("IBM_API_KEY_ID", "COS_HMAC_ACCESS_KEY_ID", "AWS_ACCESS_KEY_ID"):
+        monkeypatch.delenv(name, raising=False)
+    credentials = tmp_path / "credentials"
+    credentials.write_text("[default]\nibm_api_key_id = the-key\nibm_service_instance_id = crn\n")
+    monkeypatch.setenv("COS_SHARED_CREDENTIALS_FILE", str(credentials))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(credentials))
+    client = open_store("cos://bucket/x", {"region": "eu-de"})._client  # type: ignore[attr-defined]
+    assert client.meta.config.signature_version == "oauth"
+    credentials.write_text("[default]\naws_access_key_id = a\naws_secret_access_key = b\n")
+    client = open_store("cos://bucket/x", {"region": "eu-de"})._client  # type: ignore[attr-defined]
+    assert client.meta.config.signature_version == "s3v4"
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "known"),
+    [
+        ("s3://b/x", {}, True),
+        ("s3://b/x", {"endpoint_url": "https://s3.eu-central-1.amazonaws.com"}, True),
+        ("s3://b/x", {"endpoint_url": "http://127.0.0.1:9"}, False),
+        ("s3://b/x", {"endpoint_url": "https://s3.amazonaws.com.example.org"}, False),
+        ("s3://b/x", {"client_kwargs": {"endpoint_url": "http://127.0.0.1:9"}}, False),
+        ("cos://b/x", {"region": "eu-de"}, True),
+        ("cos://b/x", {"endpoint_url": "http://127.0.0.1:9"}, False),
+        ("fsspec+s3://b/x", {}, True),
+        ("fsspec+s3://b/x", {"client_kwargs": {"endpoint_url": "http://127.0.0.1:9"}}, False),
+    ],
+)
+def test_what_a_server_promises_goes_by_its_address(url: str, options: dict[str, Any], known: bool) -> None:
+    assert open_store(url, options).capabilities.conditional_create is known
+
+
+def test_an_endpoint_from_the_environment_is_judged_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    for url in ("s3://b/x", "fsspec+s3://b/x"):
+        assert not open_store(url).capabilities.conditional_create
+
+
 def test_s3_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "from-environment")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("AWS_REGION", "eu-central-1")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-central-1")
+    monkeypatch.delenv("AWS_DEFAULT_REGION", raising=False)
     client = open_store("s3://bucket/x")._client  # type: ignore[attr-defined]
     assert client.meta.endpoint_url == "http://127.0.0.1:9"
     assert client.meta.region_name == "eu-central-1"
     assert client._request_signer._credentials.access_key == "from-environment"
 
 
-@pytest.mark.parametrize("url", ["s3:/bucket/x", "cos:/b", "fsspec+s3:/b/x"])
-def test_urls_that_went_through_pathlib(url: str) -> None:
-    with pytest.raises(ConfigurationError, match="looks like a URL that went through pathlib"):
+@pytest.mark.parametrize(
+    ("url", "meant"),
+    [
+        ("s3:/bucket/x", "s3://bucket/x"),
+        ("cos:/b", "cos://b"),
+        ("fsspec+s3:/b/x", "fsspec+s3://b/x"),
+        ("file:/some/place", "file:///some/place"),
+        ("s3:/key:secret-pw@b/x", "s3://b/x"),
+    ],
+)
+def test_urls_that_went_through_pathlib(url: str, meant: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"went through pathlib; .* str: {re.escape(repr(meant))}$"):
         open_store(Path(url))
     for kind in (ckpt.CheckpointWriter, ckpt.CheckpointReader):
         assert not kind.validate_checkpoint_id(url)
@@ -122,9 +194,17 @@ def test_paths_that_only_look_odd(tmp_path: Path) -> None:
         assert torch.equal(loaded["t"], torch.ones(3))
 
 
-def test_file_urls(tmp_path: Path) -> None:
-    ckpt.save({"t": torch.ones(3)}, f"file://{tmp_path}/with%20space")
-    assert (tmp_path / "with space" / "commit.json").exists()
+@pytest.mark.parametrize("name", ["plain", "with space", "with%20escape", "a#1", "a?b=c", "100%"])
+def test_file_urls_are_literal(tmp_path: Path, name: str) -> None:
+    """As fsspec, and so stock PyTorch, takes them."""
+    import fsspec
+
+    url = f"file://{tmp_path}/{name}"
+    assert open_store(url).url == str(tmp_path / name) == fsspec.core.url_to_fs(url)[1]
+    assert open_store(f"file://localhost{tmp_path}/{name}").url == str(tmp_path / name)
+
+
+def test_file_urls_are_absolute() -> None:
     with pytest.raises(ConfigurationError, match="absolute path"):
         open_store("file://host/x")
 
@@ -135,8 +215,10 @@ def test_relative_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert writer.checkpoint_id == f"{tmp_path}/run/step-1"
 
 
-@pytest.mark.parametrize("url", ["", 5, None])
+@pytest.mark.parametrize("url", ["", 5, None, b"bytes"])
 def test_no_url(url: Any) -> None:
+    with pytest.raises(ConfigurationError, match="a path or URL in a str"):
+        open_store(url)
     with pytest.raises((ConfigurationError, TypeError)):
         ckpt.CheckpointWriter(url)
 

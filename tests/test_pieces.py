@@ -135,6 +135,20 @@ def test_sparse_rows_are_not_read_whole() -> None:
     assert total == 10 << 20
 
 
+def test_blocks_larger_than_a_request() -> None:
+    """Then a request is a block, and no block is read twice."""
+    block = 64 << 20
+    stored = StoredTensor.row_major(704, torch.uint8, (3 * block,))
+    pieces = list(region_pieces(stored, (0,), (3 * block,), torch.empty(3 * block, dtype=torch.uint8)))
+    requests = list(plan_requests(pieces, grid_bytes=block, file_bytes=3 * block + 800, gap_bytes=block // 2))
+    assert [(r.start, r.stop) for r in requests] == [
+        (0, block),
+        (block, 2 * block),
+        (2 * block, 3 * block),
+        (3 * block, 3 * block + 800),
+    ]
+
+
 def test_regions_outside_are_refused() -> None:
     stored = StoredTensor.row_major(0, torch.float32, (4, 5))
     for offsets, lengths in [((0, 0), (5, 5)), ((3, 0), (2, 5)), ((-1, 0), (1, 1)), ((0, 0), (4, 4))]:

@@ -6,7 +6,9 @@ import datetime
 import io
 import pickle
 import struct
+import time
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -120,9 +122,11 @@ def test_the_planner_gets_our_pickle_not_the_stored_one(tmp_path: Path) -> None:
     assert len(seen) == 1
     assert torch.load(io.BytesIO(seen[0]), weights_only=True) == [1, 2, 3]
     # The stored item plus trailing bytes is still one to torch.load; the planner never sees them.
+    from ckpt.archive import MemoryFile
     from ckpt.objects import safe_object
 
-    assert safe_object(bytearray(stored + b"cos\nsystem\n"), fqn="o", url="u", key="k").getvalue() == seen[0]
+    longer = MemoryFile(stored + b"cos\nsystem\n")
+    assert safe_object(longer, fqn="o", url="u", key="k").getvalue() == seen[0]
 
 
 # -- metadata ------------------------------------------------------------------------------------------
@@ -164,6 +168,120 @@ def _metadata(size: tuple[int, ...]) -> Metadata:
     chunk = ChunkStorageMetadata(offsets=(0,), sizes=(3,))  # type: ignore[arg-type]
     stored = TensorStorageMetadata(TensorProperties(torch.float32), size, [chunk])  # type: ignore[arg-type]
     return Metadata({"t": stored}, storage_data={})
+
+
+def _named(module: str, name: str) -> bytes:
+    """The opcodes that push a class or function."""
+    return b"".join(b"\x8c" + bytes([len(text)]) + text.encode() for text in (module, name)) + b"\x93"
+
+
+def _doubled(call: bytes) -> bytes:
+    """A call of an argument that doubles in size with each of 60 short steps."""
+    return b"\x80\x04" + call + b"\x8c\x01x\x94" + b"".join(b"h%c\x86\x94" % n for n in range(60)) + b"\x85R."
+
+
+def _many_keys(keys: bytes) -> bytes:
+    return b"\x80\x04}(" + keys + b"u."
+
+
+def _growing_pickles() -> dict[str, bytes]:
+    """Small ones that would take all memory, all time, or all of the stack."""
+    path = _named("pathlib", "PosixPath")
+    ordered = _named("collections", "OrderedDict")
+    large = b"]\x94(" + b"K\x01K\x02\x86" * 50_000 + b"e"
+    collide = b"".join(
+        b"\x8a\x14" + (7 + n * ((1 << 61) - 1)).to_bytes(20, "little") + b"N" for n in range(200_000)
+    )
+    tuples = b"".join(b"J" + struct.pack("<i", n) + b"K\x01\x86N" for n in range(200_000))
+    return {
+        "text of a layout": _doubled(_named("torch.serialization", "_get_layout")),
+        "text of a size": _doubled(_named("torch", "Size")),
+        "path of a path": b"\x80\x04" + path + b"\x94\x8c\x01x\x94" + b"".join(b"h\x00h%ch%c\x86R\x94" % (n, n) for n in range(1, 60)) + b".",
+        "copies of a dict": b"\x80\x04(" + large + (ordered + b"h\x00\x85R") * 1000 + b"t.",
+        "numbers of one hash": _many_keys(collide),
+        "tuples as keys": _many_keys(tuples),
+        "one tuple as a key": b"\x80\x04}K\x01\x85Ns.",
+        "a tuple from the memo as a key": b"\x80\x04}K\x01\x85\x94h\x00Ns.",
+        "a tuple where the memo has a text": b"\x80\x02}X\x01\x00\x00\x00xr\x02\x00\x00\x00X\x01\x00\x00\x00x\x94K\x01\x85\x94h\x02Ns.",
+        "deep key": b"\x80\x04}" + b"N" + b"\x85" * 3_000_000 + b"Ns.",
+        "deep key of pairs": b"\x80\x04}(" + b"N" + b"N\x86" * 3_000_000 + b"Nu.",
+        "set": b"\x80\x04\x8f.",
+        "frozenset": b"\x80\x04(K\x01\x91.",
+        "changed function": b"\x80\x04" + path + b"N}\x8c\x09_function" + path + b"s\x86b.",
+        "LONG4": b"\x80\x04\x8b\xff\xff\x00\x00" + b"\x01" * 0xFFFF + b".",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(_growing_pickles()))
+def test_metadata_that_grow(name: str) -> None:
+    started_s = time.monotonic()
+    with pytest.raises((UnsafeContent, FormatError)) as caught:
+        decode_metadata(_growing_pickles()[name], url="u", key="k")
+    assert time.monotonic() - started_s < 20
+    assert ("a number of more than 255 bytes" in str(caught.value)) == (name == "LONG4")
+    assert len(str(caught.value)) < 700
+
+
+def test_offsets_of_one_hash() -> None:
+    """Numbers up to 2**61 have themselves for a hash, so offsets with equal hashes can be looked for."""
+    metadata = _metadata((3,))
+    infos = {MetadataIndex("t", (n,)): _StorageInfo("f", 0, 10) for n in range(100)}
+    metadata.storage_data = infos
+    assert decode_metadata(encode_metadata(metadata), url="u", key="k").storage_data == infos
+    metadata.storage_data = _Twice(infos)
+    with pytest.raises(FormatError, match="listed twice"):
+        decode_metadata(pickle.dumps(metadata), url="u", key="k")
+
+
+class _Twice(dict):  # type: ignore[type-arg]
+    """Pickles as a dict that holds equal keys."""
+
+    def __reduce__(self) -> Any:
+        again = [(MetadataIndex(key.fqn, key.offset), value) for key, value in self.items()]
+        return OrderedDict, (), None, None, iter([*self.items(), *again])
+
+
+@pytest.mark.parametrize(
+    "paths",
+    [
+        {"a": ("a", 1 << 40)},
+        {f"a{n}": (f"a{n}", 5000) for n in range(5000)},
+        {"a": tuple(["a"] * 5000)},
+    ],
+    ids=["index", "indices", "depth"],
+)
+def test_paths_into_lists_that_would_be_padded(paths: dict[str, Any]) -> None:
+    metadata = _metadata((3,))
+    metadata.planner_data = paths
+    with pytest.raises(FormatError, match=r"paths? (into|of)"):
+        decode_metadata(pickle.dumps(metadata), url="u", key="k")
+
+
+def test_planner_data_of_all_kinds() -> None:
+    metadata = _metadata((3,))
+    metadata.planner_data = {
+        **{f"list.{n}": ("list", n) for n in range(1000)},
+        "sparse.9": ("sparse", 9, "x"),
+        "seed": (1 << 70, 2.5, None, b"x", [True]),
+        3: {"nested": {"x": ()}},
+        "ordered": OrderedDict(a=1, b=2),
+    }
+    found = decode_metadata(encode_metadata(metadata), url="u", key="k")
+    assert found.planner_data == metadata.planner_data
+
+
+def test_metadata_of_older_versions_of_torch() -> None:
+    """They had the class elsewhere, and pickled it under that name."""
+    from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as OlderProperties
+
+    metadata = _metadata((3,))
+    stored = metadata.state_dict_metadata["t"]
+    stored.properties = OlderProperties(dtype=torch.bfloat16)  # type: ignore[union-attr]
+    data = pickle.dumps(metadata)
+    assert b"_shard.sharded_tensor.metadata" in data
+    assert b"MEM_FORMAT_ENCODING" in data
+    found = decode_metadata(data, url="u", key="k").state_dict_metadata["t"]
+    assert found.properties.dtype is torch.bfloat16  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("name", list(_raw_pickles()))

@@ -12,6 +12,7 @@ import pytest
 import torch
 from proxy import fault_proxy
 from servers import SECRET_KEY, IamServer, S3Server
+from strict_s3 import strict_s3
 
 import ckpt
 from ckpt.backends.base import redact_url
@@ -83,20 +84,28 @@ def test_a_refused_api_key(s3: S3Server, iam: IamServer) -> None:
 
 
 def test_user_info_in_urls(tmp_path: Path) -> None:
-    assert redact_url("ftp://me:pw@host/x?token=1#f") == "ftp://host/x"
+    assert redact_url("https://me:pw@host/x?token=1#f") == "https://host/x"
+    assert redact_url("ftp://me:pw@host/a#1?b") == "ftp://host/a#1?b"  # a name, not a fragment
+    assert redact_url("s3://bucket/a#b") == "s3://bucket/a#b"
     assert redact_url("s3://bucket/key@2") == "s3://bucket/key@2"
     store = open_store("fsspec+ftp://me:secret-pw@127.0.0.1:9/place")
     assert "secret-pw" not in repr(store)
     with pytest.raises(CheckpointError) as caught:
         store.stat("k")
     assert "secret-pw" not in "".join(traceback.format_exception(caught.value))
-    for url in ("s3://key:secret-pw@bucket/x", "cos://key:secret-pw@bucket/x"):
+    for url in (
+        "s3://key:secret-pw@bucket/x",
+        "cos://key:secret-pw@bucket/x",
+        "s3://key:secret-pw/y@bucket/x",
+    ):
         with pytest.raises(ConfigurationError, match="storage_options") as wrong:
             open_store(url, {"endpoint_url": "http://127.0.0.1:9"})
         assert "secret-pw" not in str(wrong.value)
-    with pytest.raises(ConfigurationError) as wrong:
-        open_store("s3://bucket/x", {"endpoint_url": "http://key:secret-pw@host"})
-    assert "secret-pw" not in str(wrong.value)
+    for endpoint in ("http://key:secret-pw@host", "http://host/?token=secret-pw"):
+        for options in ({"endpoint_url": endpoint}, {"client_kwargs": {"endpoint_url": endpoint}}):
+            with pytest.raises(ConfigurationError, match="must be a plain URL") as wrong:
+                open_store("s3://bucket/x", options)
+            assert "secret-pw" not in str(wrong.value)
 
 
 def test_wrong_options_are_named_without_values() -> None:
@@ -105,3 +114,41 @@ def test_wrong_options_are_named_without_values() -> None:
         open_store("s3://bucket/x", options)
     assert "sekret" in str(caught.value)
     assert "secret-value" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["key", "secret", "token"])
+def test_credentials_read_with_their_line_break(name: str) -> None:
+    options = {"key": "the-key", "secret": "secret-value", "token": "the-token"}
+    options[name] += "\n"
+    with pytest.raises(ConfigurationError, match=f"{name} contains a line break") as caught:
+        open_store("s3://bucket/x", options)
+    assert options[name].strip() not in str(caught.value)
+
+
+@pytest.mark.parametrize("scheme", ["s3", "cos", "fsspec+s3"])
+def test_credentials_with_a_line_break_from_elsewhere(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The HTTP stack refuses such a header, and quotes it."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "the-access-key\n")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret-value\n")
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "session-token\n")
+    store = open_store(f"{scheme}://bucket/x", {"endpoint_url": "http://127.0.0.1:9"})
+    with pytest.raises(CheckpointError) as caught:
+        store.stat("k")
+    text = "".join(traceback.format_exception(caught.value))
+    for value in ("the-access-key", "secret-value", "session-token"):
+        assert value not in text
+    store.close()
+
+
+@pytest.mark.parametrize("scheme", ["s3", "fsspec+s3"])
+def test_servers_that_quote_credentials(scheme: str) -> None:
+    with strict_s3() as server:
+        server.rule = lambda request: (400, f"Bad-{SECRET_KEY}-{TOKEN}")
+        options = {name: server.options[name] for name in ("endpoint_url", "key", "secret")}
+        store = open_store(f"{scheme}://bucket/x", {**options, "token": TOKEN})
+        with pytest.raises(CheckpointError) as caught:
+            store.read_into("k", 0, [memoryview(bytearray(1))])
+        text = "".join(traceback.format_exception(caught.value)) + repr(pickle.dumps(caught.value))
+        assert SECRET_KEY not in text
+        assert TOKEN not in text
+        store.close()

@@ -58,7 +58,9 @@ def may_import(module: str, imported: str) -> bool:
     if area == "backends":
         inside = {"ckpt.backends.base"}
         if module in ("ckpt.backends.s3", "ckpt.backends.cos"):
-            inside.add("ckpt.backends.s3api")
+            inside |= {"ckpt.backends.s3api", "ckpt.backends.s3options"}
+        if module in ("ckpt.backends.s3api", "ckpt.backends.s3io"):
+            inside |= {f"ckpt.backends.{name}" for name in ("s3io", "s3errors", "s3options")}
         return imported in inside or (module == "ckpt.backends.registry" and target == "backends")
     if area == "consistency":
         return imported == "ckpt.backends.base" or target == "consistency"

@@ -1,0 +1,53 @@
+"""Stock's stream extensions (compression): an item's bytes as they were before, and no more than they can be."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import IO
+
+from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
+
+from ckpt.errors import FormatError
+
+__all__ = ["untransformed"]
+
+_MAX_EXTENSIONS = 4
+_STEP_BYTES = 4 << 20
+
+
+def untransformed(
+    data: bytearray, descriptors: Sequence[str], *, max_bytes: int, fqn: str, url: str, key: str
+) -> bytearray:
+    """`data` with the extensions undone in the order of the descriptors, as stock does it.
+
+    Raises:
+        FormatError: an extension is not known here, its data are damaged, or they hold more than `max_bytes`.
+    """
+    if len(descriptors) > _MAX_EXTENSIONS:
+        raise FormatError(f"{fqn!r} is said to be transformed {len(descriptors)} times", url=url, key=key)
+    try:
+        extensions = ExtensionRegistry().from_descriptor_list(descriptors)
+    except Exception as error:
+        names = ", ".join(descriptors)[:200]
+        raise FormatError(
+            f"{fqn!r} needs an extension that cannot be had: {names} ({error})", url=url, key=key
+        ) from error
+    try:
+        for extension in extensions:
+            if isinstance(extension, StreamTransformExtension):
+                data = _read(extension.transform_from(io.BytesIO(data)), max_bytes)
+    except Exception as error:
+        raise FormatError(
+            f"{fqn!r} cannot be expanded: {type(error).__name__}: {error}", url=url, key=key
+        ) from error
+    return data
+
+
+def _read(stream: IO[bytes], max_bytes: int) -> bytearray:
+    found = bytearray()
+    while part := stream.read(_STEP_BYTES):
+        found += part
+        if len(found) > max_bytes:
+            raise ValueError(f"it holds more than the {max_bytes} bytes that it may have")
+    return found
