@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import array
 import re
 import time
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 import msgspec
+import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from ckpt.backends.base import Store, check_key, exists, read_bytes
+from ckpt.columns import Chunks
 from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY, is_foreign, read_commit
 from ckpt.consistency.digest import crc64nvme
 from ckpt.consistency.seal import unseal_pickle
@@ -30,6 +33,7 @@ from ckpt.errors import (
     UnsafeContent,
 )
 from ckpt.fetch import StoredFile
+from ckpt.index import decode_index
 from ckpt.manifest import (
     CommitRecord,
     FileRecord,
@@ -99,12 +103,11 @@ class Checkpoint:
         self._store, self._settings = store, settings
         self._shared = _Shared(commit or b"", metadata_key, metadata)
         self.commit: CommitRecord | None = None
-        pickled: bytes | memoryview = metadata
         if commit is not None:
             self.commit = decode_commit(commit, url=store.url, key=COMMIT_KEY)
-            pickled = unseal_pickle(metadata, url=store.url, key=metadata_key)
-        self.metadata: Metadata = decode_metadata(pickled, url=store.url, key=metadata_key)
+        self.metadata = _decode(self.commit, metadata, url=store.url, key=metadata_key)
         self._refs = {ref.path: ref for ref in self.commit.manifests} if self.commit else {}
+        self._chunks: dict[str, dict[bytes, torch.Size]] = {}
         self._files: dict[str, StoredFile] = {}
         self._items: dict[tuple[str, int], ItemRecord] = {}
 
@@ -156,6 +159,26 @@ class Checkpoint:
                 self._files[file.path] = self._our_file(file, manifest.block_size_bytes)
             for item in manifest.items:
                 self._items[manifest.files[item.file].path, item.offset] = item
+
+    def chunk(self, index: MetadataIndex) -> tuple[torch.Size, torch.dtype]:
+        """Shape and dtype of a stored chunk.
+
+        Raises:
+            FormatError: there is no such chunk.
+        """
+        found = self.metadata.state_dict_metadata.get(index.fqn)
+        if not isinstance(found, TensorStorageMetadata):
+            raise FormatError(f"{index.fqn!r} is not a tensor in this checkpoint", url=self._store.url)
+        shape: torch.Size | None
+        if isinstance(found.chunks, Chunks):
+            shape = found.chunks.size_at(index)
+        else:
+            if index.fqn not in self._chunks:
+                self._chunks[index.fqn] = {_packed(chunk.offsets): chunk.sizes for chunk in found.chunks}
+            shape = self._chunks[index.fqn].get(_packed(index.offset or ()))
+        if shape is None:
+            raise FormatError(f"{index.fqn!r} has no chunk at {index.offset}", url=self._store.url)
+        return shape, found.properties.dtype
 
     def file(self, info: _StorageInfo) -> StoredFile:
         """The file of an item, after `prepare`.
@@ -232,6 +255,19 @@ class Checkpoint:
         return manifest
 
 
+def _packed(offsets: Sequence[int]) -> bytes:
+    """As a dict key: the hashes of numbers are no secret, and who knows them can make a dict slow."""
+    return array.array("q", offsets).tobytes()
+
+
+def _decode(commit: CommitRecord | None, data: bytes, *, url: str, key: str) -> Metadata:
+    if commit is None:
+        return decode_metadata(data, url=url, key=key)
+    if not commit.has_index:  # format version 1
+        return decode_metadata(unseal_pickle(data, url=url, key=key), url=url, key=key)
+    return decode_index(data, url=url, key=key).metadata()
+
+
 def open_checkpoint(store: Store, settings: ReadSettings) -> Checkpoint:
     """What is committed at the store's root, or the stock checkpoint that stands there.
 
@@ -246,7 +282,7 @@ def open_checkpoint(store: Store, settings: ReadSettings) -> Checkpoint:
         if commit is None:
             break
         try:
-            ref = decode_commit(commit, url=store.url, key=COMMIT_KEY).metadata
+            ref = decode_commit(commit, url=store.url, key=COMMIT_KEY).described_by
             metadata = _read_listed(store, settings, ref, commit)
             return Checkpoint(store, settings, commit, ref.path, bytes(metadata))
         except (IntegrityError, CommitConflict):

@@ -55,6 +55,9 @@ class RankReceipt:
     items: bytes
 
 
+_ITEMS = msgspec.msgpack.Decoder(list[PlacedItem])  # made once, before there are threads
+
+
 def pack_items(items: Sequence[PlacedItem]) -> bytes:
     return msgspec.msgpack.encode(items)
 
@@ -70,7 +73,7 @@ def collect(metadata: Metadata, receipts: Iterable[RankReceipt]) -> Columns:
     files: list[str] = []
     unknown: list[str] = []
     for receipt in receipts:
-        for item in msgspec.msgpack.decode(receipt.items, type=list[PlacedItem]):
+        for item in _ITEMS.decode(receipt.items):
             if not table.place(item, len(files)):
                 unknown.append(_name(item.fqn, item.chunk_offsets))
         files += receipt.files

@@ -128,6 +128,13 @@ class Chunks(Sequence[ChunkStorageMetadata]):
         assert isinstance(found, TensorColumns)
         return found
 
+    def size_at(self, index: MetadataIndex) -> torch.Size | None:
+        """The size of the chunk at `index.offset`; None if there is none."""
+        try:
+            return torch.Size(self._tensor.sizes[self._tensor.row_of(index.offset, index.index)].tolist())
+        except KeyError:
+            return None
+
     def __len__(self) -> int:
         return len(self._tensor.file)
 

@@ -28,7 +28,14 @@ from ckpt.consistency.commit import (
     read_commit,
 )
 from ckpt.consistency.seal import seal_pickle
-from ckpt.errors import AlreadyExists, CheckpointError, CommitError, CommitUnknown, NotFound
+from ckpt.errors import (
+    AlreadyExists,
+    CheckpointError,
+    CommitError,
+    CommitUnknown,
+    ConfigurationError,
+    NotFound,
+)
 from ckpt.index import decode_index, encode_index
 from ckpt.manifest import (
     CommitRecord,
@@ -39,6 +46,7 @@ from ckpt.manifest import (
     encode,
     index_key,
 )
+from ckpt.plain_data import check_planner_data
 from ckpt.staging import StagingPool
 from ckpt.stock_pickle import pickled_metadata
 
@@ -118,6 +126,13 @@ class Coordinator:
 
     def _columns(self, metadata: Metadata, receipts: Sequence[RankReceipt], world_size: int) -> Columns:
         _check_ranks(receipts, world_size)
+        try:
+            check_planner_data(metadata.planner_data)
+        except ValueError as error:
+            raise ConfigurationError(
+                f"the planner's planner_data holds {error}; only dict, list, tuple, str, bytes, numbers, bool and "
+                "None can be stored safely"
+            ) from None
         with no_gc():
             columns = collect(metadata, sorted(receipts, key=lambda receipt: receipt.rank))
         columns.save_id, columns.version = self._token, CURRENT_DCP_VERSION
@@ -170,7 +185,7 @@ class Coordinator:
         record = decode_commit(commit, url=self._store.url, key=COMMIT_KEY)
         ref = record.described_by
         data = bytes(read_bytes(self._store, ref.path, size_bytes=ref.size_bytes))
-        if record.index is None:  # format version 1 kept a copy
+        if not record.has_index:  # format version 1 kept a copy
             body = FileBody.of_bytes(data, self._pool)
         else:
             body = self._stock_metadata(decode_index(data, url=self._store.url, key=ref.path))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -14,6 +13,7 @@ from ckpt.backends.base import check_key
 from ckpt.collector import no_gc
 from ckpt.columns import Columns, Integers, ObjectRow, TensorColumns
 from ckpt.errors import CheckpointError, FormatError
+from ckpt.plain_data import PlainValue, check_planner_data, pack, unpack
 
 __all__ = ["INDEX_FORMAT", "decode_index", "encode_index", "unpickled_columns"]
 
@@ -24,8 +24,6 @@ _MAX_ROWS = 1 << 25
 _MAX_CELLS = 1 << 28
 _MAX_DIMENSIONS = 64
 _COMPRESSION_LEVEL = 1
-
-_TUPLE, _LARGE_INTEGER = 1, 2
 
 
 class _Entry(msgspec.Struct, frozen=True, array_like=True):
@@ -45,12 +43,15 @@ class _Record(msgspec.Struct, frozen=True, kw_only=True):
     dcp_version: str | None
     files: list[str]
     entries: list[_Entry]
-    planner_data: bytes
+    planner_data: PlainValue
     offsets: bytes
     sizes: bytes
     file: bytes
     offset: bytes
     length: bytes
+
+
+_RECORD = msgspec.msgpack.Decoder(_Record)  # made once, before there are threads
 
 
 def encode_index(columns: Columns) -> bytes:
@@ -74,7 +75,7 @@ def encode_index(columns: Columns) -> bytes:
             dcp_version=columns.version,
             files=columns.files,
             entries=entries,
-            planner_data=msgspec.msgpack.encode(_packed(columns.planner_data)),
+            planner_data=pack(columns.planner_data),
             offsets=_compressed([tensor.offsets for tensor in tensors]),
             sizes=_compressed([tensor.sizes for tensor in tensors]),
             file=_compressed([entry.file for entry in tables]),
@@ -92,7 +93,7 @@ def decode_index(data: bytes | bytearray | memoryview, *, url: str, key: str) ->
     """
     try:
         with no_gc():
-            return _columns(msgspec.msgpack.decode(data, type=_Record))
+            return _columns(_RECORD.decode(data))
     except FormatError as error:
         raise FormatError(error.message, url=url, key=key) from None
     except (ValueError, TypeError, RecursionError, zlib.error, CheckpointError) as error:
@@ -121,9 +122,11 @@ def _columns(record: _Record) -> Columns:
     file, offset, length = (_integers(c, rows) for c in (record.file, record.offset, record.length))
     if rows and int(file.max()) >= len(record.files):
         raise FormatError("an item in no file")
+    planner_data = unpack(record.planner_data)
+    check_planner_data(planner_data)
     found = Columns(
         files=record.files,
-        planner_data=_unpacked(msgspec.msgpack.decode(record.planner_data, ext_hook=_extension)),
+        planner_data=planner_data,
         save_id=record.save_id,
         version=record.dcp_version,
     )
@@ -193,35 +196,3 @@ def _integers(data: bytes, count: int) -> Integers:
     if count and not 0 <= int(column.min()) <= int(column.max()) < 1 << 62:
         raise FormatError("a number that is no size or offset")
     return column
-
-
-def _packed(value: Any) -> Any:
-    """Plain values as MessagePack knows them; tuples and large integers become extensions."""
-    kind = type(value)
-    if kind is tuple:
-        return msgspec.msgpack.Ext(_TUPLE, msgspec.msgpack.encode([_packed(item) for item in value]))
-    if kind is list:
-        return [_packed(item) for item in value]
-    if isinstance(value, dict):
-        return {_packed(key): _packed(item) for key, item in value.items()}
-    if kind is int and not -(1 << 63) <= value < 1 << 64:
-        return msgspec.msgpack.Ext(_LARGE_INTEGER, str(value).encode())
-    if kind in (str, int, float, bool, bytes, type(None)):
-        return value
-    raise ValueError(f"a {kind.__module__}.{kind.__qualname__}")
-
-
-def _unpacked(value: Any) -> Any:
-    if type(value) is list:
-        return [_unpacked(item) for item in value]
-    if type(value) is dict:
-        return {_unpacked(key): _unpacked(item) for key, item in value.items()}
-    return value
-
-
-def _extension(code: int, data: memoryview) -> Any:
-    if code == _TUPLE:
-        return tuple(msgspec.msgpack.decode(data, type=list[Any], ext_hook=_extension))
-    if code == _LARGE_INTEGER and len(data) < 1000:
-        return int(bytes(data))
-    raise FormatError(f"an unknown kind of value ({code})")

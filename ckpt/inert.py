@@ -54,7 +54,7 @@ _EFFECTS = {
     **dict.fromkeys(b"ab", _POP),
     **dict.fromkeys(b"eut", _POP_TO_MARK),
     **dict.fromkeys(b"\x80\x95", _NOTHING),
-    **dict.fromkeys(b".(sqr\x8a", _OTHER),
+    **dict.fromkeys(b".(0sqr\x8a", _OTHER),
 }
 _ARGUMENT_BYTES = {
     **dict.fromkeys(b"Kq\x80", 1),
@@ -68,7 +68,9 @@ _OPCODES = [(_EFFECTS.get(o), _ARGUMENT_BYTES.get(o, 0), _COUNT_BYTES.get(o, 0))
 _JOINED = {ord("R"): 2, 0x81: 2, 0x85: 1, 0x86: 2, 0x87: 3, 0x93: 2}
 """How many values these take for the one that they give."""
 
-_MEMOIZE, _GET, _LONG_GET, _MARK, _STOP, _SETITEMS, _SETITEM, _TUPLE, _LONG1, _LONG4 = b"\x94hj(.ust\x8a\x8b"
+_MEMOIZE, _GET, _LONG_GET, _MARK, _STOP, _SETITEMS, _SETITEM, _TUPLE, _LONG1, _LONG4, _DROP = (
+    b"\x94hj(.ust\x8a\x8b0"
+)
 
 _HASH_MODULUS = (1 << 61) - 1
 """Numbers from here on have the hashes of smaller ones."""
@@ -117,6 +119,10 @@ def _scan(data: bytes) -> None:
             marks.append(len(stack))
         elif opcode == _STOP:
             return
+        elif opcode == _DROP:
+            if len(stack) == (marks[-1] if marks else 0):
+                raise UnsafeContent("a pickle that drops a mark")
+            stack.pop()
         elif effect == _OTHER:
             _run(opcode, data[position : position + size], stack, memo)
         elif effect is None:

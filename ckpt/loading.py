@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import array
 import io
 import math
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
@@ -12,7 +11,7 @@ from fnmatch import fnmatchcase
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
 from ckpt.archive import MemoryFile
@@ -75,7 +74,6 @@ class Loader:
         self._fetcher, self._threads = fetcher, threads
         self._trusted_objects = trusted_objects
         self._located: dict[tuple[str, int], StoredTensor | None] = {}
-        self._chunks: dict[str, dict[bytes, torch.Size]] = {}
         self._filled: Mapping[MetadataIndex, Box | None] = {}
 
     def run(self, items: Sequence[ReadItem]) -> None:
@@ -137,7 +135,7 @@ class Loader:
             window.pieces[file] += region_pieces(stored, item.storage_offsets, item.lengths, memory)
         except ValueError as error:
             raise FormatError(f"{item.storage_index.fqn!r}: {error}", key=info.relative_path) from error
-        if file.block_crcs is not None and item.lengths == self._chunk(item.storage_index)[0]:
+        if file.block_crcs is not None and item.lengths == self._checkpoint.chunk(item.storage_index)[0]:
             window.pieces[file] += _frame_pieces(info, stored, file.block_size_bytes)
         window.tensor_bytes += target.given.numel() * stored.dtype.itemsize
         window.then.append(lambda: self._planner.commit_tensor(item, target.given))
@@ -175,7 +173,7 @@ class Loader:
         self._planner.load_bytes(item, safe)
 
     def _load_tensor(self, item: ReadItem, info: _StorageInfo, data: bytearray, target: _Target) -> None:
-        fqn, (shape, dtype) = item.storage_index.fqn, self._chunk(item.storage_index)
+        fqn, (shape, dtype) = item.storage_index.fqn, self._checkpoint.chunk(item.storage_index)
         max_bytes = max(math.prod(shape) * dtype.itemsize, info.length) + _FRAME_BYTES
         plain_data = MemoryFile(self._untransformed(item, info, data, max_bytes))
         tensor = load_tensor_item(plain_data, fqn=fqn, url=self._store.url, key=info.relative_path)
@@ -216,7 +214,7 @@ class Loader:
 
     def _stored_tensor(self, index: MetadataIndex, info: _StorageInfo) -> StoredTensor | None:
         """The dense tensor in an item, or None if the item has to be read as a whole."""
-        shape, dtype = self._chunk(index)
+        shape, dtype = self._checkpoint.chunk(index)
         item = self._checkpoint.item(info)
         if item is None:
             located = self._located.get((info.relative_path, info.offset))
@@ -237,18 +235,6 @@ class Loader:
                 key=info.relative_path,
             )
         return stored
-
-    def _chunk(self, index: MetadataIndex) -> tuple[torch.Size, torch.dtype]:
-        """Shape and dtype of a stored chunk by the metadata."""
-        found = self._checkpoint.metadata.state_dict_metadata.get(index.fqn)
-        if not isinstance(found, TensorStorageMetadata):
-            raise FormatError(f"{index.fqn!r} is not a tensor in this checkpoint", url=self._store.url)
-        if index.fqn not in self._chunks:
-            self._chunks[index.fqn] = {_packed(chunk.offsets): chunk.sizes for chunk in found.chunks}
-        shape = self._chunks[index.fqn].get(_packed(index.offset or ()))
-        if shape is None:
-            raise FormatError(f"{index.fqn!r} has no chunk at {index.offset}", url=self._store.url)
-        return shape, found.properties.dtype
 
     def _info(self, index: MetadataIndex) -> _StorageInfo:
         info = self._checkpoint.metadata.storage_data.get(index)
@@ -275,11 +261,6 @@ class Loader:
             return locate_payload(read_at, info.offset, info.length)
 
         self._located = dict(zip(wanted, self._threads.map(locate, wanted.values()), strict=True))
-
-
-def _packed(offsets: Sequence[int]) -> bytes:
-    """As a dict key: the hashes of numbers are no secret, and who knows them can make a dict slow."""
-    return array.array("q", offsets).tobytes()
 
 
 def _has_room(window: Window, target: _Target | None) -> bool:

@@ -69,16 +69,20 @@ class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
     torch: str
     world_size: int
     data_bytes: int
-    index: ObjectRef | None = None
-    metadata: ObjectRef | None = None
+    index: ObjectRef | msgspec.UnsetType = msgspec.UNSET
+    metadata: ObjectRef | msgspec.UnsetType = msgspec.UNSET
     manifests: list[ManifestRef]
     tags: dict[str, str] = {}
 
     @property
     def described_by(self) -> ObjectRef:
-        found = self.index or self.metadata
-        assert found is not None  # checked when it was decoded
+        found = self.index if self.has_index else self.metadata
+        assert isinstance(found, ObjectRef)  # checked when it was decoded
         return found
+
+    @property
+    def has_index(self) -> bool:
+        return isinstance(self.index, ObjectRef)
 
 
 class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -165,7 +169,7 @@ def encode(record: CommitRecord | RankManifest) -> bytes:
 def decode_commit(data: bytes | bytearray, *, url: str, key: str) -> CommitRecord:
     """Raises IntegrityError (damaged), FormatError (not understood)."""
     commit = _decode(CommitRecord, data, url, key)
-    _require(commit.index is not None or commit.metadata is not None, "no index", url, key)
+    _require(commit.has_index or isinstance(commit.metadata, ObjectRef), "no index", url, key)
     for ref in (commit.described_by, *commit.manifests):
         _check_path(ref.path, url, key)
         _require(ref.size_bytes >= 0, "a negative size", url, key)

@@ -1,13 +1,11 @@
-"""DCP's `Metadata` to and from bytes, without ever running what a pickle says.
+"""DCP's `Metadata` from a pickle, without ever running what it says.
 
-Stock PyTorch stores its metadata as a pickle, and so must we for its readers. It is read into inert stand-ins,
-which are then turned into DCP's classes field by field, each checked.
+Stock PyTorch stores its metadata so. The pickle is read into inert stand-ins, which are then turned into DCP's
+classes field by field, each checked.
 """
 
 from __future__ import annotations
 
-import pickle
-from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -23,41 +21,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ckpt.collector import no_gc
-from ckpt.errors import ConfigurationError, FormatError, UnsafeContent
+from ckpt.errors import FormatError, UnsafeContent
 from ckpt.inert import StandIn, load_inert
+from ckpt.plain_data import check_planner_data
 
-__all__ = ["decode_metadata", "encode_metadata"]
-
-_MAX_PLAIN_NODES = 50_000_000
-_MAX_PATH_PARTS = 128
-_MAX_PADDING = 16
-
+__all__ = ["decode_metadata"]
 
 _LAYOUTS = {str(layout): layout for layout in vars(torch).values() if isinstance(layout, torch.layout)}
-
-
-def encode_metadata(metadata: Metadata) -> bytes:
-    """The pickle that stock readers expect.
-
-    Raises:
-        ConfigurationError: they hold what no safe reader could load: `planner_data` that are more than plain
-            values, tensors that are not strided, descriptions of another kind than DCP's two.
-    """
-    try:
-        _check_plain(metadata.planner_data)
-    except ValueError as error:
-        raise ConfigurationError(
-            f"the planner's planner_data holds {error}; only dict, list, tuple, str, bytes, numbers, bool and None "
-            "can be stored safely"
-        ) from None
-    for fqn, stored in metadata.state_dict_metadata.items():
-        if isinstance(stored, TensorStorageMetadata):
-            if stored.properties.layout is not torch.strided:
-                raise ConfigurationError(f"{fqn!r} has the layout {stored.properties.layout}; save it dense")
-        elif not isinstance(stored, BytesStorageMetadata):
-            raise ConfigurationError(f"the planner describes {fqn!r} by a {type(stored).__name__}")
-    with no_gc():
-        return pickle.dumps(metadata, protocol=4)
 
 
 def decode_metadata(data: bytes | bytearray | memoryview, *, url: str, key: str) -> Metadata:
@@ -95,8 +65,7 @@ def _metadata(found: Any) -> Metadata:
     state = _state(found, "Metadata")
     tensors = _checked(state["state_dict_metadata"], dict)
     planner_data = state.get("planner_data")
-    _check_plain(planner_data)
-    _check_paths(planner_data)
+    check_planner_data(planner_data)
     storage = state.get("storage_data")
     return Metadata(
         state_dict_metadata={_checked(fqn, str): _storage_type(value) for fqn, value in tensors.items()},
@@ -197,48 +166,3 @@ def _checked(found: Any, kind: type) -> Any:
 
 def _optional(found: Any, kind: type) -> Any:
     return None if found is None else _checked(found, kind)
-
-
-def _check_plain(value: Any) -> None:
-    """Raise ValueError unless `value` is made of plain values only; each shared part is looked at once."""
-    seen: set[int] = set()
-    todo = [value]
-    while todo:
-        found = todo.pop()
-        kind = type(found)
-        if kind in (str, int, float, bool, bytes, type(None)):
-            continue
-        if kind not in (dict, OrderedDict, list, tuple):
-            raise ValueError(f"a {kind.__module__}.{kind.__qualname__}")
-        if id(found) in seen:
-            continue
-        seen.add(id(found))
-        if len(seen) > _MAX_PLAIN_NODES:
-            raise ValueError("too many values")
-        todo.extend(found)
-        if isinstance(found, dict):
-            todo.extend(found.values())
-
-
-def _check_paths(planner_data: Any) -> None:
-    """Raise ValueError where DCP's planner would build lists or nests much larger than what is stored.
-
-    It rebuilds a nested state from paths like `("layers", 3, "weight")`, and pads a list up to the index.
-    """
-    if not isinstance(planner_data, dict):
-        return
-    # By the path to the list, as a text: the hashes of tuples can be chosen, and their nesting has no end.
-    longest: dict[str, int] = {}
-    for path in planner_data.values():
-        if not isinstance(path, tuple):
-            continue
-        if len(path) > _MAX_PATH_PARTS:
-            raise ValueError(f"a path of {len(path)} parts")
-        if any(type(part) not in (str, int) for part in path):
-            continue
-        for depth, part in enumerate(path):
-            if type(part) is int:
-                place = repr(path[:depth])
-                longest[place] = max(longest.get(place, 0), part + 1)
-    if sum(longest.values()) > _MAX_PADDING * len(planner_data) + 1024:
-        raise ValueError("paths into lists far longer than their entries")

@@ -78,15 +78,15 @@ def test_the_records_are_what_the_specification_shows(tmp_path: Path) -> None:
     commit = json.loads((tmp_path / "commit.json").read_text())
     assert list(commit) == [
         "format", "version", "id", "created_at", "library", "torch", "world_size", "data_bytes",
-        "metadata", "manifests", "tags", "crc64nvme",
+        "index", "manifests", "tags", "crc64nvme",
     ]  # fmt: skip
-    assert (commit["format"], commit["version"], commit["world_size"]) == ("ckpt-storage", 1, 1)
+    assert (commit["format"], commit["version"], commit["world_size"]) == ("ckpt-storage", 2, 1)
     (ref,) = commit["manifests"]
     assert list(ref) == ["path", "size_bytes", "crc64nvme", "rank", "files", "items", "data_bytes"]
-    assert list(commit["metadata"]) == ["path", "size_bytes", "crc64nvme"]
+    assert list(commit["index"]) == ["path", "size_bytes", "crc64nvme"]
     token = commit["id"]
     assert ref["path"] == f"rank-00000/{token}.json"
-    assert commit["metadata"]["path"] == f"rank-00000/{token}.metadata"
+    assert commit["index"]["path"] == f"rank-00000/{token}.index"
     manifest = json.loads((tmp_path / ref["path"]).read_text())
     assert list(manifest) == [
         "format", "version", "rank", "token", "block_size_bytes", "files", "items", "crc64nvme",
@@ -105,7 +105,6 @@ def test_the_records_are_what_the_specification_shows(tmp_path: Path) -> None:
     assert data[payload_offset : payload_offset + 24] == bits(torch.arange(6.0))
     assert offset + length <= len(data) == file["size_bytes"]
     assert str(tmp_path).encode() not in (tmp_path / ".metadata").read_bytes()
-    assert (tmp_path / ".metadata").read_bytes() == (tmp_path / commit["metadata"]["path"]).read_bytes()
     decode_manifest((tmp_path / ref["path"]).read_bytes(), url="", key="")
 
 

@@ -83,7 +83,7 @@ def test_any_flipped_bit_in_a_data_file(place: Path) -> None:
         assert f"bytes {error.start}-{error.stop}" in str(error)
 
 
-@pytest.mark.parametrize("name", ["commit.json", "rank-00000/*.json", "rank-00000/*.metadata"])
+@pytest.mark.parametrize("name", ["commit.json", "rank-00000/*.json", "rank-00000/*.index"])
 def test_any_flipped_bit_in_a_record(place: Path, name: str) -> None:
     (path,) = place.glob(name)
     size = path.stat().st_size
@@ -118,7 +118,7 @@ def test_truncated_data_file(place: Path, size: int) -> None:
     assert caught.value.key == f"rank-00000/{path.name}"
 
 
-@pytest.mark.parametrize("name", ["commit.json", "rank-00000/*.json", "rank-00000/*.metadata"])
+@pytest.mark.parametrize("name", ["commit.json", "rank-00000/*.json", "rank-00000/*.index"])
 def test_truncated_or_longer_record(place: Path, name: str) -> None:
     (path,) = place.glob(name)
     data = path.read_bytes()

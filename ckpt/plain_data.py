@@ -1,0 +1,140 @@
+"""What a planner keeps with a checkpoint (`planner_data`): plain values, checked, and as a typed record."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import msgspec
+
+__all__ = ["PlainValue", "check_planner_data", "pack", "unpack"]
+
+_MAX_PLAIN_NODES = 50_000_000
+_MAX_PATH_PARTS = 128
+_MAX_PADDING = 16
+_MAX_INTEGER_DIGITS = 600
+_HASH_MODULUS = (1 << 61) - 1
+"""Numbers from here on have the hashes of smaller ones: as keys they can make a dict slow."""
+
+
+class _List(msgspec.Struct, array_like=True, tag="l"):
+    items: list[PlainValue]
+
+
+class _Tuple(msgspec.Struct, array_like=True, tag="t"):
+    items: list[PlainValue]
+
+
+class _Dict(msgspec.Struct, array_like=True, tag="d"):
+    keys: list[bool | int | str | _Bytes | None]
+    values: list[PlainValue]
+
+
+class _Bytes(msgspec.Struct, array_like=True, tag="b"):
+    data: bytes
+
+
+class _LargeInteger(msgspec.Struct, array_like=True, tag="i"):
+    digits: str
+
+
+PlainValue = bool | int | float | str | _Bytes | _List | _Tuple | _Dict | _LargeInteger | None
+
+
+def pack(value: Any) -> PlainValue:
+    """A plain value as a record. Raises ValueError for what is none, RecursionError for one nested too deep."""
+    kind = type(value)
+    if kind is list:
+        return _List([pack(item) for item in value])
+    if kind is tuple:
+        return _Tuple([pack(item) for item in value])
+    if kind in (dict, OrderedDict):
+        keys: Any = [pack(key) for key in value]
+        return _Dict(keys, [pack(item) for item in value.values()])
+    if kind is bytes:
+        return _Bytes(value)
+    if kind is int and not -(1 << 63) <= value < 1 << 63:
+        return _LargeInteger(f"{value:x}")
+    if kind in (str, int, float, bool, type(None)):
+        return value  # type: ignore[no-any-return]
+    raise ValueError(f"a {kind.__module__}.{kind.__qualname__}")
+
+
+def unpack(value: PlainValue) -> Any:
+    """What `pack` was given. Raises ValueError where a record contradicts itself."""
+    if isinstance(value, _List):
+        return [unpack(item) for item in value.items]
+    if isinstance(value, _Tuple):
+        return tuple(unpack(item) for item in value.items)
+    if isinstance(value, _Dict):
+        keys = [unpack(key) for key in value.keys]
+        if len(keys) != len(value.values) or not all(map(_is_key, keys)):
+            raise ValueError("a dict with unfit keys")
+        return dict(zip(keys, map(unpack, value.values), strict=True))
+    if isinstance(value, _Bytes):
+        return value.data
+    if isinstance(value, _LargeInteger):
+        if len(value.digits) > _MAX_INTEGER_DIGITS:
+            raise ValueError("an absurd number")
+        return int(value.digits, 16)
+    return value
+
+
+def check_planner_data(planner_data: Any) -> None:
+    """Raise ValueError unless they are plain values that a load can use without taking undue time or memory."""
+    _check_plain(planner_data)
+    _check_paths(planner_data)
+
+
+def _is_key(value: object) -> bool:
+    if type(value) is int:
+        return -_HASH_MODULUS < value < _HASH_MODULUS
+    return type(value) in (str, bytes, bool, type(None))
+
+
+def _check_plain(value: Any) -> None:
+    """Raise ValueError unless `value` is made of plain values only; each shared part is looked at once."""
+    seen: set[int] = set()
+    todo = [value]
+    while todo:
+        found = todo.pop()
+        kind = type(found)
+        if kind in (str, int, float, bool, bytes, type(None)):
+            continue
+        if kind not in (dict, OrderedDict, list, tuple):
+            raise ValueError(f"a {kind.__module__}.{kind.__qualname__}")
+        if id(found) in seen:
+            continue
+        seen.add(id(found))
+        if len(seen) > _MAX_PLAIN_NODES:
+            raise ValueError("too many values")
+        if isinstance(found, dict):
+            if not all(map(_is_key, found)):
+                raise ValueError("dict keys other than str, bytes, int below 2^61, bool and None")
+            todo.extend(found.values())
+        else:
+            todo.extend(found)
+
+
+def _check_paths(planner_data: Any) -> None:
+    """Raise ValueError where DCP's planner would build lists or nests much larger than what is stored.
+
+    It rebuilds a nested state from paths like `("layers", 3, "weight")`, and pads a list up to the index.
+    """
+    if not isinstance(planner_data, dict):
+        return
+    # By the path to the list, as a text: the hashes of tuples can be chosen, and their nesting has no end.
+    longest: dict[str, int] = {}
+    for path in planner_data.values():
+        if not isinstance(path, tuple):
+            continue
+        if len(path) > _MAX_PATH_PARTS:
+            raise ValueError(f"a path of {len(path)} parts")
+        if any(type(part) not in (str, int) for part in path):
+            continue
+        for depth, part in enumerate(path):
+            if type(part) is int:
+                place = repr(path[:depth])
+                longest[place] = max(longest.get(place, 0), part + 1)
+    if sum(longest.values()) > _MAX_PADDING * len(planner_data) + 1024:
+        raise ValueError("paths into lists far longer than their entries")
