@@ -12,7 +12,7 @@ import enum
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -103,10 +103,12 @@ class Part:
     Attributes:
         buffers: byte views, in order; valid only while the part is open.
         crc64nvme: the checksum of all of them, when the body knows it.
+        pace: to be called with a number of bytes right before they are sent; it may wait (a bandwidth cap).
     """
 
     buffers: Sequence[memoryview]
     crc64nvme: int | None = None
+    pace: Callable[[int], None] | None = None
 
     @property
     def nbytes(self) -> int:

@@ -377,6 +377,8 @@ def _write(file: Any, body: Body, size: int) -> None:
     for start in range(0, body.nbytes, size):
         with open_part(body, start, min(start + size, body.nbytes)) as part:
             for buffer in part.buffers:
+                if part.pace is not None:
+                    part.pace(buffer.nbytes)
                 file.write(buffer)
 
 

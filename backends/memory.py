@@ -95,6 +95,8 @@ class MemoryStore(Store):
         size = part_size_bytes(body.nbytes, _PART_SIZE_BYTES, self.capabilities)
         for start in range(0, body.nbytes, size):
             with body.part(start, min(start + size, body.nbytes)) as part:
+                if part.pace is not None:
+                    part.pace(part.nbytes)
                 for buffer in part.buffers:
                     data += buffer
         with self._place.lock:

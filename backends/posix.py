@@ -144,6 +144,8 @@ class PosixStore(Store):
             size = part_size_bytes(body.nbytes, _WRITE_SIZE_BYTES, self.capabilities)
             for start in range(0, body.nbytes, size):
                 with open_part(body, start, min(start + size, body.nbytes)) as part:
+                    if part.pace is not None:
+                        part.pace(part.nbytes)
                     _write_all(fd, part.buffers)
             if self._fsync:
                 os.fsync(fd)

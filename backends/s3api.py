@@ -163,7 +163,7 @@ class S3ApiStore(Store):
         with self._writing(key, "put", "PutObject", create) as extra:
             self._client.put_object(
                 **self._object(key),
-                Body=PartReader(part.buffers),
+                Body=PartReader(part),
                 ContentLength=part.nbytes,
                 **self._part_checksum(part),
                 **self._options["s3_additional_kwargs"],
@@ -244,7 +244,7 @@ class S3ApiStore(Store):
                 **self._object(key),
                 UploadId=upload_id,
                 PartNumber=number,
-                Body=PartReader(part.buffers),
+                Body=PartReader(part),
                 ContentLength=part.nbytes,
                 **checksum,
             )

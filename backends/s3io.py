@@ -13,7 +13,7 @@ from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
 from typing import Any
 
-from ckpt.backends.base import MIB
+from ckpt.backends.base import MIB, Part
 from ckpt.backends.s3errors import is_connection_error
 
 __all__ = [
@@ -29,13 +29,15 @@ __all__ = [
 ]
 
 _SEND_SIZE_BYTES = 4 * MIB
+_PACED_SEND_SIZE_BYTES = MIB // 4
 
 
 class PartReader:
     """The buffers of a part as the readable, seekable body that boto3 asks for; nothing is copied."""
 
-    def __init__(self, buffers: Sequence[memoryview]) -> None:
-        self._buffers = [buffer for buffer in buffers if buffer.nbytes]
+    def __init__(self, part: Part) -> None:
+        self._buffers = [buffer for buffer in part.buffers if buffer.nbytes]
+        self._pace = part.pace
         self._ends = list(itertools.accumulate(buffer.nbytes for buffer in self._buffers))
         self._size = self._ends[-1] if self._ends else 0
         self._position = 0
@@ -59,7 +61,12 @@ class PartReader:
     def pieces(self) -> Iterator[memoryview | bytes]:
         """What is left, in pieces as large as the buffers allow."""
         while self._position < self._size:
-            yield self.read(_SEND_SIZE_BYTES)
+            if self._pace is None:
+                yield self.read(_SEND_SIZE_BYTES)
+            else:
+                piece = self.read(_PACED_SEND_SIZE_BYTES)
+                self._pace(len(piece))
+                yield piece
 
     def seek(self, offset: int, whence: int = 0) -> int:
         self._position = offset + (0, self._position, self._size)[whence]

@@ -48,6 +48,7 @@ def save(
     no_dist: bool = False,
     threads: int | None = None,
     memory_budget_bytes: int | None = None,
+    max_bandwidth_bytes_per_s: float | None = None,
     tags: Mapping[str, str] | None = None,
 ) -> Metadata:
     """Save `state_dict` from all ranks; when this returns, the checkpoint is committed and durable.
@@ -67,6 +68,7 @@ def save(
             overwrite=overwrite,
             threads=threads,
             memory_budget_bytes=memory_budget_bytes,
+            max_bandwidth_bytes_per_s=max_bandwidth_bytes_per_s,
             tags=tags,
         )
 
@@ -86,6 +88,7 @@ def async_save(
     no_dist: bool = False,
     threads: int | None = None,
     memory_budget_bytes: int | None = None,
+    max_bandwidth_bytes_per_s: float | None = None,
     tags: Mapping[str, str] | None = None,
 ) -> Future[Metadata]:
     """Like `save`, but returns once the state is copied to CPU memory, and saves the copy in the background.
@@ -104,6 +107,7 @@ def async_save(
             overwrite=overwrite,
             threads=threads,
             memory_budget_bytes=memory_budget_bytes,
+            max_bandwidth_bytes_per_s=max_bandwidth_bytes_per_s,
             tags=tags,
         )
 

@@ -114,10 +114,18 @@ class FileBody:
     has_checksums = True
 
     def __init__(
-        self, items: Sequence[FileItem], pool: StagingPool, check: Callable[[], None] = lambda: None
+        self,
+        items: Sequence[FileItem],
+        pool: StagingPool,
+        check: Callable[[], None] = lambda: None,
+        pace: Callable[[int], None] | None = None,
     ) -> None:
-        """`check` is called before each part and raises when the file is not wanted any more."""
+        """`check` is called before each part and raises when the file is not wanted any more.
+
+        `pace` is called before bytes are sent (`ckpt.backends.base.Part`).
+        """
         self._items = items
+        self._pace = pace
         self._pool = pool
         self._check = check
         self._offsets = [item.offset for item in items]
@@ -139,7 +147,7 @@ class FileBody:
             crcs = block_crcs(buffers, BLOCK_SIZE_BYTES)
             first = start // BLOCK_SIZE_BYTES
             self._crcs[first : first + len(crcs)] = array.array("Q", crcs)
-            yield Part(buffers, combine_blocks(crcs, stop - start, BLOCK_SIZE_BYTES))
+            yield Part(buffers, combine_blocks(crcs, stop - start, BLOCK_SIZE_BYTES), self._pace)
         for run in runs:
             if run.payload is not None:
                 run.payload.served(run.nbytes)

@@ -12,10 +12,8 @@ import itertools
 import logging
 import os
 import secrets
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,33 +22,24 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from ckpt.backends.base import Store, redact_url
+from ckpt.backends.base import redact_url
 from ckpt.backends.registry import open_store
-from ckpt.body import FileBody, FileItem
-from ckpt.collecting import PlacedItem, RankReceipt, pack_items
 from ckpt.collector import no_gc
-from ckpt.consistency.digest import BLOCK_SIZE_BYTES
 from ckpt.coordinator import Coordinator
-from ckpt.errors import CheckpointError, ConfigurationError, StorageError
+from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.layout import (
     Entry,
     object_entries,
     pickled_entries,
-    place,
     refuse_layouts,
     spread,
     tensor_entries,
 )
 from ckpt.manifest import (
-    FileRecord,
-    ItemRecord,
-    ManifestRef,
-    RankManifest,
-    data_key,
-    encode,
-    manifest_key,
     rank_directory,
 )
+from ckpt.pacing import Pacer
+from ckpt.rank_files import RankFiles
 from ckpt.staging import DEFAULT_MEMORY_BUDGET_BYTES, StagingPool
 
 __all__ = ["CheckpointWriter", "last_segment"]
@@ -71,6 +60,7 @@ class CheckpointWriter(StorageWriter):
             loadable. Otherwise, and for checkpoints that something else wrote, it is an error.
         threads: transfers at the same time; default by the number of cores, 4 to 16.
         memory_budget_bytes: memory this rank may use beyond the tensors themselves (default 256 MiB).
+        max_bandwidth_bytes_per_s: what this rank may send at most, on average; None is no cap.
         tags: short texts kept in the commit record.
 
     Raises:
@@ -85,6 +75,7 @@ class CheckpointWriter(StorageWriter):
         overwrite: bool = True,
         threads: int | None = None,
         memory_budget_bytes: int | None = None,
+        max_bandwidth_bytes_per_s: float | None = None,
         tags: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__()
@@ -92,6 +83,8 @@ class CheckpointWriter(StorageWriter):
         self._overwrite = overwrite
         self._threads = threads
         self._tags = _checked_tags(tags)
+        self._bandwidth_bytes_per_s = max_bandwidth_bytes_per_s
+        self._pacer = _pacer(max_bandwidth_bytes_per_s)
         self._budget_bytes = (
             DEFAULT_MEMORY_BUDGET_BYTES if memory_budget_bytes is None else memory_budget_bytes
         )
@@ -194,29 +187,33 @@ class CheckpointWriter(StorageWriter):
         return f"{type(self).__name__}({redact_url(self._url)!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_pool": None, "_coordinator": None}
+        return {**self.__dict__, "_pool": None, "_pacer": None, "_coordinator": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._pool = StagingPool(self._budget_bytes, pinned=torch.cuda.is_available())
+        self._pacer = _pacer(self._bandwidth_bytes_per_s)
 
     # -- writing -------------------------------------------------------------------------------------------
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         started_s = time.monotonic()
         _wait_for_devices()
-        files = _RankFiles(self._store, self._rank, self._token, self._pool, self._written)
+        pace = None if self._pacer is None else self._pacer.wait
+        files = RankFiles(self._store, self._rank, self._token, self._pool, self._written, pace)
         objects: list[Entry] = []
+        objects_bytes = 0
         byte_items = [item for item in plan.items if item.type == WriteItemType.BYTE_IO]
         tensor_items = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
         with no_gc():
             tensors, others = tensor_entries(tensor_items, planner)
         for entry in itertools.chain(object_entries(byte_items, planner), pickled_entries(others, planner)):
             # What is pickled is memory of ours: a large number of objects leaves batch by batch.
-            if objects and sum(e.length for e in objects) + entry.length > _OBJECT_BATCH_BYTES:
+            if objects and objects_bytes + entry.length > _OBJECT_BATCH_BYTES:
                 files.put([objects])
-                objects = []
+                objects, objects_bytes = [], 0
             objects.append(entry)
+            objects_bytes += entry.length
         wanted = 1 if self._store.capabilities.parallel_parts else self._store.threads
         spread_out = spread(tensors, wanted)
         if objects:
@@ -245,98 +242,14 @@ class CheckpointWriter(StorageWriter):
             ) from error
 
 
-class _RankFiles:
-    """The files of one rank in one save, as they are written."""
-
-    def __init__(self, store: Store, rank: int, token: str, pool: StagingPool, written: list[str]) -> None:
-        self.data_bytes = 0
-        self._store, self._rank, self._token, self._pool, self._written = store, rank, token, pool, written
-        self._records: list[FileRecord] = []
-        self._items: list[ItemRecord] = []
-        self._placed: list[PlacedItem] = []
-
-    def put(self, files: Sequence[Sequence[Entry]]) -> None:
-        """Write these files at the same time; the first error stops them all."""
-        stop = threading.Event()
-
-        def check() -> None:
-            if stop.is_set():
-                raise StorageError("stopped: another file of this rank failed")
-
-        first = len(self._records)
-        keys = [data_key(self._rank, self._token, first + number) for number in range(len(files))]
-        with no_gc():
-            placed = [place(entries) for entries in files]
-        bodies = [FileBody(items, self._pool, check) for items in placed]
-        # Noted before it exists: what fails half-way must be found by the clean-up.
-        self._written += keys
-        _run_together(lambda number: self._store.put(keys[number], bodies[number]), len(files), stop)
-        with no_gc():
-            for number, (key, body) in enumerate(zip(keys, bodies, strict=True)):
-                self._records.append(FileRecord(path=key, size_bytes=body.nbytes, blocks=body.blocks()))
-                self.data_bytes += body.nbytes
-                self._note(first + number, placed[number], files[number])
-
-    def _note(self, file: int, items: Sequence[FileItem], entries: Sequence[Entry]) -> None:
-        for item, entry in zip(items, entries, strict=True):
-            index, length = entry.index, item.length
-            payload = (item.payload_offset, item.payload.nbytes) if entry.is_plain else (-1, 0)
-            offsets = None if index.offset is None else list(index.offset)
-            self._items.append(ItemRecord(index.fqn, offsets, file, item.offset, length, *payload))
-            chunk = None if index.offset is None else tuple(index.offset)
-            self._placed.append(PlacedItem(index.fqn, chunk, index.index, file, item.offset, length))
-
-    def receipt(self, place: str, manifest: ManifestRef | None) -> RankReceipt:
-        names = [record.path for record in self._records]
-        return RankReceipt(self._rank, place, manifest, names, pack_items(self._placed))
-
-    def put_manifest(self) -> ManifestRef | None:
-        """Write the manifest; None if the rank had nothing to write."""
-        if not self._items:
-            return None
-        manifest = RankManifest(
-            rank=self._rank,
-            token=self._token,
-            block_size_bytes=BLOCK_SIZE_BYTES,
-            files=self._records,
-            items=self._items,
-        )
-        key = manifest_key(self._rank, self._token)
-        body = FileBody.of_bytes(encode(manifest), self._pool)
-        self._written.append(key)
-        self._store.put(key, body)
-        return ManifestRef(
-            path=key,
-            size_bytes=body.nbytes,
-            crc64nvme=f"{body.crc64nvme():016x}",
-            rank=self._rank,
-            files=len(self._records),
-            items=len(self._items),
-            data_bytes=self.data_bytes,
-        )
-
-
-def _run_together(work: Any, count: int, stop: threading.Event) -> None:
-    """`work(0)` to `work(count - 1)` in threads of their own; the first error is raised once all have ended."""
-    if count <= 1:
-        for number in range(count):
-            work(number)
-        return
-    with ThreadPoolExecutor(count, thread_name_prefix="ckpt-file") as pool:
-        futures = [pool.submit(work, number) for number in range(count)]
-        try:
-            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-            for future in futures:
-                if future in done:
-                    future.result()
-        finally:
-            stop.set()
-
-
 def _wait_for_devices() -> None:
     """The tensors' values may still be on their way in the caller's stream; copies run in other threads."""
     if torch.accelerator.is_available():
         torch.accelerator.current_stream().synchronize()
+
+
+def _pacer(bytes_per_s: float | None) -> Pacer | None:
+    return None if bytes_per_s is None else Pacer(bytes_per_s)
 
 
 def _checked_tags(tags: Mapping[str, str] | None) -> dict[str, str]:

@@ -360,7 +360,7 @@ def test_config_kwargs_are_merged(server: StrictS3, signed: bool) -> None:
 @pytest.mark.parametrize("size", [7, 4096, 16384, 1 << 20, 1 << 23])
 def test_a_part_is_read_as_asked(size: int) -> None:
     views = [memoryview(DATA)[:3], memoryview(b""), memoryview(DATA)[3 : 5 * MIB]]
-    reader = PartReader(views)
+    reader = PartReader(Part(views))
     pieces = []
     while piece := reader.read(size):
         assert len(piece) <= size

@@ -1,0 +1,39 @@
+"""A cap on bandwidth: checkpoint traffic that leaves room for the training's own."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from ckpt.errors import ConfigurationError
+
+__all__ = ["Pacer"]
+
+MIN_BANDWIDTH_BYTES_PER_S = 1_000_000
+_BURST_S = 0.05
+
+
+class Pacer:
+    """Makes threads wait so that together they send no more than `bytes_per_s`.
+
+    Raises:
+        ConfigurationError: less than 1 MB/s, at which servers take connections for dead.
+    """
+
+    def __init__(self, bytes_per_s: float) -> None:
+        if not bytes_per_s >= MIN_BANDWIDTH_BYTES_PER_S:
+            raise ConfigurationError(
+                f"max_bandwidth_bytes_per_s must be at least {MIN_BANDWIDTH_BYTES_PER_S}, not {bytes_per_s}"
+            )
+        self._bytes_per_s = bytes_per_s
+        self._lock = threading.Lock()
+        self._next_at_s = 0.0
+
+    def wait(self, nbytes: int) -> None:
+        """Return when `nbytes` may be sent."""
+        with self._lock:
+            now_s = time.monotonic()
+            start_s = max(self._next_at_s, now_s - _BURST_S)
+            self._next_at_s = start_s + nbytes / self._bytes_per_s
+        if start_s > now_s:
+            time.sleep(start_s - now_s)
