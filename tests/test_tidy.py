@@ -109,7 +109,9 @@ def test_importing_is_light() -> None:
 
 
 def test_public_surface() -> None:
-    assert ckpt.__all__ == ["CheckpointReader", "CheckpointWriter", "async_save", "errors", "load", "save"]
+    assert ckpt.__all__ == [
+        "CheckpointReader", "CheckpointWriter", "Stager", "async_save", "errors", "load", "save",
+    ]  # fmt: skip
     assert dir(ckpt) == sorted(ckpt.__all__)
     for name in ckpt.__all__:
         assert getattr(ckpt, name).__doc__
