@@ -128,7 +128,7 @@ def test_signatures() -> None:
     storage = "state_dict, url, storage_options"
     assert (
         parameters(ckpt.CheckpointWriter)
-        == "url, storage_options, overwrite, threads, memory_budget_bytes, tags"
+        == "url, storage_options, overwrite, threads, memory_budget_bytes, max_bandwidth_bytes_per_s, tags"
     )
     assert (
         parameters(ckpt.CheckpointReader)
@@ -137,7 +137,8 @@ def test_signatures() -> None:
     for save in (ckpt.save, ckpt.async_save):
         assert (
             parameters(save)
-            == f"{storage}, overwrite, planner, process_group, no_dist, threads, memory_budget_bytes, tags"
+            == f"{storage}, overwrite, planner, process_group, no_dist, threads, memory_budget_bytes, "
+            "max_bandwidth_bytes_per_s, tags"
         )
     assert (
         parameters(ckpt.load) == f"{storage}, verify, visibility_timeout_s, planner, process_group, no_dist, "
