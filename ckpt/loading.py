@@ -113,7 +113,7 @@ class Loader:
         except ValueError as error:
             raise CheckpointError(f"{item.dest_index.fqn!r} cannot be loaded into: {error}") from error
         if memory is not None:
-            given = given.detach()  # as stock does; a sparse tensor would not see what its alias gets
+            given = given.detach()  # as stock does; others need not see what their alias gets
         if memory is None or self._filled[item.dest_index] is None:
             return _Target(given, memory, None)
         # Boxes of one array that do not overlap: all steps have its strides and lead back to its first element.

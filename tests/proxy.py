@@ -8,6 +8,7 @@ import http.server
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,7 +53,13 @@ class FaultProxy:
     rule: Rule = lambda call: "pass"
     late_s: float = 1.0
     calls: list[Call] = field(default_factory=list)
+    in_flight: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def settle(self) -> None:
+        """Wait until nothing is being carried out any more."""
+        while self.in_flight:
+            time.sleep(0.01)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -97,6 +104,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         with self.proxy.lock:
             call = Call(len(self.proxy.calls) + 1, self.command, self.path)
             self.proxy.calls.append(call)
+            self.proxy.in_flight += 1
+        try:
+            self._carry_out(call)
+        finally:
+            with self.proxy.lock:
+                self.proxy.in_flight -= 1
+
+    def _carry_out(self, call: Call) -> None:
         action = self.proxy.rule(call)
         length = int(self.headers.get("content-length") or 0)
         if action == "reset":

@@ -626,7 +626,9 @@ def test_killed_at_every_request(proxy: FaultProxy, proxied: tuple[str, dict[str
             break
     assert len(outcomes) >= 2 * 14, outcomes
     commit = next(i for i, outcome in enumerate(outcomes) if outcome[:3] == ("PUT", "commit.json", True))
-    assert [outcome[3] for outcome in outcomes] == [i >= commit for i in range(len(outcomes))], outcomes
+    assert [outcome[3] for outcome in outcomes] == [i >= commit for i in range(len(outcomes))], "\n".join(
+        map(str, outcomes)
+    )
 
 
 def _kill_at_request(
@@ -652,6 +654,7 @@ def _kill_at_request(
         # A lost reply reaches nobody: the process dies before it could ask again.
         saver.kill()
     saver.join()
+    proxy.settle()
     proxy.rule = lambda call: "pass"
     return died_at[0] if died_at else None
 

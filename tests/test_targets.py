@@ -114,23 +114,6 @@ def test_targets_without_memory(tmp_path: Path, writer: str) -> None:
     }
 
 
-def test_sparse_tensors(tmp_path: Path) -> None:
-    """Which stock PyTorch cannot save at all."""
-    dense = torch.zeros(90, 70)
-    dense[::7, ::3] = random_tensor(13, 24).nan_to_num()
-    parameter = torch.nn.Parameter(dense.to_sparse())
-    ckpt.save({"sparse": dense.to_sparse(), "parameter": parameter, "dense": dense}, tmp_path)
-    loaded = {
-        "sparse": torch.zeros(90, 70).to_sparse(),
-        "parameter": torch.nn.Parameter(torch.eye(90, 70).to_sparse()),
-        "dense": torch.zeros(90, 70),
-    }
-    ckpt.load(loaded, tmp_path)
-    assert loaded["sparse"].is_sparse
-    for tensor in loaded.values():
-        assert bits(tensor.detach().to_dense() if tensor.is_sparse else tensor) == bits(dense)
-
-
 def test_freed_targets_are_named(tmp_path: Path) -> None:
     ckpt.save({"model": {"weight": random_tensor(10, 10)}}, tmp_path)
     target = torch.zeros(10, 10)
