@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -72,7 +73,7 @@ def counted(endpoint: Endpoint | None) -> Iterator[dict[str, float]]:
 
 def _warm(task: Task) -> Contender:
     contender = task.make_contender()
-    place = f"{task.place}-warm-{os.getpid()}"
+    place = f"{task.place}-warm-{secrets.token_hex(4)}"
     state: dict[str, torch.Tensor] = WARM_UP.filled()
     contender.save(state, place)
     if task.options.get("checksums", True):  # without them a load would find its metadata damaged
