@@ -29,9 +29,12 @@ console = Console()
 
 def main() -> int:
     arguments = _arguments()
-    cases = [case for case in CASES if arguments.full or not case.full_only]
     if arguments.only:
         cases = [case for case in CASES if case.name in arguments.only]
+    else:
+        cases = [case for case in CASES if arguments.full or not case.full_only]
+    if not arguments.full:
+        cases = [case.quick() for case in cases]
     rounds = arguments.rounds or (_FULL_ROUNDS if arguments.full else _QUICK_ROUNDS)
     scratch, output = arguments.scratch.resolve(), arguments.output.resolve()
     output.mkdir(parents=True, exist_ok=True)
@@ -45,11 +48,12 @@ def main() -> int:
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
     try:
-        _run(cases, rounds, Runner(scratch, default_threads()), results)
+        _run(cases, rounds, Runner(scratch, default_threads()), results, output)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
         settings["seconds"] = round(time.monotonic() - started_s)
         _write(results, cases, output)
+        _draw(results, cases, output)
     console.print(Markdown(bars_table(judge(results))))
     console.print(f"{settings['seconds']} s; results are in {output}")
     return 0
@@ -70,7 +74,7 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _run(cases: Sequence[Case], rounds: int, runner: Runner, results: Results) -> None:
+def _run(cases: Sequence[Case], rounds: int, runner: Runner, results: Results, output: Path) -> None:
     columns = (
         TextColumn("{task.description:<52}"),
         BarColumn(),
@@ -87,6 +91,7 @@ def _run(cases: Sequence[Case], rounds: int, runner: Runner, results: Results) -
                 results,
                 lambda done: progress.update(bar, advance=1, description=done[:52]),
             )
+            _write(results, cases, output)  # what is known if the run is stopped
             for entry in case.entries:
                 if error := results.error(case.name, entry.name):
                     progress.console.print(f"{case.name}: {entry.name} failed: {error[:200]}", style="red")
@@ -95,6 +100,9 @@ def _run(cases: Sequence[Case], rounds: int, runner: Runner, results: Results) -
 def _write(results: Results, cases: Sequence[Case], output: Path) -> None:
     results.write(output / "results.json")
     (output / "results.md").write_text(report(results, cases))
+
+
+def _draw(results: Results, cases: Sequence[Case], output: Path) -> None:
     try:
         from benchmarks.plots import draw
     except ImportError as error:

@@ -44,6 +44,9 @@ class Runner:
                 yield endpoint
         else:
             yield None
+        for left in self.scratch.iterdir():
+            if left.is_dir():
+                shutil.rmtree(left, ignore_errors=True)
 
     def prepare(self, case: Case, entry: Entry, endpoint: Endpoint | None) -> Outcome:
         """Save what an entry loads."""

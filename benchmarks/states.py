@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +26,10 @@ class StateSpec:
 
     def filled(self) -> dict[str, torch.Tensor]:
         """The tensors, with contents that differ everywhere."""
-        return {self._name(number): self._expected(number) for number in range(self.tensors)}
+        return {
+            self._name(number): self._fill(torch.empty(self.rows, self.columns), number)
+            for number in range(self.tensors)
+        }
 
     def blank(self) -> dict[str, torch.Tensor]:
         """Tensors to load into, their memory already touched."""
@@ -38,18 +42,25 @@ class StateSpec:
         Raises:
             ValueError: a tensor does not hold what `filled` gave.
         """
+        expected = torch.empty(self.rows, self.columns)
         for number in range(self.tensors):
             found = state[self._name(number)]
-            if not torch.equal(found.view(torch.int32), self._expected(number).view(torch.int32)):
+            if not torch.equal(found.view(torch.int32), self._fill(expected, number).view(torch.int32)):
                 raise ValueError(f"{self._name(number)} was loaded wrong")
 
     def _name(self, number: int) -> str:
         return f"layers.{number:05d}.weight"
 
-    def _expected(self, number: int) -> torch.Tensor:
-        values = torch.arange(self.rows * self.columns, dtype=torch.int32)
-        values.mul_(-1640531527).add_(number * 7919 + 1)  # a multiplicative hash: no two neighbours alike
-        return values.view(torch.float32).view(self.rows, self.columns)
+    def _fill(self, tensor: torch.Tensor, number: int) -> torch.Tensor:
+        values = tensor.view(torch.int32).view(-1)
+        torch.add(_hashes(values.numel()), number * 7919 + 1, out=values)
+        return tensor
+
+
+@functools.cache
+def _hashes(count: int) -> torch.Tensor:
+    """Multiplicative hashes: no two neighbours alike, and no run of bytes that compresses."""
+    return torch.arange(count, dtype=torch.int32).mul_(-1640531527)
 
 
 ONE_GB = StateSpec(tensors=60, rows=2048, columns=2048)  # 16 MiB each, 1.007 GB

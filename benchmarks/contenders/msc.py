@@ -16,7 +16,10 @@ __all__ = ["MultiStorageClient"]
 
 
 class MultiStorageClient(ThroughDcp):
-    """A profile with an S3 provider; `s3://bucket/key` becomes `msc://bench/key`."""
+    """A profile with an S3 provider; `s3://bucket/key` becomes `msc://bench/key`.
+
+    Option `provider`: more options of the provider.
+    """
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
@@ -35,7 +38,8 @@ class MultiStorageClient(ThroughDcp):
             "options": {"access_key": ACCESS_KEY, "secret_key": SECRET_KEY},
         }
         profile = {"storage_provider": provider, "credentials_provider": credentials}
-        path = Path(tempfile.mkdtemp(prefix="msc-")) / "config.json"
+        self._folder = tempfile.TemporaryDirectory(prefix="msc-")
+        path = Path(self._folder.name) / "config.json"
         path.write_text(json.dumps({"profiles": {"bench": profile}}))
         # Read when the package is first used.
         os.environ["MSC_CONFIG"] = str(path)

@@ -16,10 +16,11 @@ __all__ = ["Ours"]
 
 
 class Ours:
-    """Default settings. Options: `storage` (more storage options) and `checksums` (False: what they cost)."""
+    """Default settings. Options: `storage` (more storage options), `verify`, and `checksums` (False: what they cost)."""
 
     def __init__(self, settings: Settings) -> None:
         self._checksums = settings.options.get("checksums", True)
+        self._verify = settings.options.get("verify", True)
         self._storage = dict(settings.options.get("storage", {}))
         if settings.endpoint is not None:
             self._storage |= {"endpoint_url": settings.endpoint.url, "region": REGION}
@@ -35,7 +36,7 @@ class Ours:
         ckpt.save(state, place, storage_options=self._storage, no_dist=True)
 
     def load(self, state: dict[str, torch.Tensor], place: str) -> None:
-        ckpt.load(state, place, storage_options=self._storage, verify=self._checksums, no_dist=True)
+        ckpt.load(state, place, storage_options=self._storage, verify=self._verify, no_dist=True)
 
     def async_save(self, state: dict[str, torch.Tensor], place: str) -> Future[Any]:
         return ckpt.async_save(state, place, storage_options=self._storage, no_dist=True)

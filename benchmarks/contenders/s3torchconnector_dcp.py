@@ -25,8 +25,4 @@ class S3TorchConnector(ThroughDcp):
         return S3StorageReader(REGION, place, s3client_config=self._config())
 
     def _config(self) -> Any:
-        return S3ClientConfig(
-            throughput_target_gbps=self.settings.options.get("throughput_target_gbps", 100.0),
-            part_size=self.settings.options.get("part_size_bytes", 16 << 20),
-            force_path_style=True,
-        )
+        return S3ClientConfig(force_path_style=True)
