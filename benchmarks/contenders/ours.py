@@ -9,7 +9,7 @@ import awscrt.checksums
 import torch
 
 import ckpt
-from benchmarks.contenders import Settings
+from benchmarks.contenders import Settings, as_trained
 from benchmarks.servers import ACCESS_KEY, REGION, SECRET_KEY
 
 __all__ = ["Ours"]
@@ -33,13 +33,13 @@ class Ours:
             _compute_no_checksums()
 
     def save(self, state: dict[str, torch.Tensor], place: str) -> None:
-        ckpt.save(state, place, storage_options=self._storage, no_dist=True)
+        ckpt.save(as_trained(state), place, storage_options=self._storage, no_dist=True)
 
     def load(self, state: dict[str, torch.Tensor], place: str) -> None:
-        ckpt.load(state, place, storage_options=self._storage, verify=self._verify, no_dist=True)
+        ckpt.load(as_trained(state), place, storage_options=self._storage, verify=self._verify, no_dist=True)
 
     def async_save(self, state: dict[str, torch.Tensor], place: str) -> Future[Any]:
-        return ckpt.async_save(state, place, storage_options=self._storage, no_dist=True)
+        return ckpt.async_save(as_trained(state), place, storage_options=self._storage, no_dist=True)
 
     def writer(self, place: str) -> ckpt.CheckpointWriter:
         return ckpt.CheckpointWriter(place, storage_options=self._storage)

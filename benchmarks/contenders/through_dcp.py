@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 
-from benchmarks.contenders import Settings
+from benchmarks.contenders import Settings, as_trained
 
 __all__ = ["ThroughDcp"]
 
@@ -28,7 +28,7 @@ class ThroughDcp(ABC):
         """A new storage reader for one checkpoint."""
 
     def save(self, state: dict[str, torch.Tensor], place: str) -> None:
-        dcp.save(state, storage_writer=self.writer(place), no_dist=True)
+        dcp.save(as_trained(state), storage_writer=self.writer(place), no_dist=True)
 
     def load(self, state: dict[str, torch.Tensor], place: str) -> None:
-        dcp.load(state, storage_reader=self.reader(place), no_dist=True)
+        dcp.load(as_trained(state), storage_reader=self.reader(place), no_dist=True)

@@ -40,10 +40,11 @@ class TorchCheckpointing:
     def load(self, state: dict[str, torch.Tensor], place: str) -> None:
         found = self._manager.load(place, into=self._items(state))
         loaded: Any = found if self._split else found["state"]
-        for name, tensor in loaded.items():
+        for name, tensor in state.items():
             # It may return tensors of its own; a trainer then has to copy them into its model.
-            if tensor is not state[name]:
-                state[name].copy_(tensor)
+            other = loaded[_key(name) if self._split else name]
+            if tensor is not other:
+                tensor.copy_(other)
 
     def async_save(self, state: dict[str, torch.Tensor], place: str) -> Any:
         """Returns once the state is copied: then training may go on."""
@@ -54,7 +55,14 @@ class TorchCheckpointing:
         return future
 
     def _items(self, state: dict[str, torch.Tensor]) -> dict[str, Any]:
-        return dict(state) if self._split else {"state": state}
+        if self._split:
+            return {_key(name): tensor for name, tensor in state.items()}
+        return {"state": state}
 
     def close(self) -> None:
         self._manager.close()
+
+
+def _key(name: str) -> str:
+    """Its items' names may have no dots."""
+    return name.replace(".", "_")

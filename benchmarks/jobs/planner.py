@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
+from benchmarks.contenders import as_trained
 from benchmarks.jobs.transfer import figures_of
 from benchmarks.meter import metered
 from benchmarks.states import WARM_UP
@@ -24,7 +25,7 @@ def plan_save(task: Task) -> dict[str, float]:
 
 def _plan(state: dict[str, torch.Tensor]) -> None:
     planner = DefaultSavePlanner()
-    planner.set_up_planner(state, None, is_coordinator=True)
+    planner.set_up_planner(as_trained(state), None, is_coordinator=True)
     plans, _ = planner.create_global_plan([planner.create_local_plan()])
     plan = planner.finish_plan(plans[0])
     for item in plan.items:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
+from benchmarks.contenders import as_trained
 from benchmarks.jobs.transfer import figures_of
 from benchmarks.meter import metered
 from benchmarks.task import Task
@@ -62,7 +63,10 @@ class _DcpAsync:
 
     def async_save(self, state: dict[str, torch.Tensor], place: str) -> Any:
         return dcp.async_save(
-            state, storage_writer=self._contender.writer(place), async_stager=self._stager, no_dist=True
+            as_trained(state),
+            storage_writer=self._contender.writer(place),
+            async_stager=self._stager,
+            no_dist=True,
         )
 
     def load(self, state: dict[str, torch.Tensor], place: str) -> None:
