@@ -103,8 +103,8 @@ class Runner:
                 return Outcome(error=f"took longer than {_TIMEOUT_S} s")
             if answered.exists():
                 return Outcome.from_json(answered.read_text())
-            last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
-            return Outcome(error=f"ended with status {done.returncode}: {''.join(last)}")
+            last = done.stderr.decode(errors="replace").strip().splitlines()[-4:]
+            return Outcome(error=f"ended with status {done.returncode}: {' '.join(last)}")
 
 
 def _environment(task: Task) -> dict[str, str]:
