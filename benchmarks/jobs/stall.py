@@ -35,15 +35,15 @@ def async_save(task: Task) -> dict[str, float]:
 
 
 def copy(task: Task) -> dict[str, float]:
-    """The floor: a copy of the state, into memory that is warm or fresh (`parameters["warm"]`)."""
+    """The floor: a copy of the state, the second one into the same memory or one into fresh (`parameters["warm"]`)."""
     state = task.state.filled()
-    targets = task.state.blank() if task.parameters["warm"] else {}
+    copies = {name: tensor.clone() for name, tensor in state.items()} if task.parameters["warm"] else {}
     with metered() as reading:
         for name, tensor in state.items():
-            if targets:
-                targets[name].copy_(tensor)
+            if task.parameters["warm"]:
+                copies[name].copy_(tensor)
             else:
-                state[name] = tensor.clone()
+                copies[name] = tensor.clone()
     return figures_of(reading, task.state.nbytes)
 
 
