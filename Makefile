@@ -3,13 +3,21 @@ PYTHON ?= python3
 VENV ?= .venv
 RUN := $(VENV)/bin
 
-.PHONY: test demo check format lock clean
+PEERS := benchmarks/.venv-peers
+
+.PHONY: test demo bench bench-full check format lock clean
 
 test: $(VENV)/ready
 	$(RUN)/python -m pytest
 
 demo: $(VENV)/ready
 	$(RUN)/python examples/demo.py
+
+bench: $(VENV)/bench-ready $(PEERS)/ready
+	$(RUN)/python -m benchmarks
+
+bench-full: $(VENV)/bench-ready $(PEERS)/ready
+	$(RUN)/python -m benchmarks --full
 
 check: $(VENV)/ready
 	$(RUN)/ruff check .
@@ -25,14 +33,30 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	$(RUN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
+$(VENV)/bench-ready: $(VENV)/ready
+	$(RUN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[bench]'
+	touch $@
+
+# The peers' SDKs may need other versions than ours: an environment of their own, all of it pinned.
+$(PEERS)/ready: benchmarks/peers.txt
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --requirement benchmarks/peers.txt
+	touch $@
+
 # The newest versions that agree with each other, for every Python we support. torch's local version suffix
 # (+cpu) is left out: which build is installed is the machine's choice.
+COMPILE := uv pip compile --quiet --universal --python-version 3.10 --no-annotate --no-header \
+	--no-emit-index-url --no-emit-find-links
+NO_TORCH := '/^(torch==|nvidia|cuda|triton)/d'
+
 lock: $(VENV)/ready
 	$(RUN)/python -m pip install --quiet uv
-	$(RUN)/uv pip compile --quiet --universal --python-version 3.10 --extra dev --no-annotate --no-header \
-		--no-emit-index-url --no-emit-find-links pyproject.toml | sed -E '/^(torch|nvidia|cuda|triton)/d' > constraints.new
+	$(RUN)/$(COMPILE) --extra dev --extra bench pyproject.toml | sed -E $(NO_TORCH) > constraints.new
 	echo 'torch==2.13.0' >> constraints.new
 	sort -o constraints.txt constraints.new && rm constraints.new
+	$(RUN)/$(COMPILE) benchmarks/peers.in | sed -E $(NO_TORCH) > benchmarks/peers.new
+	echo 'torch==2.13.0' >> benchmarks/peers.new
+	sort -o benchmarks/peers.txt benchmarks/peers.new && rm benchmarks/peers.new
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis demo-run
+	rm -rf $(VENV) $(PEERS) benchmarks/.scratch build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis demo-run

@@ -21,6 +21,8 @@ FOLDERS = {
     "consistency": "ckpt.consistency",
     "trainer_integration": "ckpt.trainer_integration",
 }
+BENCHMARKS = sorted((ROOT / "benchmarks").rglob("*.py"))
+BENCHMARKS = [path for path in BENCHMARKS if ".venv-peers" not in path.parts]
 SDKS = {"boto3": "s3", "botocore": "s3", "ibm_boto3": "cos", "ibm_botocore": "cos", "fsspec": "fsspec_store"}
 
 
@@ -187,8 +189,19 @@ def test_public_modules_declare_and_explain_themselves() -> None:
         assert is_package or "__all__" in names, f"{module} has no __all__"
 
 
+def test_benchmarks_explain_themselves_and_keep_peers_apart() -> None:
+    """A process that measures a peer runs in an environment without this library."""
+    with_ours = {"__main__.py", "contenders/ours.py"}
+    for path in BENCHMARKS:
+        name = path.relative_to(ROOT / "benchmarks").as_posix()
+        assert ast.get_docstring(ast.parse(path.read_text())), name
+        for imported, at_top in imports(path):
+            if imported.split(".")[0] == "ckpt" and at_top:
+                assert name in with_ours, f"{name} imports {imported}"
+
+
 def test_functions_fit_a_screen() -> None:
-    for path in [*modules().values(), *(ROOT / "examples").glob("*.py")]:
+    for path in [*modules().values(), *(ROOT / "examples").glob("*.py"), *BENCHMARKS]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef):
                 length = (node.end_lineno or 0) - node.lineno + 1
@@ -217,7 +230,9 @@ def test_the_wheel_lists_every_folder() -> None:
 def test_the_wheel_works_elsewhere(tmp_path: Path) -> None:
     """Built from a copy without the links, unpacked, and used from a folder that has a `backends/` of its own."""
     source, wheel, home = tmp_path / "source", tmp_path / "wheel", tmp_path / "home"
-    skipped = shutil.ignore_patterns(".git", ".venv", "build", "*.egg-info", "__pycache__", ".*_cache")
+    skipped = shutil.ignore_patterns(
+        ".git", ".venv*", ".scratch", "results", "build", "*.egg-info", "__pycache__", ".*_cache"
+    )
     shutil.copytree(ROOT, source, symlinks=True, ignore=skipped)
     for link in (source / "ckpt").iterdir():
         if link.is_symlink():

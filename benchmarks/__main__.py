@@ -1,0 +1,115 @@
+"""Run the suite: `python -m benchmarks [--full]`; see benchmarks/README.md."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.markdown import Markdown
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from benchmarks.bars import judge
+from benchmarks.cases import CASES, Case
+from benchmarks.results import Results, machine
+from benchmarks.runner import Runner
+from benchmarks.servers import ROOT
+from benchmarks.suite import run_case, steps_of
+from benchmarks.tables import bars_table, report
+from ckpt.backends.registry import default_threads
+
+_QUICK_ROUNDS, _FULL_ROUNDS = 3, 7
+console = Console()
+
+
+def main() -> int:
+    arguments = _arguments()
+    if arguments.only:
+        cases = [case for case in CASES if case.name in arguments.only]
+    else:
+        cases = [case for case in CASES if arguments.full or not case.full_only]
+    if not arguments.full:
+        cases = [case.quick() for case in cases]
+    rounds = arguments.rounds or (_FULL_ROUNDS if arguments.full else _QUICK_ROUNDS)
+    scratch, output = arguments.scratch.resolve(), arguments.output.resolve()
+    output.mkdir(parents=True, exist_ok=True)
+    started_s = time.monotonic()
+    settings = {
+        "run": "full" if arguments.full else "quick",
+        "rounds": rounds,
+        "began": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="minutes"),
+    }
+    results = Results(machine(), settings)
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
+    try:
+        _run(cases, rounds, Runner(scratch, default_threads()), results, output)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+        settings["seconds"] = round(time.monotonic() - started_s)
+        _write(results, cases, output)
+        _draw(results, cases, output)
+    console.print(Markdown(bars_table(judge(results))))
+    console.print(f"{settings['seconds']} s; results are in {output}")
+    return 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("--full", action="store_true", help="more rounds and more cases")
+    parser.add_argument("--rounds", type=int, default=0, help="rounds per case (default 3, with --full 7)")
+    parser.add_argument(
+        "--only", nargs="+", metavar="CASE", choices=[case.name for case in CASES], help="these cases alone"
+    )
+    parser.add_argument(
+        "--scratch", type=Path, default=ROOT / "benchmarks" / ".scratch",
+        help="folder for checkpoints on files, emptied before and after: the file system that is measured",
+    )  # fmt: skip
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
+    return parser.parse_args()
+
+
+def _run(cases: Sequence[Case], rounds: int, runner: Runner, results: Results, output: Path) -> None:
+    columns = (
+        TextColumn("{task.description:<52}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        bar = progress.add_task("starting", total=sum(steps_of(case, rounds) for case in cases))
+        for case in cases:
+            run_case(
+                case,
+                rounds,
+                runner,
+                results,
+                lambda done: progress.update(bar, advance=1, description=done[:52]),
+            )
+            _write(results, cases, output)  # what is known if the run is stopped
+            for entry in case.entries:
+                if error := results.error(case.name, entry.name):
+                    progress.console.print(f"{case.name}: {entry.name} failed: {error[:200]}", style="red")
+
+
+def _write(results: Results, cases: Sequence[Case], output: Path) -> None:
+    results.write(output / "results.json")
+    (output / "results.md").write_text(report(results, cases))
+
+
+def _draw(results: Results, cases: Sequence[Case], output: Path) -> None:
+    try:
+        from benchmarks.plots import draw
+    except ImportError as error:
+        console.print(f"no plots: {error}; pip install 'ckpt-storage[bench]'", style="yellow")
+        return
+    draw(results, cases, output)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

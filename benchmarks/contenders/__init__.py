@@ -1,0 +1,78 @@
+"""Those who are measured: this library, its peers, and the floors, behind one small protocol.
+
+Each module is imported only in a process that measures it, in the environment that has its packages.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Protocol
+
+import torch
+
+from benchmarks.servers import Endpoint
+
+__all__ = ["Contender", "Settings", "as_trained", "make", "versions"]
+
+State = dict[str, torch.Tensor]
+
+_MODULES = {
+    "ours": ("benchmarks.contenders.ours:Ours", ("ckpt-storage", "boto3", "awscrt")),
+    "stock": ("benchmarks.contenders.stock:Stock", ("torch",)),
+    "fsspec": ("benchmarks.contenders.fsspec_s3fs:FsspecS3fs", ("torch", "fsspec", "s3fs")),
+    "s3torchconnector": ("benchmarks.contenders.s3torchconnector_dcp:S3TorchConnector", ("s3torchconnector",)),
+    "msc": ("benchmarks.contenders.msc:MultiStorageClient", ("multi-storage-client", "boto3")),
+    "torch_checkpointing": (
+        "benchmarks.contenders.torch_checkpointing_manager:TorchCheckpointing",
+        ("torch_checkpointing",),
+    ),
+    "sockets": ("benchmarks.contenders.sockets:Sockets", ()),
+    "files": ("benchmarks.contenders.files:Files", ()),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a contender is made with.
+
+    Attributes:
+        endpoint: the S3 endpoint, where the case has one.
+        threads: transfers at the same time, for those who take it; 0 leaves it to the contender.
+        options: its own settings of this case.
+    """
+
+    endpoint: Endpoint | None = None
+    threads: int = 0
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+class Contender(Protocol):
+    """Saves and loads whole states. Peers that work through DCP also give its writer and reader."""
+
+    def save(self, state: State, place: str) -> None: ...
+
+    def load(self, state: State, place: str) -> None: ...
+
+
+def make(name: str, settings: Settings) -> Contender:
+    module, _, kind = _MODULES[name][0].partition(":")
+    contender: Contender = getattr(importlib.import_module(module), kind)(settings)
+    return contender
+
+
+def as_trained(state: State) -> dict[str, Any]:
+    """The state as trainers nest it: with thousands of names at the top, DCP's search for Stateful would count."""
+    return {"model": state}
+
+
+def versions(name: str) -> dict[str, str]:
+    """The versions of the packages that a contender consists of, in this environment."""
+    found = {}
+    for package in _MODULES[name][1]:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found
