@@ -34,6 +34,8 @@ _NEWOBJ, _BUILD, _REDUCE, _TUPLE, _TUPLE1 = b"\x81", b"b", b"R", b"t", b"\x85"
 _SETITEMS, _APPENDS, _MEMOIZE, _POP, _GET, _STOP = b"u", b"e", b"\x94", b"0", b"j", b"."
 _TUPLES = {0: _EMPTY_TUPLE, 1: b"\x85", 2: b"\x86", 3: b"\x87"}
 _BATCH_ROWS = 1 << 16
+_FEW_ROWS = 32
+"""Up to here numpy costs more than it saves."""
 
 _Bytes = npt.NDArray[np.uint8]
 
@@ -106,12 +108,19 @@ class _Writer:
             return
         out += [self._global(TensorStorageMetadata), _EMPTY_TUPLE, _NEWOBJ, _EMPTY_DICT, _MARK]
         out += [self._text("properties"), self._memo[entry.dtype, entry.requires_grad]]
-        out += [self._text("size"), self._size(np.array([entry.size], dtype=np.int64)).tobytes()]
+        out += [self._text("size"), self._one_size(entry.size)]
         out += [self._text("chunks"), _EMPTY_LIST, _MARK]
+        begin = self._global(ChunkStorageMetadata) + _EMPTY_TUPLE + _NEWOBJ + _EMPTY_DICT + _MARK
+        if len(entry.file) <= _FEW_ROWS:
+            for offset, size in zip(entry.offsets.tolist(), entry.sizes.tolist(), strict=True):
+                out += [begin, self._text("offsets"), self._one_size(offset)]
+                out += [self._text("sizes"), self._one_size(size), _SETITEMS, _BUILD]
+            out += [_APPENDS, _SETITEMS, _BUILD]
+            return
         for rows in _batches(len(entry.file)):
             out.append(
                 _rows(
-                    self._global(ChunkStorageMetadata) + _EMPTY_TUPLE + _NEWOBJ + _EMPTY_DICT + _MARK,
+                    begin,
                     self._text("offsets"), self._size(entry.offsets[rows]),
                     self._text("sizes"), self._size(entry.sizes[rows]),
                     _SETITEMS + _BUILD,
@@ -121,31 +130,49 @@ class _Writer:
 
     def _locate(self, fqn: str, entry: TensorColumns | ObjectRow) -> None:
         begin = self._global(MetadataIndex) + _EMPTY_TUPLE + _NEWOBJ + _EMPTY_DICT + _MARK
-        begin += self._text("fqn") + self._text(fqn)
+        begin += self._text("fqn") + self._text(fqn) + self._text("offset")
         if isinstance(entry, ObjectRow):
-            one = np.array([[entry.file], [entry.offset], [entry.length]], dtype=np.int64)
-            offset, index, place = _constant(_NONE), _constant(_NONE), one
-            ranges = [slice(0, 1)]
+            row = (entry.file, entry.offset, entry.length)
+            self._out += [_MARK, begin, *self._one_place(_NONE, _NONE, *row), _SETITEMS]
+        elif len(entry.file) <= _FEW_ROWS:
+            self._out.append(_MARK)
+            places = zip(entry.file.tolist(), entry.offset.tolist(), entry.length.tolist(), strict=True)
+            for number, (offset, place) in enumerate(zip(entry.offsets.tolist(), places, strict=True)):
+                self._out.append(begin)
+                self._out += self._one_place(self._one_size(offset), _one_number(number), *place)
+            self._out.append(_SETITEMS)
         else:
-            place = np.stack([entry.file, entry.offset, entry.length])
-            ranges = list(_batches(len(entry.file)))
-        for rows in ranges:
-            if isinstance(entry, TensorColumns):
-                offset, index = self._size(entry.offsets[rows]), _numbers(np.arange(rows.start, rows.stop))
-            self._out += [
-                _MARK,
-                _rows(
-                    begin,
-                    self._text("offset"), offset,
-                    self._text("index"), index,
-                    _SETITEMS + _BUILD + self._global(_StorageInfo) + _EMPTY_TUPLE + _NEWOBJ + _EMPTY_DICT + _MARK,
-                    self._text("relative_path"), self._paths(place[0, rows]),
-                    self._text("offset"), _numbers(place[1, rows]),
-                    self._text("length"), _numbers(place[2, rows]),
-                    _SETITEMS + _BUILD,
-                ),
-                _SETITEMS,
-            ]  # fmt: skip
+            for rows in _batches(len(entry.file)):
+                self._out += [_MARK, self._places(begin, entry, rows), _SETITEMS]
+
+    def _places(self, begin: bytes, entry: TensorColumns, rows: slice) -> bytes:
+        return _rows(
+            begin, self._size(entry.offsets[rows]),
+            self._text("index"), _numbers(np.arange(rows.start, rows.stop)),
+            _SETITEMS + _BUILD + self._global(_StorageInfo) + _EMPTY_TUPLE + _NEWOBJ + _EMPTY_DICT + _MARK,
+            self._text("relative_path"), self._paths(entry.file[rows]),
+            self._text("offset"), _numbers(entry.offset[rows]),
+            self._text("length"), _numbers(entry.length[rows]),
+            _SETITEMS + _BUILD,
+        )  # fmt: skip
+
+    def _one_place(
+        self, chunk_offset: bytes, index: bytes, file: int, offset: int, length: int
+    ) -> tuple[bytes, ...]:
+        return (
+            chunk_offset, self._text("index"), index, _SETITEMS, _BUILD,
+            self._global(_StorageInfo), _EMPTY_TUPLE, _NEWOBJ, _EMPTY_DICT, _MARK,
+            self._text("relative_path"), self._text(self._columns.files[file]),
+            self._text("offset"), _one_number(offset), self._text("length"), _one_number(length),
+            _SETITEMS, _BUILD,
+        )  # fmt: skip
+
+    def _one_size(self, values: Sequence[int]) -> bytes:
+        mark = _MARK if len(values) > 3 else b""
+        numbers = b"".join(map(_one_number, values))
+        return (
+            self._global(torch.Size) + mark + numbers + _TUPLES.get(len(values), _TUPLE) + _TUPLE1 + _REDUCE
+        )
 
     def _size(self, values: Integers) -> _Bytes:
         """`torch.Size(values[row])` for every row."""
@@ -188,6 +215,16 @@ def _numbers(values: Integers) -> _Bytes:
     if largest < 1 << 31:
         return _opcode(b"J", values, "<i4")
     return _opcode(b"\x8a\x08", values, "<i8")
+
+
+def _one_number(value: int) -> bytes:
+    if value < 1 << 8:
+        return b"K%c" % value
+    if value < 1 << 16:
+        return b"M" + value.to_bytes(2, "little")
+    if value < 1 << 31:
+        return b"J" + value.to_bytes(4, "little")
+    return b"\x8a\x08" + value.to_bytes(8, "little")
 
 
 def _opcode(opcode: bytes, values: Integers, dtype: str) -> _Bytes:

@@ -12,7 +12,7 @@ from awscrt import checksums
 
 __all__ = ["BLOCK_SIZE_BYTES", "block_crcs", "combine", "combine_blocks", "crc64nvme"]
 
-BLOCK_SIZE_BYTES = 1 << 20
+BLOCK_SIZE_BYTES = 1 << 19
 """What is verified as one: small, because a cut inside a block costs reading all of it."""
 
 

@@ -91,7 +91,7 @@ def test_the_records_are_what_the_specification_shows(tmp_path: Path) -> None:
     assert list(manifest) == [
         "format", "version", "rank", "token", "block_size_bytes", "files", "items", "crc64nvme",
     ]  # fmt: skip
-    assert manifest["block_size_bytes"] == 1 << 20
+    assert manifest["block_size_bytes"] == 1 << 19
     (file,) = manifest["files"]
     assert list(file) == ["path", "size_bytes", "blocks"]
     assert file["path"] == f"rank-00000/{token}-0.distcp"

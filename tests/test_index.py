@@ -134,6 +134,14 @@ def sharded(ranks: int, tensors: int) -> Metadata:
     return Metadata(described, None, placed, StorageMeta(save_id="s"), "1.0.0")
 
 
+@pytest.mark.parametrize("ranks", [1, 31, 32, 33, 300])
+def test_few_rows_and_many_say_the_same(ranks: int) -> None:
+    metadata = sharded(ranks, 3)
+    found = pickle.loads(pickled_metadata(columns_of(metadata)))
+    assert found == metadata
+    assert [index.index for index in found.storage_data] == list(range(ranks)) * 3
+
+
 def test_it_is_small() -> None:
     columns = columns_of(sharded(64, 50))
     assert len(encode_index(columns)) < 3 * 64 * 50

@@ -84,7 +84,7 @@ def _stock_results(plans: list[SavePlan]) -> list[list[WriteResult]]:
 
 def _our_results(plans: list[SavePlan], place: str) -> list[list[WriteResult]]:
     """What this library's ranks would have reported; the one place that knows its receipts."""
-    from ckpt.coordinator import RankReceipt
+    from ckpt.collecting import PlacedItem, RankReceipt, pack_items
     from ckpt.manifest import ManifestRef, data_key, manifest_key
     from ckpt.writer import _RECEIPT, last_segment
 
@@ -92,15 +92,17 @@ def _our_results(plans: list[SavePlan], place: str) -> list[list[WriteResult]]:
     for rank, plan in enumerate(plans):
         token = f"{rank:016x}"
         rows = [
-            WriteResult(item.index, 1 << 20, _StorageInfo(data_key(rank, token, 0), number << 20, 1 << 20))
+            PlacedItem(item.index.fqn, tuple(item.index.offset), item.index.index, 0, number << 20, 1 << 20)
             for number, item in enumerate(plan.items)
+            if item.index.offset is not None
         ]
         manifest = ManifestRef(
             path=manifest_key(rank, token), size_bytes=1, crc64nvme="0" * 16,
             rank=rank, files=1, items=len(rows), data_bytes=len(rows) << 20,
         )  # fmt: skip
-        receipt = RankReceipt(rank, last_segment(place), manifest)
-        results.append([*rows, WriteResult(_RECEIPT, 0, receipt)])
+        files = [data_key(rank, token, 0)]
+        receipt = RankReceipt(rank, last_segment(place), manifest, files, pack_items(rows))
+        results.append([WriteResult(_RECEIPT, 0, receipt)])
     return results
 
 
