@@ -10,7 +10,7 @@ from typing import Any
 
 from ckpt.backends.base import take_options
 from ckpt.backends.s3api import S3ApiStore
-from ckpt.backends.s3options import TRANSFER_DEFAULTS, client_settings
+from ckpt.backends.s3options import TRANSFER_DEFAULTS, client_settings, with_shared_models
 from ckpt.errors import ConfigurationError
 
 __all__ = ["CosStore"]
@@ -73,11 +73,12 @@ class CosStore(S3ApiStore):
     def _make_client(self) -> Any:
         try:
             import ibm_boto3
+            import ibm_botocore.session
             from ibm_botocore.client import Config
         except ImportError as error:
             raise ConfigurationError("cos:// needs ibm-cos-sdk: pip install 'ckpt-storage[cos]'") from error
         options = self._options
-        session = ibm_boto3.Session()
+        session = ibm_boto3.Session(botocore_session=with_shared_models(ibm_botocore.session.get_session()))
         settings = {
             "signature_version": "oauth" if self._uses_iam(session) else "s3v4",
             **client_settings(options, self.threads),

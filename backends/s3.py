@@ -8,7 +8,7 @@ from typing import Any
 
 from ckpt.backends.base import take_options
 from ckpt.backends.s3api import S3ApiStore
-from ckpt.backends.s3options import TRANSFER_DEFAULTS, client_settings
+from ckpt.backends.s3options import TRANSFER_DEFAULTS, client_settings, with_shared_models
 from ckpt.errors import ConfigurationError
 
 __all__ = ["S3Store"]
@@ -45,6 +45,7 @@ class S3Store(S3ApiStore):
     def _make_client(self) -> Any:
         try:
             import boto3
+            import botocore.session
             from botocore import UNSIGNED
             from botocore.config import Config
         except ImportError as error:
@@ -54,6 +55,7 @@ class S3Store(S3ApiStore):
         if options["anon"]:
             settings["signature_version"] = UNSIGNED
         session = boto3.Session(
+            botocore_session=with_shared_models(botocore.session.get_session()),
             aws_access_key_id=options["key"],
             aws_secret_access_key=options["secret"],
             aws_session_token=options["token"],

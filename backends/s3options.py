@@ -14,6 +14,7 @@ __all__ = [
     "check_options",
     "client_settings",
     "split_bucket_url",
+    "with_shared_models",
 ]
 
 MAX_PART_SIZE_BYTES = 5 << 30
@@ -84,3 +85,16 @@ def check_options(options: Mapping[str, Any]) -> None:
         raise ConfigurationError("key and secret belong together: give both or none")
     if options["checksum"] not in ("crc64nvme", "none"):
         raise ConfigurationError(f"checksum must be 'crc64nvme' or 'none', not {options['checksum']!r}")
+
+
+_loaders: dict[type, Any] = {}
+
+
+def with_shared_models(session: Any) -> Any:
+    """A botocore session that does not read the SDK's descriptions of the service anew.
+
+    They are megabytes of JSON and cost 80 ms of CPU for each client; a process needs them once.
+    """
+    loader = _loaders.setdefault(type(session), session.get_component("data_loader"))
+    session.register_component("data_loader", loader)
+    return session

@@ -10,7 +10,7 @@ from ckpt.pieces import Piece
 
 __all__ = ["Request", "Slice", "plan_requests"]
 
-REQUEST_BYTES = 16 << 20
+REQUEST_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
