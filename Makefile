@@ -8,7 +8,7 @@ PEERS := benchmarks/.venv-peers
 .PHONY: test demo bench bench-full check format lock clean
 
 test: $(VENV)/ready
-	$(RUN)/python -m pytest
+	$(RUN)/python -m pytest -n auto --maxprocesses 4
 
 demo: $(VENV)/ready
 	$(RUN)/python examples/demo.py

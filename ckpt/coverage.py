@@ -89,7 +89,7 @@ def _destinations(
         getattr(type(planner), name) is not getattr(DefaultLoadPlanner, name) for name in _PLANNING
     ):
         return
-    for fqn, value in planner.state_dict.items():
+    for fqn, value in getattr(planner, "state_dict", {}).items():  # there once `set_up_planner` has run
         stored = metadata.state_dict_metadata.get(fqn)
         if not isinstance(stored, TensorStorageMetadata):
             continue

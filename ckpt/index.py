@@ -172,10 +172,17 @@ def _tensor(
     dtype = getattr(torch, entry.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise FormatError(f"an unknown dtype {entry.dtype[:40]!r}")
-    # All are below 2^62, so the sums are exact.
-    if entry.size and bool((offsets + sizes > np.array(entry.size, dtype=np.int64)).any()):
+    if entry.size and not _inside(offsets, sizes, entry.size):
         raise FormatError(f"a chunk outside of its tensor ({entry.fqn[:80]!r})")
     return TensorColumns(dtype, tuple(entry.size), entry.requires_grad, offsets, sizes, *places)
+
+
+def _inside(offsets: Integers, sizes: Integers, limits: Sequence[int]) -> bool:
+    # All are below 2^62, so the sums are exact. A single chunk is checked without numpy, which costs more there.
+    if len(offsets) == 1:
+        rows = zip(offsets[0].tolist(), sizes[0].tolist(), limits, strict=True)
+        return all(offset + size <= limit for offset, size, limit in rows)
+    return not bool((offsets + sizes > np.array(limits, dtype=np.int64)).any())
 
 
 def _compressed(values: Sequence[Integers | int]) -> bytes:
