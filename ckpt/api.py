@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
@@ -22,6 +23,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from ckpt.backends.base import redact_url
 from ckpt.background import Background
+from ckpt.consistency.commit import proves_no_commit
 from ckpt.errors import CheckpointError, CommitUnknown, ConfigurationError, LoadFailed, SaveFailed
 from ckpt.ranks import Ranks, RanksFailed, portable
 from ckpt.reader import CheckpointReader
@@ -115,7 +117,7 @@ def async_save(
         # In the thread in which all ranks do the same things in the same order.
         ranks = Ranks(process_group, no_dist=no_dist, purpose="background")
         writer, staged = _prepare_save(state_dict, url, make_writer, ranks, copy=True)
-        return lambda: _save(staged, writer, planner, ranks)
+        return lambda: _save_copy(staged, writer, planner or DefaultSavePlanner(), ranks)
 
     return _background.start(prepare)
 
@@ -215,7 +217,7 @@ def _save(
         )
     except CheckpointException as error:
         failures = {rank: wrapped[0] for rank, wrapped in error.failures.items()}
-        if all(_proves_no_commit(failure) for failure in failures.values()):
+        if all(proves_no_commit(failure) for failure in failures.values()):
             # On all ranks alike: what each wrote is of no use to anyone.
             writer.discard()
         raise SaveFailed(_summary("save", failures), url=writer.checkpoint_id, failures=failures) from error
@@ -234,9 +236,16 @@ def _save(
         writer.close()
 
 
-def _proves_no_commit(failure: BaseException) -> bool:
-    """Whether a save that failed so was surely not committed. Anything unexpected proves nothing."""
-    return isinstance(failure, CheckpointError) and not isinstance(failure, CommitUnknown)
+def _save_copy(
+    staged: dict[str, Any], writer: CheckpointWriter, planner: SavePlanner, ranks: Ranks
+) -> Metadata:
+    """`_save` of a copy, whose memory is free again when this returns, whoever still holds on to the dict."""
+    try:
+        return _save(staged, writer, planner, ranks)
+    finally:
+        staged.clear()
+        if isinstance(planner, DefaultSavePlanner):
+            planner.state_dict = {}  # it would keep it until its next save
 
 
 def _values(state_dict: dict[str, Any]) -> dict[str, Any]:

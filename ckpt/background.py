@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 import time
 import traceback
@@ -28,6 +29,7 @@ class Background:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._running: Future[Any] | None = None
+        os.register_at_fork(after_in_child=self._forget)
         threading._register_atexit(self._wait_at_exit)  # type: ignore[attr-defined]
 
     def start(self, prepare: Callable[[], Callable[[], T]]) -> Future[T]:
@@ -37,9 +39,13 @@ class Background:
             work = prepare()
             future: Future[T] = Future()
             future.set_running_or_notify_cancel()
+            threading.Thread(target=_run, args=([work], future), name="ckpt-async-save").start()
             self._running = future
-            threading.Thread(target=_run, args=(work, future), name="ckpt-async-save").start()
             return future
+
+    def _forget(self) -> None:
+        """In a forked child, which has none of the threads."""
+        self._lock, self._running = threading.Lock(), None
 
     def _wait_for_the_last(self) -> None:
         if self._running is None or self._running.done():
@@ -58,14 +64,34 @@ class Background:
                 self._running.exception()
 
 
-def _run(work: Callable[[], T], future: Future[T]) -> None:
+def _run(works: list[Callable[[], T]], future: Future[T]) -> None:
+    """Run the one of `works`, which is let go of before the future tells that it has ended."""
+    work = works.pop()
     try:
         result = work()
     except BaseException as error:
         # Told here too: a future that nobody asks keeps the failure to itself.
-        _logger.error("a save in the background failed: %s", error)
-        # The frames hold the copied state, and the future may live long.
-        traceback.clear_frames(error.__traceback__)
+        # As text: a handler may keep the record.
+        _logger.error("a save in the background failed: %s", "".join(traceback.format_exception(error)))
+        # The future may live long, and must not keep the copied state alive.
+        del work
+        _without_frames(error)
         future.set_exception(error)
     else:
+        del work
         future.set_result(result)
+
+
+def _without_frames(error: BaseException) -> None:
+    """Take the tracebacks from an error and from all that it came from: their frames hold what they worked on."""
+    seen: set[int] = set()
+    todo: list[BaseException | None] = [error]
+    while todo:
+        found = todo.pop()
+        if found is None or id(found) in seen:
+            continue
+        seen.add(id(found))
+        found.__traceback__ = None
+        failures = getattr(found, "failures", {}).values()
+        todo += [found.__cause__, found.__context__]
+        todo += [failure[0] if isinstance(failure, tuple) else failure for failure in failures]

@@ -92,6 +92,7 @@ class _Table:
     def __init__(self, metadata: Metadata) -> None:
         self._described = metadata.state_dict_metadata
         self._first: dict[str, int] = {}
+        self._numbers: dict[str, dict[tuple[int, ...], int]] = {}
         rows = 0
         for fqn, stored in self._described.items():
             self._first[fqn] = rows
@@ -118,9 +119,11 @@ class _Table:
         hint, chunks = item.hint, stored.chunks
         if hint is not None and 0 <= hint < len(chunks) and chunks[hint].offsets == item.chunk_offsets:
             return first + hint
-        numbers = (number for number, chunk in enumerate(chunks) if chunk.offsets == item.chunk_offsets)
-        number = next(numbers, None)
-        return None if number is None else first + number
+        if item.fqn not in self._numbers:
+            numbered = [(tuple(chunk.offsets), number) for number, chunk in enumerate(chunks)]
+            self._numbers[item.fqn] = dict(reversed(numbered))
+        number = self._numbers[item.fqn].get(item.chunk_offsets or ())
+        return None if number is None or item.chunk_offsets is None else first + number
 
     def missing(self) -> Iterator[str]:
         """The names of planned rows that nobody wrote. A chunk that was planned twice is written once."""

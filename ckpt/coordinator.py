@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import logging
 import re
@@ -34,6 +33,7 @@ from ckpt.errors import (
     CommitError,
     CommitUnknown,
     ConfigurationError,
+    FormatError,
     NotFound,
 )
 from ckpt.index import decode_index, encode_index
@@ -60,8 +60,9 @@ _OUR_NAMES = re.compile(r"rank-\d{5,}/[0-9a-f]{16}(-\d+\.distcp|\.json|\.index|\
 class Coordinator:
     """One save, seen from the coordinating rank."""
 
-    def __init__(self, store: Store, rank: int, token: str, pool: StagingPool) -> None:
-        self._store, self._rank, self._token, self._pool = store, rank, token, pool
+    def __init__(self, store: Store, rank: int, token: str, pool: StagingPool, written: list[str]) -> None:
+        """`written` gets the name of what is written, before it exists."""
+        self._store, self._rank, self._token, self._pool, self._written = store, rank, token, pool, written
         self._previous: bytes | None = None
 
     def look(self, *, overwrite: bool) -> None:
@@ -105,19 +106,17 @@ class Coordinator:
         """
         columns = self._columns(metadata, receipts, world_size)
         key = index_key(self._rank, self._token)
-        index = FileBody.of_bytes(encode_index(columns), self._pool)
+        index = FileBody.of_bytes(self._index(columns), self._pool)
+        self._written.append(key)
         try:
             self._store.put(key, index)
             ref = ObjectRef(path=key, size_bytes=index.nbytes, crc64nvme=f"{index.crc64nvme():016x}")
             record = self._record(ref, receipts, world_size, tags)
             acknowledged = self._publish(record, self._stock_metadata(columns))
         except CommitUnknown:
+            self._written.clear()
             raise
-        except CheckpointError:
-            # Surely not committed.
-            with contextlib.suppress(Exception):
-                self._store.delete([key])
-            raise
+        self._written.clear()  # it is the checkpoint's now
         _logger.info("committed %s (%d ranks)", self._store.url, world_size)
         # A store that has not answered may not be done with the old record either.
         if self._previous is not None and acknowledged:
@@ -137,6 +136,17 @@ class Coordinator:
             columns = collect(metadata, sorted(receipts, key=lambda receipt: receipt.rank))
         columns.save_id, columns.version = self._token, CURRENT_DCP_VERSION
         return columns
+
+    def _index(self, columns: Columns) -> bytes:
+        """The index, seen to be one that readers accept."""
+        data = encode_index(columns)
+        try:
+            decode_index(data, url=self._store.url, key=COMMIT_KEY)
+        except FormatError as error:
+            raise ConfigurationError(
+                f"this state cannot be stored: {error.message}", url=self._store.url
+            ) from None
+        return data
 
     def _stock_metadata(self, columns: Columns) -> FileBody:
         return FileBody.of_bytes(seal_pickle(pickled_metadata(columns)), self._pool)

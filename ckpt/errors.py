@@ -153,7 +153,13 @@ class NotVisible(CheckpointError):
 
 
 class CommitError(CheckpointError):
-    """The commit record could not be written; what was committed before still loads."""
+    """The commit record could not be written; what was committed before still loads.
+
+    Attributes:
+        keeps_data: `.metadata` could not be put back and names this save's data, which must stay for stock readers.
+    """
+
+    keeps_data: bool = False
 
 
 class CommitConflict(CommitError):

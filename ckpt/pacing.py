@@ -21,7 +21,7 @@ class Pacer:
     """
 
     def __init__(self, bytes_per_s: float) -> None:
-        if not bytes_per_s >= MIN_BANDWIDTH_BYTES_PER_S:
+        if not isinstance(bytes_per_s, int | float) or not bytes_per_s >= MIN_BANDWIDTH_BYTES_PER_S:
             raise ConfigurationError(
                 f"max_bandwidth_bytes_per_s must be at least {MIN_BANDWIDTH_BYTES_PER_S}, not {bytes_per_s}"
             )

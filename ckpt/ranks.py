@@ -52,15 +52,14 @@ class Ranks:
         self._members = [0] if self.no_dist else dist.get_process_group_ranks(process_group)
         self._name: _Name = (purpose, tuple(self._members))
         self._owned = False
+        # Asked now: a program may end its process group while a save still runs.
+        self.rank = 0 if self.no_dist else dist.get_rank(process_group)
+        self._global_rank = 0 if self.no_dist else dist.get_rank()
         if not self.no_dist:
             _calls[self._name] = _calls.get(self._name, 0) + 1
             if len(self._members) > 1:
                 own = _own_group(self._name, process_group)
                 self.group, self._owned = (own, True) if own is not None else (process_group, False)
-
-    @property
-    def rank(self) -> int:
-        return 0 if self.no_dist else dist.get_rank(self.group)
 
     @property
     def size(self) -> int:
@@ -85,13 +84,21 @@ class Ranks:
         """
         value: Any = None
         failure: CheckpointError | None = None
+        interrupt: BaseException | None = None
         try:
             value = work()
         except Exception as error:
             failure = portable(error, self.rank)
+        except BaseException as error:  # an interrupt of this rank alone, for which the others must not wait
+            interrupt, failure = (
+                error,
+                CheckpointError(f"interrupted: {type(error).__name__}", rank=self.rank),
+            )
         outcomes: list[Any] = [(call, failure)] * len(self._members)
         if len(self._members) > 1:
             dist.all_gather_object(outcomes, (call, failure), group=self.group)
+        if interrupt is not None:
+            raise interrupt
         failures = {rank: found for rank, (_, found) in enumerate(outcomes) if found is not None}
         if not failures:
             failures = _different_calls([other for other, _ in outcomes])
@@ -107,7 +114,7 @@ class Ranks:
         """
         if self.no_dist:
             return {0: _text(error)}
-        members, me = self._members, dist.get_rank()
+        members, me = self._members, self._global_rank
         self._give_up(error)
         kind, _ = self._name
         crc = zlib.crc32(repr(members).encode())

@@ -9,20 +9,23 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import gc
 import os
 import threading
 import weakref
+from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
+from torch.distributed._shard.sharding_spec import ShardMetadata
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.tensor import DTensor
 
 from ckpt.errors import CheckpointError
-from ckpt.tensors import has_memory_view, plain
+from ckpt.tensors import copy_elements, has_memory_view, plain
 
 __all__ = ["Stager"]
 
@@ -71,6 +74,8 @@ class _Blocks:
         self._lock = threading.Lock()
         self._free: list[torch.Tensor] = []
         self._in_use = 0
+        self._returned: deque[torch.Tensor | None] = deque()
+        os.register_at_fork(after_in_child=self._forget)
 
     def take(self, nbytes: int) -> torch.Tensor:
         """A uint8 tensor whose memory becomes free again when nothing refers to its storage any more."""
@@ -84,10 +89,15 @@ class _Blocks:
 
     def clear(self) -> None:
         with self._lock:
+            self._take_back()
             self._free.clear()
 
     def _acquire(self, nbytes: int) -> torch.Tensor:
         with self._lock:
+            self._take_back()
+            if self._in_use >= _MAX_BLOCKS:
+                gc.collect()  # a state that is garbage may wait for it
+                self._take_back()
             if self._in_use >= _MAX_BLOCKS:
                 raise CheckpointError(
                     f"{_MAX_BLOCKS} staged states are still in use; wait for the saves that write them"
@@ -104,10 +114,19 @@ class _Blocks:
             raise
 
     def _give_back(self, block: torch.Tensor | None) -> None:
-        with self._lock:
+        # Without the lock: the garbage collector may call this in the thread that holds it.
+        self._returned.append(block)
+
+    def _take_back(self) -> None:
+        while self._returned:
+            block = self._returned.popleft()
             self._in_use -= 1
             if block is not None:
                 self._free.append(block)
+
+    def _forget(self) -> None:
+        """In a forked child, where another thread may have held the lock for ever."""
+        self._lock = threading.Lock()
 
 
 class _Place:
@@ -127,7 +146,7 @@ class _Place:
         target = memory[self.offset : self.offset + nbytes]
         self.copy = target.view(self.source.dtype).view(self.source.shape)
         if not has_memory_view(self.source):
-            self.copy.copy_(self.source, non_blocking=True)
+            copy_elements(self.source, self.copy, non_blocking=True)
             return
         for start in range(0, nbytes, _RUN_BYTES):
             size = min(_RUN_BYTES, nbytes - start)
@@ -149,8 +168,8 @@ class _Copies:
             return self._place(value)
         if isinstance(value, Mapping):
             return {key: self.placed(item) for key, item in value.items()}
-        if type(value) in (list, tuple):
-            return type(value)([self.placed(item) for item in value])
+        if isinstance(value, list | tuple):
+            return _like(value, [self.placed(item) for item in value])
         return copy.deepcopy(value)
 
     def carried_out(self, value: Any, memory: torch.Tensor) -> Any:
@@ -159,8 +178,9 @@ class _Copies:
         with ThreadPoolExecutor(_copy_threads(), thread_name_prefix="ckpt-stage") as threads:
             for _ in threads.map(lambda run: ctypes.memmove(*run), runs):
                 pass
-        if torch.accelerator.is_available():
-            torch.accelerator.current_stream().synchronize()
+        for device in {place.source.device for place in self._places.values()}:
+            if device.type not in ("cpu", "meta"):
+                torch.accelerator.current_stream(device).synchronize()
         return _finished(value)
 
     def _place(self, tensor: torch.Tensor) -> Any:
@@ -168,13 +188,14 @@ class _Copies:
         if source is None or source.device.type == "meta":
             return tensor.detach().clone()
         shape, strides = tuple(source.shape), tuple(source.stride())
-        key = (source.data_ptr(), source.dtype, shape, strides, source.is_conj(), source.is_neg())
-        if source.numel() == 0 or key not in self._places:
+        if source.numel() == 0:
+            return torch.empty(source.shape, dtype=source.dtype, device="cpu")
+        lazy = (source.is_conj(), source.is_neg())
+        key = (source.device, source.data_ptr(), source.dtype, shape, strides, *lazy)
+        if key not in self._places:
             self.nbytes += -self.nbytes % _ALIGNMENT_BYTES
-            place = _Place(source, self.nbytes)
+            self._places[key] = _Place(source, self.nbytes)
             self.nbytes += source.numel() * source.element_size()
-            self._places[key if source.numel() else object()] = place
-            return place
         return self._places[key]
 
 
@@ -189,12 +210,21 @@ class _Rebuilt:
         if isinstance(original, DTensor):
             # Not `from_local`, which does not take every placement that a DTensor can have.
             return DTensor(parts[0], original._spec, requires_grad=False)  # type: ignore[no-untyped-call]
-        shards = [
-            Shard(part, shard.metadata) for part, shard in zip(parts, original.local_shards(), strict=True)
+        # A shallow copy: made anew, it would have to be on the device that its metadata name.
+        rebuilt = copy.copy(original)
+        rebuilt._local_shards = [
+            Shard(part, _on_cpu(shard.metadata))
+            for part, shard in zip(parts, original.local_shards(), strict=True)
         ]
-        return ShardedTensor._init_from_local_shards_and_global_metadata(
-            shards, original.metadata(), process_group=original._process_group
-        )
+        return rebuilt
+
+
+def _on_cpu(metadata: ShardMetadata) -> ShardMetadata:
+    if metadata.placement is None:
+        return metadata
+    rank = metadata.placement.rank()
+    placement = "cpu" if rank is None else f"rank:{rank}/cpu"
+    return ShardMetadata(metadata.shard_offsets, metadata.shard_sizes, placement)
 
 
 def _copy_threads() -> int:
@@ -215,6 +245,13 @@ def _finished(value: Any) -> Any:
         return value.around([_finished(part) for part in value.parts])
     if isinstance(value, dict):
         return {key: _finished(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)([_finished(item) for item in value])
+    if isinstance(value, list | tuple):
+        return _like(value, [_finished(item) for item in value])
     return value
+
+
+def _like(original: list[Any] | tuple[Any, ...], items: list[Any]) -> Any:
+    """A list, a tuple or a named tuple of `items`."""
+    if isinstance(original, list):
+        return items
+    return type(original)(*items) if hasattr(original, "_fields") else tuple(items)

@@ -27,7 +27,7 @@ def plain(tensor: torch.Tensor) -> torch.Tensor | None:
     """
     tensor = tensor.detach()
     own_dispatch = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-    if own_dispatch or tensor.layout is not torch.strided or tensor.is_quantized:
+    if own_dispatch or tensor.layout is not torch.strided or tensor.is_quantized or tensor._is_zerotensor():
         return None
     tensor = tensor.as_subclass(torch.Tensor)
     if tensor.device.type != "meta" and _end_byte(tensor) > tensor.untyped_storage().nbytes():
@@ -60,15 +60,15 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     return memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
-def copy_elements(source: torch.Tensor, target: torch.Tensor) -> None:
+def copy_elements(source: torch.Tensor, target: torch.Tensor, *, non_blocking: bool = False) -> None:
     """Copy a tensor into one of the same dtype and shape."""
     dtype = _INTEGERS.get(source.element_size())
     lazy = source.is_conj() or source.is_neg() or target.is_conj() or target.is_neg()
     if dtype is None or lazy:
-        target.copy_(source)
+        target.copy_(source, non_blocking=non_blocking)
     else:
         # As integers: some dtypes have no copy of their own.
-        target.view(dtype).copy_(source.view(dtype))
+        target.view(dtype).copy_(source.view(dtype), non_blocking=non_blocking)
 
 
 def copy_flat(source: torch.Tensor, start: int, stop: int, target: torch.Tensor) -> None:

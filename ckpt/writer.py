@@ -25,6 +25,7 @@ from torch.futures import Future
 from ckpt.backends.base import redact_url
 from ckpt.backends.registry import open_store
 from ckpt.collector import no_gc
+from ckpt.consistency.commit import proves_no_commit
 from ckpt.coordinator import Coordinator
 from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.layout import (
@@ -121,7 +122,7 @@ class CheckpointWriter(StorageWriter):
         self._written = []
         self._coordinator = None
         if is_coordinator:
-            self._coordinator = Coordinator(self._store, self._rank, self._token, self._pool)
+            self._coordinator = Coordinator(self._store, self._rank, self._token, self._pool, self._written)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         with self._errors_named():
@@ -151,7 +152,14 @@ class CheckpointWriter(StorageWriter):
             if self._coordinator is None:
                 raise CheckpointError("finish was called on a rank that is not the coordinator")
             receipts = [report.storage_data for rank in results for report in rank]
-            columns = self._coordinator.commit(metadata, receipts, world_size=len(results), tags=self._tags)
+            try:
+                columns = self._coordinator.commit(
+                    metadata, receipts, world_size=len(results), tags=self._tags
+                )
+            except Exception as error:
+                if proves_no_commit(error):
+                    self.discard()
+                raise
             # This very object is what DCP sends to all ranks and hands to its caller.
             metadata.__dict__.update(columns.metadata().__dict__)
             metadata.storage_meta = self.storage_meta()

@@ -35,6 +35,7 @@ __all__ = [
     "STOCK_METADATA_KEY",
     "is_foreign",
     "is_ours",
+    "proves_no_commit",
     "publish",
     "read_commit",
 ]
@@ -114,15 +115,26 @@ def publish(
     try:
         store.put(STOCK_METADATA_KEY, stock_metadata)
     except CheckpointError as error:
-        _restore(restore_stock_metadata)
-        raise CommitError(f"nothing was committed: {error.message}", url=store.url, key=error.key) from error
+        failure = CommitError(f"nothing was committed: {error.message}", url=store.url, key=error.key)
+        failure.keeps_data = not _restored(restore_stock_metadata)
+        raise failure from error
     try:
         return _put_record(store, record, previous)
     except CommitUnknown:
         raise
-    except CommitError:
-        _restore(restore_stock_metadata)
+    except CommitError as error:
+        error.keeps_data = not _restored(restore_stock_metadata)
         raise
+
+
+def proves_no_commit(failure: BaseException) -> bool:
+    """Whether a save that failed so was surely not committed and is of no use to anyone.
+
+    Anything unexpected proves nothing.
+    """
+    if isinstance(failure, CommitError):
+        return not isinstance(failure, CommitUnknown) and not failure.keeps_data
+    return isinstance(failure, CheckpointError)
 
 
 def _put_record(store: Store, record: bytes, previous: bytes | None) -> bool:
@@ -186,9 +198,11 @@ def _conflict(store: Store) -> CommitConflict:
     )
 
 
-def _restore(restore: Callable[[], None]) -> None:
+def _restored(restore: Callable[[], None]) -> bool:
     try:
         restore()
-    except CheckpointError as error:
-        # Only stock readers look there, and what they find is a complete save; ours is not affected.
+    except Exception as error:
+        # Only stock readers look there, and what they find is a complete save, as long as its data stay.
         _logger.warning("could not put the previous .metadata back: %s", error)
+        return False
+    return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import resource
 import signal
 import subprocess
@@ -25,7 +26,8 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 import ckpt
 import ckpt.ranks
 from ckpt.backends import memory
-from ckpt.backends.base import MIB
+from ckpt.backends.base import MIB, read_bytes
+from ckpt.backends.registry import open_store
 from ckpt.errors import (
     CheckpointError,
     CommitConflict,
@@ -89,8 +91,6 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, s3: S3Server) -> tuple
 
 
 def objects_at(place: tuple[str, dict[str, Any]]) -> dict[str, int]:
-    from ckpt.backends.registry import open_store
-
     return {found.key: found.size_bytes for found in open_store(*place).list()}
 
 
@@ -269,6 +269,62 @@ def _different_saves(rank: int, root: str, function: str) -> str:
     (failure,) = raised.value.failures.values()
     assert isinstance(failure[0], CommitError)
     return str(failure[0])
+
+
+@pytest.mark.parametrize(
+    "tensor", [torch.ones([1] * 65), torch.empty(0, 1 << 62)], ids=["65 dimensions", "absurd size"]
+)
+def test_what_no_reader_would_accept_is_not_committed(tmp_path: Path, tensor: torch.Tensor) -> None:
+    with pytest.raises(SaveFailed, match="this state cannot be stored") as caught:
+        ckpt.save({"t": tensor}, tmp_path)
+    assert isinstance(caught.value.failures[0], ConfigurationError)
+    assert objects_at((str(tmp_path), {})) == {}
+
+
+def test_stock_metadata_that_cannot_be_put_back_keep_their_data(tmp_path: Path) -> None:
+    """A disk that is full from the commit on: ours loads the old, and what stock readers find is whole."""
+    url = f"memory://{tmp_path.name}/c"
+    ckpt.save(state_of(0, 1), url)
+    full: list[bool] = []
+
+    def fault(operation: str, key: str, when: str) -> None:
+        full.extend([True] if operation == "put" and key == "commit.json" and when == "before" else [])
+        if operation == "put" and full:
+            error = StorageFull("disk full", url=url, key=key)
+            error.settled = True
+            raise error
+
+    memory.inject(url, fault)
+    with pytest.raises(SaveFailed) as caught:
+        ckpt.save(state_of(0, 2), url)
+    full.clear()
+    assert load_is(1, 0, url, {})
+    store = open_store(url)
+    stock = pickle.loads(bytes(read_bytes(store, ".metadata")))
+    for info in stock.storage_data.values():
+        assert store.stat(info.relative_path).size_bytes >= info.offset + info.length
+    assert isinstance(caught.value.failures[0], CommitError)
+
+
+def test_an_interrupt_on_one_rank_frees_the_others(tmp_path: Path) -> None:
+    assert run_ranks(2, _interrupted, str(tmp_path)) == ["SaveFailed", "KeyboardInterrupt"]
+
+
+def _interrupted(rank: int, url: str) -> str:
+    class Part:
+        def state_dict(self) -> dict[str, Any]:
+            if rank == 1:
+                raise KeyboardInterrupt
+            return {}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            pass
+
+    try:
+        ckpt.save({"part": Part()}, url)
+    except BaseException as error:
+        return type(error).__name__
+    return "nothing"
 
 
 def test_layouts_that_dcp_cannot_load_are_refused(tmp_path: Path) -> None:

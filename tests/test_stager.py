@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -78,6 +80,105 @@ def test_a_third_copy_is_refused() -> None:
     stager.close()
 
 
+def test_failed_saves_give_the_memory_back(tmp_path: Path) -> None:
+    """Whoever keeps their futures, or not; an error's traceback must not hold the copied state."""
+    from ckpt.backends import memory
+    from ckpt.errors import StorageUnavailable
+
+    url = f"memory://{tmp_path.name}/c"
+
+    failing = [True]
+
+    def fault(operation: str, key: str, when: str) -> None:
+        if operation == "put" and failing:
+            raise StorageUnavailable("not now", url=url, key=key)
+
+    state = {"t": torch.ones(1000)}
+    memory.inject(url, fault)
+    futures = [ckpt.async_save(state, url) for _ in range(4)]
+    assert [type(future.exception(60)).__name__ for future in futures] == ["SaveFailed"] * 4
+    failing.clear()
+    ckpt.async_save(state, url).result(60)
+
+
+def test_memory_is_free_when_a_save_has_ended(tmp_path: Path) -> None:
+    import gc
+
+    from ckpt.api import _stager
+
+    gc.collect()
+    gc.disable()  # nothing may depend on it
+    try:
+        for step in range(5):
+            ckpt.async_save({"m": {"t": torch.ones(9), "o": [step]}}, tmp_path / str(step)).result(60)
+            _stager._blocks._take_back()
+            assert _stager._blocks._in_use == 0
+    finally:
+        gc.enable()
+
+
+def test_planners_that_are_kept_do_not_keep_the_memory(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+    planners = [DefaultSavePlanner() for _ in range(3)]
+    for step in range(6):
+        ckpt.async_save({"t": torch.ones(9)}, tmp_path / str(step), planner=planners[step % 3]).result(60)
+
+
+def test_the_collector_may_give_memory_back_at_any_time() -> None:
+    import gc
+
+    stager = ckpt.Stager()
+    before = gc.get_threshold()
+    try:
+        for threshold in range(20, 200, 3):
+            gc.set_threshold(threshold)
+            staged: dict[str, Any] = stager.stage({"t": torch.ones(10), "l": [torch.ones(3)] * 5})
+            staged["cycle"] = staged
+            del staged
+            gc.collect()
+    finally:
+        gc.set_threshold(*before)
+
+
+def test_a_forked_child_ends(tmp_path: Path) -> None:
+    """As a data loader's worker does, started while a save is running."""
+    code = """if True:
+        import os, sys, threading, warnings
+        import torch, ckpt
+        from ckpt.backends import memory
+        warnings.simplefilter("ignore")
+        inside, go_on = threading.Event(), threading.Event()
+        def fault(operation, key, when):
+            if operation == "put":
+                inside.set()
+                go_on.wait(60)
+        memory.inject("memory://fork/c", fault)
+        future = ckpt.async_save({"t": torch.ones(5)}, "memory://fork/c")
+        inside.wait(60)
+        child = os.fork()
+        if not child:
+            sys.exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        go_on.set()
+        future.result(60)
+    """
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+class Pair(NamedTuple):
+    weight: torch.Tensor
+    name: str
+
+
+def test_odd_containers() -> None:
+    pair = Pair(torch.ones(3, requires_grad=True) * 2, "x")
+    staged = ckpt.Stager().stage({"pair": pair, "zeros": torch._efficientzerotensor(3)})
+    assert type(staged["pair"]) is Pair
+    assert staged["pair"].weight.tolist() == [2, 2, 2]
+    assert staged["zeros"].tolist() == [0, 0, 0]
+
+
 def test_with_dcp_async_save(tmp_path: Path) -> None:
     run_ranks(2, _dcp_async_save, str(tmp_path))
 
@@ -107,8 +208,10 @@ def test_every_sharded_kind(tmp_path: Path) -> None:
 
 
 def _sharded_kinds(rank: int, url: str) -> None:
+    import copy
+
     from torch.distributed._shard import sharded_tensor
-    from torch.distributed._shard.sharding_spec import ChunkShardingSpec
+    from torch.distributed._shard.sharding_spec import ChunkShardingSpec, ShardMetadata
 
     warnings.simplefilter("ignore")
     stager = ckpt.Stager()
@@ -126,10 +229,15 @@ def _sharded_kinds(rank: int, url: str) -> None:
     assert digest(staged) == digest(parameters)
 
     spec = ChunkShardingSpec(dim=0, placements=[f"rank:{r}/cpu" for r in range(4)])
-    sharded = sharded_tensor.rand(spec, 11, 6)
-    copy = stager.stage({"t": sharded})["t"]
-    assert torch.equal(copy.local_shards()[0].tensor, sharded.local_shards()[0].tensor)
-    assert copy.local_shards()[0].tensor.data_ptr() != sharded.local_shards()[0].tensor.data_ptr()
+    sharded = sharded_tensor.rand(spec, 11, 6, requires_grad=True)
+    staged_shard = stager.stage({"t": sharded})["t"].local_shards()[0].tensor
+    assert torch.equal(staged_shard, sharded.local_shards()[0].tensor)
+    assert staged_shard.data_ptr() != sharded.local_shards()[0].tensor.data_ptr()
+    on_a_gpu = copy.copy(sharded)
+    (shard,) = on_a_gpu._local_shards = [copy.copy(shard) for shard in sharded.local_shards()]
+    place = shard.metadata
+    shard.metadata = ShardMetadata(place.shard_offsets, place.shard_sizes, f"rank:{rank}/cuda:0")
+    ckpt.Stager().stage({"t": on_a_gpu})
     ckpt.async_save({"t": sharded, **parameters}, url).result(60)
     loaded = sharded_tensor.zeros(spec, 11, 6)
     ckpt.load({"t": loaded}, url)
