@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import logging
 import re
@@ -97,14 +98,15 @@ class Coordinator:
         *,
         world_size: int,
         tags: Mapping[str, str],
-    ) -> Columns:
-        """Commit what the receipts describe; returns it.
+    ) -> Metadata:
+        """Commit what the receipts describe; returns DCP's view of it.
 
         Raises:
             CommitError: nothing was committed (CommitUnknown: perhaps it was); what was here before still is.
             ConfigurationError: the planner describes, or wants to keep, what this format cannot hold.
         """
         columns = self._columns(metadata, receipts, world_size)
+        described = columns.metadata()
         key = index_key(self._rank, self._token)
         index = FileBody.of_bytes(self._index(columns), self._pool)
         self._written.append(key)
@@ -117,11 +119,12 @@ class Coordinator:
             self._written.clear()
             raise
         self._written.clear()  # it is the checkpoint's now
-        _logger.info("committed %s (%d ranks)", self._store.url, world_size)
-        # A store that has not answered may not be done with the old record either.
-        if self._previous is not None and acknowledged:
-            self._retire(self._previous)
-        return columns
+        with contextlib.suppress(Exception):  # nothing after the commit may make the save look failed
+            _logger.info("committed %s (%d ranks)", self._store.url, world_size)
+            # A store that has not answered may not be done with the old record either.
+            if self._previous is not None and acknowledged:
+                self._retire(self._previous)
+        return described
 
     def _columns(self, metadata: Metadata, receipts: Sequence[RankReceipt], world_size: int) -> Columns:
         _check_ranks(receipts, world_size)

@@ -24,10 +24,11 @@ from torch.futures import Future
 
 from ckpt.backends.base import redact_url
 from ckpt.backends.registry import open_store
+from ckpt.collecting import RankReceipt
 from ckpt.collector import no_gc
 from ckpt.consistency.commit import proves_no_commit
 from ckpt.coordinator import Coordinator
-from ckpt.errors import CheckpointError, ConfigurationError
+from ckpt.errors import CheckpointError, CommitUnknown, ConfigurationError
 from ckpt.layout import (
     Entry,
     object_entries,
@@ -151,17 +152,20 @@ class CheckpointWriter(StorageWriter):
         with self._errors_named():
             if self._coordinator is None:
                 raise CheckpointError("finish was called on a rank that is not the coordinator")
-            receipts = [report.storage_data for rank in results for report in rank]
+            reports = [report.storage_data for rank in results for report in rank]
+            receipts = [report for report in reports if isinstance(report, RankReceipt)]
             try:
-                columns = self._coordinator.commit(
+                described = self._coordinator.commit(
                     metadata, receipts, world_size=len(results), tags=self._tags
                 )
-            except Exception as error:
+            except CheckpointError as error:
                 if proves_no_commit(error):
                     self.discard()
                 raise
+            except Exception as error:  # which proves nothing: no rank may delete what it wrote
+                raise CommitUnknown(f"{type(error).__name__}: {error}") from error
             # This very object is what DCP sends to all ranks and hands to its caller.
-            metadata.__dict__.update(columns.metadata().__dict__)
+            metadata.__dict__.update(described.__dict__)
             metadata.storage_meta = self.storage_meta()
 
     @classmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import resource
@@ -304,6 +305,26 @@ def test_stock_metadata_that_cannot_be_put_back_keep_their_data(tmp_path: Path) 
     for info in stock.storage_data.values():
         assert store.stat(info.relative_path).size_bytes >= info.offset + info.length
     assert isinstance(caught.value.failures[0], CommitError)
+
+
+def test_a_log_filter_that_raises_after_the_commit(tmp_path: Path) -> None:
+    """Whatever happens once the record stands, no rank may take the save for failed and delete its data."""
+
+    def fail(record: logging.LogRecord) -> bool:
+        if "committed" in record.getMessage():
+            raise RuntimeError("not today")
+        return True
+
+    logger = logging.getLogger("ckpt.coordinator")
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addFilter(fail)
+    try:
+        ckpt.save(state_of(0, 1), tmp_path)
+    finally:
+        logger.removeFilter(fail)
+        logger.setLevel(level)
+    assert load_is(1, 0, str(tmp_path), {})
 
 
 def test_an_interrupt_on_one_rank_frees_the_others(tmp_path: Path) -> None:
