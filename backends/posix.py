@@ -147,6 +147,8 @@ class PosixStore(Store):
                     if part.pace is not None:
                         part.pace(part.nbytes)
                     _write_all(fd, part.buffers)
+                if self._fsync:
+                    _begin_writeback(fd, start, size)
             if self._fsync:
                 os.fsync(fd)
             written = os.fstat(fd).st_size
@@ -325,6 +327,15 @@ def _publish(temporary: str, path: str, mode: PutMode) -> None:
         return
     with contextlib.suppress(OSError):  # the file has its name; a second one does no harm
         os.unlink(temporary)
+
+
+def _begin_writeback(fd: int, start: int, nbytes: int) -> None:
+    """Let the disk begin with what was just written, so that the fsync at the end finds little left to do.
+
+    The advice drops clean pages only, and these are dirty: a load that follows still finds them in memory.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # not on every system, and never needed
+        os.posix_fadvise(fd, start, nbytes, os.POSIX_FADV_DONTNEED)
 
 
 def _write_all(fd: int, buffers: Sequence[memoryview]) -> None:

@@ -8,7 +8,12 @@ from typing import Any
 
 from ckpt.backends.base import take_options
 from ckpt.backends.s3api import S3ApiStore
-from ckpt.backends.s3options import TRANSFER_DEFAULTS, client_settings, with_shared_models
+from ckpt.backends.s3options import (
+    TRANSFER_DEFAULTS,
+    client_settings,
+    default_part_size_bytes,
+    with_shared_models,
+)
 from ckpt.errors import ConfigurationError
 
 __all__ = ["S3Store"]
@@ -34,13 +39,15 @@ class S3Store(S3ApiStore):
         profile, region, endpoint_url: as in boto3; `AWS_PROFILE`, `AWS_REGION`, `AWS_ENDPOINT_URL` work too.
         client_kwargs, config_kwargs: passed on to `Session.client` and `botocore.config.Config`.
         s3_additional_kwargs: passed on with every object written (`ServerSideEncryption`, `StorageClass`, ...).
-        part_size_bytes: size of multipart parts, raised for large objects (default 32 MiB).
+        part_size_bytes: size of multipart parts, raised for large objects (default 32 to
+            64 MiB, by the number of threads).
         max_attempts, connect_timeout_s, read_timeout_s: bound every request.
         checksum: "crc64nvme" sends a checksum with every part for the server to verify; "none" does not.
     """
 
     def __init__(self, url: str, options: Mapping[str, Any] | None = None, *, threads: int = 8) -> None:
-        super().__init__(url, take_options("s3", options or {}, _DEFAULTS), threads=threads)
+        defaults = {**_DEFAULTS, "part_size_bytes": default_part_size_bytes(threads)}
+        super().__init__(url, take_options("s3", options or {}, defaults), threads=threads)
 
     def _make_client(self) -> Any:
         try:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import platform
 from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from ckpt.backends.base import check_key, redact_url
@@ -13,14 +16,16 @@ __all__ = [
     "TRANSFER_DEFAULTS",
     "check_options",
     "client_settings",
+    "default_part_size_bytes",
     "split_bucket_url",
     "with_shared_models",
 ]
 
 MAX_PART_SIZE_BYTES = 5 << 30
+_IN_FLIGHT_BYTES = 256 << 20
 
 TRANSFER_DEFAULTS: Mapping[str, Any] = {
-    "part_size_bytes": 32 << 20,
+    "part_size_bytes": 0,  # by the number of threads
     "max_attempts": 8,
     "connect_timeout_s": 10.0,
     "read_timeout_s": 60.0,
@@ -29,6 +34,14 @@ TRANSFER_DEFAULTS: Mapping[str, Any] = {
     "client_kwargs": {},
     "config_kwargs": {},
 }
+
+
+def default_part_size_bytes(threads: int) -> int:
+    """32 to 64 MiB: all threads together hold 256 MiB, and few threads send fewer, larger requests.
+
+    Each request costs the SDK 2 to 4 ms of CPU, a tenth of what 32 MiB cost on the wire.
+    """
+    return min(max(_IN_FLIGHT_BYTES // threads, 32 << 20), 64 << 20)
 
 
 def split_bucket_url(url: str) -> tuple[str, str]:
@@ -51,6 +64,8 @@ def split_bucket_url(url: str) -> tuple[str, str]:
 def client_settings(options: Mapping[str, Any], threads: int) -> dict[str, Any]:
     """Arguments for the SDK's `Config` that both SDKs share, with the user's on top, also inside `s3` and `retries`."""
     settings: dict[str, Any] = {
+        # Said once: the SDKs build theirs anew for each request, a fifth of its cost.
+        "user_agent": _user_agent(),
         "connect_timeout": options["connect_timeout_s"],
         "read_timeout": options["read_timeout_s"],
         "retries": {"mode": "standard", "total_max_attempts": options["max_attempts"]},
@@ -85,6 +100,14 @@ def check_options(options: Mapping[str, Any]) -> None:
         raise ConfigurationError("key and secret belong together: give both or none")
     if options["checksum"] not in ("crc64nvme", "none"):
         raise ConfigurationError(f"checksum must be 'crc64nvme' or 'none', not {options['checksum']!r}")
+
+
+@functools.cache
+def _user_agent() -> str:
+    try:
+        return f"ckpt-storage/{version('ckpt-storage')} Python/{platform.python_version()}"
+    except PackageNotFoundError:  # a checkout that was never installed
+        return f"ckpt-storage Python/{platform.python_version()}"
 
 
 _loaders: dict[type, Any] = {}

@@ -19,6 +19,7 @@ from typing import Protocol
 import torch
 
 from ckpt.backends.base import Part
+from ckpt.collector import no_gc
 from ckpt.consistency.digest import BLOCK_SIZE_BYTES, block_crcs, combine_blocks
 from ckpt.staging import StagingPool
 from ckpt.tensors import copy_flat, has_memory_view, memory_of
@@ -139,9 +140,10 @@ class FileBody:
     @contextlib.contextmanager
     def part(self, start: int, stop: int) -> Iterator[Part]:
         self._check()
-        # The runs hold the tensors whose memory the buffers show.
-        runs = list(self._runs(start, stop))
-        scratch_bytes = _place(runs)
+        with no_gc():
+            # The runs hold the tensors whose memory the buffers show.
+            runs = list(self._runs(start, stop))
+            scratch_bytes = _place(runs)
         with self._pool.take(scratch_bytes) as scratch:
             buffers = _fill(runs, scratch)
             crcs = block_crcs(buffers, BLOCK_SIZE_BYTES)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
+    BytesStorageMetadata,
+    Metadata,
+    TensorStorageMetadata,
+)
 
 from ckpt.columns import Columns, Integers, ObjectRow, TensorColumns
 from ckpt.errors import CommitError, ConfigurationError
@@ -147,13 +153,21 @@ class _Table:
                 self._length[row] = self._length[source]
 
     def entries(self) -> dict[str, TensorColumns | ObjectRow]:
-        file, offset, length = (_integers(column) for column in (self._file, self._offset, self._length))
+        file, offset, length = (np.array(c, dtype=np.int64) for c in (self._file, self._offset, self._length))
+        offsets, sizes = _flat_chunks(self._described)
         found: dict[str, TensorColumns | ObjectRow] = {}
+        cell = 0
         for fqn, stored in self._described.items():
             row = self._first[fqn]
             if isinstance(stored, TensorStorageMetadata):
-                rows = slice(row, row + len(stored.chunks))
-                found[fqn] = _tensor(fqn, stored, file[rows], offset[rows], length[rows])
+                shape = (len(stored.chunks), len(stored.size))
+                rows, cells = slice(row, row + shape[0]), slice(cell, cell + shape[0] * shape[1])
+                cell = cells.stop
+                found[fqn] = TensorColumns(
+                    stored.properties.dtype, tuple(stored.size), bool(stored.properties.requires_grad),
+                    offsets[cells].reshape(shape), sizes[cells].reshape(shape),
+                    file[rows], offset[rows], length[rows],
+                )  # fmt: skip
             elif isinstance(stored, BytesStorageMetadata):
                 found[fqn] = ObjectRow(self._file[row], self._offset[row], self._length[row])
             else:
@@ -161,29 +175,27 @@ class _Table:
         return found
 
 
-def _tensor(
-    fqn: str, stored: TensorStorageMetadata, file: Integers, offset: Integers, length: Integers
-) -> TensorColumns:
-    properties, dimensions = stored.properties, len(stored.size)
-    if properties.layout is not torch.strided:
-        raise ConfigurationError(f"{fqn!r} has the layout {properties.layout}; save it dense")
+def _flat_chunks(described: Mapping[str, STORAGE_TYPES]) -> tuple[Integers, Integers]:
+    """The offsets and the sizes of all chunks of all tensors, one after the other."""
+    tensors = [stored for stored in described.values() if isinstance(stored, TensorStorageMetadata)]
+    for fqn, stored in described.items():
+        if isinstance(stored, TensorStorageMetadata):
+            _check_described(fqn, stored)
+    offsets = (chunk.offsets for stored in tensors for chunk in stored.chunks)
+    sizes = (chunk.sizes for stored in tensors for chunk in stored.chunks)
+    return _flat(offsets), _flat(sizes)
+
+
+def _check_described(fqn: str, stored: TensorStorageMetadata) -> None:
+    layout, dimensions = stored.properties.layout, len(stored.size)
+    if layout is not torch.strided:
+        raise ConfigurationError(f"{fqn!r} has the layout {layout}; save it dense")
     if any(len(chunk.offsets) != dimensions or len(chunk.sizes) != dimensions for chunk in stored.chunks):
         raise ConfigurationError(f"{fqn!r} has chunks of another number of dimensions than its own")
-    shape = (len(stored.chunks), dimensions)
-    return TensorColumns(
-        properties.dtype,
-        tuple(stored.size),
-        bool(properties.requires_grad),
-        _integers([chunk.offsets for chunk in stored.chunks]).reshape(shape),
-        _integers([chunk.sizes for chunk in stored.chunks]).reshape(shape),
-        file,
-        offset,
-        length,
-    )
 
 
-def _integers(values: Sequence[int] | Sequence[torch.Size]) -> Integers:
-    return np.array(values, dtype=np.int64)
+def _flat(rows: Iterable[torch.Size]) -> Integers:
+    return np.fromiter(itertools.chain.from_iterable(rows), dtype=np.int64)
 
 
 def _name(fqn: str, offsets: Sequence[int] | None) -> str:

@@ -37,7 +37,7 @@ from ckpt.errors import (
     FormatError,
     NotFound,
 )
-from ckpt.index import decode_index, encode_index
+from ckpt.index import check_columns, decode_index, encode_index
 from ckpt.manifest import (
     CommitRecord,
     ManifestRef,
@@ -105,16 +105,17 @@ class Coordinator:
             CommitError: nothing was committed (CommitUnknown: perhaps it was); what was here before still is.
             ConfigurationError: the planner describes, or wants to keep, what this format cannot hold.
         """
-        columns = self._columns(metadata, receipts, world_size)
-        described = columns.metadata()
+        with no_gc():
+            columns = self._columns(metadata, receipts, world_size)
+            described = columns.metadata()
+            index, stock_metadata = self._index(columns), self._stock_metadata(columns)
         key = index_key(self._rank, self._token)
-        index = FileBody.of_bytes(self._index(columns), self._pool)
         self._written.append(key)
         try:
             self._store.put(key, index)
             ref = ObjectRef(path=key, size_bytes=index.nbytes, crc64nvme=f"{index.crc64nvme():016x}")
             record = self._record(ref, receipts, world_size, tags)
-            acknowledged = self._publish(record, self._stock_metadata(columns))
+            acknowledged = self._publish(record, stock_metadata)
         except CommitUnknown:
             self._written.clear()
             raise
@@ -135,21 +136,18 @@ class Coordinator:
                 f"the planner's planner_data holds {error}; only dict, list, tuple, str, bytes, numbers, bool and "
                 "None can be stored safely"
             ) from None
-        with no_gc():
-            columns = collect(metadata, sorted(receipts, key=lambda receipt: receipt.rank))
+        columns = collect(metadata, sorted(receipts, key=lambda receipt: receipt.rank))
         columns.save_id, columns.version = self._token, CURRENT_DCP_VERSION
         return columns
 
-    def _index(self, columns: Columns) -> bytes:
-        """The index, seen to be one that readers accept."""
-        data = encode_index(columns)
+    def _index(self, columns: Columns) -> FileBody:
+        """The index, of columns that readers will accept."""
         try:
-            decode_index(data, url=self._store.url, key=COMMIT_KEY)
-        except FormatError as error:
-            raise ConfigurationError(
-                f"this state cannot be stored: {error.message}", url=self._store.url
-            ) from None
-        return data
+            check_columns(columns)
+            return FileBody.of_bytes(encode_index(columns), self._pool)
+        except (FormatError, ValueError) as error:
+            text = error.message if isinstance(error, FormatError) else str(error)
+            raise ConfigurationError(f"this state cannot be stored: {text}", url=self._store.url) from None
 
     def _stock_metadata(self, columns: Columns) -> FileBody:
         return FileBody.of_bytes(seal_pickle(pickled_metadata(columns)), self._pool)

@@ -15,7 +15,7 @@ from ckpt.columns import Columns, Integers, ObjectRow, TensorColumns
 from ckpt.errors import CheckpointError, FormatError
 from ckpt.plain_data import PlainValue, check_planner_data, pack, unpack
 
-__all__ = ["INDEX_FORMAT", "decode_index", "encode_index", "unpickled_columns"]
+__all__ = ["INDEX_FORMAT", "check_columns", "decode_index", "encode_index", "unpickled_columns"]
 
 INDEX_FORMAT = "ckpt-storage index"
 INDEX_VERSION = 1
@@ -60,21 +60,14 @@ def encode_index(columns: Columns) -> bytes:
     Raises:
         ValueError: `planner_data` hold more than plain values.
     """
-    entries, tables = [], []
-    for fqn, entry in columns.entries.items():
-        if isinstance(entry, ObjectRow):
-            entries.append(_Entry(fqn, None, [], False, 1))
-        else:
-            dtype = str(entry.dtype).removeprefix("torch.")
-            entries.append(_Entry(fqn, dtype, list(entry.size), entry.requires_grad, len(entry.file)))
-        tables.append(entry)
+    tables = list(columns.entries.values())
     tensors = [entry for entry in tables if isinstance(entry, TensorColumns)]
     return msgspec.msgpack.encode(
         _Record(
             save_id=columns.save_id,
             dcp_version=columns.version,
             files=columns.files,
-            entries=entries,
+            entries=_entries(columns),
             planner_data=pack(columns.planner_data),
             offsets=_compressed([tensor.offsets for tensor in tensors]),
             sizes=_compressed([tensor.sizes for tensor in tensors]),
@@ -83,6 +76,19 @@ def encode_index(columns: Columns) -> bytes:
             length=_compressed([entry.length for entry in tables]),
         )
     )
+
+
+def check_columns(columns: Columns) -> None:
+    """Raise FormatError for what `decode_index` would refuse, without the cost of encoding and decoding."""
+    _check_paths(columns.files)
+    entries = _entries(columns)
+    _checked_rows(entries)
+    _checked_cells(entries)
+    for entry in entries:
+        found = columns.entries[entry.fqn]
+        if isinstance(found, TensorColumns):
+            _check_chunks(entry, found.offsets, found.sizes)
+    check_planner_data(columns.planner_data)
 
 
 def decode_index(data: bytes | bytearray | memoryview, *, url: str, key: str) -> Columns:
@@ -112,12 +118,8 @@ def _columns(record: _Record) -> Columns:
         raise FormatError(
             f"an index of version {record.version}; this library reads up to {INDEX_VERSION}, update it"
         )
-    for path in record.files:
-        check_key(path)
-    rows = _checked_rows(record.entries)
-    cells = sum(entry.chunks * len(entry.size) for entry in record.entries)
-    if cells > _MAX_CELLS:
-        raise FormatError("more chunks than any checkpoint has")
+    _check_paths(record.files)
+    rows, cells = _checked_rows(record.entries), _checked_cells(record.entries)
     offsets, sizes = _integers(record.offsets, cells), _integers(record.sizes, cells)
     file, offset, length = (_integers(c, rows) for c in (record.file, record.offset, record.length))
     if rows and int(file.max()) >= len(record.files):
@@ -150,6 +152,30 @@ def _columns(record: _Record) -> Columns:
     return found
 
 
+def _entries(columns: Columns) -> list[_Entry]:
+    return [
+        _Entry(fqn, None, [], False, 1)
+        if isinstance(entry, ObjectRow)
+        else _Entry(fqn, _name_of(entry.dtype), list(entry.size), entry.requires_grad, len(entry.file))
+        for fqn, entry in columns.entries.items()
+    ]
+
+
+def _check_paths(paths: Sequence[str]) -> None:
+    for path in paths:
+        try:
+            check_key(path)
+        except CheckpointError as error:
+            raise FormatError(error.message) from None
+
+
+def _checked_cells(entries: Sequence[_Entry]) -> int:
+    cells = sum(entry.chunks * len(entry.size) for entry in entries)
+    if cells > _MAX_CELLS:
+        raise FormatError("more chunks than any checkpoint has")
+    return cells
+
+
 def _checked_rows(entries: Sequence[_Entry]) -> int:
     rows = 0
     for entry in entries:
@@ -168,21 +194,32 @@ def _checked_rows(entries: Sequence[_Entry]) -> int:
 def _tensor(
     entry: _Entry, offsets: Integers, sizes: Integers, places: tuple[Integers, Integers, Integers]
 ) -> TensorColumns:
+    dtype = _check_chunks(entry, offsets, sizes)
+    return TensorColumns(dtype, tuple(entry.size), entry.requires_grad, offsets, sizes, *places)
+
+
+def _check_chunks(entry: _Entry, offsets: Integers, sizes: Integers) -> torch.dtype:
+    """Raise FormatError unless all chunks lie inside of their tensor; returns its dtype."""
     assert entry.dtype is not None
     dtype = getattr(torch, entry.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise FormatError(f"an unknown dtype {entry.dtype[:40]!r}")
     if entry.size and not _inside(offsets, sizes, entry.size):
         raise FormatError(f"a chunk outside of its tensor ({entry.fqn[:80]!r})")
-    return TensorColumns(dtype, tuple(entry.size), entry.requires_grad, offsets, sizes, *places)
+    return dtype
 
 
 def _inside(offsets: Integers, sizes: Integers, limits: Sequence[int]) -> bool:
-    # All are below 2^62, so the sums are exact. A single chunk is checked without numpy, which costs more there.
+    # Written so that nothing overflows. A single chunk is checked without numpy, which costs more there.
     if len(offsets) == 1:
         rows = zip(offsets[0].tolist(), sizes[0].tolist(), limits, strict=True)
-        return all(offset + size <= limit for offset, size, limit in rows)
-    return not bool((offsets + sizes > np.array(limits, dtype=np.int64)).any())
+        return all(0 <= size <= limit - offset <= limit for offset, size, limit in rows)
+    room = np.array(limits, dtype=np.int64) - offsets
+    return bool(((offsets >= 0) & (sizes >= 0) & (sizes <= room)).all())
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _compressed(values: Sequence[Integers | int]) -> bytes:

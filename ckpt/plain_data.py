@@ -10,6 +10,7 @@ import msgspec
 __all__ = ["PlainValue", "check_planner_data", "pack", "unpack"]
 
 _MAX_PLAIN_NODES = 50_000_000
+_MAX_DEPTH = 128
 _MAX_PATH_PARTS = 128
 _MAX_PADDING = 16
 _MAX_INTEGER_DIGITS = 600
@@ -41,16 +42,18 @@ class _LargeInteger(msgspec.Struct, array_like=True, tag="i"):
 PlainValue = bool | int | float | str | _Bytes | _List | _Tuple | _Dict | _LargeInteger | None
 
 
-def pack(value: Any) -> PlainValue:
-    """A plain value as a record. Raises ValueError for what is none, RecursionError for one nested too deep."""
+def pack(value: Any, depth: int = 0) -> PlainValue:
+    """A plain value as a record. Raises ValueError for what is none, and for one nested too deep to be read."""
     kind = type(value)
+    if depth > _MAX_DEPTH:
+        raise ValueError(f"values nested more than {_MAX_DEPTH} deep")
     if kind is list:
-        return _List([pack(item) for item in value])
+        return _List([pack(item, depth + 1) for item in value])
     if kind is tuple:
-        return _Tuple([pack(item) for item in value])
+        return _Tuple([pack(item, depth + 1) for item in value])
     if kind in (dict, OrderedDict):
         keys: Any = [pack(key) for key in value]
-        return _Dict(keys, [pack(item) for item in value.values()])
+        return _Dict(keys, [pack(item, depth + 1) for item in value.values()])
     if kind is bytes:
         return _Bytes(value)
     if kind is int and not -(1 << 63) <= value < 1 << 63:

@@ -14,7 +14,8 @@ from ckpt.errors import ConfigurationError, StorageUnavailable
 __all__ = ["DEFAULT_MEMORY_BUDGET_BYTES", "StagingPool"]
 
 DEFAULT_MEMORY_BUDGET_BYTES = 256 << 20
-MIN_MEMORY_BUDGET_BYTES = 64 << 20
+MIN_MEMORY_BUDGET_BYTES = 128 << 20
+"""Room for what is copied at once: two parts, or four reads."""
 
 _UNIT_BYTES = 1 << 20
 _WAIT_TIMEOUT_S = 600.0
@@ -30,7 +31,7 @@ class StagingPool:
     def __init__(self, budget_bytes: int = DEFAULT_MEMORY_BUDGET_BYTES, *, pinned: bool = False) -> None:
         if budget_bytes < MIN_MEMORY_BUDGET_BYTES:
             raise ConfigurationError(
-                f"memory_budget_bytes must be at least {MIN_MEMORY_BUDGET_BYTES} (64 MiB), not {budget_bytes}"
+                f"memory_budget_bytes must be at least {MIN_MEMORY_BUDGET_BYTES} (128 MiB), not {budget_bytes}"
             )
         self.budget_bytes = budget_bytes
         self._pinned = pinned

@@ -35,7 +35,7 @@ _SETITEMS, _APPENDS, _MEMOIZE, _POP, _GET, _STOP = b"u", b"e", b"\x94", b"0", b"
 _TUPLES = {0: _EMPTY_TUPLE, 1: b"\x85", 2: b"\x86", 3: b"\x87"}
 _BATCH_ROWS = 1 << 16
 _FEW_ROWS = 32
-"""Up to here numpy costs more than it saves."""
+"""Up to here numpy costs more than it saves. Both ways write what reads the same."""
 
 _Bytes = npt.NDArray[np.uint8]
 
@@ -50,6 +50,7 @@ class _Writer:
         self._columns = columns
         self._out: list[bytes] = [b"\x80\x04"]
         self._memo: dict[object, bytes] = {}
+        self._sizes: dict[tuple[int, ...], bytes] = {}
 
     def written(self) -> bytes:
         columns, out = self._columns, self._out
@@ -88,6 +89,16 @@ class _Writer:
                 if key not in self._memo:
                     self._define(key, _properties(*key))
 
+        # What stands between the numbers of a row.
+        chunk, index, info = (
+            self._global(kind) + _EMPTY_TUPLE + _NEWOBJ + _EMPTY_DICT + _MARK
+            for kind in (ChunkStorageMetadata, MetadataIndex, _StorageInfo)
+        )
+        self._chunk_begin, self._chunk_middle = chunk + self._text("offsets"), self._text("sizes")
+        self._index_begin, self._index_middle = index + self._text("fqn"), self._text("offset")
+        self._index_number = self._text("index")
+        self._place_begin = _SETITEMS + _BUILD + info + self._text("relative_path")
+
     def _define(self, key: object, pushed: bytes) -> None:
         number = len(self._memo)
         self._out += [pushed, _MEMOIZE, _POP]
@@ -110,27 +121,24 @@ class _Writer:
         out += [self._text("properties"), self._memo[entry.dtype, entry.requires_grad]]
         out += [self._text("size"), self._one_size(entry.size)]
         out += [self._text("chunks"), _EMPTY_LIST, _MARK]
-        begin = self._global(ChunkStorageMetadata) + _EMPTY_TUPLE + _NEWOBJ + _EMPTY_DICT + _MARK
         if len(entry.file) <= _FEW_ROWS:
             for offset, size in zip(entry.offsets.tolist(), entry.sizes.tolist(), strict=True):
-                out += [begin, self._text("offsets"), self._one_size(offset)]
-                out += [self._text("sizes"), self._one_size(size), _SETITEMS, _BUILD]
+                out += (self._chunk_begin, self._one_size(offset), self._chunk_middle, self._one_size(size))
+                out.append(_SETITEMS + _BUILD)
             out += [_APPENDS, _SETITEMS, _BUILD]
             return
         for rows in _batches(len(entry.file)):
             out.append(
                 _rows(
-                    begin,
-                    self._text("offsets"), self._size(entry.offsets[rows]),
-                    self._text("sizes"), self._size(entry.sizes[rows]),
+                    self._chunk_begin, self._size(entry.offsets[rows]),
+                    self._chunk_middle, self._size(entry.sizes[rows]),
                     _SETITEMS + _BUILD,
                 )
             )  # fmt: skip
         out += [_APPENDS, _SETITEMS, _BUILD]
 
     def _locate(self, fqn: str, entry: TensorColumns | ObjectRow) -> None:
-        begin = self._global(MetadataIndex) + _EMPTY_TUPLE + _NEWOBJ + _EMPTY_DICT + _MARK
-        begin += self._text("fqn") + self._text(fqn) + self._text("offset")
+        begin = self._index_begin + self._text(fqn) + self._index_middle
         if isinstance(entry, ObjectRow):
             row = (entry.file, entry.offset, entry.length)
             self._out += [_MARK, begin, *self._one_place(_NONE, _NONE, *row), _SETITEMS]
@@ -148,9 +156,8 @@ class _Writer:
     def _places(self, begin: bytes, entry: TensorColumns, rows: slice) -> bytes:
         return _rows(
             begin, self._size(entry.offsets[rows]),
-            self._text("index"), _numbers(np.arange(rows.start, rows.stop)),
-            _SETITEMS + _BUILD + self._global(_StorageInfo) + _EMPTY_TUPLE + _NEWOBJ + _EMPTY_DICT + _MARK,
-            self._text("relative_path"), self._paths(entry.file[rows]),
+            self._index_number, _numbers(np.arange(rows.start, rows.stop)),
+            self._place_begin, self._paths(entry.file[rows]),
             self._text("offset"), _numbers(entry.offset[rows]),
             self._text("length"), _numbers(entry.length[rows]),
             _SETITEMS + _BUILD,
@@ -160,19 +167,20 @@ class _Writer:
         self, chunk_offset: bytes, index: bytes, file: int, offset: int, length: int
     ) -> tuple[bytes, ...]:
         return (
-            chunk_offset, self._text("index"), index, _SETITEMS, _BUILD,
-            self._global(_StorageInfo), _EMPTY_TUPLE, _NEWOBJ, _EMPTY_DICT, _MARK,
-            self._text("relative_path"), self._text(self._columns.files[file]),
+            chunk_offset, self._index_number, index, self._place_begin, self._text(self._columns.files[file]),
             self._text("offset"), _one_number(offset), self._text("length"), _one_number(length),
-            _SETITEMS, _BUILD,
+            _SETITEMS + _BUILD,
         )  # fmt: skip
 
     def _one_size(self, values: Sequence[int]) -> bytes:
+        key = tuple(values)
+        if (known := self._sizes.get(key)) is not None:  # most tensors share theirs with others
+            return known
         mark = _MARK if len(values) > 3 else b""
         numbers = b"".join(map(_one_number, values))
-        return (
-            self._global(torch.Size) + mark + numbers + _TUPLES.get(len(values), _TUPLE) + _TUPLE1 + _REDUCE
-        )
+        end = _TUPLES.get(len(values), _TUPLE) + _TUPLE1 + _REDUCE
+        pushed = self._sizes[key] = self._global(torch.Size) + mark + numbers + end
+        return pushed
 
     def _size(self, values: Integers) -> _Bytes:
         """`torch.Size(values[row])` for every row."""

@@ -26,10 +26,12 @@ def plain(tensor: torch.Tensor) -> torch.Tensor | None:
         ValueError: its storage was shrunk, as FSDP1 does with parameters it has freed; there is nothing to save.
     """
     tensor = tensor.detach()
-    own_dispatch = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-    if own_dispatch or tensor.layout is not torch.strided or tensor.is_quantized or tensor._is_zerotensor():
+    if type(tensor) is not torch.Tensor:
+        if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            return None
+        tensor = tensor.as_subclass(torch.Tensor)
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor._is_zerotensor():
         return None
-    tensor = tensor.as_subclass(torch.Tensor)
     if tensor.device.type != "meta" and _end_byte(tensor) > tensor.untyped_storage().nbytes():
         raise ValueError("its storage holds fewer bytes than its shape needs: it was freed")
     return tensor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 import random
 from typing import Any
@@ -25,9 +26,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ckpt.collecting import PlacedItem, RankReceipt, collect, pack_items
-from ckpt.columns import Columns
+from ckpt.columns import Columns, TensorColumns
 from ckpt.errors import CommitError, ConfigurationError, FormatError
-from ckpt.index import decode_index, encode_index
+from ckpt.index import check_columns, decode_index, encode_index
 from ckpt.metadata import decode_metadata
 from ckpt.stock_pickle import pickled_metadata
 
@@ -251,6 +252,49 @@ def test_records_that_contradict_themselves(changes: dict[str, Any], reason: str
     with pytest.raises(FormatError, match=reason) as caught:
         decode_index(msgspec.msgpack.encode({**records(), **changes}), url="u", key="k")
     assert len(str(caught.value)) < 700
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"size": (4, 4)}, "outside of its tensor"),
+        ({"offsets": -1}, "outside of its tensor"),
+        ({"sizes": -1}, "outside of its tensor"),
+        ({"size": (1 << 62, 64)}, "absurd size"),
+        ({"dtype": "torch.load"}, "unknown dtype"),
+        ({"files": ["../up"]}, "not a valid object key"),
+    ],
+)
+@pytest.mark.parametrize("chunks", [1, 12])
+def test_what_no_reader_would_accept_is_not_written(
+    chunks: int, changes: dict[str, Any], reason: str
+) -> None:
+    columns = columns_of(sharded(chunks, 1))
+    check_columns(columns)
+    (fqn, tensor) = next((f, e) for f, e in columns.entries.items() if isinstance(e, TensorColumns))
+    for name, value in changes.items():
+        if name == "files":
+            columns.files = value
+            continue
+        if isinstance(value, int):
+            value = getattr(tensor, name).copy()
+            value[-1, 0] = -1
+        columns.entries[fqn] = dataclasses.replace(tensor, **{name: value})
+    with pytest.raises(FormatError, match=reason):
+        check_columns(columns)
+    with pytest.raises(FormatError):
+        decode_index(encode_index(columns), url="u", key="k")
+
+
+def test_deep_planner_data_is_not_written() -> None:
+    columns = columns_of(sharded(1, 1))
+    assert columns.planner_data is None
+    for _ in range(128):
+        columns.planner_data = (columns.planner_data,)
+    assert decode_index(encode_index(columns), url="u", key="k").planner_data == columns.planner_data
+    columns.planner_data = (columns.planner_data,)
+    with pytest.raises(ValueError, match="nested more than 128 deep"):
+        encode_index(columns)
 
 
 def test_nesting_has_an_end() -> None:

@@ -208,3 +208,20 @@ def _use_as_nobody(rank: int, root: str) -> str:
     for name in ("closed", "drop"):
         os.chmod(os.path.join(root, name), 0o700)
     return "done"
+
+
+@pytest.mark.parametrize("fsync", [True, False])
+def test_the_disk_begins_early_where_files_are_made_durable(
+    fsync: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[tuple[int, int]] = []
+
+    def refuse(fd: int, start: int, nbytes: int, advice: int) -> None:
+        begun.append((start, nbytes))
+        raise OSError(errno.ENOSYS, "not here")
+
+    monkeypatch.setattr(os, "posix_fadvise", refuse)
+    data = os.urandom(20 << 20)
+    put_bytes(PosixStore(str(tmp_path), {"fsync": fsync}), "a", data)
+    assert (tmp_path / "a").read_bytes() == data
+    assert begun == ([(0, 8 << 20), (8 << 20, 8 << 20), (16 << 20, 8 << 20)] if fsync else [])

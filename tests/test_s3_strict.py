@@ -393,3 +393,13 @@ def test_small_objects(server: StrictS3, store: Store) -> None:
     assert read_bytes(store, "k") == b"abc"
     store.put("k", BytesBody(DATA))
     assert read_bytes(store, "k") == DATA
+
+
+@pytest.mark.parametrize(("given", "seen"), [({}, "ckpt-storage/"), ({"user_agent": "mine"}, "mine")])
+def test_the_server_is_told_who_asks(server: StrictS3, given: dict[str, str], seen: str) -> None:
+    server.requires_checksums = False
+    with contextlib.closing(
+        open_store("s3://bucket/run", {**server.options, "config_kwargs": given})
+    ) as store:
+        put_bytes(store, "a", b"x")
+    assert all(request.headers["user-agent"].startswith(seen) for request in server.requests)
