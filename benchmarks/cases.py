@@ -64,6 +64,7 @@ class Case:
         server: "sink", "keep", "tls", "rclone", or "" for local files.
         prepare: the job that makes what is then loaded; `prepare_parameters` are its own.
         rounds: at most so many, where counts or sizes are what matters; 0 is as many as the run has.
+        peer_rounds: the same for peers, which are far enough away for one measurement to tell.
         full_only: left out of the quick run.
     """
 
@@ -77,11 +78,13 @@ class Case:
     prepare: str = ""
     prepare_parameters: dict[str, int] = field(default_factory=dict)
     rounds: int = 0
+    peer_rounds: int = 0
     full_only: bool = False
 
     def quick(self) -> Case:
         """The case as the quick run has it."""
-        return replace(self, entries=tuple(entry for entry in self.entries if not entry.full_only))
+        entries = tuple(entry for entry in self.entries if not entry.full_only)
+        return replace(self, entries=entries, peer_rounds=1)
 
 
 _CPU, _WALL = Column("cpu_s_per_gb", "CPU s/GB", 3), Column("wall_s", "wall s", 3)
@@ -109,6 +112,8 @@ _OURS_UNVERIFIED = Entry(
     "ours, not verified", "ours", "verify=False", options={"verify": False}, written_by="ours"
 )
 _SOCKETS = Entry("plain sockets", "sockets", "floor: 32 MiB objects on 4 connections, framing by hand")
+_WITH_CRC = "the same, and the CRC64NVME of every block"
+_SOCKETS_CRC = replace(_SOCKETS, name="plain sockets + CRC", note=_WITH_CRC, options={"checksums": True})
 _S3TC_NOTE = "S3ClientConfig defaults (8 MiB parts; larger parts and targets were not better)"
 _FSSPEC_NOTE = "payload signing and botocore's checksums off"
 _MSC_RUST = {"provider": {"rust_client": {"allow_http": True}}}
@@ -184,6 +189,8 @@ _WRITE_FSYNC = Entry(
     threads=-1, options={"fsync": True},
 )  # fmt: skip
 _READINTO = Entry("readinto", "files", "floor: as many files and threads as ours", threads=-1)
+_WRITE_CRC = replace(_WRITE, name="os.write + CRC", note=_WITH_CRC, options={"checksums": True})
+_READINTO_CRC = replace(_READINTO, name="readinto + CRC", note=_WITH_CRC, options={"checksums": True})
 
 
 def _with(*entries: Entry, **parameters: int) -> tuple[Entry, ...]:
@@ -216,9 +223,10 @@ def _metadata(ranks: int, *, full_only: bool = False) -> Case:
 
 CASES = (
     Case("s3-save", "S3 save, 1 GB in 60 tensors, http, to an endpoint that drops it", "save",
-         (_SOCKETS, _OURS, _OURS_OFF, *_S3_PEERS), _S3, ONE_GB, "sink"),
+         (_SOCKETS, _SOCKETS_CRC, _OURS, _OURS_OFF, *_S3_PEERS), _S3, ONE_GB, "sink"),
     Case("s3-load", "S3 load, verified, 1 GB in 60 tensors, http, from memory", "load",
-         (_SOCKETS, _OURS, _OURS_UNVERIFIED, *_S3_READERS), _S3, ONE_GB, "keep", "prepare"),
+         (_SOCKETS, replace(_SOCKETS_CRC, written_by="plain sockets"), _OURS, _OURS_UNVERIFIED, *_S3_READERS),
+         _S3, ONE_GB, "keep", "prepare"),
     Case("s3-save-tls", "S3 save over TLS, 1 GB in 60 tensors: what checksums cost", "save",
          (_SOCKETS, _OURS, _OURS_OFF), _S3, ONE_GB, "tls"),
     Case("s3-load-tls", "S3 load over TLS, 1 GB in 60 tensors", "load",
@@ -226,15 +234,16 @@ CASES = (
     Case("rclone-load", "S3 load, verified, 1 GB in 60 tensors, from `rclone serve s3`", "load",
          (_OURS, *_S3_READERS), _FILES, ONE_GB, "rclone", "prepare", full_only=True),
     Case("posix-save", "POSIX save without fsync, 1 GB in 60 tensors", "save",
-         (_WRITE, _OURS_NO_FSYNC, *_stock(False), replace(_META, full_only=True), _META_SPLIT), _FILES, ONE_GB),
+         (_WRITE, _WRITE_CRC, _OURS_NO_FSYNC, *_stock(False), replace(_META, full_only=True), _META_SPLIT), _FILES, ONE_GB),
     Case("posix-save-fsync", "POSIX save with fsync, 1 GB in 60 tensors", "save",
          (_WRITE_FSYNC, _OURS, *_stock(True)), _FILES, ONE_GB),
     Case("posix-load", "POSIX load, verified, warm, 1 GB in 60 tensors", "load",
-         (_READINTO, _OURS, Entry("stock", "stock", "FileSystemReader"), _META, replace(_META_SPLIT, full_only=True)),
+         (_READINTO, replace(_READINTO_CRC, written_by="readinto"), _OURS, Entry("stock", "stock", "FileSystemReader"), _META, replace(_META_SPLIT, full_only=True)),
          _FILES, ONE_GB, prepare="prepare"),
     Case("small-tensors", "POSIX save of 20,000 tensors of 4 KB, no fsync", "save",
          (Entry("planner alone", "stock", "floor: DefaultSavePlanner, no storage", job="plan_save"),
-          _OURS_NO_FSYNC, *_stock(False), replace(_META, full_only=True)),
+          _OURS_NO_FSYNC, *(replace(entry, full_only=entry.threads > 1) for entry in _stock(False)),
+          replace(_META, full_only=True)),
          (Column("cpu_s", "CPU s", 3), _WALL, _PEAK), SMALL_TENSORS),
     Case("reshard", "Reshard 8 -> 3 ranks, 4 tensors of 64 MiB: bytes read", "load_sharded",
          _with(_OURS, *_S3_READERS, ranks=3), _READS, StateSpec(4, 4096, 4096), "keep",

@@ -18,7 +18,7 @@ Report = Callable[[str], None]
 
 def steps_of(case: Case, rounds: int) -> int:
     """How many processes a case takes."""
-    return len(_writers(case)) + _rounds_of(case, rounds) * len(case.entries)
+    return len(_writers(case)) + sum(_rounds_of(case, entry, rounds) for entry in case.entries)
 
 
 def run_case(case: Case, rounds: int, runner: Runner, results: Results, report: Report) -> None:
@@ -26,8 +26,10 @@ def run_case(case: Case, rounds: int, runner: Runner, results: Results, report: 
     try:
         with runner.server(case) as endpoint:
             failed = _prepare(case, runner, endpoint, report)
-            for number in range(_rounds_of(case, rounds)):
-                for entry in _rotated(case.entries, number):
+            for number in range(rounds):
+                for entry in _rotated(
+                    [e for e in case.entries if number < _rounds_of(case, e, rounds)], number
+                ):
                     outcome = failed.get(entry.written_by or entry.name) or runner.measure(
                         case, entry, endpoint, number
                     )
@@ -55,11 +57,11 @@ def _writers(case: Case) -> list[Entry]:
     return [entry for entry in case.entries if entry.written_by in ("", entry.name)]
 
 
-def _rounds_of(case: Case, rounds: int) -> int:
-    return min(rounds, case.rounds) if case.rounds else rounds
+def _rounds_of(case: Case, entry: Entry, rounds: int) -> int:
+    return min(bound for bound in (rounds, case.rounds, case.peer_rounds if entry.peer else 0) if bound)
 
 
 def _rotated(entries: Sequence[Entry], number: int) -> list[Entry]:
     """Each round begins with another entry: nobody always runs after the same one."""
-    start = number % len(entries)
+    start = number % max(len(entries), 1)
     return [*entries[start:], *entries[:start]]

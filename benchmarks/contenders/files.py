@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from benchmarks.contenders import Settings
+from benchmarks.contenders.checksums import block_checksums
 
 __all__ = ["Files"]
 
@@ -15,11 +16,14 @@ _WRITE_BYTES = 8 << 20
 
 
 class Files:
-    """Option `fsync`: make the files and their directory durable, as this library does."""
+    """Options: `fsync` makes the files and their directory durable, as this library does; `checksums` computes
+    those that it computes, and does nothing with them.
+    """
 
     def __init__(self, settings: Settings) -> None:
         self._count = settings.threads
         self._fsync = settings.options.get("fsync", False)
+        self._checksums = settings.options.get("checksums", False)
 
     def save(self, state: dict[str, torch.Tensor], place: str) -> None:
         os.makedirs(place)
@@ -37,6 +41,7 @@ class Files:
         try:
             for view in self._share(state, number):
                 while view.nbytes:
+                    self._check(view[:_WRITE_BYTES])
                     view = view[os.write(file, view[:_WRITE_BYTES]) :]
             if self._fsync:
                 os.fsync(file)
@@ -45,12 +50,18 @@ class Files:
 
     def _read(self, state: dict[str, torch.Tensor], place: str, number: int) -> None:
         with open(os.path.join(place, str(number)), "rb", buffering=0) as file:
-            for view in self._share(state, number):
+            for whole in self._share(state, number):
+                view = whole
                 while view.nbytes:
                     received = file.readinto(view)
                     if not received:
                         raise EOFError(f"{place}/{number} is too short")
                     view = view[received:]
+                self._check(whole)
+
+    def _check(self, view: memoryview) -> None:
+        if self._checksums:
+            block_checksums([view])
 
     def _share(self, state: dict[str, torch.Tensor], number: int) -> list[memoryview]:
         """The tensors of one file."""
