@@ -18,6 +18,7 @@ from ckpt.errors import CheckpointError
 
 __all__ = ["Ranks", "RanksFailed", "portable"]
 
+_CONNECT_TIMEOUT_S = 600.0
 _COLLECTIVE_TIMEOUT_S = 3600.0
 _ROLL_CALL_TIMEOUT_S = 10.0
 
@@ -55,11 +56,9 @@ class Ranks:
         # Asked now: a program may end its process group while a save still runs.
         self.rank = 0 if self.no_dist else dist.get_rank(process_group)
         self._global_rank = 0 if self.no_dist else dist.get_rank()
+        self._connected = len(self._members) == 1
         if not self.no_dist:
             _calls[self._name] = _calls.get(self._name, 0) + 1
-            if len(self._members) > 1:
-                own = _own_group(self._name, process_group)
-                self.group, self._owned = (own, True) if own is not None else (process_group, False)
 
     @property
     def size(self) -> int:
@@ -82,6 +81,7 @@ class Ranks:
         Raises:
             RanksFailed: on every rank, if it failed on one or the ranks are not doing the same.
         """
+        self._connect()
         value: Any = None
         failure: CheckpointError | None = None
         interrupt: BaseException | None = None
@@ -134,6 +134,12 @@ class Ranks:
         except Exception:
             return None  # the store went away with the rank that held it
 
+    def _connect(self) -> None:
+        if not self._connected:
+            own = _own_group(self._name, self.group)
+            self.group, self._owned = (own, True) if own is not None else (self.group, False)
+            self._connected = True
+
     def _give_up(self, error: Exception) -> None:
         """Let go of our group: its connections close when nothing refers to it any more, tracebacks included."""
         if not self._owned:
@@ -179,7 +185,8 @@ def _own_group(name: _Name, process_group: Any) -> Any:
     known = _own_groups.get(name)
     if known is not None and known[0] is world:
         return known[1]
-    timeout = timedelta(seconds=_COLLECTIVE_TIMEOUT_S)
+    # A rank that died before its first save or load must not be waited for as long as a slow one.
+    timeout = timedelta(seconds=_CONNECT_TIMEOUT_S)
     _, members = name
     if len(members) == dist.get_world_size():
         group = dist.new_group(backend="gloo", timeout=timeout)
@@ -187,6 +194,7 @@ def _own_group(name: _Name, process_group: Any) -> Any:
         return None
     else:
         group = dist.new_group(list(members), timeout=timeout, backend="gloo", use_local_synchronization=True)
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=_COLLECTIVE_TIMEOUT_S), group)
     _own_groups[name] = (world, group)
     return group
 

@@ -636,6 +636,25 @@ def _coordinator_is_killed(rank: int, place: tuple[str, dict[str, Any]]) -> Any:
     return _kinds(caught.value), str(caught.value)
 
 
+@pytest.mark.parametrize("call", ["save", "async_save", "load"])
+def test_a_rank_is_killed_before_the_first_call(call: str, tmp_path: Path) -> None:
+    url = str(tmp_path / "c")
+    ckpt.save({"t": torch.ones(3)}, url)
+    for message, failed in run_ranks(3, _killed_before, url, call, killed=[1])[::2]:
+        assert "rank 1 does not answer" in message
+        assert failed == [1]
+
+
+def _killed_before(rank: int, url: str, call: str) -> Any:
+    ckpt.ranks._CONNECT_TIMEOUT_S = ckpt.ranks._ROLL_CALL_TIMEOUT_S = 3.0
+    dist.barrier()
+    if rank == 1:
+        kill_self()
+    with pytest.raises(SaveFailed if "save" in call else LoadFailed) as caught:
+        getattr(ckpt, call)({"t": torch.ones(3)}, url)
+    return str(caught.value), sorted(caught.value.failures)
+
+
 def test_a_rank_of_a_subgroup_is_killed(tmp_path: Path) -> None:
     results = run_ranks(4, _one_of_a_subgroup_is_killed, str(tmp_path), killed=[2])
     for rank in (1, 3):
