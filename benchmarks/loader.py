@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 SEQUENCE_LENGTH, BATCH_SIZE, SHARDS = 4096, 8, 96
-DOCUMENTS, MEAN_DOCUMENT_TOKENS = 40_000, 600
+MEAN_DOCUMENT_TOKENS = 600
 WORLD_SIZES = (4, 6, 3, 1)
 
 
@@ -31,21 +31,22 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=5.0, help="per measurement")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--soak-s", type=float, default=0.0, help="soak this long instead of measuring")
-    parser.add_argument("--soak-tokens-per-s", type=float, default=1e6)
+    parser.add_argument("--soak-tokens-per-s", type=float, default=300_000)
     parser.add_argument("--output", type=Path, help="write the figures here (JSON)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        # Too small a cache in the soak, so that it is emptied and filled all the time.
-        sources = make_sources(Path(folder), cache_bytes=(16 if options.soak_s else 256) << 20)
         if options.soak_s:
+            # Too small a cache, emptied and filled all the time, and few documents, read many times.
+            sources = make_sources(Path(folder), documents=10_000, cache_bytes=4 << 20)
             figures = soak(sources, folder, options.soak_s, options.soak_tokens_per_s)
         else:
+            sources = make_sources(Path(folder), documents=40_000, cache_bytes=256 << 20)
             figures = throughput(sources, options.seconds, options.rounds)
     if options.output:
         options.output.write_text(json.dumps(figures, indent=1) + "\n")
 
 
-def make_sources(folder: Path, cache_bytes: int) -> dict[str, Any]:
+def make_sources(folder: Path, *, documents: int, cache_bytes: int) -> dict[str, Any]:
     """The same documents in a token file and in a Parquet file."""
     import pyarrow
     import pyarrow.parquet
@@ -54,11 +55,11 @@ def make_sources(folder: Path, cache_bytes: int) -> dict[str, Any]:
     from ckpt.trainer_integration.token_files import TokenFiles, write_token_file
 
     random = np.random.default_rng(0)
-    lengths = random.exponential(MEAN_DOCUMENT_TOKENS, DOCUMENTS).astype(int) + 1
-    documents = [random.integers(1, 50_000, length).astype(np.uint16) for length in lengths]
-    write_token_file(folder / "tokens.bin", documents)
-    table = pyarrow.table({"tokens": pyarrow.array(documents, pyarrow.list_(pyarrow.uint16()))})
-    pyarrow.parquet.write_table(table, folder / "tokens.parquet", row_group_size=DOCUMENTS // SHARDS)
+    lengths = random.exponential(MEAN_DOCUMENT_TOKENS, documents).astype(int) + 1
+    written = [random.integers(1, 50_000, length).astype(np.uint16) for length in lengths]
+    write_token_file(folder / "tokens.bin", written)
+    table = pyarrow.table({"tokens": pyarrow.array(written, pyarrow.list_(pyarrow.uint16()))})
+    pyarrow.parquet.write_table(table, folder / "tokens.parquet", row_group_size=documents // SHARDS)
     return {
         "token file": TokenFiles([folder / "tokens.bin"]),
         "parquet": ParquetFiles(
@@ -116,7 +117,7 @@ def soak(sources: dict[str, Any], folder: str, seconds: float, tokens_per_s: flo
     for batch in loader:
         tokens += batch.numel()
         now_s = time.monotonic()
-        if now_s - reported_s >= 5:
+        if now_s - reported_s >= 10:
             reported_s = now_s
             ckpt.save({"loader": loader}, f"{folder}/state", no_dist=True)
             rescale(sources, folder, next(sizes))
