@@ -38,7 +38,7 @@ def main() -> None:
         if options.soak_s:
             # Too small a cache, emptied and filled all the time, and few documents, read many times.
             sources = make_sources(Path(folder), documents=10_000, cache_bytes=4 << 20)
-            figures = soak(sources, folder, options.soak_s, options.soak_tokens_per_s)
+            figures: Any = soak(sources, folder, options.soak_s, options.soak_tokens_per_s)
         else:
             sources = make_sources(Path(folder), documents=40_000, cache_bytes=256 << 20)
             figures = throughput(sources, options.seconds, options.rounds)
@@ -91,7 +91,7 @@ def rate(source: Any, workers: int, seconds: float) -> float:
     return tokens / (time.monotonic() - started_s)
 
 
-def loader_of(source: Any, workers: int, **place: int) -> Any:
+def loader_of(source: Any, workers: int, *, rank: int = 0, world_size: int = 1) -> Any:
     from ckpt.trainer_integration.dataloader import RescalableLoader
     from ckpt.trainer_integration.dataset import ShardedDataset
 
@@ -100,7 +100,8 @@ def loader_of(source: Any, workers: int, **place: int) -> Any:
         sequence_length=SEQUENCE_LENGTH,
         shards=SHARDS,
         eos_token=0,
-        **(place or {"rank": 0, "world_size": 1}),
+        rank=rank,
+        world_size=world_size,
     )
     return RescalableLoader(dataset, batch_size=BATCH_SIZE, num_workers=workers)
 
@@ -165,17 +166,17 @@ def children(pid: int) -> Iterator[int]:
 
 
 def growth(notes: list[dict[str, Any]]) -> dict[str, Any]:
-    """Between the second fifth of the soak and its last: what a leak would show once caches are full."""
+    """Between the middle fifth of the soak and its last, when caches are long full: what a leak would show."""
     fifth = max(1, len(notes) // 5)
     grown = {}
     for name in notes[-1]["processes"]:
         for what in ("private_mib", "files", "threads"):
-            early, late = (
+            middle, end = (
                 statistics.median(note["processes"][name][what] for note in part)
-                for part in (notes[fifth : 2 * fifth] or notes, notes[-fifth:])
+                for part in (notes[2 * fifth : 3 * fifth] or notes, notes[-fifth:])
             )
-            grown[f"{name}, {what}"] = [round(early, 1), round(late, 1)]
-    return {"early_and_late": grown}
+            grown[f"{name}, {what}"] = [round(middle, 1), round(end, 1)]
+    return {"middle_and_end": grown}
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ def tokens_of(batch: torch.Tensor) -> list[int]:
 
 def by_shard(read: Sequence[int], source: Numbered, shards: int) -> dict[int, list[int]]:
     """What was read of each shard, in order."""
-    owner = {}
+    owner: dict[int, int] = {}
     for shard in Shard.all_of("data", source.documents, shards):
         for document in range(shard.start, shard.stop):
             owner |= dict.fromkeys(source.tokens(document).tolist(), shard.number)
@@ -188,7 +188,8 @@ def test_ranks_in_step_read_the_same_global_batches_on_any_world_size() -> None:
     options = {"shards": 24, "sequence_length": 16, "seed": 3}
 
     def steps(sizes: Sequence[int]) -> list[set[tuple[int, ...]]]:
-        state, found = None, []
+        state: Merged | None = None
+        found: list[set[tuple[int, ...]]] = []
         for world_size in sizes:
             loaders = loaders_of(source, world_size, state, batch_size=12 // world_size, **options)
             for batches in itertools.islice(zip(*loaders, strict=True), 3):
@@ -211,7 +212,8 @@ def test_any_part_of_the_shards_is_read_in_the_order_of_the_whole(
     """So workers can read on their own, and the order does not depend on their number."""
 
     def order(indices: Sequence[int], length: int) -> list[int]:
-        turns, taken, found = Turns(), {index: counts[index] for index in indices}, []
+        turns, taken = Turns(), {index: counts[index] for index in indices}
+        found: list[int] = []
         for index in indices:
             turns.add(index, taken=taken[index], phase=index / len(counts), weight=weights[index])
         while turns and len(found) < length:

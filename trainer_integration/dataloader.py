@@ -91,6 +91,7 @@ class RescalableLoader:
 
         Raises:
             CheckpointError: a worker died, or does not answer.
+            RuntimeError: torch's, wherever the main thread is at the moment when a worker dies.
         """
         positions = self.dataset.positions
         positions.generation += 1
@@ -132,7 +133,7 @@ class RescalableLoader:
         """The next sample of a stream, which has to be of shard `index`."""
         try:
             sample = next(stream, None)
-        except RuntimeError as error:  # torch's word for a worker that died or does not answer
+        except RuntimeError as error:  # torch's, for a worker that died or does not answer
             raise CheckpointError(f"the worker that reads shard {index} failed: {error}") from error
         if sample is None or sample.shard != index:
             raise CheckpointError(f"the worker that reads shard {index} is out of step")

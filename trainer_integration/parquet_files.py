@@ -93,12 +93,22 @@ class ParquetFiles(Source):
 
     def _note_groups(self, number: int) -> None:
         with _opened(self._paths[number]) as file:
-            if self._column not in file.schema_arrow.names:
-                raise FormatError(f"{self._paths[number]} has no column {self._column!r}")
+            _check_column(self._paths[number], file.schema_arrow, self._column, self._tokenize)
             for in_file in range(file.num_row_groups):
                 if rows := file.metadata.row_group(in_file).num_rows:
                     self._groups.append((number, in_file))
                     self._ends.append(rows + (self._ends[-1] if self._ends else 0))
+
+
+def _check_column(path: Path, schema: Any, column: str, tokenize: Tokenize | None) -> None:
+    from pyarrow import types
+
+    if column not in schema.names:
+        raise FormatError(f"{path} has no column {column!r}")
+    kind = schema.field(column).type
+    of_tokens = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+    if tokenize is None and not (of_tokens and types.is_integer(kind.value_type)):
+        raise ConfigurationError(f"{path}: column {column!r} holds {kind}, no lists of tokens; give tokenize")
 
 
 def _opened(path: Path) -> Any:
