@@ -25,7 +25,7 @@ class RescalableLoader:
             ...
 
     The state is that of the batches handed out, never of what workers have read ahead. An iteration begins there,
-    also a second one. Each worker process reads some of the rank's shards; batches are the same, in the same
+    also a second one; workers end with it. Each worker process reads some of the rank's shards; batches are the same, in the same
     order, for any number of workers, 0 included.
 
     Args:
@@ -96,19 +96,14 @@ class RescalableLoader:
         positions = self.dataset.positions
         positions.generation += 1
         generation = positions.generation
-        streams: dict[int, Iterator[Sample]] = {}
-        try:
-            streams.update(self._streams())
-            samples = self._in_turn(streams)
-            while batch := self._batch(samples):
-                if positions.generation != generation:
-                    raise CheckpointError("another iteration has begun, or a state was loaded: iterate anew")
-                positions.advance((sample.shard, sample.position) for sample in batch)
-                if rows := [self.dataset.padded(sample.tokens) for sample in batch if len(sample.tokens)]:
-                    tokens = torch.from_numpy(np.stack(rows))
-                    yield tokens.pin_memory() if self._pin_memory else tokens
-        finally:
-            streams.clear()  # which ends the workers, even if a traceback keeps this frame
+        samples = self._in_turn(self._streams())
+        while batch := self._batch(samples):
+            if positions.generation != generation:
+                raise CheckpointError("another iteration has begun, or a state was loaded: iterate anew")
+            positions.advance((sample.shard, sample.position) for sample in batch)
+            if rows := [self.dataset.padded(sample.tokens) for sample in batch if len(sample.tokens)]:
+                tokens = torch.from_numpy(np.stack(rows))
+                yield tokens.pin_memory() if self._pin_memory else tokens
 
     def _batch(self, samples: Iterator[Sample]) -> list[Sample]:
         """Samples for one batch: as many as it has rows, and those without tokens that shards may end with."""

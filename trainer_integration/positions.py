@@ -70,15 +70,21 @@ class Positions:
             FormatError: it is not what `state_dict` returns.
         """
         self._check(state["settings"])
-        loaded = {}
-        for index, shard in self._shards.items():
-            values = state["shards"][shard.source_name][_number(shard)]
-            position = Position(*torch.as_tensor(values, dtype=torch.int64).reshape(4).tolist())
-            if min(position) < 0 or position.document >= shard.documents:
-                raise FormatError(f"{shard.source_name}, shard {shard.number}: {position} cannot be")
-            loaded[index] = position
-        self._positions = loaded
+        self._positions = {index: self._loaded(shard, state) for index, shard in self._shards.items()}
         self.generation += 1
+
+    def _loaded(self, shard: Shard, state: Mapping[str, Any]) -> Position:
+        where = f"{shard.source_name}, shard {shard.number}"
+        try:
+            values = torch.as_tensor(state["shards"][shard.source_name][_number(shard)], dtype=torch.int64)
+            position = Position(*values.reshape(4).tolist())
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise FormatError(
+                f"{where}: no position can be read ({type(error).__name__}: {error})"
+            ) from error
+        if min(position) < 0 or position.document >= shard.documents:
+            raise FormatError(f"{where}: {position} cannot be")
+        return position
 
     def _check(self, saved_settings: Any) -> None:
         try:
