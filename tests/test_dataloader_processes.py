@@ -27,6 +27,7 @@ from ckpt.trainer_integration.sources import MapSource
 from ckpt.trainer_integration.token_files import TokenFiles, write_token_file
 
 PAD = -1
+FORK = "fork"  # in ranks that a fork server started, the default would be a server of their own
 LENGTHS = [5, 90, 17, 33, 2, 140, 60, 8] * 9
 TOKENS = sum(LENGTHS)
 
@@ -45,7 +46,7 @@ def dataset_of(file: Path, **options: Any) -> ShardedDataset:
 
 
 def loader_of(
-    file: Path, workers: int, *, batch_size: int = 3, context: Any = None, **options: Any
+    file: Path, workers: int, *, batch_size: int = 3, context: str = FORK, **options: Any
 ) -> RescalableLoader:
     return RescalableLoader(
         dataset_of(file, **options),
@@ -270,7 +271,8 @@ def _torchdata(rank: int, url: str, previous: str, file: str, workers: int, last
     if not previous.endswith("-1"):
         ckpt.load({"loader": dataset.positions}, previous)
     read: list[int] = []
-    loader = StatefulDataLoader(dataset, batch_size=2, num_workers=workers)
+    context = FORK if workers else None
+    loader = StatefulDataLoader(dataset, batch_size=2, num_workers=workers, multiprocessing_context=context)
     for batch in itertools.islice(loader, 1_000_000 if last else 4 + rank):
         read += [token for token in batch["tokens"].flatten().tolist() if token != PAD]
         dataset.positions.record(batch)
