@@ -74,7 +74,7 @@ def test_the_order_does_not_depend_on_workers(file: Path, workers: int) -> None:
     assert begun + rows(second, 13) == whole
 
 
-@pytest.mark.parametrize("context", ["fork", "forkserver"])
+@pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_an_epoch_with_workers(file: Path, context: str) -> None:
     loader = loader_of(file, 2, epochs=1, pad_token=PAD, context=context)
     read = [token for batch in loader for token in batch.flatten().tolist() if token != PAD]
