@@ -1,0 +1,165 @@
+"""A data loader whose state loads on any number of ranks: nothing is read twice, nothing is left out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from ckpt.errors import CheckpointError, ConfigurationError
+from ckpt.trainer_integration.dataset import Sample, Samples, ShardedDataset
+
+__all__ = ["RescalableLoader"]
+
+
+class RescalableLoader:
+    """Batches of a `ShardedDataset`, and the position in the data as a `Stateful`.
+
+        dataset = ShardedDataset(TokenFiles(paths), sequence_length=4097, eos_token=0)
+        loader = RescalableLoader(dataset, batch_size=8, num_workers=2)
+        ckpt.load({"model": model, "loader": loader}, url)  # saved by any number of ranks and workers
+        for tokens in loader:
+            ...
+
+    The state is that of the batches handed out, never of what workers have read ahead. An iteration begins there,
+    also a second one; workers end with it. Each worker process reads some of the rank's shards; batches are the same, in the same
+    order, for any number of workers, 0 included.
+
+    Args:
+        dataset: this rank's share of the data.
+        batch_size: sequences per batch of this rank. It may change from run to run.
+        num_workers: processes that read; 0 reads in this one.
+        prefetch_factor: sequences that a worker reads ahead.
+        pin_memory: hand out batches in page-locked memory.
+        multiprocessing_context: how processes start, as in torch's `DataLoader`.
+        timeout_s: the longest wait for one sequence of a worker.
+
+    Raises:
+        ConfigurationError: an argument is wrong.
+    """
+
+    def __init__(
+        self,
+        dataset: ShardedDataset,
+        *,
+        batch_size: int,
+        num_workers: int = 0,
+        prefetch_factor: int = 16,
+        pin_memory: bool = False,
+        multiprocessing_context: Any = None,
+        timeout_s: float = 600.0,
+    ) -> None:
+        if batch_size < 1 or num_workers < 0 or prefetch_factor < 1 or timeout_s <= 0:
+            raise ConfigurationError(
+                "batch_size, prefetch_factor and timeout_s must be positive, num_workers not negative"
+            )
+        if num_workers > len(dataset.own_shards):
+            raise ConfigurationError(
+                f"this rank has {len(dataset.own_shards)} shards, too few for {num_workers} workers"
+            )
+        self.dataset, self.batch_size, self._num_workers = dataset, batch_size, num_workers
+        self._pin_memory, self._timeout_s = pin_memory, timeout_s
+        self._worker_options = {
+            "num_workers": 1,
+            "prefetch_factor": prefetch_factor,
+            "timeout": timeout_s,
+            "multiprocessing_context": multiprocessing_context,
+        }
+
+    @property
+    def epoch(self) -> int:
+        """Epochs that all of this rank's shards have completed."""
+        return self.dataset.positions.epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Positions`; no communication, and nothing waits for workers."""
+        return self.dataset.positions.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`. An iteration that has begun raises when it is asked for more.
+
+        Raises:
+            ConfigurationError: it is of other data, or of data cut in another way.
+        """
+        self.dataset.positions.load_state_dict(state)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        """Batches of tokens: int64, `batch_size` x `sequence_length`; the last one of a finite run may be smaller.
+
+        Raises:
+            CheckpointError: a worker died, or does not answer.
+            RuntimeError: torch's, wherever the main thread is at the moment when a worker dies.
+        """
+        positions = self.dataset.positions
+        positions.generation += 1
+        generation = positions.generation
+        samples = self._in_turn(self._streams())
+        while batch := self._batch(samples):
+            if positions.generation != generation:
+                raise CheckpointError("another iteration has begun, or a state was loaded: iterate anew")
+            positions.advance((sample.shard, sample.position) for sample in batch)
+            if rows := [self.dataset.padded(sample.tokens) for sample in batch if len(sample.tokens)]:
+                tokens = torch.from_numpy(np.stack(rows))
+                yield tokens.pin_memory() if self._pin_memory else tokens
+
+    def _batch(self, samples: Iterator[Sample]) -> list[Sample]:
+        """Samples for one batch: as many as it has rows, and those without tokens that shards may end with."""
+        batch: list[Sample] = []
+        rows = 0
+        while rows < self.batch_size and (sample := next(samples, None)) is not None:
+            batch.append(sample)
+            rows += len(sample.tokens) > 0
+        return batch
+
+    def _in_turn(self, streams: Mapping[int, Iterator[Sample]]) -> Iterator[Sample]:
+        """The samples of all shards in the order in which one process would read them."""
+        positions = self.dataset.positions
+        turns = self.dataset.turns({index: positions[index] for index in self.dataset.own_shards})
+        while turns:
+            index = turns.next()
+            sample = self._next(streams[index], index)
+            self.dataset.add_turn(turns, index, sample.position)
+            yield sample
+
+    def _next(self, stream: Iterator[Sample], index: int) -> Sample:
+        """The next sample of a stream, which has to be of shard `index`."""
+        try:
+            sample = next(stream, None)
+        except RuntimeError as error:  # torch's, for a worker that died or does not answer
+            raise CheckpointError(f"the worker that reads shard {index} failed: {error}") from error
+        if sample is None or sample.shard != index:
+            raise CheckpointError(f"the worker that reads shard {index} is out of step")
+        return sample
+
+    def _streams(self) -> dict[int, Iterator[Sample]]:
+        """By shard, where its samples come from: this process, or the worker that reads it."""
+        shards, dataset = self.dataset.own_shards, self.dataset
+        if not self._num_workers:
+            return dict.fromkeys(shards, dataset.samples(shards))
+        streams: dict[int, Iterator[Sample]] = {}
+        for number in range(self._num_workers):
+            part = shards[number :: self._num_workers]
+            # One loader for each worker: torch's order among the workers of one loader would be another one.
+            loader = DataLoader(
+                _Part(dataset, part), batch_size=None, collate_fn=_unchanged, **self._worker_options
+            )
+            streams |= dict.fromkeys(part, iter(loader))
+        return streams
+
+
+class _Part(IterableDataset[Sample]):
+    """What one worker reads."""
+
+    def __init__(self, dataset: ShardedDataset, shards: Sequence[int]) -> None:
+        super().__init__()
+        self._dataset, self._shards = dataset, shards
+
+    def __iter__(self) -> Samples:
+        return self._dataset.samples(self._shards)
+
+
+def _unchanged(sample: Any) -> Any:
+    return sample

@@ -1,0 +1,123 @@
+"""Parquet files, read one row group at a time."""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ckpt.errors import ConfigurationError, FormatError, NotFound
+from ckpt.trainer_integration.sources import (
+    DEFAULT_CACHE_BYTES,
+    Cache,
+    Source,
+    Tokenize,
+    Tokens,
+    as_tokens,
+    fingerprint_of,
+)
+
+__all__ = ["ParquetFiles"]
+
+
+class ParquetFiles(Source):
+    """Documents in the rows of Parquet files, through pyarrow.
+
+    Rows are shuffled inside of their row group, and row groups among each other. A worker reads its shards in
+    turn, so it wants about one row group of each in `cache_bytes`; with less it reads row groups again and again.
+
+    Args:
+        paths: the files, in an order that is the same on all ranks and in all runs.
+        column: lists of tokens, or what `tokenize` makes tokens of.
+        tokenize: None where the column holds tokens.
+        dtype: what the tokens are kept as.
+        cache_bytes: memory for row groups, and as much for documents that are not read to their end yet.
+
+    Raises:
+        NotFound, FormatError: a file is missing, or is not what it should be.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[str | os.PathLike[str]],
+        column: str,
+        *,
+        tokenize: Tokenize | None = None,
+        dtype: npt.DTypeLike = np.int32,
+        cache_bytes: int = DEFAULT_CACHE_BYTES,
+    ) -> None:
+        self._paths, self._column, self._tokenize = [Path(path) for path in paths], column, tokenize
+        self.dtype = np.dtype(dtype)
+        self._groups: list[tuple[int, int]] = []  # file and number of each row group
+        self._ends: list[int] = []  # documents up to the end of each row group
+        for number in range(len(self._paths)):
+            self._note_groups(number)
+        if not self._ends:
+            raise ConfigurationError("the Parquet files hold no rows")
+        self.documents = self._ends[-1]
+        names = [path.name for path in self._paths]
+        self.fingerprint = fingerprint_of(names, column, self._ends)
+        self._row_groups: Cache[Any] = Cache(cache_bytes)
+        self._documents: Cache[Tokens] = Cache(cache_bytes)
+
+    def tokens(self, document: int) -> Tokens:
+        return self._documents.get(document, lambda: self._read(document), lambda tokens: tokens.nbytes)
+
+    def cuts(self, start: int, stop: int) -> Sequence[int]:
+        return self._ends[bisect_right(self._ends, start) : bisect_left(self._ends, stop)]
+
+    def _read(self, document: int) -> Tokens:
+        group = bisect_right(self._ends, document)
+        row = document - (self._ends[group - 1] if group else 0)
+        column = self._row_groups.get(
+            group, lambda: self._row_group(group), lambda column: int(column.nbytes)
+        )
+        value = column[row]
+        if not value.is_valid:
+            return np.empty(0, self.dtype)
+        if self._tokenize is not None:
+            return as_tokens(self._tokenize(value.as_py()), self.dtype)
+        # A copy: a view would keep the whole row group in memory, which the cache does not count.
+        tokens: Tokens = as_tokens(value.values.to_numpy(zero_copy_only=False), self.dtype).copy()
+        return tokens
+
+    def _row_group(self, group: int) -> Any:
+        number, in_file = self._groups[group]
+        with _opened(self._paths[number]) as file:
+            return file.read_row_group(in_file, columns=[self._column], use_threads=False).column(0)
+
+    def _note_groups(self, number: int) -> None:
+        with _opened(self._paths[number]) as file:
+            _check_column(self._paths[number], file.schema_arrow, self._column, self._tokenize)
+            for in_file in range(file.num_row_groups):
+                if rows := file.metadata.row_group(in_file).num_rows:
+                    self._groups.append((number, in_file))
+                    self._ends.append(rows + (self._ends[-1] if self._ends else 0))
+
+
+def _check_column(path: Path, schema: Any, column: str, tokenize: Tokenize | None) -> None:
+    from pyarrow import types
+
+    if column not in schema.names:
+        raise FormatError(f"{path} has no column {column!r}")
+    kind = schema.field(column).type
+    of_tokens = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+    if tokenize is None and not (of_tokens and types.is_integer(kind.value_type)):
+        raise ConfigurationError(f"{path}: column {column!r} holds {kind}, no lists of tokens; give tokenize")
+
+
+def _opened(path: Path) -> Any:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        return pyarrow.parquet.ParquetFile(path)
+    except FileNotFoundError:
+        raise NotFound(f"there is no {path}") from None
+    except pyarrow.ArrowInvalid as error:
+        raise FormatError(f"{path}: {error}") from error

@@ -1,0 +1,43 @@
+"""A random order of any number of things that takes no memory: what stands at a place is computed."""
+
+from __future__ import annotations
+
+import hashlib
+
+__all__ = ["Permutation"]
+
+_ROUNDS = 4
+
+
+class Permutation:
+    """A random order of `range(size)`, the same everywhere for the same `key`.
+
+    Multiplying by an odd number, adding, and folding the high bits into the low ones each map the numbers below
+    a power of two one to one. A place whose number falls outside of `range(size)` is mapped again until it does
+    not: less than twice on average.
+
+    Args:
+        key: numbers and texts that name the order.
+    """
+
+    def __init__(self, size: int, *key: int | str) -> None:
+        self._size = size
+        bits = max(1, (size - 1).bit_length())
+        self._mask, self._fold = (1 << bits) - 1, (bits + 1) // 2
+        drawn = hashlib.blake2b(repr(key).encode(), digest_size=16 * _ROUNDS).digest()
+        words = [int.from_bytes(drawn[at : at + 8], "little") for at in range(0, len(drawn), 8)]
+        self._rounds = [(words[at] | 1, words[at + 1]) for at in range(0, len(words), 2)]
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, place: int) -> int:
+        """What stands at `place`. Raises IndexError beyond the end."""
+        if not 0 <= place < self._size:
+            raise IndexError(place)
+        while True:
+            for factor, addend in self._rounds:
+                place = (place * factor + addend) & self._mask
+                place ^= place >> self._fold
+            if place < self._size:
+                return place

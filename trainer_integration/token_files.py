@@ -1,0 +1,134 @@
+"""Token files: what a tokenizer made, flat in a file, mapped into memory."""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ckpt.errors import ConfigurationError, FormatError, NotFound
+from ckpt.trainer_integration.sources import Source, Tokens, fingerprint_of
+
+__all__ = ["TokenFiles", "write_token_file"]
+
+_OFFSETS = ".offsets.npy"
+
+
+class TokenFiles(Source):
+    """Documents in flat files of tokens.
+
+    A file is `.npy`, or else raw tokens of type `dtype`. Where each document begins stands beside it, in
+    `<file>.offsets.npy`: int64, ascending, the first 0, the last the number of tokens. Without such a file it is
+    cut every `document_tokens` tokens.
+
+    Args:
+        paths: the files, in an order that is the same on all ranks and in all runs.
+        dtype: of raw files.
+        document_tokens: length of a document where no offsets stand beside the file.
+
+    Raises:
+        NotFound, FormatError: a file is missing, or is not what it should be.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[str | os.PathLike[str]],
+        *,
+        dtype: npt.DTypeLike = np.uint16,
+        document_tokens: int | None = None,
+    ) -> None:
+        self._paths = [Path(path) for path in paths]
+        self._raw_dtype, self._document_tokens = np.dtype(dtype), document_tokens
+        self._open: dict[int, tuple[Tokens, npt.NDArray[np.int64] | None]] = {}
+        sizes = [self._facts(number) for number in range(len(self._paths))]
+        if not sizes:
+            raise ConfigurationError("no token files are named")
+        names = [path.name for path in self._paths]
+        self._ends = [int(end) for end in np.cumsum([documents for documents, _ in sizes])]
+        self.documents = self._ends[-1]
+        self.fingerprint = fingerprint_of(names, sizes)
+
+    def tokens(self, document: int) -> Tokens:
+        number = bisect_right(self._ends, document)
+        tokens, offsets = self._mapped(number)
+        index = document - (self._ends[number - 1] if number else 0)
+        if offsets is not None:
+            return tokens[int(offsets[index]) : int(offsets[index + 1])]
+        length = self._document_tokens or 0
+        return tokens[index * length : (index + 1) * length]
+
+    def _facts(self, number: int) -> tuple[int, int]:
+        """Documents and tokens of a file; also that all files are of one type."""
+        tokens, offsets = self._mapped(number)
+        path = self._paths[number]
+        if number == 0:
+            self.dtype = tokens.dtype
+        if tokens.dtype != self.dtype:
+            raise FormatError(f"{path} holds {tokens.dtype}, the first file {self.dtype}")
+        if offsets is not None:
+            return len(offsets) - 1, len(tokens)
+        if not self._document_tokens:
+            raise NotFound(f"{path}{_OFFSETS} is missing; write it, or give document_tokens")
+        return -(-len(tokens) // self._document_tokens), len(tokens)
+
+    def _mapped(self, number: int) -> tuple[Tokens, npt.NDArray[np.int64] | None]:
+        found = self._open.get(number)
+        if found is None:
+            path = self._paths[number]
+            beside = Path(f"{path}{_OFFSETS}")
+            tokens = _map(path, None if path.suffix == ".npy" else self._raw_dtype)
+            offsets = _map(beside, None) if beside.exists() else None
+            _check(path, tokens, offsets)
+            found = self._open[number] = tokens, offsets
+        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_open": {}}  # a mapped array would pickle as the bytes of the file
+
+
+def write_token_file(
+    path: str | os.PathLike[str],
+    documents: Iterable[Sequence[int] | Tokens],
+    *,
+    dtype: npt.DTypeLike = np.uint16,
+) -> None:
+    """Write documents as raw tokens, and their offsets beside them, in bounded memory but for the offsets."""
+    offsets = [0]
+    with open(path, "wb") as file:
+        for document in documents:
+            tokens = np.asarray(document)
+            limits = np.iinfo(np.dtype(dtype))
+            if tokens.size and (tokens.min() < limits.min or tokens.max() > limits.max):
+                raise ConfigurationError(f"document {len(offsets) - 1} does not fit {np.dtype(dtype)}")
+            file.write(tokens.astype(dtype).tobytes())
+            offsets.append(offsets[-1] + tokens.size)
+    np.save(f"{os.fspath(path)}{_OFFSETS}", np.array(offsets, np.int64), allow_pickle=False)
+
+
+def _map(path: Path, raw_dtype: np.dtype[Any] | None) -> Any:
+    """The file as an array in mapped memory; `raw_dtype` None reads its type from the head of a `.npy` file."""
+    try:
+        if raw_dtype is None:
+            return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
+        if path.stat().st_size == 0:
+            return np.empty(0, raw_dtype)
+        return np.asarray(np.memmap(path, raw_dtype, "r"))
+    except FileNotFoundError:
+        raise NotFound(f"there is no {path}") from None
+    except (ValueError, EOFError) as error:
+        raise FormatError(f"{path}: {error}") from error
+
+
+def _check(path: Path, tokens: Tokens, offsets: npt.NDArray[np.int64] | None) -> None:
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        raise FormatError(f"{path} holds no tokens: {tokens.ndim}-dimensional, {tokens.dtype}")
+    if offsets is None:
+        return
+    fits = offsets.ndim == 1 and offsets.dtype == np.int64 and len(offsets) > 0
+    if not fits or offsets[0] != 0 or offsets[-1] != len(tokens):
+        raise FormatError(f"{path}{_OFFSETS} does not describe {path}, which holds {len(tokens)} tokens")
