@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import array
 import re
-import time
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -18,6 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from ckpt.backends.base import Store, check_key, exists, read_bytes
 from ckpt.columns import Chunks
+from ckpt.consistency import environment
 from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY, is_foreign, read_commit
 from ckpt.consistency.digest import crc64nvme
 from ckpt.consistency.seal import unseal_pickle
@@ -145,7 +145,7 @@ class Checkpoint:
         if self.commit is not None:
             _check_current(self._store, self._shared.commit)
 
-    def prepare(self, infos: Iterable[_StorageInfo], threads: ThreadPoolExecutor) -> None:
+    def prepare(self, infos: Iterable[_StorageInfo], threads: Executor) -> None:
         """Fetch the facts about the files of these items: our manifests, or the sizes of foreign files."""
         if self.commit is None:
             keys = {info.relative_path for info in infos} - self._files.keys()
@@ -343,12 +343,14 @@ def _read_replaceable(store: Store, key: str) -> bytes:
 def _await_commit(store: Store, settings: ReadSettings) -> bytes | None:
     """The commit record. Storage that may lag is given time to show it; elsewhere its absence is an answer."""
     may_lag = not store.capabilities.cross_client_visibility
-    deadline = time.monotonic() + (settings.timeout_s(store) if may_lag else 0.0)
+    deadline = environment.monotonic() + (settings.timeout_s(store) if may_lag else 0.0)
+    pause_s = 0.25
     while True:
         commit = read_commit(store)
-        if commit is not None or time.monotonic() >= deadline or is_foreign(store):
+        if commit is not None or environment.monotonic() >= deadline or is_foreign(store):
             return commit
-        time.sleep(min(0.5, max(0.0, deadline - time.monotonic())))
+        environment.sleep(min(pause_s, max(0.0, deadline - environment.monotonic())))
+        pause_s = min(2 * pause_s, 2.0)
 
 
 def _read_listed(store: Store, settings: ReadSettings, ref: ObjectRef, commit: bytes) -> bytearray:

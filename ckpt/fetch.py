@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Executor, wait
 from dataclasses import dataclass
 
 import torch
@@ -60,7 +60,7 @@ class Fetcher:
     ) -> None:
         self._store, self._pool, self._when_visible = store, pool, when_visible
 
-    def run(self, wanted: Mapping[StoredFile, Iterable[Piece]], threads: ThreadPoolExecutor) -> None:
+    def run(self, wanted: Mapping[StoredFile, Iterable[Piece]], threads: Executor) -> None:
         """Deliver all pieces to their sinks, or raise the first error once no read is running any more."""
         futures = [
             threads.submit(self._fetch, file, request)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -66,7 +66,7 @@ class Loader:
         checkpoint: Checkpoint,
         planner: LoadPlanner,
         fetcher: Fetcher,
-        threads: ThreadPoolExecutor,
+        threads: Executor,
         *,
         trusted_objects: Collection[str],
     ) -> None:

@@ -11,7 +11,6 @@ import dataclasses
 import os
 import uuid
 from collections.abc import Collection, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -35,6 +34,7 @@ from ckpt.errors import CheckpointError, CommitConflict, ConfigurationError, Not
 from ckpt.fetch import Fetcher
 from ckpt.loading import Loader
 from ckpt.staging import DEFAULT_MEMORY_BUDGET_BYTES, StagingPool
+from ckpt.workers import workers
 
 __all__ = ["CheckpointReader"]
 
@@ -229,7 +229,7 @@ class CheckpointReader(StorageReader):
         if checkpoint is None:
             raise CheckpointError("read_data was called before set_up_storage_reader")
         fetcher = Fetcher(self._store, self._pool, checkpoint.when_visible)
-        with ThreadPoolExecutor(self._store.threads, thread_name_prefix="ckpt-read") as threads:
+        with workers(self._store.threads, "ckpt-read") as threads:
             Loader(
                 self._store,
                 checkpoint,

@@ -11,7 +11,6 @@ import contextlib
 import itertools
 import logging
 import os
-import secrets
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -26,6 +25,7 @@ from ckpt.backends.base import redact_url
 from ckpt.backends.registry import open_store
 from ckpt.collecting import RankReceipt
 from ckpt.collector import no_gc
+from ckpt.consistency import environment
 from ckpt.consistency.commit import proves_no_commit
 from ckpt.coordinator import Coordinator
 from ckpt.errors import CheckpointError, CommitUnknown, ConfigurationError
@@ -94,7 +94,7 @@ class CheckpointWriter(StorageWriter):
         self._url = os.fspath(url)
         self._store = open_store(url, self._storage_options, threads=threads)
         self._rank = 0
-        self._token = secrets.token_hex(8)
+        self._token = environment.token()
         self._written: list[str] = []
         self._coordinator: Coordinator | None = None
 
@@ -119,7 +119,7 @@ class CheckpointWriter(StorageWriter):
             )
         self._rank = kwargs.get("rank") or 0
         # Drawn for each save: no name is ever written twice, so a store that lags can only show "not there".
-        self._token = secrets.token_hex(8)
+        self._token = environment.token()
         self._written = []
         self._coordinator = None
         if is_coordinator:

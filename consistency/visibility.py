@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import random
-import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from ckpt.consistency import environment
 from ckpt.errors import NotFound, NotVisible
 
 __all__ = ["when_visible"]
@@ -27,7 +26,7 @@ def when_visible(
     Raises:
         NotVisible: the object did not appear in time.
     """
-    deadline = time.monotonic() + timeout_s
+    deadline = environment.monotonic() + timeout_s
     pause_s = _FIRST_PAUSE_S
     while True:
         try:
@@ -36,12 +35,12 @@ def when_visible(
             missing = error
         if still_expected is not None:
             still_expected()
-        remaining_s = deadline - time.monotonic()
+        remaining_s = deadline - environment.monotonic()
         if remaining_s <= 0:
             raise NotVisible(
                 f"the commit lists this object, but it did not become visible in {timeout_s:g} s",
                 url=missing.url,
                 key=missing.key,
             ) from missing
-        time.sleep(min(pause_s * (0.5 + random.random()), remaining_s))
+        environment.sleep(min(pause_s * (0.5 + environment.jitter()), remaining_s))
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
