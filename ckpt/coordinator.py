@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -19,6 +19,7 @@ from ckpt.body import FileBody
 from ckpt.collecting import RankReceipt, collect
 from ckpt.collector import no_gc
 from ckpt.columns import Columns
+from ckpt.consistency import environment
 from ckpt.consistency.commit import (
     COMMIT_KEY,
     STOCK_METADATA_KEY,
@@ -26,8 +27,9 @@ from ckpt.consistency.commit import (
     is_ours,
     publish,
     read_commit,
+    stock_metadata_seal,
 )
-from ckpt.consistency.seal import seal_pickle
+from ckpt.consistency.seal import PICKLE_SEAL_BYTES, seal_pickle
 from ckpt.errors import (
     AlreadyExists,
     CheckpointError,
@@ -50,6 +52,7 @@ from ckpt.manifest import (
 from ckpt.plain_data import check_planner_data
 from ckpt.staging import StagingPool
 from ckpt.stock_pickle import pickled_metadata
+from ckpt.workers import workers
 
 __all__ = ["Coordinator"]
 
@@ -65,6 +68,7 @@ class Coordinator:
         """`written` gets the name of what is written, before it exists."""
         self._store, self._rank, self._token, self._pool, self._written = store, rank, token, pool, written
         self._previous: bytes | None = None
+        self._stock_seal = b""
 
     def look(self, *, overwrite: bool) -> None:
         """See what stands at the place before anything is written.
@@ -108,7 +112,7 @@ class Coordinator:
         with no_gc():
             columns = self._columns(metadata, receipts, world_size)
             described = columns.metadata()
-            index, stock_metadata = self._index(columns), self._stock_metadata(columns)
+            index, stock_metadata = self._index(columns), self._new_stock_metadata(columns)
         key = index_key(self._rank, self._token)
         self._written.append(key)
         try:
@@ -152,6 +156,11 @@ class Coordinator:
     def _stock_metadata(self, columns: Columns) -> FileBody:
         return FileBody.of_bytes(seal_pickle(pickled_metadata(columns)), self._pool)
 
+    def _new_stock_metadata(self, columns: Columns) -> FileBody:
+        data = seal_pickle(pickled_metadata(columns))
+        self._stock_seal = data[-PICKLE_SEAL_BYTES:]
+        return FileBody.of_bytes(data, self._pool)
+
     def _record(
         self, index: ObjectRef, receipts: Sequence[RankReceipt], world_size: int, tags: Mapping[str, str]
     ) -> bytes:
@@ -159,7 +168,7 @@ class Coordinator:
         return encode(
             CommitRecord(
                 id=self._token,
-                created_at=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+                created_at=_iso(environment.now()),
                 library=_library_version(),
                 torch=str(torch.__version__),
                 world_size=world_size,
@@ -187,12 +196,17 @@ class Coordinator:
                 url=self._store.url,
             ) from error
 
-    def _restore_stock_metadata(self) -> None:
-        """Make `.metadata` again what belongs to the record that stands here now."""
+    def _restore_stock_metadata(self) -> bool:
+        """Make `.metadata` again what belongs to the record that stands here now, unless another save's stand there.
+
+        Returns whether this save's stood there.
+        """
+        if stock_metadata_seal(self._store) != self._stock_seal:
+            return False
         commit = read_commit(self._store)
         if commit is None:
             self._store.delete([STOCK_METADATA_KEY])
-            return
+            return True
         record = decode_commit(commit, url=self._store.url, key=COMMIT_KEY)
         ref = record.described_by
         data = bytes(read_bytes(self._store, ref.path, size_bytes=ref.size_bytes))
@@ -201,12 +215,13 @@ class Coordinator:
         else:
             body = self._stock_metadata(decode_index(data, url=self._store.url, key=ref.path))
         self._store.put(STOCK_METADATA_KEY, body)
+        return True
 
     def _retire(self, previous: bytes) -> None:
         """Delete what the replaced commit listed. Best effort: the new checkpoint does not depend on it."""
         try:
             commit = decode_commit(previous, url=self._store.url, key=COMMIT_KEY)
-            with ThreadPoolExecutor(self._store.threads, thread_name_prefix="ckpt-retire") as pool:
+            with workers(self._store.threads, "ckpt-retire") as pool:
                 data_keys = [key for keys in pool.map(self._files_of, commit.manifests) for key in keys]
             keys = [*data_keys, *(ref.path for ref in commit.manifests), commit.described_by.path]
             # A record may be damaged or forged; only names that this library gives are ever deleted.
@@ -235,6 +250,11 @@ def _check_ranks(receipts: Sequence[RankReceipt], world_size: int) -> None:
         )
 
 
+def _iso(time_s: float) -> str:
+    return datetime.datetime.fromtimestamp(time_s, datetime.timezone.utc).isoformat(timespec="seconds")
+
+
+@functools.cache
 def _library_version() -> str:
     try:
         return f"ckpt-storage {version('ckpt-storage')}"

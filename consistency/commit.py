@@ -11,12 +11,13 @@ the commit and put back if the commit fails; nothing of ours is read from it.
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import logging
-import time
+import pickle
 from collections.abc import Callable
 
 from ckpt.backends.base import Body, PutMode, Store, put_bytes, read_bytes
+from ckpt.consistency import environment
 from ckpt.consistency.seal import PICKLE_SEAL_BYTES, is_sealed_json, is_sealed_pickle
 from ckpt.errors import (
     AlreadyExists,
@@ -38,12 +39,15 @@ __all__ = [
     "proves_no_commit",
     "publish",
     "read_commit",
+    "stock_metadata_seal",
 ]
 
 COMMIT_KEY = "commit.json"
 STOCK_METADATA_KEY = ".metadata"
 MAX_COMMIT_BYTES = 64 << 20
 _READ_ATTEMPTS = 5
+_STALE_SIZE_TIMEOUT_S = 60.0
+"""For how long a client may remember the size of an object that was replaced (NFS: `acregmax`)."""
 _CONFIRM_TIMEOUT_S = 10.0
 """How long to look for the record after its put got no answer."""
 
@@ -53,7 +57,9 @@ _logger = logging.getLogger(__name__)
 def read_commit(store: Store) -> bytes | None:
     """The commit record at this place as it stands, unchecked; None where there is none."""
     try:
-        return bytes(_while_replaced(lambda: read_bytes(store, COMMIT_KEY, max_bytes=MAX_COMMIT_BYTES)))
+        return _read_sealed(
+            store, lambda: bytes(read_bytes(store, COMMIT_KEY, max_bytes=MAX_COMMIT_BYTES)), is_sealed_json
+        )
     except NotFound:
         return None
 
@@ -65,25 +71,64 @@ def is_ours(commit: bytes) -> bool:
 
 def is_foreign(store: Store) -> bool:
     """Whether `.metadata` at this place was written by something else than this library (stock PyTorch)."""
+    seal = stock_metadata_seal(store)
+    return seal is not None and not is_sealed_pickle(seal)
 
-    def read_tail() -> bytearray:
+
+def stock_metadata_seal(store: Store) -> bytes | None:
+    """How `.metadata` at this place end: in our seal, which tells one save's from another's, or not; None: there are none."""
+
+    def read_tail() -> bytes:
         size = store.stat(STOCK_METADATA_KEY).size_bytes
         tail = bytearray(min(size, PICKLE_SEAL_BYTES))
         store.read_into(STOCK_METADATA_KEY, size - len(tail), [memoryview(tail)])
-        return tail
+        if tail.endswith(pickle.STOP) and _ends_at(store, STOCK_METADATA_KEY, size):
+            raise _Foreign(bytes(tail))  # a whole pickle: another look would show the same
+        return bytes(tail)
 
     try:
-        return not is_sealed_pickle(_while_replaced(read_tail))
+        return _read_sealed(store, read_tail, is_sealed_pickle)
+    except _Foreign as found:
+        return found.tail
     except NotFound:
-        return False
+        return None
 
 
-def _while_replaced(read: Callable[[], bytearray]) -> bytearray:
-    """`read()` of an object that can be replaced between the question for its size and the reading."""
-    for _ in range(_READ_ATTEMPTS - 1):
-        with contextlib.suppress(Truncated):
-            return read()
-    return read()
+class _Foreign(Exception):
+    def __init__(self, tail: bytes) -> None:
+        self.tail = tail
+
+
+def _ends_at(store: Store, key: str, size_bytes: int) -> bool:
+    try:
+        store.read_into(key, size_bytes, [memoryview(bytearray(1))])
+    except Truncated:
+        return True
+    return False
+
+
+def _read_sealed(store: Store, read: Callable[[], bytes], is_sealed: Callable[[bytes], bool]) -> bytes:
+    """`read()` of an object that is to end in a seal, again while it does not.
+
+    It can be replaced between the question for its size and the reading; and a client that remembers the
+    size of the one before reads part of this one, for as long as it remembers. In the end, what is there.
+    """
+    prompt = store.capabilities.cross_client_visibility
+    deadline = environment.monotonic() + (0.0 if prompt else _STALE_SIZE_TIMEOUT_S)
+    pause_s = 0.1
+    for attempt in itertools.count(1):
+        last = attempt >= _READ_ATTEMPTS and environment.monotonic() >= deadline
+        try:
+            found = read()
+            if last or is_sealed(found):
+                return found
+        except Truncated:
+            if last:
+                raise
+        if attempt >= _READ_ATTEMPTS and not last:
+            environment.sleep(pause_s)
+            pause_s = min(2 * pause_s, 2.0)
+    raise AssertionError  # never reached: the count has no end
 
 
 def publish(
@@ -92,7 +137,7 @@ def publish(
     *,
     previous: bytes | None,
     stock_metadata: Body,
-    restore_stock_metadata: Callable[[], None],
+    restore_stock_metadata: Callable[[], bool],
 ) -> bool:
     """Make the save described by `record` the checkpoint at this place.
 
@@ -102,7 +147,8 @@ def publish(
         record: the commit record, whose objects are all durable.
         previous: the commit record found here when the save began; it must still be there.
         stock_metadata: the new `.metadata`.
-        restore_stock_metadata: puts the old `.metadata` back; called when the commit surely failed.
+        restore_stock_metadata: puts the old `.metadata` back if the new stand there, and returns whether they
+            did; called when the commit surely failed.
 
     Raises:
         CommitConflict: the place does not hold `previous` any more.
@@ -116,14 +162,15 @@ def publish(
         store.put(STOCK_METADATA_KEY, stock_metadata)
     except CheckpointError as error:
         failure = CommitError(f"nothing was committed: {error.message}", url=store.url, key=error.key)
-        failure.keeps_data = not _restored(restore_stock_metadata)
+        settled = isinstance(error, StorageError) and error.settled
+        failure.keeps_data = not (_restored(restore_stock_metadata) or settled)  # they may still arrive
         raise failure from error
     try:
         return _put_record(store, record, previous)
     except CommitUnknown:
         raise
     except CommitError as error:
-        error.keeps_data = not _restored(restore_stock_metadata)
+        error.keeps_data = _restored(restore_stock_metadata) is None
         raise
 
 
@@ -172,7 +219,7 @@ def _look_for(store: Store, record: bytes, timeout_s: float) -> bytes | None:
     Raises:
         CheckpointError: the last look failed.
     """
-    deadline = time.monotonic() + timeout_s
+    deadline = environment.monotonic() + timeout_s
     pause_s = 0.1
     while True:
         found: bytes | None = None
@@ -181,11 +228,11 @@ def _look_for(store: Store, record: bytes, timeout_s: float) -> bytes | None:
             found = read_commit(store)
         except CheckpointError as error:
             failure = error
-        if found == record or time.monotonic() >= deadline:
+        if found == record or environment.monotonic() >= deadline:
             if failure is not None:
                 raise failure
             return found
-        time.sleep(pause_s)
+        environment.sleep(pause_s)
         pause_s = min(2 * pause_s, 2.0)
 
 
@@ -198,11 +245,11 @@ def _conflict(store: Store) -> CommitConflict:
     )
 
 
-def _restored(restore: Callable[[], None]) -> bool:
+def _restored(restore: Callable[[], bool]) -> bool | None:
+    """Whether ours stood there and the old are back; None if they could not be put back."""
     try:
-        restore()
+        return restore()
     except Exception as error:
         # Only stock readers look there, and what they find is a complete save, as long as its data stay.
         _logger.warning("could not put the previous .metadata back: %s", error)
-        return False
-    return True
+        return None
