@@ -201,8 +201,9 @@ def _put_record(store: Store, record: bytes, previous: bytes | None) -> bool:
         found = None
     if found == record:
         return False
-    if refused and found is not None:
+    if refused and settled and found is not None:
         raise _conflict(store) from failure
+    # Refused by what an earlier try of this very put may have made, and which another save has replaced by now.
     if not settled or refused:
         raise CommitUnknown(
             f"the commit may or may not have happened ({failure.message}); "
