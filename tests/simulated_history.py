@@ -82,6 +82,8 @@ class History:
         self._shared: dict[tuple[int, int], Write] = {}
         self.spoilt: set[str] = set()
         """Places that hold something of another program, where nothing of ours may come to be."""
+        self.abandoned: set[str] = set()
+        """Places where somebody aborted all uploads, also those of a save that was still running."""
 
     # -- what processes do ---------------------------------------------------------------------------------
 
@@ -153,7 +155,11 @@ class History:
         for error in write.errors.values():
             if isinstance(error.__cause__, SaveFailed) and _blames_others(error.__cause__):
                 raise Violation(f"a save took this library's checkpoint for another program's: {write}")
-        if write.faults or self._disturbed(write.url, write.begin_s, write.end_s(0.0), but=write):
+        if (
+            write.faults
+            or write.url in self.abandoned
+            or self._disturbed(write.url, write.begin_s, write.end_s(0.0), but=write)
+        ):
             return
         if outcomes != {"acknowledged"} or len(write.outcomes) < write.size:
             raise Violation(f"a save failed although nothing went wrong: {write}")

@@ -167,6 +167,7 @@ class Simulation:
                     this_process().name += " delete"
                     self.history.delete(url)
                 elif rank == 0 and what == "abandon":
+                    self.history.abandoned.add(url)
                     open_store(url).abandon()
 
         return run
