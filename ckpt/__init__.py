@@ -19,11 +19,23 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ckpt import errors
     from ckpt.api import async_save, load, save
+    from ckpt.inspection import inspect
     from ckpt.reader import CheckpointReader
     from ckpt.stager import Stager
+    from ckpt.verification import verify
     from ckpt.writer import CheckpointWriter
 
-__all__ = ["CheckpointReader", "CheckpointWriter", "Stager", "async_save", "errors", "load", "save"]
+__all__ = [
+    "CheckpointReader",
+    "CheckpointWriter",
+    "Stager",
+    "async_save",
+    "errors",
+    "inspect",
+    "load",
+    "save",
+    "verify",
+]
 
 # Imported when first used: `import ckpt` itself loads neither torch nor any SDK.
 _HOMES = {
@@ -31,8 +43,10 @@ _HOMES = {
     "CheckpointWriter": "ckpt.writer",
     "Stager": "ckpt.stager",
     "async_save": "ckpt.api",
+    "inspect": "ckpt.inspection",
     "load": "ckpt.api",
     "save": "ckpt.api",
+    "verify": "ckpt.verification",
 }
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import logging
-import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
@@ -50,12 +49,11 @@ from ckpt.manifest import (
 from ckpt.plain_data import check_planner_data
 from ckpt.staging import StagingPool
 from ckpt.stock_pickle import pickled_metadata
+from ckpt.strays import is_our_name
 
 __all__ = ["Coordinator"]
 
 _logger = logging.getLogger(__name__)
-
-_OUR_NAMES = re.compile(r"rank-\d{5,}/[0-9a-f]{16}(-\d+\.distcp|\.json|\.index|\.metadata)")
 
 
 class Coordinator:
@@ -210,7 +208,7 @@ class Coordinator:
                 data_keys = [key for keys in pool.map(self._files_of, commit.manifests) for key in keys]
             keys = [*data_keys, *(ref.path for ref in commit.manifests), commit.described_by.path]
             # A record may be damaged or forged; only names that this library gives are ever deleted.
-            self._store.delete([key for key in keys if _OUR_NAMES.fullmatch(key)])
+            self._store.delete([key for key in keys if is_our_name(key)])
         except Exception as error:  # nothing after the commit may make the save look failed
             _logger.warning("the replaced checkpoint's objects could not all be deleted: %s", error)
 
