@@ -19,8 +19,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ckpt import errors
     from ckpt.api import async_save, load, save
+    from ckpt.catalog import list_checkpoints
+    from ckpt.garbage import collect_garbage
     from ckpt.inspection import inspect
     from ckpt.reader import CheckpointReader
+    from ckpt.removal import remove
     from ckpt.stager import Stager
     from ckpt.verification import verify
     from ckpt.writer import CheckpointWriter
@@ -30,9 +33,12 @@ __all__ = [
     "CheckpointWriter",
     "Stager",
     "async_save",
+    "collect_garbage",
     "errors",
     "inspect",
+    "list_checkpoints",
     "load",
+    "remove",
     "save",
     "verify",
 ]
@@ -43,8 +49,11 @@ _HOMES = {
     "CheckpointWriter": "ckpt.writer",
     "Stager": "ckpt.stager",
     "async_save": "ckpt.api",
+    "collect_garbage": "ckpt.garbage",
     "inspect": "ckpt.inspection",
+    "list_checkpoints": "ckpt.catalog",
     "load": "ckpt.api",
+    "remove": "ckpt.removal",
     "save": "ckpt.api",
     "verify": "ckpt.verification",
 }

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 
+import msgspec
 import torch
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import Metadata
@@ -51,7 +52,7 @@ from ckpt.staging import StagingPool
 from ckpt.stock_pickle import pickled_metadata
 from ckpt.strays import is_our_name
 
-__all__ = ["Coordinator"]
+__all__ = ["Coordinator", "stock_metadata_of"]
 
 _logger = logging.getLogger(__name__)
 
@@ -106,24 +107,29 @@ class Coordinator:
         with no_gc():
             columns = self._columns(metadata, receipts, world_size)
             described = columns.metadata()
+        self.commit_columns(columns, self._record(receipts, world_size, tags))
+        return described
+
+    def commit_columns(self, columns: Columns, record: CommitRecord) -> None:
+        """Write the index of `columns` and commit `record`, which lacks it. Raises as `commit`."""
+        with no_gc():
             index, stock_metadata = self._index(columns), self._stock_metadata(columns)
         key = index_key(self._rank, self._token)
         self._written.append(key)
         try:
             self._store.put(key, index)
             ref = ObjectRef(path=key, size_bytes=index.nbytes, crc64nvme=f"{index.crc64nvme():016x}")
-            record = self._record(ref, receipts, world_size, tags)
-            acknowledged = self._publish(record, stock_metadata)
+            sealed = encode(msgspec.structs.replace(record, id=self._token, index=ref))
+            acknowledged = self._publish(sealed, stock_metadata)
         except CommitUnknown:
             self._written.clear()
             raise
         self._written.clear()  # it is the checkpoint's now
         with contextlib.suppress(Exception):  # nothing after the commit may make the save look failed
-            _logger.info("committed %s (%d ranks)", self._store.url, world_size)
+            _logger.info("committed %s (%d ranks)", self._store.url, record.world_size)
             # A store that has not answered may not be done with the old record either.
             if self._previous is not None and acknowledged:
                 self._retire(self._previous)
-        return described
 
     def _columns(self, metadata: Metadata, receipts: Sequence[RankReceipt], world_size: int) -> Columns:
         _check_ranks(receipts, world_size)
@@ -151,21 +157,18 @@ class Coordinator:
         return FileBody.of_bytes(seal_pickle(pickled_metadata(columns)), self._pool)
 
     def _record(
-        self, index: ObjectRef, receipts: Sequence[RankReceipt], world_size: int, tags: Mapping[str, str]
-    ) -> bytes:
+        self, receipts: Sequence[RankReceipt], world_size: int, tags: Mapping[str, str]
+    ) -> CommitRecord:
         manifests = [receipt.manifest for receipt in receipts if receipt.manifest is not None]
-        return encode(
-            CommitRecord(
-                id=self._token,
-                created_at=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-                library=_library_version(),
-                torch=str(torch.__version__),
-                world_size=world_size,
-                data_bytes=sum(manifest.data_bytes for manifest in manifests),
-                index=index,
-                manifests=sorted(manifests, key=lambda manifest: manifest.rank),
-                tags=dict(tags),
-            )
+        return CommitRecord(
+            id=self._token,
+            created_at=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            library=_library_version(),
+            torch=str(torch.__version__),
+            world_size=world_size,
+            data_bytes=sum(manifest.data_bytes for manifest in manifests),
+            manifests=sorted(manifests, key=lambda manifest: manifest.rank),
+            tags=dict(tags),
         )
 
     def _publish(self, record: bytes, stock_metadata: FileBody) -> bool:
@@ -191,14 +194,8 @@ class Coordinator:
         if commit is None:
             self._store.delete([STOCK_METADATA_KEY])
             return
-        record = decode_commit(commit, url=self._store.url, key=COMMIT_KEY)
-        ref = record.described_by
-        data = bytes(read_bytes(self._store, ref.path, size_bytes=ref.size_bytes))
-        if not record.has_index:  # format version 1 kept a copy
-            body = FileBody.of_bytes(data, self._pool)
-        else:
-            body = self._stock_metadata(decode_index(data, url=self._store.url, key=ref.path))
-        self._store.put(STOCK_METADATA_KEY, body)
+        data = stock_metadata_of(self._store, decode_commit(commit, url=self._store.url, key=COMMIT_KEY))
+        self._store.put(STOCK_METADATA_KEY, FileBody.of_bytes(data, self._pool))
 
     def _retire(self, previous: bytes) -> None:
         """Delete what the replaced commit listed. Best effort: the new checkpoint does not depend on it."""
@@ -218,6 +215,15 @@ class Coordinator:
         except NotFound:
             return []
         return [file.path for file in decode_manifest(data, url=self._store.url, key=ref.path).files]
+
+
+def stock_metadata_of(store: Store, record: CommitRecord) -> bytes:
+    """What `.metadata` has to be beside a commit record."""
+    ref = record.described_by
+    data = bytes(read_bytes(store, ref.path, size_bytes=ref.size_bytes))
+    if not record.has_index:  # format version 1 kept a copy
+        return data
+    return seal_pickle(pickled_metadata(decode_index(data, url=store.url, key=ref.path)))
 
 
 def _check_ranks(receipts: Sequence[RankReceipt], world_size: int) -> None:

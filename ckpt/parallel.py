@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -14,11 +15,17 @@ R = TypeVar("R")
 
 
 def in_order(
-    threads: ThreadPoolExecutor, work: Callable[[T], R], todo: Iterable[T], *, ahead: int
+    threads: ThreadPoolExecutor,
+    work: Callable[[T], R],
+    todo: Iterable[T],
+    *,
+    ahead: int,
+    stop: threading.Event | None = None,
 ) -> Iterator[R]:
     """`work` of each item of `todo`, in order; at most `ahead` are begun before the first is taken.
 
-    Unlike `Executor.map` it does not read all of `todo` at once. When it ends early, what was begun is waited for.
+    Unlike `Executor.map` it does not read all of `todo` at once. When it ends early, what was begun is waited for;
+    `stop` is set then, for work that can end early too.
     """
     begun: deque[Future[R]] = deque()
     try:
@@ -29,6 +36,8 @@ def in_order(
         while begun:
             yield begun.popleft().result()
     finally:
+        if begun and stop is not None:
+            stop.set()
         for future in begun:
             future.cancel()
         wait(begun)

@@ -23,7 +23,7 @@ from ckpt.errors import (
 )
 
 __all__ = [
-    "DESTINATION_OPTIONS",
+    "DryRun",
     "EXIT_FINE",
     "EXIT_INTERRUPTED",
     "EXIT_MISSING",
@@ -33,6 +33,7 @@ __all__ = [
     "Json",
     "Output",
     "Progress",
+    "Root",
     "StorageOptions",
     "Url",
     "age",
@@ -55,6 +56,7 @@ Progress = Callable[[int, int], None]
 Url = Annotated[
     str, typer.Argument(metavar="URL", help="The checkpoint: a path, s3://bucket/key, or any other URL.")
 ]
+Root = Annotated[str, typer.Argument(metavar="ROOT", help="A folder of checkpoints: a path or URL.")]
 StorageOptions = Annotated[
     list[str] | None,
     typer.Option(
@@ -63,7 +65,7 @@ StorageOptions = Annotated[
         help="An option of the storage, or a JSON object of them. Can be repeated.",
     ),
 ]
-DESTINATION_OPTIONS = "--dst-storage-options"
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and do nothing.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, with the fields of docs/cli.md.")]
 
 
