@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ckpt import errors
     from ckpt.api import async_save, load, save
     from ckpt.catalog import list_checkpoints
+    from ckpt.copying import copy
     from ckpt.garbage import collect_garbage
     from ckpt.inspection import inspect
     from ckpt.reader import CheckpointReader
@@ -34,6 +35,7 @@ __all__ = [
     "Stager",
     "async_save",
     "collect_garbage",
+    "copy",
     "errors",
     "inspect",
     "list_checkpoints",
@@ -50,6 +52,7 @@ _HOMES = {
     "Stager": "ckpt.stager",
     "async_save": "ckpt.api",
     "collect_garbage": "ckpt.garbage",
+    "copy": "ckpt.copying",
     "inspect": "ckpt.inspection",
     "list_checkpoints": "ckpt.catalog",
     "load": "ckpt.api",

@@ -126,6 +126,16 @@ class Checkpoint:
         """The commit record as it is stored; empty for a stock checkpoint."""
         return self._shared.commit
 
+    @property
+    def metadata_key(self) -> str:
+        """Where its metadata, or its index, is stored."""
+        return self._shared.metadata_key
+
+    @property
+    def stock_metadata(self) -> bytes:
+        """The metadata as they are stored (in a checkpoint of ours, the index)."""
+        return self._shared.metadata
+
     def share(self) -> bytes:
         """Everything another rank needs to hold the same checkpoint without reading it from storage."""
         return zlib.compress(msgspec.msgpack.encode(self._shared), 1)

@@ -92,7 +92,7 @@ def _save(rank: int, url: str, options: dict[str, Any], seed: int, stock: bool) 
         "model": model_state,
         "optim": optimizer_state,
         "sharded": sharded_state(seed),
-        "large": random_tensor(900, 1000, seed=seed + rank),
+        "large": random_tensor(900, 1000, seed=seed),
         "step": 100,
     }
     if stock:
