@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ckpt import errors
     from ckpt.api import async_save, load, save
     from ckpt.catalog import list_checkpoints
+    from ckpt.comparison import diff
     from ckpt.copying import copy
     from ckpt.garbage import collect_garbage
     from ckpt.inspection import inspect
@@ -36,6 +37,7 @@ __all__ = [
     "async_save",
     "collect_garbage",
     "copy",
+    "diff",
     "errors",
     "inspect",
     "list_checkpoints",
@@ -53,6 +55,7 @@ _HOMES = {
     "async_save": "ckpt.api",
     "collect_garbage": "ckpt.garbage",
     "copy": "ckpt.copying",
+    "diff": "ckpt.comparison",
     "inspect": "ckpt.inspection",
     "list_checkpoints": "ckpt.catalog",
     "load": "ckpt.api",
