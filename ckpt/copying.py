@@ -34,6 +34,7 @@ from ckpt.errors import CheckpointError, ConfigurationError, FormatError, NotFou
 from ckpt.manifest import (
     CommitRecord,
     FileRecord,
+    ItemRecord,
     ManifestRef,
     RankManifest,
     data_key,
@@ -44,6 +45,7 @@ from ckpt.manifest import (
     rank_directory,
 )
 from ckpt.parallel import in_order
+from ckpt.record_checks import IndexedItems
 from ckpt.staging import StagingPool
 from ckpt.strays import is_our_name
 
@@ -181,6 +183,8 @@ class _Copy:
         self._overwrite, self._progress, self._done = overwrite, progress, done
         self._pool = StagingPool(_BUDGET_BYTES)
         self._stop = threading.Event()
+        self._source_columns = columns_of(checkpoint.metadata, url=source.url)
+        self._indexed = IndexedItems(self._source_columns)
         self._token = secrets.token_hex(8)
         self._written: list[str] = []
         self._paths: dict[str, str] = {}
@@ -231,14 +235,23 @@ class _Copy:
 
     def _columns(self) -> Columns:
         """The source's, with the new names."""
-        columns = columns_of(self._checkpoint.metadata, url=self._from.url)
-        unknown = set(columns.files) - self._paths.keys()
-        if unknown:
+        for damage in self._indexed.left_over():
             raise FormatError(
-                f"the index names a file that no manifest lists: {min(unknown)[:80]!r}", url=self._from.url
+                f"the source is not whole: {damage.message}", url=self._from.url, key=damage.key
             )
-        files = [self._paths[path] for path in columns.files]
-        return dataclasses.replace(columns, files=files, save_id=self._token)
+        files = [self._paths[path] for path in self._source_columns.files]
+        return dataclasses.replace(self._source_columns, files=files, save_id=self._token)
+
+    def _compare(self, manifest: RankManifest) -> None:
+        """Raise FormatError where the index says something else than a manifest: no copy of it would be whole."""
+        items: list[list[ItemRecord]] = [[] for _ in manifest.files]
+        for item in manifest.items:
+            items[item.file].append(item)
+        for file, held in zip(manifest.files, items, strict=True):
+            for damage in self._indexed.compare(file.path, held):
+                raise FormatError(
+                    f"the source is not whole: {damage.message}", url=self._from.url, key=damage.key
+                )
 
     # -- the destination -------------------------------------------------------------------------------
 
@@ -278,6 +291,7 @@ class _Copy:
         """Files to send, lazily. Each rank's manifest is written when its last file is there (`_count`)."""
         with ThreadPoolExecutor(self._to.threads, thread_name_prefix="ckpt-check") as threads:
             for ref, manifest in self._manifests():
+                self._compare(manifest)
                 rank = self._rank(ref, manifest, threads)
                 for number, file in enumerate(manifest.files):
                     self._paths[file.path] = data_key(ref.rank, rank.token, number)

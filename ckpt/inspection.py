@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from ckpt.backends.base import Store
 from ckpt.backends.registry import open_store
 from ckpt.checkpoint import Checkpoint, ReadSettings
@@ -65,7 +67,7 @@ class TensorInfo:
         cuts = [
             f"dim {dimension}: {parts}"
             for dimension in range(len(self.shape))
-            if (parts := len(set(self._columns.offsets[:, dimension].tolist()))) > 1
+            if (parts := len(np.unique(self._columns.offsets[:, dimension]))) > 1
         ]
         return ", ".join(cuts) or "whole"
 
@@ -204,16 +206,24 @@ def _collect(
 
 
 def _file_sizes(columns: Columns) -> dict[str, tuple[int, int]]:
+    """Number of items in each file, and their bytes. An index can list very many: they are not visited one by one."""
     items: Counter[int] = Counter()
     nbytes: Counter[int] = Counter()
     for entry in columns.entries.values():
         if isinstance(entry, ObjectRow):
             items[entry.file] += 1
             nbytes[entry.file] += entry.length
-            continue
-        for file, length in zip(entry.file.tolist(), entry.length.tolist(), strict=True):
-            items[file] += 1
-            nbytes[file] += length
+        elif len(entry.file) == 1:
+            items[int(entry.file[0])] += 1
+            nbytes[int(entry.file[0])] += int(entry.length[0])
+        else:
+            order = np.argsort(entry.file, kind="stable")
+            files, starts = np.unique(entry.file[order], return_index=True)
+            counts = np.diff([*starts, len(order)]).tolist()
+            sums = np.add.reduceat(entry.length[order], starts).tolist() if len(starts) else []
+            for file, count, length in zip(files.tolist(), counts, sums, strict=True):
+                items[file] += count
+                nbytes[file] += length
     return {columns.files[file]: (items[file], nbytes[file]) for file in sorted(items)}
 
 

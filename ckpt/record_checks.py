@@ -44,6 +44,9 @@ class IndexedItems:
         self._left.discard(path)
         rows = self._rows_of(path)
         damages: list[Damage] = []
+        if len(rows) > len(items) + _MAX_NAMED:
+            message = f"the index lists {len(rows):,} items in this file, the manifest {len(items):,}"
+            return [Damage("disagreement", message, path, None, None, *concerned(self._fqns(rows)))]
         by_offset = {int(self._offset[row]): row for row in rows}
         for item in items:
             found = by_offset.pop(item.offset, None)
@@ -68,8 +71,9 @@ class IndexedItems:
     def fqns_beside(self, manifest: str) -> list[str]:
         """What is in the files that a manifest describes."""
         start = manifest.removesuffix(".json") + "-"
-        rows = [row for path in self._files if path.startswith(start) for row in self._rows_of(path)]
-        return self._fqns(rows)
+        return [
+            fqn for path in self._files if path.startswith(start) for fqn in self._fqns(self._rows_of(path))
+        ]
 
     def _differs(self, row: int, item: ItemRecord) -> str | None:
         entry, name = self._entries[self._entry[row]], self._names[self._entry[row]]
@@ -92,8 +96,13 @@ class IndexedItems:
         first, last = np.searchsorted(self._file, [number, number + 1])
         return range(int(first), int(last))
 
-    def _fqns(self, rows: Sequence[int]) -> list[str]:
-        return [self._names[self._entry[row]] for row in rows]
+    def _fqns(self, rows: range) -> list[str]:
+        return [self._names[entry] for entry in np.unique(self._entry[rows.start : rows.stop]).tolist()]
+
+    @property
+    def count(self) -> int:
+        """Number of items in the index."""
+        return len(self._file)
 
 
 def _rows(

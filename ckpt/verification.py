@@ -13,6 +13,7 @@ from typing import Any
 from ckpt.backends.base import Store
 from ckpt.backends.registry import open_store
 from ckpt.checkpoint import Checkpoint, ReadSettings, read_listed
+from ckpt.columns import Columns
 from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY, read_commit
 from ckpt.consistency.digest import crc64nvme
 from ckpt.contents import columns_of, open_parts
@@ -45,6 +46,7 @@ __all__ = ["verify"]
 
 _BUDGET_BYTES = 64 << 20
 _RUN_BYTES = 8 << 20
+_MAX_UNKNOWN_ITEMS = 1 << 16
 
 Progress = Callable[[int, int], None]
 
@@ -148,6 +150,8 @@ class _OwnCheck:
         self._pool = StagingPool(_BUDGET_BYTES)
         self._checkpoint = checkpoint
         self._indexed: IndexedItems | None = None
+        self._columns: Columns | None = None
+        self._items = 0  # in the manifests
         self._known = {COMMIT_KEY, STOCK_METADATA_KEY, self._commit.described_by.path}
 
     def run(self) -> None:
@@ -161,9 +165,8 @@ class _OwnCheck:
                 self._add(damage)
             self._found.checked_bytes += nbytes
             self._progress(self._found.checked_bytes, self._commit.data_bytes)
-        if self._indexed is not None:
-            for damage in self._indexed.left_over():
-                self._add(damage)
+        if self._checkpoint is not None and self._indexed is not None and self._columns is not None:
+            self._check_contents(self._checkpoint, self._indexed, self._columns)
         self._found.strays = find_strays(self._store, self._known)
         if read_commit(self._store) != self._raw:
             raise CommitConflict(
@@ -178,7 +181,16 @@ class _OwnCheck:
         except FormatError as error:
             self._found.add(Damage.of("record", error))
             return
-        self._indexed = IndexedItems(columns)
+        self._indexed, self._columns = IndexedItems(columns), columns
+
+    def _check_contents(self, checkpoint: Checkpoint, indexed: IndexedItems, columns: Columns) -> None:
+        """What takes time for every item of the index: once it is known that they are not more than are stored."""
+        for damage in indexed.left_over():
+            self._add(damage)
+        if indexed.count > 2 * self._items + _MAX_UNKNOWN_ITEMS:
+            message = f"the index lists {indexed.count:,} items, manifests that can be read {self._items:,}"
+            self._add(Damage("disagreement", message, checkpoint.metadata_key))
+            return
         for damage in check_coverage_of(columns):
             self._found.add(damage)
         for damage in check_stock_metadata(self._store, self._commit, checkpoint, columns):
@@ -233,6 +245,7 @@ class _OwnCheck:
             )
 
     def _files_of(self, manifest: RankManifest) -> Iterator[Callable[[], tuple[list[Damage], int]]]:
+        self._items += len(manifest.items)
         items: list[list[ItemRecord]] = [[] for _ in manifest.files]
         for item in manifest.items:
             items[item.file].append(item)

@@ -15,12 +15,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from commands import flip, options_of, run, run_process, sharded_checkpoint, stock_checkpoint
+from commands import edit_index, flip, options_of, run, run_process, sharded_checkpoint, stock_checkpoint
 from servers import S3Server
 from states import digest, emptied, random_tensor
 
 import ckpt
 from ckpt.backends.posix import PosixStore
+from ckpt.columns import Columns, TensorColumns
 from ckpt.consistency.seal import unseal_json
 from ckpt.errors import NotCommitted, NotFound
 
@@ -241,6 +242,21 @@ def test_a_damaged_source(original: Path, tmp_path: Path) -> None:
         loaded(tmp_path / "copy")
     flip(path, 100_000)
     assert cp(source, tmp_path / "copy")["sent_files"] > 0
+
+
+def test_a_source_whose_records_disagree(original: Path, tmp_path: Path) -> None:
+    import dataclasses
+
+    source = Path(shutil.copytree(original, tmp_path / "source"))
+
+    def edit(columns: Columns) -> None:
+        found = columns.entries["large"]
+        assert isinstance(found, TensorColumns)
+        columns.entries["large"] = dataclasses.replace(found, offset=found.offset + 64)
+
+    edit_index(source, edit)
+    assert cp(source, tmp_path / "copy", code=1)["error"]["type"] == "FormatError"
+    assert not (tmp_path / "copy" / "commit.json").exists()
 
 
 def test_what_is_at_the_destination(original: Path, stock: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 __all__ = ["inspect"]
 
 _MAX_TREE_LINES = 2000
+_MAX_SLICES = 1 << 15
+"""Of one tensor: more than any job has ranks, and than anybody reads."""
 
 
 def inspect(
@@ -111,7 +114,7 @@ def _tensor(info: TensorInfo, *, with_slices: bool) -> dict[str, Any]:
                 "offsets": list(s.offsets), "sizes": list(s.sizes), "rank": s.rank,
                 "file": s.file, "offset": s.offset, "length": s.length,
             }
-            for s in info.slices()
+            for s in itertools.islice(info.slices(), _MAX_SLICES)
         ]  # fmt: skip
     return described
 
@@ -188,9 +191,11 @@ def _print_slices(output: Output, chosen: Iterable[TensorInfo]) -> None:
     for info in chosen:
         output.print(f"[bold]{shown(info.fqn)}[/]  {_summary(info)}")
         table = Table("rank", "slice", "file", "bytes", box=None, pad_edge=False)
-        for piece in info.slices():
+        for piece in itertools.islice(info.slices(), _MAX_SLICES):
             spans = ", ".join(f"{o}:{o + n}" for o, n in zip(piece.offsets, piece.sizes, strict=True))
             rank = "?" if piece.rank is None else str(piece.rank)
             where = f"{piece.offset}-{piece.offset + piece.length}"
             table.add_row(rank, shown(f"[{spans}]"), shown(piece.file), where)
         output.print(table, "")
+        if info.chunks > _MAX_SLICES:
+            output.print(f"... and {info.chunks - _MAX_SLICES:,} more slices")
