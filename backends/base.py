@@ -246,8 +246,24 @@ class Store(ABC):
         """Make the place `prefix` (a directory's key, no trailing slash) writable for this client, tolerating races."""
 
     @abstractmethod
-    def abandon(self, prefix: str = "") -> int:
-        """Abort unfinished puts of any process below `prefix`; returns how many were found."""
+    def abandon(self, prefix: str = "", *, choose: Callable[[ObjectStat], bool] | None = None) -> int:
+        """Abort unfinished puts of any process below `prefix`; returns how many.
+
+        `choose` is asked about each: its key will be that of the object, `modified_at_s` is when it was begun or
+        last written to, where known. Those it answers False for stay. Without it, all are aborted.
+        """
+
+    def folders(self, prefix: str = "") -> Iterator[str]:
+        """Names of the folders directly below `prefix` (empty, or a key and a slash), as `list` would show them."""
+        seen: set[str] = set()
+        for found in self.list(prefix):
+            name, slash, _ = found.key.removeprefix(prefix).partition("/")
+            if slash and name not in seen:
+                seen.add(name)
+                yield name
+
+    def remove_empty(self, prefix: str = "") -> None:  # noqa: B027 (most stores have no directories)
+        """Remove the directory `prefix` (as for `prepare`) and those below it, as far as they are empty."""
 
     def close(self) -> None:  # noqa: B027 (a store without connections has nothing to close)
         """Release connections and threads; harmless to call twice."""

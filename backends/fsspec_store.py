@@ -12,7 +12,7 @@ import posixpath
 import re
 import secrets
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -268,24 +268,35 @@ class FsspecStore(Store):
             with self._translated(prefix, "make the directory"):
                 self._fs.makedirs(self._path(prefix) if prefix else self._root, exist_ok=True)
 
-    def abandon(self, prefix: str = "") -> int:
+    def abandon(self, prefix: str = "", *, choose: Callable[[ObjectStat], bool] | None = None) -> int:
         count = 0
         with self._translated(prefix, "abandon"):
             if self._protocol in _S3:
                 bucket, _, start = self._root.partition("/")
                 start = posixpath.join(start, prefix) if prefix else f"{start}/" if start else ""
                 for upload in self._fs.list_multipart_uploads(bucket):
-                    if upload["Key"].startswith(start):
+                    if upload["Key"].startswith(start) and (
+                        choose is None or choose(self._begun(bucket, upload))
+                    ):
                         self._fs.abort_mpu(bucket, upload["Key"], upload["UploadId"])
                         count += 1
                 return count
             self._fs.invalidate_cache()
             with contextlib.suppress(FileNotFoundError):
-                for path in self._fs.find(self._root):
-                    if self._key(path).startswith(prefix) and _TEMPORARY.search(path):
+                for path, facts in self._fs.find(self._root, detail=True).items():
+                    key = self._key(path)
+                    if not key.startswith(prefix) or not _TEMPORARY.search(key):
+                        continue
+                    if choose is None or choose(_stat(_TEMPORARY.sub("", key), facts)):
                         self._fs.rm_file(path)
                         count += 1
         return count
+
+    def _begun(self, bucket: str, upload: Mapping[str, Any]) -> ObjectStat:
+        """An unfinished upload as an object; its size is not known."""
+        initiated = upload.get("Initiated")
+        modified = initiated.timestamp() if isinstance(initiated, datetime) else None
+        return ObjectStat(self._key(f"{bucket}/{upload['Key']}"), 0, None, modified)
 
     @property
     def _fs(self) -> Any:

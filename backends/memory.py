@@ -150,7 +150,7 @@ class MemoryStore(Store):
     def prepare(self, prefix: str) -> None:
         self._fault("prepare", prefix, "before")
 
-    def abandon(self, prefix: str = "") -> int:
+    def abandon(self, prefix: str = "", *, choose: Callable[[ObjectStat], bool] | None = None) -> int:
         return 0  # a put is one step here: nothing is ever unfinished
 
     def _name(self, key: str) -> str:

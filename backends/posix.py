@@ -13,7 +13,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -48,7 +48,7 @@ __all__ = ["PosixStore"]
 
 _WRITE_SIZE_BYTES = 8 << 20
 _IOV_MAX = 1024
-_TEMPORARY = re.compile(r"^\..+\.[0-9a-f]{16}\.ckpt-tmp$")
+_TEMPORARY = re.compile(r"^\.(.+)\.[0-9a-f]{16}\.ckpt-tmp$")
 
 # File systems of this one kernel: what one process wrote, every other sees. All else may lag.
 _LOCAL_TYPES = frozenset(
@@ -197,18 +197,36 @@ class PosixStore(Store):
         with self._translated(prefix, "make the directory"):
             self._make_directory(path)
 
-    def abandon(self, prefix: str = "") -> int:
+    def abandon(self, prefix: str = "", *, choose: Callable[[ObjectStat], bool] | None = None) -> int:
         found = 0
         with self._translated(prefix, "abandon"):
             for path, entry in _files(self._root):
+                name = _TEMPORARY.match(entry.name)
+                if name is None:
+                    continue
                 key = os.path.relpath(path, self._root).replace(os.sep, "/")
-                # The temporary file of `a/name` is `a/.name.<token>.ckpt-tmp`.
-                final = f"{key[: -len(entry.name)]}{entry.name[1:]}"
-                if _TEMPORARY.match(entry.name) and final.startswith(prefix):
-                    with contextlib.suppress(FileNotFoundError):
+                final = f"{key[: -len(entry.name)]}{name[1]}"
+                with contextlib.suppress(FileNotFoundError):
+                    facts = _stat(final, entry.stat(follow_symlinks=False))
+                    if final.startswith(prefix) and (choose is None or choose(facts)):
                         os.unlink(path)
                         found += 1
         return found
+
+    def folders(self, prefix: str = "") -> Iterator[str]:
+        top = self._path(prefix[:-1]) if prefix else self._root
+        with self._translated(prefix, "list"), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            for entry in list(os.scandir(top)):
+                if entry.is_dir(follow_symlinks=False) and is_key(entry.name):
+                    yield entry.name
+
+    def remove_empty(self, prefix: str = "") -> None:
+        top = self._path(prefix) if prefix else self._root
+        self._refuse_outside(_real_directory(top), prefix)
+        with self._translated(prefix, "remove the empty directory"):
+            for directory, _, _ in os.walk(top, topdown=False):
+                with contextlib.suppress(OSError):  # it is not empty, or a mount, or not ours to remove
+                    os.rmdir(directory)
 
     def _make_directory(self, path: str) -> None:
         """Create `path` and its parents in this client's view; whoever else creates them is welcome."""

@@ -396,6 +396,14 @@ class S3ApiStore(Store):
                 return
             yield page
 
+    def folders(self, prefix: str = "") -> Iterator[str]:
+        start = self._prefix + prefix
+        for page in self._pages("list_objects_v2", prefix, "list", Prefix=start, Delimiter="/"):
+            for found in page.get("CommonPrefixes", ()):
+                name = str(found["Prefix"]).removeprefix(start).rstrip("/")
+                if is_key(name):
+                    yield name
+
     # -- removing --------------------------------------------------------------------------------------
 
     def delete(self, keys: Iterable[str]) -> None:
@@ -429,13 +437,14 @@ class S3ApiStore(Store):
     def prepare(self, prefix: str) -> None:
         """Nothing: an object store has no directories."""
 
-    def abandon(self, prefix: str = "") -> int:
+    def abandon(self, prefix: str = "", *, choose: Callable[[ObjectStat], bool] | None = None) -> int:
         start = self._prefix + prefix
         found = [
             (str(upload["Key"]), str(upload["UploadId"]))
             for page in self._upload_pages(start)
             for upload in page.get("Uploads", ())
             if str(upload["Key"]).startswith(start)  # not every server honours the prefix
+            and (choose is None or choose(_begun(str(upload["Key"]).removeprefix(self._prefix), upload)))
         ]
         for name, upload_id in found:
             key = name.removeprefix(self._prefix)
@@ -583,3 +592,9 @@ def _range_problem(reply: Mapping[str, Any], start: int, stop: int) -> Checkpoin
 def _stat(key: str, found: Mapping[str, Any], size: Any) -> ObjectStat:
     modified = found.get("LastModified")
     return ObjectStat(key, int(size), etag_of(found), modified.timestamp() if modified else None)
+
+
+def _begun(key: str, upload: Mapping[str, Any]) -> ObjectStat:
+    """An unfinished upload as an object; its size is not known."""
+    initiated = upload.get("Initiated")
+    return ObjectStat(key, 0, None, initiated.timestamp() if initiated else None)

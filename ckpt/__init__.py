@@ -19,11 +19,33 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ckpt import errors
     from ckpt.api import async_save, load, save
+    from ckpt.catalog import list_checkpoints
+    from ckpt.comparison import diff
+    from ckpt.copying import copy
+    from ckpt.garbage import collect_garbage
+    from ckpt.inspection import inspect
     from ckpt.reader import CheckpointReader
+    from ckpt.removal import remove
     from ckpt.stager import Stager
+    from ckpt.verification import verify
     from ckpt.writer import CheckpointWriter
 
-__all__ = ["CheckpointReader", "CheckpointWriter", "Stager", "async_save", "errors", "load", "save"]
+__all__ = [
+    "CheckpointReader",
+    "CheckpointWriter",
+    "Stager",
+    "async_save",
+    "collect_garbage",
+    "copy",
+    "diff",
+    "errors",
+    "inspect",
+    "list_checkpoints",
+    "load",
+    "remove",
+    "save",
+    "verify",
+]
 
 # Imported when first used: `import ckpt` itself loads neither torch nor any SDK.
 _HOMES = {
@@ -31,8 +53,15 @@ _HOMES = {
     "CheckpointWriter": "ckpt.writer",
     "Stager": "ckpt.stager",
     "async_save": "ckpt.api",
+    "collect_garbage": "ckpt.garbage",
+    "copy": "ckpt.copying",
+    "diff": "ckpt.comparison",
+    "inspect": "ckpt.inspection",
+    "list_checkpoints": "ckpt.catalog",
     "load": "ckpt.api",
+    "remove": "ckpt.removal",
     "save": "ckpt.api",
+    "verify": "ckpt.verification",
 }
 
 

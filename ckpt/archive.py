@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ckpt.errors import FormatError, UnsafeContent
+from ckpt.torch_pickle import check_torch_pickle
 
 __all__ = ["MemoryFile", "check_archive", "is_stored_as_it_is"]
 
@@ -29,7 +30,7 @@ def check_archive(file: Any, nbytes: int) -> Any:
 
     Raises:
         FormatError: records are compressed, share bytes, or have names that torch never gives.
-        UnsafeContent: its pickle names what pickling itself would call.
+        UnsafeContent: its pickle names what pickling itself would call, or asks for far more than is stored.
         Exception: whatever torch says of something that is no archive.
     """
     reader: Any = torch._C.PyTorchFileReader(file)
@@ -48,9 +49,12 @@ def check_archive(file: Any, nbytes: int) -> Any:
     stops = [0, *(stop for _, stop in places)]
     if any(begin < stop for (begin, _), stop in zip([*places, (nbytes, 0)], stops, strict=True)):
         raise FormatError("an archive whose records are compressed, or overlap")
-    if reader.has_record("data.pkl") and _PICKLE_HOOK.search(reader.get_record("data.pkl")):
-        # An instance with such an attribute would be pickled by it.
-        raise UnsafeContent("a pickle that names a hook of pickling")
+    if reader.has_record("data.pkl"):
+        data = reader.get_record("data.pkl")
+        if _PICKLE_HOOK.search(data):
+            # An instance with such an attribute would be pickled by it.
+            raise UnsafeContent("a pickle that names a hook of pickling")
+        check_torch_pickle(data, lambda key: int(reader.get_record_size(f"data/{key}")))
     return reader
 
 

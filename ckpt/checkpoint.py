@@ -51,6 +51,7 @@ __all__ = [
     "is_rank_local",
     "open_checkpoint",
     "open_rank_local",
+    "read_listed",
 ]
 
 T = TypeVar("T")
@@ -119,6 +120,21 @@ class Checkpoint:
         if self._shared.metadata_key != STOCK_METADATA_KEY:
             return "one rank's part"
         return f"{crc64nvme(self._shared.metadata):016x}"
+
+    @property
+    def record(self) -> bytes:
+        """The commit record as it is stored; empty for a stock checkpoint."""
+        return self._shared.commit
+
+    @property
+    def metadata_key(self) -> str:
+        """Where its metadata, or its index, is stored."""
+        return self._shared.metadata_key
+
+    @property
+    def stock_metadata(self) -> bytes:
+        """The metadata as they are stored (in a checkpoint of ours, the index)."""
+        return self._shared.metadata
 
     def share(self) -> bytes:
         """Everything another rank needs to hold the same checkpoint without reading it from storage."""
@@ -248,7 +264,7 @@ class Checkpoint:
         return key
 
     def _read_manifest(self, key: str) -> RankManifest:
-        data = _read_listed(self._store, self._settings, self._refs[key], self._shared.commit)
+        data = read_listed(self._store, self._settings, self._refs[key], self._shared.commit)
         manifest = decode_manifest(data, url=self._store.url, key=key)
         if any(_DATA_FILE.fullmatch(file.path) is None for file in manifest.files):
             raise FormatError("names a file that no rank of a save would write", url=self._store.url, key=key)
@@ -283,7 +299,7 @@ def open_checkpoint(store: Store, settings: ReadSettings) -> Checkpoint:
             break
         try:
             ref = decode_commit(commit, url=store.url, key=COMMIT_KEY).described_by
-            metadata = _read_listed(store, settings, ref, commit)
+            metadata = read_listed(store, settings, ref, commit)
             return Checkpoint(store, settings, commit, ref.path, bytes(metadata))
         except (IntegrityError, CommitConflict):
             # A save that replaces the checkpoint right now can make us read half of each record.
@@ -353,8 +369,14 @@ def _await_commit(store: Store, settings: ReadSettings) -> bytes | None:
         pause_s = min(2 * pause_s, 2.0)
 
 
-def _read_listed(store: Store, settings: ReadSettings, ref: ObjectRef, commit: bytes) -> bytearray:
-    """An object that the commit lists, checked against it."""
+def read_listed(store: Store, settings: ReadSettings, ref: ObjectRef, commit: bytes) -> bytearray:
+    """An object that the commit lists, checked against it.
+
+    Raises:
+        IntegrityError: it is not what the commit says.
+        NotVisible: it did not appear in time.
+        CommitConflict: another save has replaced the checkpoint.
+    """
     data = when_visible(
         lambda: read_bytes(store, ref.path, size_bytes=ref.size_bytes, max_bytes=_MAX_METADATA_BYTES),
         timeout_s=settings.timeout_s(store),

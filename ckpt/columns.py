@@ -168,13 +168,13 @@ class StorageTable(Mapping[MetadataIndex, _StorageInfo]):
     """`Metadata.storage_data` over columns."""
 
     def __init__(self, columns: Columns) -> None:
-        self._columns = columns
+        self.columns = columns
 
     def __getitem__(self, index: MetadataIndex) -> _StorageInfo:
-        return self._columns.info(index)
+        return self.columns.info(index)
 
     def __iter__(self) -> Iterator[MetadataIndex]:
-        for fqn, entry in self._columns.entries.items():
+        for fqn, entry in self.columns.entries.items():
             if isinstance(entry, ObjectRow):
                 yield MetadataIndex(fqn)
             else:
@@ -182,10 +182,10 @@ class StorageTable(Mapping[MetadataIndex, _StorageInfo]):
                     yield MetadataIndex(fqn, torch.Size(offset), row)
 
     def __len__(self) -> int:
-        return sum(1 if isinstance(e, ObjectRow) else len(e.file) for e in self._columns.entries.values())
+        return sum(1 if isinstance(e, ObjectRow) else len(e.file) for e in self.columns.entries.values())
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({len(self)} items in {len(self._columns.files)} files)"
+        return f"{type(self).__name__}({len(self)} items in {len(self.columns.files)} files)"
 
 
 def _same(one: object, other: object) -> bool:

@@ -6,10 +6,10 @@ import contextlib
 import datetime
 import functools
 import logging
-import re
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
+import msgspec
 import torch
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import Metadata
@@ -52,13 +52,12 @@ from ckpt.manifest import (
 from ckpt.plain_data import check_planner_data
 from ckpt.staging import StagingPool
 from ckpt.stock_pickle import pickled_metadata
+from ckpt.strays import is_our_name
 from ckpt.workers import workers
 
-__all__ = ["Coordinator"]
+__all__ = ["Coordinator", "stock_metadata_of"]
 
 _logger = logging.getLogger(__name__)
-
-_OUR_NAMES = re.compile(r"rank-\d{5,}/[0-9a-f]{16}(-\d+\.distcp|\.json|\.index|\.metadata)")
 
 
 class Coordinator:
@@ -112,24 +111,29 @@ class Coordinator:
         with no_gc():
             columns = self._columns(metadata, receipts, world_size)
             described = columns.metadata()
-            index, stock_metadata = self._index(columns), self._new_stock_metadata(columns)
+        self.commit_columns(columns, self._record(receipts, world_size, tags))
+        return described
+
+    def commit_columns(self, columns: Columns, record: CommitRecord) -> None:
+        """Write the index of `columns` and commit `record`, which lacks it. Raises as `commit`."""
+        with no_gc():
+            index, stock_metadata = self._index(columns), self._stock_metadata(columns)
         key = index_key(self._rank, self._token)
         self._written.append(key)
         try:
             self._store.put(key, index)
             ref = ObjectRef(path=key, size_bytes=index.nbytes, crc64nvme=f"{index.crc64nvme():016x}")
-            record = self._record(ref, receipts, world_size, tags)
-            acknowledged = self._publish(record, stock_metadata)
+            sealed = encode(msgspec.structs.replace(record, id=self._token, index=ref))
+            acknowledged = self._publish(sealed, stock_metadata)
         except CommitUnknown:
             self._written.clear()
             raise
         self._written.clear()  # it is the checkpoint's now
         with contextlib.suppress(Exception):  # nothing after the commit may make the save look failed
-            _logger.info("committed %s (%d ranks)", self._store.url, world_size)
+            _logger.info("committed %s (%d ranks)", self._store.url, record.world_size)
             # A store that has not answered may not be done with the old record either.
             if self._previous is not None and acknowledged:
                 self._retire(self._previous)
-        return described
 
     def _columns(self, metadata: Metadata, receipts: Sequence[RankReceipt], world_size: int) -> Columns:
         _check_ranks(receipts, world_size)
@@ -154,29 +158,23 @@ class Coordinator:
             raise ConfigurationError(f"this state cannot be stored: {text}", url=self._store.url) from None
 
     def _stock_metadata(self, columns: Columns) -> FileBody:
-        return FileBody.of_bytes(seal_pickle(pickled_metadata(columns)), self._pool)
-
-    def _new_stock_metadata(self, columns: Columns) -> FileBody:
         data = seal_pickle(pickled_metadata(columns))
         self._stock_seal = data[-PICKLE_SEAL_BYTES:]
         return FileBody.of_bytes(data, self._pool)
 
     def _record(
-        self, index: ObjectRef, receipts: Sequence[RankReceipt], world_size: int, tags: Mapping[str, str]
-    ) -> bytes:
+        self, receipts: Sequence[RankReceipt], world_size: int, tags: Mapping[str, str]
+    ) -> CommitRecord:
         manifests = [receipt.manifest for receipt in receipts if receipt.manifest is not None]
-        return encode(
-            CommitRecord(
-                id=self._token,
-                created_at=_iso(environment.now()),
-                library=_library_version(),
-                torch=str(torch.__version__),
-                world_size=world_size,
-                data_bytes=sum(manifest.data_bytes for manifest in manifests),
-                index=index,
-                manifests=sorted(manifests, key=lambda manifest: manifest.rank),
-                tags=dict(tags),
-            )
+        return CommitRecord(
+            id=self._token,
+            created_at=_iso(environment.now()),
+            library=_library_version(),
+            torch=str(torch.__version__),
+            world_size=world_size,
+            data_bytes=sum(manifest.data_bytes for manifest in manifests),
+            manifests=sorted(manifests, key=lambda manifest: manifest.rank),
+            tags=dict(tags),
         )
 
     def _publish(self, record: bytes, stock_metadata: FileBody) -> bool:
@@ -207,14 +205,8 @@ class Coordinator:
         if commit is None:
             self._store.delete([STOCK_METADATA_KEY])
             return True
-        record = decode_commit(commit, url=self._store.url, key=COMMIT_KEY)
-        ref = record.described_by
-        data = bytes(read_bytes(self._store, ref.path, size_bytes=ref.size_bytes))
-        if not record.has_index:  # format version 1 kept a copy
-            body = FileBody.of_bytes(data, self._pool)
-        else:
-            body = self._stock_metadata(decode_index(data, url=self._store.url, key=ref.path))
-        self._store.put(STOCK_METADATA_KEY, body)
+        data = stock_metadata_of(self._store, decode_commit(commit, url=self._store.url, key=COMMIT_KEY))
+        self._store.put(STOCK_METADATA_KEY, FileBody.of_bytes(data, self._pool))
         return True
 
     def _retire(self, previous: bytes) -> None:
@@ -225,7 +217,7 @@ class Coordinator:
                 data_keys = [key for keys in pool.map(self._files_of, commit.manifests) for key in keys]
             keys = [*data_keys, *(ref.path for ref in commit.manifests), commit.described_by.path]
             # A record may be damaged or forged; only names that this library gives are ever deleted.
-            self._store.delete([key for key in keys if _OUR_NAMES.fullmatch(key)])
+            self._store.delete([key for key in keys if is_our_name(key)])
         except Exception as error:  # nothing after the commit may make the save look failed
             _logger.warning("the replaced checkpoint's objects could not all be deleted: %s", error)
 
@@ -235,6 +227,15 @@ class Coordinator:
         except NotFound:
             return []
         return [file.path for file in decode_manifest(data, url=self._store.url, key=ref.path).files]
+
+
+def stock_metadata_of(store: Store, record: CommitRecord) -> bytes:
+    """What `.metadata` has to be beside a commit record."""
+    ref = record.described_by
+    data = bytes(read_bytes(store, ref.path, size_bytes=ref.size_bytes))
+    if not record.has_index:  # format version 1 kept a copy
+        return data
+    return seal_pickle(pickled_metadata(decode_index(data, url=store.url, key=ref.path)))
 
 
 def _check_ranks(receipts: Sequence[RankReceipt], world_size: int) -> None:

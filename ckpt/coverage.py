@@ -9,9 +9,11 @@ from __future__ import annotations
 import array
 import itertools
 import math
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+import numpy as np
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
@@ -20,12 +22,13 @@ from torch.distributed.tensor import DTensor
 
 from ckpt.errors import FormatError
 
-__all__ = ["Box", "check_coverage", "filled_boxes", "tiled_box"]
+__all__ = ["Box", "check_coverage", "filled_boxes", "tiled_box", "tiling_fault"]
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Where a region begins and where it ends (exclusive), dimension by dimension."""
 
 _MAX_CORNERS = 1 << 24
+_MAX_CELLS = 1 << 18
 
 
 def filled_boxes(items: Iterable[ReadItem]) -> dict[MetadataIndex, Box | None]:
@@ -79,6 +82,58 @@ def tiled_box(boxes: Sequence[Box]) -> Box | None:
             place = array.array("q", [position for position, _ in corner]).tobytes()
             corners[place] += weight * math.prod(sign for _, sign in corner)
     return None if any(corners.values()) else (begin, end)
+
+
+def tiling_fault(boxes: Sequence[Box], size: Sequence[int]) -> str | None:
+    """What keeps `boxes` from filling an array of `size`, each element once, in words; None if they do."""
+    begin, end = (0,) * len(size), tuple(size)
+    if 0 in size:
+        return None
+    boxes = [box for box in boxes if all(start < stop for start, stop in zip(*box, strict=True))]
+    if not boxes:
+        return "nothing of it is stored"
+    for starts, stops in boxes:
+        if any(stop > limit for stop, limit in zip(stops, size, strict=True)):
+            return f"the chunk at {_span((starts, stops))} is not inside of {end}"
+    if tiled_box(boxes) == (begin, end):
+        return None
+    found = _first_fault(boxes, end)
+    if found is None:
+        return "its chunks leave gaps, or overlap"
+    count, box = found
+    return f"{_span(box)} is not stored" if count == 0 else f"{_span(box)} is stored {count} times"
+
+
+def _first_fault(boxes: Sequence[Box], size: tuple[int, ...]) -> tuple[int, Box] | None:
+    """A region that is stored never or more than once, and how often; None if it would take too long to find."""
+    cuts = [
+        sorted({0, size[d], *(box[0][d] for box in boxes), *(box[1][d] for box in boxes)})
+        for d in range(len(size))
+    ]
+    cells = math.prod(len(cut) - 1 for cut in cuts)
+    if cells > _MAX_CELLS or len(size) > 32 or cells * len(boxes) > _MAX_CORNERS * 16:
+        return None
+    counts = np.zeros([len(cut) - 1 for cut in cuts], dtype=np.int64)
+    for starts, stops in boxes:
+        counts[
+            tuple(
+                slice(bisect_left(c, a), bisect_left(c, b))
+                for c, a, b in zip(cuts, starts, stops, strict=True)
+            )
+        ] += 1
+    wrong = np.argwhere(counts != 1)
+    if not len(wrong):
+        return None
+    cell = wrong[0].tolist()
+    box = (
+        tuple(c[i] for c, i in zip(cuts, cell, strict=True)),
+        tuple(c[i + 1] for c, i in zip(cuts, cell, strict=True)),
+    )
+    return int(counts[tuple(cell)]), box
+
+
+def _span(box: Box) -> str:
+    return f"[{', '.join(f'{start}:{stop}' for start, stop in zip(*box, strict=True))}]"
 
 
 def _destinations(

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ckpt.archive import check_archive, is_stored_as_it_is
 from ckpt.pieces import StoredTensor
 
-__all__ = ["locate_payload"]
+__all__ = ["ItemWindow", "ReadAt", "locate_payload"]
 
 _PAGE_BYTES = 4096
 _MAX_FRAME_BYTES = 4 << 20
@@ -30,7 +30,7 @@ def locate_payload(read_at: ReadAt, item_offset: int, item_bytes: int) -> Stored
 
     Storage errors of `read_at` pass through.
     """
-    window = _ItemWindow(read_at, item_bytes)
+    window = ItemWindow(read_at, item_bytes)
     try:
         reader = check_archive(window, item_bytes)
         storages = [name for name in reader.get_all_records() if name.startswith("data/")]
@@ -71,7 +71,7 @@ def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     return True
 
 
-class _ItemWindow(io.RawIOBase):
+class ItemWindow(io.RawIOBase):
     """A file over an item that fetches pages on demand, and refuses to fetch more than a frame can have."""
 
     def __init__(self, read_at: ReadAt, nbytes: int) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from ckpt.errors import ConfigurationError, StorageUnavailable
 
-__all__ = ["DEFAULT_MEMORY_BUDGET_BYTES", "StagingPool"]
+__all__ = ["DEFAULT_MEMORY_BUDGET_BYTES", "MIN_MEMORY_BUDGET_BYTES", "StagingPool"]
 
 DEFAULT_MEMORY_BUDGET_BYTES = 256 << 20
 MIN_MEMORY_BUDGET_BYTES = 128 << 20

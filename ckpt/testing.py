@@ -330,8 +330,26 @@ class StoreTests(ABC):
     def test_abandon_spares_what_is_finished(self, store: Store) -> None:
         put_bytes(store, "p/k", b"x")
         assert store.abandon("p/") == 0
+        assert store.abandon(choose=lambda _: True) == 0
         assert store.abandon() == 0
         assert self.raw_get(store, "p/k") == b"x"
+
+    def test_folders_are_those_directly_below(self, store: Store) -> None:
+        for key in ("a/k", "a/b/k", "c/d/e/k", "k", "ab/k"):
+            put_bytes(store, key, b"x")
+        self.eventually(lambda: sorted(set(store.folders())) == ["a", "ab", "c"])
+        assert list(store.folders("a/")) == ["b"]
+        assert list(store.folders("c/d/e/")) == []
+        assert list(store.folders("nothing/")) == []
+
+    def test_only_empty_directories_are_removed(self, store: Store) -> None:
+        store.prepare("p/empty/deep")
+        put_bytes(store, "p/full/k", b"x")
+        store.remove_empty("p")
+        store.remove_empty("nothing")
+        assert self.raw_get(store, "p/full/k") == b"x"
+        put_bytes(store, "p/empty/deep/k", b"x")
+        assert self.raw_get(store, "p/empty/deep/k") == b"x"
 
     @pytest.mark.parametrize(
         "key", ["", "/abs", "a//b", "../up", "a/../../up", "a/.", "a\\b", "a/", "nul\0", "lone\ud800"]

@@ -439,8 +439,8 @@ class World(Environment):
     def begin_upload(self, number: int, name: str) -> None:
         self.uploads[number] = _Upload(name)
 
-    def abort_uploads(self, prefix: str) -> int:
-        found = [number for number, upload in self.uploads.items() if upload.name.startswith(prefix)]
+    def abort_uploads(self, chosen: Callable[[str], bool]) -> int:
+        found = [number for number, upload in self.uploads.items() if chosen(upload.name)]
         for number in found:
             del self.uploads[number]
         return len(found)
@@ -644,10 +644,13 @@ class SimulatedStore(Store):
         if self._world.model.directories:
             self._make_directory(self._prefix + prefix)
 
-    def abandon(self, prefix: str = "") -> int:
-        return self._request(
-            "abandon", prefix, lambda: self._world.abort_uploads(self._prefix + prefix), writes=True
-        )
+    def abandon(self, prefix: str = "", *, choose: Callable[[ObjectStat], bool] | None = None) -> int:
+        def chosen(name: str) -> bool:
+            if not name.startswith(self._prefix + prefix):
+                return False
+            return choose is None or choose(ObjectStat(name.removeprefix(self._prefix), 0))
+
+        return self._request("abandon", prefix, lambda: self._world.abort_uploads(chosen), writes=True)
 
     # -- for protocols that are not ours -------------------------------------------------------------------
 

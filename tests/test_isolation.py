@@ -52,7 +52,7 @@ class WatchedStore(Store):
         LOG.append(("prepare", prefix))
         self._inner.prepare(prefix)
 
-    def abandon(self, prefix: str = "") -> int:
+    def abandon(self, prefix: str = "", *, choose: Any = None) -> int:
         raise AssertionError("a save that works abandons nothing")
 
 

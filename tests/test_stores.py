@@ -10,7 +10,7 @@ import pytest
 from servers import ACCESS_KEY, SECRET_KEY, IamServer, S3Server
 
 from ckpt.backends import memory
-from ckpt.backends.base import MIB, Store
+from ckpt.backends.base import MIB, ObjectStat, Store
 from ckpt.backends.registry import open_store
 from ckpt.testing import StoreTests
 
@@ -81,7 +81,16 @@ class _MultipartTests(_BucketTests):
             self.client.upload_part(
                 Bucket=self.bucket, Key=key, UploadId=upload, PartNumber=1, Body=b"x" * MIB
             )
-        assert store.abandon("p/") == 2
+        seen: list[ObjectStat] = []
+
+        def spare(found: ObjectStat) -> bool:
+            seen.append(found)
+            return False
+
+        assert store.abandon("p/", choose=spare) == 0
+        assert {found.key for found in seen} == {"p/k"}
+        assert all(found.modified_at_s is not None for found in seen)
+        assert store.abandon(choose=lambda found: found.key == "p/k") == 2
         assert store.abandon() == 1
         assert self.raw_pending(store) == 1  # not ours: outside of the root
 

@@ -1,0 +1,45 @@
+"""The command itself: its name, its help, its commands."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ckpt.cli import cat, cp, diff, gc, inspect, ls, rm, verify
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="ckpt",
+    help="See, check, copy and remove checkpoints, on any storage.",
+    epilog="Exit codes: 0 fine, 1 a problem was found, 2 usage, 3 not found or not committed, "
+    "4 the storage refused or cannot be reached.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for _module in (ls, inspect, cat, verify, diff, cp, rm, gc):
+    app.command()(getattr(_module, _module.__name__.rpartition(".")[2]))
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"ckpt-storage {version('ckpt-storage')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Run the command with the arguments of this process."""
+    app()

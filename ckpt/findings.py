@@ -1,0 +1,96 @@
+"""What a check of a checkpoint found."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ckpt.errors import CheckpointError
+
+__all__ = ["Damage", "Stray", "Verification", "concerned"]
+
+_MAX_DAMAGES = 10_000
+_MAX_FQNS = 20
+
+
+@dataclass(frozen=True)
+class Damage:
+    """One thing that is wrong.
+
+    Attributes:
+        kind: `record` (commit, index, manifest), `missing`, `size`, `checksum`, `disagreement` (between records),
+            `coverage`, `stock_metadata` or `archive`.
+        key: the object.
+        start, stop: bytes concerned, half open.
+        fqns: the tensors and objects concerned, at most 20 of them; `fqn_count` is how many.
+    """
+
+    kind: str
+    message: str
+    key: str | None = None
+    start: int | None = None
+    stop: int | None = None
+    fqns: tuple[str, ...] = ()
+    fqn_count: int = 0
+
+    @staticmethod
+    def of(kind: str, error: CheckpointError, fqns: Sequence[str] = ()) -> Damage:
+        return Damage(kind, error.message, error.key, error.start, error.stop, *concerned(fqns))
+
+
+@dataclass(frozen=True)
+class Stray:
+    """An object in the checkpoint's folder that is no part of it.
+
+    Attributes:
+        ours: its name is one that this library gives: what a save left that did not finish.
+        unfinished: not an object yet: an upload, or a temporary file; its size is not known.
+    """
+
+    key: str
+    size_bytes: int
+    modified_at_s: float | None
+    ours: bool
+    unfinished: bool = False
+
+
+@dataclass
+class Verification:
+    """The result of `ckpt.verify`.
+
+    Attributes:
+        format: `ckpt-storage` or `stock`.
+        quick: no data were read.
+        damages: at most 10,000; `damages_omitted` is how many more there are.
+        strays: objects that are no part of the checkpoint. They do no harm; None if the storage would not list them.
+        checked_files, checked_bytes: data files looked at, and bytes of them read and compared.
+        unchecked_items: items of a stock checkpoint whose bytes cannot be checked (saved without CRCs, transformed).
+    """
+
+    url: str
+    format: str
+    quick: bool
+    id: str | None = None
+    damages: list[Damage] = field(default_factory=list)
+    damages_omitted: int = 0
+    strays: list[Stray] | None = None
+    checked_files: int = 0
+    checked_bytes: int = 0
+    unchecked_items: int = 0
+
+    @property
+    def ok(self) -> bool:
+        """Whether no damage was found."""
+        return not self.damages
+
+    def add(self, damage: Damage) -> None:
+        if len(self.damages) < _MAX_DAMAGES:
+            self.damages.append(damage)
+        else:
+            self.damages_omitted += 1
+
+
+def concerned(fqns: Sequence[str]) -> tuple[tuple[str, ...], int]:
+    """The first of some names, and how many they are."""
+    distinct = list(dict.fromkeys(fqns))
+    return tuple(distinct[:_MAX_FQNS]), len(distinct)
