@@ -33,13 +33,12 @@ from ckpt.findings import Damage, Verification
 from ckpt.foreign import ItemWindow
 from ckpt.parallel import in_order
 from ckpt.record_checks import check_coverage_of
-from ckpt.staging import StagingPool
+from ckpt.staging import MIN_MEMORY_BUDGET_BYTES, StagingPool
 from ckpt.strays import find_strays
 from ckpt.tensors import memory_of
 
 __all__ = ["verify_foreign"]
 
-_BUDGET_BYTES = 64 << 20
 _STEP_BYTES = 4 << 20
 _LOCAL_HEADER = struct.Struct("<26xHH")
 _ZIP = b"PK\x03\x04"
@@ -87,7 +86,7 @@ class _Check:
     ) -> None:
         self._store, self._checkpoint, self._threads = store, checkpoint, threads
         self._found, self._known, self._progress = found, known, progress
-        self._pool = StagingPool(_BUDGET_BYTES)
+        self._pool = StagingPool(MIN_MEMORY_BUDGET_BYTES)
         self._sizes: dict[str, int | Damage] = {}
 
     def run(self) -> None:

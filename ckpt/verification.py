@@ -38,13 +38,12 @@ from ckpt.manifest import (
 )
 from ckpt.parallel import in_order
 from ckpt.record_checks import IndexedItems, check_coverage_of, check_stock_metadata
-from ckpt.staging import StagingPool
+from ckpt.staging import MIN_MEMORY_BUDGET_BYTES, StagingPool
 from ckpt.strays import find_strays
 from ckpt.tensors import memory_of
 
 __all__ = ["verify"]
 
-_BUDGET_BYTES = 64 << 20
 _RUN_BYTES = 8 << 20
 _MAX_UNKNOWN_ITEMS = 1 << 16
 
@@ -61,7 +60,7 @@ def verify(
 ) -> Verification:
     """Check the checkpoint at `url`: every byte, every record, every tensor's coverage; look for strays.
 
-    Memory stays below 64 MiB and the records'. Nothing is changed, and nothing of the checkpoint is run. What is
+    Memory stays below 128 MiB and the records'. Nothing is changed, and nothing of the checkpoint is run. What is
     damaged is in the result, not raised.
 
     Args:
@@ -147,7 +146,7 @@ class _OwnCheck:
         self._commit: CommitRecord = decode_commit(commit, url=store.url, key=COMMIT_KEY)
         self._deadline_s = time.monotonic() + settings.timeout_s(store)
         self._verify = settings.verify
-        self._pool = StagingPool(_BUDGET_BYTES)
+        self._pool = StagingPool(MIN_MEMORY_BUDGET_BYTES)
         self._checkpoint = checkpoint
         self._indexed: IndexedItems | None = None
         self._columns: Columns | None = None
