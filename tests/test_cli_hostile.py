@@ -273,7 +273,7 @@ def test_flipped_and_cut_bytes(ours: Path, stock: Path, data: st.DataObject) -> 
 @example(raw=b"(" * 100_000)
 @example(raw=b"[" * 100_000)
 @example(raw=b'{"a":' * 100_000)
-@settings(FUZZ)
+@settings(FUZZ, max_examples=8)
 def test_any_bytes_as_a_record(ours: Path, raw: bytes) -> None:
     with Scratch(ours) as place:
         (place / ".metadata").write_bytes(seal_pickle(raw))

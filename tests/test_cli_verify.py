@@ -31,6 +31,7 @@ from states import random_tensor
 import ckpt
 from ckpt.columns import Columns, TensorColumns
 from ckpt.consistency.seal import seal_json, unseal_json
+from ckpt.errors import CommitConflict
 from ckpt.manifest import decode_manifest
 
 
@@ -131,6 +132,33 @@ def test_the_function_behind_it(place: Path) -> None:
     found = ckpt.verify(place, progress=lambda done, total: seen.append((done, total)))
     assert found.ok
     assert seen[-1] == (found.checked_bytes, found.checked_bytes)
+
+
+def test_replaced_while_it_is_verified(place: Path) -> None:
+    """What is missing then is no damage."""
+
+    def replace(done: int, total: int) -> None:
+        ckpt.save({"t": torch.ones(3)}, place)
+
+    with pytest.raises(CommitConflict, match="verify again"):
+        ckpt.verify(place, progress=replace)
+
+
+def test_a_read_that_is_damaged_on_its_way_is_no_damage(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ckpt.backends.posix import PosixStore
+
+    original = PosixStore.read_into
+    seen: set[str] = set()
+
+    def read_into(self: PosixStore, key: str, offset: int, buffers: Any) -> None:
+        original(self, key, offset, buffers)
+        if key.endswith(".distcp") and key not in seen:
+            seen.add(key)
+            buffers[0][0] ^= 1
+
+    monkeypatch.setattr(PosixStore, "read_into", read_into)
+    verify(place, code=0)
+    assert seen
 
 
 # -- damaged data --------------------------------------------------------------------------------------
