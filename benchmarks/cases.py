@@ -193,6 +193,9 @@ _WRITE_CRC = replace(_WRITE, name="os.write + CRC", note=_WITH_CRC, options={"ch
 _READINTO_CRC = replace(_READINTO, name="readinto + CRC", note=_WITH_CRC, options={"checksums": True})
 
 
+_CAPPED = {"bandwidth": 150e6}
+
+
 def _with(*entries: Entry, **parameters: int) -> tuple[Entry, ...]:
     return tuple(replace(entry, parameters=parameters) for entry in entries)
 
@@ -262,5 +265,12 @@ CASES = (
                 "staging in a thread; until its copy is done; pinned memory off (no CUDA)",
                 peer=True, options={"asynchronous": True})),
          (_WALL, Column("cpu_s", "CPU s", 3), _PEAK), STALL),
+    Case("async-steps", "Training steps on one core while 512 MB are saved to S3 at 150 MB/s on the other", "steps",
+         (Entry("no save", "ours", "floor: the steps alone", parameters={"mode": 0}),
+          Entry("ours, in a thread", "ours", "ckpt.async_save", options=_CAPPED, parameters={"mode": 1}),
+          Entry("ours, in a process", "ours", "dcp.async_save in its process mode, ckpt.Stager",
+                options=_CAPPED, parameters={"mode": 2})),
+         (Column("step_ms", "median step ms"), Column("mean_step_ms", "mean step ms"),
+          Column("slow_step_ms", "slowest 1 % ms"), Column("steps", "steps", 0)), STALL, "sink"),
     _metadata(8), _metadata(64), _metadata(256), _metadata(1024), _metadata(4096, full_only=True),
 )  # fmt: skip

@@ -20,6 +20,7 @@ JOBS = {
     "load": "benchmarks.jobs.transfer:load",
     "plan_save": "benchmarks.jobs.planner:plan_save",
     "async_save": "benchmarks.jobs.stall:async_save",
+    "steps": "benchmarks.jobs.steps:steps",
     "copy": "benchmarks.jobs.stall:copy",
     "save_sharded": "benchmarks.jobs.sharded:save",
     "load_sharded": "benchmarks.jobs.sharded:load",

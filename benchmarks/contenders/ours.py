@@ -16,10 +16,13 @@ __all__ = ["Ours"]
 
 
 class Ours:
-    """Default settings. Options: `storage` (more storage options), `verify`, and `checksums` (False: what they cost)."""
+    """Default settings. Options: `storage` (more storage options), `verify`, `checksums` (False: what they cost), and
+    `bandwidth`, the cap in bytes/s.
+    """
 
     def __init__(self, settings: Settings) -> None:
         self._checksums = settings.options.get("checksums", True)
+        self._bandwidth = settings.options.get("bandwidth")
         self._verify = settings.options.get("verify", True)
         self._storage = dict(settings.options.get("storage", {}))
         if settings.endpoint is not None:
@@ -39,10 +42,18 @@ class Ours:
         ckpt.load(as_trained(state), place, storage_options=self._storage, verify=self._verify, no_dist=True)
 
     def async_save(self, state: dict[str, torch.Tensor], place: str) -> Future[Any]:
-        return ckpt.async_save(as_trained(state), place, storage_options=self._storage, no_dist=True)
+        return ckpt.async_save(
+            as_trained(state),
+            place,
+            storage_options=self._storage,
+            no_dist=True,
+            max_bandwidth_bytes_per_s=self._bandwidth,
+        )
 
     def writer(self, place: str) -> ckpt.CheckpointWriter:
-        return ckpt.CheckpointWriter(place, storage_options=self._storage)
+        return ckpt.CheckpointWriter(
+            place, storage_options=self._storage, max_bandwidth_bytes_per_s=self._bandwidth
+        )
 
     def reader(self, place: str) -> ckpt.CheckpointReader:
         return ckpt.CheckpointReader(place, storage_options=self._storage)
