@@ -6,7 +6,7 @@ from simulated_jobs import Content, Group, Protocol, SurelyFailed, Uncommitted, 
 
 from ckpt.backends.base import put_bytes, read_bytes
 from ckpt.consistency import environment
-from ckpt.consistency.simulator import SimulatedStore
+from ckpt.consistency.simulated_store import SimulatedStore
 from ckpt.errors import NotFound
 
 

@@ -11,7 +11,8 @@ from simulated_jobs import Content, Group, Protocol, SurelyFailed, Uncommitted, 
 
 from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY
 from ckpt.consistency.digest import crc64nvme
-from ckpt.consistency.simulator import Process, Version, World
+from ckpt.consistency.simulated_objects import Version
+from ckpt.consistency.simulator import Process, World
 from ckpt.errors import AlreadyExists, FormatError, IntegrityError, SaveFailed
 from ckpt.manifest import CommitRecord, decode_commit, decode_manifest
 

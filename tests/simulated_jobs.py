@@ -26,7 +26,8 @@ from ckpt.backends import registry
 from ckpt.backends.base import Store
 from ckpt.consistency import environment
 from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY, proves_no_commit, read_commit
-from ckpt.consistency.simulator import Process, SimulatedStore, World
+from ckpt.consistency.simulated_store import SimulatedStore
+from ckpt.consistency.simulator import Process, World
 from ckpt.errors import CheckpointError, NotCommitted, NotFound, SaveFailed
 from ckpt.manifest import decode_commit, decode_manifest
 from ckpt.reader import CheckpointReader

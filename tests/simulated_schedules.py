@@ -13,7 +13,8 @@ from simulated_jobs import Content, Group, Ours, Protocol, simulated, this_proce
 
 from ckpt.backends.registry import open_store
 from ckpt.consistency.choices import Choices, Exhaustive, Seeded
-from ckpt.consistency.simulator import FAULTS, Model, Process, World
+from ckpt.consistency.simulated_objects import Model
+from ckpt.consistency.simulator import FAULTS, Process, World
 from ckpt.errors import CheckpointError
 
 RESTART_S = 30.0

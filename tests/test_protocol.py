@@ -25,7 +25,8 @@ import ckpt
 from ckpt.backends.registry import open_store
 from ckpt.consistency.choices import Choices, Seeded
 from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY
-from ckpt.consistency.simulator import FAULTS, Model, Process, World
+from ckpt.consistency.simulated_objects import Model
+from ckpt.consistency.simulator import FAULTS, Process, World
 
 URL = "simulated://step-1"
 STEPS = st.tuples(

@@ -11,7 +11,9 @@ import pytest
 from ckpt.backends.base import PutMode, Store, exists, put_bytes, read_bytes
 from ckpt.consistency import environment
 from ckpt.consistency.choices import Choices, Exhaustive, Seeded
-from ckpt.consistency.simulator import FAULTS, Model, Process, SimulatedStore, Stuck, World
+from ckpt.consistency.simulated_objects import Model
+from ckpt.consistency.simulated_store import SimulatedStore
+from ckpt.consistency.simulator import FAULTS, Process, Stuck, World
 from ckpt.errors import AlreadyExists, NotFound, StorageError, Truncated
 from ckpt.testing import StoreTests
 
@@ -190,7 +192,7 @@ def test_a_killed_process_does_nothing_more() -> None:
     world, process = failing("put", "crash", act)
     assert process.crashed
     assert process.done
-    assert world.objects == {}
+    assert world.versions == {}
 
 
 def test_a_zombie_wakes_when_others_have_gone_on() -> None:
