@@ -62,8 +62,11 @@ def may_import(module: str, imported: str) -> bool:
         inside = {"ckpt.backends.base"}
         if module in ("ckpt.backends.s3", "ckpt.backends.cos"):
             inside |= {"ckpt.backends.s3api", "ckpt.backends.s3options"}
-        if module in ("ckpt.backends.s3api", "ckpt.backends.s3io"):
-            inside |= {f"ckpt.backends.{name}" for name in ("s3io", "s3errors", "s3options")}
+        shared = ("s3io", "s3errors", "s3options")
+        if module in ("ckpt.backends.s3io", "ckpt.backends.s3connection", "ckpt.backends.s3api"):
+            inside |= {f"ckpt.backends.{name}" for name in shared}
+        if module == "ckpt.backends.s3api":
+            inside.add("ckpt.backends.s3connection")
         return imported in inside or (module == "ckpt.backends.registry" and target == "backends")
     if area == "consistency":
         return imported == "ckpt.backends.base" or target == "consistency"
