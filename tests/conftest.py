@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from commands import sharded_checkpoint, stock_checkpoint
 from servers import IamServer, S3Server, iam_server, moto_server
 
 
@@ -30,3 +32,19 @@ def _no_credentials_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+
+
+@pytest.fixture(scope="session")
+def sharded_place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint that two ranks saved, to be read only."""
+    place = tmp_path_factory.mktemp("saved") / "step-100"
+    sharded_checkpoint(place)
+    return place
+
+
+@pytest.fixture(scope="session")
+def stock_place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same as stock PyTorch saves it, to be read only."""
+    place = tmp_path_factory.mktemp("stock") / "step-100"
+    stock_checkpoint(place)
+    return place

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from commands import Ran, edit_index, flip, options_of, run, run_process, sharded_checkpoint, stock_checkpoint
+from commands import Ran, edit_index, flip, options_of, run, run_process
 from ranks import run_ranks
 from servers import S3Server
 from states import SAVABLE_DTYPES, quantized, random_tensor, sharded_state
@@ -25,17 +25,13 @@ from ckpt.values import as_numpy
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("saved") / "step-100"
-    sharded_checkpoint(place)
-    return place
+def place(sharded_place: Path) -> Path:
+    return sharded_place
 
 
 @pytest.fixture(scope="module")
-def stock(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("stock") / "step-100"
-    stock_checkpoint(place)
-    return place
+def stock(stock_place: Path) -> Path:
+    return stock_place
 
 
 def cat(*arguments: object, code: int = 0) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from commands import edit_index, flip, options_of, run, run_process, sharded_checkpoint, stock_checkpoint
+from commands import edit_index, flip, options_of, run, run_process
 from servers import S3Server
 from states import digest, emptied, random_tensor
 
@@ -27,17 +27,13 @@ from ckpt.errors import NotCommitted, NotFound
 
 
 @pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("saved") / "step-100"
-    sharded_checkpoint(place)
-    return place
+def original(sharded_place: Path) -> Path:
+    return sharded_place
 
 
 @pytest.fixture(scope="module")
-def stock(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("stock") / "step-100"
-    stock_checkpoint(place)
-    return place
+def stock(stock_place: Path) -> Path:
+    return stock_place
 
 
 def loaded(place: Path | str, **more: Any) -> Any:

@@ -23,7 +23,6 @@ from commands import (
     run,
     run_process,
     sharded_checkpoint,
-    stock_checkpoint,
 )
 from servers import S3Server
 from states import random_tensor
@@ -36,10 +35,8 @@ from ckpt.manifest import decode_manifest
 
 
 @pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("saved") / "step-100"
-    sharded_checkpoint(place)
-    return place
+def original(sharded_place: Path) -> Path:
+    return sharded_place
 
 
 @pytest.fixture
@@ -48,10 +45,8 @@ def place(original: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def stock_original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("stock") / "step-100"
-    stock_checkpoint(place)
-    return place
+def stock_original(stock_place: Path) -> Path:
+    return stock_place
 
 
 @pytest.fixture
