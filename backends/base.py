@@ -41,9 +41,11 @@ __all__ = [
     "remaining",
     "scrub",
     "take_options",
+    "transfer_size_bytes",
 ]
 
 MIB = 1 << 20
+_IN_FLIGHT_BYTES = 256 * MIB
 
 
 class PutMode(enum.Enum):
@@ -288,6 +290,14 @@ def is_key(key: str) -> bool:
     except UnicodeEncodeError:  # a file name that is not UTF-8: it can be neither sent nor recorded
         return False
     return True
+
+
+def transfer_size_bytes(threads: int) -> int:
+    """What one of `threads` transfers moves at a time: 32 to 64 MiB, all together 256 MiB where they can be.
+
+    Each request costs an SDK 2 to 4 ms of CPU, a tenth of what 32 MiB cost on the wire.
+    """
+    return min(max(_IN_FLIGHT_BYTES // threads, 32 * MIB), 64 * MIB)
 
 
 def part_size_bytes(nbytes: int, wanted_bytes: int, capabilities: Capabilities) -> int:

@@ -8,12 +8,11 @@ import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ckpt.backends.base import take_options
+from ckpt.backends.base import take_options, transfer_size_bytes
 from ckpt.backends.s3api import S3ApiStore
 from ckpt.backends.s3options import (
     TRANSFER_DEFAULTS,
     client_settings,
-    default_part_size_bytes,
     with_shared_models,
 )
 from ckpt.errors import ConfigurationError
@@ -47,7 +46,7 @@ class CosStore(S3ApiStore):
     """
 
     def __init__(self, url: str, options: Mapping[str, Any] | None = None, *, threads: int = 8) -> None:
-        defaults = {**_DEFAULTS, "part_size_bytes": default_part_size_bytes(threads)}
+        defaults = {**_DEFAULTS, "part_size_bytes": transfer_size_bytes(threads)}
         settings = take_options("cos", options or {}, defaults)
         self._use_environment(settings)
         if settings["endpoint_url"] is None:

@@ -6,12 +6,11 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from ckpt.backends.base import take_options
+from ckpt.backends.base import take_options, transfer_size_bytes
 from ckpt.backends.s3api import S3ApiStore
 from ckpt.backends.s3options import (
     TRANSFER_DEFAULTS,
     client_settings,
-    default_part_size_bytes,
     with_shared_models,
 )
 from ckpt.errors import ConfigurationError
@@ -46,7 +45,7 @@ class S3Store(S3ApiStore):
     """
 
     def __init__(self, url: str, options: Mapping[str, Any] | None = None, *, threads: int = 8) -> None:
-        defaults = {**_DEFAULTS, "part_size_bytes": default_part_size_bytes(threads)}
+        defaults = {**_DEFAULTS, "part_size_bytes": transfer_size_bytes(threads)}
         super().__init__(url, take_options("s3", options or {}, defaults), threads=threads)
 
     def _make_client(self) -> Any:

@@ -16,14 +16,11 @@ __all__ = [
     "TRANSFER_DEFAULTS",
     "check_options",
     "client_settings",
-    "default_part_size_bytes",
     "split_bucket_url",
     "with_shared_models",
 ]
 
 MAX_PART_SIZE_BYTES = 5 << 30
-_IN_FLIGHT_BYTES = 256 << 20
-
 TRANSFER_DEFAULTS: Mapping[str, Any] = {
     "part_size_bytes": 0,  # by the number of threads
     "max_attempts": 8,
@@ -34,14 +31,6 @@ TRANSFER_DEFAULTS: Mapping[str, Any] = {
     "client_kwargs": {},
     "config_kwargs": {},
 }
-
-
-def default_part_size_bytes(threads: int) -> int:
-    """32 to 64 MiB: all threads together hold 256 MiB, and few threads send fewer, larger requests.
-
-    Each request costs the SDK 2 to 4 ms of CPU, a tenth of what 32 MiB cost on the wire.
-    """
-    return min(max(_IN_FLIGHT_BYTES // threads, 32 << 20), 64 << 20)
 
 
 def split_bucket_url(url: str) -> tuple[str, str]:

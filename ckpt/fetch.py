@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ckpt.backends.base import Store
+from ckpt.backends.base import Store, transfer_size_bytes
 from ckpt.consistency.digest import block_crcs
 from ckpt.errors import IntegrityError
 from ckpt.pieces import MemorySink, Piece
@@ -70,6 +70,7 @@ class Fetcher:
                 grid_bytes=file.block_size_bytes,
                 file_bytes=file.size_bytes,
                 gap_bytes=_GAP_BYTES if file.block_crcs is None else file.block_size_bytes // 2,
+                request_bytes=transfer_size_bytes(self._store.threads),
             )
         ]
         try:

@@ -10,8 +10,6 @@ from ckpt.pieces import Piece
 
 __all__ = ["Request", "Slice", "plan_requests"]
 
-REQUEST_BYTES = 32 << 20
-
 
 @dataclass(frozen=True)
 class Slice:
@@ -37,7 +35,7 @@ def plan_requests(
     grid_bytes: int,
     file_bytes: int,
     gap_bytes: int,
-    request_bytes: int = REQUEST_BYTES,
+    request_bytes: int,
 ) -> Iterator[Request]:
     """Requests that cover `pieces`, which may overlap, of one file.
 

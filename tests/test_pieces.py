@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import random
 from concurrent.futures import ThreadPoolExecutor
@@ -104,9 +103,7 @@ def _read(pieces: list[Piece], file: torch.Tensor, grid: int, blocks: int) -> No
     fetcher = Fetcher(store, StagingPool(), lambda read: read())
     with ThreadPoolExecutor(2) as threads, pytest.MonkeyPatch.context() as patch:
         patch.setattr(ckpt.fetch, "_DIRECT_BYTES", 32)
-        patch.setattr(
-            ckpt.fetch, "plan_requests", functools.partial(plan_requests, request_bytes=grid * blocks)
-        )
+        patch.setattr(ckpt.fetch, "transfer_size_bytes", lambda threads: grid * blocks)
         fetcher.run({stored: pieces}, threads)
 
 
@@ -119,7 +116,9 @@ def test_a_row_slice_reads_two_blocks_at_most() -> None:
         pieces = list(region_pieces(stored, (row, 0), (64, 1024), target))
         assert len(pieces) == 1
         assert isinstance(pieces[0].sink, MemorySink)
-        (request,) = plan_requests(pieces, grid_bytes=block, file_bytes=17 * block, gap_bytes=block // 2)
+        (request,) = plan_requests(
+            pieces, grid_bytes=block, file_bytes=17 * block, gap_bytes=block // 2, request_bytes=32 << 20
+        )
         assert request.stop - request.start <= 2 * block
 
 
@@ -130,7 +129,9 @@ def test_sparse_rows_are_not_read_whole() -> None:
     pieces = list(region_pieces(stored, (0, 5), (10, 1), target))
     total = sum(
         request.stop - request.start
-        for request in plan_requests(pieces, grid_bytes=1 << 20, file_bytes=80 << 20, gap_bytes=1 << 19)
+        for request in plan_requests(
+            pieces, grid_bytes=1 << 20, file_bytes=80 << 20, gap_bytes=1 << 19, request_bytes=32 << 20
+        )
     )
     assert total == 10 << 20
 
@@ -140,7 +141,11 @@ def test_blocks_larger_than_a_request() -> None:
     block = 64 << 20
     stored = StoredTensor.row_major(704, torch.uint8, (3 * block,))
     pieces = list(region_pieces(stored, (0,), (3 * block,), torch.empty(3 * block, dtype=torch.uint8)))
-    requests = list(plan_requests(pieces, grid_bytes=block, file_bytes=3 * block + 800, gap_bytes=block // 2))
+    requests = list(
+        plan_requests(
+            pieces, grid_bytes=block, file_bytes=3 * block + 800, gap_bytes=block // 2, request_bytes=32 << 20
+        )
+    )
     assert [(r.start, r.stop) for r in requests] == [
         (0, block),
         (block, 2 * block),
