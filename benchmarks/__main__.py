@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import mmap
-import os
 import shutil
 import sys
 import time
@@ -49,7 +47,6 @@ def main() -> int:
     results = Results(machine(), settings)
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
-    _touch_memory()
     try:
         _run(cases, rounds, Runner(scratch, default_threads()), results, output)
     finally:
@@ -98,17 +95,6 @@ def _run(cases: Sequence[Case], rounds: int, runner: Runner, results: Results, o
             for entry in case.entries:
                 if error := results.error(case.name, entry.name):
                     progress.console.print(f"{case.name}: {entry.name} failed: {error[:200]}", style="red")
-
-
-def _touch_memory() -> None:
-    """Write to half of the memory that is free, once: a virtual machine's host backs pages when they are first used.
-
-    What that costs would else be a save's, whichever comes to new pages of the page cache first.
-    """
-    page = mmap.PAGESIZE
-    free_bytes = os.sysconf("SC_AVPHYS_PAGES") * page
-    with mmap.mmap(-1, max(free_bytes // 2, page)) as memory:
-        memory[::page] = bytes(len(range(0, len(memory), page)))
 
 
 def _write(results: Results, cases: Sequence[Case], output: Path) -> None:
