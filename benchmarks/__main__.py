@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import shutil
 import sys
@@ -48,7 +49,8 @@ def main() -> int:
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
     try:
-        _run(cases, rounds, Runner(scratch, default_threads()), results, output)
+        with contextlib.closing(Runner(scratch, default_threads())) as runner:
+            _run(cases, rounds, runner, results, output)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
         settings["seconds"] = round(time.monotonic() - started_s)

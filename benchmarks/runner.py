@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.cases import Case, Entry
+from benchmarks.forks import Forks
 from benchmarks.servers import ACCESS_KEY, BUCKET, REGION, ROOT, SECRET_KEY, Endpoint, rclone, sink
 from benchmarks.task import Outcome, Task
 
@@ -24,10 +24,15 @@ _TIMEOUT_S = 600
 
 @dataclass
 class Runner:
-    """Runs the measurements of cases; checkpoints on files lie below `scratch`."""
+    """Runs the measurements of cases; checkpoints on files lie below `scratch`. To be closed."""
 
     scratch: Path
     default_threads: int
+    _forks: dict[Path, Forks] = field(default_factory=dict)
+
+    def close(self) -> None:
+        while self._forks:
+            self._forks.popitem()[1].close()
 
     @contextlib.contextmanager
     def server(self, case: Case) -> Iterator[Endpoint | None]:
@@ -87,24 +92,22 @@ class Runner:
         if not python.exists():
             return Outcome(error="the peers' environment is missing: make benchmarks/.venv-peers/ready")
         with tempfile.TemporaryDirectory() as folder:
-            asked, answered = Path(folder) / "task.json", Path(folder) / "outcome.json"
+            asked, answered, errors = (
+                Path(folder) / name for name in ("task.json", "outcome.json", "errors")
+            )
             asked.write_text(task.to_json())
+            environment = _environment(task)
+            if python not in self._forks:
+                self._forks[python] = Forks(python, environment)
             try:
-                done = subprocess.run(
-                    [str(python), "-m", "benchmarks.worker", str(asked), str(answered)],
-                    cwd=ROOT,
-                    env=_environment(task),
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.PIPE,
-                    timeout=_TIMEOUT_S,
-                    check=False,
-                )
-            except subprocess.TimeoutExpired:
-                return Outcome(error=f"took longer than {_TIMEOUT_S} s")
+                status = self._forks[python].run(asked, answered, errors, environment, _TIMEOUT_S)
+            except OSError as error:  # TimeoutError is one
+                self._forks.pop(python).close()
+                return Outcome(error=str(error))
             if answered.exists():
                 return Outcome.from_json(answered.read_text())
-            last = done.stderr.decode(errors="replace").strip().splitlines()[-4:]
-            return Outcome(error=f"ended with status {done.returncode}: {' '.join(last)}")
+            last = errors.read_text(errors="replace").strip().splitlines()[-4:]
+            return Outcome(error=f"ended with status {status}: {' '.join(last)}")
 
 
 def _environment(task: Task) -> dict[str, str]:

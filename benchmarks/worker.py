@@ -1,9 +1,14 @@
-"""A process that takes one measurement: `python -m benchmarks.worker TASK.json OUTCOME.json`."""
+"""A process that takes one measurement: `python -m benchmarks.worker TASK.json OUTCOME.json`.
+
+With `--serve` it takes many, each in a process forked from this one: see `benchmarks.forks`.
+"""
 
 from __future__ import annotations
 
 import importlib
+import json
 import logging
+import os
 import sys
 import traceback
 import warnings
@@ -44,9 +49,33 @@ def carry_out(task: Task) -> Outcome:
 def main() -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    asked, answered = map(Path, sys.argv[1:3])
-    outcome = carry_out(Task.from_json(asked.read_text()))
-    answered.write_text(outcome.to_json())
+    if sys.argv[1:] == ["--serve"]:
+        serve()
+    else:
+        answer(*sys.argv[1:3])
+
+
+def answer(asked: str, answered: str) -> None:
+    outcome = carry_out(Task.from_json(Path(asked).read_text()))
+    Path(answered).write_text(outcome.to_json())
+
+
+def serve() -> None:
+    """Carry out what is asked for on standard input, line by line; print the exit status of each."""
+    importlib.import_module("torch.distributed.checkpoint")
+    for line in sys.stdin:
+        asked, answered, errors, environment = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            os.dup2(os.open(os.devnull, os.O_RDWR), 0)
+            os.dup2(os.open(os.devnull, os.O_RDWR), 1)
+            os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
+            os.environ.clear()
+            os.environ.update(environment)
+            answer(asked, answered)
+            return
+        _, status = os.waitpid(child, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
 
 
 if __name__ == "__main__":

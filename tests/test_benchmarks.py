@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ from botocore.exceptions import ClientError
 from benchmarks.bars import BARS, judge
 from benchmarks.cases import CASES, Case, Column, Entry
 from benchmarks.contenders import _MODULES
+from benchmarks.forks import Forks
 from benchmarks.results import Results
 from benchmarks.runner import Runner
 from benchmarks.servers import ACCESS_KEY, BUCKET, REGION, SECRET_KEY, Endpoint, sink
@@ -201,13 +205,29 @@ def test_a_failure_is_shown_and_stops_nothing(tmp_path: Path) -> None:
     case = Case("case", "A case", "save", entries, (Column("gb_per_s", "GB/s"),), STATE)
     results = Results({}, {})
     done: list[str] = []
-    run_case(case, 1, Runner(tmp_path, 1), results, done.append)
+    with contextlib.closing(Runner(tmp_path, 1)) as runner:
+        run_case(case, 1, runner, results, done.append)
     assert len(done) == steps_of(case, 1) == 2
     assert results.median("case", "good", "gb_per_s")
     text = report(results, [case])
     assert "| bad | failed |" in text
     assert "**Failed**: `AssertionError" in text
     assert list(tmp_path.iterdir()) == []
+
+
+def test_measuring_processes_that_hang_or_are_gone(tmp_path: Path) -> None:
+    task = Task("save", "files", str(tmp_path / "place"), STATE, threads=1)
+    (tmp_path / "task").write_text(task.to_json())
+    files = tmp_path / "task", tmp_path / "answer", tmp_path / "errors"
+    with contextlib.closing(Forks(Path(sys.executable), os.environ)) as forks:
+        with pytest.raises(TimeoutError, match="longer than 0 s"):
+            forks.run(*files, os.environ, 0.0)
+        with pytest.raises((OSError, ValueError)):
+            forks.run(*files, os.environ, 60.0)
+    broken = Forks(Path(sys.executable), {**os.environ, "PYTHONHOME": "/"})
+    with contextlib.closing(broken), pytest.raises(OSError, match="Error: "):
+        broken.run(*files, os.environ, 60.0)
+    assert not (tmp_path / "answer").exists()
 
 
 def test_bars_are_judged() -> None:
