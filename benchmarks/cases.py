@@ -272,5 +272,5 @@ CASES = (
                 options=_CAPPED, parameters={"mode": 2})),
          (Column("step_ms", "median step ms"), Column("mean_step_ms", "mean step ms"),
           Column("slow_step_ms", "slowest 1 % ms"), Column("steps", "steps", 0)), STALL, "sink"),
-    _metadata(8), _metadata(64), _metadata(256), _metadata(1024), _metadata(4096, full_only=True),
+    _metadata(8, full_only=True), _metadata(64), _metadata(256, full_only=True), _metadata(1024), _metadata(4096, full_only=True),
 )  # fmt: skip
