@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ckpt import errors
+    from ckpt.acceptance.run import roundtrip
     from ckpt.api import async_save, load, save
     from ckpt.catalog import list_checkpoints
     from ckpt.comparison import diff
@@ -43,6 +44,7 @@ __all__ = [
     "list_checkpoints",
     "load",
     "remove",
+    "roundtrip",
     "save",
     "verify",
 ]
@@ -60,6 +62,7 @@ _HOMES = {
     "list_checkpoints": "ckpt.catalog",
     "load": "ckpt.api",
     "remove": "ckpt.removal",
+    "roundtrip": "ckpt.acceptance.run",
     "save": "ckpt.api",
     "verify": "ckpt.verification",
 }

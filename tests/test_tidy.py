@@ -21,7 +21,10 @@ FOLDERS = {
     "consistency": "ckpt.consistency",
     "trainer_integration": "ckpt.trainer_integration",
 }
-NESTED = {"ckpt/cli": "ckpt.cli"}  # installed with the folder that it is in
+NESTED = {
+    "ckpt/cli": "ckpt.cli",
+    "ckpt/acceptance": "ckpt.acceptance",
+}  # installed with the folder that it is in
 BENCHMARKS = sorted((ROOT / "benchmarks").rglob("*.py"))
 BENCHMARKS = [path for path in BENCHMARKS if ".venv-peers" not in path.parts]
 SDKS = {"boto3": "s3", "botocore": "s3", "ibm_boto3": "cos", "ibm_botocore": "cos", "fsspec": "fsspec_store"}
@@ -117,7 +120,7 @@ def test_importing_is_light() -> None:
 def test_public_surface() -> None:
     assert ckpt.__all__ == [
         "CheckpointReader", "CheckpointWriter", "Stager", "async_save", "collect_garbage", "copy", "diff", "errors", "inspect", "list_checkpoints",
-        "load", "remove", "save", "verify",
+        "load", "remove", "roundtrip", "save", "verify",
     ]  # fmt: skip
     assert dir(ckpt) == sorted(ckpt.__all__)
     for name in ckpt.__all__:

@@ -1,0 +1,144 @@
+"""What each rank saves and loads, as DCP plans it: the items that FSDP's tensors would give its planners."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from ckpt.coverage import Box
+from ckpt.errors import FormatError
+from ckpt.acceptance.meshes import Mesh
+from ckpt.acceptance.models import Parameter
+
+__all__ = [
+    "LoadShard",
+    "SaveShard",
+    "Shard",
+    "held_by",
+    "load_plan",
+    "save_plans",
+    "shard_nbytes",
+    "shard_of",
+    "views_of",
+]
+
+ALIGNMENT_BYTES = 64
+
+Shard = dict[str, tuple[tuple[int, ...], Box]]
+"""By FQN: the shape of the whole tensor, and the slice of it."""
+
+
+def save_plans(
+    parameters: Sequence[Parameter], mesh: Mesh, dtype: torch.dtype
+) -> tuple[list[SavePlan], Metadata]:
+    """The plan of every rank once DCP's own planner has seen them all, and the metadata."""
+    properties = TensorProperties(dtype=dtype)
+    plans = []
+    for rank in range(mesh.world_size):
+        items = []
+        for parameter in parameters:
+            box = mesh.box(parameter, rank)
+            if box is not None:
+                items.append(_write_item(parameter, box, properties))
+        plans.append(SavePlan(items, planner_data={}))
+    planner = DefaultSavePlanner()
+    planner.set_up_planner({}, is_coordinator=True)
+    return planner.create_global_plan(plans)
+
+
+def shard_of(plan: SavePlan) -> Shard:
+    """What a rank saves."""
+    found: Shard = {}
+    for item in plan.items:
+        assert item.tensor_data is not None
+        chunk = item.tensor_data.chunk
+        end = tuple(o + n for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
+        found[item.index.fqn] = tuple(item.tensor_data.size), (tuple(chunk.offsets), end)
+    return found
+
+
+def held_by(parameters: Sequence[Parameter], mesh: Mesh, rank: int) -> Shard:
+    """What a rank loads."""
+    boxes = ((parameter, mesh.box(parameter, rank)) for parameter in parameters)
+    return {parameter.fqn: (parameter.shape, box) for parameter, box in boxes if box is not None}
+
+
+def load_plan(shard: Shard, metadata: Metadata) -> LoadPlan:
+    """The reads of a shard.
+
+    Raises:
+        FormatError: the checkpoint lacks a tensor, or has it in another shape.
+    """
+    items = []
+    for fqn, (shape, (begin, end)) in shard.items():
+        stored = metadata.state_dict_metadata.get(fqn)
+        if not isinstance(stored, TensorStorageMetadata) or tuple(stored.size) != shape:
+            raise FormatError(f"the checkpoint has no tensor {fqn!r} of shape {shape}")
+        chunk = ChunkStorageMetadata(torch.Size(begin), torch.Size(_lengths(begin, end)))
+        items += create_read_items_for_chunk_list(fqn, stored, [chunk])
+    return LoadPlan(items)
+
+
+def shard_nbytes(shard: Shard, itemsize: int) -> int:
+    """Memory for a shard, each tensor aligned."""
+    return sum(
+        -(-math.prod(_lengths(*box)) * itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        for _, box in shard.values()
+    )
+
+
+def views_of(shard: Shard, arena: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """The shard's tensors, in the memory of `arena`, uint8."""
+    at = 0
+    for fqn, (_, box) in shard.items():
+        lengths = _lengths(*box)
+        nbytes = math.prod(lengths) * dtype.itemsize
+        yield fqn, arena[at : at + nbytes].view(dtype).view(lengths)
+        at += -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+class SaveShard(DefaultSavePlanner):
+    """Finds the tensor of an item by its name."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        self._tensors = tensors
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
+        return self._tensors[write_item.index.fqn]
+
+
+class LoadShard(DefaultLoadPlanner):
+    """Hands out the tensor of an item by its name."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        self._tensors = tensors
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        return self._tensors[index.fqn]
+
+
+def _write_item(parameter: Parameter, box: Box, properties: TensorProperties) -> WriteItem:
+    chunk = ChunkStorageMetadata(torch.Size(box[0]), torch.Size(_lengths(*box)))
+    return WriteItem(
+        index=MetadataIndex(parameter.fqn, chunk.offsets),
+        type=WriteItemType.SHARD,
+        tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=torch.Size(parameter.shape)),
+    )
+
+
+def _lengths(begin: Sequence[int], end: Sequence[int]) -> list[int]:
+    return [stop - start for start, stop in zip(begin, end, strict=True)]

@@ -1,0 +1,156 @@
+"""Worker processes, each of which runs one rank after another in the same memory."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from ckpt.errors import CheckpointError
+from ckpt.acceptance.rank import LoadTask, RankFigures, SaveTask, Setup
+
+__all__ = ["Processes", "resident_bytes"]
+
+_TICK_S = 0.5
+_END_TIMEOUT_S = 10.0
+
+Task = SaveTask | LoadTask
+
+
+class Processes:
+    """`count` processes with memory for one shard of up to `arena_bytes` each.
+
+    Use as a context manager; its end ends the processes, whatever they do.
+    """
+
+    def __init__(self, setup: Setup, count: int, arena_bytes: int) -> None:
+        self._setup, self._count, self._arena_bytes = setup, count, arena_bytes
+        self._processes: dict[Connection, BaseProcess] = {}
+
+    def __enter__(self) -> Processes:  # noqa: PYI034 (typing.Self is of Python 3.11)
+        context = multiprocessing.get_context("spawn")
+        threads = max(1, len(os.sched_getaffinity(0)) // self._count)
+        try:
+            for _ in range(self._count):
+                ours, theirs = context.Pipe()
+                process = context.Process(
+                    target=_serve, args=(theirs, self._setup, self._arena_bytes, threads), daemon=True
+                )
+                process.start()
+                theirs.close()
+                self._processes[ours] = process
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end()
+
+    def run(
+        self, tasks: Sequence[Task], told: Callable[[int | str], None], tick: Callable[[int], None]
+    ) -> list[RankFigures]:
+        """Run tasks, each process one at a time; the figures in the order of the tasks.
+
+        Args:
+            told: what the tasks tell.
+            tick: called every half second with the processes' resident bytes.
+
+        Raises:
+            CheckpointError: what a rank raised, or that its process is gone. Others may still be running.
+        """
+        waiting = list(enumerate(tasks))
+        busy: dict[Connection, int] = {}
+        idle = list(self._processes)
+        found: dict[int, RankFigures] = {}
+        next_tick_s = time.monotonic()
+        while waiting or busy:
+            while waiting and idle:
+                number, task = waiting.pop(0)
+                connection = idle.pop()
+                connection.send(task)
+                busy[connection] = number
+            for ready in wait(list(busy), timeout=max(0.0, next_tick_s - time.monotonic())):
+                assert isinstance(ready, Connection)
+                answer = self._receive(ready, tasks[busy[ready]])
+                if isinstance(answer, int | str):
+                    told(answer)
+                else:
+                    found[busy.pop(ready)] = answer
+                    idle.append(ready)
+            if time.monotonic() >= next_tick_s:
+                next_tick_s = time.monotonic() + _TICK_S
+                tick(sum(resident_bytes(process.pid) for process in self._processes.values()))
+        return [found[number] for number in range(len(tasks))]
+
+    def _receive(self, connection: Connection, task: Task) -> int | str | RankFigures:
+        try:
+            answer = connection.recv()
+        except (EOFError, OSError):
+            process = self._processes[connection]
+            process.join(_END_TIMEOUT_S)
+            raise CheckpointError(
+                f"the process of rank {task.rank} ended with status {process.exitcode}"
+                + (
+                    " (killed: perhaps by the system, which was out of memory)"
+                    if process.exitcode == -9
+                    else ""
+                ),
+                rank=task.rank,
+            ) from None
+        if isinstance(answer, CheckpointError):
+            raise answer
+        assert isinstance(answer, int | str | RankFigures)
+        return answer
+
+    def _end(self) -> None:
+        for connection, process in self._processes.items():
+            process.kill()
+            process.join(_END_TIMEOUT_S)
+            connection.close()
+        self._processes.clear()
+
+
+def resident_bytes(pid: int | None, name: str = "VmRSS") -> int:
+    """Resident memory of a process, or with `VmHWM` its peak; 0 where the system does not tell."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(name)), 0)
+
+
+def _serve(connection: Connection, setup: Setup, arena_bytes: int, threads: int) -> None:
+    torch.set_num_threads(threads)
+    arena = torch.empty(arena_bytes, dtype=torch.uint8)
+    lock = threading.Lock()
+
+    def send(what: Any) -> None:
+        with lock:
+            connection.send(what)
+
+    while True:
+        try:
+            task: Task = connection.recv()
+        except EOFError:  # the parent is gone
+            return
+        try:
+            figures = task.run(setup, arena, send)
+            figures.peak_bytes = resident_bytes(os.getpid(), "VmHWM")
+            send(figures)
+        except CheckpointError as error:
+            error.rank = task.rank if error.rank is None else error.rank
+            send(error)
+        except Exception as error:
+            send(CheckpointError(f"{type(error).__name__}: {error}", url=setup.url, rank=task.rank))
