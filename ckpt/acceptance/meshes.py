@@ -6,9 +6,9 @@ import math
 import re
 from dataclasses import dataclass
 
+from ckpt.acceptance.models import Parameter
 from ckpt.coverage import Box
 from ckpt.errors import ConfigurationError
-from ckpt.acceptance.models import Parameter
 
 __all__ = ["Mesh", "parse_mesh"]
 

@@ -17,10 +17,10 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from ckpt.coverage import Box
-from ckpt.errors import FormatError
 from ckpt.acceptance.meshes import Mesh
 from ckpt.acceptance.models import Parameter
+from ckpt.coverage import Box
+from ckpt.errors import FormatError
 
 __all__ = [
     "LoadShard",

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from ckpt.errors import CheckpointError
 from ckpt.acceptance.rank import LoadTask, RankFigures, SaveTask, Setup
+from ckpt.errors import CheckpointError
 
 __all__ = ["Processes", "resident_bytes"]
 

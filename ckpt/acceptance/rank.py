@@ -11,11 +11,11 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
-from ckpt.manifest import rank_directory
-from ckpt.reader import CheckpointReader
 from ckpt.acceptance.counting import Counted, Counts
 from ckpt.acceptance.filling import compare, fill
 from ckpt.acceptance.plans import LoadShard, SaveShard, Shard, load_plan, shard_of, views_of
+from ckpt.manifest import rank_directory
+from ckpt.reader import CheckpointReader
 from ckpt.writer import CheckpointWriter
 
 __all__ = ["LoadTask", "RankFigures", "SaveTask", "Setup"]

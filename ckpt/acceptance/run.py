@@ -13,10 +13,6 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
-from ckpt.backends.registry import open_store
-from ckpt.consistency.commit import proves_no_commit
-from ckpt.errors import CheckpointError, ConfigurationError
-from ckpt.removal import remove
 from ckpt.acceptance.checks import check_memory, check_place, check_space
 from ckpt.acceptance.counting import Counts
 from ckpt.acceptance.meshes import Mesh, parse_mesh
@@ -24,6 +20,10 @@ from ckpt.acceptance.models import Parameter, parameters_of
 from ckpt.acceptance.plans import held_by, save_plans, shard_nbytes
 from ckpt.acceptance.processes import Processes, Task
 from ckpt.acceptance.rank import LoadTask, RankFigures, SaveTask, Setup
+from ckpt.backends.registry import open_store
+from ckpt.consistency.commit import proves_no_commit
+from ckpt.errors import CheckpointError, ConfigurationError
+from ckpt.removal import remove
 from ckpt.strays import is_our_name
 from ckpt.writer import CheckpointWriter
 
