@@ -106,7 +106,7 @@ class Ranks:
         Raises:
             RanksFailed: on every rank, if it failed on one or the ranks are not doing the same.
         """
-        self.progress.begin("connecting the ranks")
+        self.progress.wait_for("all ranks to connect")
         self._connect()
         self.progress.begin(f"preparing the {call}")
         value: Any = None

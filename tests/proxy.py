@@ -136,7 +136,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if action == "delay":
             self.proxy.released.wait(self.proxy.delay_s)
         if action in ("damage", "damage unseen") and body:
-            body = bytes([body[0] ^ 1]) + body[1:]
+            middle = len(body) // 2
+            body = body[:middle] + bytes([body[middle] ^ 1]) + body[middle + 1 :]
             if action == "damage" and not _matches(self.headers.get("x-amz-checksum-crc64nvme"), body):
                 action = 400
         if isinstance(action, int):

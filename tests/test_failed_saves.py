@@ -666,7 +666,7 @@ def _killed_before(rank: int, url: str, call: str) -> Any:
     if rank == 1:
         kill_self()
     with pytest.raises(SaveFailed if "save" in call else LoadFailed) as caught:
-        getattr(ckpt, call)({"t": torch.ones(3)}, url, timeout_s=6.0)
+        getattr(ckpt, call)({"t": torch.ones(3)}, url, timeout_s=20.0)
     return str(caught.value), sorted(caught.value.failures)
 
 

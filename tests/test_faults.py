@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from campaign import OLD, campaign, run, table
-from campaign_faults import FAULTS, draw
+from campaign import campaign, run, table
+from campaign_faults import FAULTS, UNSEEN, draw
 from servers import S3Server
 
 import ckpt.coordinator
@@ -48,10 +49,11 @@ def test_a_broken_commit_is_noticed(s3: S3Server, breakage: Callable[[], None]) 
 
 
 def test_values_that_were_never_saved_are_noticed(s3: S3Server) -> None:
-    """A reader that does not check loads what the network has damaged."""
-    seeds = seeds_of(
-        "corrupted request, unseen by the server", lambda trial: trial.lasts and trial.position < 6
-    )
-    outcome = run(draw(seeds[0]), s3, verify=False)
-    assert any("never saved" in problem or "damaged" in problem for problem in outcome.problems)
-    assert outcome.loaded != OLD
+    """What the network has damaged, and the server has not seen: the checksums tell, and nothing else would."""
+    alone = replace(draw(FAULTS.index(UNSEEN)), ranks=1, first=True, in_background=False, lasts=False)
+    in_a_part = replace(alone, position=4)  # after two looks, and the beginning of the upload
+    outcome = run(in_a_part, s3)
+    assert outcome.damage is not None
+    assert not outcome.problems
+    unchecked = run(in_a_part, s3, verify=False)
+    assert any("never saved" in problem for problem in unchecked.problems)
