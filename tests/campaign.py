@@ -15,6 +15,7 @@ import contextlib
 import functools
 import importlib
 import json
+import logging
 import os
 import signal
 import sys
@@ -126,6 +127,7 @@ class Outcome:
 
 def attempt(rank: int, trial: Trial, url: str, options: dict[str, Any], note: str, breakage: Any) -> Attempt:
     """A rank of the job."""
+    logging.disable()  # what is logged is also raised, or of no account
     if breakage is not None:
         breakage()
     install(trial, rank, url, lambda: note_time(Path(note)))
