@@ -5,10 +5,17 @@ RUN := $(VENV)/bin
 
 PEERS := benchmarks/.venv-peers
 
-.PHONY: test demo bench bench-full check format lock clean
+# The fault campaign: how often each class of faults is drawn, and from which seed on.
+ROUNDS ?= 5
+SEED ?= 0
+
+.PHONY: test test-faults demo bench bench-full check format lock clean
 
 test: $(VENV)/ready
 	$(RUN)/python -m pytest -n auto --maxprocesses 4
+
+test-faults: $(VENV)/ready
+	$(RUN)/python tests/campaign.py --rounds $(ROUNDS) --seed $(SEED) --json test-faults.json
 
 demo: $(VENV)/ready
 	$(RUN)/python examples/demo.py
@@ -59,4 +66,4 @@ lock: $(VENV)/ready
 	sort -o benchmarks/peers.txt benchmarks/peers.new && rm benchmarks/peers.new
 
 clean:
-	rm -rf $(VENV) $(PEERS) benchmarks/.scratch build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis demo-run
+	rm -rf $(VENV) $(PEERS) benchmarks/.scratch build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis demo-run test-faults.json

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -25,9 +25,10 @@ from ckpt.backends.base import redact_url
 from ckpt.background import Background
 from ckpt.consistency.commit import proves_no_commit
 from ckpt.errors import CheckpointError, CommitUnknown, ConfigurationError, LoadFailed, SaveFailed
-from ckpt.ranks import Ranks, RanksFailed, portable
+from ckpt.ranks import DEFAULT_TIMEOUT_S, Ranks, RanksFailed, portable
 from ckpt.reader import CheckpointReader
 from ckpt.stager import Stager
+from ckpt.watch import LOST_CONTACT, Answer
 from ckpt.writer import CheckpointWriter, last_segment
 
 __all__ = ["async_save", "load", "save"]
@@ -52,11 +53,15 @@ def save(
     memory_budget_bytes: int | None = None,
     max_bandwidth_bytes_per_s: float | None = None,
     tags: Mapping[str, str] | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> Metadata:
     """Save `state_dict` from all ranks; when this returns, the checkpoint is committed and durable.
 
     `planner`, `process_group` and `no_dist` are those of `dcp.save`, the others those of `CheckpointWriter`.
     Without a `process_group` the ranks talk over a gloo group of this library's own.
+
+    When a rank stops, or its storage does, all ranks have failed within `timeout_s` seconds, and say which rank
+    it was and what it was doing. A rank that is slow, but gets on, is waited for.
 
     Raises:
         SaveFailed: on every rank, whichever failed; its `failures` say which and why.
@@ -72,11 +77,12 @@ def save(
             memory_budget_bytes=memory_budget_bytes,
             max_bandwidth_bytes_per_s=max_bandwidth_bytes_per_s,
             tags=tags,
+            timeout_s=timeout_s,
         )
 
-    ranks = Ranks(process_group, no_dist=no_dist)
-    writer, values = _prepare_save(state_dict, url, make_writer, ranks, copy=False)
-    return _save(values, writer, planner, ranks)
+    with closing(Ranks(process_group, no_dist=no_dist, timeout_s=timeout_s)) as ranks:
+        writer, values = _prepare_save(state_dict, url, make_writer, ranks, copy=False)
+        return _save(values, writer, planner, ranks)
 
 
 def async_save(
@@ -92,6 +98,7 @@ def async_save(
     memory_budget_bytes: int | None = None,
     max_bandwidth_bytes_per_s: float | None = None,
     tags: Mapping[str, str] | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> Future[Metadata]:
     """Like `save`, but returns once the state is copied to CPU memory, and saves the copy in the background.
 
@@ -111,12 +118,16 @@ def async_save(
             memory_budget_bytes=memory_budget_bytes,
             max_bandwidth_bytes_per_s=max_bandwidth_bytes_per_s,
             tags=tags,
+            timeout_s=timeout_s,
         )
 
     def prepare() -> Callable[[], Metadata]:
         # In the thread in which all ranks do the same things in the same order.
-        ranks = Ranks(process_group, no_dist=no_dist, purpose="background")
-        writer, staged = _prepare_save(state_dict, url, make_writer, ranks, copy=True)
+        ranks = Ranks(process_group, no_dist=no_dist, purpose="background", timeout_s=timeout_s)
+        with ExitStack() as stack:
+            stack.callback(ranks.close)
+            writer, staged = _prepare_save(state_dict, url, make_writer, ranks, copy=True)
+            stack.pop_all()
         return lambda: _save_copy(staged, writer, planner or DefaultSavePlanner(), ranks)
 
     return _background.start(prepare)
@@ -135,10 +146,12 @@ def load(
     threads: int | None = None,
     memory_budget_bytes: int | None = None,
     trusted_objects: Collection[str] = (),
+    timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> None:
     """Load a checkpoint into `state_dict` in place, on any number of ranks.
 
-    The first rank opens the checkpoint and tells the others, so all load the same one or none does.
+    The first rank opens the checkpoint and tells the others, so all load the same one or none does. When a rank
+    makes no progress, the others have failed within `timeout_s` seconds, and say which rank it was.
     `planner`, `process_group` and `no_dist` are those of `dcp.load`, the others those of `CheckpointReader`.
 
     Raises:
@@ -157,12 +170,15 @@ def load(
             trusted_objects=trusted_objects,
         )
 
-    ranks = Ranks(process_group, no_dist=no_dist)
     place = _place(url)
-    with _load_errors(place, ranks):
+    with (
+        closing(Ranks(process_group, no_dist=no_dist, timeout_s=timeout_s)) as ranks,
+        _load_errors(place, ranks),
+    ):
         reader, values = ranks.together(
             f"load of {last_segment(place)}", lambda: (make_reader(), _values(state_dict))
         )
+        ranks.progress = reader.progress
         try:
             _open_together(reader, ranks)
             _load_state_dict(
@@ -194,7 +210,9 @@ def _prepare_save(
 
     place = _place(url)
     try:
-        return ranks.together(f"save of {last_segment(place)}", work)
+        writer, values = ranks.together(f"save of {last_segment(place)}", work)
+        ranks.progress = writer.progress
+        return writer, values
     except RanksFailed as error:
         raise _refused(error, ranks) or SaveFailed(
             _summary("save", error.failures), url=place, failures=error.failures
@@ -241,7 +259,8 @@ def _save_copy(
 ) -> Metadata:
     """`_save` of a copy, whose memory is free again when this returns, whoever still holds on to the dict."""
     try:
-        return _save(staged, writer, planner, ranks)
+        with closing(ranks):
+            return _save(staged, writer, planner, ranks)
     finally:
         staged.clear()
         if isinstance(planner, DefaultSavePlanner):
@@ -276,7 +295,9 @@ def _place(url: str | os.PathLike[str]) -> str:
 def _open_together(reader: CheckpointReader, ranks: Ranks) -> None:
     """Open the checkpoint on the first rank; all ranks then hold it, or raise the same error."""
     answer: bytes | CheckpointError | None = None
+    reader.progress.wait_for("rank 0 to open the checkpoint")
     if ranks.rank == 0:
+        reader.progress.begin("opening")
         try:
             checkpoint = reader.open()
             answer = checkpoint.share() if checkpoint is not None else None
@@ -337,27 +358,46 @@ def _summary(what: str, failures: Mapping[int, BaseException]) -> str:
 def _lost(what: str, ranks: Ranks, error: Exception) -> tuple[str, dict[int, BaseException]]:
     """A collective broke: find out who is gone, or whose error it was."""
     first_line = str(error).splitlines()[0] if str(error) else ""
-    cause = f"{type(error).__name__}: {first_line}"
+    cause = ranks.progress.given_up or f"{type(error).__name__}: {first_line}"
     answers = ranks.roll_call(error)
     if answers is None:
-        return f"the {what} failed: the rank that holds the rendezvous store is gone ({cause})", {}
+        where = "the rendezvous store, or the rank that holds it, does not answer"
+        return f"the {what} failed: {where} ({cause})", {}
     failures: dict[int, BaseException] = {}
-    for rank, text in answers.items():
-        if text is None:
-            failures[rank] = CheckpointError("does not answer: killed, crashed, or stuck", rank=rank)
-        elif not _is_lost_contact(text):
+    for rank, answer in sorted(answers.items()):
+        text = _blame(answer)
+        if text is not None:
             failures[rank] = CheckpointError(text, rank=rank)
-    silent = [rank for rank, text in answers.items() if text is None]
-    if silent:
-        names = ", ".join(map(str, silent))
-        return (
-            f"the {what} failed: rank {names} does not answer: killed, crashed, or stuck ({cause})",
-            failures,
-        )
-    return _summary(what, failures) if failures else f"the {what} failed: {cause}", failures
+    silent = [rank for rank, answer in sorted(answers.items()) if not answer.is_alive]
+    if not silent:
+        return _summary(what, failures) if failures else f"the {what} failed: {cause}", failures
+    names = ", ".join(map(str, silent))
+    doing = answers[silent[0]].doing
+    last = f"; when last heard of, rank {silent[0]} was {doing}" if doing else ""
+    return f"the {what} failed: rank {names} {_SILENT}{last} ({cause})", failures
 
 
-_LOST_CONTACT = ("onnection", "gloo", "imed out", "imeout", "DistBackendError", "DistNetworkError")
+_SILENT = "does not answer: killed, crashed, or stuck"
+
+
+def _blame(answer: Answer) -> str | None:
+    """What a rank has to do with the loss of contact; None if nothing."""
+    if not answer.is_alive:
+        return _SILENT + (f"; when last heard of, it was {answer.doing}" if answer.doing else "")
+    if answer.failure is not None and not _is_lost_contact(answer.failure):
+        return answer.failure
+    return f"no progress for {answer.stuck_s:.0f} s: {answer.doing}" if answer.stuck_s else None
+
+
+_LOST_CONTACT = (
+    LOST_CONTACT,
+    "onnection",
+    "gloo",
+    "imed out",
+    "imeout",
+    "DistBackendError",
+    "DistNetworkError",
+)
 
 
 def _is_lost_contact(text: str) -> bool:

@@ -63,9 +63,18 @@ _logger = logging.getLogger(__name__)
 class Coordinator:
     """One save, seen from the coordinating rank."""
 
-    def __init__(self, store: Store, rank: int, token: str, pool: StagingPool, written: list[str]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        token: str,
+        pool: StagingPool,
+        written: list[str],
+        confirm_timeout_s: float | None = None,
+    ) -> None:
         """`written` gets the name of what is written, before it exists."""
         self._store, self._rank, self._token, self._pool, self._written = store, rank, token, pool, written
+        self._confirm_timeout_s = confirm_timeout_s
         self._previous: bytes | None = None
         self._stock_seal = b""
 
@@ -185,6 +194,7 @@ class Coordinator:
                 previous=self._previous,
                 stock_metadata=stock_metadata,
                 restore_stock_metadata=self._restore_stock_metadata,
+                confirm_timeout_s=self._confirm_timeout_s,
             )
         except CheckpointError:
             raise

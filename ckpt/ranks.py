@@ -5,22 +5,29 @@ from __future__ import annotations
 import contextlib
 import gc
 import pickle
-import time
 import traceback
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
+import torch
 import torch.distributed as dist
 
-from ckpt.errors import CheckpointError
+from ckpt.errors import CheckpointError, ConfigurationError
+from ckpt.progress import Progress
+from ckpt.watch import Answer, Limits, Watch
 
-__all__ = ["Ranks", "RanksFailed", "portable"]
+__all__ = ["DEFAULT_TIMEOUT_S", "Ranks", "RanksFailed", "check_timeout", "portable"]
 
-_CONNECT_TIMEOUT_S = 600.0
-_COLLECTIVE_TIMEOUT_S = 3600.0
-_ROLL_CALL_TIMEOUT_S = 10.0
+DEFAULT_TIMEOUT_S = 600.0
+
+_MIN_TIMEOUT_S, _MAX_TIMEOUT_S = 1.0, 7 * 86400.0
+
+_COLLECTIVE_TIMEOUT_S = 86400.0
+"""Of our groups. The watch ends a wait for a rank that stopped; one that is slow may take as long as it takes."""
+
+_BREAK_OFF_TAG = 0x636B7074
 
 T = TypeVar("T")
 Purpose = Literal["foreground", "background"]
@@ -44,12 +51,28 @@ class Ranks:
 
     A gloo group of this library's own is used, over all ranks or those of the caller's group: object
     collectives over NCCL would take GPU memory, those of a background save must not mix with the trainer's,
-    and it can be given up when a rank dies, which frees the others from waiting.
+    and it can be given up when a rank dies or stops, which frees the others from waiting.
+
+    Args:
+        timeout_s: every rank has failed when one has made no progress for so long.
+
+    Attributes:
+        progress: what this rank is doing now.
     """
 
-    def __init__(self, process_group: Any, *, no_dist: bool, purpose: Purpose = "foreground") -> None:
+    def __init__(
+        self,
+        process_group: Any,
+        *,
+        no_dist: bool,
+        purpose: Purpose = "foreground",
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
         self.no_dist = no_dist or not (dist.is_available() and dist.is_initialized())
         self.group: Any = process_group
+        self.progress = Progress()
+        self._timeout_s = timeout_s
+        self._limits = Limits(timeout_s if _is_timeout(timeout_s) else DEFAULT_TIMEOUT_S)
         self._members = [0] if self.no_dist else dist.get_process_group_ranks(process_group)
         self._name: _Name = (purpose, tuple(self._members))
         self._owned = False
@@ -57,8 +80,10 @@ class Ranks:
         self.rank = 0 if self.no_dist else dist.get_rank(process_group)
         self._global_rank = 0 if self.no_dist else dist.get_rank()
         self._connected = len(self._members) == 1
-        if not self.no_dist:
+        self._watch: Watch | None = None
+        if len(self._members) > 1:
             _calls[self._name] = _calls.get(self._name, 0) + 1
+            self._watch = self._make_watch(_calls[self._name])
 
     @property
     def size(self) -> int:
@@ -81,11 +106,14 @@ class Ranks:
         Raises:
             RanksFailed: on every rank, if it failed on one or the ranks are not doing the same.
         """
+        self.progress.wait_for("all ranks to connect")
         self._connect()
+        self.progress.begin(f"preparing the {call}")
         value: Any = None
         failure: CheckpointError | None = None
         interrupt: BaseException | None = None
         try:
+            check_timeout(self._timeout_s)
             value = work()
         except Exception as error:
             failure = portable(error, self.rank)
@@ -94,6 +122,7 @@ class Ranks:
                 error,
                 CheckpointError(f"interrupted: {type(error).__name__}", rank=self.rank),
             )
+        self.progress.wait_for(f"the other ranks to enter the {call}")
         outcomes: list[Any] = [(call, failure)] * len(self._members)
         if len(self._members) > 1:
             dist.all_gather_object(outcomes, (call, failure), group=self.group)
@@ -106,39 +135,61 @@ class Ranks:
             raise RanksFailed(failures)
         return value  # type: ignore[no-any-return]
 
-    def roll_call(self, error: Exception) -> dict[int, str | None] | None:
-        """After a broken collective: what each rank says is the matter, None for one that does not answer.
+    def roll_call(self, error: Exception) -> dict[int, Answer] | None:
+        """After a broken collective: what each rank says is the matter.
 
         Gives the broken group up first, so that ranks still waiting in it wake up and answer. Returns None
         if nobody can be asked, because the rendezvous store is gone.
         """
-        if self.no_dist:
-            return {0: _text(error)}
-        members, me = self._members, self._global_rank
+        if self._watch is None:
+            return {0: Answer(True, failure=_text(error))}
         self._give_up(error)
-        kind, _ = self._name
-        crc = zlib.crc32(repr(members).encode())
-        roll = f"ckpt/roll-call/{kind}/{crc}/{_calls[self._name]}"
-        try:
-            store = dist.distributed_c10d._get_default_store()
-            store.set(f"{roll}/{me}", _text(error))
-            missing = set(members)
-            deadline = time.monotonic() + _ROLL_CALL_TIMEOUT_S
-            while missing and time.monotonic() < deadline:
-                missing = {rank for rank in missing if not store.check([f"{roll}/{rank}"])}
-                time.sleep(0.1 if missing else 0.0)
-            return {
-                number: None if rank in missing else store.get(f"{roll}/{rank}").decode(errors="replace")
-                for number, rank in enumerate(members)
-            }
-        except Exception:
-            return None  # the store went away with the rank that held it
+        return self._watch.roll_call(_text(error))
+
+    def close(self) -> None:
+        """The end of the save or load: this rank has nothing more to say."""
+        if self._watch is not None:
+            self._watch.close()
+
+    def _make_watch(self, call: int) -> Watch:
+        kind, members = self._name
+        return Watch(
+            dist.distributed_c10d._get_default_store(),
+            f"{kind}/{zlib.crc32(repr(list(members)).encode())}",
+            rank=self.rank,
+            size=len(members),
+            call=call,
+            limits=self._limits,
+            progress=lambda: self.progress,
+            break_off=self._break_off,
+        )
+
+    def _break_off(self) -> None:
+        """End the collective that this rank waits in, from another thread.
+
+        gloo closes all connections of a group when any wait in it times out: so wait for what nobody sends.
+        """
+        group = self.group
+        if group is None or not self._owned:
+            return
+        for other in range(len(self._members)):
+            if other == self.rank:
+                continue
+            try:
+                work = dist.irecv(torch.empty(1), group=group, group_src=other, tag=_BREAK_OFF_TAG)
+                if work is not None:
+                    work.wait(timedelta(milliseconds=1))
+            except Exception as error:  # also where the connection to this one was closed before
+                if "imed out" in str(error):
+                    return
 
     def _connect(self) -> None:
         if not self._connected:
-            own = _own_group(self._name, self.group)
+            own = _own_group(self._name, self.group, self._limits.stall_s)
             self.group, self._owned = (own, True) if own is not None else (self.group, False)
             self._connected = True
+            if self._watch is not None:
+                self._watch.start()
 
     def _give_up(self, error: Exception) -> None:
         """Let go of our group: its connections close when nothing refers to it any more, tracebacks included."""
@@ -179,14 +230,26 @@ def _text(error: Exception) -> str:
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 
-def _own_group(name: _Name, process_group: Any) -> Any:
+def check_timeout(timeout_s: float) -> float:
+    """Return `timeout_s`, or raise ConfigurationError if it makes no sense."""
+    if not _is_timeout(timeout_s):
+        raise ConfigurationError(f"timeout_s must be {_MIN_TIMEOUT_S:g} s to 7 days, not {timeout_s!r}")
+    return float(timeout_s)
+
+
+def _is_timeout(timeout_s: object) -> bool:
+    is_number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
+    return is_number and _MIN_TIMEOUT_S <= timeout_s <= _MAX_TIMEOUT_S  # type: ignore[operator]
+
+
+def _own_group(name: _Name, process_group: Any, connect_timeout_s: float) -> Any:
     """This library's gloo group over the named ranks, made once for each default group; None: use the caller's."""
     world = dist.group.WORLD
     known = _own_groups.get(name)
     if known is not None and known[0] is world:
         return known[1]
     # A rank that died before its first save or load must not be waited for as long as a slow one.
-    timeout = timedelta(seconds=_CONNECT_TIMEOUT_S)
+    timeout = timedelta(seconds=connect_timeout_s)
     _, members = name
     if len(members) == dist.get_world_size():
         group = dist.new_group(backend="gloo", timeout=timeout)

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from ckpt.backends.base import redact_url
+from ckpt.backends.base import Store, redact_url
 from ckpt.backends.registry import open_store
 from ckpt.checkpoint import (
     Checkpoint,
@@ -32,7 +32,9 @@ from ckpt.checkpoint import (
 from ckpt.consistency.commit import COMMIT_KEY
 from ckpt.errors import CheckpointError, CommitConflict, ConfigurationError, NotCommitted, NotFound
 from ckpt.fetch import Fetcher
+from ckpt.guarded import GuardedStore
 from ckpt.loading import Loader
+from ckpt.progress import Progress
 from ckpt.staging import DEFAULT_MEMORY_BUDGET_BYTES, StagingPool
 from ckpt.workers import workers
 
@@ -82,7 +84,8 @@ class CheckpointReader(StorageReader):
         )
         self._pool = StagingPool(self._budget_bytes, pinned=torch.cuda.is_available())
         self._url = os.fspath(url)
-        self._store = open_store(url, self._storage_options, threads=threads)
+        self.progress = Progress()
+        self._store = self._open_store(url)
         self._rank = 0
         # Whose part of a checkpoint that was saved without collectives is open.
         self._part: int | None = None
@@ -98,7 +101,7 @@ class CheckpointReader(StorageReader):
         if checkpoint_id is not None and os.fspath(checkpoint_id) != self._url:
             self._store.close()
             self._url = os.fspath(checkpoint_id)
-            self._store = open_store(checkpoint_id, self._storage_options, threads=self._threads)
+            self._store = self._open_store(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The checkpoint's metadata.
@@ -110,6 +113,7 @@ class CheckpointReader(StorageReader):
             # DCP need not call `reset` between two loads.
             self._checkpoint, self._failure = None, None
         self._opened_ahead, self._part = False, None
+        self.progress.begin("opening")
         try:
             if self._checkpoint is None:
                 self._open_any(kwargs.get("rank"))
@@ -126,6 +130,7 @@ class CheckpointReader(StorageReader):
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
         self._rank = kwargs.get("rank") or 0
+        self.progress.begin("planning")
         with self._errors_named():
             if self._part not in (None, self._rank):
                 self._failure, self._part = None, self._rank
@@ -138,6 +143,7 @@ class CheckpointReader(StorageReader):
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Note in the plan which checkpoint this rank opened."""
+        self.progress.wait_for("the plans of all ranks")
         if self._checkpoint is None:
             return plan
         return dataclasses.replace(plan, storage_data=self._checkpoint.identity)
@@ -154,8 +160,12 @@ class CheckpointReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        self.progress.begin("loading")
         with self._errors_named():
-            self._read(plan, planner)
+            try:
+                self._read(plan, planner)
+            finally:
+                self.progress.wait_for("all ranks to have read")
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -209,6 +219,10 @@ class CheckpointReader(StorageReader):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._pool = StagingPool(self._budget_bytes, pinned=torch.cuda.is_available())
+
+    def _open_store(self, url: str | os.PathLike[str]) -> Store:
+        store = open_store(url, self._storage_options, threads=self._threads)
+        return GuardedStore(store, self.progress, None)
 
     def _open_any(self, rank: int | None) -> None:
         """Open what is there, also one rank's part of what stock PyTorch saved with `use_collectives=False`.

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from ckpt.backends.base import redact_url
+from ckpt.backends.base import Store, redact_url
 from ckpt.backends.registry import open_store
 from ckpt.collecting import RankReceipt
 from ckpt.collector import no_gc
@@ -29,6 +29,7 @@ from ckpt.consistency import environment
 from ckpt.consistency.commit import proves_no_commit
 from ckpt.coordinator import Coordinator
 from ckpt.errors import CheckpointError, CommitUnknown, ConfigurationError
+from ckpt.guarded import GuardedStore
 from ckpt.layout import (
     Entry,
     object_entries,
@@ -41,8 +42,11 @@ from ckpt.manifest import (
     rank_directory,
 )
 from ckpt.pacing import Pacer
+from ckpt.progress import Progress
 from ckpt.rank_files import RankFiles
+from ckpt.ranks import DEFAULT_TIMEOUT_S, check_timeout
 from ckpt.staging import DEFAULT_MEMORY_BUDGET_BYTES, StagingPool
+from ckpt.watch import Limits
 
 __all__ = ["CheckpointWriter", "last_segment"]
 
@@ -64,6 +68,8 @@ class CheckpointWriter(StorageWriter):
         memory_budget_bytes: memory this rank may use beyond the tensors themselves (default 256 MiB).
         max_bandwidth_bytes_per_s: what this rank may send at most, on average; None is no cap.
         tags: short texts kept in the commit record.
+        timeout_s: a storage operation of this rank that makes no progress for most of it is given up, so that all
+            ranks fail within it; None waits as long as the store does. (`ckpt.save` watches the other ranks too.)
 
     Raises:
         ConfigurationError: an argument is wrong.
@@ -79,6 +85,7 @@ class CheckpointWriter(StorageWriter):
         memory_budget_bytes: int | None = None,
         max_bandwidth_bytes_per_s: float | None = None,
         tags: Mapping[str, str] | None = None,
+        timeout_s: float | None = DEFAULT_TIMEOUT_S,
     ) -> None:
         super().__init__()
         self._storage_options = dict(storage_options or {})
@@ -92,7 +99,9 @@ class CheckpointWriter(StorageWriter):
         )
         self._pool = StagingPool(self._budget_bytes, pinned=torch.cuda.is_available())
         self._url = os.fspath(url)
-        self._store = open_store(url, self._storage_options, threads=threads)
+        self._limit_s = None if timeout_s is None else Limits(check_timeout(timeout_s)).stall_s
+        self.progress = Progress()
+        self._store = self._open(url)
         self._rank = 0
         self._token = environment.token()
         self._written: list[str] = []
@@ -103,7 +112,7 @@ class CheckpointWriter(StorageWriter):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a save, at another place if one is given."""
         if checkpoint_id is not None and os.fspath(checkpoint_id) != self._url:
-            store = open_store(checkpoint_id, self._storage_options, threads=self._threads)
+            store = self._open(checkpoint_id)
             self._store.close()
             self._url, self._store = os.fspath(checkpoint_id), store
 
@@ -122,8 +131,13 @@ class CheckpointWriter(StorageWriter):
         self._token = environment.token()
         self._written = []
         self._coordinator = None
+        self.progress.restart()
+        self.progress.begin("planning")
         if is_coordinator:
-            self._coordinator = Coordinator(self._store, self._rank, self._token, self._pool, self._written)
+            confirm_s = None if self._limit_s is None else self._limit_s / 4
+            self._coordinator = Coordinator(
+                self._store, self._rank, self._token, self._pool, self._written, confirm_s
+            )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         with self._errors_named():
@@ -131,6 +145,7 @@ class CheckpointWriter(StorageWriter):
             self._store.prepare(rank_directory(self._rank))
             if self._coordinator is not None:
                 self._coordinator.look(overwrite=self._overwrite)
+        self.progress.wait_for("the plans of all ranks")
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -138,17 +153,21 @@ class CheckpointWriter(StorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        self.progress.begin("saving")
         with self._errors_named():
             try:
                 results = self._write(plan, planner)
             except BaseException:
                 self.discard()
                 raise
+            finally:
+                self.progress.wait_for("all ranks to have written")
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        self.progress.begin("committing")
         with self._errors_named():
             if self._coordinator is None:
                 raise CheckpointError("finish was called on a rank that is not the coordinator")
@@ -185,6 +204,7 @@ class CheckpointWriter(StorageWriter):
 
     def discard(self) -> None:
         """Delete what this rank wrote in the current save. Only for a save that surely was not committed."""
+        self.progress.begin("cleaning up")
         written, self._written = self._written, []
         try:
             self._store.delete(written)
@@ -205,6 +225,10 @@ class CheckpointWriter(StorageWriter):
         self.__dict__.update(state)
         self._pool = StagingPool(self._budget_bytes, pinned=torch.cuda.is_available())
         self._pacer = _pacer(self._bandwidth_bytes_per_s)
+
+    def _open(self, url: str | os.PathLike[str]) -> Store:
+        store = open_store(url, self._storage_options, threads=self._threads)
+        return GuardedStore(store, self.progress, self._limit_s, own_memory=True)
 
     # -- writing -------------------------------------------------------------------------------------------
 

@@ -138,6 +138,7 @@ def publish(
     previous: bytes | None,
     stock_metadata: Body,
     restore_stock_metadata: Callable[[], bool],
+    confirm_timeout_s: float | None = None,
 ) -> bool:
     """Make the save described by `record` the checkpoint at this place.
 
@@ -149,6 +150,7 @@ def publish(
         stock_metadata: the new `.metadata`.
         restore_stock_metadata: puts the old `.metadata` back if the new stand there, and returns whether they
             did; called when the commit surely failed.
+        confirm_timeout_s: how long to look for the record after its put got no answer, at most (default 10 s).
 
     Raises:
         CommitConflict: the place does not hold `previous` any more.
@@ -166,7 +168,7 @@ def publish(
         failure.keeps_data = not (_restored(restore_stock_metadata) or settled)  # they may still arrive
         raise failure from error
     try:
-        return _put_record(store, record, previous)
+        return _put_record(store, record, previous, confirm_timeout_s)
     except CommitUnknown:
         raise
     except CommitError as error:
@@ -184,7 +186,7 @@ def proves_no_commit(failure: BaseException) -> bool:
     return isinstance(failure, CheckpointError)
 
 
-def _put_record(store: Store, record: bytes, previous: bytes | None) -> bool:
+def _put_record(store: Store, record: bytes, previous: bytes | None, confirm_timeout_s: float | None) -> bool:
     mode = PutMode.CREATE if previous is None else PutMode.OVERWRITE
     try:
         put_bytes(store, COMMIT_KEY, record, mode=mode)
@@ -195,8 +197,11 @@ def _put_record(store: Store, record: bytes, previous: bytes | None) -> bool:
         failure = error
     refused = isinstance(failure, AlreadyExists)
     settled = isinstance(failure, StorageError) and failure.settled
+    confirm_s = (
+        _CONFIRM_TIMEOUT_S if confirm_timeout_s is None else min(confirm_timeout_s, _CONFIRM_TIMEOUT_S)
+    )
     try:
-        found = _look_for(store, record, 0.0 if settled or refused else _CONFIRM_TIMEOUT_S)
+        found = _look_for(store, record, 0.0 if settled or refused else confirm_s)
     except CheckpointError:
         found = None
     if found == record:

@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from servers import S3Server
+from strict_s3 import checksum_of
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,11 @@ class Call:
 
 Rule = Callable[[Call], str | int]
 """What to do with a call: "pass"; a status to answer with; "reset" the connection in the middle of the body;
+"half-close" it there: no reply, but whatever still comes is read;
 "lose" the reply of a request that was carried out; "late": carry it out `late_s` after the connection was lost;
-"cut" the reply in the middle; "flip" a bit of its body."""
+"cut" the reply in the middle; "flip" a bit of its body; "trickle" it, a byte now and then;
+"stall": never answer; "stop reading" in the middle of the body; "delay" it; "throttle" its body;
+"damage" a byte of the body, which the server sees if the request has a checksum; "damage unseen", which it does not."""
 
 
 @dataclass
@@ -52,14 +56,20 @@ class FaultProxy:
     port: int = 0
     rule: Rule = lambda call: "pass"
     late_s: float = 1.0
+    delay_s: float = 0.5
+    trickle_s: float = 0.5
+    bandwidth_bytes_per_s: float = 4e6
     calls: list[Call] = field(default_factory=list)
     in_flight: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
+    released: threading.Event = field(default_factory=threading.Event)
 
     def settle(self) -> None:
-        """Wait until nothing is being carried out any more."""
+        """Let go of what is held, and wait until nothing is being carried out any more."""
+        self.released.set()
         while self.in_flight:
             time.sleep(0.01)
+        self.released = threading.Event()
 
     @property
     def options(self) -> dict[str, Any]:
@@ -83,6 +93,7 @@ def fault_proxy(server: S3Server) -> Iterator[FaultProxy]:
     try:
         yield proxy
     finally:
+        proxy.released.set()
         httpd.shutdown()
         httpd.server_close()
         thread.join()
@@ -114,13 +125,26 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def _carry_out(self, call: Call) -> None:
         action = self.proxy.rule(call)
         length = int(self.headers.get("content-length") or 0)
-        if action == "reset":
+        if action in ("reset", "half-close", "stop reading"):
             self.rfile.read(length // 2)
+            self._break(action)
+            return
+        body = self._body(length, throttled=action == "throttle")
+        if len(body) < length:  # the client is gone
             self._reset()
             return
-        body = self.rfile.read(length)
+        if action == "delay":
+            self.proxy.released.wait(self.proxy.delay_s)
+        if action in ("damage", "damage unseen") and body:
+            middle = len(body) // 2
+            body = body[:middle] + bytes([body[middle] ^ 1]) + body[middle + 1 :]
+            if action == "damage" and not _matches(self.headers.get("x-amz-checksum-crc64nvme"), body):
+                action = 400
         if isinstance(action, int):
             self._answer(action, {"content-type": "application/xml"}, _ERRORS[action])
+            return
+        if action == "stall":
+            self._break("stop reading")
             return
         if action == "late":
             threading.Timer(self.proxy.late_s, self._forward, [body]).start()
@@ -132,10 +156,42 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         elif action == "cut":
             self._answer(status, headers, reply, sent=len(reply) // 2)
             self._reset()
+        elif action == "trickle":
+            self._trickle(status)
         else:
             if action == "flip" and reply:
                 reply = reply[:-1] + bytes([reply[-1] ^ 1])
             self._answer(status, headers, reply)
+
+    def _body(self, length: int, *, throttled: bool) -> bytes:
+        if not throttled:
+            return self.rfile.read(length)
+        body = bytearray()
+        while piece := self.rfile.read(min(1 << 16, length - len(body))):
+            body += piece
+            self.proxy.released.wait(len(piece) / self.proxy.bandwidth_bytes_per_s)
+        return bytes(body)
+
+    def _break(self, how: str) -> None:
+        """End, or hold, a request whose body has not come whole."""
+        if how == "half-close":
+            self.connection.shutdown(socket.SHUT_WR)
+            self.connection.settimeout(5)
+            with contextlib.suppress(OSError):
+                while self.connection.recv(1 << 16):
+                    pass
+        elif how == "stop reading":
+            self.proxy.released.wait()
+        self._reset()
+
+    def _trickle(self, status: int) -> None:
+        """The reply's head, a byte at a time: a client whose every wait is short waits for ever."""
+        with contextlib.suppress(OSError):
+            for byte in f"HTTP/1.1 {status} OK\r\nx-filler: {'x' * 60000}".encode():
+                self.connection.sendall(bytes([byte]))
+                if self.proxy.released.wait(self.proxy.trickle_s):
+                    break
+        self._reset()
 
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _serve
 
@@ -162,10 +218,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def _reset(self) -> None:
         """End the connection with RST, as a crashed host or a middlebox does."""
-        self.wfile.flush()
-        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        self.connection.close()
         self.close_connection = True
+        with contextlib.suppress(OSError):  # the client may be gone
+            self.wfile.flush()
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.connection.close()
 
     def finish(self) -> None:
         with contextlib.suppress(OSError, ValueError):
@@ -175,9 +232,13 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         pass
 
 
+def _matches(checksum: str | None, body: bytes) -> bool:
+    return checksum is None or checksum == checksum_of(body)
+
+
 _ERRORS = {
     status: f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>{code}</Message></Error>".encode()
     for status, code in {
-        403: "ExpiredToken", 404: "NoSuchUpload", 500: "InternalError", 501: "NotImplemented", 503: "SlowDown",
+        400: "BadDigest", 403: "ExpiredToken", 404: "NoSuchUpload", 500: "InternalError", 501: "NotImplemented", 503: "SlowDown",
     }.items()
 }  # fmt: skip

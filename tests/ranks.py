@@ -17,43 +17,94 @@ import torch.distributed as dist
 _PRELOADED = ["torch.distributed.fsdp", "torch.distributed.checkpoint", "ckpt.api", "boto3", "pytest"]
 
 
+class Job:
+    """`function(rank, *args)` in `world_size` processes with a default gloo group.
+
+    The rendezvous store is held by this process, as torchrun's agent holds it.
+    """
+
+    def __init__(self, world_size: int, function: Callable[..., Any], *args: Any) -> None:
+        context = _context()
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._pipes, self.processes = [], []
+        for rank in range(world_size):
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_rank, args=(sender, rank, world_size, self._store.port, function, args)
+            )
+            process.start()
+            sender.close()
+            self._pipes.append(receiver)
+            self.processes.append(process)
+
+    def result(self, rank: int, timeout_s: float) -> Any:
+        """What the rank returned.
+
+        Raises:
+            TimeoutError: it has not ended after `timeout_s`.
+            RankDied: it ended without returning or raising anything.
+            RuntimeError: it raised.
+        """
+        pipe = self._pipes[rank]
+        if not pipe.poll(max(0.0, timeout_s)):
+            raise TimeoutError(f"rank {rank} did not finish in time")
+        try:
+            worked, value = pipe.recv()
+        except EOFError:
+            raise RankDied(f"rank {rank} died") from None
+        if not worked:
+            raise RuntimeError(f"rank {rank} failed:\n{value}")
+        return value
+
+    def kill(self) -> None:
+        """SIGKILL whoever is left, stopped ranks too."""
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+
+
+class RankDied(RuntimeError):
+    """A rank was killed."""
+
+
 def run_ranks(
     world_size: int,
     function: Callable[..., Any],
     *args: Any,
     killed: Collection[int] = (),
+    stopped: Collection[int] = (),
     timeout_s: float = 120,
 ) -> list[Any]:
-    """`function(rank, *args)` in `world_size` processes with a default gloo group; returns what each returned.
+    """What `function(rank, *args)` returned on each rank of a `Job`.
 
-    A rank in `killed` is expected to die of SIGKILL and its result is None. The rendezvous store is held by
-    this process, as torchrun's agent holds it.
+    A rank in `killed` is expected to die of SIGKILL, one in `stopped` to be stopped by SIGSTOP; their results
+    are None.
     """
-    context = _context()
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    pipes, processes = [], []
-    for rank in range(world_size):
-        receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=_rank, args=(sender, rank, world_size, store.port, function, args))
-        process.start()
-        sender.close()
-        pipes.append(receiver)
-        processes.append(process)
+    job, results = Job(world_size, function, *args), dict.fromkeys(range(world_size))
     try:
         deadline = time.monotonic() + timeout_s
-        results = [_result(rank, pipes[rank], deadline) for rank in range(world_size) if rank not in killed]
+        for rank in range(world_size):
+            if rank not in killed and rank not in stopped:
+                results[rank] = job.result(rank, deadline - time.monotonic())
         for rank in killed:
-            processes[rank].join(max(0.1, deadline - time.monotonic()))
-            assert processes[rank].exitcode == -9, (
-                f"rank {rank} ended with {processes[rank].exitcode}, not of SIGKILL"
-            )
+            process = job.processes[rank]
+            process.join(max(0.1, deadline - time.monotonic()))
+            assert process.exitcode == -9, f"rank {rank} ended with {process.exitcode}, not of SIGKILL"
+        for rank in stopped:
+            assert is_stopped(job.processes[rank].pid), f"rank {rank} is not stopped"
     finally:
-        for process in processes:
-            process.kill()
-        for process in processes:
-            process.join()
-    iterator = iter(results)
-    return [None if rank in killed else next(iterator) for rank in range(world_size)]
+        job.kill()
+    return [results[rank] for rank in range(world_size)]
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped by a signal."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] == "T"
+    except OSError:
+        return False  # it has ended
 
 
 def start(function: Callable[..., Any], *args: Any) -> Any:
@@ -68,18 +119,6 @@ def _context() -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     return context
-
-
-def _result(rank: int, pipe: multiprocessing.connection.Connection, deadline: float) -> Any:
-    if not pipe.poll(max(0.0, deadline - time.monotonic())):
-        raise TimeoutError(f"rank {rank} did not finish in time")
-    try:
-        worked, value = pipe.recv()
-    except EOFError:
-        raise RuntimeError(f"rank {rank} died") from None
-    if not worked:
-        raise RuntimeError(f"rank {rank} failed:\n{value}")
-    return value
 
 
 def _rank(

@@ -46,6 +46,13 @@ class S3Server:
         self.client().create_bucket(Bucket=name)
         return name
 
+    def drop_bucket(self, name: str) -> None:
+        """Free the memory of the server."""
+        client = self.client()
+        for found in client.list_objects_v2(Bucket=name).get("Contents", ()):
+            client.delete_object(Bucket=name, Key=found["Key"])
+        client.delete_bucket(Bucket=name)
+
 
 @contextlib.contextmanager
 def moto_server() -> Iterator[S3Server]:

@@ -31,6 +31,7 @@ from ckpt.consistency.simulator import Process, World
 from ckpt.errors import CheckpointError, NotCommitted, NotFound, SaveFailed
 from ckpt.manifest import decode_commit, decode_manifest
 from ckpt.reader import CheckpointReader
+from ckpt.watch import Answer
 from ckpt.writer import CheckpointWriter
 
 COLLECTIVE_TIMEOUT_S = 600.0
@@ -165,10 +166,13 @@ class Ranks:
             raise answer
         return answer
 
-    def roll_call(self, error: Exception) -> dict[int, str | None]:
+    def roll_call(self, error: Exception) -> dict[int, Answer]:
         environment.sleep(10)
         silent = [member.crashed or member.stalled for member in self._group.members]
-        return {rank: None if silent[rank] else str(error) for rank in range(self.size)}
+        return {
+            rank: Answer(False) if silent[rank] else Answer(True, failure=str(error))
+            for rank in range(self.size)
+        }
 
 
 class _Failed:
@@ -261,7 +265,8 @@ class Ours(Protocol):
     def save(self, url: str, group: Group, rank: int, content: Content) -> None:
         # Records of different sizes, as stale sizes do harm.
         tags = {"note": "x" * (content[0] // 100 % 5)}
-        writer = CheckpointWriter(url, threads=1, tags=tags)
+        # Operations that can be given up run in threads of their own, which a simulation has not.
+        writer = CheckpointWriter(url, threads=1, tags=tags, timeout_s=None)
         try:
             ckpt.api._save(content, writer, None, Ranks(group, rank))  # type: ignore[arg-type]
         except SaveFailed as error:

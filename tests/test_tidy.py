@@ -138,7 +138,7 @@ def test_signatures() -> None:
     storage = "state_dict, url, storage_options"
     assert (
         parameters(ckpt.CheckpointWriter)
-        == "url, storage_options, overwrite, threads, memory_budget_bytes, max_bandwidth_bytes_per_s, tags"
+        == "url, storage_options, overwrite, threads, memory_budget_bytes, max_bandwidth_bytes_per_s, tags, timeout_s"
     )
     assert (
         parameters(ckpt.CheckpointReader)
@@ -148,11 +148,11 @@ def test_signatures() -> None:
         assert (
             parameters(save)
             == f"{storage}, overwrite, planner, process_group, no_dist, threads, memory_budget_bytes, "
-            "max_bandwidth_bytes_per_s, tags"
+            "max_bandwidth_bytes_per_s, tags, timeout_s"
         )
     assert (
         parameters(ckpt.load) == f"{storage}, verify, visibility_timeout_s, planner, process_group, no_dist, "
-        "threads, memory_budget_bytes, trusted_objects"
+        "threads, memory_budget_bytes, trusted_objects, timeout_s"
     )
 
 

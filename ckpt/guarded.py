@@ -1,0 +1,185 @@
+"""A store whose operations end in time: with an error when they make no progress for too long."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from typing import Any, TypeVar
+
+from ckpt.backends.base import Body, Capabilities, ObjectStat, Part, PutMode, Store
+from ckpt.consistency import environment
+from ckpt.errors import StorageError, StorageUnavailable
+from ckpt.progress import Operation, Progress
+
+__all__ = ["GuardedStore"]
+
+T = TypeVar("T")
+
+_GRACE = 0.1
+"""The part of the limit that each operation gets, when it is reached: to clean up, to look what happened."""
+
+_PACED_BYTES = 1 << 20
+
+
+class GuardedStore(Store):
+    """Another store, whose operations tell `progress` what they do.
+
+    Those that do not touch memory of the caller's run in a thread of their own and are given up, with
+    StorageUnavailable, after `limit_s` without progress (None: never). A thread that the kernel or a server
+    holds ends when it is let go; it then finds that nobody wants its work any more, and undoes it.
+
+    `read_into` cannot be given up: what arrives late would change memory that is in use again.
+
+    Args:
+        own_memory: nobody but this library reads from the store, into memory that nobody else uses: reads are
+            given up too.
+    """
+
+    def __init__(
+        self, inner: Store, progress: Progress, limit_s: float | None, *, own_memory: bool = False
+    ) -> None:
+        self.url, self.threads = inner.url, inner.threads
+        self._inner, self._progress, self._limit_s, self._own_memory = inner, progress, limit_s, own_memory
+        self._given_up: list[threading.Thread] = []
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._inner.capabilities
+
+    def put(self, key: str, body: Body, *, mode: PutMode = PutMode.OVERWRITE) -> None:
+        def work(operation: Operation) -> None:
+            self._inner.put(key, _GuardedBody(body, operation, self._progress), mode=mode)
+
+        self._run("writing", key, work, body.nbytes)
+
+    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        def work(_: Operation) -> None:
+            self._inner.read_into(key, offset, buffers)
+
+        if self._own_memory:
+            self._run("reading", key, work)
+        else:
+            self._raise_if_given_up(key, settled=True)
+            with self._progress.operation("reading", key) as operation:
+                work(operation)
+
+    def stat(self, key: str) -> ObjectStat:
+        return self._run("looking for", key, lambda _: self._inner.stat(key))
+
+    def list(self, prefix: str = "") -> Iterator[ObjectStat]:
+        return self._inner.list(prefix)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        keys = list(keys)
+        if keys:
+            self._run("deleting", keys[0], lambda _: self._inner.delete(keys))
+
+    def prepare(self, prefix: str) -> None:
+        self._run("making the directory", prefix, lambda _: self._inner.prepare(prefix))
+
+    def abandon(self, prefix: str = "", *, choose: Callable[[ObjectStat], bool] | None = None) -> int:
+        return self._inner.abandon(prefix, choose=choose)
+
+    def folders(self, prefix: str = "") -> Iterator[str]:
+        return self._inner.folders(prefix)
+
+    def remove_empty(self, prefix: str = "") -> None:
+        self._inner.remove_empty(prefix)
+
+    def close(self) -> None:
+        held = [thread for thread in self._given_up if thread.is_alive()]
+        self._given_up = []
+        if held:  # closing would wait for them
+            threading.Thread(target=self._inner.close, name="ckpt-store", daemon=True).start()
+        else:
+            self._inner.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_given_up": []}
+
+    def _run(self, action: str, key: str, work: Callable[[Operation], T], size_bytes: int = 0) -> T:
+        self._raise_if_given_up(key, settled=True)
+        with self._progress.operation(action, key, size_bytes) as operation:
+            if self._limit_s is None:
+                return work(operation)
+            outcome: Future[T] = Future()
+            thread = threading.Thread(
+                target=_carry_out, args=(work, operation, outcome), name="ckpt-store", daemon=True
+            )
+            try:
+                thread.start()
+            except RuntimeError:  # Python starts no thread any more once it is ending
+                return work(operation)
+            try:
+                while not wait([outcome], timeout=min(self._limit_s / 20, 1.0)).done:
+                    self._raise_if_given_up(key, settled=False)
+                    self._raise_if_stalled(operation, self._limit_s)
+            except BaseException as error:
+                operation.abandoned = True
+                self._given_up.append(thread)
+                if not isinstance(error, Exception):  # an interrupt: the store itself works
+                    wait([outcome], timeout=_GRACE * self._limit_s)
+                raise
+            return outcome.result()
+
+    def _raise_if_given_up(self, key: str, *, settled: bool) -> None:
+        if self._progress.given_up is not None:
+            error = StorageError(f"not carried out: {self._progress.given_up}", url=self.url, key=key)
+            error.settled = settled
+            raise error
+
+    def _raise_if_stalled(self, operation: Operation, limit_s: float) -> None:
+        idle_s, age_s = self._progress.idle_s, environment.monotonic() - operation.began_at_s
+        if idle_s >= limit_s and age_s >= _GRACE * limit_s:
+            raise StorageUnavailable(
+                f"given up after {idle_s:.0f} s without progress: {operation}",
+                url=self.url,
+                key=operation.key,
+            )
+
+
+def _carry_out(work: Callable[[Operation], T], operation: Operation, outcome: Future[T]) -> None:
+    try:
+        result = work(operation)
+    except BaseException as error:
+        outcome.set_exception(error)
+    else:
+        outcome.set_result(result)
+
+
+class _GuardedBody:
+    """A body that notes what is sent of it, and has nothing more for an operation that was abandoned."""
+
+    def __init__(self, body: Body, operation: Operation, progress: Progress) -> None:
+        self._body, self._operation, self._progress = body, operation, progress
+        self.nbytes, self.has_checksums = body.nbytes, body.has_checksums
+
+    @contextlib.contextmanager
+    def part(self, start: int, stop: int) -> Iterator[Part]:
+        self._check()
+        with self._body.part(start, stop) as part:
+            self._progress.moved()
+            yield part if part.pace is None else Part(part.buffers, part.crc64nvme, self._pace(part.pace))
+        self._operation.sent_bytes += stop - start
+        self._progress.moved()
+
+    def crc64nvme(self) -> int | None:
+        self._check()
+        return self._body.crc64nvme()
+
+    def _check(self) -> None:
+        if self._operation.abandoned:
+            raise StorageError("given up", key=self._operation.key)
+
+    def _pace(self, pace: Callable[[int], None]) -> Callable[[int], None]:
+        """Sending slowly on purpose is progress too."""
+
+        def paced(nbytes: int) -> None:
+            for start in range(0, nbytes, _PACED_BYTES):
+                self._check()
+                pace(min(_PACED_BYTES, nbytes - start))
+                self._progress.moved()
+
+        return paced
