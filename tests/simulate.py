@@ -39,7 +39,7 @@ def main() -> int:
     last = arguments.seed + arguments.schedules
     chunks = [(first, min(first + 500, last)) for first in range(arguments.seed, last, 500)]
     total, failed = Tally(), []
-    with multiprocessing.Pool(arguments.processes) as pool:
+    with multiprocessing.Pool(arguments.processes, _start) as pool:
         for tally, failures in pool.imap_unordered(_run, chunks):
             total.add(tally)
             failed += failures
@@ -49,10 +49,14 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def _run(seeds: tuple[int, int]) -> tuple[Tally, list[str]]:
+def _start() -> None:
     torch.set_num_threads(1)
-    gc.freeze()  # what lives on need not be walked again and again
     logging.disable(logging.WARNING)
+    gc.collect()
+    gc.freeze()  # what lives on need not be walked again and again
+
+
+def _run(seeds: tuple[int, int]) -> tuple[Tally, list[str]]:
     total, failures = Tally(), []
     for seed in range(*seeds):
         try:
