@@ -123,7 +123,7 @@ def test_importing_is_light() -> None:
 
 def test_public_surface() -> None:
     assert ckpt.__all__ == [
-        "CheckpointReader", "CheckpointWriter", "Stager", "async_save", "collect_garbage", "copy", "diff", "errors", "inspect", "list_checkpoints",
+        "CheckpointReader", "CheckpointWriter", "Stager", "async_save", "collect_garbage", "copy", "diff", "doctor", "errors", "inspect", "list_checkpoints",
         "load", "remove", "roundtrip", "save", "verify",
     ]  # fmt: skip
     assert dir(ckpt) == sorted(ckpt.__all__)
