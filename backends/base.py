@@ -15,8 +15,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
-from urllib.parse import urlsplit
 
+from ckpt.backends.trials import Condition, Trials
 from ckpt.errors import ConfigurationError, IntegrityError, NotFound
 
 __all__ = [
@@ -24,14 +24,15 @@ __all__ = [
     "BodyError",
     "BytesBody",
     "Capabilities",
+    "Condition",
     "ObjectStat",
     "Part",
     "PutMode",
     "Store",
+    "Trials",
     "body_errors_unchanged",
     "check_key",
     "exists",
-    "honours_conditions",
     "is_key",
     "open_part",
     "part_size_bytes",
@@ -60,7 +61,8 @@ class Capabilities:
     """What a store promises. Unknown means False: the library then takes the careful path.
 
     Attributes:
-        conditional_create: `PutMode.CREATE` is one atomic step, also between clients.
+        conditional_create: `PutMode.CREATE` is one atomic step, also between clients, for objects that are not sent in
+            parts. Where a server decides, this is what it was seen to do (`consistency.conditions`).
         atomic_replace: `PutMode.OVERWRITE` shows readers the old bytes or the new, nothing between.
         list_after_write: `list` shows what any client has written before it was called.
         cross_client_visibility: what one client wrote, every other client sees at once.
@@ -201,6 +203,9 @@ class Store(ABC):
     threads: int
     """How many operations may run at the same time."""
 
+    directory: str | None = None
+    """The root as a path of this machine, where it is one."""
+
     @property
     @abstractmethod
     def capabilities(self) -> Capabilities: ...
@@ -266,6 +271,10 @@ class Store(ABC):
 
     def remove_empty(self, prefix: str = "") -> None:  # noqa: B027 (most stores have no directories)
         """Remove the directory `prefix` (as for `prepare`) and those below it, as far as they are empty."""
+
+    def trials(self) -> Trials | None:
+        """What a probe may ask of the server; None where the operations above show all there is."""
+        return None
 
     def close(self) -> None:  # noqa: B027 (a store without connections has nothing to close)
         """Release connections and threads; harmless to call twice."""
@@ -390,24 +399,6 @@ def scrub(text: str, secrets: Iterable[str]) -> str:
         if len(secret) > 3:
             text = text.replace(secret, "***")
     return text
-
-
-# Services whose "only if absent" is known to hold; others may refuse the header, or ignore it.
-_CONDITIONAL_HOSTS = (
-    ".amazonaws.com",
-    ".amazonaws.com.cn",
-    ".api.aws",
-    ".appdomain.cloud",
-    ".objectstorage.softlayer.net",
-)
-
-
-def honours_conditions(endpoint_url: str | None) -> bool:
-    """Whether the service there is known to carry out `If-None-Match` (None: the SDK's own, AWS)."""
-    if endpoint_url is None:
-        return True
-    host = urlsplit(endpoint_url).hostname or ""
-    return host.endswith(_CONDITIONAL_HOSTS)
 
 
 def take_options(scheme: str, options: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,7 +26,6 @@ from ckpt.backends.base import (
     Store,
     body_errors_unchanged,
     check_key,
-    honours_conditions,
     is_key,
     open_part,
     part_size_bytes,
@@ -55,6 +54,8 @@ _S3 = frozenset({"s3", "s3a"})
 # No directories to make, and one object is seen by all clients as soon as it is written.
 _OBJECT_STORES = _S3 | {"gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci", "memory"}
 _LOCAL = frozenset({"file", "local"})
+# Their rmdir removes what is empty, and nothing else; pyarrow's (HDFS) takes along what is inside.
+_EMPTY_ONLY = frozenset({"file", "local", "sftp", "ssh"})
 _HTTP = frozenset({"http", "https"})
 # Their one connection cannot be shared by threads.
 _ONE_AT_A_TIME = frozenset({"ftp"})
@@ -92,7 +93,6 @@ class FsspecStore(Store):
         s3 = self._protocol in _S3
         objects = self._protocol in _OBJECT_STORES
         return Capabilities(
-            conditional_create=s3 and honours_conditions(self._endpoint_url()),
             atomic_replace=objects,
             cross_client_visibility=objects or self._protocol in _LOCAL,
             max_object_size_bytes=5 << 40 if s3 else 1 << 62,
@@ -100,13 +100,6 @@ class FsspecStore(Store):
             min_part_size_bytes=5 * MIB if s3 else 1,
             max_part_size_bytes=5 << 30 if s3 else 1 << 62,
         )
-
-    def _endpoint_url(self) -> str | None:
-        """Of s3fs: where its requests go, None for AWS."""
-        given = self._options.get("endpoint_url") or (self._options.get("client_kwargs") or {}).get(
-            "endpoint_url"
-        )
-        return given or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
 
     def put(self, key: str, body: Body, *, mode: PutMode = PutMode.OVERWRITE) -> None:
         create = mode is PutMode.CREATE
@@ -291,6 +284,18 @@ class FsspecStore(Store):
                         self._fs.rm_file(path)
                         count += 1
         return count
+
+    def remove_empty(self, prefix: str = "") -> None:
+        if self._protocol not in _EMPTY_ONLY:
+            return
+        top = self._path(prefix) if prefix else self._root
+        with self._translated(prefix, "remove the empty directory"):
+            self._fs.invalidate_cache()
+            found = self._fs.find(top, withdirs=True, detail=True)
+            folders = [path for path, facts in found.items() if facts["type"] == "directory"]
+            for path in [*sorted({*folders} - {top}, key=len, reverse=True), top]:
+                with contextlib.suppress(Exception):  # it is not empty, or not there
+                    self._fs.rmdir(path)
 
     def _begun(self, bucket: str, upload: Mapping[str, Any]) -> ObjectStat:
         """An unfinished upload as an object; its size is not known."""

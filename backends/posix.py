@@ -103,7 +103,7 @@ class PosixStore(Store):
         self._fsync = bool(take_options("file", options or {}, {"fsync": True})["fsync"])
         self._root = _path_of(url)
         self._real_root = os.path.realpath(self._root)
-        self.url = self._root
+        self.url = self.directory = self._root
         self.threads = threads
 
     @cached_property

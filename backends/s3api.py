@@ -21,11 +21,11 @@ from ckpt.backends.base import (
     MIB,
     Body,
     Capabilities,
+    Condition,
     ObjectStat,
     Part,
     PutMode,
     check_key,
-    honours_conditions,
     is_key,
     part_size_bytes,
     remaining,
@@ -51,6 +51,7 @@ from ckpt.backends.s3io import (
     server_time,
 )
 from ckpt.backends.s3options import MAX_PART_SIZE_BYTES
+from ckpt.backends.s3trials import S3Trials
 from ckpt.errors import (
     AccessDenied,
     AlreadyExists,
@@ -75,19 +76,17 @@ class S3ApiStore(S3Connection):
     def __init__(self, url: str, options: Mapping[str, Any], *, threads: int) -> None:
         super().__init__(url, options, threads=threads)
         self._checksums = self._options["checksum"] == "crc64nvme"
-        self._conditional = True  # until the server refuses a condition as not implemented
+        self._condition: Condition | None = (
+            None  # what the server makes of "only if absent", once that is known
+        )
 
     @property
     def capabilities(self) -> Capabilities:
-        # The endpoint in use, which may come from the environment or from the SDK's configuration files.
-        known = honours_conditions(self._client.meta.endpoint_url)
         return Capabilities(
-            conditional_create=self._conditional and known,
+            conditional_create=self._condition is Condition.HONOURED,
             atomic_replace=True,
-            list_after_write=known,
             cross_client_visibility=True,
             parallel_parts=True,
-            verifies_checksums=self._checksums and known,
             max_object_size_bytes=5 << 40,
             max_parts=10_000,
             min_part_size_bytes=5 << 20,
@@ -98,17 +97,15 @@ class S3ApiStore(S3Connection):
 
     def put(self, key: str, body: Body, *, mode: PutMode = PutMode.OVERWRITE) -> None:
         create = mode is PutMode.CREATE
-        capabilities = self.capabilities
-        size = part_size_bytes(body.nbytes, self._options["part_size_bytes"], capabilities)
-        if create and not capabilities.conditional_create:
-            # The condition is sent all the same, but a server that we do not know may ignore it.
+        size = part_size_bytes(body.nbytes, self._options["part_size_bytes"], self.capabilities)
+        if create and not (self._condition is Condition.HONOURED and body.nbytes <= size):
+            # The condition is sent all the same, but a server may ignore it; some do so for uploads in parts only.
             self._refuse_existing(key)
         try:
-            self._put(key, body, size, create and self._conditional)
+            self._put(key, body, size, create and self._condition is not Condition.REFUSED)
         except NotImplementedByServer:
-            # Remembered: the server has no conditional requests. Look, then write: not atomic, and the
-            # capabilities say so from now on.
-            self._conditional = False
+            # The server has no conditional requests: look, then write. Not atomic, and the capabilities say so.
+            self._condition = Condition.REFUSED
             self._refuse_existing(key)
             self._put(key, body, size, create=False)
 
@@ -424,6 +421,10 @@ class S3ApiStore(S3Connection):
             with contextlib.suppress(UploadGone), self._translated(key, "abort the upload", UploadGone):
                 self._client.abort_multipart_upload(Bucket=self._bucket, Key=name, UploadId=upload_id)
         return len(found)
+
+    def trials(self) -> S3Trials:
+        # The endpoint in use, which may come from the environment or from the SDK's configuration files.
+        return S3Trials(self, f"{self._client.meta.endpoint_url}/{self._bucket}")
 
     def _upload_pages(self, prefix: str, *, best_effort: bool = False) -> Iterator[Any]:
         key = prefix.removeprefix(self._prefix)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ckpt.catalog import list_checkpoints
     from ckpt.comparison import diff
     from ckpt.copying import copy
+    from ckpt.diagnosis import doctor
     from ckpt.garbage import collect_garbage
     from ckpt.inspection import inspect
     from ckpt.reader import CheckpointReader
@@ -39,6 +40,7 @@ __all__ = [
     "collect_garbage",
     "copy",
     "diff",
+    "doctor",
     "errors",
     "inspect",
     "list_checkpoints",
@@ -58,6 +60,7 @@ _HOMES = {
     "collect_garbage": "ckpt.garbage",
     "copy": "ckpt.copying",
     "diff": "ckpt.comparison",
+    "doctor": "ckpt.diagnosis",
     "inspect": "ckpt.inspection",
     "list_checkpoints": "ckpt.catalog",
     "load": "ckpt.api",

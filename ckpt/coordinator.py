@@ -29,6 +29,7 @@ from ckpt.consistency.commit import (
     read_commit,
     stock_metadata_seal,
 )
+from ckpt.consistency.conditions import learn_condition
 from ckpt.consistency.seal import PICKLE_SEAL_BYTES, seal_pickle
 from ckpt.errors import (
     AlreadyExists,
@@ -48,6 +49,7 @@ from ckpt.manifest import (
     decode_manifest,
     encode,
     index_key,
+    probe_key,
 )
 from ckpt.plain_data import check_planner_data
 from ckpt.staging import StagingPool
@@ -133,6 +135,8 @@ class Coordinator:
             self._store.put(key, index)
             ref = ObjectRef(path=key, size_bytes=index.nbytes, crc64nvme=f"{index.crc64nvme():016x}")
             sealed = encode(msgspec.structs.replace(record, id=self._token, index=ref))
+            if self._previous is None:
+                learn_condition(self._store, probe_key(self._rank, self._token))
             acknowledged = self._publish(sealed, stock_metadata)
         except CommitUnknown:
             self._written.clear()

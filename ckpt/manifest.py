@@ -29,6 +29,7 @@ __all__ = [
     "encode",
     "index_key",
     "manifest_key",
+    "probe_key",
     "rank_directory",
 ]
 
@@ -160,6 +161,11 @@ def manifest_key(rank: int, token: str) -> str:
 
 def index_key(rank: int, token: str) -> str:
     return f"{rank_directory(rank)}/{token}.index"
+
+
+def probe_key(rank: int, token: str) -> str:
+    """An object that is deleted at once: it shows what the storage makes of "only if absent"."""
+    return f"{rank_directory(rank)}/{token}.probe"
 
 
 def encode(record: CommitRecord | RankManifest) -> bytes:

@@ -12,7 +12,7 @@ from ckpt.findings import Stray
 
 __all__ = ["find_strays", "is_our_name"]
 
-_OUR_NAMES = re.compile(r"rank-\d{5,}/[0-9a-f]{16}(-\d+\.distcp|\.json|\.index|\.metadata)")
+_OUR_NAMES = re.compile(r"rank-\d{5,}/[0-9a-f]{16}(-\d+\.distcp|\.json|\.index|\.metadata|\.probe)")
 
 _MAX_STRAYS = 10_000
 

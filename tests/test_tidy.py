@@ -63,11 +63,15 @@ def may_import(module: str, imported: str) -> bool:
         return True
     if area == "backends":
         inside = {"ckpt.backends.base"}
+        if module == "ckpt.backends.base":
+            inside.add("ckpt.backends.trials")
         if module in ("ckpt.backends.s3", "ckpt.backends.cos"):
             inside |= {"ckpt.backends.s3api", "ckpt.backends.s3options"}
-        shared = ("s3io", "s3errors", "s3options")
-        if module in ("ckpt.backends.s3io", "ckpt.backends.s3connection", "ckpt.backends.s3api"):
+        shared = ("s3io", "s3errors", "s3options", "s3trials")
+        if module in (f"ckpt.backends.{name}" for name in ("s3io", "s3connection", "s3api", "s3trials")):
             inside |= {f"ckpt.backends.{name}" for name in shared}
+        if module == "ckpt.backends.s3trials":
+            inside.add("ckpt.backends.s3api")  # of which it is a part
         if module == "ckpt.backends.s3api":
             inside.add("ckpt.backends.s3connection")
         return imported in inside or (module == "ckpt.backends.registry" and target == "backends")
@@ -119,7 +123,7 @@ def test_importing_is_light() -> None:
 
 def test_public_surface() -> None:
     assert ckpt.__all__ == [
-        "CheckpointReader", "CheckpointWriter", "Stager", "async_save", "collect_garbage", "copy", "diff", "errors", "inspect", "list_checkpoints",
+        "CheckpointReader", "CheckpointWriter", "Stager", "async_save", "collect_garbage", "copy", "diff", "doctor", "errors", "inspect", "list_checkpoints",
         "load", "remove", "roundtrip", "save", "verify",
     ]  # fmt: skip
     assert dir(ckpt) == sorted(ckpt.__all__)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ckpt.cli import cat, cp, diff, gc, inspect, ls, rm, roundtrip, verify
+from ckpt.cli import cat, cp, diff, doctor, gc, inspect, ls, rm, roundtrip, verify
 
 __all__ = ["app", "main"]
 
@@ -19,7 +19,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _module in (ls, inspect, cat, verify, diff, cp, rm, gc, roundtrip):
+for _module in (ls, inspect, cat, verify, diff, cp, rm, gc, doctor, roundtrip):
     app.command()(getattr(_module, _module.__name__.rpartition(".")[2]))
 
 

@@ -1,0 +1,31 @@
+"""The second client's process: `python -m ckpt.consistency.probe_process FD`, its orders come over that socket."""
+
+from __future__ import annotations
+
+import sys
+from multiprocessing.connection import Connection
+
+from ckpt.consistency.probe_clients import perform
+from ckpt.errors import CheckpointError
+
+__all__ = ["main"]
+
+
+def main(descriptor: int) -> None:
+    """Serve until the other side hangs up."""
+    with Connection(descriptor) as connection:
+        try:
+            store = connection.recv()
+            while True:
+                operation, arguments = connection.recv()
+                try:
+                    answer = True, perform(store, operation, arguments)
+                except CheckpointError as error:
+                    answer = False, error
+                connection.send(answer)
+        except (EOFError, OSError):
+            return
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
