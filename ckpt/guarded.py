@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
-from ckpt.backends.base import Body, Capabilities, ObjectStat, Part, PutMode, Store
+from ckpt.backends.base import Body, Capabilities, ObjectStat, Part, PutMode, Store, Trials
 from ckpt.consistency import environment
 from ckpt.errors import StorageError, StorageUnavailable
 from ckpt.progress import Operation, Progress
@@ -40,7 +40,7 @@ class GuardedStore(Store):
     def __init__(
         self, inner: Store, progress: Progress, limit_s: float | None, *, own_memory: bool = False
     ) -> None:
-        self.url, self.threads = inner.url, inner.threads
+        self.url, self.threads, self.directory = inner.url, inner.threads, inner.directory
         self._inner, self._progress, self._limit_s, self._own_memory = inner, progress, limit_s, own_memory
         self._given_up: list[threading.Thread] = []
 
@@ -87,6 +87,9 @@ class GuardedStore(Store):
 
     def remove_empty(self, prefix: str = "") -> None:
         self._inner.remove_empty(prefix)
+
+    def trials(self) -> Trials | None:
+        return self._inner.trials()
 
     def close(self) -> None:
         held = [thread for thread in self._given_up if thread.is_alive()]
