@@ -26,7 +26,7 @@ from ckpt.errors import CheckpointError, ConfigurationError, FormatError, NotFou
 from ckpt.places import Place, file_name, open_file, open_source
 from ckpt.ranks import Ranks, RanksFailed
 from ckpt.safetensors_format import INDEX_SUFFIX
-from ckpt.safetensors_source import SafetensorsSource
+from ckpt.safetensors_source import SafetensorsSource, find_model
 from ckpt.safetensors_target import write_safetensors
 from ckpt.source import Source
 from ckpt.torch_source import TorchFileSource
@@ -39,6 +39,7 @@ Format = Literal["ckpt", "dcp", "torch", "safetensors"]
 _FORMATS = ("ckpt", "dcp", "torch", "safetensors")
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 _DEFAULT_SHARD_BYTES = 5_000_000_000
+_OLD_WEIGHTS = "pytorch_model.bin"
 _ZIP = b"PK\x03\x04"
 
 
@@ -221,15 +222,15 @@ def _open(url: str | os.PathLike[str], options: Mapping[str, Any] | None) -> Sou
 
 
 def _open_folder(url: str | os.PathLike[str], place: Place, options: Mapping[str, Any] | None) -> Source:
-    try:
-        if not _is_checkpoint(place):
-            return SafetensorsSource(place)
-    except NotFound:
+    if not _is_checkpoint(place):
+        key = find_model(place.folder)
+        if key is not None:
+            return SafetensorsSource(place, key)
         with contextlib.suppress(NotFound):
-            stat = place.folder.stat("pytorch_model.bin")
+            stat = place.folder.stat(_OLD_WEIGHTS)
             return TorchFileSource(Place(place.folder, stat.key, stat, place.base), has_folder=True)
-    place.close()  # also where there is nothing of any format: what is missing is said best by
-    return CheckpointSource(url, options)
+    place.close()
+    return CheckpointSource(url, options)  # which also says best what is missing where there is nothing
 
 
 def _is_checkpoint(place: Place) -> bool:

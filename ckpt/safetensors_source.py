@@ -22,7 +22,7 @@ from ckpt.safetensors_format import (
 )
 from ckpt.source import FileSource, TensorFacts
 
-__all__ = ["SafetensorsSource", "belongs_to_model"]
+__all__ = ["SafetensorsSource", "belongs_to_model", "find_model"]
 
 _WEIGHTS = (
     ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".ot", ".index.json",
@@ -34,15 +34,16 @@ _FILES_AT_ONCE = 4
 
 
 class SafetensorsSource(FileSource):
-    """Opened from one file, from an index, or from a folder with either.
+    """Opened from one file or from an index; `key` names it where `place` is a folder.
 
     Raises:
         FormatError: a header or the index is not valid, or they disagree.
         NotFound: a file of the index is not there.
     """
 
-    def __init__(self, place: Place) -> None:
-        store, key = place.folder, place.key or _key_in(place.folder)
+    def __init__(self, place: Place, key: str | None = None) -> None:
+        store, key = place.folder, key or place.key
+        assert key is not None
         self._place, self._has_folder = place, place.key is None
         files, wanted = _files(store, key)
         url = place.url if place.key is not None else store.url
@@ -126,8 +127,12 @@ def belongs_to_model(store: Store) -> Iterator[tuple[Store, ObjectStat]]:
                 yield store, facts
 
 
-def _key_in(store: Store) -> str:
-    """The index of a folder, or its only file of the format."""
+def find_model(store: Store) -> str | None:
+    """The index of a folder, or its only file of the format; None if there is neither.
+
+    Raises:
+        ConfigurationError: there are several.
+    """
     for key in (f"model{INDEX_SUFFIX}", "model.safetensors"):
         try:
             store.stat(key)
@@ -143,7 +148,7 @@ def _key_in(store: Store) -> str:
             raise ConfigurationError(
                 f"there are {len(found)} {suffix} files here; name the one that is meant", url=store.url
             )
-    raise NotFound("there is no safetensors file here", url=store.url)
+    return None
 
 
 def _files(store: Store, key: str) -> tuple[dict[str, ObjectStat], dict[str, str] | None]:

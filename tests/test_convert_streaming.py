@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -63,13 +64,17 @@ def peak_bytes(source: Path, target: Path | str, *, code: str = _CONVERT, **opti
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_one_tensor_larger_than_the_limit(form: str, tmp_path: Path) -> None:
-    """1.5 GiB in one tensor, through every format; halved on its way, so that what is written fits anywhere."""
+    """2 GiB in one tensor, through every format; a quarter of it after the first step, to spare the disk.
+
+    Without any tensor, a process takes 280 MiB.
+    """
     sparse_model(tmp_path / "huge.safetensors", 2)
     first = tmp_path / f"first{ENDINGS[form]}"
-    assert peak_bytes(tmp_path / "huge.safetensors", first, to=form, dtype="float8_e4m3fn") < 900 * MIB
+    assert peak_bytes(tmp_path / "huge.safetensors", first, to=form, dtype="float8_e4m3fn") < 500 * MIB
     (tmp_path / "huge.safetensors").unlink()
-    assert peak_bytes(first, tmp_path / "second.pt", to="torch") < 900 * MIB
+    assert peak_bytes(first, tmp_path / "second.pt", to="torch") < 500 * MIB
     assert torch.load(tmp_path / "second.pt", weights_only=True, mmap=True)["huge"].shape == (2 << 18, 1024)
+    shutil.rmtree(tmp_path)  # pytest would keep it
 
 
 def test_parts_in_parallel_stay_in_the_limit(s3: S3Server, tmp_path: Path) -> None:
