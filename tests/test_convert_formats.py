@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +168,11 @@ def test_safetensors_files_are_in_order(tmp_path: Path) -> None:
     with safe_open(tmp_path / "one.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
         assert {name: digest(file.get_tensor(name)) for name in file.keys()} == digest(saved)  # noqa: SIM118
-    assert int.from_bytes((tmp_path / "one.safetensors").read_bytes()[:8], "little") % 8 == 0
+    raw = (tmp_path / "one.safetensors").read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    assert length % 8 == 0
+    header = json.loads(raw[8 : 8 + length])
+    assert all(header[name]["data_offsets"][0] % tensor.itemsize == 0 for name, tensor in saved.items())
 
 
 def test_over_s3(s3: S3Server, tmp_path: Path) -> None:
