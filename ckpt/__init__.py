@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ckpt.api import async_save, load, save
     from ckpt.catalog import list_checkpoints
     from ckpt.comparison import diff
+    from ckpt.conversion import convert
     from ckpt.copying import copy
     from ckpt.diagnosis import doctor
     from ckpt.garbage import collect_garbage
@@ -38,6 +39,7 @@ __all__ = [
     "Stager",
     "async_save",
     "collect_garbage",
+    "convert",
     "copy",
     "diff",
     "doctor",
@@ -58,6 +60,7 @@ _HOMES = {
     "Stager": "ckpt.stager",
     "async_save": "ckpt.api",
     "collect_garbage": "ckpt.garbage",
+    "convert": "ckpt.conversion",
     "copy": "ckpt.copying",
     "diff": "ckpt.comparison",
     "doctor": "ckpt.diagnosis",

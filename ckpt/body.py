@@ -24,7 +24,16 @@ from ckpt.consistency.digest import BLOCK_SIZE_BYTES, block_crcs, combine_blocks
 from ckpt.staging import StagingPool
 from ckpt.tensors import copy_flat, has_memory_view, memory_of
 
-__all__ = ["ALIGNMENT_BYTES", "BytesPayload", "FileBody", "FileItem", "Payload", "TensorPayload"]
+__all__ = [
+    "ALIGNMENT_BYTES",
+    "BytesPayload",
+    "Due",
+    "FileBody",
+    "FileItem",
+    "Payload",
+    "StreamedPayload",
+    "TensorPayload",
+]
 
 ALIGNMENT_BYTES = 64
 """Where items start. Payloads then are aligned too, and no block boundary cuts an element in two."""
@@ -39,8 +48,8 @@ class Payload(Protocol):
     @property
     def nbytes(self) -> int: ...
 
-    def open(self) -> memoryview | torch.Tensor:
-        """All of it as it lies in memory, or the tensor it has to be copied from."""
+    def open(self) -> memoryview | torch.Tensor | StreamedPayload:
+        """All of it as it lies in memory, the tensor it has to be copied from, or itself if it is streamed."""
 
     def served(self, nbytes: int) -> None:
         """That many bytes have left; what is no longer needed may be let go."""
@@ -89,6 +98,32 @@ class TensorPayload:
             if self._left <= 0:
                 # Whoever still reads it holds it; a retry of an earlier part asks the planner again.
                 self._tensor, self._left = None, self._nbytes
+
+
+class StreamedPayload:
+    """Bytes that are read when their part is due, and only those of the part.
+
+    Args:
+        read: fills the memory of all that is due of a part at once. Payloads of one file share it.
+    """
+
+    def __init__(self, nbytes: int, read: Callable[[Sequence[Due]], None]) -> None:
+        self._nbytes = nbytes
+        self.read = read
+
+    @property
+    def nbytes(self) -> int:
+        return self._nbytes
+
+    def open(self) -> StreamedPayload:
+        return self
+
+    def served(self, nbytes: int) -> None:
+        pass
+
+
+Due = tuple[StreamedPayload, int, memoryview]
+"""A payload, the place of the first byte wanted of it, and the memory to fill."""
 
 
 @dataclass(frozen=True)
@@ -195,8 +230,8 @@ class FileBody:
 class _Run:
     """A run of a file's bytes from `position` on, and where they come from.
 
-    One of: a `view` of memory; a `tensor` whose bytes from `begin` on are copied; a small `item` as a whole,
-    with the gap before it, which is copied too.
+    One of: a `view` of memory; a `tensor` whose bytes from `begin` on are copied; a `streamed` payload that is read
+    from `begin` on; a small `item` as a whole, with the gap before it, which is copied too.
     """
 
     position: int
@@ -205,6 +240,7 @@ class _Run:
     tensor: torch.Tensor | None = None
     begin: int = 0
     item: FileItem | None = None
+    streamed: StreamedPayload | None = None
     payload: Payload | None = None
     scratch_at: int = -1
 
@@ -235,6 +271,8 @@ def _payload_run(position: int, payload: Payload, begin: int, end: int) -> _Run:
     source = payload.open()
     if isinstance(source, memoryview):
         return _Run(position, end - begin, source[begin:end], payload=payload)
+    if isinstance(source, StreamedPayload):
+        return _Run(position, end - begin, streamed=source, begin=begin)
     view = memory_of(source)[begin:end] if has_memory_view(source) else None
     return _Run(position, end - begin, view, source, begin, payload=payload)
 
@@ -261,6 +299,7 @@ def _fill(runs: Sequence[_Run], scratch: torch.Tensor) -> list[memoryview]:
     """Copy what has to be copied; returns the buffers of all runs in order."""
     memory = memory_of(scratch)
     buffers: list[memoryview] = []
+    due: list[Due] = []
     open_from = open_to = -1
     for run in runs:
         if run.scratch_at < 0:
@@ -272,7 +311,9 @@ def _fill(runs: Sequence[_Run], scratch: torch.Tensor) -> list[memoryview]:
             continue
         at, to = run.scratch_at, run.scratch_at + run.nbytes
         if run.item is not None:
-            _copy_item(run.item, memory, scratch, at, to)
+            _copy_item(run.item, memory, scratch, at, to, due)
+        elif run.streamed is not None:
+            due.append((run.streamed, run.begin, memory[at:to]))
         elif run.view is not None:
             memory[at:to] = run.view
         else:
@@ -284,11 +325,15 @@ def _fill(runs: Sequence[_Run], scratch: torch.Tensor) -> list[memoryview]:
         open_to = to
     if open_from >= 0:
         buffers.append(memory[open_from:open_to])
+    if due:
+        due[0][0].read(due)
     return buffers
 
 
-def _copy_item(item: FileItem, memory: memoryview, scratch: torch.Tensor, at: int, to: int) -> None:
-    """Copy a whole item into scratch `[at, to)`, with zeros in the gap before it."""
+def _copy_item(
+    item: FileItem, memory: memoryview, scratch: torch.Tensor, at: int, to: int, due: list[Due]
+) -> None:
+    """Copy a whole item into scratch `[at, to)`, with zeros in the gap before it; what is streamed becomes `due`."""
     head_at = to - item.length
     memory[at:head_at] = bytes(head_at - at)
     payload_at, payload_to = head_at + len(item.head), to - len(item.tail)
@@ -297,6 +342,8 @@ def _copy_item(item: FileItem, memory: memoryview, scratch: torch.Tensor, at: in
     source = item.payload.open()
     if isinstance(source, memoryview):
         memory[payload_at:payload_to] = source
+    elif isinstance(source, StreamedPayload):
+        due.append((source, 0, memory[payload_at:payload_to]))
     elif has_memory_view(source):
         memory[payload_at:payload_to] = memory_of(source)
     else:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -74,10 +75,11 @@ def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 class ItemWindow(io.RawIOBase):
     """A file over an item that fetches pages on demand, and refuses to fetch more than a frame can have."""
 
-    def __init__(self, read_at: ReadAt, nbytes: int) -> None:
+    def __init__(self, read_at: ReadAt, nbytes: int, *, max_bytes: int = _MAX_FRAME_BYTES) -> None:
         super().__init__()
         self._read_at = read_at
         self._nbytes = nbytes
+        self._max_bytes = max_bytes
         self._position = 0
         self._pages: dict[int, bytes] = {}
         self.failure: Exception | None = None
@@ -106,9 +108,14 @@ class ItemWindow(io.RawIOBase):
             self._position += len(piece)
         return total
 
+    def prefetch(self, places: Sequence[int], threads: Executor) -> None:
+        """Fetch the pages of these places, many at a time, as far as they may be fetched at all."""
+        numbers = sorted({place // _PAGE_BYTES for place in places if 0 <= place < self._nbytes})
+        list(threads.map(self._page, numbers[: self._max_bytes // _PAGE_BYTES - len(self._pages)]))
+
     def _page(self, number: int) -> bytes:
         if number not in self._pages:
-            if len(self._pages) * _PAGE_BYTES >= _MAX_FRAME_BYTES:
+            if len(self._pages) * _PAGE_BYTES >= self._max_bytes:
                 raise ValueError("the item's frame is too large")
             page = bytearray(min(_PAGE_BYTES, self._nbytes - number * _PAGE_BYTES))
             try:

@@ -10,15 +10,17 @@ from __future__ import annotations
 import functools
 import math
 import mmap
+import sys
 import threading
 from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Frame", "frame"]
+__all__ = ["Frame", "frame", "save_without_crc32", "untouched_memory"]
 
 _MARK = 0xA5
 _SMALL_BYTES = 4096
+_NO_RESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 _lock = threading.Lock()
 
 
@@ -40,10 +42,11 @@ def frame(dtype: torch.dtype, shape: torch.Size) -> Frame:
     """The frame of a dense row-major CPU tensor. Raises TypeError for a dtype that torch cannot save."""
     payload_bytes = math.prod(shape) * dtype.itemsize
     pattern = bytes([_MARK]) * payload_bytes if payload_bytes <= _SMALL_BYTES else None
-    tensor = _tensor_over(_memory(payload_bytes, pattern), dtype, shape)
+    memory = untouched_memory(payload_bytes) if pattern is None else bytearray(pattern)
+    tensor = _tensor_over(memory, dtype, shape)
     sink = _Sink(payload_bytes, pattern)
     try:
-        _save_without_crc32(tensor, sink)
+        save_without_crc32(tensor, sink)
     except KeyError as error:
         raise TypeError(f"torch cannot save tensors of {dtype}") from error
     if len(sink.parts) != (2 if payload_bytes else 1):
@@ -52,11 +55,9 @@ def frame(dtype: torch.dtype, shape: torch.Size) -> Frame:
     return Frame(bytes(head), bytes(tail), payload_bytes)
 
 
-def _memory(nbytes: int, pattern: bytes | None) -> bytearray | mmap.mmap:
-    """Memory with the pattern; without one, memory that takes up no page as long as nobody touches it."""
-    if pattern is not None:
-        return bytearray(pattern)
-    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+def untouched_memory(nbytes: int) -> mmap.mmap:
+    """Memory that takes up no page as long as nobody touches it, and is promised to nobody: it may exceed the machine's."""
+    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
 
 
 def _tensor_over(memory: bytearray | mmap.mmap, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
@@ -87,13 +88,14 @@ class _Sink:
         pass
 
 
-def _save_without_crc32(tensor: torch.Tensor, sink: _Sink) -> None:
+def save_without_crc32(value: object, sink: object) -> None:
+    """`torch.save(value, sink)` whose frame does not depend on the content."""
     # The option is global; another thread's torch.save at this moment would leave out its CRC-32 too,
     # which nothing of torch's reads.
     with _lock:
         before = torch.serialization.get_crc32_options()
         torch.serialization.set_crc32_options(False)
         try:
-            torch.save(tensor, sink)  # type: ignore[arg-type]
+            torch.save(value, sink)  # type: ignore[arg-type]
         finally:
             torch.serialization.set_crc32_options(before)

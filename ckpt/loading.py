@@ -58,6 +58,7 @@ class Loader:
 
     Args:
         trusted_objects: FQN patterns of objects that the planner may unpickle as they were stored.
+        located: where payloads in foreign files were found to be, kept from one load of a checkpoint to the next.
     """
 
     def __init__(
@@ -69,11 +70,12 @@ class Loader:
         threads: Executor,
         *,
         trusted_objects: Collection[str],
+        located: dict[tuple[str, int], StoredTensor | None] | None = None,
     ) -> None:
         self._store, self._checkpoint, self._planner = store, checkpoint, planner
         self._fetcher, self._threads = fetcher, threads
         self._trusted_objects = trusted_objects
-        self._located: dict[tuple[str, int], StoredTensor | None] = {}
+        self._located = {} if located is None else located
         self._filled: Mapping[MetadataIndex, Box | None] = {}
 
     def run(self, items: Sequence[ReadItem]) -> None:
@@ -250,6 +252,7 @@ class Loader:
             if item.type != LoadItemType.BYTE_IO
             and info.length > _SMALL_ITEM_BYTES
             and not info.transform_descriptors
+            and (info.relative_path, info.offset) not in self._located
         }
 
         def locate(info: _StorageInfo) -> StoredTensor | None:
@@ -260,7 +263,7 @@ class Loader:
 
             return locate_payload(read_at, info.offset, info.length)
 
-        self._located = dict(zip(wanted, self._threads.map(locate, wanted.values()), strict=True))
+        self._located |= dict(zip(wanted, self._threads.map(locate, wanted.values()), strict=True))
 
 
 def _has_room(window: Window, target: _Target | None) -> bool:

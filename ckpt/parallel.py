@@ -32,12 +32,19 @@ def in_order(
         for item in todo:
             begun.append(threads.submit(work, item))
             if len(begun) >= ahead:
-                yield begun.popleft().result()
+                yield _first(begun)
         while begun:
-            yield begun.popleft().result()
+            yield _first(begun)
     finally:
         if begun and stop is not None:
             stop.set()
         for future in begun:
             future.cancel()
         wait(begun)
+
+
+def _first(begun: deque[Future[R]]) -> R:
+    """The first result. Until it is there its work counts as begun, also for whoever is interrupted meanwhile."""
+    result = begun[0].result()
+    begun.popleft()
+    return result

@@ -97,6 +97,13 @@ class Ranks:
         dist.broadcast_object_list(box, group=self.group, group_src=0)
         return box[0]
 
+    def gather(self, value: T) -> list[T]:
+        """Every rank's `value`, in order, on all ranks."""
+        values: list[Any] = [value] * len(self._members)
+        if len(self._members) > 1:
+            dist.all_gather_object(values, value, group=self.group)
+        return values
+
     def together(self, call: str, work: Callable[[], T]) -> T:
         """`work()` of this rank, once that of every rank has worked.
 

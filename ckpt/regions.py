@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any
@@ -24,6 +24,7 @@ from ckpt.coverage import Box, tiling_fault
 from ckpt.errors import ConfigurationError, FormatError, NotFound
 from ckpt.fetch import Fetcher
 from ckpt.loading import Loader
+from ckpt.pieces import StoredTensor
 from ckpt.staging import MIN_MEMORY_BUDGET_BYTES, StagingPool
 
 __all__ = ["OpenCheckpoint", "is_quantized", "split_box"]
@@ -46,6 +47,12 @@ class OpenCheckpoint:
             self.close()
             raise
         self._pool = StagingPool(MIN_MEMORY_BUDGET_BYTES)
+        self._located: dict[int, dict[tuple[str, int], StoredTensor | None]] = {}
+
+    @property
+    def parts(self) -> list[Checkpoint]:
+        """What stands there: one checkpoint, or a part a rank."""
+        return [part for part, _ in self._parts]
 
     @property
     def names(self) -> list[str]:
@@ -83,13 +90,32 @@ class OpenCheckpoint:
             IntegrityError: its bytes are damaged.
             ConfigurationError: a quantized tensor, which has no values without its scales.
         """
+        part, items = self._plan(name, offsets, lengths, 0)
+        target = torch.empty(tuple(lengths), dtype=self.tensor(name).dtype, device="cpu")
+        self._run(part, _Planner([target]), items)
+        return target
+
+    def read_into(self, wanted: Sequence[tuple[str, Sequence[int], torch.Tensor]]) -> None:
+        """Fill each target with the region of its tensor at the offsets given, cast to its dtype. Raises as `read`."""
+        todo: dict[int, tuple[Checkpoint, list[ReadItem]]] = {}
+        for number, (name, offsets, target) in enumerate(wanted):
+            part, items = self._plan(name, offsets, target.shape, number)
+            todo.setdefault(id(part), (part, []))[1].extend(items)
+        planner = _Planner([target for _, _, target in wanted])
+        for part, items in todo.values():
+            self._run(part, planner, items)
+
+    def _plan(
+        self, name: str, offsets: Sequence[int], lengths: Sequence[int], number: int
+    ) -> tuple[Checkpoint, list[ReadItem]]:
+        """What to read for target `number`; found to be there before any memory is set aside for it."""
         part, _, fqn, entry = self.find(name)
         assert isinstance(entry, TensorColumns)
         if is_quantized(entry.dtype):
             raise ConfigurationError(
                 f"{name[:200]!r} is quantized; its values cannot be shown", url=self.store.url
             )
-        items = list(_read_items(fqn, entry, offsets, lengths))
+        items = list(_read_items(fqn, entry, offsets, lengths, str(number)))
         boxes: list[Box] = [
             (tuple(i.dest_offsets), tuple(o + n for o, n in zip(i.dest_offsets, i.lengths, strict=True)))
             for i in items
@@ -97,9 +123,7 @@ class OpenCheckpoint:
         fault = tiling_fault(boxes, lengths)
         if fault is not None:
             raise FormatError(f"of this part of {name[:200]!r} {fault}", url=self.store.url)
-        target = torch.empty(tuple(lengths), dtype=entry.dtype, device="cpu")
-        self._run(part, _Planner(target), items)
-        return target
+        return part, items
 
     def read_object(self, name: str) -> Any:
         """An object, loaded with `weights_only=True`.
@@ -107,15 +131,40 @@ class OpenCheckpoint:
         Raises:
             UnsafeContent: loading it needs more than torch's safe types.
         """
+        data = self._read_object(name, trusted=False)
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+
+    def stored_object(self, name: str) -> bytes:
+        """The bytes of an object as it was saved, which nobody has looked at."""
+        return self._read_object(name, trusted=True)
+
+    def _read_object(self, name: str, *, trusted: bool) -> bytes:
         part, _, fqn, _ = self.find(name)
         index, nothing = MetadataIndex(fqn), torch.Size([0])
-        planner = _Planner(torch.empty(0))
-        self._run(part, planner, [ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)])
-        return torch.load(io.BytesIO(planner.data), map_location="cpu", weights_only=True)
+        planner = _Planner([])
+        item = ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)
+        self._run(part, planner, [item], trusted_objects=("*",) if trusted else ())
+        return planner.data
 
-    def _run(self, part: Checkpoint, planner: _Planner, items: Sequence[ReadItem]) -> None:
+    def _run(
+        self,
+        part: Checkpoint,
+        planner: _Planner,
+        items: Sequence[ReadItem],
+        trusted_objects: Collection[str] = (),
+    ) -> None:
         fetcher = Fetcher(self.store, self._pool, part.when_visible)
-        Loader(self.store, part, planner, fetcher, self.threads, trusted_objects=()).run(items)
+        located = self._located.setdefault(id(part), {})
+        loader = Loader(
+            self.store,
+            part,
+            planner,
+            fetcher,
+            self.threads,
+            trusted_objects=trusted_objects,
+            located=located,
+        )
+        loader.run(items)
 
     def _prefix(self, number: int) -> str:
         return f"rank {number}: " if len(self._parts) > 1 else ""
@@ -157,7 +206,7 @@ def split_box(begin: Sequence[int], end: Sequence[int], max_elements: int) -> It
 
 
 def _read_items(
-    fqn: str, entry: TensorColumns, offsets: Sequence[int], lengths: Sequence[int]
+    fqn: str, entry: TensorColumns, offsets: Sequence[int], lengths: Sequence[int], target: str
 ) -> Iterator[ReadItem]:
     """What of each chunk is in a region."""
     first = np.array(offsets, dtype=np.int64)
@@ -167,7 +216,7 @@ def _read_items(
     for row in np.flatnonzero((begin < end).all(axis=1)).tolist():
         yield ReadItem(
             LoadItemType.TENSOR,
-            MetadataIndex(fqn),
+            MetadataIndex(target),
             torch.Size((begin[row] - first).tolist()),
             MetadataIndex(fqn, torch.Size(entry.offsets[row].tolist()), row),
             torch.Size((begin[row] - entry.offsets[row]).tolist()),
@@ -176,14 +225,14 @@ def _read_items(
 
 
 class _Planner(LoadPlanner):
-    """Hands out one tensor, and keeps the bytes of an object."""
+    """Hands out tensors by their number, and keeps the bytes of an object."""
 
-    def __init__(self, target: torch.Tensor) -> None:
-        self._target = target
+    def __init__(self, targets: Sequence[torch.Tensor]) -> None:
+        self._targets = targets
         self.data = b""
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        found = self._target
+        found = self._targets[int(read_item.dest_index.fqn)]
         for dimension, (start, length) in enumerate(
             zip(read_item.dest_offsets, read_item.lengths, strict=True)
         ):

@@ -6,20 +6,20 @@ from typing import Annotated
 
 import typer
 
-from ckpt.cli import cat, cp, diff, doctor, gc, inspect, ls, rm, roundtrip, verify
+from ckpt.cli import cat, convert, cp, diff, doctor, gc, inspect, ls, rm, roundtrip, verify
 
 __all__ = ["app", "main"]
 
 app = typer.Typer(
     name="ckpt",
-    help="See, check, copy and remove checkpoints, on any storage.",
+    help="See, check, convert, copy and remove checkpoints, on any storage.",
     epilog="Exit codes: 0 fine, 1 a problem was found, 2 usage, 3 not found or not committed, "
     "4 the storage refused or cannot be reached.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _module in (ls, inspect, cat, verify, diff, cp, rm, gc, doctor, roundtrip):
+for _module in (ls, inspect, cat, verify, diff, convert, cp, rm, gc, doctor, roundtrip):
     app.command()(getattr(_module, _module.__name__.rpartition(".")[2]))
 
 
