@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from ckpt.cli.common import EXIT_PROBLEM, Json, Output, command, parse_storage_options, shown, size
+from ckpt.cli.common import EXIT_PROBLEM, Json, Output, command, count, parse_storage_options, shown, size
 
 if TYPE_CHECKING:
     from ckpt.comparison import Comparison, Difference
@@ -73,11 +73,10 @@ def _print(output: Output, found: Comparison) -> None:
         output.print(table)
     if len(found.differences) > _MAX_LINES:
         output.print(f"... and {len(found.differences) - _MAX_LINES:,} more; --json shows them")
-    what = f"{found.tensors:,} tensors and {found.objects:,} objects compared, {found.equal_by_checksum:,} of them by "
+    what = f"{count(found.tensors, 'tensor')} and {count(found.objects, 'object')} compared, {found.equal_by_checksum:,} of them by "
     what += f"checksum alone, {size(found.read_bytes)} read from each"
-    output.print(
-        f"{'[green]same[/]' if found.same else f'[red]{len(found.differences):,} differences[/]'}: {what}"
-    )
+    verdict = "[green]same[/]" if found.same else f"[red]{count(len(found.differences), 'difference')}[/]"
+    output.print(f"{verdict}: {what}")
 
 
 def _row(difference: Difference) -> list[str]:
