@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -61,7 +62,10 @@ def _as_json(found: Comparison) -> dict[str, Any]:
         "objects": found.objects,
         "equal_by_checksum": found.equal_by_checksum,
         "read_bytes": found.read_bytes,
-        "differences": [vars(difference) for difference in found.differences],
+        "differences": [
+            {name: "inf" if value == math.inf else value for name, value in vars(difference).items()}
+            for difference in found.differences
+        ],
     }
 
 
