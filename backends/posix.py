@@ -320,7 +320,12 @@ def _real_directory(path: str) -> str:
 
 
 def _stat(key: str, found: os.stat_result) -> ObjectStat:
-    return ObjectStat(key, found.st_size, f"{found.st_ino}-{found.st_mtime_ns}", found.st_mtime)
+    return ObjectStat(key, found.st_size, f"{found.st_ino}-{found.st_mtime_ns}", _changed_at_s(found))
+
+
+def _changed_at_s(found: os.stat_result) -> float:
+    """Since when it is here: `cp -a`, `rsync -a`, `tar` and `mv` give a new file the time of the old one."""
+    return max(found.st_mtime, found.st_ctime)
 
 
 def _publish(temporary: str, path: str, mode: PutMode) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from ckpt.backends.base import Store, exists
 from ckpt.backends.registry import open_store
 from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY, is_foreign, is_ours, read_commit
-from ckpt.errors import CheckpointError, NotFound
+from ckpt.errors import AccessDenied, CheckpointError, NotFound, StorageError
 from ckpt.manifest import CommitRecord, decode_commit
 from ckpt.parallel import in_order
 from ckpt.subplace import SubStore
@@ -95,8 +95,16 @@ def find_places(
 
         def look(path: str) -> tuple[SubStore, Found | None, list[str]]:
             place = SubStore(store, path)
-            folders = list(place.folders())
-            return place, look_at(place, path, folders), folders
+            folders: list[str] = []
+            try:
+                folders += place.folders()
+                return place, look_at(place, path, folders), folders
+            except CheckpointError as error:
+                # One bad place (a link out of the root, a folder that only root may list) hides no others.
+                if not path or (isinstance(error, StorageError) and not isinstance(error, AccessDenied)):
+                    raise
+                found = Found(path, place.url, "damaged", step_of(path), problem=error.message)
+                return place, found, folders
 
         for place, found, folders in in_order(threads, look, level, ahead=4 * store.threads):
             if found is not None:
@@ -201,7 +209,11 @@ def _is_whole(place: SubStore) -> bool:
     def fits(ref: Any) -> bool:
         try:
             return bool(place.stat(ref.path).size_bytes == ref.size_bytes)
-        except (NotFound, CheckpointError):
+        except NotFound:
+            return False
+        except StorageError:
+            raise  # what cannot be seen may be whole all the same
+        except CheckpointError:
             return False
 
     with ThreadPoolExecutor(place.threads, thread_name_prefix="ckpt-ls") as threads:

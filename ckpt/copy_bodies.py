@@ -115,8 +115,10 @@ class RunReader:
     def __init__(self, store: Store, pool: StagingPool) -> None:
         self._store, self._pool = store, pool
 
-    def matches(self, key: str, file: FileRecord, block_size_bytes: int, threads: ThreadPoolExecutor) -> bool:
-        """Whether every block of an object has its checksum."""
+    def matches(
+        self, key: str, file: FileRecord, block_size_bytes: int, threads: ThreadPoolExecutor | None = None
+    ) -> bool:
+        """Whether every block of an object has its checksum; without `threads`, read in this one."""
         step = max(_RUN_BYTES // block_size_bytes, 1) * block_size_bytes
         crcs = file.block_crcs()
 
@@ -127,6 +129,8 @@ class RunReader:
             return found == list(crcs[first : first + len(found)]) != []
 
         starts = range(0, file.size_bytes, step)
+        if threads is None:
+            return all(map(fits, starts))
         return all(in_order(threads, fits, starts, ahead=2 * self._store.threads))
 
     def crcs(self, key: str, start: int, stop: int, block_size_bytes: int) -> list[int]:

@@ -12,15 +12,16 @@ import dataclasses
 import os
 import secrets
 import threading
+import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
-from ckpt.backends.base import Store, read_bytes
+from ckpt.backends.base import Body, PutMode, Store, read_bytes
 from ckpt.backends.registry import open_store
 from ckpt.body import FileBody
 from ckpt.checkpoint import Checkpoint, ReadSettings, open_checkpoint, read_listed
@@ -30,7 +31,15 @@ from ckpt.consistency.digest import crc64nvme
 from ckpt.contents import columns_of, open_parts
 from ckpt.coordinator import Coordinator
 from ckpt.copy_bodies import RunReader, VerifiedBody
-from ckpt.errors import CheckpointError, ConfigurationError, FormatError, NotFound
+from ckpt.errors import (
+    AlreadyExists,
+    CheckpointError,
+    CommitConflict,
+    ConfigurationError,
+    FormatError,
+    NotFound,
+)
+from ckpt.garbage import DEFAULT_GRACE_S
 from ckpt.manifest import (
     CommitRecord,
     FileRecord,
@@ -54,6 +63,8 @@ __all__ = ["Copied", "copy"]
 _BUDGET_BYTES = 256 << 20
 _FILES_AT_ONCE = 4
 _MAX_LEFTOVERS = 1 << 22
+_MAX_LEFTOVER_AGE_S = DEFAULT_GRACE_S / 2
+"""What is older, `ckpt gc` may take away before the commit."""
 
 
 @dataclass
@@ -284,7 +295,8 @@ class _Copy:
         for number, stat in enumerate(self._to.list("rank-")):
             if number >= _MAX_LEFTOVERS:
                 return
-            if is_our_name(stat.key) and _token_of(stat.key) not in used:
+            age_s = time.time() - (stat.modified_at_s or time.time())
+            if is_our_name(stat.key) and _token_of(stat.key) not in used and age_s < _MAX_LEFTOVER_AGE_S:
                 self._leftovers.note(stat.key, stat.size_bytes)
 
     def _jobs(self) -> Iterator[_Job]:
@@ -326,7 +338,7 @@ class _Copy:
         except NotFound:
             return False
 
-    def _is_right(self, rank: _Rank, number: int, threads: ThreadPoolExecutor) -> bool:
+    def _is_right(self, rank: _Rank, number: int, threads: ThreadPoolExecutor | None = None) -> bool:
         file, block = rank.manifest.files[number], rank.manifest.block_size_bytes
         return self._reader.matches(data_key(rank.ref.rank, rank.token, number), file, block, threads)
 
@@ -341,8 +353,20 @@ class _Copy:
             self._stop,
             self._checkpoint.when_visible,
         )
-        self._to.put(data_key(rank.ref.rank, rank.token, job.number), body)
+        self._put(
+            data_key(rank.ref.rank, rank.token, job.number), body, lambda: self._is_right(rank, job.number)
+        )
         return job
+
+    def _put(self, key: str, body: Body, is_right: Callable[[], bool]) -> None:
+        """Put an object under a name that may be another copy's too: one that runs, and was taken for interrupted."""
+        try:
+            self._to.put(key, body, mode=PutMode.CREATE)
+        except AlreadyExists as error:
+            if not is_right():
+                raise CommitConflict(
+                    "another copy to this place is running; one at a time", url=self._to.url, key=key
+                ) from error
 
     def _count(self, job: _Job) -> None:
         size = job.rank.manifest.files[job.number].size_bytes
@@ -355,8 +379,7 @@ class _Copy:
 
     def _put_manifest(self, rank: _Rank) -> None:
         key, data = manifest_key(rank.ref.rank, rank.token), _encoded(rank)
-        if not (rank.kept and self._holds(key, data)):
-            self._to.put(key, FileBody.of_bytes(data, self._pool))
+        self._put(key, FileBody.of_bytes(data, self._pool), lambda: self._holds(key, data))
         self._refs.append(
             msgspec.structs.replace(
                 rank.ref, path=key, size_bytes=len(data), crc64nvme=f"{crc64nvme(data):016x}"

@@ -6,6 +6,7 @@ their bytes.
 
 from __future__ import annotations
 
+import itertools
 import struct
 import zipfile
 import zlib
@@ -102,9 +103,9 @@ class _Check:
         self._known |= set(paths)
         self._sizes = dict(zip(paths, self._threads.map(self._size, paths), strict=True))
         self._found.checked_files += len(paths)
-        for path in paths:
+        for path, held in itertools.groupby(items, lambda item: item.info.relative_path):
             if isinstance(missing := self._sizes[path], Damage):
-                fqns = [item.fqn for item in items if item.info.relative_path == path]
+                fqns = [item.fqn for item in held]
                 self._found.add(
                     Damage(missing.kind, missing.message, path, None, None, tuple(fqns[:20]), len(fqns))
                 )
@@ -112,7 +113,8 @@ class _Check:
         for damages, nbytes in in_order(self._threads, self._check, items, ahead=4 * self._store.threads):
             for damage in damages:
                 self._found.add(damage)
-            self._found.checked_bytes += nbytes
+            self._found.unchecked_items += nbytes is None
+            self._found.checked_bytes += nbytes or 0
             self._progress(self._found.checked_bytes, total)
 
     def _size(self, path: str) -> int | Damage:
@@ -125,7 +127,8 @@ class _Check:
         except UnsafeContent as error:
             return Damage.of("missing", error)
 
-    def _check(self, item: _Item) -> tuple[list[Damage], int]:
+    def _check(self, item: _Item) -> tuple[list[Damage], int | None]:
+        """What is wrong with an item, and how many bytes of it were checked; None where they cannot be."""
         size = self._sizes[item.info.relative_path]
         stop = item.info.offset + item.info.length
         if isinstance(size, Damage):
@@ -136,18 +139,16 @@ class _Check:
         if self._found.quick:
             return [], 0
         if item.info.transform_descriptors:
-            self._found.unchecked_items += 1
-            return [], 0
+            return [], None
         try:
             return self._check_archive(item)
         except (IntegrityError, FormatError, UnsafeContent) as error:
             return [item.damage("archive", error.message)], 0
 
-    def _check_archive(self, item: _Item) -> tuple[list[Damage], int]:
+    def _check_archive(self, item: _Item) -> tuple[list[Damage], int | None]:
         window = ItemWindow(lambda offset, buffer: self._read(item, offset, buffer), item.info.length)
         if item.info.relative_path.endswith(".safetensors"):
-            self._found.unchecked_items += 1
-            return [], 0
+            return [], None
         try:
             check_archive(window, item.info.length)
             window.seek(0)
@@ -160,8 +161,7 @@ class _Check:
                 raise window.failure from error
             return [item.damage("archive", f"is no intact torch.save archive: {_line(error)}")], 0
         if all(record.CRC == 0 for record in records if record.file_size):
-            self._found.unchecked_items += 1
-            return [], 0
+            return [], None
         damages = [damage for record in records for damage in self._check_record(item, window, record)]
         return damages, item.info.length
 

@@ -3,14 +3,18 @@
 Such objects do no harm: no commit lists them, and their names are never used again. They go when they have the name
 that only this library gives, no commit at their place lists them or anything of their token, and they are older than
 a grace period. A save that runs longer than the grace period is not told from one that died.
+
+On storage that lags, a commit may be there and not be seen yet: all places are looked at, then they are given time,
+and looked at again before anything is deleted.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,8 +22,9 @@ from typing import Any
 from ckpt.backends.base import ObjectStat, Store, put_bytes, read_bytes
 from ckpt.backends.registry import open_store
 from ckpt.catalog import find_places
+from ckpt.consistency import environment
 from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY, is_foreign, read_commit
-from ckpt.errors import CheckpointError, NotFound, StorageError
+from ckpt.errors import CheckpointError, FormatError, NotFound, StorageError
 from ckpt.manifest import CommitRecord, decode_commit
 from ckpt.strays import is_our_name
 from ckpt.subplace import SubStore
@@ -89,6 +94,7 @@ def collect_garbage(
     base = os.fspath(root).rstrip("/")
     collector = _Collector(found, time.time() - grace_s, dry_run)
     ours: set[str] = set()
+    leftovers: list[_Leftovers] = []
     try:
         with ThreadPoolExecutor(store.threads, thread_name_prefix="ckpt-gc") as threads:
             places = list(find_places(store, threads, depth=depth))
@@ -99,8 +105,18 @@ def collect_garbage(
                 found.skipped[what.path] = f"its commit record cannot be read: {what.problem}"
             elif what.state != "foreign":
                 ours.add(what.path)
-                url = f"{base}/{what.path}" if what.path else root
-                collector.clean(place, lambda url=url: open_store(url, storage_options))  # type: ignore[misc]
+                leftovers += collector.look(place)
+        if leftovers and not dry_run and not store.capabilities.cross_client_visibility:
+            from ckpt.checkpoint import ReadSettings
+
+            environment.sleep(ReadSettings().timeout_s(store))
+        for left in leftovers:
+            # As a store of its own: there a link that leads out of the place, into another checkpoint, is refused.
+            own = open_store(f"{base}/{left.path}" if left.path else root, storage_options)
+            try:
+                collector.clean(own, left)
+            finally:
+                own.close()
         collector.abandon(store, ours)
     finally:
         store.close()
@@ -118,52 +134,78 @@ def _has_unfinished(store: Store) -> bool:
     return bool(seen)
 
 
+@dataclass(frozen=True)
+class _Leftovers:
+    """What is to go at a place, where `commit` stood when it was looked at."""
+
+    path: str
+    commit: bytes | None
+    stats: Sequence[ObjectStat]
+
+
 class _Collector:
     def __init__(self, found: Garbage, before_s: float, dry_run: bool) -> None:
         """`before_s`: what was modified after this moment stays."""
         self._found, self._before_s, self._dry_run = found, before_s, dry_run
 
-    def clean(self, place: SubStore, open_own: Callable[[], Store]) -> None:
-        """Remove leftovers at one place.
+    def look(self, place: SubStore) -> list[_Leftovers]:
+        """What is left at a place, and old."""
+        found: list[_Leftovers] = []
+        with self._skipping(place.path):
+            # The listing first: what it shows and the commit does not list was written by a save that is not this one.
+            listed = list(place.list())
+            commit = read_commit(place)
+            kept = _tokens(self._record(place, commit))
+            left = [stat for stat in listed if is_our_name(stat.key) and _token(stat.key) not in kept]
+            if commit is None:
+                left += [stat for stat in listed if stat.key == STOCK_METADATA_KEY]
+            old = [stat for stat in left if self._is_old(stat)]
+            self._found.young += len(left) - len(old)
+            if old:
+                found.append(_Leftovers(place.path, commit, old))
+        return found
 
-        Args:
-            open_own: the place as a store of its own, to change things: there a link that leads out of the place,
-                into another checkpoint, is refused.
-        """
+    def clean(self, store: Store, left: _Leftovers) -> None:
+        """Remove leftovers, unless something was committed or written at their place meanwhile."""
+        with self._skipping(left.path):
+            commit = read_commit(store)
+            if commit != left.commit:
+                self._found.skipped[left.path] = "a save was committed meanwhile"
+                return
+            record = self._record(store, commit)
+            metadata = self._old_metadata(store)
+            if record is not None and metadata is not None:
+                self._restore(store, left.path, record, metadata)
+            going = [stat for stat in left.stats if stat.key != STOCK_METADATA_KEY or metadata is not None]
+            if not self._dry_run:
+                store.delete([stat.key for stat in going])
+                store.remove_empty()
+            self._found.items += [self._item(left.path, stat) for stat in going]
+
+    def _record(self, store: Store, commit: bytes | None) -> CommitRecord | None:
+        """Raises FormatError where another program's checkpoint stands."""
+        if commit is not None:
+            return decode_commit(commit, url=store.url, key=COMMIT_KEY)
+        if is_foreign(store):
+            raise FormatError("what stands here was written by another program")
+        return None
+
+    @contextlib.contextmanager
+    def _skipping(self, path: str) -> Iterator[None]:
         try:
-            self._clean(place, open_own)
+            yield
         except StorageError:
             raise
         except CheckpointError as error:
-            self._found.skipped[place.path] = error.message
+            self._found.skipped[path] = error.message
 
-    def _clean(self, store: SubStore, open_own: Callable[[], Store]) -> None:
-        path = store.path
-        # The listing first: what it shows and the commit does not list was written by a save that is not this one.
-        listed = list(store.list())
-        commit = read_commit(store)
-        record = None if commit is None else decode_commit(commit, url=store.url, key=COMMIT_KEY)
-        if record is None and is_foreign(store):
-            self._found.skipped[path] = "what stands here was written by another program"
-            return
-        kept = _tokens(record)
-        leftovers = [stat for stat in listed if is_our_name(stat.key) and _token(stat.key) not in kept]
-        if record is None:
-            leftovers += [stat for stat in listed if stat.key == STOCK_METADATA_KEY]
-        old = [stat for stat in leftovers if self._is_old(stat)]
-        self._found.young += len(leftovers) - len(old)
-        if not old:
-            return
-        self._found.items += [self._item(path, stat) for stat in old]
-        own = open_own()
+    def _old_metadata(self, store: Store) -> ObjectStat | None:
+        """`.metadata` as they stand now, if a save of this library wrote them and does not run any more."""
         try:
-            if record is not None:
-                self._restore(own, path, record, listed)
-            if not self._dry_run and read_commit(own) == commit:
-                own.delete([stat.key for stat in old])
-                own.remove_empty()
-        finally:
-            own.close()
+            stat = store.stat(STOCK_METADATA_KEY)
+        except NotFound:
+            return None
+        return stat if self._is_old(stat) and not is_foreign(store) else None
 
     def abandon(self, store: Store, ours: set[str]) -> None:
         """Abort uploads, and remove temporary files, that have names of this library."""
@@ -189,11 +231,8 @@ class _Collector:
             return GarbageItem(path, stat.key, stat.size_bytes, age_s)
         return GarbageItem(path, key, 0, age_s, unfinished=True)
 
-    def _restore(self, store: Store, path: str, record: CommitRecord, listed: Sequence[ObjectStat]) -> None:
+    def _restore(self, store: Store, path: str, record: CommitRecord, stat: ObjectStat) -> None:
         """See that `.metadata` does not name what is about to go: a save died right before its commit."""
-        stat = next((stat for stat in listed if stat.key == STOCK_METADATA_KEY), None)
-        if stat is None or not self._is_old(stat) or is_foreign(store):
-            return
         from ckpt.coordinator import stock_metadata_of
 
         expected = stock_metadata_of(store, record)

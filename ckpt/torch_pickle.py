@@ -12,7 +12,8 @@ import contextlib
 import math
 import struct
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -24,10 +25,16 @@ __all__ = ["check_torch_pickle"]
 
 _MAX_GROWTH = 16
 _SLACK = 1 << 20
-_MAX_TUPLE_KEYS = 20_000
+_MAX_SAME_HASH = 1000
+_MAX_UNKNOWN_KEYS = 20_000
 _MAX_KEY_DEPTH = 32
 _HASH_MODULUS = (1 << 61) - 1
 """Numbers from here on have the hashes of smaller ones."""
+
+_PICKLE_HOOKS = frozenset(
+    {"__reduce__", "__reduce_ex__", "__getstate__", "__getnewargs__", "__getnewargs_ex__"}
+)
+"""An instance with such an attribute would be pickled by it."""
 
 
 def check_torch_pickle(data: bytes, storage_bytes: Callable[[str], int]) -> None:
@@ -60,12 +67,14 @@ class _Global:
 class _Made:
     """What a call returned, or a container: `size` bounds its elements or bytes."""
 
-    __slots__ = ("elements", "size", "tuples")
+    __slots__ = ("chosen", "elements", "hashes", "size")
 
     def __init__(self, size: int, elements: int = 0) -> None:
         self.size = size
         self.elements = elements  # of a storage
-        self.tuples = 0  # items of a list that hash as tuples do
+        # Few have any, and they can be very many.
+        self.chosen: list[Any] | None = None  # items of a list whose hashes the pickle's author can choose
+        self.hashes: Counter[int | None] | None = None  # of such keys of a dict
 
 
 _FIXED: dict[int, Callable[[bytes], Any]] = {
@@ -89,7 +98,6 @@ class _Walk:
         self._marked: list[list[Any]] = []
         self._memo: dict[int, Any] = {}
         self._left = _MAX_GROWTH * len(data) + _SLACK
-        self._tuple_keys = 0
 
     def run(self) -> None:
         rare = self._rare()
@@ -113,7 +121,7 @@ class _Walk:
         push = self._stack_push
         return {
             ord("X"): lambda: push(self._text()),
-            ord("U"): lambda: push(self._take(self._take(1)[0])),
+            ord("U"): lambda: push(_no_hook(self._take(self._take(1)[0]).decode("latin1"))),
             0x8A: lambda: push(int.from_bytes(self._take(self._take(1)[0]), "little", signed=True)),
             ord("]"): lambda: push(_Made(0)),
             ord("}"): lambda: push(_Made(0)),
@@ -151,7 +159,7 @@ class _Walk:
 
     def _text(self) -> str:
         (length,) = struct.unpack("<I", self._take(4))
-        return str(self._take(length), "utf-8", "surrogatepass")
+        return _no_hook(str(self._take(length), "utf-8", "surrogatepass"))
 
     def _stack_push(self, value: Any) -> None:
         self._stack.append(value)
@@ -177,14 +185,16 @@ class _Walk:
     def _append(self, items: list[Any]) -> None:
         found = self._container()
         found.size += len(items)
-        for item in items:
-            if type(item) is tuple or (type(item) is int and abs(item) >= _HASH_MODULUS):
-                found.tuples += 1 if _is_shallow(item, _MAX_KEY_DEPTH) else _MAX_TUPLE_KEYS
+        if chosen := list(filter(_has_chosen_hash, items)):
+            found.chosen = found.chosen or []
+            found.chosen += chosen
 
     def _set_items(self, items: list[Any]) -> None:
-        for key in items[::2]:
-            self._check_key(key)
-        self._container().size += len(items)
+        found = self._container()
+        found.size += len(items)
+        if chosen := list(filter(_has_chosen_hash, items[::2])):
+            found.hashes = found.hashes or Counter()
+            self._check_keys(found.hashes, chosen)
 
     def _container(self) -> _Made:
         found = self._stack[-1]
@@ -192,14 +202,27 @@ class _Walk:
             raise UnsafeContent("a pickle that fills something that is no list or dict")
         return found
 
-    def _check_key(self, key: Any) -> None:
+    def _check_keys(self, hashes: Counter[int | None], keys: Iterable[Any]) -> None:
         """Keys can be chosen such that all have one hash, and nested deeper than the stack."""
-        if type(key) is int and not -_HASH_MODULUS < key < _HASH_MODULUS:
-            raise UnsafeContent("a pickle with a dict key above 2**61")
-        if type(key) is tuple:
-            self._tuple_keys += 1
-            if self._tuple_keys > _MAX_TUPLE_KEYS or not _is_shallow(key, _MAX_KEY_DEPTH):
-                raise UnsafeContent("a pickle with very many, or very deep, tuples as dict keys")
+        for key in keys:
+            found = hash(key) if self._is_plain(key) else None
+            hashes[found] += 1
+            if hashes[found] > (_MAX_SAME_HASH if found is not None else _MAX_UNKNOWN_KEYS):
+                raise UnsafeContent("a pickle with very many keys of one hash in a dict or set")
+
+    def _is_plain(self, key: Any) -> bool:
+        """Whether a key's hash is known here: that of what a call returned is not."""
+        plain, todo = True, [(key, 0)]
+        while todo:
+            value, depth = todo.pop()
+            if type(value) is tuple:
+                self._charge(1 + len(value))  # one tuple can be part of many
+                if depth == _MAX_KEY_DEPTH:
+                    raise UnsafeContent("a pickle with very deep tuples as keys")
+                todo += [(item, depth + 1) for item in value]
+            elif isinstance(value, _Made | _Global):
+                plain = False
+        return plain
 
     # -- what allocates --------------------------------------------------------------------------------
 
@@ -214,12 +237,17 @@ class _Walk:
             raise UnsafeContent("a pickle that calls what is no function")
         size = 1 + sum(map(_size, arguments))
         self._charge(size)
+        if function.name in _VALUES:
+            self._stack.append(_VALUES[function.name](arguments))
+            return
         check = _CALLS.get(function.name)
         if check is not None:
             check(arguments)
         elif function.name in _get_allowed_globals():
             raise UnsafeContent(f"a pickle that calls {function.name[:80]}")
         # The rest is what the caller declared safe.
+        if check is _of_list:
+            self._check_keys(Counter(), (item for found in arguments for item in found.chosen or ()))
         self._stack.append(_Made(size))
 
     def _build(self) -> None:
@@ -259,10 +287,16 @@ def _size(value: Any) -> int:
     return len(value) if isinstance(value, str | bytes | tuple) else 1
 
 
-def _is_shallow(value: Any, depth: int) -> bool:
-    if type(value) is not tuple:
-        return not (type(value) is int and abs(value) >= _HASH_MODULUS)
-    return depth > 0 and len(value) <= 64 and all(_is_shallow(item, depth - 1) for item in value)
+def _has_chosen_hash(value: Any) -> bool:
+    """Whether the pickle's author can choose many of its kind with one hash."""
+    kind = type(value)
+    return kind in (tuple, complex) or (kind is int and abs(value) >= _HASH_MODULUS)
+
+
+def _no_hook(text: str) -> str:
+    if text in _PICKLE_HOOKS:
+        raise UnsafeContent("a pickle that names a hook of pickling")
+    return text
 
 
 def _item_bytes(storage: str) -> int:
@@ -293,9 +327,9 @@ def _none(arguments: tuple[Any, ...]) -> None:
 
 
 def _of_list(arguments: tuple[Any, ...]) -> None:
-    """`set` of a list: its items can be chosen such that all have one hash."""
-    if any(not isinstance(found, _Made) or found.tuples >= _MAX_TUPLE_KEYS for found in arguments):
-        raise UnsafeContent("a pickle with a set of very many, or very deep, tuples or large numbers")
+    """`set` of a list, `Counter` of a dict."""
+    if any(not isinstance(found, _Made) for found in arguments):
+        raise UnsafeContent("a pickle with a set that is made of no list")
 
 
 def _strided(arguments: tuple[Any, ...]) -> None:
@@ -332,6 +366,32 @@ def _of_rebuilt(arguments: tuple[Any, ...]) -> None:
         raise UnsafeContent(f"a pickle that calls {function.name[:80]} through another function")
 
 
+def _encoded(arguments: tuple[Any, ...]) -> bytes:
+    """Bytes, as `torch.save` writes them; other encodings take their time."""
+    if len(arguments) != 2 or type(arguments[0]) is not str or arguments[1] not in ("latin1", "latin-1"):
+        raise UnsafeContent("a pickle that encodes a text in another way than torch")
+    return arguments[0].encode("latin1")
+
+
+def _complex(arguments: tuple[Any, ...]) -> complex:
+    if any(type(argument) not in (int, float) for argument in arguments):
+        raise UnsafeContent("a pickle with a complex number that is not made of numbers")
+    return complex(*arguments)
+
+
+def _torch_size(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    if len(arguments) > 1 or any(type(argument) is not tuple for argument in arguments):
+        raise UnsafeContent("a pickle with a size that is not made of a tuple")
+    return arguments[0] if arguments else ()
+
+
+_VALUES: dict[str, Callable[[tuple[Any, ...]], Any]] = {
+    "_codecs.encode": _encoded,
+    "builtins.complex": _complex,
+    "torch.Size": _torch_size,
+}
+"""What returns values that can be keys."""
+
 _REBUILD: dict[str, Callable[[tuple[Any, ...]], None]] = {
     "torch._utils._rebuild_tensor": _strided,
     "torch._utils._rebuild_tensor_v2": _strided,
@@ -349,12 +409,9 @@ _CALLS = {
     "torch._tensor._rebuild_from_type_v2": _of_rebuilt,
     "torch.nn.parameter.Parameter": _no_numbers,
     "torch.serialization._get_layout": _anything,
-    "torch.Size": _anything,
     "torch.device": _anything,
     "collections.OrderedDict": _none,
-    "collections.Counter": _anything,
-    "_codecs.encode": _anything,
+    "collections.Counter": _of_list,
     "builtins.bytearray": _no_numbers,
     "builtins.set": _of_list,
-    "builtins.complex": _anything,
 }

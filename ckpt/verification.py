@@ -8,7 +8,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from ckpt.backends.base import Store
 from ckpt.backends.registry import open_store
@@ -47,6 +47,9 @@ __all__ = ["verify"]
 _RUN_BYTES = 8 << 20
 _MAX_UNKNOWN_ITEMS = 1 << 16
 
+_UNREAD = "cannot be read, though the file is there"
+
+T = TypeVar("T")
 Progress = Callable[[int, int], None]
 
 
@@ -151,6 +154,7 @@ class _OwnCheck:
         self._indexed: IndexedItems | None = None
         self._columns: Columns | None = None
         self._items = 0  # in the manifests
+        self._misfits: set[str] = set()  # files that are missing or of another size
         self._known = {COMMIT_KEY, STOCK_METADATA_KEY, self._commit.described_by.path}
 
     def run(self) -> None:
@@ -161,7 +165,8 @@ class _OwnCheck:
             self._threads, lambda work: work(), self._work(), ahead=4 * self._store.threads
         ):
             for damage in damages:
-                self._add(damage)
+                if damage.message != _UNREAD or damage.key not in self._misfits:
+                    self._add(damage)
             self._found.checked_bytes += nbytes
             self._progress(self._found.checked_bytes, self._commit.data_bytes)
         if self._checkpoint is not None and self._indexed is not None and self._columns is not None:
@@ -265,15 +270,18 @@ class _OwnCheck:
         try:
             size = self._when_visible(lambda: self._store.stat(file.record.path).size_bytes)
         except NotFound:
+            self._misfits.add(file.record.path)
             return [file.damage("missing", "the commit lists this file, but it is not there", 0, expected)]
         except UnsafeContent as error:
+            self._misfits.add(file.record.path)
             return [Damage.of("missing", error, file.fqns(0, expected))]
         if size == expected:
             return []
+        self._misfits.add(file.record.path)
         message = f"holds {size} bytes, {expected} were written"
         return [file.damage("size", message, min(size, expected), max(size, expected))]
 
-    def _when_visible(self, read: Callable[[], int]) -> int:
+    def _when_visible(self, read: Callable[[], T]) -> T:
         """`read`, again while storage that lags may still show the object. Raises NotFound."""
         while True:
             try:
@@ -294,7 +302,7 @@ class _OwnCheck:
         with self._pool.take(stop - start) as scratch:
             memory = memory_of(scratch)
             try:
-                self._store.read_into(file.record.path, start, [memory])
+                self._when_visible(lambda: self._store.read_into(file.record.path, start, [memory]))
             except (Truncated, NotFound, UnsafeContent):
                 return list(self._check_blocks(file, range(start, stop, block), stop, memory)), 0
             bad = [
@@ -309,12 +317,13 @@ class _OwnCheck:
     def _check_blocks(
         self, file: _File, starts: Iterable[int], stop: int, memory: memoryview
     ) -> Iterator[Damage]:
-        """Read blocks one by one; those that are not there at all are told by the file's size."""
+        """Read blocks one by one."""
         for start in starts:
             end = min(start + file.block_size_bytes, stop)
             try:
                 self._store.read_into(file.record.path, start, [memory[: end - start]])
             except (Truncated, NotFound, UnsafeContent):
+                yield file.damage("missing", _UNREAD, start, end)
                 continue
             if crc64nvme(memory[: end - start]) != file.crcs[start // file.block_size_bytes]:
                 yield file.damage("checksum", "the stored bytes do not match their checksum", start, end)

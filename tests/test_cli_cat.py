@@ -311,3 +311,11 @@ def test_diff_as_a_user(place: Path, tmp_path: Path) -> None:
     ran = run_process("diff", place, place)
     assert ran.code == 0, ran.err
     assert ran.out.startswith("same: ")
+
+
+def test_a_difference_beyond_every_number(tmp_path: Path) -> None:
+    for name, value in ("a", 1.7e308), ("b", -1.7e308):
+        ckpt.save({"t": torch.tensor([value], dtype=torch.float64)}, tmp_path / name)
+    ran = run("diff", tmp_path / "a", tmp_path / "b", "--json")
+    (difference,) = ran.json["differences"]
+    assert (ran.code, difference["kind"], difference["max_abs"]) == (1, "values", "inf")

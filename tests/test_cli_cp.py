@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -342,3 +343,42 @@ def test_older_formats(version: str, tmp_path: Path) -> None:
     assert loaded(tmp_path / "copy") == loaded(source)
     assert json.loads((tmp_path / "copy" / "commit.json").read_text())["version"] == 2
     assert cp(source, tmp_path / "copy")["already_there"]
+
+
+def test_old_leftovers_are_not_used(original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ckpt gc` could take them away before the copy is committed."""
+    copy = tmp_path / "copy"
+    interrupted(monkeypatch, lambda key: key.endswith(".index"), original, copy)
+    monkeypatch.setattr("ckpt.backends.posix._changed_at_s", lambda found: found.st_mtime)
+    for path in copy.rglob("*.distcp"):
+        os.utime(path, (time.time() - 13 * 3600,) * 2)
+    assert cp(original, copy)["kept_files"] == 0
+    assert loaded(copy) == loaded(original)
+
+
+def test_a_copy_that_was_taken_for_interrupted_spoils_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two sources that share files, one destination: what the second commits stays as it is."""
+    same, copy = random_tensor(1 << 20), tmp_path / "copy"
+    monkeypatch.setattr("ckpt.layout.MIN_FILE_BYTES", 1 << 20)
+    for name, seed in ("a", 1), ("b", 2):
+        ckpt.save({"a": same, "b": random_tensor(1 << 20, seed=seed)}, tmp_path / name, threads=2)
+    put, began = PosixStore.put, []
+
+    def put_after_the_other(self: PosixStore, key: str, *rest: Any, **more: Any) -> None:
+        if key.endswith(".distcp"):
+            began.append(key)
+            if len(began) == 2:
+                assert cp(tmp_path / "b", copy)["kept_files"] == 1
+        put(self, key, *rest, **more)
+
+    monkeypatch.setattr(PosixStore, "put", put_after_the_other)
+    ran = run("cp", tmp_path / "a", copy, "--threads", "1")
+    assert (ran.code, "another copy" in ran.err) == (1, True), ran.err
+    is_whole_of(copy, tmp_path / "b")
+
+
+def is_whole_of(copy: Path, source: Path) -> None:
+    assert run("verify", copy, "--json").json["ok"]
+    assert loaded(copy) == loaded(source)

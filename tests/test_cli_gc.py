@@ -20,7 +20,16 @@ from servers import S3Server
 from states import random_tensor
 
 import ckpt
+from ckpt.backends.base import Capabilities
+from ckpt.backends.posix import PosixStore
 from ckpt.errors import NotCommitted
+
+
+@pytest.fixture(autouse=True)
+def _ages_by_mtime(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that `make_old` can make files old."""
+    monkeypatch.setattr("ckpt.backends.posix._changed_at_s", lambda found: found.st_mtime)
+
 
 LEFT = "rank-00000/0123456789abcdef-0.distcp"
 
@@ -92,8 +101,6 @@ def test_rm_leaves_what_the_commit_does_not_list(tmp_path: Path) -> None:
 
 def test_rm_takes_the_commit_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Interrupted after any deletion, there is no checkpoint, and the rest is known for what it is."""
-    from ckpt.backends.posix import PosixStore
-
     original = PosixStore.delete
 
     def delete(self: PosixStore, keys: Any) -> None:
@@ -224,6 +231,58 @@ def test_gc_restores_nothing_while_a_save_may_be_running(tmp_path: Path) -> None
     assert ([item["key"] for item in found["items"]], found["restored"]) == ([LEFT], [])
 
 
+def test_gc_leaves_a_checkpoint_whose_commit_is_not_seen_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Storage that lags: the data are old and seen, the commit is there and is not."""
+    place, unseen = tmp_path / "run" / "c", tmp_path / "commit.json"
+    save(place)
+    make_old(tmp_path)
+    before = files(place)
+    (place / "commit.json").rename(unseen)
+    monkeypatch.setattr(PosixStore, "capabilities", Capabilities())
+    waited: list[float] = []
+
+    def appear(seconds: float) -> None:
+        waited.append(seconds)
+        unseen.rename(place / "commit.json")
+
+    monkeypatch.setattr("ckpt.consistency.environment.sleep", appear)
+    found = gc(tmp_path / "run")
+    assert (found["items"], list(found["skipped"]), len(waited)) == ([], ["c"], 1)
+    assert files(place) == before
+
+
+def test_gc_leaves_what_another_program_puts_there_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the look and the deletion, stock PyTorch saves where a save of ours died."""
+    save_and_die(tmp_path / "run" / "c", 2.0, "between")
+    make_old(tmp_path)
+    stock_checkpoint(tmp_path / "stock")
+    monkeypatch.setattr(PosixStore, "capabilities", Capabilities())
+    monkeypatch.setattr(
+        "ckpt.consistency.environment.sleep",
+        lambda seconds: shutil.copytree(tmp_path / "stock", tmp_path / "run" / "c", dirs_exist_ok=True),
+    )
+    assert gc(tmp_path / "run")["items"] == []
+    assert (tmp_path / "run" / "c" / ".metadata").read_bytes() == (tmp_path / "stock" / ".metadata").read_bytes()
+
+
+def test_gc_leaves_a_copy_that_keeps_the_times_of_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`cp -a`, `rsync -a`, `mv` to another disk: old times, on files that came a moment ago."""
+    monkeypatch.undo()
+    save(tmp_path / "c")
+    make_old(tmp_path)
+    shutil.copytree(tmp_path / "c", tmp_path / "run" / "c", ignore=shutil.ignore_patterns("commit.json", ".metadata"))
+    before = files(tmp_path / "run")
+    found = gc(tmp_path / "run")
+    assert (found["items"], found["young"]) == ([], 3)
+    assert files(tmp_path / "run") == before
+
+
 def test_gc_touches_nothing_else(tmp_path: Path) -> None:
     """Foreign checkpoints, foreign names, damaged commits, files whose token the commit lists."""
     save(tmp_path / "ours")
@@ -322,6 +381,6 @@ def test_grace_periods(tmp_path: Path) -> None:
     for nonsense in ("soon", "-1h", "1 year"):
         assert run("gc", tmp_path, "--grace", nonsense).code == 2
     assert run("gc", tmp_path / "nothing").code == 3
-    out = run_process("gc", tmp_path, "--grace", "1h").out
-    assert "removed 1 leftovers" in out
+    out = run("gc", tmp_path, "--grace", "1h").out
+    assert "removed 1 leftover, 4 B" in out
     ckpt.save({"t": random_tensor(3)}, tmp_path)

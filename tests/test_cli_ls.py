@@ -14,8 +14,9 @@ from commands import flip, options_of, run, run_process, sharded_checkpoint, sto
 from servers import S3Server
 
 import ckpt
+from ckpt.backends.posix import PosixStore
 from ckpt.catalog import step_of
-from ckpt.errors import NotFound
+from ckpt.errors import AccessDenied, NotFound, StorageUnavailable
 
 
 def listed(root: object, *more: str) -> dict[str, dict[str, Any]]:
@@ -157,3 +158,42 @@ def test_nothing_is_not_found(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_steps(path: str, step: int | None) -> None:
     assert step_of(path) == step
+
+
+def test_an_unreachable_record_does_not_make_an_older_checkpoint_the_latest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2):
+        ckpt.save({"t": torch.ones(3)}, tmp_path / f"step-{step}")
+    stat = PosixStore.stat
+
+    def failing(self: PosixStore, key: str) -> Any:
+        if key.startswith("step-2/rank-"):
+            raise StorageUnavailable("gone", url=self.url, key=key)
+        return stat(self, key)
+
+    monkeypatch.setattr(PosixStore, "stat", failing)
+    assert run("ls", tmp_path).code == 4
+
+
+def test_one_bad_folder_hides_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A commit record that is a link out of the root, and a folder that only root may list."""
+    root = tmp_path / "run"
+    ckpt.save({"t": torch.ones(3)}, root / "step-1")
+    ckpt.save({"t": torch.ones(3)}, tmp_path / "elsewhere")
+    for name in ("linked", "lost+found"):
+        (root / name).mkdir()
+    (root / "linked" / "commit.json").symlink_to(tmp_path / "elsewhere" / "commit.json")
+    folders = PosixStore.folders
+
+    def refused(self: PosixStore, prefix: str = "") -> Any:
+        if prefix == "lost+found/":
+            raise AccessDenied("cannot list: Permission denied", url=self.url, key=prefix)
+        return folders(self, prefix)
+
+    monkeypatch.setattr(PosixStore, "folders", refused)
+    found = run("ls", root, "--json").json["checkpoints"]
+    assert {what["path"]: what["state"] for what in found} == {
+        "step-1": "committed", "linked": "damaged", "lost+found": "damaged",
+    }  # fmt: skip
+    assert set(run("gc", root, "--json").json["skipped"]) == {"linked", "lost+found"}

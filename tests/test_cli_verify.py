@@ -28,9 +28,10 @@ from servers import S3Server
 from states import random_tensor
 
 import ckpt
+from ckpt.backends import memory
 from ckpt.columns import Columns, TensorColumns
 from ckpt.consistency.seal import seal_json, unseal_json
-from ckpt.errors import CommitConflict
+from ckpt.errors import CommitConflict, NotFound
 from ckpt.manifest import decode_manifest
 
 
@@ -457,3 +458,42 @@ def test_exit_codes(place: Path, tmp_path: Path, s3: S3Server) -> None:
     assert ran.json["exit_code"] == 4
     assert ran.json["error"]["type"] == "StorageUnavailable"
     assert s3.options["secret"] not in ran.out + ran.err
+
+
+def test_a_file_that_goes_away_while_it_is_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its size was right when it was looked at."""
+    from ckpt.backends.posix import PosixStore
+
+    ckpt.save({"t": torch.ones(300_000)}, tmp_path)
+    read = PosixStore.read_into
+
+    def read_into(self: PosixStore, key: str, *rest: Any) -> None:
+        if key.endswith(".distcp"):
+            raise NotFound("gone", url=self.url, key=key)
+        read(self, key, *rest)
+
+    monkeypatch.setattr(PosixStore, "read_into", read_into)
+    ran = run("verify", tmp_path, "--json")
+    (file,) = tmp_path.rglob("*.distcp")
+    assert (ran.code, ran.json["ok"]) == (1, False)
+    (damage,) = ran.json["damages"]
+    assert (damage["kind"], damage["start"], damage["stop"]) == ("missing", 0, file.stat().st_size)
+    assert damage["fqns"] == ["t"]
+
+
+def test_a_file_that_becomes_visible_while_it_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Storage that lags: the file is waited for, and read."""
+    url = "memory://lagging-verify/c"
+    ckpt.save({"t": torch.ones(300_000)}, url)
+    seen: dict[str, int] = {}
+
+    def late(operation: str, key: str, when: str) -> None:
+        seen[operation] = seen.get(operation, 0) + key.endswith(".distcp")
+        if key.endswith(".distcp") and seen[operation] == 1 and when == "before":
+            raise NotFound("not yet", url=url, key=key)
+
+    memory.inject(url, late)
+    found = ckpt.verify(url, storage_options={"visibility_lag_s": 0.01})
+    memory.clear(url)
+    assert found.ok
+    assert found.checked_bytes > 1_200_000

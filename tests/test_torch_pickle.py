@@ -103,7 +103,12 @@ def _hostile() -> dict[str, bytes]:
         "a dict copied again and again": b"(}(" + text("a") + b"Nuq\x01" + call("collections.OrderedDict", b"h\x01") * 5 + b"t",
         "numbers of one hash as keys": b"}(" + b"".join(number(7 + n * ((1 << 61) - 1)) + b"N" for n in range(50_000)) + b"u",
         "numbers of one hash in a set": call("builtins.set", b"](" + COLLIDING + b"e"),
-        "tuples as keys": b"}(" + b"".join(b"K\x01" + b"M" + struct.pack("<H", n) + b"\x86N" for n in range(50_000)) + b"u",
+        "numbers of one hash in a counter": call("collections.Counter", b"](" + COLLIDING + b"e"),
+        "tuples of one hash as keys": b"}(" + b"".join(number(7 + n * ((1 << 61) - 1)) + b"\x85N" for n in range(50_000)) + b"u",
+        "sizes of one hash as keys": b"}(" + b"".join(call("torch.Size", number(7 + n * ((1 << 61) - 1)) + b"\x85") + b"N" for n in range(5000)) + b"u",
+        "complex numbers of one hash as keys": b"}(" + b"".join(call("builtins.complex", number(-1000003 * n), number(n)) + b"N" for n in range(5000)) + b"u",
+        "a key that is a tuple of a tuple twice": b"})" + b"".join(b"q%ch%c\x86" % (n, n) for n in range(30)) + b"Ns",
+        "a slow encoding": call("_codecs.encode", text("".join(map(chr, range(0x4E00, 0x9E00))) * 20), text("punycode")),
         "a deep key": b"}N" + b"\x85" * 1_000_000 + b"Ns",
         "a state for a tensor class": name("torch.FloatTensor") + b"Nb",
         "fills a class": name("builtins.set") + b"K\x01a",
@@ -157,7 +162,9 @@ def _values() -> list[Any]:
         torch.nn.Parameter(torch.ones(2, 2)), torch.ones(4).expand(3, 4), torch.ones(10)[2:5], torch.empty(0), torch.empty(4, 0, 3),
         torch.ones(3, 3).to_sparse(), torch.ones(3, 3).to_sparse_csr(), torch.ones(3, dtype=torch.uint16),
         torch.ones(2, dtype=torch.float8_e4m3fn), torch.empty(3, device="meta"), (torch.ones(3) * 1j).conj(), quantized(),
-        torch.ones(2).to(torch.complex32), [random_tensor(3)] * 3, {(i, i): i for i in range(1000)},
+        torch.ones(2).to(torch.complex32), [random_tensor(3)] * 3, {(i, i): i for i in range(30_000)}, {(i, i) for i in range(30_000)},
+        {1 << 63: 1, -(1 << 64): 2}, {1 << 63, 5}, {tuple(range(200)): 1}, {1j: 2, torch.Size([3]): 4, (torch.float32, b"x"): 5},
+        "def __reduce__(self): ...",
     ]  # fmt: skip
 
 

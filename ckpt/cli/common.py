@@ -38,6 +38,7 @@ __all__ = [
     "Url",
     "age",
     "command",
+    "count",
     "exit_code",
     "parse_storage_options",
     "shown",
@@ -113,6 +114,11 @@ def size(nbytes: float) -> str:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.2f} {unit}"
         nbytes /= 1024
     raise AssertionError
+
+
+def count(number: int, what: str) -> str:
+    """`1 file`, `2 files`."""
+    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
 
 
 def age(seconds: float | None) -> str:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ckpt.cli.common import Json, command, parse_storage_options, shown, size
+from ckpt.cli.common import Json, command, count, parse_storage_options, shown, size
 
 __all__ = ["cp"]
 
@@ -69,7 +69,9 @@ def cp(
             output.print(f"{shown(done.destination)} holds this checkpoint already")
         else:
             kept = (
-                f", {done.kept_files:,} files were there ({size(done.kept_bytes)})" if done.kept_files else ""
+                f", {count(done.kept_files, 'file')} there before ({size(done.kept_bytes)})"
+                if done.kept_files
+                else ""
             )
-            sent = f"{done.sent_files:,} files sent ({size(done.sent_bytes)}){kept}"
+            sent = f"{count(done.sent_files, 'file')} sent ({size(done.sent_bytes)}){kept}"
             output.print(f"copied to {shown(done.destination)}: {sent}")

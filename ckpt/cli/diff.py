@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
-from ckpt.cli.common import EXIT_PROBLEM, Json, Output, command, parse_storage_options, shown, size
+from ckpt.cli.common import EXIT_PROBLEM, Json, Output, command, count, parse_storage_options, shown, size
 
 if TYPE_CHECKING:
     from ckpt.comparison import Comparison, Difference
@@ -61,7 +62,10 @@ def _as_json(found: Comparison) -> dict[str, Any]:
         "objects": found.objects,
         "equal_by_checksum": found.equal_by_checksum,
         "read_bytes": found.read_bytes,
-        "differences": [vars(difference) for difference in found.differences],
+        "differences": [
+            {name: "inf" if value == math.inf else value for name, value in vars(difference).items()}
+            for difference in found.differences
+        ],
     }
 
 
@@ -73,11 +77,10 @@ def _print(output: Output, found: Comparison) -> None:
         output.print(table)
     if len(found.differences) > _MAX_LINES:
         output.print(f"... and {len(found.differences) - _MAX_LINES:,} more; --json shows them")
-    what = f"{found.tensors:,} tensors and {found.objects:,} objects compared, {found.equal_by_checksum:,} of them by "
+    what = f"{count(found.tensors, 'tensor')} and {count(found.objects, 'object')} compared, {found.equal_by_checksum:,} of them by "
     what += f"checksum alone, {size(found.read_bytes)} read from each"
-    output.print(
-        f"{'[green]same[/]' if found.same else f'[red]{len(found.differences):,} differences[/]'}: {what}"
-    )
+    verdict = "[green]same[/]" if found.same else f"[red]{count(len(found.differences), 'difference')}[/]"
+    output.print(f"{verdict}: {what}")
 
 
 def _row(difference: Difference) -> list[str]:

@@ -15,6 +15,7 @@ from ckpt.cli.common import (
     StorageOptions,
     age,
     command,
+    count,
     parse_storage_options,
     shown,
     size,
@@ -82,9 +83,9 @@ def gc(
         for place, reason in found.skipped.items():
             output.print(f"[yellow]left alone[/] {shown(place or '.')}: {shown(reason)}")
         if found.young:
-            output.print(f"{found.young:,} leftovers are younger than {shown(grace)}; they stay")
+            output.print(f"{count(found.young, 'leftover')} younger than {shown(grace)} left alone")
         verb = "would remove" if dry_run else "removed"
-        output.print(f"{verb} {len(found.items):,} leftovers, {size(found.freed_bytes)}")
+        output.print(f"{verb} {count(len(found.items), 'leftover')}, {size(found.freed_bytes)}")
 
 
 def _seconds(text: str) -> float:

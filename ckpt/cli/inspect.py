@@ -11,7 +11,17 @@ import typer
 from rich.table import Table
 from rich.tree import Tree
 
-from ckpt.cli.common import Json, Output, StorageOptions, Url, command, parse_storage_options, shown, size
+from ckpt.cli.common import (
+    Json,
+    Output,
+    StorageOptions,
+    Url,
+    command,
+    count,
+    parse_storage_options,
+    shown,
+    size,
+)
 
 if TYPE_CHECKING:
     from ckpt.inspection import Inspection, ObjectInfo, TensorInfo
@@ -144,7 +154,7 @@ def _facts(found: Inspection) -> Table:
             facts.add_row("tag", f"{shown(name)} = {shown(value)}")
     facts.add_row("parameters", f"{found.parameters:,}")
     facts.add_row("tensors", f"{len(found.tensors):,}, objects {len(found.objects):,}")
-    facts.add_row("stored", f"{size(found.stored_bytes)} in {len(found.files):,} files")
+    facts.add_row("stored", f"{size(found.stored_bytes)} in {count(len(found.files), 'file')}")
     facts.add_row("by part", _listed(found.bytes_by_part()))
     facts.add_row("by dtype", _listed(found.bytes_by_dtype()))
     return facts

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from ckpt.cli.common import DryRun, Json, StorageOptions, Url, command, parse_storage_options, shown, size
+from ckpt.cli.common import (
+    DryRun,
+    Json,
+    StorageOptions,
+    Url,
+    command,
+    count,
+    parse_storage_options,
+    shown,
+    size,
+)
 
 __all__ = ["rm"]
 
@@ -28,4 +38,6 @@ def rm(url: Url, dry_run: DryRun = False, storage_options: StorageOptions = None
         if dry_run:
             output.print(*(shown(key) for key in found.keys))
         verb = "would remove" if dry_run else "removed"
-        output.print(f"{verb} {shown(found.url)}: {len(found.keys):,} objects, {size(found.data_bytes)}")
+        output.print(
+            f"{verb} {shown(found.url)}: {count(len(found.keys), 'object')}, {size(found.data_bytes)}"
+        )

@@ -16,6 +16,7 @@ from ckpt.cli.common import (
     Url,
     age,
     command,
+    count,
     parse_storage_options,
     shown,
     size,
@@ -94,14 +95,14 @@ def _print(output: Output, found: Verification) -> None:
         output.print(f"... and {hidden:,} more; --json shows them")
     _print_strays(output, found)
     if found.unchecked_items:
-        output.print(f"{found.unchecked_items:,} items have no CRCs; their bytes could not be checked")
-    what = f"{found.checked_files:,} files"
+        output.print(f"{count(found.unchecked_items, 'item')} without CRCs, whose bytes could not be checked")
+    what = count(found.checked_files, "file")
     what += ", sizes and records only" if found.quick else f", {size(found.checked_bytes)} read and compared"
     if found.ok:
         output.print(f"[bold green]ok:[/] {shown(found.url)} ({what})")
     else:
         output.print(
-            f"[bold red]{len(found.damages) + found.damages_omitted:,} damages[/] in {shown(found.url)} ({what})"
+            f"[bold red]{count(len(found.damages) + found.damages_omitted, 'damage')}[/] in {shown(found.url)} ({what})"
         )
 
 
@@ -138,4 +139,6 @@ def _print_strays(output: Output, found: Verification) -> None:
             else "not of this library"
         )
         table.add_row(shown(stray.key), "?" if stray.unfinished else size(stray.size_bytes), age(since), what)
-    output.print(table, f"{len(found.strays):,} objects are no part of the checkpoint; they do no harm")
+    output.print(
+        table, f"{count(len(found.strays), 'object')} that the checkpoint does not need; they do no harm"
+    )
