@@ -267,6 +267,10 @@ class Store(ABC):
     def remove_empty(self, prefix: str = "") -> None:  # noqa: B027 (most stores have no directories)
         """Remove the directory `prefix` (as for `prepare`) and those below it, as far as they are empty."""
 
+    def free_bytes(self) -> int | None:
+        """How much more this client may store here, where that is known."""
+        return None
+
     def close(self) -> None:  # noqa: B027 (a store without connections has nothing to close)
         """Release connections and threads; harmless to call twice."""
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from ckpt.errors import CheckpointError
@@ -23,7 +24,7 @@ _COLLECTIVE_TIMEOUT_S = 3600.0
 _ROLL_CALL_TIMEOUT_S = 10.0
 
 T = TypeVar("T")
-Purpose = Literal["foreground", "background"]
+Purpose = Literal["foreground", "background", "manager"]
 _Name = tuple[Purpose, tuple[int, ...]]
 
 _own_groups: dict[_Name, tuple[object, Any]] = {}
@@ -71,6 +72,29 @@ class Ranks:
         box = [value]
         dist.broadcast_object_list(box, group=self.group, group_src=0)
         return box[0]
+
+    def most(self, values: Sequence[int]) -> list[int]:
+        """The largest of all ranks' `values`, place by place: a few integers, so it costs no more than a round trip."""
+        if len(self._members) == 1:
+            return list(values)
+        self._connect()
+        found = torch.tensor(values, dtype=torch.int64, device="cpu")
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.group)
+        return found.tolist()
+
+    def from_first(self, work: Callable[[], T]) -> T:
+        """`work()` of the first rank on all ranks, or its error, as one of ours."""
+        self._connect()
+        answer: tuple[bool, Any] | None = None
+        if self.rank == 0:
+            try:
+                answer = True, work()
+            except Exception as error:
+                answer = False, portable(error, 0)
+        worked, value = self.broadcast(answer)
+        if not worked:
+            raise value
+        return value  # type: ignore[no-any-return]
 
     def together(self, call: str, work: Callable[[], T]) -> T:
         """`work()` of this rank, once that of every rank has worked.
