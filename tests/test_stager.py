@@ -261,7 +261,7 @@ def _sent_from_shared_memory(rank: int) -> None:
         staged = stager.stage({**plain, **sharded})
         places |= {tensor.untyped_storage().data_ptr() for name, tensor in staged.items() if name in plain}
         sent = ForkingPickler.dumps(staged)
-        received = ForkingPickler.loads(sent)  # type: ignore[attr-defined]
+        received = ForkingPickler.loads(sent)
         for name, tensor in received.items():
             local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
             assert local.tolist() == [value] * (50 + int(name.removeprefix("d")))
