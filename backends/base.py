@@ -276,6 +276,10 @@ class Store(ABC):
         """What a probe may ask of the server; None where the operations above show all there is."""
         return None
 
+    def free_bytes(self) -> int | None:
+        """How much more this client may store here, where that is known."""
+        return None
+
     def close(self) -> None:  # noqa: B027 (a store without connections has nothing to close)
         """Release connections and threads; harmless to call twice."""
 

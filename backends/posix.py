@@ -228,6 +228,15 @@ class PosixStore(Store):
                 with contextlib.suppress(OSError):  # it is not empty, or a mount, or not ours to remove
                     os.rmdir(directory)
 
+    def free_bytes(self) -> int | None:
+        path = self._root
+        while not os.path.isdir(path):
+            path = os.path.dirname(path)
+        with self._translated("", "ask for free space"):
+            found = os.statvfs(path)
+        # Some network file systems do not know their size, and say 0.
+        return found.f_bavail * found.f_frsize if found.f_blocks else None
+
     def _make_directory(self, path: str) -> None:
         """Create `path` and its parents in this client's view; whoever else creates them is welcome."""
         parent = os.path.dirname(path)

@@ -9,6 +9,9 @@ or, with DCP's own functions:
 
     dcp.save(state_dict, storage_writer=ckpt.CheckpointWriter("s3://bucket/run/step-1000"))
     dcp.load(state_dict, storage_reader=ckpt.CheckpointReader("s3://bucket/run/step-1000"))
+
+or, without another line changed: `ckpt.install()`, then `dcp.save(state_dict, checkpoint_id="s3://...")`. In a
+training loop, `ckpt.CheckpointManager` says when to save, what to keep, and where to go on from.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ckpt import errors
     from ckpt.acceptance.run import roundtrip
+    from ckpt.adoption import install, uninstall
     from ckpt.api import async_save, load, save
     from ckpt.catalog import list_checkpoints
     from ckpt.comparison import diff
@@ -30,10 +34,12 @@ if TYPE_CHECKING:
     from ckpt.reader import CheckpointReader
     from ckpt.removal import remove
     from ckpt.stager import Stager
+    from ckpt.trainer_integration.manager import CheckpointManager
     from ckpt.verification import verify
     from ckpt.writer import CheckpointWriter
 
 __all__ = [
+    "CheckpointManager",
     "CheckpointReader",
     "CheckpointWriter",
     "Stager",
@@ -45,16 +51,19 @@ __all__ = [
     "doctor",
     "errors",
     "inspect",
+    "install",
     "list_checkpoints",
     "load",
     "remove",
     "roundtrip",
     "save",
+    "uninstall",
     "verify",
 ]
 
 # Imported when first used: `import ckpt` itself loads neither torch nor any SDK.
 _HOMES = {
+    "CheckpointManager": "ckpt.trainer_integration.manager",
     "CheckpointReader": "ckpt.reader",
     "CheckpointWriter": "ckpt.writer",
     "Stager": "ckpt.stager",
@@ -65,11 +74,13 @@ _HOMES = {
     "diff": "ckpt.comparison",
     "doctor": "ckpt.diagnosis",
     "inspect": "ckpt.inspection",
+    "install": "ckpt.adoption",
     "list_checkpoints": "ckpt.catalog",
     "load": "ckpt.api",
     "remove": "ckpt.removal",
     "roundtrip": "ckpt.acceptance.run",
     "save": "ckpt.api",
+    "uninstall": "ckpt.adoption",
     "verify": "ckpt.verification",
 }
 

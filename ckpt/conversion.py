@@ -116,7 +116,7 @@ def convert(
     rules = Rules(tuple(include), tuple(exclude), tuple(rename), weights_only, wanted)
     to_options = storage_options if destination_options is None else destination_options
     places = _Places(source, storage_options, destination, to_options, to, threads)
-    ranks = Ranks(process_group, no_dist=no_dist)
+    ranks = Ranks(process_group, no_dist=no_dist, purpose="conversion")
     with contextlib.ExitStack() as stack, _one_error(ranks):
         told = progress or (lambda done, total: None)
         call = f"conversion to {file_name(destination) or redact_url(os.fspath(destination))}"

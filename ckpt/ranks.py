@@ -24,13 +24,21 @@ DEFAULT_TIMEOUT_S = 600.0
 
 _MIN_TIMEOUT_S, _MAX_TIMEOUT_S = 1.0, 7 * 86400.0
 
-_COLLECTIVE_TIMEOUT_S = 86400.0
+_COLLECTIVE_TIMEOUT_S = {
+    "foreground": 86400.0,
+    "background": 86400.0,
+    "conversion": 86400.0,
+    "manager": 3600.0,
+}
 """Of our groups. The watch ends a wait for a rank that stopped; one that is slow may take as long as it takes."""
+
+_WATCHED = ("foreground", "background")
+"""Saves and loads. Between two calls of a manager the ranks train, and that is not for it to judge."""
 
 _BREAK_OFF_TAG = 0x636B7074
 
 T = TypeVar("T")
-Purpose = Literal["foreground", "background"]
+Purpose = Literal["foreground", "background", "conversion", "manager"]
 _Name = tuple[Purpose, tuple[int, ...]]
 
 _own_groups: dict[_Name, tuple[object, Any]] = {}
@@ -81,7 +89,7 @@ class Ranks:
         self._global_rank = 0 if self.no_dist else dist.get_rank()
         self._connected = len(self._members) == 1
         self._watch: Watch | None = None
-        if len(self._members) > 1:
+        if len(self._members) > 1 and purpose in _WATCHED:
             _calls[self._name] = _calls.get(self._name, 0) + 1
             self._watch = self._make_watch(_calls[self._name])
 
@@ -103,6 +111,29 @@ class Ranks:
         if len(self._members) > 1:
             dist.all_gather_object(values, value, group=self.group)
         return values
+
+    def most(self, values: Sequence[int]) -> list[int]:
+        """The largest of all ranks' `values`, place by place: a few integers, so it costs no more than a round trip."""
+        if len(self._members) == 1:
+            return list(values)
+        self._connect()
+        found = torch.tensor(values, dtype=torch.int64, device="cpu")
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.group)
+        return found.tolist()
+
+    def from_first(self, work: Callable[[], T]) -> T:
+        """`work()` of the first rank on all ranks, or its error, as one of ours."""
+        self._connect()
+        answer: tuple[bool, Any] | None = None
+        if self.rank == 0:
+            try:
+                answer = True, work()
+            except Exception as error:
+                answer = False, portable(error, 0)
+        worked, value = self.broadcast(answer)
+        if not worked:
+            raise value
+        return value  # type: ignore[no-any-return]
 
     def together(self, call: str, work: Callable[[], T]) -> T:
         """`work()` of this rank, once that of every rank has worked.
@@ -148,10 +179,10 @@ class Ranks:
         Gives the broken group up first, so that ranks still waiting in it wake up and answer. Returns None
         if nobody can be asked, because the rendezvous store is gone.
         """
-        if self._watch is None:
+        if len(self._members) == 1:
             return {0: Answer(True, failure=_text(error))}
         self._give_up(error)
-        return self._watch.roll_call(_text(error))
+        return None if self._watch is None else self._watch.roll_call(_text(error))
 
     def close(self) -> None:
         """The end of the save or load: this rank has nothing more to say."""
@@ -257,14 +288,14 @@ def _own_group(name: _Name, process_group: Any, connect_timeout_s: float) -> Any
         return known[1]
     # A rank that died before its first save or load must not be waited for as long as a slow one.
     timeout = timedelta(seconds=connect_timeout_s)
-    _, members = name
+    purpose, members = name
     if len(members) == dist.get_world_size():
         group = dist.new_group(backend="gloo", timeout=timeout)
     elif name in _broken or not _would_agree_on_a_name(process_group, len(members)):
         return None
     else:
         group = dist.new_group(list(members), timeout=timeout, backend="gloo", use_local_synchronization=True)
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=_COLLECTIVE_TIMEOUT_S), group)
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=_COLLECTIVE_TIMEOUT_S[purpose]), group)
     _own_groups[name] = (world, group)
     return group
 

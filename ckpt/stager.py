@@ -43,10 +43,14 @@ class Stager(AsyncStager):
     Only the bytes of each tensor are copied, whatever the size of the storage it is a view of; tensors that are
     the same view of the same memory are copied once. Two staged states can exist at a time, so that one can be
     copied while another is still being written.
+
+    Args:
+        shared_memory: for saves by another process: copies are in one block of shared memory, which costs one open
+            file however many tensors there are. Only one staged state can exist at a time then.
     """
 
-    def __init__(self) -> None:
-        self._blocks = _Blocks()
+    def __init__(self, *, shared_memory: bool = False) -> None:
+        self._blocks: _Blocks = _SharedBlock() if shared_memory else _Blocks()
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """A copy of `state_dict`: tensors in CPU memory, everything else by `copy.deepcopy`.
@@ -129,6 +133,25 @@ class _Blocks:
         self._lock = threading.Lock()
 
 
+class _SharedBlock(_Blocks):
+    """A block of shared memory. torch would move any other memory there when it is sent, and pays for new pages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._block: torch.Tensor | None = None
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """A uint8 tensor of the memory that the last state was in, if that fits."""
+        if self._block is None or not nbytes <= self._block.numel() <= 2 * nbytes:
+            self._block = None
+            storage = torch.UntypedStorage._new_shared(max(1, nbytes), device="cpu")  # type: ignore[no-untyped-call]
+            self._block = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
+        return self._block[:nbytes]
+
+    def clear(self) -> None:
+        self._block = None
+
+
 class _Place:
     """A tensor and where its copy goes."""
 
@@ -209,7 +232,11 @@ class _Rebuilt:
         original = self.original
         if isinstance(original, DTensor):
             # Not `from_local`, which does not take every placement that a DTensor can have.
-            return DTensor(parts[0], original._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+            # Made around nothing: it takes over the storage offset of what it is made around, and where that is
+            # not 0, torch sends the memory of the DTensor, which has none, to another process, and crashes.
+            made = DTensor(parts[0].new_empty(0), original._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+            made._local_tensor = parts[0]
+            return made
         # A shallow copy: made anew, it would have to be on the device that its metadata name.
         rebuilt = copy.copy(original)
         rebuilt._local_shards = [

@@ -60,6 +60,9 @@ class SubStore(Store):
     def remove_empty(self, prefix: str = "") -> None:
         self._store.remove_empty(self._prefix + prefix if prefix else self.path)
 
+    def free_bytes(self) -> int | None:
+        return self._store.free_bytes()
+
     def _own(self, found: ObjectStat) -> ObjectStat:
         return replace(found, key=found.key.removeprefix(self._prefix))
 

@@ -266,7 +266,9 @@ def test_gc_leaves_what_another_program_puts_there_meanwhile(
         lambda seconds: shutil.copytree(tmp_path / "stock", tmp_path / "run" / "c", dirs_exist_ok=True),
     )
     assert gc(tmp_path / "run")["items"] == []
-    assert (tmp_path / "run" / "c" / ".metadata").read_bytes() == (tmp_path / "stock" / ".metadata").read_bytes()
+    assert (tmp_path / "run" / "c" / ".metadata").read_bytes() == (
+        tmp_path / "stock" / ".metadata"
+    ).read_bytes()
 
 
 def test_gc_leaves_a_copy_that_keeps_the_times_of_its_files(
@@ -276,7 +278,9 @@ def test_gc_leaves_a_copy_that_keeps_the_times_of_its_files(
     monkeypatch.undo()
     save(tmp_path / "c")
     make_old(tmp_path)
-    shutil.copytree(tmp_path / "c", tmp_path / "run" / "c", ignore=shutil.ignore_patterns("commit.json", ".metadata"))
+    shutil.copytree(
+        tmp_path / "c", tmp_path / "run" / "c", ignore=shutil.ignore_patterns("commit.json", ".metadata")
+    )
     before = files(tmp_path / "run")
     found = gc(tmp_path / "run")
     assert (found["items"], found["young"]) == ([], 3)

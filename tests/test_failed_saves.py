@@ -8,7 +8,6 @@ import os
 import pickle
 import resource
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -398,19 +397,6 @@ def test_failure_in_the_background_is_logged(tmp_path: Path, caplog: pytest.LogC
 
 
 # -- the disk is full ------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    mount = tmp_path / "disk"
-    mount.mkdir()
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", mount], capture_output=True, check=False
-    )
-    if done.returncode:
-        pytest.skip(f"cannot mount a small tmpfs here: {done.stderr.decode().strip()}")
-    yield mount
-    subprocess.run(["umount", mount], check=True)
 
 
 def test_disk_full(small_disk: Path) -> None:

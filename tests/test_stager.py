@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import warnings
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from ranks import run_ranks
 from states import digest, emptied, plain_state, sharded_state
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import ckpt
@@ -242,3 +244,26 @@ def _sharded_kinds(rank: int, url: str) -> None:
     loaded = sharded_tensor.zeros(spec, 11, 6)
     ckpt.load({"t": loaded}, url)
     assert torch.equal(loaded.local_shards()[0].tensor, sharded.local_shards()[0].tensor)
+
+
+def test_copies_in_shared_memory_are_sent_to_another_process_as_they_are() -> None:
+    """Sharded tensors too, each at an offset of its own; and the memory is used again."""
+    run_ranks(1, _sent_from_shared_memory)
+
+
+def _sent_from_shared_memory(rank: int) -> None:
+    stager = ckpt.Stager(shared_memory=True)
+    mesh = init_device_mesh("cpu", (1,))
+    places = set()
+    for value in (1.0, 2.0):
+        plain = {str(number): torch.full((50 + number,), value) for number in range(4)}
+        sharded = {f"d{name}": DTensor.from_local(t, mesh, run_check=False) for name, t in plain.items()}
+        staged = stager.stage({**plain, **sharded})
+        places |= {tensor.untyped_storage().data_ptr() for name, tensor in staged.items() if name in plain}
+        sent = ForkingPickler.dumps(staged)
+        received = ForkingPickler.loads(sent)
+        for name, tensor in received.items():
+            local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+            assert local.tolist() == [value] * (50 + int(name.removeprefix("d")))
+        assert received.keys() == {*plain, *sharded}
+    assert len(places) == 1

@@ -123,8 +123,8 @@ def test_importing_is_light() -> None:
 
 def test_public_surface() -> None:
     assert ckpt.__all__ == [
-        "CheckpointReader", "CheckpointWriter", "Stager", "async_save", "collect_garbage", "convert", "copy", "diff", "doctor", "errors", "inspect",
-        "list_checkpoints", "load", "remove", "roundtrip", "save", "verify",
+        "CheckpointManager", "CheckpointReader", "CheckpointWriter", "Stager", "async_save", "collect_garbage", "convert", "copy", "diff", "doctor",
+        "errors", "inspect", "install", "list_checkpoints", "load", "remove", "roundtrip", "save", "uninstall", "verify",
     ]  # fmt: skip
     assert dir(ckpt) == sorted(ckpt.__all__)
     for name in ckpt.__all__:

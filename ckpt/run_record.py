@@ -1,0 +1,85 @@
+"""`ckpt-run.json` at a run's root: the checkpoints that the run has committed, so that none has to be found by listing.
+
+It is a memory, not the truth: whether a place holds a checkpoint, its commit record says.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from ckpt.backends.base import Store, is_key, put_bytes, read_bytes
+from ckpt.consistency.seal import seal_json, unseal_json
+from ckpt.errors import FormatError, NotFound
+
+__all__ = ["RUN_KEY", "RunCheckpoint", "RunRecord", "RunStart", "read_run", "write_run"]
+
+RUN_KEY = "ckpt-run.json"
+_FORMAT = "ckpt-storage-run"
+_MAX_BYTES = 64 << 20
+
+
+class RunCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """A checkpoint that the run has committed.
+
+    Attributes:
+        path: its folder, directly below the root.
+        saved_at_s: when its save began, in seconds since 1970.
+        metrics: by name; None is a metric that was no number.
+        pinned: it is never removed.
+        superseded: the run went on from an earlier step; this one belongs to a past that was given up.
+    """
+
+    step: int
+    path: str
+    saved_at_s: float
+    metrics: dict[str, float | None] = {}
+    pinned: bool = False
+    superseded: bool = False
+
+
+class RunStart(msgspec.Struct, frozen=True, kw_only=True):
+    """A start of the run, and when its last checkpoint was committed, both in seconds since 1970."""
+
+    at_s: float
+    durable_at_s: float
+
+
+class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The record: checkpoints by step, starts by time."""
+
+    format: str = _FORMAT
+    version: int = 1
+    checkpoints: list[RunCheckpoint] = []
+    starts: list[RunStart] = []
+
+
+_decoder = msgspec.json.Decoder(RunRecord)  # made once, before there are threads
+
+
+def read_run(store: Store) -> RunRecord | None:
+    """The record at the store's root; None if there is none.
+
+    Raises:
+        IntegrityError, FormatError: it is damaged, or not understood.
+        StorageError: the storage refused, or could not be reached.
+    """
+    try:
+        data = read_bytes(store, RUN_KEY, max_bytes=_MAX_BYTES)
+    except NotFound:
+        return None
+    text = unseal_json(data, url=store.url, key=RUN_KEY)
+    try:
+        record = _decoder.decode(text)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise FormatError(f"not a run's record: {error}", url=store.url, key=RUN_KEY) from error
+    if record.format != _FORMAT or record.version != 1:
+        raise FormatError("a newer version of this library wrote it", url=store.url, key=RUN_KEY)
+    for found in record.checkpoints:
+        if "/" in found.path or not is_key(found.path) or not 0 <= found.step < 1 << 62:
+            raise FormatError(f"names an impossible checkpoint: {found.path!r}", url=store.url, key=RUN_KEY)
+    return record
+
+
+def write_run(store: Store, record: RunRecord) -> None:
+    """Replace the record at the store's root."""
+    put_bytes(store, RUN_KEY, seal_json(msgspec.json.encode(record)))

@@ -1,0 +1,317 @@
+"""`manager.save(step, model=..., optimizer=...)` for every way to shard a model, and loading onto any other."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from states import digest
+from torch import nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import ckpt
+from ckpt.errors import ConfigurationError, LoadFailed
+from ckpt.trainer_integration import saving
+from ckpt.trainer_integration.training_state import OptimizerState, RandomState, size_bytes, training_state
+
+WIDTH = 8
+OPTIONS: dict[str, Any] = {
+    "save": saving.every_steps(1),
+    "preflight": False,
+    "storage_options": {"fsync": False},
+}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.register_buffer("scale", torch.tensor(0.5))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = hidden + self.scale * self.down(torch.relu(self.up(hidden)))
+        return output
+
+
+class Net(nn.Module):
+    """With tied weights, a frozen parameter of eight bits, and one of another dtype."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = nn.Embedding(12, WIDTH)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(WIDTH, 12, bias=False)
+        self.head.weight = self.embed.weight
+        self.gain = nn.Parameter(torch.ones(WIDTH, dtype=torch.bfloat16))
+        frozen = torch.randn(WIDTH, WIDTH).to(torch.float8_e4m3fn)
+        self.frozen = nn.Parameter(frozen, requires_grad=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(tokens) * self.gain.float()
+        for block in self.blocks:
+            hidden = block(hidden)
+        logits: torch.Tensor = self.head(hidden)
+        return logits
+
+
+def plain(net: Net) -> nn.Module:
+    return net
+
+
+def compiled(net: Net) -> nn.Module:
+    for number, block in enumerate(net.blocks):
+        net.blocks[number] = torch.compile(block, backend="eager")  # type: ignore[assignment]
+    return torch.compile(net, backend="eager")  # type: ignore[return-value]
+
+
+def ddp(net: Net) -> nn.Module:
+    # DDP broadcasts parameters, and gloo does not know this dtype.
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["frozen"])  # type: ignore[no-untyped-call]
+    return DistributedDataParallel(net)
+
+
+def fsdp1(net: Net) -> nn.Module:
+    # FSDP1 flattens parameters of one dtype only.
+    odd = [net.gain, net.frozen]
+    return FullyShardedDataParallel(
+        net, device_id=torch.device("cpu"), use_orig_params=True, ignored_states=odd
+    )
+
+
+def fsdp2(net: Net) -> nn.Module:
+    return _sharded(net, init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+def hsdp(net: Net) -> nn.Module:
+    return _sharded(
+        net, init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+    )
+
+
+def tp_fsdp(net: Net) -> nn.Module:
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+    for block in net.blocks:
+        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return _sharded(net, mesh["dp"])
+
+
+def fsdp2_compiled(net: Net) -> nn.Module:
+    return torch.compile(fsdp2(net), backend="eager")  # type: ignore[return-value]
+
+
+def _sharded(net: Net, mesh: Any) -> nn.Module:
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
+    )
+    ignored = {net.gain, net.frozen}
+    for block in net.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(net, mesh=mesh, ignored_params=ignored)
+    return net
+
+
+Wrap = Callable[[Net], nn.Module]
+WAYS: dict[str, tuple[int, Wrap]] = {
+    "plain": (1, plain),
+    "compiled": (1, compiled),
+    "ddp": (2, ddp),
+    "fsdp1": (2, fsdp1),
+    "fsdp2": (3, fsdp2),
+    "fsdp2_compiled": (2, fsdp2_compiled),
+    "hsdp": (4, hsdp),
+    "tp_fsdp": (4, tp_fsdp),
+}
+BEFORE = dict(zip(WAYS, ["plain", *WAYS], strict=False))
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, generator: torch.Generator) -> None:
+    tokens = torch.randint(0, 12, (2, 4), generator=generator)
+    nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def trained(wrap: Wrap, seed: int, steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = wrap(Net(seed))
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(
+        [{"params": parameters[:1], "lr": 1e-2}, {"params": parameters[1:], "lr": 1e-3}]
+    )
+    with torch.compiler.set_stance(
+        "force_eager"
+    ):  # how modules are wrapped matters here, not what they compile to
+        for step in range(steps):
+            train_step(model, optimizer, torch.Generator().manual_seed(step))
+    return model, optimizer
+
+
+def save_and_load(rank: int, way: str, root: str) -> None:
+    """Save under one way of sharding; then load what another saved into another model of it, and save that too."""
+    _, wrap = WAYS[way]
+    other = BEFORE[way]
+    model, optimizer = trained(wrap, seed=1, steps=2)
+    with ckpt.CheckpointManager(f"{root}/{way}", **OPTIONS) as manager:
+        manager.save(5, model=model, optimizer=optimizer)
+    model, optimizer = trained(wrap, seed=2, steps=0)
+    with ckpt.CheckpointManager(f"{root}/{other}", **OPTIONS) as manager:
+        restored = manager.restore(model=model, optimizer=optimizer)
+        assert restored is not None
+        assert restored.step == 5
+    state = training_state(model=model, optimizer=optimizer)
+    ckpt.save(state, f"{root}/{way}-loaded-{other}", storage_options={"fsync": False})
+
+
+@pytest.fixture(scope="module")
+def saved_by_all(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every way saves, and also loads what the one before it saved."""
+    root = tmp_path_factory.mktemp("ways")
+    for way, (world_size, _) in WAYS.items():
+        run_ranks(world_size, save_and_load, way, str(root))
+    return root
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_names_are_the_same_however_the_model_is_wrapped(way: str, saved_by_all: Path) -> None:
+    names, expected = (set(content(saved_by_all / each / "step-00000005")) for each in (way, "plain"))
+    assert names == expected
+    assert not [name for name in names if "_orig_mod" in name or "module" in name]
+    assert {"model.frozen", "model.head.weight", "optimizer.state.blocks.1.up.weight.exp_avg"} <= names
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_each_way_loads_what_another_saved(way: str, saved_by_all: Path) -> None:
+    """Bit for bit, model and optimizer, on another number of ranks and another mesh."""
+    other = BEFORE[way]
+    original = content(saved_by_all / other / "step-00000005")
+    assert content(saved_by_all / f"{way}-loaded-{other}") == original
+
+
+def content(place: Path) -> dict[str, Any]:
+    """Whole tensors as hashes, and objects, by name; without random states."""
+    metadata = ckpt.CheckpointReader(place).read_metadata().state_dict_metadata
+    state: dict[str, Any] = {
+        name: torch.empty(found.size, dtype=found.properties.dtype)
+        if isinstance(found, TensorStorageMetadata)
+        else None
+        for name, found in metadata.items()
+        if not name.startswith("rng.")
+    }
+    ckpt.load(state, place, no_dist=True)
+    # In which order an optimizer lists the parameters of a group depends on how the model is wrapped.
+    state |= {name: sorted(value) for name, value in state.items() if name.endswith(".params")}
+    return dict(digest(state))
+
+
+def test_partial_and_strict(tmp_path: Path) -> None:
+    model, optimizer = trained(plain, seed=1, steps=1)
+    state = training_state(model=model, optimizer=optimizer)
+    ckpt.save(state, tmp_path / "step-00000001")
+    larger = Net(2)
+    larger.extra = nn.Linear(2, 2)
+    del larger.frozen
+    with ckpt.CheckpointManager(tmp_path, save=saving.every_steps(1)) as manager:
+        with pytest.raises(LoadFailed, match=r"lacks 2 key\(s\): model.extra.bias, model.extra.weight;"):
+            manager.restore(model=larger)
+        del larger.extra
+        with pytest.raises(
+            LoadFailed, match=r"the state lacks, and the checkpoint has, 1 key\(s\): model.frozen"
+        ):
+            manager.restore(model=larger)
+        larger.extra = nn.Linear(2, 2)
+        before = digest(larger.extra.state_dict())
+        restored = manager.restore(model=larger, strict=False)
+        assert restored is not None
+        assert restored.missing == ("model.extra.bias", "model.extra.weight")
+    assert digest(larger.extra.state_dict()) == before
+    assert torch.equal(larger.embed.weight, model.get_parameter("embed.weight"))
+
+
+def test_a_model_alone_loads_from_a_checkpoint_that_has_more(tmp_path: Path) -> None:
+    model, optimizer = trained(plain, seed=1, steps=1)
+    ckpt.save(training_state(model=model, optimizer=optimizer, extra=3), tmp_path / "step-00000001")
+    other = Net(2)
+    with ckpt.CheckpointManager(tmp_path, save=saving.every_steps(1)) as manager:
+        assert manager.restore(model=other, rng=False) is not None
+    assert digest(other.state_dict()) == digest(model.state_dict())
+
+
+def test_an_optimizer_that_has_not_stepped_is_not_stepped(tmp_path: Path) -> None:
+    """torch steps an optimizer to find out what its state looks like; the run must not notice."""
+
+    def weights(saved_first: bool) -> Any:
+        model, optimizer = trained(plain, seed=1, steps=0)
+        if saved_first:
+            ckpt.save(training_state(model=model, optimizer=optimizer), tmp_path / "c")
+        train_step(model, optimizer, torch.Generator().manual_seed(0))
+        return digest(model.state_dict())
+
+    assert weights(True) == weights(False)
+    with pytest.raises(ConfigurationError, match="needs model="):
+        training_state(optimizer=torch.optim.SGD([torch.zeros(1)]))
+
+
+def test_random_states_come_back() -> None:
+    def draw() -> list[float]:
+        return [random.random(), float(np.random.rand()), torch.rand(()).item(), random.gauss(0, 1)]
+
+    random.gauss(0, 1)  # leaves half of a pair behind
+    state = RandomState().state_dict()
+    first = draw()
+    RandomState().load_state_dict(state)
+    assert draw() == first
+    second = draw()
+    RandomState().load_state_dict({**state, "ranks": 2})  # of another number of ranks: left alone
+    assert second != first
+    assert draw() != first
+
+
+def random_draws(rank: int, root: str, load: bool) -> float:
+    torch.manual_seed(100 + rank)
+    with ckpt.CheckpointManager(root, save=saving.every_steps(1)) as manager:
+        if load:
+            torch.manual_seed(0)
+            manager.restore()
+        else:
+            manager.save(1)
+    return torch.rand(()).item()
+
+
+def test_random_states_are_each_rank_s_own(tmp_path: Path) -> None:
+    first = run_ranks(2, random_draws, str(tmp_path), False)
+    assert first[0] != first[1]
+    assert run_ranks(2, random_draws, str(tmp_path), True) == first
+    (alone,) = run_ranks(1, random_draws, str(tmp_path), True)
+    assert alone not in first
+
+
+def test_projected_size(tmp_path: Path) -> None:
+    model, optimizer = trained(plain, seed=1, steps=0)
+    projected = size_bytes(training_state(model=model, optimizer=optimizer))
+    _, optimizer = trained(plain, seed=1, steps=1)
+    moments = OptimizerState(model, optimizer).size_bytes()
+    parameters = sum(p.numel() * p.element_size() for p in model.parameters())
+    assert projected == pytest.approx(parameters + moments, rel=0.05)
+
+
+def sizes(rank: int, way: str) -> int:
+    model, optimizer = trained(WAYS[way][1], seed=1, steps=1)
+    return size_bytes(training_state(model=model, optimizer=optimizer))
+
+
+def test_projected_size_is_that_of_all_ranks(tmp_path: Path) -> None:
+    (whole,) = run_ranks(1, sizes, "plain")
+    for way in ("fsdp1", "fsdp2"):
+        for found in run_ranks(2, sizes, way):
+            assert found == pytest.approx(whole, rel=0.2)

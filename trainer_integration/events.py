@@ -1,0 +1,98 @@
+"""What a `CheckpointManager` does, as events for logs, metrics and files."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["Event", "Events", "JsonLines", "OpenTelemetry"]
+
+_logger = logging.getLogger("ckpt.manager")
+
+_WARNINGS = frozenset({"failed", "passed_over", "not_removed"})
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened on the first rank.
+
+    Attributes:
+        kind: `preflight`, `restored`, `passed_over` (a checkpoint that cannot be loaded), `due` (a save begins),
+            `not_due` (it was asked for, but not made), `staged`, `durable`, `failed`, `removed`, `not_removed`.
+        step: the step concerned.
+        reason: why, in words.
+        values: figures by name, units last (`stall_s`, `upload_s`, `size_bytes`, `durable_age_s`, ...).
+        at_s: seconds since 1970.
+    """
+
+    kind: str
+    step: int | None
+    reason: str = ""
+    values: Mapping[str, float] = field(default_factory=dict)
+    at_s: float = field(default_factory=time.time)
+
+
+Sink = Callable[[Event], None]
+
+
+class Events:
+    """Tells the log, and whoever else wants to know. A sink that fails is logged; training does not depend on it."""
+
+    def __init__(self, sinks: Sequence[Sink]) -> None:
+        self._sinks = tuple(sinks)
+
+    def tell(self, event: Event) -> None:
+        level = logging.WARNING if event.kind in _WARNINGS else logging.INFO
+        figures = "".join(f", {name} {value:.4g}" for name, value in event.values.items())
+        step = "" if event.step is None else f"step {event.step} "
+        _logger.log(level, "%s%s: %s%s", step, event.kind.replace("_", " "), event.reason, figures)
+        for sink in self._sinks:
+            try:
+                sink(event)
+            except Exception as error:
+                _logger.warning("events cannot be told to %r: %s", sink, error)
+
+
+class JsonLines:
+    """Appends each event as a line of JSON to a local file."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = os.fspath(path)
+
+    def __call__(self, event: Event) -> None:
+        told = {"at_s": event.at_s, "kind": event.kind, "step": event.step, "reason": event.reason}
+        with open(self._path, "a", encoding="utf-8") as file:
+            file.write(json.dumps({**told, **event.values}) + "\n")
+
+
+class OpenTelemetry:
+    """Feeds a meter of OpenTelemetry (`opentelemetry.metrics.get_meter(...)`): a counter of events by kind, one of
+    bytes, histograms of seconds, and gauges of the last durable step and its age."""
+
+    def __init__(self, meter: Any) -> None:
+        self._events = meter.create_counter("ckpt.events", description="events by kind")
+        self._bytes = meter.create_counter("ckpt.durable.size", unit="By", description="bytes made durable")
+        self._seconds = {
+            name: meter.create_histogram(f"ckpt.{name.removesuffix('_s')}", unit="s")
+            for name in ("stall_s", "upload_s", "load_s")
+        }
+        self._step = meter.create_gauge("ckpt.durable.step", description="the last durable step")
+        self._age = meter.create_gauge(
+            "ckpt.durable.age", unit="s", description="age of the last durable step"
+        )
+
+    def __call__(self, event: Event) -> None:
+        self._events.add(1, {"kind": event.kind})
+        if event.kind == "durable":
+            self._bytes.add(int(event.values.get("size_bytes", 0)))
+            self._step.set(event.step or 0)
+        for name, histogram in self._seconds.items():
+            if name in event.values:
+                histogram.record(event.values[name])
+        if "durable_age_s" in event.values:
+            self._age.set(event.values["durable_age_s"])

@@ -1,0 +1,75 @@
+"""Loading that names every key that is missing in a checkpoint, or that it has and nobody asks for."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.planner import LoadPlan
+
+from ckpt.errors import LoadFailed
+
+__all__ = ["NamingLoadPlanner"]
+
+_logger = logging.getLogger(__name__)
+
+_MAX_NAMES = 20
+
+
+class NamingLoadPlanner(DefaultLoadPlanner):
+    """DCP's planner, strict in both directions, or in none.
+
+    Keys below a top-level name that is not in the state are of no concern: who asks for `model` gets it from a
+    checkpoint that also holds an optimizer.
+
+    Args:
+        strict: a key that is missing, or left over, is an error; otherwise it keeps its value, or is left out.
+        optional: top-level names that may be missing, also in part, or left over.
+    """
+
+    def __init__(self, *, strict: bool, optional: Collection[str] = ()) -> None:
+        super().__init__(allow_partial_load=True)
+        self._strict, self._optional = strict, frozenset(optional)
+        self.missing: tuple[str, ...] = ()
+
+    def create_local_plan(self) -> LoadPlan:
+        plan = super().create_local_plan()
+        missing = sorted(self.state_dict.keys() - self._stored().state_dict_metadata.keys())
+        self.missing = tuple(fqn for fqn in missing if _top(fqn) not in self._optional)
+        self._judge("the checkpoint lacks", self.missing)
+        return plan
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        # Of all ranks: each stage of a pipeline asks for its own part.
+        asked = {item.dest_index.fqn for plan in global_plan for item in plan.items} | self.state_dict.keys()
+        tops = {_top(fqn) for fqn in asked} - self._optional
+        stored = self._stored().state_dict_metadata
+        left_over = [fqn for fqn in stored if _top(fqn) in tops and fqn not in asked]
+        self._judge(
+            "the state lacks, and the checkpoint has,", sorted(f for f in left_over if _holds(stored[f]))
+        )
+        return super().create_global_plan(global_plan)
+
+    def _stored(self) -> Metadata:
+        assert self.metadata is not None  # DCP has set it by now
+        return self.metadata
+
+    def _judge(self, what: str, fqns: Collection[str]) -> None:
+        if not fqns:
+            return
+        more = f" and {len(fqns) - _MAX_NAMES} more" if len(fqns) > _MAX_NAMES else ""
+        text = f"{what} {len(fqns)} key(s): {', '.join([*fqns][:_MAX_NAMES])}{more}"
+        if self._strict:
+            raise LoadFailed(f"{text}; strict=False loads the rest")
+        _logger.warning("%s", text)
+
+
+def _top(fqn: str) -> str:
+    return fqn.partition(".")[0]
+
+
+def _holds(description: object) -> bool:
+    """Whether there is anything to ask for: nobody reads a tensor without elements."""
+    return isinstance(description, BytesStorageMetadata) or 0 not in getattr(description, "size", ())

@@ -1,0 +1,206 @@
+"""The saves of a run: one in flight, an end that all ranks agree on, and what follows when it is durable."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata
+
+from ckpt.errors import CheckpointError, ConfigurationError, SaveFailed
+from ckpt.ranks import Ranks
+from ckpt.run_record import RunCheckpoint
+from ckpt.trainer_integration.events import Event, Events
+from ckpt.trainer_integration.history import History, plain_metrics
+from ckpt.trainer_integration.keeping import KeepRule
+from ckpt.trainer_integration.uploads import Uploads
+
+__all__ = ["Saves"]
+
+_logger = logging.getLogger(__name__)
+
+_WEIGHT_OF_THE_LAST = 0.3
+
+
+@dataclass
+class _Flight:
+    """A save that has been staged. `booked` ends after `future`, when everything that follows is done too."""
+
+    step: int
+    path: str
+    metrics: dict[str, float | None]
+    began_s: float
+    saved_at_s: float
+    stall_s: float = 0.0
+    future: Future[Metadata] = field(default_factory=Future)
+    booked: Future[None] = field(default_factory=Future)
+
+
+class Saves:
+    """Used by the main thread of every rank alike; only the first rank has a `keep` to carry out and tells events.
+
+    Attributes:
+        durable_step: the last durable one, as this rank knows it.
+        durable_at_s: when it became durable, by `time.monotonic`.
+        stall_s, upload_s: what saves have cost so far, the last ones counting most; None before the first.
+    """
+
+    def __init__(
+        self, ranks: Ranks, uploads: Uploads, history: History, keep: KeepRule | None, events: Events
+    ) -> None:
+        self._ranks, self._uploads, self._history, self._keep = ranks, uploads, history, keep
+        self._events = events
+        self._flight: _Flight | None = None
+        self.durable_step: int | None = None
+        self.durable_at_s = self.began_s = time.monotonic()
+        self.stall_s: float | None = None
+        self.upload_s: float | None = None
+        self.last_failure: BaseException | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is in flight, as this rank sees it."""
+        return self._flight is not None and not self._flight.booked.done()
+
+    @property
+    def failed(self) -> bool:
+        """Whether a save has failed that nobody has been told of, as this rank sees it."""
+        flight = self._flight
+        return flight is not None and flight.booked.done() and flight.future.exception() is not None
+
+    def begin(
+        self, step: int, state: dict[str, Any], reason: str, metrics: Mapping[str, float] | None
+    ) -> None:
+        """Stage `state` and let its upload begin. Errors show when the save is settled.
+
+        Raises:
+            ConfigurationError: an argument is wrong.
+        """
+        flight = _Flight(
+            step, self._history.path(step), plain_metrics(metrics), time.monotonic(), time.time()
+        )
+        self.began_s = flight.began_s
+        self.tell("due", step, reason)
+        try:
+            tags = {"step": str(step)} | {
+                f"metric.{name}": str(value) for name, value in (metrics or {}).items()
+            }
+            url = self._history.url(flight.path)
+            flight.future = self._uploads.begin(state, url, tags, self._ranks.group)
+        except ConfigurationError:
+            raise
+        except CheckpointError as error:
+            flight.future.set_exception(error)
+        flight.stall_s = time.monotonic() - flight.began_s
+        self.stall_s = _mean(self.stall_s, flight.stall_s)
+        self.tell("staged", step, flight.path, stall_s=flight.stall_s)
+        self._flight = flight
+        flight.future.add_done_callback(lambda _: self._book(flight))
+
+    def settle(self, timeout_s: float | None = None) -> SaveFailed | None:
+        """Wait for the save in flight; returns its failure, of which all ranks know then.
+
+        Raises:
+            SaveFailed: on all ranks, if some rank's save is not durable in time; it goes on.
+        """
+        flight = self._flight
+        if flight is None:
+            return None
+        late = False
+        try:
+            flight.booked.result(timeout_s)
+        except FutureTimeout:
+            late = True
+        error = None if late else flight.future.exception()
+        failed, late_anywhere = self._ranks.most([error is not None, late])
+        if late_anywhere:
+            raise SaveFailed(
+                f"step {flight.step} is not durable after {timeout_s:g} s", url=self._history.url(flight.path)
+            )
+        self._flight = None
+        if not failed:
+            return None
+        if isinstance(error, SaveFailed):
+            return error
+        url = self._history.url(flight.path)
+        cause = "it failed on another rank" if error is None else f"{type(error).__name__}: {error}"
+        return SaveFailed(f"the save of step {flight.step} failed: {cause}", url=url)
+
+    def finish(self) -> BaseException | None:
+        """Wait for the save in flight; returns its failure. No other rank is asked: it may be gone."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return None
+        flight.booked.result()
+        return flight.future.exception()
+
+    def tell(self, kind: str, step: int | None, reason: str = "", **values: float) -> None:
+        if self._ranks.rank == 0:
+            if self.durable_step is not None:
+                values["durable_age_s"] = time.monotonic() - self.durable_at_s
+            self._events.tell(Event(kind, step, reason, values))
+
+    # -- in the thread in which the upload ends ------------------------------------------------------------
+
+    def _book(self, flight: _Flight) -> None:
+        with _nothing_raised(), _ended(flight.booked):
+            error = flight.future.exception()
+            took_s = time.monotonic() - flight.began_s
+            if error is not None:
+                self.last_failure = error
+                self.tell("failed", flight.step, str(error), upload_s=took_s)
+                return
+            self.durable_step, self.durable_at_s = flight.step, time.monotonic()
+            self.upload_s = _mean(self.upload_s, took_s)
+            if self._ranks.rank == 0:
+                self._remember(flight, took_s)
+
+    def _remember(self, flight: _Flight, took_s: float) -> None:
+        checkpoint = RunCheckpoint(
+            step=flight.step, path=flight.path, saved_at_s=flight.saved_at_s, metrics=flight.metrics
+        )
+        try:
+            self._history.add(checkpoint)
+        except CheckpointError as error:
+            _logger.warning(
+                "step %d is durable, but the run's record cannot be written: %s", flight.step, error
+            )
+        size = _size_bytes(flight.future.result())
+        self.tell(
+            "durable", flight.step, flight.path, upload_s=took_s, stall_s=flight.stall_s, size_bytes=size
+        )
+        if self._keep is not None:
+            for found, failure in self._history.retire(self._keep, {flight.path}):
+                kind = "removed" if failure is None else "not_removed"
+                self.tell(kind, found.step, "no rule keeps it" if failure is None else str(failure))
+
+
+@contextlib.contextmanager
+def _nothing_raised() -> Iterator[None]:
+    """Nobody would see it: futures keep what callbacks raise to themselves."""
+    try:
+        yield
+    except Exception:
+        _logger.exception("what follows a save failed")
+
+
+@contextlib.contextmanager
+def _ended(future: Future[None]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        future.set_result(None)
+
+
+def _mean(mean: float | None, value: float) -> float:
+    return value if mean is None else mean + _WEIGHT_OF_THE_LAST * (value - mean)
+
+
+def _size_bytes(metadata: Metadata) -> int:
+    return sum(info.length for info in metadata.storage_data.values())

@@ -1,0 +1,189 @@
+"""What a training job has to save, as `Stateful` parts: model and optimizer by FQN, random states by rank.
+
+Names and shards are those of `torch.distributed.checkpoint.state_dict`: for FSDP, HSDP, tensor parallelism, DDP and
+plain modules alike, without the prefixes of wrappers and compilers. No tensor is gathered: each rank contributes
+the shards that it holds.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import random
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.optim import Optimizer
+
+from ckpt.errors import ConfigurationError
+
+__all__ = ["ModelState", "OptimizerState", "RandomState", "size_bytes", "training_state"]
+
+_logger = logging.getLogger(__name__)
+
+_ADAM_MOMENTS = 2
+
+
+def training_state(
+    *, model: nn.Module | None = None, optimizer: Any = None, rng: bool = True, **parts: Any
+) -> dict[str, Any]:
+    """A state dict for `ckpt.save` and `ckpt.load`, whose values know how to save and load themselves.
+
+    Args:
+        model: plain, compiled, or wrapped by DDP, FSDP, `fully_shard` or `parallelize_module`.
+        optimizer: that of the model, or several of them.
+        rng: include the random states of Python, NumPy, torch and the current device. They are each rank's own,
+            and come back where the number of ranks is the same.
+        parts: all else, by name: whatever has `state_dict` and `load_state_dict` (a scheduler, a loader), tensors,
+            or plain values. None is left out.
+
+    Raises:
+        ConfigurationError: an optimizer without its model.
+    """
+    state = {name: part for name, part in parts.items() if part is not None}
+    if model is not None:
+        state["model"] = ModelState(model)
+    if optimizer is not None:
+        if model is None:
+            raise ConfigurationError("optimizer= needs model=, whose names its state is saved under")
+        state["optimizer"] = OptimizerState(model, optimizer)
+    if rng:
+        state["rng"] = RandomState()
+    return state
+
+
+class ModelState:
+    """A model's parameters and buffers by FQN."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def state_dict(self) -> dict[str, Any]:
+        return get_model_state_dict(self._model)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_model_state_dict(self._model, state)
+
+    def size_bytes(self) -> int:
+        return _shards(self._model) * _size_bytes({*self._model.parameters(), *self._model.buffers()})
+
+
+class OptimizerState:
+    """The state of a model's optimizers by the FQNs of its parameters."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer | Iterable[Optimizer]) -> None:
+        self._model = model
+        self._optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+
+    def state_dict(self) -> dict[str, Any]:
+        fresh = [optimizer for optimizer in self._optimizers if not optimizer.state]
+        state = get_optimizer_state_dict(self._model, self._optimizers)
+        for values in [values for optimizer in fresh for values in optimizer.state.values()]:
+            # To have something to save or load into, torch took a step without gradients.
+            if isinstance(values.get("step"), torch.Tensor):
+                values["step"].zero_()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_optimizer_state_dict(self._model, self._optimizers, optim_state_dict=state)
+
+    def size_bytes(self) -> int:
+        """Of an optimizer that has not stepped yet, as if it were Adam."""
+        total = 0
+        for optimizer in self._optimizers:
+            trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+            values = [value for state in optimizer.state.values() for value in state.values()]
+            total += _size_bytes(values) if optimizer.state else _ADAM_MOMENTS * _size_bytes(trained)
+        return _shards(self._model) * total
+
+
+class RandomState:
+    """This rank's random states."""
+
+    def state_dict(self) -> dict[str, Any]:
+        rank, ranks = _place_among_ranks()
+        return {"ranks": ranks, f"rank-{rank:05d}": _random_state()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        rank, ranks = _place_among_ranks()
+        if state["ranks"] != ranks:
+            _logger.info("random states are those of %s ranks, this is one of %d", state["ranks"], ranks)
+            return
+        _set_random_state(state[f"rank-{rank:05d}"])
+
+
+def size_bytes(state: Mapping[str, Any]) -> int:
+    """What a checkpoint of `state` takes, about: models, optimizers and tensors; all else is small."""
+    return _size_bytes(state.values())
+
+
+def _size_bytes(values: Iterable[Any]) -> int:
+    """Of the whole tensors, whoever holds which part of them."""
+    total = 0
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            total += value.numel() * value.element_size()
+        elif isinstance(value, ModelState | OptimizerState):
+            total += value.size_bytes()
+        elif isinstance(value, Mapping):
+            total += _size_bytes(value.values())
+        elif isinstance(value, list | tuple):
+            total += _size_bytes(value)
+    return total
+
+
+def _shards(model: nn.Module) -> int:
+    """Among how many ranks FSDP1 has cut the parameters, which show their part only; all others show the whole."""
+    wrapped = FullyShardedDataParallel.fsdp_modules(model)
+    if not wrapped or wrapped[0].sharding_strategy == ShardingStrategy.NO_SHARD:
+        return 1
+    group = wrapped[0].process_group
+    return 1 if group is None else int(group.size())
+
+
+def _place_among_ranks() -> tuple[int, int]:
+    known = dist.is_available() and dist.is_initialized()
+    return (dist.get_rank(), dist.get_world_size()) if known else (0, 1)
+
+
+def _random_state() -> str:
+    """As text: it loads without unpickling anything, and is one item whatever its length."""
+    version, numbers, gauss = random.getstate()
+    state: dict[str, Any] = {"python": [version, list(numbers), gauss], "torch": _text(torch.get_rng_state())}
+    if torch.accelerator.is_available():
+        state["device"] = _text(torch.get_device_module().get_rng_state())
+    if "numpy" in sys.modules:
+        kind, keys, place, has_gauss, gauss = sys.modules["numpy"].random.get_state(legacy=True)
+        state["numpy"] = [kind, keys.tolist(), place, has_gauss, gauss]
+    return json.dumps(state)
+
+
+def _set_random_state(text: str) -> None:
+    state = json.loads(text)
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    torch.set_rng_state(_tensor(state["torch"]))
+    if "device" in state and torch.accelerator.is_available():
+        torch.get_device_module().set_rng_state(_tensor(state["device"]))
+    if "numpy" in state and "numpy" in sys.modules:
+        sys.modules["numpy"].random.set_state(tuple(state["numpy"]))
+
+
+def _text(tensor: torch.Tensor) -> str:
+    return base64.b64encode(bytes(tensor.cpu().tolist())).decode()
+
+
+def _tensor(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
