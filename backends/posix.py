@@ -107,8 +107,12 @@ class PosixStore(Store):
         self.threads = threads
 
     @cached_property
+    def _filesystem(self) -> str:
+        return _filesystem_type(self._root)
+
+    @cached_property
     def capabilities(self) -> Capabilities:
-        local = _filesystem_type(self._root) in _LOCAL_TYPES
+        local = self._filesystem in _LOCAL_TYPES
         return Capabilities(
             conditional_create=local,
             atomic_replace=local,
@@ -252,7 +256,7 @@ class PosixStore(Store):
         """The file behind `key`; a link that leads out of the root is refused, what is no file is not found."""
         path = self._path(key)
         with self._translated(key, action):
-            fd = os.open(path, flags | os.O_CLOEXEC)
+            fd = self._open(path, flags | os.O_CLOEXEC)
             try:
                 if not stat.S_ISREG(os.fstat(fd).st_mode):
                     raise FileNotFoundError(errno.ENOENT, "not a file")
@@ -260,6 +264,17 @@ class PosixStore(Store):
                 yield fd
             finally:
                 os.close(fd)
+
+    def _open(self, path: str, flags: int) -> int:
+        try:
+            return os.open(path, flags)
+        except FileNotFoundError:
+            if self.capabilities.cross_client_visibility:
+                raise
+        # This client may only remember that the name was missing when it looked before (s3fs for 15 minutes).
+        # What it lists, it knows again.
+        _list_way_to(path)
+        return os.open(path, flags)
 
     def _refuse_outside(self, real: str, key: str) -> None:
         """Raise UnsafeContent unless `real`, a path without links, is inside of the root."""
@@ -387,6 +402,22 @@ def _fsync_directory(path: str) -> None:
                 raise
         finally:
             os.close(fd)
+
+
+def _list_way_to(path: str) -> None:
+    """List the directories that lead to `path`, from the deepest that is visible on."""
+    unseen: list[str] = []
+    directory = os.path.dirname(path)
+    while not os.path.isdir(directory) and directory != os.path.dirname(directory):
+        unseen.append(directory)
+        directory = os.path.dirname(directory)
+    for each in (directory, *reversed(unseen)):
+        try:
+            with os.scandir(each) as entries:
+                for _ in entries:
+                    pass
+        except OSError:
+            return
 
 
 def _files(top: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
