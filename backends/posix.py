@@ -146,6 +146,8 @@ class PosixStore(Store):
             fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             size = part_size_bytes(body.nbytes, _WRITE_SIZE_BYTES, self.capabilities)
+            if self._fsync and self._filesystem == "fuse.rclone":
+                self._refuse_write_back(fd, key)
             for start in range(0, body.nbytes, size):
                 with open_part(body, start, min(start + size, body.nbytes)) as part:
                     if part.pace is not None:
@@ -162,6 +164,24 @@ class PosixStore(Store):
             raise IntegrityError(
                 f"the file system kept {written} of {body.nbytes} bytes written", url=self.url, key=key
             )
+
+    def _refuse_write_back(self, fd: int, key: str) -> None:
+        """Raise ConfigurationError if this rclone mount acknowledges what it has not stored.
+
+        Its fsync does nothing. Without a cache of writes, closing a file stores it; with one, storing comes later
+        and may fail unseen. Which it is no mount table tells, but only a cache can make an empty file longer.
+        """
+        try:
+            os.ftruncate(fd, 1)
+        except PermissionError:
+            return
+        raise ConfigurationError(
+            "this rclone mount caches writes (--vfs-cache-mode): its fsync returns before anything is stored, so it "
+            "cannot promise that a save is durable, or visible elsewhere; save to the bucket itself (s3://...), "
+            "mount it with --vfs-cache-mode off, or give up durability with the storage option fsync=False",
+            url=self.url,
+            key=key,
+        )
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
         # Without O_NONBLOCK, a pipe that stands under a file's name would be waited for.

@@ -17,6 +17,7 @@ from ckpt.backends.posix import PosixStore
 from ckpt.errors import (
     AccessDenied,
     AlreadyExists,
+    ConfigurationError,
     NotFound,
     StorageError,
     StorageFull,
@@ -277,3 +278,18 @@ def test_local_disks_are_not_listed_for_what_is_missing(
     monkeypatch.setattr(os, "scandir", refuse)
     with pytest.raises(NotFound):
         store.stat("k")
+
+
+def test_rclone_mounts_that_cache_writes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckpt.backends.posix._filesystem_type", lambda path: "fuse.rclone")
+    with pytest.raises(ConfigurationError, match="cannot promise that a save is durable"):
+        put_bytes(PosixStore(str(tmp_path)), "k", b"x")
+    assert os.listdir(tmp_path) == []
+    put_bytes(PosixStore(str(tmp_path), {"fsync": False}), "accepted", b"x")
+
+    def refuse(fd: int, size: int) -> None:
+        raise PermissionError(errno.EPERM, "can't change size without --vfs-cache-mode >= writes")
+
+    monkeypatch.setattr(os, "ftruncate", refuse)
+    put_bytes(PosixStore(str(tmp_path)), "k", b"x")
+    assert (tmp_path / "k").read_bytes() == b"x"
