@@ -9,10 +9,18 @@ PEERS := benchmarks/.venv-peers
 ROUNDS ?= 5
 SEED ?= 0
 
-.PHONY: test test-faults demo bench bench-full check format lock clean
+# Tests of one real system share its server, so one worker runs them all (loadgroup).
+PYTEST := $(RUN)/python -m pytest -n auto --maxprocesses 4 --dist loadgroup
+
+.PHONY: test test-integration test-faults demo bench bench-full check format lock clean
 
 test: $(VENV)/ready
-	$(RUN)/python -m pytest -n auto --maxprocesses 4
+	$(PYTEST)
+
+# Those of `make test` that run real storage systems, after installing them (root and apt).
+test-integration: $(VENV)/ready
+	tests/integration/install.sh
+	$(PYTEST) tests/integration
 
 test-faults: $(VENV)/ready
 	$(RUN)/python tests/campaign.py --rounds $(ROUNDS) --seed $(SEED) --json test-faults.json
