@@ -14,7 +14,6 @@ import torch.distributed as dist
 from states import digest, emptied, random_tensor, sharded_state
 
 import ckpt
-import ckpt.ranks
 from ckpt.backends.base import MIB, ObjectStat
 from ckpt.backends.registry import open_store
 from ckpt.errors import CheckpointError, SaveFailed
@@ -59,7 +58,6 @@ def failing_save(rank: int, urls: Sequence[str], options: Options, seed: int) ->
 
 def die_in_mid_save(rank: int, urls: Sequence[str], options: Options, seed: int) -> None:
     """Rank 1 dies of SIGKILL during its first upload, when rank 0 has written its part."""
-    ckpt.ranks._ROLL_CALL_TIMEOUT_S = 3.0
     if rank == 1:
         threading.Thread(target=_die_in_mid_upload, args=(urls[1], options), daemon=True).start()
     with contextlib.suppress(SaveFailed):
@@ -68,6 +66,7 @@ def die_in_mid_save(rank: int, urls: Sequence[str], options: Options, seed: int)
             urls[rank],
             storage_options=options,
             max_bandwidth_bytes_per_s=MIB if rank == 1 else None,
+            timeout_s=60.0,
         )
         raise AssertionError("the save succeeded")
 
