@@ -9,10 +9,19 @@ PEERS := benchmarks/.venv-peers
 ROUNDS ?= 5
 SEED ?= 0
 
-.PHONY: test test-faults demo bench bench-full check format lock clean
+# Tests of one real system share its server, so one worker runs them all (loadgroup).
+PYTEST := $(RUN)/python -m pytest -n auto --maxprocesses 4 --dist loadgroup
+
+.PHONY: test test-integration test-faults demo bench bench-full check format lock clean
 
 test: $(VENV)/ready
-	$(RUN)/python -m pytest -n auto --maxprocesses 4
+	$(PYTEST) --ignore tests/integration
+
+# On real storage systems, after installing them (root and apt). INSTALL=: takes what is there and skips the rest.
+INSTALL ?= tests/integration/install.sh
+test-integration: $(VENV)/ready
+	$(INSTALL)
+	$(PYTEST) tests/integration
 
 test-faults: $(VENV)/ready
 	$(RUN)/python tests/campaign.py --rounds $(ROUNDS) --seed $(SEED) --json test-faults.json

@@ -107,8 +107,12 @@ class PosixStore(Store):
         self.threads = threads
 
     @cached_property
+    def _filesystem(self) -> str:
+        return _filesystem_type(self._root)
+
+    @cached_property
     def capabilities(self) -> Capabilities:
-        local = _filesystem_type(self._root) in _LOCAL_TYPES
+        local = self._filesystem in _LOCAL_TYPES
         return Capabilities(
             conditional_create=local,
             atomic_replace=local,
@@ -142,6 +146,8 @@ class PosixStore(Store):
             fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             size = part_size_bytes(body.nbytes, _WRITE_SIZE_BYTES, self.capabilities)
+            if self._fsync and self._filesystem == "fuse.rclone":
+                self._refuse_write_back(fd, key)
             for start in range(0, body.nbytes, size):
                 with open_part(body, start, min(start + size, body.nbytes)) as part:
                     if part.pace is not None:
@@ -158,6 +164,24 @@ class PosixStore(Store):
             raise IntegrityError(
                 f"the file system kept {written} of {body.nbytes} bytes written", url=self.url, key=key
             )
+
+    def _refuse_write_back(self, fd: int, key: str) -> None:
+        """Raise ConfigurationError if this rclone mount acknowledges what it has not stored.
+
+        Its fsync does nothing. Without a cache of writes, closing a file stores it; with one, storing comes later
+        and may fail unseen. Which it is no mount table tells, but only a cache can make an empty file longer.
+        """
+        try:
+            os.ftruncate(fd, 1)
+        except PermissionError:
+            return
+        raise ConfigurationError(
+            "this rclone mount caches writes (--vfs-cache-mode): its fsync returns before anything is stored, so it "
+            "cannot promise that a save is durable, or visible elsewhere; save to the bucket itself (s3://...), "
+            "mount it with --vfs-cache-mode off, or give up durability with the storage option fsync=False",
+            url=self.url,
+            key=key,
+        )
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
         # Without O_NONBLOCK, a pipe that stands under a file's name would be waited for.
@@ -261,7 +285,7 @@ class PosixStore(Store):
         """The file behind `key`; a link that leads out of the root is refused, what is no file is not found."""
         path = self._path(key)
         with self._translated(key, action):
-            fd = os.open(path, flags | os.O_CLOEXEC)
+            fd = self._open(path, flags | os.O_CLOEXEC)
             try:
                 if not stat.S_ISREG(os.fstat(fd).st_mode):
                     raise FileNotFoundError(errno.ENOENT, "not a file")
@@ -269,6 +293,17 @@ class PosixStore(Store):
                 yield fd
             finally:
                 os.close(fd)
+
+    def _open(self, path: str, flags: int) -> int:
+        try:
+            return os.open(path, flags)
+        except FileNotFoundError:
+            if self.capabilities.cross_client_visibility:
+                raise
+        # This client may only remember that the name was missing when it looked before (s3fs for 15 minutes).
+        # What it lists, it knows again.
+        _list_way_to(path)
+        return os.open(path, flags)
 
     def _refuse_outside(self, real: str, key: str) -> None:
         """Raise UnsafeContent unless `real`, a path without links, is inside of the root."""
@@ -401,6 +436,22 @@ def _fsync_directory(path: str) -> None:
                 raise
         finally:
             os.close(fd)
+
+
+def _list_way_to(path: str) -> None:
+    """List the directories that lead to `path`, from the deepest that is visible on."""
+    unseen: list[str] = []
+    directory = os.path.dirname(path)
+    while not os.path.isdir(directory) and directory != os.path.dirname(directory):
+        unseen.append(directory)
+        directory = os.path.dirname(directory)
+    for each in (directory, *reversed(unseen)):
+        try:
+            with os.scandir(each) as entries:
+                for _ in entries:
+                    pass
+        except OSError:
+            return
 
 
 def _files(top: str) -> Iterator[tuple[str, os.DirEntry[str]]]:

@@ -33,6 +33,7 @@ from ckpt.backends.base import (
 from ckpt.backends.s3connection import S3Connection
 from ckpt.backends.s3errors import (
     Conflict,
+    Malformed,
     NotImplementedByServer,
     RangeRefused,
     Replaced,
@@ -76,9 +77,9 @@ class S3ApiStore(S3Connection):
     def __init__(self, url: str, options: Mapping[str, Any], *, threads: int) -> None:
         super().__init__(url, options, threads=threads)
         self._checksums = self._options["checksum"] == "crc64nvme"
-        self._condition: Condition | None = (
-            None  # what the server makes of "only if absent", once that is known
-        )
+        # What the server makes of "only if absent", once that is known.
+        self._condition: Condition | None = None
+        self._lists_checksums = True  # until the server does not understand a list of parts with checksums
 
     @property
     def capabilities(self) -> Capabilities:
@@ -224,26 +225,40 @@ class S3ApiStore(S3Connection):
         self, key: str, body: Body, upload_id: str, parts: list[dict[str, Any]], checksums: bool, create: bool
     ) -> None:
         whole = body.crc64nvme() if checksums else None
-        checksum = {}
-        if whole is not None:
-            checksum = {"ChecksumCRC64NVME": encode_crc(whole), "ChecksumType": "FULL_OBJECT"}
         try:
-            with self._writing(
-                key, "complete the upload", "CompleteMultipartUpload", create, UploadGone
-            ) as extra:
-                self._client.complete_multipart_upload(
-                    **self._object(key),
-                    UploadId=upload_id,
-                    MultipartUpload={"Parts": parts},
-                    **checksum,
-                    **extra,
-                )
+            try:
+                self._request_completion(key, upload_id, parts, whole, create)
+            except Malformed:
+                # Swift's schema of this document is older than these checksums. Nothing was done.
+                self._lists_checksums = False
+                self._request_completion(key, upload_id, parts, whole, create)
         except (UploadGone, StorageError) as error:
             # Any try but the last may have worked with its reply lost: a retry then finds no upload, or (with a
             # condition) the object that it made itself.
             settled = isinstance(error, StorageError) and error.settled
             if settled or not self._is_ours(key, body.nbytes, parts, whole):
                 raise
+
+    def _request_completion(
+        self, key: str, upload_id: str, parts: list[dict[str, Any]], whole: int | None, create: bool
+    ) -> None:
+        checksum: dict[str, str] = {}
+        signals: list[type[Signal]] = [UploadGone]
+        if whole is not None:
+            checksum = {"ChecksumCRC64NVME": encode_crc(whole), "ChecksumType": "FULL_OBJECT"}
+        if whole is not None and self._lists_checksums:
+            signals.append(Malformed)
+        else:
+            parts = [{name: part[name] for name in ("PartNumber", "ETag")} for part in parts]
+        action = "complete the upload"
+        with self._writing(key, action, "CompleteMultipartUpload", create, *signals) as extra:
+            self._client.complete_multipart_upload(
+                **self._object(key),
+                UploadId=upload_id,
+                MultipartUpload={"Parts": parts},
+                **checksum,
+                **extra,
+            )
 
     def _is_ours(self, key: str, nbytes: int, parts: list[dict[str, Any]], whole: int | None) -> bool:
         """Whether the object at `key` is surely the one whose completion got no answer."""

@@ -21,6 +21,7 @@ from ckpt.errors import (
 __all__ = [
     "CREDENTIAL_ERRORS",
     "Conflict",
+    "Malformed",
     "NotImplementedByServer",
     "RangeRefused",
     "Replaced",
@@ -46,6 +47,10 @@ class NotImplementedByServer(Signal):
 
 class Conflict(Signal):
     """Another conditional write of the same key was in flight; S3 asks to begin anew."""
+
+
+class Malformed(Signal):
+    """The server does not understand the document that was sent."""
 
 
 class RangeRefused(Signal):
@@ -133,6 +138,8 @@ def translate(
 def _signal(facts: _Facts) -> type[Signal]:
     if facts.code == "NoSuchUpload":
         return UploadGone
+    if facts.code == "MalformedXML":
+        return Malformed
     if facts.status in (405, 501) or facts.code in _UNSUPPORTED:
         return NotImplementedByServer
     if facts.status == 416:

@@ -131,9 +131,9 @@ def look_at(place: SubStore, path: str, folders: Iterable[str]) -> Found | None:
             return _listed(place, replace(base, state="damaged", problem=error.message))
     if exists(place, f"__0{STOCK_METADATA_KEY}") or is_stock(place):
         return _listed(place, replace(base, state="foreign"))
-    if begun or exists(place, STOCK_METADATA_KEY):
+    if (begun and next(iter(place.list()), None) is not None) or exists(place, STOCK_METADATA_KEY):
         return _listed(place, base)
-    return None
+    return None  # folders may stay empty where uploads were aborted (`rclone serve s3`)
 
 
 def is_stock(place: Store) -> bool:

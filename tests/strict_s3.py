@@ -70,6 +70,7 @@ class StrictS3:
     rule: Rule = lambda request: "pass"
     requires_checksums: bool = True
     knows_conditions: bool = True
+    knows_checksums_of_parts: bool = True
     objects: dict[str, bytes] = field(default_factory=dict)
     checksums: dict[str, str] = field(default_factory=dict)
     uploads: dict[str, Upload] = field(default_factory=dict)
@@ -278,6 +279,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self, request: Request, body: bytes, action: str
     ) -> tuple[int, dict[str, str], bytes]:
         state, upload = self.server_state, self._upload(request)
+        if b"<Checksum" in body and not state.knows_checksums_of_parts:
+            raise _Refused(400, "MalformedXML")
         data = b"".join(upload.parts[number] for number in sorted(upload.parts))
         checksum = self._verify(request, data)
         if checksum and request.headers.get("x-amz-checksum-type") != "FULL_OBJECT":

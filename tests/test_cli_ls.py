@@ -140,6 +140,13 @@ def test_what_a_listing_shows_late_is_hidden_and_never_wrong(
     assert listed(tmp_path)["step-1"]["latest"]
 
 
+def test_empty_folders_are_nothing(tmp_path: Path) -> None:
+    """Servers that keep objects in folders leave some behind."""
+    save(tmp_path / "step-1")
+    (tmp_path / "step-2" / "rank-00000").mkdir(parents=True)
+    assert set(listed(tmp_path)) == {"step-1"}
+
+
 def test_nothing_is_not_found(tmp_path: Path) -> None:
     assert run("ls", tmp_path / "nothing").code == 3
     with pytest.raises(NotFound):

@@ -17,6 +17,7 @@ from ckpt.backends.posix import PosixStore
 from ckpt.errors import (
     AccessDenied,
     AlreadyExists,
+    ConfigurationError,
     NotFound,
     StorageError,
     StorageFull,
@@ -225,3 +226,70 @@ def test_the_disk_begins_early_where_files_are_made_durable(
     put_bytes(PosixStore(str(tmp_path), {"fsync": fsync}), "a", data)
     assert (tmp_path / "a").read_bytes() == data
     assert begun == ([(0, 8 << 20), (8 << 20, 8 << 20), (16 << 20, 8 << 20)] if fsync else [])
+
+
+# -- file systems that lie, imitated (tests/integration has the real ones) ---------------------------------
+
+
+def test_names_that_a_client_remembers_as_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As s3fs does with enable_noobj_cache: missing is missing, until the directory is listed."""
+    monkeypatch.setattr("ckpt.backends.posix._filesystem_type", lambda path: "fuse.s3fs")
+    store = PosixStore(str(tmp_path / "run" / "step-1"))
+    missing: set[str] = set()
+    _remember_missing(missing, monkeypatch)
+    for key in ("k", "rank-00000/k"):
+        with pytest.raises(NotFound):
+            store.stat(key)
+        missing |= {str(tmp_path / "run"), store.url, f"{store.url}/rank-00000", f"{store.url}/{key}"}
+        (Path(store.url) / key).parent.mkdir(parents=True, exist_ok=True)
+        (Path(store.url) / key).write_bytes(b"x")
+        assert read(store, key) == b"x"
+        assert store.stat(key).size_bytes == 1
+
+
+def _remember_missing(missing: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    open_file, isdir, scandir = os.open, os.path.isdir, os.scandir
+
+    def is_hidden(path: str) -> bool:
+        return any((path + "/").startswith(name + "/") for name in missing)
+
+    def open_unless_hidden(path: str, *args: Any, **kwargs: Any) -> int:
+        if is_hidden(path):
+            raise FileNotFoundError(errno.ENOENT, "remembered as missing", path)
+        return open_file(path, *args, **kwargs)
+
+    def list_and_forget(path: str) -> Any:
+        if is_hidden(path):
+            raise FileNotFoundError(errno.ENOENT, "remembered as missing", path)
+        missing.difference_update([name for name in missing if os.path.dirname(name) == path])
+        return scandir(path)
+
+    monkeypatch.setattr(os, "open", open_unless_hidden)
+    monkeypatch.setattr(os.path, "isdir", lambda path: not is_hidden(path) and isdir(path))
+    monkeypatch.setattr(os, "scandir", list_and_forget)
+
+
+def test_local_disks_are_not_listed_for_what_is_missing(
+    store: PosixStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: str) -> Any:
+        raise AssertionError("listed")
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(NotFound):
+        store.stat("k")
+
+
+def test_rclone_mounts_that_cache_writes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckpt.backends.posix._filesystem_type", lambda path: "fuse.rclone")
+    with pytest.raises(ConfigurationError, match="cannot promise that a save is durable"):
+        put_bytes(PosixStore(str(tmp_path)), "k", b"x")
+    assert os.listdir(tmp_path) == []
+    put_bytes(PosixStore(str(tmp_path), {"fsync": False}), "accepted", b"x")
+
+    def refuse(fd: int, size: int) -> None:
+        raise PermissionError(errno.EPERM, "can't change size without --vfs-cache-mode >= writes")
+
+    monkeypatch.setattr(os, "ftruncate", refuse)
+    put_bytes(PosixStore(str(tmp_path)), "k", b"x")
+    assert (tmp_path / "k").read_bytes() == b"x"

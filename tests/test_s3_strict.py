@@ -76,6 +76,16 @@ def test_every_byte_goes_with_a_checksum(server: StrictS3, store: Store, size: i
     assert len(server.sent("UploadPart")) == (3 if size > 5 * MIB else 0)
 
 
+def test_a_server_that_knows_no_checksums_of_parts(server: StrictS3, store: Store) -> None:
+    """Swift refuses a list of parts that names them; it is sent again without, and from then on at once."""
+    server.knows_checksums_of_parts = False
+    for key in ("k", "k2"):
+        store.put(key, CheckedBody(DATA))
+        assert server.objects[NAME.removesuffix("k") + key] == DATA
+    assert len(server.sent("CompleteMultipartUpload")) == 3
+    assert len(server.sent("UploadPart")) == 6
+
+
 @pytest.mark.parametrize("size", [1000, len(DATA)])
 def test_damage_on_the_way_is_refused(server: StrictS3, store: Store, size: int) -> None:
     class Damaged(CheckedBody):

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from servers import ACCESS_KEY, SECRET_KEY, IamServer, S3Server
+from buckets import BucketTests
+from servers import ACCESS_KEY, SECRET_KEY, IamServer
 
 from ckpt.backends import memory
-from ckpt.backends.base import MIB, ObjectStat, Store
+from ckpt.backends.base import MIB, Store
 from ckpt.backends.registry import open_store
 from ckpt.testing import StoreTests
 
@@ -48,67 +49,17 @@ class TestPosix(StoreTests):
         return len(list(self.root.rglob("*.ckpt-tmp")))
 
 
-class _BucketTests(StoreTests):
-    """Any store of a bucket on the moto server."""
-
-    secret_values = (SECRET_KEY,)
-
-    @pytest.fixture(autouse=True)
-    def _bucket(self, s3: S3Server) -> None:
-        self.server, self.bucket, self.client = s3, s3.new_bucket(), s3.client()
-
-    def raw_get(self, store: Store, key: str) -> bytes | None:
-        try:
-            return bytes(self.client.get_object(Bucket=self.bucket, Key=f"run/x/{key}")["Body"].read())
-        except self.client.exceptions.NoSuchKey:
-            return None
-
-    def raw_put(self, store: Store, key: str, data: bytes) -> None:
-        self.client.put_object(Bucket=self.bucket, Key=f"run/x/{key}", Body=data)
-
-    def raw_pending(self, store: Store) -> int:
-        return len(self.client.list_multipart_uploads(Bucket=self.bucket).get("Uploads", ()))
-
-
-class _MultipartTests(_BucketTests):
-    def creates_atomically(self, store: Store) -> bool:
-        assert not store.capabilities.conditional_create  # it cannot know what this server does
-        return True
-
-    def test_abandon_aborts_orphaned_uploads(self, store: Store) -> None:
-        for key in ("run/x/p/k", "run/x/p/k", "run/x/q/k", "other/k"):
-            upload = self.client.create_multipart_upload(Bucket=self.bucket, Key=key)["UploadId"]
-            self.client.upload_part(
-                Bucket=self.bucket, Key=key, UploadId=upload, PartNumber=1, Body=b"x" * MIB
-            )
-        seen: list[ObjectStat] = []
-
-        def spare(found: ObjectStat) -> bool:
-            seen.append(found)
-            return False
-
-        assert store.abandon("p/", choose=spare) == 0
-        assert {found.key for found in seen} == {"p/k"}
-        assert all(found.modified_at_s is not None for found in seen)
-        assert store.abandon(choose=lambda found: found.key == "p/k") == 2
-        assert store.abandon() == 1
-        assert self.raw_pending(store) == 1  # not ours: outside of the root
-
-
-class TestS3(_MultipartTests):
+class TestS3(BucketTests):
     def make_store(self) -> Store:
-        return open_store(f"s3://{self.bucket}/run/x", self._options())
-
-    def _options(self) -> dict[str, Any]:
-        return {**self.server.options, "part_size_bytes": 5 * MIB}
+        return self.s3_store()
 
 
-class TestCosHmac(_MultipartTests):
+class TestCosHmac(BucketTests):
     def make_store(self) -> Store:
         return open_store(f"cos://{self.bucket}/run/x", {**self.server.options, "part_size_bytes": 5 * MIB})
 
 
-class TestCosIam(_MultipartTests):
+class TestCosIam(BucketTests):
     secret_values = ("ibm-api-key-secret",)
 
     @pytest.fixture(autouse=True)
@@ -135,7 +86,7 @@ class TestCosIam(_MultipartTests):
         assert len(self.iam.tokens) == before + 1
 
 
-class TestS3fs(_MultipartTests):
+class TestS3fs(BucketTests):
     def make_store(self) -> Store:
         return open_store(
             f"fsspec+s3://{self.bucket}/run/x",

@@ -1,0 +1,76 @@
+"""What every S3 server has to pass: the conformance suite, and the life of a run of several processes."""
+
+from __future__ import annotations
+
+import time
+
+import jobs
+from buckets import BucketTests
+from ranks import run_ranks
+
+import ckpt
+from ckpt.backends.base import Store
+from ckpt.garbage import GarbageItem
+
+
+class SystemTests(BucketTests):
+    """A subclass names its server with the fixture `s3_server`."""
+
+    def make_store(self) -> Store:
+        return self.s3_store()
+
+    def test_save_overwrite_load(self) -> None:
+        place = self._places("run/step-1")
+        for seed in (1, 2):
+            run_ranks(2, jobs.save, place, self.options, seed)
+            assert run_ranks(2, jobs.loads, place, self.options, seed) == [True, True]
+
+    def test_two_writers_never_mix(self) -> None:
+        """The first save of a place, and then saves that replace one another."""
+        url = f"s3://{self.bucket}/run/step-1"
+        for number in range(3):
+            seeds = (10 * number + 1, 10 * number + 2)
+            ended = run_ranks(4, jobs.compete, url, self.options, seeds)
+            assert ended[0] == ended[1]
+            assert ended[2] == ended[3]
+            assert "saved" in ended
+            assert set(ended) <= {"saved", "CommitConflict"}
+            (seed,) = jobs.found_seeds(url, self.options, seeds)
+            assert ended[2 * seeds.index(seed)] == "saved"
+
+    def test_latest_rm_and_gc(self, store: Store) -> None:
+        root = f"s3://{self.bucket}/run"
+        for step in (1, 2):
+            run_ranks(2, jobs.save, self._places(f"run/step-{step}"), self.options, step)
+        run_ranks(2, jobs.die_in_mid_save, self._places("run/step-3"), self.options, 3, killed=[1])
+        assert self.raw_pending(store) > 0
+        assert self._states(root) == {1: "committed", 2: "committed latest", 3: "incomplete"}
+
+        self._collect_garbage(root)
+        assert self.raw_pending(store) == 0
+        self.eventually(lambda: self._states(root) == {1: "committed", 2: "committed latest"})
+        assert run_ranks(2, jobs.loads, self._places("run/step-2"), self.options, 2) == [True, True]
+
+        ckpt.remove(f"{root}/step-2", storage_options=self.options)
+        self.eventually(lambda: self._states(root) == {1: "committed latest"})
+        assert run_ranks(2, jobs.loads, self._places("run/step-1"), self.options, 1) == [True, True]
+
+    def _places(self, key: str) -> list[str]:
+        return [f"s3://{self.bucket}/{key}"] * 2
+
+    def _collect_garbage(self, root: str) -> None:
+        """Until nothing is too young: some servers date what was just written into the second to come."""
+        items: list[GarbageItem] = []
+        deadline = time.monotonic() + 10
+        while True:
+            found = ckpt.collect_garbage(root, storage_options=self.options, grace_s=0)
+            items += found.items
+            if not found.young:
+                break
+            assert time.monotonic() < deadline
+            time.sleep(0.5)
+        assert {(item.place, item.unfinished) for item in items} == {("step-3", True), ("step-3", False)}
+
+    def _states(self, root: str) -> dict[int | None, str]:
+        found = ckpt.list_checkpoints(root, storage_options=self.options)
+        return {each.step: each.state + (" latest" if each.latest else "") for each in found}
