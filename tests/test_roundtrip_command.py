@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import shutil
 import signal
 import threading
 from pathlib import Path
@@ -28,6 +27,7 @@ from ckpt.acceptance.models import Parameter, parameters_of
 from ckpt.acceptance.plans import Shard, held_by, save_plans, shard_nbytes
 from ckpt.acceptance.processes import Processes
 from ckpt.acceptance.rank import LoadTask, RankFigures, SaveTask, Setup
+from ckpt.backends.posix import PosixStore
 from ckpt.coverage import Box, tiling_fault
 from ckpt.errors import AlreadyExists, CheckpointError, ConfigurationError, FormatError, IntegrityError
 
@@ -309,7 +309,7 @@ def test_bad_input_is_refused_before_anything_is_written(
 
 
 def test_too_little_space_is_an_error_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda place: shutil._ntuple_diskusage(10**9, 9 * 10**8, 10**8))
+    monkeypatch.setattr(PosixStore, "free_bytes", lambda store: 10**8)
     ran = run("roundtrip", tmp_path / "step", "--dtype", "fp32")
     assert ran.code == 2
     assert "0.2 GiB, and 0.1 GiB are free" in ran.err

@@ -82,6 +82,12 @@ def test_token_files_that_are_none(tmp_path: Path) -> None:
         TokenFiles([tmp_path / "a.bin", tmp_path / "other.npy"], document_tokens=4)
     with pytest.raises(NotFound, match=r"offsets\.npy is missing"):
         TokenFiles([tmp_path / "other.npy"])
+    np.save(
+        tmp_path / "a.bin.offsets.npy",
+        np.array([0, 3, 1, (tmp_path / "a.bin").stat().st_size // 2], np.int64),
+    )
+    with pytest.raises(FormatError, match="document 1 is tokens 3 to 1"):
+        TokenFiles([tmp_path / "a.bin"]).tokens(1)
     (tmp_path / "a.bin").write_bytes(b"12")
     with pytest.raises(FormatError, match=r"does not describe .*, which holds 1 tokens"):
         TokenFiles([tmp_path / "a.bin"])

@@ -58,7 +58,12 @@ class TokenFiles(Source):
         tokens, offsets = self._mapped(number)
         index = document - (self._ends[number - 1] if number else 0)
         if offsets is not None:
-            return tokens[int(offsets[index]) : int(offsets[index + 1])]
+            start, stop = int(offsets[index]), int(offsets[index + 1])
+            if not 0 <= start <= stop <= len(tokens):
+                raise FormatError(
+                    f"{self._paths[number]}{_OFFSETS}: document {index} is tokens {start} to {stop}"
+                )
+            return tokens[start:stop]
         length = self._document_tokens or 0
         return tokens[index * length : (index + 1) * length]
 

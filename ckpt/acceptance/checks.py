@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,18 +42,15 @@ def check_memory(shard_bytes: Sequence[int], processes: int | None) -> int:
     return min(fitting, wanted, len(shard_bytes))
 
 
-def check_space(url: str, payload_bytes: int) -> None:
-    """Raises ConfigurationError: `url` is on a file system with less room than the checkpoint needs."""
-    if "://" in url and not url.startswith("file://"):
-        return  # nobody can tell
-    place = Path(url.removeprefix("file://")).absolute()
-    while not place.exists():
-        place = place.parent
-    free_bytes = shutil.disk_usage(place).free
-    if free_bytes < _SPACE_FACTOR * payload_bytes:
+def check_space(url: str, storage_options: Mapping[str, Any], payload_bytes: int) -> None:
+    """Raises ConfigurationError: the storage has less room than the checkpoint needs, as far as it tells."""
+    store = open_store(url, storage_options)
+    free_bytes = store.free_bytes()
+    store.close()
+    if free_bytes is not None and free_bytes < _SPACE_FACTOR * payload_bytes:
         raise ConfigurationError(
-            f"the checkpoint needs {payload_bytes / 2**30:.1f} GiB, and {free_bytes / 2**30:.1f} GiB are free at {place}: "
-            "choose another place, a smaller model or dtype"
+            f"the checkpoint needs {payload_bytes / 2**30:.1f} GiB, and {free_bytes / 2**30:.1f} GiB are free at "
+            f"{store.url}: choose another place, a smaller model or dtype"
         )
 
 

@@ -218,7 +218,7 @@ class _Run:
         tasks = [SaveTask(rank, plan) for rank, plan in enumerate(plans)]
         plan_s = time.monotonic() - started_s
         count = self.count(tasks)
-        check_space(self._setup.url, payload_bytes)
+        check_space(self._setup.url, self._setup.storage_options, payload_bytes)
         check_place(self._setup.url, self._setup.storage_options)
         writer = CheckpointWriter(
             self._setup.url, storage_options=self._setup.storage_options, overwrite=False
