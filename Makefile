@@ -12,10 +12,14 @@ SEED ?= 0
 # Tests of one real system share its server, so one worker runs them all (loadgroup).
 PYTEST := $(RUN)/python -m pytest -n auto --maxprocesses 4 --dist loadgroup
 
-.PHONY: test test-integration test-faults demo bench bench-full check format lock clean
+.PHONY: test test-long test-integration test-faults demo bench bench-full check format lock clean
 
 test: $(VENV)/ready
-	$(PYTEST) --ignore tests/integration
+	$(PYTEST) --ignore tests/integration -m 'not long'
+
+# What takes minutes: 10,000 schedules of a lying storage, kills at every request, a round of all faults, whole trainings.
+test-long: $(VENV)/ready
+	$(PYTEST) --ignore tests/integration -m long
 
 # On real storage systems, after installing them (root and apt). INSTALL=: takes what is there and skips the rest.
 INSTALL ?= tests/integration/install.sh

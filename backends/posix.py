@@ -65,6 +65,7 @@ _LOCAL_TYPES = frozenset(
         "f2fs",
         "bcachefs",
         "hugetlbfs",
+        "devtmpfs",
     }
 )
 

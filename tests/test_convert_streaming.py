@@ -62,6 +62,7 @@ def peak_bytes(source: Path, target: Path | str, *, code: str = _CONVERT, **opti
     return int(done.stdout.split()[-1]) * 1024
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("form", FORMATS)
 def test_one_tensor_larger_than_the_limit(form: str, tmp_path: Path) -> None:
     """2 GiB in one tensor, through every format; a quarter of it after the first step, to spare the disk.

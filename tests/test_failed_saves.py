@@ -700,6 +700,7 @@ def _save(place: tuple[str, dict[str, Any]], seed: int) -> None:
     ckpt.save(state_of(0, seed), place[0], storage_options=place[1])
 
 
+@pytest.mark.long
 def test_killed_at_every_request(proxy: FaultProxy, proxied: tuple[str, dict[str, Any]]) -> None:
     """SIGKILL of the whole job before and after each request of a save that overwrites a checkpoint.
 
@@ -776,6 +777,7 @@ def _save_and_die(url: str, seed: int, at: int) -> None:
     ckpt.save(state_of(0, seed), url, threads=1)
 
 
+@pytest.mark.long
 def test_killed_at_every_system_call(tmp_path: Path) -> None:
     """SIGKILL between any two calls that change the file system, in a save that overwrites a checkpoint.
 

@@ -16,6 +16,7 @@ import ckpt.writer
 from ckpt.consistency import environment
 
 
+@pytest.mark.long
 def test_one_round(s3: S3Server) -> None:
     """Each class of faults once; those that wait for a deadline overlap."""
     rows, wrong = campaign(range(len(FAULTS)), s3, at_once=4)

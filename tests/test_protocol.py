@@ -111,6 +111,7 @@ SCHEDULES = 10_000
 CHUNKS = 8
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_seeded_schedules(chunk: int) -> None:
     total = Tally()

@@ -150,6 +150,7 @@ def committed(root: str) -> list[int]:
     return [found.step or 0 for found in ckpt.list_checkpoints(root) if found.state == "committed"]
 
 
+@pytest.mark.long
 def test_killed_five_times_and_identical(tmp_path: Path) -> None:
     """Losses of every step on every rank, weights and moments: bit for bit those of a run that nothing interrupts."""
     undisturbed = Job(str(tmp_path / "a"), str(tmp_path / "a.log"), dropout=0.2)
@@ -168,6 +169,7 @@ def test_killed_five_times_and_identical(tmp_path: Path) -> None:
         assert line["loss"] == losses[line["rank"], line["step"]], line["step"]
 
 
+@pytest.mark.long
 def test_other_numbers_of_ranks_see_every_sequence_once(tmp_path: Path) -> None:
     steady = Job(str(tmp_path / "a"), str(tmp_path / "a.log"))
     expected = by_step(logged(steady.log)) if life(2, steady) else {}
@@ -238,6 +240,7 @@ def test_disk_full_need_not_stop_training(small_disk: Path, tmp_path: Path) -> N
     assert committed(job.root) == [3, 6, 9]
 
 
+@pytest.mark.long
 def test_a_process_uploads_while_steps_go_on(tmp_path: Path) -> None:
     """The same run, saved by processes of their own, and gone on with by threads."""
     job = Job(
