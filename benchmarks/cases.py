@@ -271,6 +271,6 @@ CASES = (
           Entry("ours, in a process", "ours", "dcp.async_save in its process mode, ckpt.Stager",
                 options=_CAPPED, parameters={"mode": 2})),
          (Column("step_ms", "median step ms"), Column("mean_step_ms", "mean step ms"),
-          Column("slow_step_ms", "slowest 1 % ms"), Column("steps", "steps", 0)), STALL, "sink"),
+          Column("slow_step_ms", "slowest 1 % ms"), Column("steps", "steps", 0)), STALL, "sink", rounds=2),
     _metadata(8, full_only=True), _metadata(64), _metadata(256, full_only=True), _metadata(1024), _metadata(4096, full_only=True),
 )  # fmt: skip
