@@ -296,13 +296,15 @@ def check_key(key: str) -> str:
 
 def is_key(key: str) -> bool:
     """Whether `key` can name an object. What a listing finds beside such names is not ours."""
-    if not key or "\\" in key or "\0" in key or any(part in ("", ".", "..") for part in key.split("/")):
+    if not key or "\\" in key or "\0" in key:
         return False
     try:
-        key.encode()
+        name = key.encode()
     except UnicodeEncodeError:  # a file name that is not UTF-8: it can be neither sent nor recorded
         return False
-    return True
+    # Longer ones no file system takes, and S3 none of more than 1,024 bytes.
+    parts = name.split(b"/")
+    return len(name) <= 1024 and all(len(part) <= 255 and part not in (b"", b".", b"..") for part in parts)
 
 
 def transfer_size_bytes(threads: int) -> int:

@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
-from ckpt.backends.base import Body, Capabilities, ObjectStat, Part, PutMode, Store, Trials
+from ckpt.backends.base import Body, Condition, ObjectStat, Part, PutMode, Store, Trials
 from ckpt.consistency import environment
 from ckpt.errors import StorageError, StorageUnavailable
 from ckpt.progress import Operation, Progress
+from ckpt.wrapping import WrappedStore
 
 __all__ = ["GuardedStore"]
 
@@ -23,7 +24,7 @@ _GRACE = 0.1
 _PACED_BYTES = 1 << 20
 
 
-class GuardedStore(Store):
+class GuardedStore(WrappedStore):
     """Another store, whose operations tell `progress` what they do.
 
     Those that do not touch memory of the caller's run in a thread of their own and are given up, with
@@ -40,13 +41,9 @@ class GuardedStore(Store):
     def __init__(
         self, inner: Store, progress: Progress, limit_s: float | None, *, own_memory: bool = False
     ) -> None:
-        self.url, self.threads, self.directory = inner.url, inner.threads, inner.directory
-        self._inner, self._progress, self._limit_s, self._own_memory = inner, progress, limit_s, own_memory
+        super().__init__(inner)
+        self._progress, self._limit_s, self._own_memory = progress, limit_s, own_memory
         self._given_up: list[threading.Thread] = []
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._inner.capabilities
 
     def put(self, key: str, body: Body, *, mode: PutMode = PutMode.OVERWRITE) -> None:
         def work(operation: Operation) -> None:
@@ -68,9 +65,6 @@ class GuardedStore(Store):
     def stat(self, key: str) -> ObjectStat:
         return self._run("looking for", key, lambda _: self._inner.stat(key))
 
-    def list(self, prefix: str = "") -> Iterator[ObjectStat]:
-        return self._inner.list(prefix)
-
     def delete(self, keys: Iterable[str]) -> None:
         keys = list(keys)
         if keys:
@@ -79,17 +73,9 @@ class GuardedStore(Store):
     def prepare(self, prefix: str) -> None:
         self._run("making the directory", prefix, lambda _: self._inner.prepare(prefix))
 
-    def abandon(self, prefix: str = "", *, choose: Callable[[ObjectStat], bool] | None = None) -> int:
-        return self._inner.abandon(prefix, choose=choose)
-
-    def folders(self, prefix: str = "") -> Iterator[str]:
-        return self._inner.folders(prefix)
-
-    def remove_empty(self, prefix: str = "") -> None:
-        self._inner.remove_empty(prefix)
-
     def trials(self) -> Trials | None:
-        return self._inner.trials()
+        trials = self._inner.trials()
+        return None if trials is None else _GuardedTrials(trials, self)
 
     def close(self) -> None:
         held = [thread for thread in self._given_up if thread.is_alive()]
@@ -150,6 +136,36 @@ def _carry_out(work: Callable[[Operation], T], operation: Operation, outcome: Fu
         outcome.set_exception(error)
     else:
         outcome.set_result(result)
+
+
+class _GuardedTrials:
+    """A server asked by requests that are given up as those of `store` are."""
+
+    def __init__(self, inner: Trials, store: GuardedStore) -> None:
+        self._inner, self._store, self.place = inner, store, inner.place
+
+    def put(self, key: str, body: Body, *, create: bool = False, part_size_bytes: int | None = None) -> bool:
+        def work(_: Operation) -> bool:
+            return self._inner.put(key, body, create=create, part_size_bytes=part_size_bytes)
+
+        return self._store._run("trying to create", key, work)
+
+    def learn(self, condition: Condition | None) -> None:
+        self._inner.learn(condition)
+
+    def begin(self, key: str) -> str:
+        return self._store._run("beginning an upload of", key, lambda _: self._inner.begin(key))
+
+    def send_part(self, key: str, upload_id: str, number: int, body: Body) -> None:
+        self._store._run(
+            "writing", key, lambda _: self._inner.send_part(key, upload_id, number, body), body.nbytes
+        )
+
+    def uploads(self, key: str) -> list[str]:
+        return self._store._run("listing uploads of", key, lambda _: self._inner.uploads(key))
+
+    def abort(self, key: str, upload_id: str) -> None:
+        self._store._run("aborting an upload of", key, lambda _: self._inner.abort(key, upload_id))
 
 
 class _GuardedBody:

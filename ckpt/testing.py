@@ -352,7 +352,12 @@ class StoreTests(ABC):
         assert self.raw_get(store, "p/empty/deep/k") == b"x"
 
     @pytest.mark.parametrize(
-        "key", ["", "/abs", "a//b", "../up", "a/../../up", "a/.", "a\\b", "a/", "nul\0", "lone\ud800"]
+        "key",
+        [
+            *("", "/abs", "a//b", "../up", "a/../../up", "a/.", "a\\b", "a/", "nul\0", "lone\ud800"),
+            pytest.param("\u00e9" * 128, id="name of 256 bytes"),
+            pytest.param("a/" * 512 + "a", id="1025 bytes"),
+        ],
     )
     def test_keys_cannot_leave_the_root(self, store: Store, key: str) -> None:
         for action in (

@@ -224,6 +224,25 @@ def _upload_stalls(rank: int, place: tuple[str, dict[str, Any]], function: str) 
     return str(failures[1])
 
 
+def test_a_server_that_does_not_answer_the_probe(proxy: FaultProxy) -> None:
+    """What its conditional puts are worth stays unknown; the save is none the worse."""
+    place = f"s3://{proxy.server.new_bucket()}/c"
+    probes: list[str] = []
+
+    def rule(call: Call) -> str:
+        if call.method != "PUT" or not call.key.endswith(".probe"):
+            return "pass"
+        probes.append(call.key)
+        return "stall"
+
+    proxy.rule = rule
+    ckpt.save(state_of(0), place, storage_options=proxy.options, timeout_s=TIMEOUT_S)
+    assert len(probes) == 1, "it was given up, not sent again"
+    loaded = emptied(state_of(0))
+    ckpt.load(loaded, place, storage_options=proxy.options)
+    assert digest(loaded) == digest(state_of(0))
+
+
 @pytest.fixture
 def frozen_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system that can be frozen: whoever writes to it is held in the kernel."""

@@ -10,23 +10,20 @@ from ranks import run_ranks
 from states import digest, emptied, sharded_state
 
 import ckpt
-from ckpt.backends.base import Body, Capabilities, ObjectStat, PutMode, Store
+from ckpt.backends.base import Body, ObjectStat, PutMode
 from ckpt.backends.posix import PosixStore
 from ckpt.backends.registry import register
+from ckpt.wrapping import WrappedStore
 
 LOG: list[tuple[str, str]] = []
 
 
-class WatchedStore(Store):
+class WatchedStore(WrappedStore):
     """A directory whose every use is noted, and whose listing fails."""
 
     def __init__(self, url: str, options: Mapping[str, Any] | None = None, *, threads: int = 2) -> None:
-        self._inner = PosixStore(url.removeprefix("watched://"), options, threads=threads)
-        self.url, self.threads = url, threads
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._inner.capabilities
+        super().__init__(PosixStore(url.removeprefix("watched://"), options, threads=threads))
+        self.url, self.directory = url, None
 
     def put(self, key: str, body: Body, *, mode: PutMode = PutMode.OVERWRITE) -> None:
         LOG.append(("put", key))

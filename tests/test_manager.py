@@ -453,7 +453,7 @@ def test_expired_credentials(s3: S3Server) -> None:
 def test_preflight_names_what_does_not_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with ckpt.CheckpointManager(tmp_path, save=saving.every_steps(1)) as manager:
         monkeypatch.setattr(PosixStore, "free_bytes", lambda self: 3999)
-        with pytest.raises(StorageFull, match=r"0\.00 GB are free"):
+        with pytest.raises(StorageFull, match=r"0\.00 GiB are free"):
             manager.restore(state_of(-1))
         monkeypatch.undo()
 
@@ -465,6 +465,7 @@ def test_preflight_names_what_does_not_work(tmp_path: Path, monkeypatch: pytest.
         with pytest.raises(IntegrityError, match="not what was written"):
             manager.step(1, state_of(1))
         monkeypatch.undo()
+        assert list(tmp_path.iterdir()) == [], "what was tried is removed"
         monkeypatch.setattr(PosixStore, "delete", _refuse)
         with pytest.raises(AccessDenied, match="trying to delete"):
             manager.step(1, state_of(1))

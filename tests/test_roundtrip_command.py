@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 import ckpt
 import ckpt.acceptance.run
-from ckpt.acceptance import checks
+from ckpt.acceptance import memory
 from ckpt.acceptance.filling import compare, fill
 from ckpt.acceptance.meshes import parse_mesh
 from ckpt.acceptance.models import Parameter, parameters_of
@@ -292,7 +292,7 @@ def test_as_a_user_on_s3(s3: S3Server) -> None:
         (["--dtype", "int3"], "bf16, fp16"),
         (["--mesh", "tp3xfsdp4"], "does not fit 8 ranks"),
         (["--load-mesh", "hsdp", "--load-world-size", "3"], "does not fit 3 ranks"),
-        (["--phase", "half"], "both, save or load"),
+        (["--phase", "half"], "both, save, load or plan"),
         (["--model", "gpt-1t"], "larger world size"),
         (["--processes", "4000", "--world-size", "4096", "--model", "gpt-1t"], "larger world size, or fewer"),
     ],
@@ -311,8 +311,8 @@ def test_bad_input_is_refused_before_anything_is_written(
 def test_too_little_space_is_an_error_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PosixStore, "free_bytes", lambda store: 10**8)
     ran = run("roundtrip", tmp_path / "step", "--dtype", "fp32")
-    assert ran.code == 2
-    assert "0.2 GiB, and 0.1 GiB are free" in ran.err
+    assert ran.code == 4
+    assert "0.09 GiB are free, and the checkpoint takes 0.23 GiB" in ran.err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -329,6 +329,47 @@ def test_a_place_that_refuses_is_an_error_at_once(tmp_path: Path) -> None:
     assert ran.code == 4, ran.err
 
 
+@pytest.mark.parametrize(
+    ("model", "ranks", "largest"),
+    [("t5-11b", 8, 2 * 11_307_321_344 / 8), ("gpt-1t", 64, 2 * 1_008_038_758_400 / 64)],
+)
+def test_only_planned(tmp_path: Path, model: str, ranks: int, largest: float) -> None:
+    """Models that no machine has room for can be planned, as JSON and in words."""
+    arguments = (
+        "roundtrip",
+        tmp_path / "step",
+        "--model",
+        model,
+        "--world-size",
+        str(ranks),
+        "--phase",
+        "plan",
+    )
+    found = run(*arguments, "--json").json
+    assert len(found["plan"]["shard_bytes"]) == ranks
+    assert max(found["plan"]["shard_bytes"]) == pytest.approx(largest, rel=0.02)
+    assert sum(found["plan"]["shard_bytes"]) == pytest.approx(found["payload_bytes"], rel=1e-4)
+    assert found["save"] is found["load"] is None
+    assert f"slices for {ranks} ranks" in run(*arguments).out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_error_of_a_failed_load_is_the_one_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise CheckpointError("cannot remove")
+
+    def unloadable(*_: Any) -> None:
+        raise CheckpointError("cannot load")
+
+    monkeypatch.setattr(ckpt.acceptance.run, "remove", fails)
+    monkeypatch.setattr(ckpt.acceptance.run._Run, "load", unloadable)
+    with pytest.raises(CheckpointError, match="cannot load"):
+        ckpt.roundtrip(tmp_path / "step", "t5-small", world_size=1, dtype="fp8")
+    assert ckpt.verify(tmp_path / "step").ok
+
+
 def test_something_there_already_is_an_error(tmp_path: Path) -> None:
     saved(tmp_path / "step", "fsdp", 1)
     before = sorted(tmp_path.rglob("*"))
@@ -338,17 +379,17 @@ def test_something_there_already_is_an_error(tmp_path: Path) -> None:
 
 
 def test_memory_decides_how_many_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "_available_bytes", lambda: 10 << 30)
+    monkeypatch.setattr(memory, "_available_bytes", lambda: 10 << 30)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(16))
-    assert checks.check_memory([1 << 30] * 8, None) == 6
-    assert checks.check_memory([1 << 30] * 4, None) == 4
-    assert checks.check_memory([9 << 30] * 8, None) == 1
-    assert checks.check_memory([1 << 30] * 8, 2) == 2
+    assert memory.check_memory([1 << 30] * 8, None) == 6
+    assert memory.check_memory([1 << 30] * 4, None) == 4
+    assert memory.check_memory([9 << 30] * 8, None) == 1
+    assert memory.check_memory([1 << 30] * 8, 2) == 2
     for shards, processes in [([10 << 30], None), ([1 << 30] * 8, 8), ([1], 0)]:
         with pytest.raises(ConfigurationError):
-            checks.check_memory(shards, processes)
-    monkeypatch.setattr(checks, "_available_bytes", lambda: None)
-    assert checks.check_memory([1 << 40] * 8, None) == 8
+            memory.check_memory(shards, processes)
+    monkeypatch.setattr(memory, "_available_bytes", lambda: None)
+    assert memory.check_memory([1 << 40] * 8, None) == 8
 
 
 def test_threads_are_gone(tmp_path: Path) -> None:

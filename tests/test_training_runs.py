@@ -259,7 +259,7 @@ def test_a_process_uploads_while_steps_go_on(tmp_path: Path) -> None:
 
 # -- the example -----------------------------------------------------------------------------------------
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "fsdp_train.py"
+EXAMPLE = Path(__file__).parent.parent / "examples" / "train_with_manager.py"
 
 
 def test_the_example_ends_well_and_goes_on_with_fewer_ranks(tmp_path: Path) -> None:

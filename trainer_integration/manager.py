@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckpt.errors import CheckpointError, ConfigurationError, LoadFailed, NotFound, SaveFailed
-from ckpt.probing import probe
+from ckpt.preflight import check_place
 from ckpt.ranks import Ranks, RanksFailed
 from ckpt.trainer_integration.deciding import Decisions
 from ckpt.trainer_integration.events import Event, Events
@@ -339,7 +339,8 @@ class CheckpointManager:
         needed = size_bytes(state)
         began_s = time.monotonic()
         free = self._agreed(
-            "preflight", lambda: probe(self._root, storage_options=self._storage_options, needed_bytes=needed)
+            "preflight",
+            lambda: check_place(self._root, storage_options=self._storage_options, needed_bytes=needed),
         )
         self._tried_out = True
         room = "" if free is None or not needed else f"; there is room for {free // needed} checkpoints"

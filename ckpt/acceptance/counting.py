@@ -7,7 +7,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 
-from ckpt.backends.base import Body, Capabilities, ObjectStat, Part, PutMode, Store
+from ckpt.backends.base import Body, ObjectStat, Part, PutMode, Store
+from ckpt.wrapping import WrappedStore
 
 __all__ = ["Counted", "Counts"]
 
@@ -29,55 +30,36 @@ class Counts:
             setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
 
-class Counted(Store):
+class Counted(WrappedStore):
     """`store`, counted. `moved` is told the bytes of every part that was sent and of every read, as they are done."""
 
     def __init__(self, store: Store, moved: Callable[[int], None]) -> None:
-        self._store, self._moved = store, moved
+        super().__init__(store)
+        self._moved = moved
         self._lock = threading.Lock()
         self.counts = Counts()
-        self.url, self.threads = store.url, store.threads
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._store.capabilities
 
     def put(self, key: str, body: Body, *, mode: PutMode = PutMode.OVERWRITE) -> None:
-        self._store.put(key, _CountedBody(body, self._sent), mode=mode)
+        super().put(key, _CountedBody(body, self._sent), mode=mode)
         self._count(puts=1)
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
-        self._store.read_into(key, offset, buffers)
+        super().read_into(key, offset, buffers)
         nbytes = sum(buffer.nbytes for buffer in buffers)
         self._count(reads=1, read_bytes=nbytes)
         self._moved(nbytes)
 
     def stat(self, key: str) -> ObjectStat:
         self._count(stats=1)
-        return self._store.stat(key)
+        return super().stat(key)
 
     def list(self, prefix: str = "") -> Iterator[ObjectStat]:
         self._count(others=1)
-        return self._store.list(prefix)
+        return super().list(prefix)
 
     def delete(self, keys: Iterable[str]) -> None:
         self._count(others=1)
-        self._store.delete(keys)
-
-    def prepare(self, prefix: str) -> None:
-        self._store.prepare(prefix)
-
-    def abandon(self, prefix: str = "", *, choose: Callable[[ObjectStat], bool] | None = None) -> int:
-        return self._store.abandon(prefix, choose=choose)
-
-    def folders(self, prefix: str = "") -> Iterator[str]:
-        return self._store.folders(prefix)
-
-    def remove_empty(self, prefix: str = "") -> None:
-        self._store.remove_empty(prefix)
-
-    def close(self) -> None:
-        self._store.close()
+        super().delete(keys)
 
     def _sent(self, nbytes: int) -> None:
         self._count(parts=1, sent_bytes=nbytes)

@@ -1,7 +1,7 @@
 """Values that follow from a tensor's name and the element's place in it, so that any rank can compute any slice.
 
 Bits, not numbers: every pattern that a dtype has may appear, NaNs too, and all comparisons are of bits. Within
-a run of 2^20 elements they are those of a random table, begun at a place and shifted by a number that are drawn from
+a run of 2^18 elements they are those of a random table, begun at a place and shifted by a number that are drawn from
 name and run: an element that is missing, repeated, moved, or of another tensor shows.
 """
 
@@ -18,8 +18,9 @@ from ckpt.coverage import Box
 
 __all__ = ["compare", "fill"]
 
-_RUN_ELEMENTS = 1 << 20
-_SCRATCH_ELEMENTS = 1 << 22
+# Small enough that the table, and what is computed to be compared, stay in a core's cache.
+_RUN_ELEMENTS = 1 << 18
+_SCRATCH_ELEMENTS = 1 << 18
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -41,9 +42,17 @@ def compare(tensor: torch.Tensor, fqn: str, shape: tuple[int, ...], box: Box, se
         scratch = torch.empty(stop - start, dtype=found.dtype)
         _values(scratch, fqn, start, stop, seed)
         expected = scratch if inside is None else scratch.view(-1, *shape[1:])[inside]
-        if not torch.equal(found, expected):
+        if not _are_equal(found, expected):
             wrong += int((found != expected).sum())
     return wrong
+
+
+def _are_equal(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """`torch.equal`, eight bytes at a time where it can be: of small elements it compares 1 GB/s, of large ones 6."""
+    both = (found, expected)
+    if all(bits.is_contiguous() and bits.nbytes % 8 == bits.data_ptr() % 8 == 0 for bits in both):
+        found, expected = (bits.view(-1).view(torch.int64) for bits in both)
+    return torch.equal(found, expected)
 
 
 def _runs(

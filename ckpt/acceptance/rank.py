@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -119,18 +120,12 @@ class LoadTask:
         return found
 
 
-class _timed:
+@contextlib.contextmanager
+def _timed(figures: RankFigures, name: str) -> Iterator[None]:
     """Adds the seconds of a block to an attribute."""
-
-    def __init__(self, figures: RankFigures, name: str) -> None:
-        self._figures, self._name = figures, name
-
-    def __enter__(self) -> None:
-        self._started_s = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        took_s = time.perf_counter() - self._started_s
-        setattr(self._figures, self._name, getattr(self._figures, self._name) + took_s)
+    started_s = time.perf_counter()
+    yield
+    setattr(figures, name, getattr(figures, name) + time.perf_counter() - started_s)
 
 
 def _nbytes(tensors: Mapping[str, torch.Tensor]) -> int:

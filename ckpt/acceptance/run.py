@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,16 +14,18 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
-from ckpt.acceptance.checks import check_memory, check_place, check_space
 from ckpt.acceptance.counting import Counts
+from ckpt.acceptance.memory import check_memory
 from ckpt.acceptance.meshes import Mesh, parse_mesh
 from ckpt.acceptance.models import Parameter, parameters_of
 from ckpt.acceptance.plans import held_by, save_plans, shard_nbytes
 from ckpt.acceptance.processes import Processes, Task
 from ckpt.acceptance.rank import LoadTask, RankFigures, SaveTask, Setup
+from ckpt.backends.base import redact_url
 from ckpt.backends.registry import open_store
 from ckpt.consistency.commit import proves_no_commit
 from ckpt.errors import CheckpointError, ConfigurationError
+from ckpt.preflight import check_place
 from ckpt.removal import remove
 from ckpt.strays import is_our_name
 from ckpt.writer import CheckpointWriter
@@ -39,6 +42,9 @@ DTYPES = {
     "fp8": torch.float8_e4m3fn,
 }
 
+_SPACE_FACTOR = 1.01
+"""Of a checkpoint's tensors: what it takes with records, checksums and framing."""
+
 Progress = Callable[[str, int, int], None]
 
 
@@ -50,7 +56,6 @@ class Part:
         ranks: figures of each.
         processes: how many ranks ran at the same time.
         wall_s: of all ranks, values included.
-        plan_s: computing the plans, before.
         commit_s: the coordinator's part of the save, after.
         counts: what went through the ranks' stores and the coordinator's.
     """
@@ -58,7 +63,6 @@ class Part:
     ranks: list[RankFigures]
     processes: int
     wall_s: float
-    plan_s: float = 0.0
     commit_s: float = 0.0
     counts: Counts = field(default_factory=Counts)
 
@@ -86,12 +90,26 @@ class Part:
 
 
 @dataclass
+class Planned:
+    """What DCP's planner made of the save.
+
+    Attributes:
+        items: slices that are written, of all ranks.
+        shard_bytes: that each rank writes.
+    """
+
+    items: int
+    shard_bytes: list[int]
+    plan_s: float
+
+
+@dataclass
 class Roundtrip:
     """The result of `ckpt.roundtrip`.
 
     Attributes:
         payload_bytes: of all tensors, once.
-        save, load: None for a part that was not run.
+        plan, save, load: None for a part that was not run.
         timeline: seconds, bytes moved, resident bytes of all processes; every half second.
         kept: whether the checkpoint is still there.
     """
@@ -100,6 +118,7 @@ class Roundtrip:
     model: str
     parameters: int
     payload_bytes: int
+    plan: Planned | None = None
     save: Part | None = None
     load: Part | None = None
     timeline: list[tuple[float, int, int]] = field(default_factory=list)
@@ -153,18 +172,20 @@ def roundtrip(
         mesh, load_mesh: `fsdp`, `hsdp`, `hsdp2xfsdp4`, `tp2xfsdp4`.
         processes: ranks at the same time; default by cores and free memory.
         threads: transfers at the same time of each rank.
-        phase: `both`, `save` (which keeps the checkpoint) or `load` (of one that was saved so).
+        phase: `both`, `save` (which keeps the checkpoint), `load` (of one that was saved so), or `plan`: what each
+            rank would save, and nothing is written.
         keep: leave the checkpoint there.
         seed: of the values.
         progress: called with `saving` or `loading`, the bytes moved and the bytes in all.
 
     Raises:
-        ConfigurationError: an argument is wrong, or memory or space is too little. Nothing was written.
+        ConfigurationError: an argument is wrong, or memory is too little. Nothing was written.
+        StorageError: the storage has too little room, or refused; what it refused first was a small object.
         AlreadyExists: something is at `url` already.
         CheckpointError: the save or the load failed. What was saved is removed unless it was committed.
     """
-    if phase not in ("both", "save", "load"):
-        raise ConfigurationError(f"phase must be both, save or load, not {phase!r}")
+    if phase not in ("both", "save", "load", "plan"):
+        raise ConfigurationError(f"phase must be both, save, load or plan, not {phase!r}")
     if dtype not in DTYPES:
         raise ConfigurationError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
     parameters = parameters_of(model, optimizer)
@@ -174,27 +195,33 @@ def roundtrip(
     run = _Run(setup, parameters, processes, progress or (lambda what, done, total: None))
     elements = sum(parameter.elements for parameter in parameters)
     payload_bytes = elements * DTYPES[dtype].itemsize
-    found = Roundtrip(open_url(url, storage_options), model, elements, payload_bytes, timeline=run.timeline)
+    found = Roundtrip(redact_url(setup.url), model, elements, payload_bytes, timeline=run.timeline)
     load_tasks = [LoadTask(rank, held_by(parameters, loading, rank)) for rank in range(half)]
-    load_count = run.count(load_tasks) if phase != "save" else 0
+    load_count = run.count(load_tasks) if phase in ("both", "load") else 0
     if phase != "load":
-        found.save = run.save(saving, payload_bytes)
-    found.kept = True
-    try:
+        tasks, metadata, found.plan = run.plan(saving)
+        if phase == "plan":
+            return found
+        found.save = run.save(tasks, metadata, payload_bytes)
+    found.kept = phase != "both" or keep
+    with contextlib.nullcontext() if found.kept else _removing(setup):
         if phase != "save":
             found.load = run.load(load_tasks, load_count)
-    finally:
-        if phase == "both" and not keep:
-            remove(url, storage_options=storage_options)
-            found.kept = False
     return found
 
 
-def open_url(url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None) -> str:
-    """The place as it is shown, without credentials."""
-    store = open_store(url, storage_options)
-    store.close()
-    return store.url
+@contextlib.contextmanager
+def _removing(setup: Setup) -> Iterator[None]:
+    """Remove the checkpoint at the end, also after an error, which is then the one to report."""
+    try:
+        yield
+    except BaseException:
+        try:
+            remove(setup.url, storage_options=setup.storage_options)
+        except Exception as error:
+            _logger.warning("the checkpoint is still there (ckpt rm removes it): %s", error)
+        raise
+    remove(setup.url, storage_options=setup.storage_options)
 
 
 class _Run:
@@ -212,14 +239,18 @@ class _Run:
         """How many ranks run at the same time."""
         return check_memory([self._shard_bytes(task) for task in tasks], self._processes)
 
-    def save(self, mesh: Mesh, payload_bytes: int) -> Part:
+    def plan(self, mesh: Mesh) -> tuple[list[SaveTask], Metadata, Planned]:
         started_s = time.monotonic()
         plans, metadata = save_plans(self._parameters, mesh, self._setup.dtype)
         tasks = [SaveTask(rank, plan) for rank, plan in enumerate(plans)]
-        plan_s = time.monotonic() - started_s
+        took_s = time.monotonic() - started_s
+        items = sum(len(plan.items) for plan in plans)
+        return tasks, metadata, Planned(items, [self._shard_bytes(task) for task in tasks], took_s)
+
+    def save(self, tasks: Sequence[SaveTask], metadata: Metadata, payload_bytes: int) -> Part:
         count = self.count(tasks)
-        check_space(self._setup.url, self._setup.storage_options, payload_bytes)
-        check_place(self._setup.url, self._setup.storage_options)
+        needed_bytes = int(_SPACE_FACTOR * payload_bytes)
+        check_place(self._setup.url, storage_options=self._setup.storage_options, needed_bytes=needed_bytes)
         writer = CheckpointWriter(
             self._setup.url, storage_options=self._setup.storage_options, overwrite=False
         )
@@ -228,7 +259,6 @@ class _Run:
             writer.prepare_local_plan(SavePlan([]))
             try:
                 part = self._run(tasks, count, "saving", payload_bytes)
-                part.plan_s = plan_s
             except BaseException:
                 self._clean()
                 raise

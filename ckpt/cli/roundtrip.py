@@ -54,7 +54,10 @@ def roundtrip(
         int | None, typer.Option(min=1, help="Transfers at the same time of each rank.")
     ] = None,
     phase: Annotated[
-        str, typer.Option(help="both, save (which keeps the checkpoint), or load (what was saved so).")
+        str,
+        typer.Option(
+            help="both, save (which keeps the checkpoint), load (what was saved so), or plan (and write nothing)."
+        ),
     ] = "both",
     keep: Annotated[bool, typer.Option("--keep", help="Leave the checkpoint there.")] = False,
     seed: Annotated[int, typer.Option(help="Of the values.")] = 0,
@@ -94,6 +97,14 @@ def _print(output: Output, found: Roundtrip) -> None:
     output.print(
         f"{shown(found.model)}: {found.parameters:,} elements, {size(found.payload_bytes)}, at {shown(found.url)}"
     )
+    if found.plan is not None:
+        ranks = found.plan.shard_bytes
+        output.print(
+            f"planned in {found.plan.plan_s:.1f} s: {found.plan.items:,} slices for {len(ranks):,} ranks, "
+            f"{size(min(ranks))} to {size(max(ranks))} each"
+        )
+    if found.save is None and found.load is None:
+        return
     table = Table(
         "", "ranks", "at once", "data", "seconds", "GB/s", "operations", "peak beyond shard", box=None
     )
@@ -131,6 +142,7 @@ def _as_json(found: Roundtrip) -> dict[str, Any]:
         "payload_bytes": found.payload_bytes,
         "sent_per_payload": found.sent_per_payload,
         "read_per_needed": found.read_per_needed,
+        "plan": None if found.plan is None else vars(found.plan),
         "save": _part_as_json(found.save),
         "load": _part_as_json(found.load),
         "wrong": found.wrong,
@@ -148,7 +160,6 @@ def _part_as_json(part: Part | None) -> dict[str, Any] | None:
     return {
         "processes": part.processes,
         "wall_s": part.wall_s,
-        "plan_s": part.plan_s,
         "commit_s": part.commit_s,
         "bytes_per_s": part.bytes_per_s,
         "transfer_share": part.transfer_share,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 from collections.abc import Mapping
@@ -11,26 +12,26 @@ from ckpt.backends.base import PutMode, Store, put_bytes, read_bytes
 from ckpt.backends.registry import open_store
 from ckpt.errors import AlreadyExists, IntegrityError, StorageError, StorageFull
 
-__all__ = ["probe"]
+__all__ = ["check_place"]
 
 
-def probe(
+def check_place(
     url: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None, needed_bytes: int = 0
 ) -> int | None:
-    """Write, create, read back and delete small objects below `url`; returns the free bytes there, if known.
+    """Write, create, read back and delete a small object below `url`; returns the free bytes there, if known.
 
     Raises:
-        StorageFull: less than `needed_bytes` are free.
+        StorageFull: less than `needed_bytes` are free. Nothing was written.
         IntegrityError: what was read is not what was written.
         StorageError: the storage refused, or could not be reached; the text says what was tried.
     """
     store = open_store(url, storage_options)
     try:
-        _try_out(store)
         free = store.free_bytes()
         if free is not None and free < needed_bytes:
-            text = f"{free / 1e9:.2f} GB are free, a checkpoint takes {needed_bytes / 1e9:.2f} GB"
+            text = f"{_gib(free)} are free, and the checkpoint takes {_gib(needed_bytes)}"
             raise StorageFull(text, url=store.url)
+        _try_out(store)
         return free
     finally:
         store.close()
@@ -38,24 +39,27 @@ def probe(
 
 def _try_out(store: Store) -> None:
     # A folder of its own: other ranks try at the same time, and remove theirs.
-    folder, data = f"ckpt-probe-{secrets.token_hex(8)}", secrets.token_bytes(1024)
+    folder, data = f"ckpt-preflight-{secrets.token_hex(8)}", secrets.token_bytes(1024)
     key = f"{folder}/object"
     action = "make a folder"
     try:
-        store.prepare(folder)
-        action = "write"
-        put_bytes(store, key, data)
-        action = "read back"
-        found = bytes(read_bytes(store, key))
-        action = "create only if absent"
-        _create_again(store, key)
+        try:
+            store.prepare(folder)
+            action = "write"
+            put_bytes(store, key, data)
+            action = "read back"
+            if read_bytes(store, key) != data:
+                raise IntegrityError("what is read is not what was written", url=store.url, key=key)
+            action = "create only if absent"
+            _create_again(store, key)
+        except BaseException:
+            with contextlib.suppress(Exception):
+                _remove(store, folder, key)
+            raise
         action = "delete"
-        store.delete([key])
-        store.remove_empty(folder)
+        _remove(store, folder, key)
     except StorageError as error:
         raise type(error)(f"trying to {action}: {error.message}", url=store.url, key=error.key) from error
-    if found != data:
-        raise IntegrityError("what is read is not what was written", url=store.url, key=key)
 
 
 def _create_again(store: Store, key: str) -> None:
@@ -66,3 +70,12 @@ def _create_again(store: Store, key: str) -> None:
         return
     if store.capabilities.conditional_create:
         raise StorageError("a put that has to be refused was carried out", url=store.url, key=key)
+
+
+def _remove(store: Store, folder: str, key: str) -> None:
+    store.delete([key])
+    store.remove_empty(folder)
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f} GiB"

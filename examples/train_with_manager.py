@@ -1,6 +1,6 @@
 """An FSDP2 trainer to copy: resumes by itself, on any number of ranks, from any storage, and ends well on SIGTERM.
 
-    torchrun --nproc-per-node 2 examples/fsdp_train.py --root s3://bucket/run
+    torchrun --nproc-per-node 2 examples/train_with_manager.py --root s3://bucket/run
 
 What concerns checkpoints is in `main`. The model and the data (the Python standard library's sources, byte by byte)
 are there to be replaced.

@@ -1,0 +1,44 @@
+"""How many ranks fit into memory at the same time, before anything is begun."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from ckpt.errors import ConfigurationError
+
+__all__ = ["BEYOND_SHARD_BYTES", "check_memory"]
+
+BEYOND_SHARD_BYTES = 512 << 20
+"""What a rank's process takes beside its tensors: torch, the library's budget, records."""
+
+
+def check_memory(shard_bytes: Sequence[int], processes: int | None) -> int:
+    """How many ranks fit into memory at the same time: at most `processes`, else as many as there are cores.
+
+    Raises:
+        ConfigurationError: not even one, or not so many.
+    """
+    if processes is not None and processes < 1:
+        raise ConfigurationError(f"processes must be at least 1, not {processes}")
+    largest, free_bytes = max(shard_bytes), _available_bytes()
+    fitting = len(shard_bytes)
+    if free_bytes is not None:
+        fitting = int(0.95 * free_bytes) // (largest + BEYOND_SHARD_BYTES)
+    wanted = processes or len(os.sched_getaffinity(0))
+    if fitting < 1 or (processes is not None and fitting < min(processes, len(shard_bytes))):
+        raise ConfigurationError(
+            f"{processes or 'one'} rank(s) at a time need {(largest + BEYOND_SHARD_BYTES) / 2**30:.1f} GiB each, "
+            f"and {(free_bytes or 0) / 2**30:.1f} GiB of memory are free: take a larger world size, or fewer processes"
+        )
+    return min(fitting, wanted, len(shard_bytes))
+
+
+def _available_bytes() -> int | None:
+    """Memory that can be had without swapping; None where the system does not tell."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), None)
