@@ -13,13 +13,14 @@ from servers import ACCESS_KEY, SECRET_KEY, S3Server, free_port, wait_for_port
 
 
 @contextlib.contextmanager
-def rclone_server(folder: Path) -> Iterator[S3Server]:
-    """`rclone serve s3` on an empty folder."""
+def rclone_server(folder: Path, *, hashes: bool = True) -> Iterator[S3Server]:
+    """`rclone serve s3` on an empty folder; `hashes`: it reads an object through for the ETag of every answer."""
     port = free_port()
     (folder / "buckets").mkdir()
     command = [
         RCLONE, "--config", os.devnull, "serve", "s3", folder / "buckets", "--addr", f"127.0.0.1:{port}",
         "--auth-key", f"{ACCESS_KEY},{SECRET_KEY}", "--cache-dir", folder / "cache",
+        *(() if hashes else ("--etag-hash", "")),
     ]  # fmt: skip
     process = daemons.start(command, folder / "rclone.log")
     try:

@@ -17,6 +17,7 @@ from servers import S3Server
 from systems import SystemTests
 
 from ckpt.backends.base import Store
+from ckpt.backends.registry import open_store
 
 pytestmark = needs("rclone", RCLONE)
 mounts = needs("rclone mount", RCLONE, "fusermount3", fuse=True)[-1]
@@ -46,6 +47,21 @@ class TestServe(SystemTests):
         for body in (b"old", b"new"):
             self.client.put_object(Bucket=self.bucket, Key="k", Body=body, IfNoneMatch="*")
         assert self.client.get_object(Bucket=self.bucket, Key="k")["Body"].read() == b"new"
+
+
+def test_an_object_of_more_than_4_gib(tmp_path: Path) -> None:
+    """Offsets that do not fit 32 bits. The file is sparse."""
+    with rclone_server(tmp_path, hashes=False) as server:
+        bucket = server.new_bucket()
+        with (tmp_path / "buckets" / bucket / "long").open("wb") as file:
+            file.seek(1 << 32)
+            file.write(b"behind")
+        store = open_store(f"s3://{bucket}", server.options)
+        assert store.stat("long").size_bytes == (1 << 32) + 6
+        found = bytearray(9)
+        store.read_into("long", (1 << 32) - 3, [memoryview(found)[:4], memoryview(found)[4:]])
+        assert found == b"\0\0\0behind"
+        store.close()
 
 
 # -- mounts ------------------------------------------------------------------------------------------------
