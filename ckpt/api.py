@@ -176,7 +176,7 @@ def load(
         _load_errors(place, ranks),
     ):
         reader, values = ranks.together(
-            f"load of {last_segment(place)}", lambda: (make_reader(), _values(state_dict))
+            f"load of {last_segment(place)}", lambda: (make_reader(), values_of(state_dict))
         )
         ranks.progress = reader.progress
         try:
@@ -205,7 +205,7 @@ def _prepare_save(
 
     def work() -> tuple[CheckpointWriter, dict[str, Any]]:
         writer = make_writer()
-        values = _values(state_dict)
+        values = values_of(state_dict)
         return writer, _stager.stage(values) if copy else values
 
     place = _place(url)
@@ -267,7 +267,7 @@ def _save_copy(
             planner.state_dict = {}  # it would keep it until its next save
 
 
-def _values(state_dict: dict[str, Any]) -> dict[str, Any]:
+def values_of(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """The state with every Stateful replaced by its state dict, on all ranks in the same order."""
     return {key: _value(state_dict[key]) for key in sorted(state_dict)}
 
