@@ -170,7 +170,7 @@ def load(
             trusted_objects=trusted_objects,
         )
 
-    place = _place(url)
+    place = place_of(url)
     with (
         closing(Ranks(process_group, no_dist=no_dist, timeout_s=timeout_s)) as ranks,
         _load_errors(place, ranks),
@@ -208,7 +208,7 @@ def _prepare_save(
         values = values_of(state_dict)
         return writer, _stager.stage(values) if copy else values
 
-    place = _place(url)
+    place = place_of(url)
     try:
         writer, values = ranks.together(f"save of {last_segment(place)}", work)
         ranks.progress = writer.progress
@@ -287,7 +287,7 @@ def _put_back(state_dict: dict[str, Any], values: dict[str, Any]) -> None:
             state_dict[key] = loaded
 
 
-def _place(url: str | os.PathLike[str]) -> str:
+def place_of(url: str | os.PathLike[str]) -> str:
     """Fit for messages, also when `url` is not fit for anything else."""
     return redact_url(str(url))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 import threading
@@ -61,7 +62,7 @@ def test_the_newest_is_that_in_flight(tmp_path: Path) -> None:
 
 def test_a_step_whose_save_failed_can_be_saved_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with ckpt.CheckpointManager(tmp_path, save=saving.every_steps(1)) as manager:
-        for attempt in (lambda: manager.wait_durable(), lambda: manager.step(2, state_of(2))):
+        for attempt in (manager.wait_durable, functools.partial(manager.step, 2, state_of(2))):
             mend = failing(monkeypatch, StorageFull, "No space left on device")
             manager.step(1, state_of(1))
             with pytest.raises(SaveFailed, match="No space left"):
@@ -92,7 +93,7 @@ def test_steps_may_be_numbers_of_numpy(tmp_path: Path) -> None:
     events: list[Event] = []
     with ckpt.CheckpointManager(tmp_path, save=saving.every_steps(1), events=[events.append]) as manager:
         for step in np.arange(1, 3):
-            manager.step(step, state_of(int(step)))
+            manager.step(step, state_of(int(step)))  # type: ignore[arg-type]
         manager.wait_durable()
         manager.pin(np.int64(2))
     assert kinds(events, "durable") == [("durable", 1), ("durable", 2)]

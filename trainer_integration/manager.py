@@ -10,7 +10,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
-from ckpt.backends.base import redact_url
+from ckpt.api import place_of
 from ckpt.errors import CheckpointError, ConfigurationError, LoadFailed, NotFound, SaveFailed
 from ckpt.preflight import check_place
 from ckpt.ranks import Ranks, RanksFailed
@@ -99,7 +99,7 @@ class CheckpointManager:
         self._ranks = Ranks(process_group, no_dist=False, purpose="manager")
         self._tried_out, self._stepped, self._closed = not preflight, False, False
         self._uploads, self._history = self._agreed(
-            f"CheckpointManager of {redact_url(self._root)}",
+            f"CheckpointManager of {place_of(self._root)}",
             lambda: (Uploads(async_mode, process_group, options), History(self._root, storage_options)),
         )
         self._saves = Saves(self._ranks, self._uploads, self._history, keep, Events(events))

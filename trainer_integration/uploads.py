@@ -127,6 +127,12 @@ class _AsItIs(AsyncStager):
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         return state_dict
 
+    def synchronize_staging(self) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
 
 def _translate(done: Future[Metadata], url: str, translated: Future[Metadata]) -> None:
     error = done.exception()
