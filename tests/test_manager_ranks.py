@@ -15,6 +15,7 @@ from ranks import run_ranks
 import ckpt
 from ckpt.errors import CheckpointError, SaveFailed
 from ckpt.trainer_integration import saving
+from ckpt.trainer_integration.events import Event
 
 
 class Broken:
@@ -61,9 +62,13 @@ def test_a_rank_that_cannot_stage(tmp_path: Path, mode: str) -> None:
 
 
 def _lose_the_process(rank: int, root: str) -> tuple[str, int | None]:
-    with ckpt.CheckpointManager(root, save=saving.every_steps(1), async_mode="process") as manager:
+    events: list[Event] = []
+    with ckpt.CheckpointManager(
+        root, save=saving.every_steps(1), async_mode="process", events=[events.append]
+    ) as manager:
         manager.step(1, state_of(rank, 1))
         manager.wait_durable()
+        assert rank == 1 or events[-1].values["write_s"] > 0, "figures come from the other process too"
         if rank == 1:
             (process,) = multiprocessing.active_children()
             assert process.pid is not None

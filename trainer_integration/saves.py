@@ -23,6 +23,7 @@ from ckpt.trainer_integration.events import Event, Events
 from ckpt.trainer_integration.history import History, plain_metrics
 from ckpt.trainer_integration.keeping import KeepRule
 from ckpt.trainer_integration.uploads import Uploads
+from ckpt.writer import SaveMeta
 
 __all__ = ["Saves"]
 
@@ -203,10 +204,11 @@ class Saves:
             _logger.warning(
                 "step %d is durable, but the run's record cannot be written: %s", flight.step, error
             )
-        size = _size_bytes(flight.future.result())
-        self.tell(
-            "durable", flight.step, flight.path, upload_s=took_s, stall_s=flight.stall_s, size_bytes=size
-        )
+        saved = flight.future.result()
+        figures = {"upload_s": took_s, "stall_s": flight.stall_s, "size_bytes": _size_bytes(saved)}
+        if isinstance(saved.storage_meta, SaveMeta):
+            figures |= saved.storage_meta.seconds
+        self.tell("durable", flight.step, flight.path, **figures)
 
     def _retire(self, keep: KeepRule, flight: _Flight) -> None:
         for found, failure in self._history.retire(keep, {flight.path}):
