@@ -271,9 +271,9 @@ CASES = (
          (_WALL, Column("cpu_s", "CPU s", 3), _PEAK), STALL),
     Case("async-steps", "Training steps on one core while 512 MB are saved to S3 from the other; the server takes 150 MB/s",
          "steps",
-         (Entry("no save", "managed", "floor: the steps alone, in three parts too", parameters={"saves": 0}), *_MANAGED),
+         (Entry("no save", "managed", "floor: the steps alone, in as many parts", parameters={"saves": 0}), *_MANAGED),
          (Column("slower_percent", "slower %"), Column("mean_step_ms", "mean step ms"), Column("alone_ms", "alone, mean ms"),
           Column("step_ms", "median step ms"), Column("slow_step_ms", "slowest 1 % ms"), Column("steps", "steps", 0)),
-         STALL, "slow"),
+         STALL, "slow", rounds=3),
     _metadata(8, full_only=True), _metadata(64), _metadata(256, full_only=True), _metadata(1024), _metadata(4096, full_only=True),
 )  # fmt: skip
