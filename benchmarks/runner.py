@@ -20,6 +20,7 @@ __all__ = ["PEERS_ENVIRONMENT", "Runner"]
 
 PEERS_ENVIRONMENT = ROOT / "benchmarks" / ".venv-peers" / "bin"
 _TIMEOUT_S = 600
+_SLOW_BYTES_PER_S = 150_000_000
 
 
 @dataclass
@@ -45,7 +46,9 @@ class Runner:
                 yield endpoint
         elif case.server:
             tls_folder = self.scratch if case.server.startswith("tls") else None
-            with sink(keep=case.server.endswith("keep"), tls_folder=tls_folder) as endpoint:
+            bytes_per_s = _SLOW_BYTES_PER_S if case.server == "slow" else None
+            keep = case.server.endswith("keep")
+            with sink(keep=keep, tls_folder=tls_folder, bytes_per_s=bytes_per_s) as endpoint:
                 yield endpoint
         else:
             yield None

@@ -75,12 +75,20 @@ class Endpoint:
 
 
 @contextlib.contextmanager
-def sink(*, keep: bool = False, tls_folder: Path | None = None) -> Iterator[Endpoint]:
-    """The suite's own endpoint, in a process of its own; TLS with a certificate made in `tls_folder`."""
+def sink(
+    *, keep: bool = False, tls_folder: Path | None = None, bytes_per_s: int | None = None
+) -> Iterator[Endpoint]:
+    """The suite's own endpoint, in a process of its own; TLS with a certificate made in `tls_folder`.
+
+    Args:
+        bytes_per_s: how much it takes of the bodies that it drops, over all connections; None is all it can.
+    """
     command = [sys.executable, "-m", "benchmarks.sink"]
     certificate = None
     if keep:
         command.append("--keep")
+    if bytes_per_s is not None:
+        command += ["--bytes-per-s", str(bytes_per_s)]
     if tls_folder is not None:
         certificate = str(_certificate(tls_folder))
         command += ["--certificate", certificate]

@@ -170,13 +170,13 @@ def load(
             trusted_objects=trusted_objects,
         )
 
-    place = _place(url)
+    place = place_of(url)
     with (
         closing(Ranks(process_group, no_dist=no_dist, timeout_s=timeout_s)) as ranks,
         _load_errors(place, ranks),
     ):
         reader, values = ranks.together(
-            f"load of {last_segment(place)}", lambda: (make_reader(), _values(state_dict))
+            f"load of {last_segment(place)}", lambda: (make_reader(), values_of(state_dict))
         )
         ranks.progress = reader.progress
         try:
@@ -205,10 +205,10 @@ def _prepare_save(
 
     def work() -> tuple[CheckpointWriter, dict[str, Any]]:
         writer = make_writer()
-        values = _values(state_dict)
+        values = values_of(state_dict)
         return writer, _stager.stage(values) if copy else values
 
-    place = _place(url)
+    place = place_of(url)
     try:
         writer, values = ranks.together(f"save of {last_segment(place)}", work)
         ranks.progress = writer.progress
@@ -267,7 +267,7 @@ def _save_copy(
             planner.state_dict = {}  # it would keep it until its next save
 
 
-def _values(state_dict: dict[str, Any]) -> dict[str, Any]:
+def values_of(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """The state with every Stateful replaced by its state dict, on all ranks in the same order."""
     return {key: _value(state_dict[key]) for key in sorted(state_dict)}
 
@@ -287,7 +287,7 @@ def _put_back(state_dict: dict[str, Any], values: dict[str, Any]) -> None:
             state_dict[key] = loaded
 
 
-def _place(url: str | os.PathLike[str]) -> str:
+def place_of(url: str | os.PathLike[str]) -> str:
     """Fit for messages, also when `url` is not fit for anything else."""
     return redact_url(str(url))
 

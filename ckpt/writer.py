@@ -13,6 +13,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -48,12 +49,23 @@ from ckpt.ranks import DEFAULT_TIMEOUT_S, check_timeout
 from ckpt.staging import DEFAULT_MEMORY_BUDGET_BYTES, StagingPool
 from ckpt.watch import Limits
 
-__all__ = ["CheckpointWriter", "last_segment"]
+__all__ = ["CheckpointWriter", "SaveMeta", "last_segment"]
 
 _logger = logging.getLogger(__name__)
 
 _OBJECT_BATCH_BYTES = 32 << 20
 _RECEIPT = MetadataIndex("ckpt.receipt")
+
+
+@dataclass
+class SaveMeta(StorageMeta):
+    """About a save that was committed, with the metadata that a save returns; it is not stored.
+
+    Attributes:
+        seconds: on the coordinator: `plan_s`, `write_s` (until all ranks have written) and `commit_s`.
+    """
+
+    seconds: dict[str, float] = field(default_factory=dict)
 
 
 class CheckpointWriter(StorageWriter):
@@ -105,6 +117,7 @@ class CheckpointWriter(StorageWriter):
         self._rank = 0
         self._token = environment.token()
         self._written: list[str] = []
+        self._began_at_s: dict[str, float] = {}
         self._coordinator: Coordinator | None = None
 
     # -- what DCP calls, in this order ---------------------------------------------------------------------
@@ -131,6 +144,7 @@ class CheckpointWriter(StorageWriter):
         self._token = environment.token()
         self._written = []
         self._coordinator = None
+        self._began_at_s = {"plan_s": environment.monotonic()}
         self.progress.restart()
         self.progress.begin("planning")
         if is_coordinator:
@@ -154,6 +168,7 @@ class CheckpointWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         self.progress.begin("saving")
+        self._began_at_s["write_s"] = environment.monotonic()
         with self._errors_named():
             try:
                 results = self._write(plan, planner)
@@ -168,6 +183,7 @@ class CheckpointWriter(StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         self.progress.begin("committing")
+        self._began_at_s["commit_s"] = environment.monotonic()
         with self._errors_named():
             if self._coordinator is None:
                 raise CheckpointError("finish was called on a rank that is not the coordinator")
@@ -185,7 +201,9 @@ class CheckpointWriter(StorageWriter):
                 raise CommitUnknown(f"{type(error).__name__}: {error}") from error
             # This very object is what DCP sends to all ranks and hands to its caller.
             metadata.__dict__.update(described.__dict__)
-            metadata.storage_meta = self.storage_meta()
+            metadata.storage_meta = SaveMeta(
+                self.checkpoint_id, self._token, seconds=_durations(self._began_at_s)
+            )
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -286,6 +304,14 @@ def _wait_for_devices() -> None:
 
 def _pacer(bytes_per_s: float | None) -> Pacer | None:
     return None if bytes_per_s is None else Pacer(bytes_per_s)
+
+
+def _durations(began_at_s: Mapping[str, float]) -> dict[str, float]:
+    """How long phases took that follow one another, the last of which ends now."""
+    edges = [*began_at_s.values(), environment.monotonic()]
+    return {
+        name: end - start for name, (start, end) in zip(began_at_s, itertools.pairwise(edges), strict=True)
+    }
 
 
 def _checked_tags(tags: Mapping[str, str] | None) -> dict[str, str]:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,21 @@ def test_metadata_and_stalls(contender: str, tmp_path: Path) -> None:
     assert found["opened_mb"] > 0
     assert found["open_s"] > 0
     assert figures(Task("async_save", contender, str(tmp_path / "stall"), STATE))["wall_s"] > 0
+
+
+@pytest.mark.parametrize("mode", ["thread", "process"])
+def test_through_the_manager(mode: str, tmp_path: Path) -> None:
+    """A save to a server that takes 4 MB/s lasts longer than a step, and is what the middle steps ran beside."""
+    options = {"mode": mode}
+    assert (
+        figures(Task("async_save", "managed", str(tmp_path / "stall"), STATE, options=options))["wall_s"] > 0
+    )
+    state = StateSpec(1, 1024, 1024)
+    with sink(bytes_per_s=4_000_000) as endpoint:
+        task = Task("steps", "managed", f"s3://{BUCKET}/steps-{mode}", state, endpoint, options=options)
+        found = figures(replace(task, parameters={"saves": 1}))
+        assert found["steps"] > 1
+        assert endpoint.report()["received_bytes"] >= 2 * state.nbytes
 
 
 def test_a_wrong_load_is_an_error() -> None:

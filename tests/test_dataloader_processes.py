@@ -82,6 +82,14 @@ def test_an_epoch_with_workers(file: Path, context: str) -> None:
     assert loader.epoch == 1
 
 
+def test_reading_draws_none_of_the_trainer_s_random_numbers(file: Path) -> None:
+    """A run that goes on begins an iteration where the run that was not killed is in the middle of one."""
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    rows(loader_of(file, 2), 3)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_workers_end_with_their_iteration(file: Path) -> None:
     batches = iter(loader_of(file, 2))
     next(batches)

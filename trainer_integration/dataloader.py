@@ -144,7 +144,11 @@ class RescalableLoader:
             part = shards[number :: self._num_workers]
             # One loader for each worker: torch's order among the workers of one loader would be another one.
             loader = DataLoader(
-                _Part(dataset, part), batch_size=None, collate_fn=_unchanged, **self._worker_options
+                _Part(dataset, part),
+                batch_size=None,
+                collate_fn=_unchanged,
+                generator=_generator(number),
+                **self._worker_options,
             )
             streams |= dict.fromkeys(part, iter(loader))
         return streams
@@ -159,6 +163,12 @@ class _Part(IterableDataset[Sample]):
 
     def __iter__(self) -> Samples:
         return self._dataset.samples(self._shards)
+
+
+def _generator(number: int) -> torch.Generator:
+    """Where torch draws the seed of worker `number`: not from the trainer's random numbers, which a run that goes on
+    would then find elsewhere than the run that was not stopped."""
+    return torch.Generator().manual_seed((torch.initial_seed() + number) % (1 << 63))
 
 
 def _unchanged(sample: Any) -> Any:

@@ -20,7 +20,7 @@ class Decisions:
 
     Attributes:
         preempted: a signal has reached some rank; the same on all ranks.
-        grace_s: how long a save may take after that.
+        deadline_s: by when the save after that has to be durable, by `time.monotonic`.
     """
 
     def __init__(
@@ -37,7 +37,8 @@ class Decisions:
         self._by_clock = [found for found in rule.rules() if found.needs_clock]
         preemption = [found for found in rule.rules() if isinstance(found, OnPreemption)]
         self.preempted = False
-        self.grace_s = max((found.grace_s for found in preemption), default=0.0)
+        self.deadline_s = 0.0
+        self._grace_s = max((found.grace_s for found in preemption), default=0.0)
         self._signals = Signals({number for found in preemption for number in found.signals})
 
     def reason(self, moment: Moment, *, settle: Callable[[], None]) -> str | None:
@@ -56,6 +57,8 @@ class Decisions:
         signal = self._signals.received
         told = [signal is not None, by_clock is not None, self._saves.failed, overdue]
         signalled, due, failed, overdue_anywhere = self._ranks.most(told)
+        if self.preempted or signalled:
+            self.deadline_s = time.monotonic() + self._grace_s
         if failed:
             settle()
         if overdue_anywhere:

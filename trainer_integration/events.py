@@ -79,7 +79,7 @@ class OpenTelemetry:
         self._bytes = meter.create_counter("ckpt.durable.size", unit="By", description="bytes made durable")
         self._seconds = {
             name: meter.create_histogram(f"ckpt.{name.removesuffix('_s')}", unit="s")
-            for name in ("stall_s", "upload_s", "load_s")
+            for name in ("stall_s", "upload_s", "plan_s", "write_s", "commit_s", "load_s")
         }
         self._step = meter.create_gauge("ckpt.durable.step", description="the last durable step")
         self._age = meter.create_gauge(

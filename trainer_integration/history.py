@@ -44,7 +44,7 @@ class History:
         self._resumed_at: int | None = None
         self._own: set[str] = set()
         self.unusable: set[str] = set()
-        """Folders whose checkpoint was found damaged; they are left as they are."""
+        """Folders whose checkpoint was found damaged, or is another program's; they are left as they are."""
 
     def url(self, path: str) -> str:
         return f"{self._root.rstrip('/')}/{path}"
@@ -75,7 +75,7 @@ class History:
         return [(found.step, found.path) for found in rule.ranked(alive)]
 
     def why_not(self, path: str) -> tuple[str | None, bool]:
-        """Why what is in a folder cannot be loaded, as far as records tell; and whether a checkpoint of ours is damaged.
+        """Why what is in a folder cannot be loaded, as far as records tell; and whether it is a checkpoint all the same.
 
         Raises:
             StorageError: the storage refused, or could not be reached.
@@ -85,7 +85,7 @@ class History:
         except (NotFound, NotCommitted) as error:
             return error.message, False
         if found.format == "stock":
-            return "it was not written by this library", False
+            return "it was not written by this library; ckpt.load loads it", True
         if found.ok:
             return None, False
         return f"damaged: {found.damages[0].key}: {found.damages[0].message}", True
@@ -93,6 +93,7 @@ class History:
     def go_on_from(self, step: int) -> None:
         """With the next checkpoint, what was saved after `step` belongs to a past that was given up."""
         self._resumed_at = step
+        self._own.clear()
 
     def add(self, checkpoint: RunCheckpoint) -> None:
         """Remember a checkpoint that has been committed."""
@@ -137,18 +138,29 @@ class History:
         self, keep: KeepRule, busy: Collection[str]
     ) -> Iterator[tuple[RunCheckpoint, CheckpointError | None]]:
         """Remove what no rule keeps and is not in `busy` folders: what was removed, or why it could not be."""
-        with self._lock:
-            alive = [found for found in self._record().checkpoints if not found.superseded]
+        failed: set[str] = set()
+        while True:
+            with self._lock:  # whoever pins one meanwhile is answered when it is gone, or for certain stays
+                found = self._first_to_go(keep, {*busy, *failed})
+                if found is None:
+                    return
+                failure: CheckpointError | None = None
+                try:
+                    self._remove(found)
+                except CheckpointError as error:
+                    failure = error
+                    failed.add(found.path)
+            yield found, failure
+
+    def _first_to_go(self, keep: KeepRule, stay: Collection[str]) -> RunCheckpoint | None:
+        alive = [found for found in self._record().checkpoints if not found.superseded]
         kept = keep.keeps(alive, time.time())
-        for found in alive:
-            if found.step in kept or found.pinned or found.path in busy:
-                continue
-            try:
-                self._remove(found)
-            except CheckpointError as error:
-                yield found, error
-            else:
-                yield found, None
+        going = (found for found in alive if found.step not in kept and not found.pinned)
+        return next((found for found in going if found.path not in stay), None)
+
+    def close(self) -> None:
+        """Let go of connections."""
+        self._store.close()
 
     def mtbf_s(self) -> float:
         """Mean time between failures by the starts of this run, on top of one failure assumed for the first day."""
@@ -167,10 +179,9 @@ class History:
         # Somebody else may have removed it, or replaced it by something that is not ours.
         with contextlib.suppress(NotFound, NotCommitted):
             remove(self.url(checkpoint.path), storage_options=self._options)
-        with self._lock:
-            record = self._record()
-            others = [found for found in record.checkpoints if found.path != checkpoint.path]
-            self._write(msgspec.structs.replace(record, checkpoints=others))
+        record = self._record()
+        others = [found for found in record.checkpoints if found.path != checkpoint.path]
+        self._write(msgspec.structs.replace(record, checkpoints=others))
 
     def _record(self) -> RunRecord:
         with self._lock:

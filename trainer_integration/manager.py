@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -9,6 +10,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
+from ckpt.api import place_of
 from ckpt.errors import CheckpointError, ConfigurationError, LoadFailed, NotFound, SaveFailed
 from ckpt.preflight import check_place
 from ckpt.ranks import Ranks, RanksFailed
@@ -94,14 +96,14 @@ class CheckpointManager:
         options["memory_budget_bytes"] = memory_budget_bytes
         self._load_options = {**options, "process_group": process_group}
         options["max_bandwidth_bytes_per_s"] = max_bandwidth_bytes_per_s
-        self._uploads = Uploads(async_mode, process_group, options)
-        self._history = History(self._root, storage_options)
         self._ranks = Ranks(process_group, no_dist=False, purpose="manager")
-        self._agreed(f"CheckpointManager of {self._history.url('')}", lambda: None)
+        self._tried_out, self._stepped, self._closed = not preflight, False, False
+        self._uploads, self._history = self._agreed(
+            f"CheckpointManager of {place_of(self._root)}",
+            lambda: (Uploads(async_mode, process_group, options), History(self._root, storage_options)),
+        )
         self._saves = Saves(self._ranks, self._uploads, self._history, keep, Events(events))
         self._decisions = Decisions(save, self._ranks, self._saves, self._history.mtbf_s, max_undurable_s)
-        self._saved_steps: set[int] = set()
-        self._tried_out, self._stepped, self._closed = not preflight, False, False
 
     # -- going on from a checkpoint ------------------------------------------------------------------------
 
@@ -131,6 +133,7 @@ class CheckpointManager:
             CheckpointError: as `ckpt.load`.
         """
         self._check_open()
+        self._settle()  # what is in flight is the newest, or to be given up
         state = self._state(state, parts, rng)
         self._try_out(state)
         began_s = time.monotonic()
@@ -138,7 +141,7 @@ class CheckpointManager:
             state,
             self._ranks,
             self._history,
-            lambda: self._candidates(step),
+            lambda: self._candidates(step if isinstance(step, str) else _number(step)),
             strict=strict,
             optional={"rng"},
             load_options={**self._load_options, "trusted_objects": trusted_objects},
@@ -148,13 +151,13 @@ class CheckpointManager:
         if restored is None:
             self._nothing_found(step, [f"{found.url}: {found.reason}" for found in passed_over])
             return None
-        self._saved_steps.add(restored.step)
         self._history.go_on_from(restored.step)
-        self._saves.durable_step, self._saves.durable_at_s = restored.step, time.monotonic()
+        self._saves.go_on_from(restored.step)
         self._saves.tell("restored", restored.step, restored.url, load_s=time.monotonic() - began_s)
         return replace(restored, state=state)
 
     def _candidates(self, step: int | str) -> Iterator[tuple[int, str]]:
+        self._saves.wait_booked()
         if step == "latest-valid":
             yield from self._history.candidates()
         elif step == "best":
@@ -164,16 +167,16 @@ class CheckpointManager:
             if not rules:
                 raise ConfigurationError("step='best' needs a rule keeping.best(...) in keep=")
             yield from self._history.best(rules[0])
-        elif isinstance(step, int):
-            yield from ((step, path) for path in self._history.at(step))
-        else:
+        elif isinstance(step, str):
             raise ConfigurationError(f"step must be a number, 'latest-valid' or 'best', not {step!r}")
+        else:
+            yield from ((step, path) for path in self._history.at(step))
 
     def _nothing_found(self, step: int | str, reasons: Sequence[str]) -> None:
         if reasons:
             raise LoadFailed(f"no checkpoint can be loaded: {'; '.join(reasons)}", url=self._history.url(""))
         if step != "latest-valid":
-            what = f"of step {step}" if isinstance(step, int) else "that has the metric"
+            what = "that has the metric" if step == "best" else f"of step {step}"
             raise NotFound(f"there is no durable checkpoint {what}", url=self._history.url(""))
         self._saves.tell("restored", None, "nothing: no checkpoint has been committed here")
 
@@ -202,13 +205,14 @@ class CheckpointManager:
             SaveFailed: an earlier save failed, or nothing has become durable for too long.
         """
         self._check_open()
-        is_first = not self._stepped and not self._saved_steps
+        step = _number(step)
+        is_first = not self._stepped and not self._saves.steps
         self._stepped = True
         moment = Moment(step, is_first=is_first, is_last=last)
         reason = self._decisions.reason(moment, settle=self._settle)
         begun = reason is not None and self._save_now(step, state, parts, rng, reason, metrics)
         if self.preempted:
-            self.wait_durable(self._decisions.grace_s)
+            self.wait_durable(self._grace_left_s())
         return begun
 
     def save(
@@ -222,7 +226,7 @@ class CheckpointManager:
     ) -> bool:
         """Save after `step`, whatever the rules say; otherwise like `step`."""
         self._check_open()
-        return self._save_now(step, state, parts, rng, "asked for", metrics)
+        return self._save_now(_number(step), state, parts, rng, "asked for", metrics)
 
     @property
     def preempted(self) -> bool:
@@ -243,14 +247,15 @@ class CheckpointManager:
         reason: str,
         metrics: Mapping[str, float] | None,
     ) -> bool:
-        if step in self._saved_steps:
+        if step in self._saves.steps and any(self._ranks.most([self._saves.failed])):
+            self._settle()
+        if step in self._saves.steps:
             self._saves.tell("not_due", step, "it has been saved already")
             return False
         if not self._make_room(step):
             return False
         values = self._state(state, parts, rng)
         self._try_out(values)
-        self._saved_steps.add(step)
         self._saves.begin(step, values, reason, metrics)
         return True
 
@@ -269,9 +274,12 @@ class CheckpointManager:
         return True
 
     def _settle(self) -> None:
-        failure = self._saves.settle(self._max_undurable_s)
+        failure = self._saves.settle(self._grace_left_s() if self.preempted else self._max_undurable_s)
         if failure is not None and self._on_failure == "raise":
             raise failure
+
+    def _grace_left_s(self) -> float:
+        return max(0.0, self._decisions.deadline_s - time.monotonic())
 
     # -- before the first step, and after the last ---------------------------------------------------------
 
@@ -281,11 +289,11 @@ class CheckpointManager:
         Raises:
             NotFound: the run has no durable checkpoint of this step.
         """
-        self._ranks.from_first(lambda: self._history.annotate(step, metrics))
+        self._ranks.from_first(lambda: self._history.annotate(_number(step), metrics))
 
     def pin(self, step: int, *, pinned: bool = True) -> None:
         """Keep a durable checkpoint, whatever the rules say. Raises NotFound."""
-        self._ranks.from_first(lambda: self._history.annotate(step, pinned=pinned))
+        self._ranks.from_first(lambda: self._history.annotate(_number(step), pinned=pinned))
 
     def wait_durable(self, timeout_s: float | None = None) -> int | None:
         """Wait for the save in flight; returns the last durable step.
@@ -307,9 +315,12 @@ class CheckpointManager:
         if self._closed:
             return
         self._closed = True
-        failure = self._saves.finish()
-        self._decisions.close()
-        self._uploads.close()
+        try:
+            failure = self._saves.finish()
+        finally:
+            self._decisions.close()
+            self._uploads.close()
+            self._history.close()
         if failure is not None and self._on_failure == "raise":
             raise failure
 
@@ -359,3 +370,14 @@ class CheckpointManager:
     def _check_open(self) -> None:
         if self._closed:
             raise CheckpointError("this manager is closed")
+
+
+def _number(step: Any) -> int:
+    """A step as an integer of Python's, which NumPy's are not."""
+    try:
+        number = operator.index(step)
+    except TypeError:
+        raise ConfigurationError(f"a step is a number, not {step!r}") from None
+    if number < 0:
+        raise ConfigurationError(f"a step is not negative, as {number} is")
+    return number

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import threading
 import time
+import weakref
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -20,6 +23,7 @@ from ckpt.trainer_integration.events import Event, Events
 from ckpt.trainer_integration.history import History, plain_metrics
 from ckpt.trainer_integration.keeping import KeepRule
 from ckpt.trainer_integration.uploads import Uploads
+from ckpt.writer import SaveMeta
 
 __all__ = ["Saves"]
 
@@ -30,7 +34,13 @@ _WEIGHT_OF_THE_LAST = 0.3
 
 @dataclass
 class _Flight:
-    """A save that has been staged. `booked` ends after `future`, when everything that follows is done too."""
+    """A save that has been staged.
+
+    Attributes:
+        future: the save.
+        durable: ends after it, when its outcome is known here and a durable checkpoint is in the run's record.
+        booked: ends last, when what no rule keeps any more has been removed.
+    """
 
     step: int
     path: str
@@ -39,6 +49,7 @@ class _Flight:
     saved_at_s: float
     stall_s: float = 0.0
     future: Future[Metadata] = field(default_factory=Future)
+    durable: Future[None] = field(default_factory=Future)
     booked: Future[None] = field(default_factory=Future)
 
 
@@ -46,6 +57,7 @@ class Saves:
     """Used by the main thread of every rank alike; only the first rank has a `keep` to carry out and tells events.
 
     Attributes:
+        steps: those that have a checkpoint, or one in flight, on all ranks alike.
         durable_step: the last durable one, as this rank knows it.
         durable_at_s: when it became durable, by `time.monotonic`.
         stall_s, upload_s: what saves have cost so far, the last ones counting most; None before the first.
@@ -57,22 +69,30 @@ class Saves:
         self._ranks, self._uploads, self._history, self._keep = ranks, uploads, history, keep
         self._events = events
         self._flight: _Flight | None = None
+        self._booked: Future[None] | None = None
+        self.steps: set[int] = set()
         self.durable_step: int | None = None
         self.durable_at_s = self.began_s = time.monotonic()
         self.stall_s: float | None = None
         self.upload_s: float | None = None
         self.last_failure: BaseException | None = None
+        _all.add(self)
 
     @property
     def busy(self) -> bool:
-        """Whether a save is in flight, as this rank sees it."""
-        return self._flight is not None and not self._flight.booked.done()
+        """Whether a save is in flight, or what follows it, as this rank sees it."""
+        return self._booked is not None and not self._booked.done()
 
     @property
     def failed(self) -> bool:
         """Whether a save has failed that nobody has been told of, as this rank sees it."""
         flight = self._flight
-        return flight is not None and flight.booked.done() and flight.future.exception() is not None
+        return flight is not None and flight.durable.done() and flight.future.exception() is not None
+
+    def go_on_from(self, step: int) -> None:
+        """What was saved after `step` is given up, and will be saved again."""
+        self.steps = {saved for saved in self.steps if saved < step} | {step}
+        self.durable_step, self.durable_at_s = step, time.monotonic()
 
     def begin(
         self, step: int, state: dict[str, Any], reason: str, metrics: Mapping[str, float] | None
@@ -82,6 +102,8 @@ class Saves:
         Raises:
             ConfigurationError: an argument is wrong.
         """
+        self.wait_booked()
+        self.steps.add(step)
         flight = _Flight(
             step, self._history.path(step), plain_metrics(metrics), time.monotonic(), time.time()
         )
@@ -92,7 +114,7 @@ class Saves:
                 f"metric.{name}": str(value) for name, value in (metrics or {}).items()
             }
             url = self._history.url(flight.path)
-            flight.future = self._uploads.begin(state, url, tags, self._ranks.group)
+            flight.future = self._uploads.begin(state, url, tags, self._ranks)
         except ConfigurationError:
             raise
         except CheckpointError as error:
@@ -100,11 +122,11 @@ class Saves:
         flight.stall_s = time.monotonic() - flight.began_s
         self.stall_s = _mean(self.stall_s, flight.stall_s)
         self.tell("staged", step, flight.path, stall_s=flight.stall_s)
-        self._flight = flight
+        self._flight, self._booked = flight, flight.booked
         flight.future.add_done_callback(lambda _: self._book(flight))
 
     def settle(self, timeout_s: float | None = None) -> SaveFailed | None:
-        """Wait for the save in flight; returns its failure, of which all ranks know then.
+        """Wait until the save in flight is durable; returns its failure, of which all ranks know then.
 
         Raises:
             SaveFailed: on all ranks, if some rank's save is not durable in time; it goes on.
@@ -114,18 +136,20 @@ class Saves:
             return None
         late = False
         try:
-            flight.booked.result(timeout_s)
+            flight.durable.result(timeout_s)
         except FutureTimeout:
             late = True
         error = None if late else flight.future.exception()
         failed, late_anywhere = self._ranks.most([error is not None, late])
         if late_anywhere:
             raise SaveFailed(
-                f"step {flight.step} is not durable after {timeout_s:g} s", url=self._history.url(flight.path)
+                f"step {flight.step} is not durable after {timeout_s:.3g} s",
+                url=self._history.url(flight.path),
             )
         self._flight = None
         if not failed:
             return None
+        self.steps.discard(flight.step)
         if isinstance(error, SaveFailed):
             return error
         url = self._history.url(flight.path)
@@ -134,11 +158,14 @@ class Saves:
 
     def finish(self) -> BaseException | None:
         """Wait for the save in flight; returns its failure. No other rank is asked: it may be gone."""
+        self.wait_booked()
         flight, self._flight = self._flight, None
-        if flight is None:
-            return None
-        flight.booked.result()
-        return flight.future.exception()
+        return None if flight is None else flight.future.exception()
+
+    def wait_booked(self) -> None:
+        """Wait for what follows the last save: what is being removed must not be loaded, nor saved into."""
+        if self._booked is not None:
+            self._booked.result()
 
     def tell(self, kind: str, step: int | None, reason: str = "", **values: float) -> None:
         if self._ranks.rank == 0:
@@ -150,16 +177,22 @@ class Saves:
 
     def _book(self, flight: _Flight) -> None:
         with _nothing_raised(), _ended(flight.booked):
-            error = flight.future.exception()
-            took_s = time.monotonic() - flight.began_s
-            if error is not None:
-                self.last_failure = error
-                self.tell("failed", flight.step, str(error), upload_s=took_s)
-                return
-            self.durable_step, self.durable_at_s = flight.step, time.monotonic()
-            self.upload_s = _mean(self.upload_s, took_s)
-            if self._ranks.rank == 0:
-                self._remember(flight, took_s)
+            with _ended(flight.durable):
+                self._conclude(flight)
+            if self._keep is not None and self._ranks.rank == 0 and flight.future.exception() is None:
+                self._retire(self._keep, flight)
+
+    def _conclude(self, flight: _Flight) -> None:
+        error = flight.future.exception()
+        took_s = time.monotonic() - flight.began_s
+        if error is not None:
+            self.last_failure = error
+            self.tell("failed", flight.step, str(error), upload_s=took_s)
+            return
+        self.durable_step, self.durable_at_s = flight.step, time.monotonic()
+        self.upload_s = _mean(self.upload_s, took_s)
+        if self._ranks.rank == 0:
+            self._remember(flight, took_s)
 
     def _remember(self, flight: _Flight, took_s: float) -> None:
         checkpoint = RunCheckpoint(
@@ -171,14 +204,30 @@ class Saves:
             _logger.warning(
                 "step %d is durable, but the run's record cannot be written: %s", flight.step, error
             )
-        size = _size_bytes(flight.future.result())
-        self.tell(
-            "durable", flight.step, flight.path, upload_s=took_s, stall_s=flight.stall_s, size_bytes=size
-        )
-        if self._keep is not None:
-            for found, failure in self._history.retire(self._keep, {flight.path}):
-                kind = "removed" if failure is None else "not_removed"
-                self.tell(kind, found.step, "no rule keeps it" if failure is None else str(failure))
+        saved = flight.future.result()
+        figures = {"upload_s": took_s, "stall_s": flight.stall_s, "size_bytes": _size_bytes(saved)}
+        if isinstance(saved.storage_meta, SaveMeta):
+            figures |= saved.storage_meta.seconds
+        self.tell("durable", flight.step, flight.path, **figures)
+
+    def _retire(self, keep: KeepRule, flight: _Flight) -> None:
+        for found, failure in self._history.retire(keep, {flight.path}):
+            kind = "removed" if failure is None else "not_removed"
+            self.tell(kind, found.step, "no rule keeps it" if failure is None else str(failure))
+
+
+_all: weakref.WeakSet[Saves] = weakref.WeakSet()
+
+
+def _wait_at_exit() -> None:
+    """For programs that end without closing their manager: removing needs threads, which cannot start any more later."""
+    for saves in [*_all]:
+        with contextlib.suppress(BaseException):
+            saves.wait_booked()
+
+
+threading._register_atexit(_wait_at_exit)  # type: ignore[attr-defined]
+os.register_at_fork(after_in_child=_all.clear)  # a child has none of the threads that would end a save
 
 
 @contextlib.contextmanager

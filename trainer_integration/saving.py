@@ -40,7 +40,7 @@ class Moment:
         is_last: the trainer says that no step follows.
         since_save_s: since the last save began, or the manager was made.
         stall_s: for how long a save stops the steps, on average; None before the first.
-        upload_s: how long it takes a save to become durable, on average; None before the first.
+        upload_s: how long it takes a save to become durable, on average; None before the first one that was.
         mtbf_s: mean time between failures of this run, as observed.
     """
 
@@ -124,9 +124,9 @@ class _OverheadBudget(SaveRule):
     fraction: float
 
     def due(self, moment: Moment) -> str | None:
-        if moment.stall_s is None or moment.upload_s is None:
+        if moment.stall_s is None:
             return "to measure what a save costs"
-        interval_s = max(moment.stall_s / self.fraction, moment.upload_s)
+        interval_s = max(moment.stall_s / self.fraction, moment.upload_s or 0.0)
         text = f"a save stops steps for {moment.stall_s:.3g} s, at most {self.fraction:.2%} of the time"
         return text if moment.since_save_s >= interval_s else None
 
@@ -137,11 +137,11 @@ class _YoungDaly(SaveRule):
     mtbf_s: float | None
 
     def due(self, moment: Moment) -> str | None:
-        if moment.stall_s is None or moment.upload_s is None:
+        if moment.stall_s is None:
             return "to measure what a save costs"
         mtbf_s = moment.mtbf_s if self.mtbf_s is None else self.mtbf_s
         # More often than uploads take is not possible, however cheap the stall.
-        interval_s = max(math.sqrt(2 * moment.stall_s * mtbf_s), moment.upload_s)
+        interval_s = max(math.sqrt(2 * moment.stall_s * mtbf_s), moment.upload_s or 0.0)
         text = f"Young-Daly: every {interval_s:.3g} s for a stall of {moment.stall_s:.3g} s and a failure every {mtbf_s:.3g} s"
         return text if moment.since_save_s >= interval_s else None
 

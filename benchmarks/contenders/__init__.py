@@ -20,6 +20,7 @@ State = dict[str, torch.Tensor]
 
 _MODULES = {
     "ours": ("benchmarks.contenders.ours:Ours", ("ckpt-storage", "boto3", "awscrt")),
+    "managed": ("benchmarks.contenders.managed:Managed", ("ckpt-storage", "boto3", "awscrt")),
     "stock": ("benchmarks.contenders.stock:Stock", ("torch",)),
     "fsspec": ("benchmarks.contenders.fsspec_s3fs:FsspecS3fs", ("torch", "fsspec", "s3fs")),
     "s3torchconnector": ("benchmarks.contenders.s3torchconnector_dcp:S3TorchConnector", ("s3torchconnector",)),

@@ -12,26 +12,18 @@ import ckpt
 from benchmarks.contenders import Settings, as_trained
 from benchmarks.servers import ACCESS_KEY, REGION, SECRET_KEY
 
-__all__ = ["Ours"]
+__all__ = ["Ours", "storage_options_of"]
 
 
 class Ours:
-    """Default settings. Options: `storage` (more storage options), `verify`, `checksums` (False: what they cost), and
-    `bandwidth`, the cap in bytes/s.
-    """
+    """Default settings. Options: `storage` (more storage options), `verify`, `checksums` (False: what they cost)."""
 
     def __init__(self, settings: Settings) -> None:
         self._checksums = settings.options.get("checksums", True)
-        self._bandwidth = settings.options.get("bandwidth")
         self._verify = settings.options.get("verify", True)
-        self._storage = dict(settings.options.get("storage", {}))
-        if settings.endpoint is not None:
-            self._storage |= {"endpoint_url": settings.endpoint.url, "region": REGION}
-            self._storage |= {"key": ACCESS_KEY, "secret": SECRET_KEY}
-            if settings.endpoint.certificate is not None:
-                self._storage["client_kwargs"] = {"verify": settings.endpoint.certificate}
-            if not self._checksums:
-                self._storage["checksum"] = "none"
+        self._storage = storage_options_of(settings)
+        if settings.endpoint is not None and not self._checksums:
+            self._storage["checksum"] = "none"
         if not self._checksums:
             _compute_no_checksums()
 
@@ -47,16 +39,24 @@ class Ours:
             place,
             storage_options=self._storage,
             no_dist=True,
-            max_bandwidth_bytes_per_s=self._bandwidth,
         )
 
     def writer(self, place: str) -> ckpt.CheckpointWriter:
-        return ckpt.CheckpointWriter(
-            place, storage_options=self._storage, max_bandwidth_bytes_per_s=self._bandwidth
-        )
+        return ckpt.CheckpointWriter(place, storage_options=self._storage)
 
     def reader(self, place: str) -> ckpt.CheckpointReader:
         return ckpt.CheckpointReader(place, storage_options=self._storage)
+
+
+def storage_options_of(settings: Settings) -> dict[str, Any]:
+    """What `ckpt.save` and the manager need to know of the place that is measured."""
+    options = dict(settings.options.get("storage", {}))
+    if settings.endpoint is not None:
+        options |= {"endpoint_url": settings.endpoint.url, "region": REGION}
+        options |= {"key": ACCESS_KEY, "secret": SECRET_KEY}
+        if settings.endpoint.certificate is not None:
+            options["client_kwargs"] = {"verify": settings.endpoint.certificate}
+    return options
 
 
 def _compute_no_checksums() -> None:

@@ -2,55 +2,68 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from benchmarks.contenders import as_trained
 from benchmarks.task import Task
 
 __all__ = ["steps"]
 
 _SIDE = 768
-_ALONE_S = 3.0
+_ALONE_S = 2.0
+_SAVES = 3
 
 
 def steps(task: Task) -> dict[str, float]:
-    """Step times on one core, another being free for the save: `mode` 0 without one, 1 a thread's, 2 a process's.
+    """Step times on one core, another being free for saves: alone and during a save, by turns, after a first save.
 
     A step is a matrix product, and Python around it, as a trainer has: it feels a save that holds the interpreter.
+    With `saves` 0 there are none: what then differs between the parts is the machine's.
     """
-    mode = task.parameters["mode"]
     torch.set_num_threads(1)
-    _join_alone()
     contender: Any = task.make_contender()
     state = task.state.filled()
     factors = torch.randn(2, _SIDE, _SIDE)
-    if mode:
-        _begin(task, contender, state, "first", mode).result()
+    if task.parameters["saves"]:
+        contender.async_save(state, f"{task.place}-first").result()
     for _ in range(20):
         _step(factors)
-    future = _begin(task, contender, state, "second", mode) if mode else None
-    took_s = []
-    began_s = time.perf_counter()
-    while (not future.done()) if future is not None else time.perf_counter() - began_s < _ALONE_S:
-        took_s.append(_step(factors))
-    if future is not None:
-        future.result()
-    took_s.sort()
+    alone_s, during_s = _for_some_time(factors), []
+    for number in range(_SAVES):
+        if task.parameters["saves"]:
+            saving = contender.async_save(state, f"{task.place}-{number}")
+            during_s += _until(saving.done, factors)
+            saving.result()
+        else:
+            during_s += _for_some_time(factors)
+        alone_s += _for_some_time(factors)
+    if hasattr(contender, "close"):
+        contender.close()
+    mean_s, mean_alone_s = statistics.fmean(during_s), statistics.fmean(alone_s)
     return {
-        "step_ms": 1e3 * statistics.median(took_s),
-        "mean_step_ms": 1e3 * statistics.fmean(took_s),
-        "slow_step_ms": 1e3 * took_s[int(0.99 * len(took_s))],
-        "steps": float(len(took_s)),
+        "slower_percent": 100 * (mean_s / mean_alone_s - 1),
+        "step_ms": 1e3 * statistics.median(during_s),
+        "mean_step_ms": 1e3 * mean_s,
+        "alone_ms": 1e3 * mean_alone_s,
+        "slow_step_ms": 1e3 * sorted(during_s)[int(0.99 * len(during_s))],
+        "steps": float(len(during_s)),
     }
+
+
+def _for_some_time(factors: torch.Tensor) -> list[float]:
+    ends_at_s = time.perf_counter() + _ALONE_S
+    return _until(lambda: time.perf_counter() >= ends_at_s, factors)
+
+
+def _until(ended: Callable[[], bool], factors: torch.Tensor) -> list[float]:
+    took_s = [_step(factors)]
+    while not ended():
+        took_s.append(_step(factors))
+    return took_s
 
 
 def _step(factors: torch.Tensor) -> float:
@@ -59,26 +72,3 @@ def _step(factors: torch.Tensor) -> float:
     sum({str(number): number for number in range(2000)}.values())
     product.sum().item()
     return time.perf_counter() - began_s
-
-
-def _begin(task: Task, contender: Any, state: dict[str, torch.Tensor], name: str, mode: int) -> Any:
-    import ckpt
-
-    place = f"{task.place}-{name}"
-    if mode == 1:
-        return contender.async_save(state, place)
-    return dcp.async_save(
-        as_trained(state),
-        storage_writer=contender.writer(place),
-        async_stager=ckpt.Stager(),
-        async_checkpointer_type=AsyncCheckpointerType.PROCESS,
-    )
-
-
-def _join_alone() -> None:
-    """DCP's process mode wants a process group."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK="0", WORLD_SIZE="1")
-    dist.init_process_group("gloo")

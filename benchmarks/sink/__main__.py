@@ -1,4 +1,4 @@
-"""Run the endpoint: `python -m benchmarks.sink [--keep] [--certificate FILE]`; it prints its port and serves.
+"""Run the endpoint: `python -m benchmarks.sink [--keep] [--certificate FILE] [--bytes-per-s N]`; it prints its port and serves.
 
 Below `/-/` it answers `stats` (counts as JSON), `reset` (counts from zero) and `clear` (forget all objects).
 """
@@ -17,6 +17,7 @@ from benchmarks.sink.connection import Connection, Request
 from benchmarks.sink.counters import Counters
 from benchmarks.sink.objects import Objects
 from benchmarks.sink.operations import answer, operation_of
+from benchmarks.sink.pacing import Pacer
 
 _SMALL_BYTES = 1 << 20
 _CONTROL = "/-/"
@@ -25,9 +26,9 @@ _CONTROL = "/-/"
 class Server:
     """A thread per connection: the work is in system calls, which run without the interpreter's lock."""
 
-    def __init__(self, keep_up_to_bytes: int, tls: ssl.SSLContext | None) -> None:
+    def __init__(self, keep_up_to_bytes: int, tls: ssl.SSLContext | None, pacer: Pacer | None) -> None:
         self._keep_up_to_bytes = keep_up_to_bytes
-        self._tls = tls
+        self._tls, self._pacer = tls, pacer
         self._objects = Objects()
         self._counters = Counters()
 
@@ -42,7 +43,7 @@ class Server:
             if self._tls is not None:
                 sock = self._tls.wrap_socket(sock, server_side=True)
             with sock:
-                connection = Connection(sock)
+                connection = Connection(sock, self._pacer)
                 while request := connection.request():
                     self._reply(connection, request)
 
@@ -75,13 +76,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--keep", action="store_true", help="keep all objects, not only small ones")
     parser.add_argument("--certificate", help="serve TLS with this certificate and key (one PEM file)")
+    parser.add_argument("--bytes-per-s", type=int, help="take no more than this of what is dropped")
     arguments = parser.parse_args()
     tls = None
     if arguments.certificate:
         tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         tls.load_cert_chain(arguments.certificate)
+    pacer = Pacer(arguments.bytes_per_s) if arguments.bytes_per_s else None
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    server = Server((1 << 62) if arguments.keep else _SMALL_BYTES, tls)
+    server = Server((1 << 62) if arguments.keep else _SMALL_BYTES, tls, pacer)
     with socket.create_server(("127.0.0.1", 0), backlog=256) as listener:
         print(listener.getsockname()[1], flush=True)
         server.serve(listener)

@@ -9,12 +9,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import parse_qsl, unquote
 
+from benchmarks.sink.pacing import Pacer
+
 __all__ = ["Body", "Connection", "Request"]
 
 _SCRATCH_BYTES = 16 << 20
 _SCRATCH = mmap.mmap(-1, _SCRATCH_BYTES)
 """Where dropped bytes would go: with MSG_TRUNC the kernel does not even write them, so it stays unmapped."""
 
+_PACED_BYTES = 256 << 10
 _MAX_HEAD_BYTES = 64 << 10
 
 
@@ -39,8 +42,8 @@ class Body:
 class Connection:
     """One client."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
+    def __init__(self, sock: socket.socket, pacer: Pacer | None = None) -> None:
+        self._sock, self._pacer = sock, pacer
         self._plain = not isinstance(sock, ssl.SSLSocket)
         self._ahead = b""
 
@@ -123,7 +126,10 @@ class Connection:
         self._ahead, missing = self._ahead[ready:], nbytes - ready
         flags = socket.MSG_TRUNC | socket.MSG_WAITALL if self._plain else 0
         while missing:
-            received = self._sock.recv_into(_SCRATCH, min(missing, _SCRATCH_BYTES), flags)
+            piece = min(missing, _SCRATCH_BYTES if self._pacer is None else _PACED_BYTES)
+            if self._pacer is not None:
+                self._pacer.wait(piece)
+            received = self._sock.recv_into(_SCRATCH, piece, flags)
             if not received:
                 raise ConnectionError("the client went away inside a body")
             missing -= received
