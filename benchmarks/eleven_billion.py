@@ -21,7 +21,7 @@ from benchmarks.results import machine
 from benchmarks.servers import ACCESS_KEY, BUCKET, REGION, ROOT, SECRET_KEY, Endpoint, rclone, sink
 
 _GIB = 1 << 30
-_RUNS = ("posix", "long-files", "s3", "sink")
+_RUNS = ("posix", "long-files", "s3", "sink", "long-objects")
 _ELEVEN = ("--model", "t5-11b", "--world-size", "8", "--load-world-size", "4")
 # One file of 11.3 GB a rank.
 _LONG_FILES = (
@@ -36,8 +36,7 @@ _LONG_FILES = (
     "--processes",
     "1",
 )
-# Two objects of 4.8 GB a rank.
-_WITH_OPTIMIZER = ("--model", "t5-11b", "--world-size", "14", "--dtype", "fp32", "--optimizer", "adamw")
+_WITH_OPTIMIZER = ("--model", "t5-11b", "--dtype", "fp32", "--optimizer", "adamw", "--phase", "save")
 _PLANNED = [("t5-11b", 8), ("llama-2-7b", 8), ("llama-2-13b", 16), ("granite-7b", 8), ("gpt-22b", 32),
             ("gpt-175b", 256), ("gpt-1t", 1024)]  # fmt: skip
 
@@ -61,6 +60,7 @@ def main() -> int:
         "long-files": _in_long_files,
         "s3": _on_s3,
         "sink": _to_the_sink,
+        "long-objects": _in_long_objects,
         "plans": _plans,
     }
     for name in arguments.only or steps:
@@ -80,7 +80,7 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--only", nargs="+", choices=["posix", "long-files", "s3", "sink", "plans"])
+    parser.add_argument("--only", nargs="+", choices=[*_RUNS, "plans"])
     parser.add_argument("--scratch", type=Path, default=ROOT / "benchmarks" / "scratch")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "eleven-billion")
     return parser.parse_args()
@@ -116,10 +116,19 @@ def _round_trip(place: Place) -> dict[str, Any]:
 
 
 def _to_the_sink(_: Path) -> dict[str, Any]:
+    return _discarded("--world-size", "32")
+
+
+def _in_long_objects(_: Path) -> dict[str, Any]:
+    """One object of 9.7 GB a rank."""
+    return _discarded("--world-size", "14", "--processes", "1")
+
+
+def _discarded(*arguments: str) -> dict[str, Any]:
+    """136 GB to a server that counts them and drops them."""
     with sink() as endpoint:
-        found = _ckpt(
-            Place(f"s3://{BUCKET}/step", _options(endpoint), None), *_WITH_OPTIMIZER, "--phase", "save"
-        )
+        place = Place(f"s3://{BUCKET}/step", _options(endpoint), None)
+        found = _ckpt(place, *_WITH_OPTIMIZER, *arguments)
         return {"server": endpoint.report(), **found}
 
 
@@ -154,7 +163,7 @@ def _options(endpoint: Endpoint) -> dict[str, Any]:
 
 def _table(results: dict[str, Any]) -> str:
     lines = [
-        "| | data | wall s | GB/s | of it transfer | requests | sent / payload, read / needed | peak beyond shard |",
+        "| | data | wall s | GB/s | of it transfer | operations | sent / payload, read / needed | peak beyond shard |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for name in _RUNS:
@@ -165,11 +174,14 @@ def _table(results: dict[str, Any]) -> str:
             ranks = found["ranks"]
             nbytes = sum(rank["shard_bytes"] for rank in ranks)
             counts = found["counts"]
+            operations = counts["parts"] + counts["reads"] + counts["stats"]
+            if "server" in results[name]:
+                operations = sum(results[name]["server"]["requests"].values())
             ratio = results[name]["sent_per_payload" if part == "save" else "read_per_needed"]
             lines.append(
                 f"| {name}: {part}, {len(ranks)} ranks, {found['processes']} at a time | {nbytes / 1e9:.1f} GB "
                 f"| {found['wall_s'] + found['commit_s']:.1f} | {found['bytes_per_s'] / 1e9:.2f} "
-                f"| {found['transfer_share']:.2f} | {counts['parts'] + counts['reads'] + counts['stats']:,} "
+                f"| {found['transfer_share']:.2f} | {operations:,} "
                 f"| {ratio:.4f} | {found['peak_beyond_shard_bytes'] / (1 << 20):.0f} MiB |"
             )
     lines += [

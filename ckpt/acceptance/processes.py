@@ -38,12 +38,11 @@ class Processes:
 
     def __enter__(self) -> Processes:  # noqa: PYI034 (typing.Self is of Python 3.11)
         context = multiprocessing.get_context("spawn")
-        threads = max(1, len(os.sched_getaffinity(0)) // self._count)
         try:
             for _ in range(self._count):
                 ours, theirs = context.Pipe()
                 process = context.Process(
-                    target=_serve, args=(theirs, self._setup, self._arena_bytes, threads), daemon=True
+                    target=_serve, args=(theirs, self._setup, self._arena_bytes), daemon=True
                 )
                 process.start()
                 theirs.close()
@@ -131,8 +130,8 @@ def resident_bytes(pid: int | None, name: str = "VmRSS") -> int:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(name)), 0)
 
 
-def _serve(connection: Connection, setup: Setup, arena_bytes: int, threads: int) -> None:
-    torch.set_num_threads(threads)
+def _serve(connection: Connection, setup: Setup, arena_bytes: int) -> None:
+    torch.set_num_threads(1)  # pieces are small: threads that wait for one another cost more than they gain
     arena = torch.empty(arena_bytes, dtype=torch.uint8)
     lock = threading.Lock()
 
