@@ -21,6 +21,9 @@ T = TypeVar("T")
 _GRACE = 0.1
 """The part of the limit that each operation gets, when it is reached: to clean up, to look what happened."""
 
+_CLEAN_UP = 0.25
+"""The part of the limit that an operation gets after a failure elsewhere, of which this rank has seen nothing."""
+
 _PACED_BYTES = 1 << 20
 
 
@@ -121,7 +124,8 @@ class GuardedStore(WrappedStore):
 
     def _raise_if_stalled(self, operation: Operation, limit_s: float) -> None:
         idle_s, age_s = self._progress.idle_s, environment.monotonic() - operation.began_at_s
-        if idle_s >= limit_s and age_s >= _GRACE * limit_s:
+        is_stalled = idle_s >= limit_s and age_s >= _GRACE * limit_s
+        if is_stalled or (self._progress.is_ending and age_s >= _CLEAN_UP * limit_s):
             raise StorageUnavailable(
                 f"given up after {idle_s:.0f} s without progress: {operation}",
                 url=self.url,

@@ -222,7 +222,7 @@ class CheckpointWriter(StorageWriter):
 
     def discard(self) -> None:
         """Delete what this rank wrote in the current save. Only for a save that surely was not committed."""
-        self.progress.begin("cleaning up")
+        self.progress.clean_up()
         written, self._written = self._written, []
         try:
             self._store.delete(written)

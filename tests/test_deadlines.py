@@ -26,8 +26,10 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.planner import WriteItemType
 
 import ckpt
+from ckpt.backends import memory
 from ckpt.backends.base import MIB
-from ckpt.errors import ConfigurationError, LoadFailed, SaveFailed, StorageUnavailable
+from ckpt.consistency.environment import Environment, replaced
+from ckpt.errors import AccessDenied, ConfigurationError, LoadFailed, SaveFailed, StorageUnavailable
 
 TIMEOUT_S = 8.0
 
@@ -276,6 +278,36 @@ def test_a_hung_file_system(frozen_disk: Path) -> None:
     assert digest(loaded) == digest(state_of(0, 1))
     wait_for_threads()
     assert not list(frozen_disk.rglob("*.ckpt-tmp"))
+
+
+def test_cleaning_up_takes_only_the_time_that_is_left() -> None:
+    """Also on a rank that was getting on a moment before, and fails only because another did."""
+    clock, released, began, ended = _Clock(), threading.Event(), threading.Event(), threading.Event()
+
+    def hold(operation: str, key: str, when: str) -> None:
+        if operation == "put" and key.endswith(".json"):
+            raise AccessDenied("not this one", key=key)
+        if operation == "delete" and not began.is_set():
+            began.set()
+            clock.now_s += 300
+            released.wait(20)
+            ended.set()
+
+    memory.inject("memory://deadlines/c", hold)
+    with replaced(clock), pytest.raises(SaveFailed, match="not this one"):
+        ckpt.save(state_of(0), "memory://deadlines/c", timeout_s=1000)
+    assert began.is_set()
+    assert not ended.is_set()
+    released.set()
+
+
+class _Clock(Environment):
+    """Time that passes when it is told to."""
+
+    now_s = 0.0
+
+    def monotonic(self) -> float:
+        return self.now_s
 
 
 # -- and what is no reason to fail -----------------------------------------------------------------------
