@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from ckpt.backends.reads import Reads
 from ckpt.backends.trials import Condition, Trials
 from ckpt.errors import ConfigurationError, IntegrityError, NotFound
 
@@ -33,6 +34,7 @@ __all__ = [
     "body_errors_unchanged",
     "check_key",
     "exists",
+    "fill",
     "is_key",
     "open_part",
     "part_size_bytes",
@@ -210,6 +212,11 @@ class Store(ABC):
     @abstractmethod
     def capabilities(self) -> Capabilities: ...
 
+    @property
+    def reads(self) -> Reads | None:
+        """The reads that are running, of a store that can break them off."""
+        return None
+
     @abstractmethod
     def put(self, key: str, body: Body, *, mode: PutMode = PutMode.OVERWRITE) -> None:
         """Store `body` under `key`; when this returns, the object is whole and durable.
@@ -344,6 +351,15 @@ def remaining(buffers: Sequence[memoryview], nbytes: int) -> list[memoryview]:
             return [buffer[nbytes:], *buffers[index + 1 :]]
         nbytes -= buffer.nbytes
     return []
+
+
+def fill(buffers: Sequence[memoryview], data: memoryview) -> None:
+    """Copy `data` into `buffers`, in order, as far as it goes."""
+    position = 0
+    for buffer in buffers:
+        piece = data[position : position + buffer.nbytes]
+        buffer[: piece.nbytes] = piece
+        position += piece.nbytes
 
 
 def put_bytes(store: Store, key: str, data: bytes, *, mode: PutMode = PutMode.OVERWRITE) -> None:

@@ -30,6 +30,7 @@ from ckpt.backends.base import (
     part_size_bytes,
     remaining,
 )
+from ckpt.backends.reads import Read, Reads
 from ckpt.backends.s3connection import S3Connection
 from ckpt.backends.s3errors import (
     Conflict,
@@ -79,6 +80,7 @@ class S3ApiStore(S3Connection):
         self._checksums = self._options["checksum"] == "crc64nvme"
         # What the server makes of "only if absent", once that is known.
         self._condition: Condition | None = None
+        self._reads = Reads()
         self._lists_checksums = True  # until the server does not understand a list of parts with checksums
 
     @property
@@ -93,6 +95,10 @@ class S3ApiStore(S3Connection):
             min_part_size_bytes=5 << 20,
             max_part_size_bytes=MAX_PART_SIZE_BYTES,
         )
+
+    @property
+    def reads(self) -> Reads:
+        return self._reads
 
     # -- writing ---------------------------------------------------------------------------------------
 
@@ -311,11 +317,16 @@ class S3ApiStore(S3Connection):
         if offset == stop:
             self.stat(key)
             return
+        with self._reads.begin() as read:
+            self._read(key, offset, stop, pending, read)
+
+    def _read(self, key: str, offset: int, stop: int, pending: Sequence[memoryview], read: Read) -> None:
         position, etag = offset, ""
         for attempt in itertools.count(1):
+            read.check()
             body, etag = self._get(key, position, stop, etag)
             try:
-                got, failure = drain(body, pending)
+                got, failure = drain(body, pending, read)
             finally:
                 body.close()
             position += got

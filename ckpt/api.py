@@ -168,6 +168,7 @@ def load(
             threads=threads,
             memory_budget_bytes=memory_budget_bytes,
             trusted_objects=trusted_objects,
+            timeout_s=timeout_s,
         )
 
     place = place_of(url)

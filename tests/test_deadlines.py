@@ -10,6 +10,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from fault_disk import Orders, fault_disk
 from proxy import Call, FaultProxy, fault_proxy
 from ranks import Job, run_ranks
 from servers import S3Server
@@ -308,6 +310,64 @@ class _Clock(Environment):
 
     def monotonic(self) -> float:
         return self.now_s
+
+
+# -- reads stop ------------------------------------------------------------------------------------------
+
+
+def is_of_data(call: Call) -> bool:
+    return call.method == "GET" and call.key.endswith(".distcp")
+
+
+@pytest.mark.parametrize("action", ["stall", "hold", "dribble", "trickle"])
+@pytest.mark.parametrize("scheme", ["s3", "fsspec+s3"])
+def test_a_stalled_read_is_given_up(proxy: FaultProxy, action: str, scheme: str) -> None:
+    """In time, and nothing arrives late: the memory may be in use again."""
+    bucket = proxy.server.new_bucket()
+    ckpt.save(state_of(0, 1), f"s3://{bucket}/c", storage_options=proxy.server.options)
+    proxy.rule = lambda call: action if is_of_data(call) else "pass"
+    loaded = emptied(state_of(0, 1))
+    options = proxy.options if scheme == "s3" else fsspec_options(proxy)
+    with pytest.raises(StorageUnavailable, match=r"rank 0: .*without progress: reading rank-00000/"):
+        ckpt.load(loaded, f"{scheme}://{bucket}/c", storage_options=options, timeout_s=3.0)
+    memory_then = digest(loaded)
+    proxy.rule = lambda call: "pass"
+    proxy.settle()
+    assert wait_for_threads() == []
+    assert digest(loaded) == memory_then
+
+
+def fsspec_options(proxy: FaultProxy) -> dict[str, Any]:
+    endpoint = {"endpoint_url": proxy.options["endpoint_url"]}
+    return {"key": proxy.server.access_key, "secret": proxy.server.secret_key, "client_kwargs": endpoint}
+
+
+def test_a_read_that_hangs_in_a_mount_is_given_up(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    with ExitStack() as stack:
+        try:
+            disk = stack.enter_context(fault_disk(tmp_path, tmp_path / "disk"))
+        except OSError as error:
+            pytest.skip(str(error))
+        ckpt.save(state_of(0, 1), disk.source / "c")
+        disk.give(Orders("hang", reads=True, position=12, lasts=True, note=str(tmp_path / "note")))
+        loaded = emptied(state_of(0, 1))
+        with pytest.raises(StorageUnavailable, match=r"rank 0: .*without progress: reading "):
+            ckpt.load(loaded, disk.mount / "c", timeout_s=3.0)
+        memory_then = digest(loaded)
+        disk.release()
+        assert wait_for_threads() == []
+        assert digest(loaded) == memory_then
+
+
+def test_a_slow_reply_is_no_stalled_one(proxy: FaultProxy) -> None:
+    bucket = proxy.server.new_bucket()
+    ckpt.save(state_of(0, 1), f"s3://{bucket}/c", storage_options=proxy.server.options)
+    proxy.bandwidth_bytes_per_s = 3e6  # 4 s for the tensor, in one reply
+    proxy.rule = lambda call: "throttle" if is_of_data(call) else "pass"
+    loaded = emptied(state_of(0, 1))
+    ckpt.load(loaded, f"s3://{bucket}/c", storage_options=proxy.options, timeout_s=2.0)
+    assert digest(loaded) == digest(state_of(0, 1))
 
 
 # -- and what is no reason to fail -----------------------------------------------------------------------
