@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ckpt.backends.reads import Reads
+from ckpt.backends.reads import Read, Reads
 from ckpt.backends.trials import Condition, Trials
 from ckpt.errors import ConfigurationError, IntegrityError, NotFound
 
@@ -29,6 +29,8 @@ __all__ = [
     "ObjectStat",
     "Part",
     "PutMode",
+    "Read",
+    "Reads",
     "Store",
     "Trials",
     "body_errors_unchanged",

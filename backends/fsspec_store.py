@@ -23,6 +23,7 @@ from ckpt.backends.base import (
     Capabilities,
     ObjectStat,
     PutMode,
+    Reads,
     Store,
     body_errors_unchanged,
     check_key,
@@ -33,7 +34,6 @@ from ckpt.backends.base import (
     redact_url,
     scrub,
 )
-from ckpt.backends.reads import Reads
 from ckpt.errors import (
     AccessDenied,
     AlreadyExists,

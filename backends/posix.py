@@ -22,6 +22,8 @@ from ckpt.backends.base import (
     Capabilities,
     ObjectStat,
     PutMode,
+    Read,
+    Reads,
     Store,
     body_errors_unchanged,
     check_key,
@@ -32,7 +34,6 @@ from ckpt.backends.base import (
     remaining,
     take_options,
 )
-from ckpt.backends.reads import Read, Reads
 from ckpt.errors import (
     AccessDenied,
     AlreadyExists,

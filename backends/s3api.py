@@ -25,12 +25,13 @@ from ckpt.backends.base import (
     ObjectStat,
     Part,
     PutMode,
+    Read,
+    Reads,
     check_key,
     is_key,
     part_size_bytes,
     remaining,
 )
-from ckpt.backends.reads import Read, Reads
 from ckpt.backends.s3connection import S3Connection
 from ckpt.backends.s3errors import (
     Conflict,

@@ -16,8 +16,7 @@ from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
 from typing import Any
 
-from ckpt.backends.base import MIB, Part
-from ckpt.backends.reads import Read
+from ckpt.backends.base import MIB, Part, Read
 from ckpt.backends.s3errors import is_connection_error
 
 __all__ = [
