@@ -17,6 +17,7 @@ from ckpt.consistency import environment
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 def test_one_round(s3: S3Server) -> None:
     """Each class of faults once; those that wait for a deadline overlap."""
     rows, wrong = campaign(range(len(FAULTS)), s3, at_once=4)
