@@ -19,7 +19,10 @@ __all__ = ["GuardedStore"]
 T = TypeVar("T")
 
 _GRACE = 0.1
-"""The part of the limit that each operation gets, when it is reached: to clean up, to look what happened."""
+"""The part of the limit that operations get, when it is reached: to clean up, to look what happened."""
+
+_LAST = 0.02
+"""The part that each gets when that is used up too."""
 
 _CLEAN_UP = 0.25
 """The part of the limit that an operation gets after a failure elsewhere, of which this rank has seen nothing."""
@@ -138,7 +141,8 @@ class GuardedStore(WrappedStore):
 
     def _raise_if_stalled(self, operation: Operation, limit_s: float) -> None:
         idle_s, age_s = self._progress.idle_s, environment.monotonic() - operation.began_at_s
-        is_stalled = idle_s >= limit_s and age_s >= _GRACE * limit_s
+        grace = _GRACE if idle_s < (1 + _GRACE) * limit_s else _LAST
+        is_stalled = idle_s >= limit_s and age_s >= grace * limit_s
         if is_stalled or (self._progress.is_ending and age_s >= _CLEAN_UP * limit_s):
             raise StorageUnavailable(
                 f"given up after {idle_s:.0f} s without progress: {operation}",

@@ -32,6 +32,8 @@ from ckpt.backends import memory
 from ckpt.backends.base import MIB
 from ckpt.consistency.environment import Environment, replaced
 from ckpt.errors import AccessDenied, ConfigurationError, LoadFailed, SaveFailed, StorageUnavailable
+from ckpt.progress import Progress
+from ckpt.watch import Limits, Watch
 
 TIMEOUT_S = 8.0
 
@@ -186,6 +188,33 @@ def _stuck_in_state_dict(rank: int, root: str) -> Any:
     return failure_of(lambda: ckpt.save({"part": Part()}, f"{root}/c", timeout_s=TIMEOUT_S))
 
 
+def test_a_roll_call_after_one_of_another_rank() -> None:
+    """Who already told of a failure hears the store's next answer all the same, before it takes the store for dead."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    first, second = (
+        Watch(
+            store,
+            "g",
+            rank=rank,
+            size=2,
+            call=1,
+            limits=Limits(20.0),
+            progress=Progress,
+            break_off=lambda: None,
+        )
+        for rank in (0, 1)
+    )
+    second.roll_call("the other one failed")
+    first.start()
+    while not first._signed_in:
+        time.sleep(0.01)
+    answers = first.roll_call("this one too")
+    assert answers is not None
+    assert answers[1].failure == "the other one failed"
+    first.close()
+    second.close()
+
+
 # -- the storage stops -----------------------------------------------------------------------------------
 
 
@@ -245,6 +274,26 @@ def test_a_server_that_does_not_answer_the_probe(proxy: FaultProxy) -> None:
     loaded = emptied(state_of(0))
     ckpt.load(loaded, place, storage_options=proxy.options)
     assert digest(loaded) == digest(state_of(0))
+
+
+def test_storage_that_stops_at_the_probe(proxy: FaultProxy) -> None:
+    """Then all of the commit stalls, one request after the other; both ranks say whose it was, and at what."""
+    stopped = threading.Event()
+
+    def rule(call: Call) -> str:
+        if call.key.endswith(".probe"):
+            stopped.set()
+        return "stall" if stopped.is_set() else "pass"
+
+    proxy.rule = rule
+    place = f"s3://{proxy.server.new_bucket()}/c", proxy.options
+    for message in run_ranks(2, _storage_stops, place):
+        assert re.search(r"rank 0: s3://.*/c/commit.json: given up after \d+ s without progress", message)
+
+
+def _storage_stops(rank: int, place: tuple[str, dict[str, Any]]) -> str:
+    url, options = place
+    return failure_of(lambda: ckpt.save(state_of(rank), url, storage_options=options, timeout_s=TIMEOUT_S))[0]
 
 
 @pytest.fixture
