@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from awscrt.checksums import crc64nvme
+
 from ckpt.backends.reads import Read, Reads
 from ckpt.backends.trials import Condition, Trials
 from ckpt.errors import ConfigurationError, IntegrityError, NotFound
@@ -25,6 +27,7 @@ __all__ = [
     "BodyError",
     "BytesBody",
     "Capabilities",
+    "CheckedBody",
     "Condition",
     "ObjectStat",
     "Part",
@@ -160,6 +163,19 @@ class BytesBody:
 
     def crc64nvme(self) -> None:
         return None
+
+
+class CheckedBody(BytesBody):
+    """Comes with checksums of every part and of the whole, as the writer's data files do."""
+
+    has_checksums = True
+
+    def part(self, start: int, stop: int) -> contextlib.AbstractContextManager[Part]:
+        view = self._view[start:stop]
+        return contextlib.nullcontext(Part([view], crc64nvme(bytes(view))))
+
+    def crc64nvme(self) -> int:  # type: ignore[override]
+        return int(crc64nvme(bytes(self._view)))
 
 
 class BodyError(Exception):
@@ -366,7 +382,7 @@ def fill(buffers: Sequence[memoryview], data: memoryview) -> None:
 
 def put_bytes(store: Store, key: str, data: bytes, *, mode: PutMode = PutMode.OVERWRITE) -> None:
     """Store a small object."""
-    store.put(key, BytesBody(data), mode=mode)
+    store.put(key, CheckedBody(data), mode=mode)
 
 
 def read_bytes(
