@@ -129,7 +129,7 @@ def draw(seed: int) -> Trial:
     ranks = chance.randint(1, 3)
     loads = fault.endswith(LOADING)
     on_s3 = fault.removesuffix(LOADING) in (*NETWORK, *REPLIES, *AT_A_REQUEST)
-    most = (4 + 4 * ranks if loads else 10 + 9 * ranks) if on_s3 else 40
+    most = (4 + 4 * ranks if on_s3 else 20) if loads else (10 + 9 * ranks if on_s3 else 40)
     return Trial(
         seed=seed,
         fault=fault,
