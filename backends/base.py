@@ -16,6 +16,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from awscrt.checksums import crc64nvme
+
+from ckpt.backends.reads import Read, Reads
 from ckpt.backends.trials import Condition, Trials
 from ckpt.errors import ConfigurationError, IntegrityError, NotFound
 
@@ -24,15 +27,19 @@ __all__ = [
     "BodyError",
     "BytesBody",
     "Capabilities",
+    "CheckedBody",
     "Condition",
     "ObjectStat",
     "Part",
     "PutMode",
+    "Read",
+    "Reads",
     "Store",
     "Trials",
     "body_errors_unchanged",
     "check_key",
     "exists",
+    "fill",
     "is_key",
     "open_part",
     "part_size_bytes",
@@ -158,6 +165,19 @@ class BytesBody:
         return None
 
 
+class CheckedBody(BytesBody):
+    """Comes with checksums of every part and of the whole, as the writer's data files do."""
+
+    has_checksums = True
+
+    def part(self, start: int, stop: int) -> contextlib.AbstractContextManager[Part]:
+        view = self._view[start:stop]
+        return contextlib.nullcontext(Part([view], crc64nvme(bytes(view))))
+
+    def crc64nvme(self) -> int:  # type: ignore[override]
+        return int(crc64nvme(bytes(self._view)))
+
+
 class BodyError(Exception):
     """Carries what a body raised past the code that translates a store's own exceptions."""
 
@@ -209,6 +229,11 @@ class Store(ABC):
     @property
     @abstractmethod
     def capabilities(self) -> Capabilities: ...
+
+    @property
+    def reads(self) -> Reads | None:
+        """The reads that are running, of a store that can break them off."""
+        return None
 
     @abstractmethod
     def put(self, key: str, body: Body, *, mode: PutMode = PutMode.OVERWRITE) -> None:
@@ -346,9 +371,18 @@ def remaining(buffers: Sequence[memoryview], nbytes: int) -> list[memoryview]:
     return []
 
 
+def fill(buffers: Sequence[memoryview], data: memoryview) -> None:
+    """Copy `data` into `buffers`, in order, as far as it goes."""
+    position = 0
+    for buffer in buffers:
+        piece = data[position : position + buffer.nbytes]
+        buffer[: piece.nbytes] = piece
+        position += piece.nbytes
+
+
 def put_bytes(store: Store, key: str, data: bytes, *, mode: PutMode = PutMode.OVERWRITE) -> None:
     """Store a small object."""
-    store.put(key, BytesBody(data), mode=mode)
+    store.put(key, CheckedBody(data), mode=mode)
 
 
 def read_bytes(

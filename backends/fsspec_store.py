@@ -23,9 +23,11 @@ from ckpt.backends.base import (
     Capabilities,
     ObjectStat,
     PutMode,
+    Reads,
     Store,
     body_errors_unchanged,
     check_key,
+    fill,
     is_key,
     open_part,
     part_size_bytes,
@@ -80,6 +82,7 @@ class FsspecStore(Store):
         self.url = redact_url(url).rstrip("/")
         self.threads = threads
         self._opened: tuple[Any, str] | None = None
+        self._reads = Reads()
         self._make_locks()
 
     def _make_locks(self) -> None:
@@ -87,6 +90,10 @@ class FsspecStore(Store):
         self._turn: contextlib.AbstractContextManager[Any] = (
             threading.RLock() if self._protocol in _ONE_AT_A_TIME else contextlib.nullcontext()
         )
+
+    @property
+    def reads(self) -> Reads:
+        return self._reads
 
     @property
     def capabilities(self) -> Capabilities:
@@ -185,6 +192,12 @@ class FsspecStore(Store):
         if stop == offset:
             self.stat(key)
             return
+        with self._reads.begin() as read:
+            data = self._read(key, offset, stop)
+            with read.filling():
+                fill(buffers, data)
+
+    def _read(self, key: str, offset: int, stop: int) -> memoryview:
         try:
             with self._translated(key, "read"):
                 data = memoryview(self._fs.cat_file(self._path(key), start=offset, end=stop))
@@ -195,11 +208,7 @@ class FsspecStore(Store):
             if self.stat(key).size_bytes >= stop:
                 raise
             data = memoryview(b"")
-        data = self._just(key, data, offset, stop)
-        position = 0
-        for buffer in buffers:
-            buffer[:] = data[position : position + buffer.nbytes]
-            position += buffer.nbytes
+        return self._just(key, data, offset, stop)
 
     def _just(self, key: str, data: memoryview, offset: int, stop: int) -> memoryview:
         """Bytes `[offset, stop)` of what a file system gave for them: those, fewer, or the whole file."""

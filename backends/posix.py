@@ -22,9 +22,12 @@ from ckpt.backends.base import (
     Capabilities,
     ObjectStat,
     PutMode,
+    Read,
+    Reads,
     Store,
     body_errors_unchanged,
     check_key,
+    fill,
     is_key,
     open_part,
     part_size_bytes,
@@ -47,6 +50,7 @@ from ckpt.errors import (
 __all__ = ["PosixStore"]
 
 _WRITE_SIZE_BYTES = 8 << 20
+_READ_THROUGH_BYTES = 2 << 20
 _IOV_MAX = 1024
 _TEMPORARY = re.compile(r"^\.(.+)\.[0-9a-f]{16}\.ckpt-tmp$")
 
@@ -121,6 +125,11 @@ class PosixStore(Store):
             cross_client_visibility=local,
         )
 
+    @cached_property
+    def reads(self) -> Reads | None:
+        """Of file systems that can hang: those that are not of this kernel."""
+        return None if self._filesystem in _LOCAL_TYPES else Reads()
+
     def put(self, key: str, body: Body, *, mode: PutMode = PutMode.OVERWRITE) -> None:
         path = self._path(key)
         directory, name = os.path.split(path)
@@ -187,7 +196,11 @@ class PosixStore(Store):
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
         # Without O_NONBLOCK, a pipe that stands under a file's name would be waited for.
         with self._opened(key, "read", os.O_RDONLY | os.O_NONBLOCK) as fd:
-            got = _read_all(fd, offset, buffers)
+            if self.reads is None:
+                got = _read_all(fd, offset, buffers)
+            else:
+                with self.reads.begin() as read:
+                    got = _read_through(fd, offset, buffers, read)
             size = os.fstat(fd).st_size
         wanted = sum(buffer.nbytes for buffer in buffers)
         if got < wanted:
@@ -421,6 +434,22 @@ def _read_all(fd: int, offset: int, buffers: Sequence[memoryview]) -> int:
         got = os.preadv(fd, pending[:_IOV_MAX], offset + total)
         if got == 0:
             break
+        pending, total = remaining(pending, got), total + got
+    return total
+
+
+def _read_through(fd: int, offset: int, buffers: Sequence[memoryview], read: Read) -> int:
+    """`_read_all` through memory of our own: what the kernel holds cannot be interrupted, but the copy can be left out."""
+    pending, total = [buffer for buffer in buffers if buffer.nbytes], 0
+    through = memoryview(bytearray(min(sum(buffer.nbytes for buffer in pending), _READ_THROUGH_BYTES)))
+    while pending:
+        wanted = min(sum(buffer.nbytes for buffer in pending), through.nbytes)
+        read.check()
+        got = os.preadv(fd, [through[:wanted]], offset + total)
+        if got == 0:
+            break
+        with read.filling():
+            fill(pending, through[:got])
         pending, total = remaining(pending, got), total + got
     return total
 

@@ -25,6 +25,8 @@ from ckpt.backends.base import (
     ObjectStat,
     Part,
     PutMode,
+    Read,
+    Reads,
     check_key,
     is_key,
     part_size_bytes,
@@ -79,6 +81,7 @@ class S3ApiStore(S3Connection):
         self._checksums = self._options["checksum"] == "crc64nvme"
         # What the server makes of "only if absent", once that is known.
         self._condition: Condition | None = None
+        self._reads = Reads()
         self._lists_checksums = True  # until the server does not understand a list of parts with checksums
 
     @property
@@ -93,6 +96,10 @@ class S3ApiStore(S3Connection):
             min_part_size_bytes=5 << 20,
             max_part_size_bytes=MAX_PART_SIZE_BYTES,
         )
+
+    @property
+    def reads(self) -> Reads:
+        return self._reads
 
     # -- writing ---------------------------------------------------------------------------------------
 
@@ -311,11 +318,16 @@ class S3ApiStore(S3Connection):
         if offset == stop:
             self.stat(key)
             return
+        with self._reads.begin() as read:
+            self._read(key, offset, stop, pending, read)
+
+    def _read(self, key: str, offset: int, stop: int, pending: Sequence[memoryview], read: Read) -> None:
         position, etag = offset, ""
         for attempt in itertools.count(1):
+            read.check()
             body, etag = self._get(key, position, stop, etag)
             try:
-                got, failure = drain(body, pending)
+                got, failure = drain(body, pending, read)
             finally:
                 body.close()
             position += got

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import base64
 import bisect
+import contextlib
+import functools
 import hashlib
 import http.client
 import itertools
 import re
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
 from typing import Any
 
-from ckpt.backends.base import MIB, Part
+from ckpt.backends.base import MIB, Part, Read
 from ckpt.backends.s3errors import is_connection_error
 
 __all__ = [
@@ -115,12 +118,17 @@ class RawBody:
         self._raw = getattr(body, "_raw_stream", None)
         response = getattr(self._raw, "_fp", None)
         self._response = response if isinstance(response, http.client.HTTPResponse) else None
+        # Taken now: when the reply has come whole, the response lets go of it.
+        found = getattr(getattr(getattr(response, "fp", None), "raw", None), "_sock", None)
+        self._socket: socket.socket | None = found if isinstance(found, socket.socket) else None
 
-    def readinto(self, view: memoryview) -> int:
-        if self._response is not None:
-            return self._response.readinto(view)
+    def readinto(self, view: memoryview, read: Read) -> int:
+        if self._response is not None and self._socket is not None:
+            with read.filling(functools.partial(_interrupt, self._socket)):
+                return self._response.readinto(view)
         data = self._body.read(view.nbytes)
-        view[: len(data)] = data
+        with read.filling():
+            view[: len(data)] = data
         return len(data)
 
     def close(self) -> None:
@@ -131,7 +139,13 @@ class RawBody:
             self._body.close()
 
 
-def drain(body: RawBody, buffers: Sequence[memoryview]) -> tuple[int, Exception | None]:
+def _interrupt(connection: socket.socket) -> None:
+    """End a connection, from another thread: whoever waits for its bytes gets none."""
+    with contextlib.suppress(OSError):
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)  # below TLS, which would take its leave first
+
+
+def drain(body: RawBody, buffers: Sequence[memoryview], read: Read) -> tuple[int, Exception | None]:
     """Fill `buffers`; returns the number of bytes that came and what stopped them, if anything did."""
     total = 0
     try:
@@ -139,7 +153,7 @@ def drain(body: RawBody, buffers: Sequence[memoryview]) -> tuple[int, Exception 
             filled = 0
             while filled < buffer.nbytes:
                 # In slices: when the connection breaks, all but the last slice is known to have come.
-                got = body.readinto(buffer[filled : filled + MIB])
+                got = body.readinto(buffer[filled : filled + MIB], read)
                 if not got:
                     return total, None
                 filled += got

@@ -168,6 +168,7 @@ def load(
             threads=threads,
             memory_budget_bytes=memory_budget_bytes,
             trusted_objects=trusted_objects,
+            timeout_s=timeout_s,
         )
 
     place = place_of(url)
@@ -370,7 +371,10 @@ def _lost(what: str, ranks: Ranks, error: Exception) -> tuple[str, dict[int, Bas
             failures[rank] = CheckpointError(text, rank=rank)
     silent = [rank for rank, answer in sorted(answers.items()) if not answer.is_alive]
     if not silent:
-        return _summary(what, failures) if failures else f"the {what} failed: {cause}", failures
+        said = [f"rank {rank} says: {answer.failure}" for rank, answer in sorted(answers.items())
+                if rank != ranks.rank and (answer.failure or "").startswith(LOST_CONTACT)]  # fmt: skip
+        # It was this rank that the others gave up.
+        return _summary(what, failures) if failures else f"the {what} failed: {[*said, cause][0]}", failures
     names = ", ".join(map(str, silent))
     doing = answers[silent[0]].doing
     last = f"; when last heard of, rank {silent[0]} was {doing}" if doing else ""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from ckpt.backends.base import BytesBody, PutMode, Store, check_key, exists, read_bytes
+from ckpt.backends.base import CheckedBody, PutMode, Store, check_key, exists, read_bytes
 from ckpt.checkpoint import Checkpoint
 from ckpt.consistency.commit import COMMIT_KEY
 from ckpt.consistency.digest import BLOCK_SIZE_BYTES
@@ -83,7 +83,7 @@ class _Copy:
                 raise CommitConflict("the source was replaced while it was being copied", url=self._from.url)
         for key, data in self._metadata:
             if not exists(self._to, key):
-                self._to.put(key, BytesBody(data), mode=PutMode.CREATE)
+                self._to.put(key, CheckedBody(data), mode=PutMode.CREATE)
         return {
             "already_there": there and not sent_files,
             "sent_files": sent_files,

@@ -26,7 +26,7 @@ from ckpt.consistency import environment
 from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY, is_foreign, read_commit
 from ckpt.errors import CheckpointError, FormatError, NotFound, StorageError
 from ckpt.manifest import CommitRecord, decode_commit
-from ckpt.strays import is_our_name
+from ckpt.strays import is_our_name, is_probe
 from ckpt.subplace import SubStore
 
 __all__ = ["DEFAULT_GRACE_S", "Garbage", "GarbageItem", "collect_garbage"]
@@ -156,7 +156,11 @@ class _Collector:
             listed = list(place.list())
             commit = read_commit(place)
             kept = _tokens(self._record(place, commit))
-            left = [stat for stat in listed if is_our_name(stat.key) and _token(stat.key) not in kept]
+            left = [
+                stat
+                for stat in listed
+                if is_our_name(stat.key) and (_token(stat.key) not in kept or is_probe(stat.key))
+            ]
             if commit is None:
                 left += [stat for stat in listed if stat.key == STOCK_METADATA_KEY]
             old = [stat for stat in left if self._is_old(stat)]

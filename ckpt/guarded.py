@@ -19,7 +19,13 @@ __all__ = ["GuardedStore"]
 T = TypeVar("T")
 
 _GRACE = 0.1
-"""The part of the limit that each operation gets, when it is reached: to clean up, to look what happened."""
+"""The part of the limit that operations get, when it is reached: to clean up, to look what happened."""
+
+_LAST = 0.02
+"""The part that each gets when that is used up too."""
+
+_CLEAN_UP = 0.25
+"""The part of the limit that an operation gets after a failure elsewhere, of which this rank has seen nothing."""
 
 _PACED_BYTES = 1 << 20
 
@@ -31,11 +37,12 @@ class GuardedStore(WrappedStore):
     StorageUnavailable, after `limit_s` without progress (None: never). A thread that the kernel or a server
     holds ends when it is let go; it then finds that nobody wants its work any more, and undoes it.
 
-    `read_into` cannot be given up: what arrives late would change memory that is in use again.
+    Reads are broken off then, as what arrives late would change memory that is in use again. Those of a store that
+    cannot do so (`Store.reads`) are not given up.
 
     Args:
-        own_memory: nobody but this library reads from the store, into memory that nobody else uses: reads are
-            given up too.
+        own_memory: nobody but this library reads from the store, into memory that nobody else uses: all reads are
+            given up.
     """
 
     def __init__(
@@ -44,6 +51,8 @@ class GuardedStore(WrappedStore):
         super().__init__(inner)
         self._progress, self._limit_s, self._own_memory = progress, limit_s, own_memory
         self._given_up: list[threading.Thread] = []
+        if inner.reads is not None:
+            inner.reads.moved = progress.moved
 
     def put(self, key: str, body: Body, *, mode: PutMode = PutMode.OVERWRITE) -> None:
         def work(operation: Operation) -> None:
@@ -55,8 +64,9 @@ class GuardedStore(WrappedStore):
         def work(_: Operation) -> None:
             self._inner.read_into(key, offset, buffers)
 
-        if self._own_memory:
-            self._run("reading", key, work)
+        reads = self._inner.reads
+        if self._own_memory or reads is not None:
+            self._run("reading", key, work, give_up=None if reads is None else reads.break_off)
         else:
             self._raise_if_given_up(key, settled=True)
             with self._progress.operation("reading", key) as operation:
@@ -88,7 +98,15 @@ class GuardedStore(WrappedStore):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_given_up": []}
 
-    def _run(self, action: str, key: str, work: Callable[[Operation], T], size_bytes: int = 0) -> T:
+    def _run(
+        self,
+        action: str,
+        key: str,
+        work: Callable[[Operation], T],
+        size_bytes: int = 0,
+        *,
+        give_up: Callable[[], None] | None = None,
+    ) -> T:
         self._raise_if_given_up(key, settled=True)
         with self._progress.operation(action, key, size_bytes) as operation:
             if self._limit_s is None:
@@ -108,6 +126,8 @@ class GuardedStore(WrappedStore):
             except BaseException as error:
                 operation.abandoned = True
                 self._given_up.append(thread)
+                if give_up is not None:
+                    give_up()
                 if not isinstance(error, Exception):  # an interrupt: the store itself works
                     wait([outcome], timeout=_GRACE * self._limit_s)
                 raise
@@ -121,7 +141,9 @@ class GuardedStore(WrappedStore):
 
     def _raise_if_stalled(self, operation: Operation, limit_s: float) -> None:
         idle_s, age_s = self._progress.idle_s, environment.monotonic() - operation.began_at_s
-        if idle_s >= limit_s and age_s >= _GRACE * limit_s:
+        grace = _GRACE if idle_s < (1 + _GRACE) * limit_s else _LAST
+        is_stalled = idle_s >= limit_s and age_s >= grace * limit_s
+        if is_stalled or (self._progress.is_ending and age_s >= _CLEAN_UP * limit_s):
             raise StorageUnavailable(
                 f"given up after {idle_s:.0f} s without progress: {operation}",
                 url=self.url,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from ckpt.backends.base import BytesBody, PutMode, Store
+from ckpt.backends.base import CheckedBody, PutMode, Store
 from ckpt.body import FileBody, FileItem
 from ckpt.errors import StorageError
 from ckpt.parallel import in_order
@@ -63,7 +63,7 @@ class OutputFiles:
 
     def put_bytes(self, key: str, data: bytes) -> None:
         """Put a small file."""
-        self._store.put(key, BytesBody(data), mode=self._mode)
+        self._store.put(key, CheckedBody(data), mode=self._mode)
         self._written.append(key)
 
     def discard(self) -> None:

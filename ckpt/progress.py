@@ -45,6 +45,7 @@ class Progress:
 
     Attributes:
         given_up: why this save or load has failed elsewhere, so that this rank need not go on.
+        is_ending: it has failed, here or elsewhere, and this rank is only cleaning up.
     """
 
     def __init__(self) -> None:
@@ -62,10 +63,15 @@ class Progress:
         self._step, self.is_waiting = f"waiting for {what}", True
         self.moved()
 
+    def clean_up(self) -> None:
+        """Only the time that is left is for what comes now, also on a rank that had no part in the failure."""
+        self._step, self.is_waiting = "cleaning up", False
+        self._failing = self.is_ending = True
+
     def restart(self) -> None:
         """A new save or load."""
         self.given_up: str | None = None
-        self._failing = False
+        self._failing = self.is_ending = False
         self.begin("beginning")
 
     @contextlib.contextmanager
@@ -76,7 +82,7 @@ class Progress:
             self.moved()
         try:
             yield operation
-            self._failing = False
+            self._failing = self.is_ending
             self.moved()
         except BaseException as error:
             is_answer = isinstance(error, CheckpointError) and not isinstance(error, StorageUnavailable)

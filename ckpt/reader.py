@@ -35,7 +35,9 @@ from ckpt.fetch import Fetcher
 from ckpt.guarded import GuardedStore
 from ckpt.loading import Loader
 from ckpt.progress import Progress
+from ckpt.ranks import DEFAULT_TIMEOUT_S, check_timeout
 from ckpt.staging import DEFAULT_MEMORY_BUDGET_BYTES, StagingPool
+from ckpt.watch import Limits
 from ckpt.workers import workers
 
 __all__ = ["CheckpointReader"]
@@ -54,6 +56,8 @@ class CheckpointReader(StorageReader):
         memory_budget_bytes: memory this rank may use beyond the tensors themselves (default 256 MiB).
         trusted_objects: names (FQNs, `*` allowed) of non-tensor objects that may be unpickled as they are, which
             runs code of whoever wrote the checkpoint. All others load with `weights_only=True`.
+        timeout_s: a storage operation of this rank that makes no progress for most of it is given up, so that all
+            ranks fail within it; None waits as long as the store does. (`ckpt.load` watches the other ranks too.)
 
     Raises:
         ConfigurationError: an argument is wrong.
@@ -69,6 +73,7 @@ class CheckpointReader(StorageReader):
         threads: int | None = None,
         memory_budget_bytes: int | None = None,
         trusted_objects: Collection[str] = (),
+        timeout_s: float | None = DEFAULT_TIMEOUT_S,
     ) -> None:
         super().__init__()
         if isinstance(trusted_objects, str):
@@ -84,6 +89,7 @@ class CheckpointReader(StorageReader):
         )
         self._pool = StagingPool(self._budget_bytes, pinned=torch.cuda.is_available())
         self._url = os.fspath(url)
+        self._limit_s = None if timeout_s is None else Limits(check_timeout(timeout_s)).stall_s
         self.progress = Progress()
         self._store = self._open_store(url)
         self._rank = 0
@@ -98,6 +104,7 @@ class CheckpointReader(StorageReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a load, from another place if one is given."""
         self._checkpoint, self._opened_ahead, self._failure = None, False, None
+        self.progress.restart()
         if checkpoint_id is not None and os.fspath(checkpoint_id) != self._url:
             self._store.close()
             self._url = os.fspath(checkpoint_id)
@@ -222,7 +229,7 @@ class CheckpointReader(StorageReader):
 
     def _open_store(self, url: str | os.PathLike[str]) -> Store:
         store = open_store(url, self._storage_options, threads=self._threads)
-        return GuardedStore(store, self.progress, None)
+        return GuardedStore(store, self.progress, self._limit_s)
 
     def _open_any(self, rank: int | None) -> None:
         """Open what is there, also one rank's part of what stock PyTorch saved with `use_collectives=False`.

@@ -10,7 +10,7 @@ from ckpt.backends.base import ObjectStat, Store
 from ckpt.errors import StorageError
 from ckpt.findings import Stray
 
-__all__ = ["find_strays", "is_our_name"]
+__all__ = ["find_strays", "is_our_name", "is_probe"]
 
 _OUR_NAMES = re.compile(r"rank-\d{5,}/[0-9a-f]{16}(-\d+\.distcp|\.json|\.index|\.metadata|\.probe)")
 
@@ -20,6 +20,11 @@ _MAX_STRAYS = 10_000
 def is_our_name(key: str) -> bool:
     """Whether a key, relative to its checkpoint, is one that this library gives to what it writes once."""
     return _OUR_NAMES.fullmatch(key) is not None
+
+
+def is_probe(key: str) -> bool:
+    """Whether a key with a name of ours is that of an object which belongs to no checkpoint, not even to its save's."""
+    return key.endswith(".probe")
 
 
 def find_strays(store: Store, known: Collection[str]) -> list[Stray] | None:

@@ -28,11 +28,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import pytest
-from awscrt.checksums import crc64nvme
 
 from ckpt.backends.base import (
     MIB,
     BytesBody,
+    CheckedBody,
     Part,
     PutMode,
     Store,
@@ -80,19 +80,6 @@ class _BreakingBody(BytesBody):
         if stop > self._good_bytes:
             raise self._error
         return super().part(start, stop)
-
-
-class CheckedBody(BytesBody):
-    """Comes with checksums of every part and of the whole, as the writer's data files do."""
-
-    has_checksums = True
-
-    def part(self, start: int, stop: int) -> contextlib.AbstractContextManager[Part]:
-        view = self._view[start:stop]
-        return contextlib.nullcontext(Part([view], crc64nvme(bytes(view))))
-
-    def crc64nvme(self) -> int:  # type: ignore[override]
-        return int(crc64nvme(bytes(self._view)))
 
 
 class _ScatteredBody(BytesBody):

@@ -140,7 +140,11 @@ class Watch:
         self._wake.set()
         deadline = asked_at_s + self._limits.roll_call_s
         while time.monotonic() < deadline and not self._gone:
-            if self._signed_in and all(self._answer(rank).is_alive for rank in self._others()):
+            if (
+                self._signed_in
+                and self._answered_at_s >= asked_at_s
+                and all(self._answer(rank).is_alive for rank in self._others())
+            ):
                 break
             time.sleep(min(0.05, self._limits.period_s))
         if self._gone or self._answered_at_s < asked_at_s:

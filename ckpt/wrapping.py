@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from ckpt.backends.base import Body, Capabilities, ObjectStat, PutMode, Store, Trials
+from ckpt.backends.base import Body, Capabilities, ObjectStat, PutMode, Reads, Store, Trials
 
 __all__ = ["WrappedStore"]
 
@@ -19,6 +19,10 @@ class WrappedStore(Store):
     @property
     def capabilities(self) -> Capabilities:
         return self._inner.capabilities
+
+    @property
+    def reads(self) -> Reads | None:
+        return self._inner.reads
 
     def put(self, key: str, body: Body, *, mode: PutMode = PutMode.OVERWRITE) -> None:
         self._inner.put(key, body, mode=mode)

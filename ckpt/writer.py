@@ -148,7 +148,8 @@ class CheckpointWriter(StorageWriter):
         self.progress.restart()
         self.progress.begin("planning")
         if is_coordinator:
-            confirm_s = None if self._limit_s is None else self._limit_s / 4
+            # With what went before, less than it takes the other ranks to give this one up.
+            confirm_s = None if self._limit_s is None else self._limit_s / 8
             self._coordinator = Coordinator(
                 self._store, self._rank, self._token, self._pool, self._written, confirm_s
             )
@@ -222,7 +223,7 @@ class CheckpointWriter(StorageWriter):
 
     def discard(self) -> None:
         """Delete what this rank wrote in the current save. Only for a save that surely was not committed."""
-        self.progress.begin("cleaning up")
+        self.progress.clean_up()
         written, self._written = self._written, []
         try:
             self._store.delete(written)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from ckpt.backends.base import MIB, Condition, Trials
+from ckpt.backends.base import MIB, Condition, Trials, transfer_size_bytes
 from ckpt.consistency.conditions import measure_condition
 from ckpt.consistency.probe import Finding, Subject, Verdict
 from ckpt.consistency.trial_bodies import TrialBody
@@ -81,13 +81,20 @@ def limits(subject: Subject) -> Iterator[Finding]:
         return
     small = _takes_small_parts(subject, trials)
     last, beyond = _takes_part(subject, trials, 10_000), _takes_part(subject, trials, 10_001)
-    declared = subject.first.store.capabilities
     measured = {"parts_under_5_mib": small, "part_10000": last, "part_10001": beyond}
     result = f"parts under 5 MiB {_taken(small)}, part number 10,000 {_taken(last)}, 10,001 {_taken(beyond)}"
     if last:
         yield Finding("uploads in parts", Verdict.FINE, result, measured=measured)
         return
-    advice = f"the library counts on {declared.max_parts:,} parts, of which it needs few: at 32 MiB a part 1 GiB are 32"
+    thousand = _takes_part(subject, trials, 1000)
+    size_bytes = transfer_size_bytes(subject.first.store.threads)
+    parts = "up to 1,000 parts" if thousand else "fewer than 1,000 parts"
+    advice = (
+        f"files of {parts} can be stored, {1000 * size_bytes / 2**30:.0f} GiB at {size_bytes // MIB} MiB a part: "
+        "for larger ones give the storage option part_size_bytes"
+    )
+    measured["part_1000"] = thousand
+    result = f"{result}, 1,000 {_taken(thousand)}"
     yield Finding("uploads in parts", Verdict.CAREFUL, result, advice, measured)
 
 

@@ -1,11 +1,11 @@
-"""Faults by chance: real ranks save over a real network, or to a real file system, and something goes wrong.
+"""Faults by chance: real ranks save or load over a real network, or on a real file system, and something goes wrong.
 
     python tests/campaign.py --rounds 20 --seed 1       # 20 times each class of faults
     python tests/campaign.py --replay 745               # one trial, in words
 
 After each fault: what was acknowledged loads, bit for bit; what surely was not committed does not, but what was
-there before does; garbage collection leaves nothing but the checkpoint; every rank that lives has said within the
-deadline which rank failed.
+there before does; a load that worked gave exactly what was saved; garbage collection leaves nothing but the checkpoint;
+every rank that lives has said within the deadline which rank failed, and at what.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import importlib
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -38,7 +39,6 @@ from campaign_faults import (
     install,
     network_rule,
     note_time,
-    thaw,
 )
 from proxy import fault_proxy
 from ranks import Job, RankDied, is_stopped
@@ -88,11 +88,12 @@ def digest_of(ranks: int, content: int) -> Any:
 
 @dataclass(frozen=True)
 class Attempt:
-    """How the save ended on a rank: acknowledged, or with an error."""
+    """How the save or load ended on a rank: acknowledged, or with an error."""
 
     ended_at_s: float
     failure: str | None = None
     may_be_committed: bool = False
+    is_exact: bool = True
 
 
 @dataclass
@@ -131,6 +132,10 @@ def attempt(rank: int, trial: Trial, url: str, options: dict[str, Any], note: st
     if breakage is not None:
         breakage()
     install(trial, rank, url, lambda: note_time(Path(note)))
+    return (_load_all if trial.loads else _save_own)(rank, trial, url, options)
+
+
+def _save_own(rank: int, trial: Trial, url: str, options: dict[str, Any]) -> Attempt:
     state = dict(state_of(range(rank, rank + 1), NEW))
     try:
         if trial.in_background:
@@ -141,6 +146,15 @@ def attempt(rank: int, trial: Trial, url: str, options: dict[str, Any], note: st
         unknown = any(isinstance(failure, CommitUnknown) for failure in error.failures.values())
         return Attempt(time.monotonic(), str(error), unknown or not error.failures)
     return Attempt(time.monotonic())
+
+
+def _load_all(rank: int, trial: Trial, url: str, options: dict[str, Any]) -> Attempt:
+    state = emptied(state_of(range(trial.ranks), OLD))
+    try:
+        ckpt.load(state, url, **options)
+    except CheckpointError as error:
+        return Attempt(time.monotonic(), str(error))
+    return Attempt(time.monotonic(), is_exact=digest(state) == digest_of(trial.ranks, OLD))
 
 
 def run(
@@ -157,42 +171,42 @@ def run(
     """
     outcome = Outcome(trial)
     with tempfile.TemporaryDirectory(prefix="ckpt-campaign-") as name, contextlib.ExitStack() as stack:
-        folder = Path(name)
-        note = folder / "happened"
+        note = Path(name) / "happened"
         if trial.on_s3:
             proxy = stack.enter_context(fault_proxy(server))
             bucket = server.new_bucket()
             stack.callback(server.drop_bucket, bucket)
-            url = f"s3://{bucket}/c"
+            url = plain_url = f"s3://{bucket}/c"
             small_parts = {"part_size_bytes": 5 * MIB}
             plain, faulty = {**server.options, **small_parts}, {**proxy.options, **small_parts}
         else:
-            checkpoint_bytes = sum(
-                getattr(v, "nbytes", 4096) for v in state_of(range(trial.ranks), OLD).values()
-            )
-            mount = stack.enter_context(file_system(trial, folder, checkpoint_bytes))
-            url, plain, faulty = str(mount / "c"), {}, {}
+            old = state_of(range(trial.ranks), OLD)
+            checkpoint_bytes = sum(getattr(value, "nbytes", 4096) for value in old.values())
+            place = stack.enter_context(file_system(trial, Path(name), checkpoint_bytes, note))
+            url, plain_url, plain, faulty = str(place.path / "c"), str(place.plain / "c"), {}, {}
         if not trial.first:
-            _save_old(trial, url, plain, breakage)
+            _save_old(trial, plain_url, plain, breakage)
         options = {"storage_options": faulty, "threads": 2 if trial.on_s3 else 1, "timeout_s": DEADLINE_S}
+        if trial.loads:
+            options["verify"] = verify
+        if not trial.on_s3:
+            place.begin()
         job = Job(trial.ranks, attempt, trial, url, options, str(note), breakage)
         try:
             if trial.on_s3:
                 pids = [process.pid for process in job.processes]
                 proxy.rule = network_rule(trial, pids, lambda: note_time(note))
-            elif trial.fault == "disk full":
-                note_time(note)
             outcome.attempts = _attempts(trial, job)
         finally:
             if not trial.on_s3:
-                thaw(mount)  # else who is held in the kernel cannot even be killed
+                place.mend()  # else who is held in the kernel cannot even be killed
             job.kill()
         if trial.on_s3:
             proxy.rule = lambda call: "pass"
             proxy.settle()
             time.sleep(1.5 * proxy.late_s if trial.fault == "late request" else 0.0)
         outcome.happened_at_s = float(note.read_text()) if note.exists() else None
-        _judge(outcome, url, plain, verify)
+        _judge(outcome, plain_url, plain, verify)
     return outcome
 
 
@@ -246,6 +260,7 @@ def _attempts(trial: Trial, job: Job) -> list[Attempt | None]:
 def _judge(outcome: Outcome, url: str, options: dict[str, Any], verify: bool) -> None:
     trial, problems = outcome.trial, outcome.problems
     before = None if trial.first else OLD
+    expected = OLD if trial.loads else NEW
     for when in ("", "after garbage collection: "):
         try:
             outcome.loaded = _load(trial.ranks, url, options, verify)
@@ -257,7 +272,7 @@ def _judge(outcome: Outcome, url: str, options: dict[str, Any], verify: bool) ->
         except (CheckpointError, AssertionError) as error:
             problems.append(f"{when}cannot be loaded: {error}")
             continue
-        if outcome.acknowledged and outcome.loaded != NEW:
+        if outcome.acknowledged and outcome.loaded != expected:
             problems.append(f"{when}acknowledged, but what loads is {outcome.loaded}")
         if not outcome.acknowledged and not outcome.may_be_committed and outcome.loaded != before:
             problems.append(f"{when}failed, but what loads is {outcome.loaded}")
@@ -267,6 +282,10 @@ def _judge(outcome: Outcome, url: str, options: dict[str, Any], verify: bool) ->
             problems += _collect_garbage(url, options, outcome.loaded)
     failures = [found for found in outcome.attempts if found is not None and found.failure is not None]
     problems += [f"names no rank: {found.failure}" for found in failures if "rank" not in str(found.failure)]
+    if failures and not trial.signal and not any(_OBJECT.search(str(found.failure)) for found in failures):
+        problems.append(f"names no object: {failures[0].failure}")
+    if not all(found.is_exact for found in outcome.attempts if found is not None):
+        problems.append("a load that worked gave other values than were saved")
     if failures and outcome.happened_at_s is None:
         problems.append(f"failed without a fault: {failures[0].failure}")
     elif failures and outcome.happened_at_s is not None:
@@ -274,6 +293,9 @@ def _judge(outcome: Outcome, url: str, options: dict[str, Any], verify: bool) ->
         timed = [found for rank, found in enumerate(outcome.attempts)
                  if found in failures and not (trial.signal and rank in trial.victims)]  # fmt: skip
         outcome.slowest_s = max([found.ended_at_s - outcome.happened_at_s for found in timed], default=0.0)
+
+
+_OBJECT = re.compile(r"rank-\d{5}|commit\.json|\.metadata")
 
 
 def _load(ranks: int, url: str, options: dict[str, Any], verify: bool) -> int | None:
@@ -314,12 +336,13 @@ def _collect_garbage(url: str, options: dict[str, Any], loaded: int | None) -> I
 
 @dataclass
 class Row:
-    """One class of faults, summed up."""
+    """One class of faults, summed up. Loads are those that the faults befell; verified are also those that look afterwards."""
 
     fault: str
     injected: int = 0
     saves: int = 0
     committed: int = 0
+    loads: int = 0
     failed: int = 0
     loads_verified: int = 0
     damage_reported: int = 0
@@ -327,11 +350,13 @@ class Row:
     slowest_s: float = 0.0
 
     def add(self, outcome: Outcome) -> None:
-        self.saves += 1
+        self.saves += not outcome.trial.loads
+        self.loads += outcome.trial.loads
         self.injected += outcome.happened_at_s is not None
         self.committed += outcome.loaded == NEW
         self.failed += not outcome.acknowledged
-        self.loads_verified += 0 if outcome.damage else 2
+        worked = sum(found is not None and found.failure is None for found in outcome.attempts)
+        self.loads_verified += (0 if outcome.damage else 2) + (worked if outcome.trial.loads else 0)
         self.damage_reported += outcome.damage is not None
         self.losses += bool(outcome.problems)
         self.slowest_s = max(self.slowest_s, outcome.slowest_s)
@@ -340,11 +365,11 @@ class Row:
 def table(rows: Iterable[Row]) -> str:
     """The rows as Markdown."""
     lines = [
-        "| fault | injected | saves | committed | failed | loads verified | damage reported | losses | longest time to an error, s |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| fault | injected | saves | committed | loads | failed | loads verified | damage reported | losses | slowest error, s |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        values = (row.injected, row.saves, row.committed, row.failed, row.loads_verified,
+        values = (row.injected, row.saves, row.committed, row.loads, row.failed, row.loads_verified,
                   row.damage_reported, row.losses)  # fmt: skip
         lines.append(f"| {row.fault} | {' | '.join(map(str, values))} | {row.slowest_s:.1f} |")
     return "\n".join(lines)
@@ -388,7 +413,7 @@ def campaign(
                 total.slowest_s = max(total.slowest_s, value)
             elif name != "fault":
                 setattr(total, name, getattr(total, name) + value)
-    return [*(row for row in rows.values() if row.saves), total], wrong
+    return [*(row for row in rows.values() if row.saves + row.loads), total], wrong
 
 
 def main() -> int:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import functools
 import os
 import random
 import signal
+import struct
 import subprocess
 import threading
 import time
@@ -17,19 +17,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fault_disk import Orders, fault_disk
 from proxy import Call, Rule
 
 __all__ = [
     "FAULTS",
     "UNSEEN",
     "CannotMount",
+    "Place",
     "Trial",
     "draw",
     "file_system",
     "install",
     "network_rule",
     "note_time",
-    "thaw",
 ]
 
 MIB = 1 << 20
@@ -45,30 +46,44 @@ NETWORK: dict[str, str | int] = {
     "500": 500, "503 SlowDown": 503, "403 after expiry": 403,
     "no answer": "stall", "server stops reading": "stop reading", "slow-loris": "trickle",
 }  # fmt: skip
+REPLIES: dict[str, str | int] = {"reply stops": "hold", "reply trickles": "dribble"}
 
-# By the kernel, or at a system call that changes the file system.
-LOCAL = ("disk full", "file system hangs", "EIO", "short writes")
+# By the kernel: a tmpfs that is too small, an ext4 that is frozen or whose disk goes away, a file system of ours in FUSE.
+LOCAL = ("disk full", "file system hangs", "disk dies", "EIO", "short writes")
+IN_FUSE = {"EIO": "EIO", "short writes": "short", "short reads": "short", "reads hang": "hang"}
 
 # Of one rank, or of all of them.
 PROCESSES: dict[str, signal.Signals] = {"SIGKILL": signal.SIGKILL, "SIGSTOP": signal.SIGSTOP}
+AT_A_REQUEST = tuple(f"{name} at a request" for name in PROCESSES)
+
+LOADING = ", loading"
+"""So end the classes of faults that befall a load."""
 
 FAULTS = (
     *NETWORK,
     *LOCAL,
-    *(f"{name} at a {where}" for name in PROCESSES for where in ("request", "system call")),
-)
+    *AT_A_REQUEST,
+    *(f"{name} at a system call" for name in PROCESSES),
+    *(fault + LOADING for fault in (
+        "delay", "throttling", "reset in mid-body", "half-close", "truncated reply", "corrupted reply", "500",
+        "503 SlowDown", "403 after expiry", "no answer", "slow-loris", *REPLIES,
+        "disk dies", "EIO", "short reads", "reads hang", *AT_A_REQUEST,
+    )),
+)  # fmt: skip
 
-SYSTEM_CALLS = ("mkdir", "open", "writev", "fsync", "close", "replace", "link", "unlink")
+WRITING = ("mkdir", "open", "writev", "fsync", "close", "replace", "link", "unlink")
+READING = ("open", "preadv", "close")
 _open, _close = os.open, os.close  # before `install` puts others in their place
 _FIFREEZE, _FITHAW = 0xC0045877, 0xC0045878
+_LOOP_SET_STATUS64, _LOOP_GET_STATUS64, _SIZE_LIMIT_AT = 0x4C04, 0x4C05, 32
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One save and what goes wrong in it.
+    """One save or load, and what goes wrong in it.
 
     Attributes:
-        first: there is no checkpoint at the place yet.
+        first: there is no checkpoint at the place yet. (What is loaded is always there.)
         position: the request, or system call of the victim, at which it begins; 1, 2, ...
         lasts: it goes on from there; otherwise it happens once.
         carried_out: a request is carried out before its client is killed or stopped.
@@ -90,12 +105,21 @@ class Trial:
     fraction: float
 
     @property
+    def loads(self) -> bool:
+        return self.fault.endswith(LOADING)
+
+    @property
+    def kind(self) -> str:
+        """The fault, whatever it befalls."""
+        return self.fault.removesuffix(LOADING)
+
+    @property
     def on_s3(self) -> bool:
-        return self.fault in NETWORK or self.fault.endswith("at a request")
+        return self.kind in NETWORK or self.kind in REPLIES or self.kind in AT_A_REQUEST
 
     @property
     def signal(self) -> signal.Signals | None:
-        return PROCESSES.get(self.fault.split()[0])
+        return PROCESSES.get(self.kind.split()[0])
 
 
 def draw(seed: int) -> Trial:
@@ -103,14 +127,16 @@ def draw(seed: int) -> Trial:
     chance = random.Random(seed)
     fault = FAULTS[seed % len(FAULTS)]
     ranks = chance.randint(1, 3)
-    on_s3 = fault in NETWORK or fault.endswith("at a request")
+    loads = fault.endswith(LOADING)
+    on_s3 = fault.removesuffix(LOADING) in (*NETWORK, *REPLIES, *AT_A_REQUEST)
+    most = (4 + 4 * ranks if on_s3 else 20) if loads else (10 + 9 * ranks if on_s3 else 40)
     return Trial(
         seed=seed,
         fault=fault,
         ranks=ranks,
-        first=chance.random() < 0.3,
+        first=chance.random() < 0.3 and not loads,
         in_background=chance.random() < 0.3,
-        position=chance.randint(1, 10 + 9 * ranks if on_s3 else 40),
+        position=chance.randint(1, most),
         lasts=chance.random() < 0.5,
         carried_out=chance.random() < 0.5,
         resumes=ranks == 1 or chance.random() < 0.5,
@@ -123,7 +149,7 @@ def draw(seed: int) -> Trial:
 
 
 def network_rule(trial: Trial, pids: list[int], happened: Callable[[], None]) -> Rule:
-    """The proxy's rule during the save; `happened` is called when the fault begins."""
+    """The proxy's rule during the save or load; `happened` is called when the fault begins."""
     lock, count = threading.Lock(), 0
 
     def rule(call: Call) -> str | int:
@@ -135,7 +161,7 @@ def network_rule(trial: Trial, pids: list[int], happened: Callable[[], None]) ->
             return "pass"
         if trial.signal is None:
             happened()
-            return NETWORK[trial.fault]
+            return {**NETWORK, **REPLIES}[trial.kind]
         if number == trial.position:
             happened()
             for victim in trial.victims:
@@ -150,96 +176,158 @@ def network_rule(trial: Trial, pids: list[int], happened: Callable[[], None]) ->
 
 
 def install(trial: Trial, rank: int, place: str, happened: Callable[[], None]) -> None:
-    """Have this process's system calls fail, or it itself at one, as the trial says."""
-    if trial.on_s3 or rank not in trial.victims or trial.fault == "disk full":
+    """Have the disk, or this process itself, fail at one of its system calls, as the trial says."""
+    at_a_call = trial.kind in ("file system hangs", "disk dies") or trial.kind.endswith("at a system call")
+    if not at_a_call or rank not in trial.victims:
         return
     lock, count = threading.Lock(), 0
 
-    def around(name: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def around(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         nonlocal count
         with lock:
             count += 1
-            number = count
-        due = number == trial.position or (trial.lasts and number > trial.position)
-        if not due:
+            is_due = count == trial.position
+        if not is_due:
             return call(*args, **kwargs)
-        if number == trial.position:
-            if trial.fault == "file system hangs":
-                with contextlib.suppress(OSError):  # another rank has done it
-                    _ioctl(os.path.dirname(place), _FIFREEZE)
-            happened()
-        return _fail(trial, number, name, functools.partial(call, *args, **kwargs), args)
-
-    for name in SYSTEM_CALLS:
-        setattr(os, name, functools.partial(around, name, getattr(os, name)))
-
-
-def _fail(trial: Trial, number: int, name: str, call: Callable[[], Any], args: tuple[Any, ...]) -> Any:
-    if trial.fault == "EIO":
-        if name == "close":
-            call()
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-    if trial.fault == "short writes" and name == "writev":
-        return os.write(args[0], memoryview(args[1][0])[: max(1, len(args[1][0]) // 2)])
-    if number > trial.position:
-        return call()
-    if trial.signal is not None and not trial.carried_out:
-        os.kill(os.getpid(), trial.signal)
-    try:
-        return call()
-    finally:
-        if trial.signal is not None and trial.carried_out:
+        if trial.signal is None:
+            with contextlib.suppress(OSError):  # another rank has done it
+                (_die if trial.kind == "disk dies" else _freeze)(Path(place).parent)
+        happened()
+        if trial.signal is not None and not trial.carried_out:
             os.kill(os.getpid(), trial.signal)
+        try:
+            return call(*args, **kwargs)
+        finally:
+            if trial.signal is not None and trial.carried_out:
+                os.kill(os.getpid(), trial.signal)
+
+    for name in READING if trial.loads else WRITING:
+        setattr(os, name, functools.partial(around, getattr(os, name)))
 
 
 # -- the place ---------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Place:
+    """A directory to save in.
+
+    Attributes:
+        path: where the ranks find it.
+        plain: where it is found without faults.
+        begin: called when the save or load is to begin.
+        mend: ends all faults.
+    """
+
+    path: Path
+    plain: Path
+    begin: Callable[[], None] = lambda: None
+    mend: Callable[[], None] = lambda: None
+
+
 @contextlib.contextmanager
-def file_system(trial: Trial, folder: Path, checkpoint_bytes: int) -> Iterator[Path]:
-    """A directory to save in, on a file system of its own where the trial needs one.
+def file_system(trial: Trial, folder: Path, checkpoint_bytes: int, note: Path) -> Iterator[Place]:
+    """A place to save in, on a file system of its own where the trial needs one.
+
+    Args:
+        note: gets the time at which the fault begins, where the file system itself brings it.
 
     Raises:
         CannotMount
     """
     mount = folder / "disk"
     mount.mkdir()
-    if trial.fault == "disk full":
+    if trial.kind == "disk full":
         size = int(checkpoint_bytes * (trial.fraction + (0 if trial.first else 1))) + MIB
         _run("mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", mount)
-    elif trial.fault == "file system hangs":
-        image = folder / "image"
-        with image.open("wb") as file:
-            file.truncate(24 * MIB + 3 * checkpoint_bytes)
-        _run("mkfs.ext4", "-q", image)
-        _run("mount", "-o", "loop", image, mount)
+        try:
+            yield Place(mount, mount, begin=lambda: note_time(note))
+        finally:
+            _run("umount", "-l", mount)
+    elif trial.kind in ("file system hangs", "disk dies"):
+        with _disk(folder, mount, 24 * MIB + 3 * checkpoint_bytes) as place:
+            yield place
+    elif trial.kind in IN_FUSE:
+        orders = Orders(IN_FUSE[trial.kind], trial.loads, trial.position, trial.lasts, str(note))
+        with contextlib.ExitStack() as stack:
+            try:
+                disk = stack.enter_context(fault_disk(folder, mount))
+            except OSError as error:
+                raise CannotMount(str(error)) from error
+            yield Place(mount, disk.source, begin=lambda: disk.give(orders), mend=disk.release)
     else:
-        yield mount
-        return
+        yield Place(mount, mount)
+
+
+@contextlib.contextmanager
+def _disk(folder: Path, mount: Path, size_bytes: int) -> Iterator[Place]:
+    """A file as a disk, with ext4 on it."""
+    image = folder / "image"
+    with image.open("wb") as file:
+        file.truncate(size_bytes)
+    _run("mkfs.ext4", "-q", image)
+    device = _run("losetup", "--find", "--show", image)
     try:
-        yield mount
+        _run("mount", device, mount)
+        try:
+            yield Place(mount, mount, lambda: _mount_again(device, mount), lambda: _revive(device, mount))
+        finally:
+            _revive(device, mount)
+            _run("umount", "-l", mount)
     finally:
-        thaw(mount)
+        _run("losetup", "--detach", device)
+
+
+def _mount_again(device: str, mount: Path) -> None:
+    """What was read before is read again, and what was not yet written is lost if the disk has died."""
+    _run("umount", mount)
+    _run("mount", device, mount)
+
+
+def _revive(device: str, mount: Path) -> None:
+    """Let a frozen file system go on, and a disk that went away come back."""
+    with contextlib.suppress(OSError):
+        _ioctl(mount, _FITHAW)
+    if _limit_size(device, 0):
         _run("umount", "-l", mount)
+        _run("mount", device, mount)
+
+
+def _freeze(mount: Path) -> None:
+    _ioctl(mount, _FIFREEZE)
+
+
+def _die(mount: Path) -> None:
+    """Whoever reads or writes blocks of the disk from now on gets EIO: there are none behind the first."""
+    _limit_size(f"/dev/loop{os.minor(os.stat(mount).st_dev)}", 512)
+
+
+def _limit_size(device: str, size_bytes: int) -> bool:
+    """Use only so many bytes of a loop device's file; 0: all. Returns whether that is a change."""
+    fd = _open(device, os.O_RDONLY)
+    try:
+        status = bytearray(232)
+        fcntl.ioctl(fd, _LOOP_GET_STATUS64, status)
+        before = struct.unpack_from("Q", status, _SIZE_LIMIT_AT)[0]
+        struct.pack_into("Q", status, _SIZE_LIMIT_AT, size_bytes)
+        fcntl.ioctl(fd, _LOOP_SET_STATUS64, status)
+        return bool(before != size_bytes)
+    finally:
+        _close(fd)
 
 
 class CannotMount(Exception):
     """This machine or user cannot mount file systems."""
 
 
-def _run(*command: object) -> None:
+def _run(*command: object) -> str:
     try:
-        done = subprocess.run([str(word) for word in command], capture_output=True, check=False)
+        done = subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False)
     except OSError as error:
         raise CannotMount(str(error)) from error
     if done.returncode:
-        raise CannotMount(f"{command[0]}: {done.stderr.decode().strip()}")
-
-
-def thaw(mount: Path) -> None:
-    """Let a frozen file system go on."""
-    with contextlib.suppress(OSError):
-        _ioctl(mount, _FITHAW)
+        raise CannotMount(f"{command[0]}: {done.stderr.strip()}")
+    return done.stdout.strip()
 
 
 def _ioctl(path: str | Path, request: int) -> None:

@@ -44,7 +44,8 @@ Rule = Callable[[Call], str | int]
 "half-close" it there: no reply, but whatever still comes is read;
 "lose" the reply of a request that was carried out; "late": carry it out `late_s` after the connection was lost;
 "cut" the reply in the middle; "flip" a bit of its body; "trickle" it, a byte now and then;
-"stall": never answer; "stop reading" in the middle of the body; "delay" it; "throttle" its body;
+"hold" the reply in the middle of its body, until `settle`; "dribble": from there on, a byte now and then;
+"stall": never answer; "stop reading" in the middle of the body; "delay" it; "throttle" its body and its reply;
 "damage" a byte of the body, which the server sees if the request has a checksum; "damage unseen", which it does not."""
 
 
@@ -157,11 +158,19 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._answer(status, headers, reply, sent=len(reply) // 2)
             self._reset()
         elif action == "trickle":
-            self._trickle(status)
+            self._trickle(f"HTTP/1.1 {status} OK\r\nx-filler: {'x' * 60000}".encode())
+        elif action in ("hold", "dribble"):
+            self._answer(status, headers, reply, sent=len(reply) // 2)
+            self.wfile.flush()
+            if action == "hold":
+                self.proxy.released.wait()
+                self.wfile.write(reply[len(reply) // 2 :])
+            else:
+                self._trickle(reply[len(reply) // 2 :])
         else:
             if action == "flip" and reply:
                 reply = reply[:-1] + bytes([reply[-1] ^ 1])
-            self._answer(status, headers, reply)
+            self._answer(status, headers, reply, throttled=action == "throttle")
 
     def _body(self, length: int, *, throttled: bool) -> bytes:
         if not throttled:
@@ -184,10 +193,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.proxy.released.wait()
         self._reset()
 
-    def _trickle(self, status: int) -> None:
-        """The reply's head, a byte at a time: a client whose every wait is short waits for ever."""
+    def _trickle(self, data: bytes) -> None:
+        """Send a byte at a time: a client whose every wait is short waits for ever."""
         with contextlib.suppress(OSError):
-            for byte in f"HTTP/1.1 {status} OK\r\nx-filler: {'x' * 60000}".encode():
+            for byte in data:
                 self.connection.sendall(bytes([byte]))
                 if self.proxy.released.wait(self.proxy.trickle_s):
                     break
@@ -206,15 +215,28 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         }
         return response.status, kept, reply
 
-    def _answer(self, status: int, headers: dict[str, str], reply: bytes, sent: int | None = None) -> None:
+    def _answer(
+        self,
+        status: int,
+        headers: dict[str, str],
+        reply: bytes,
+        sent: int | None = None,
+        *,
+        throttled: bool = False,
+    ) -> None:
         self.send_response_only(status)
         length = headers.pop("Content-Length", headers.pop("content-length", str(len(reply))))
         for name, value in headers.items():
             self.send_header(name, value)
         self.send_header("content-length", length if self.command == "HEAD" else str(len(reply)))
         self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(reply[:sent])
+        if self.command == "HEAD":
+            return
+        reply, size = reply[:sent], (1 << 16 if throttled else max(1, len(reply)))
+        for start in range(0, len(reply), size):
+            self.wfile.write(reply[start : start + size])
+            if throttled:
+                self.proxy.released.wait(size / self.proxy.bandwidth_bytes_per_s)
 
     def _reset(self) -> None:
         """End the connection with RST, as a crashed host or a middlebox does."""

@@ -14,7 +14,7 @@ import threading
 import time
 import urllib.parse
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,7 +70,7 @@ class S3Server:
 def moto_server() -> Iterator[S3Server]:
     port = free_port()
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = spawn(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         wait_for_port(port, process)
         yield S3Server(f"http://127.0.0.1:{port}", process)
@@ -94,7 +94,7 @@ def rclone_server(binary: Path, folder: Path) -> Iterator[S3Server]:
         str(binary), "--config", os.devnull, "serve", "s3", str(folder), "--addr", f"127.0.0.1:{port}",
         "--auth-key", f"{ACCESS_KEY},{SECRET_KEY}", "--dir-cache-time", "1s",
     ]  # fmt: skip
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = spawn(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         wait_for_port(port, process)
         yield S3Server(f"http://127.0.0.1:{port}", process)
@@ -150,6 +150,13 @@ def iam_server(api_key: str = "ibm-api-key-secret") -> Iterator[IamServer]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def spawn(command: Sequence[object], **options: Any) -> subprocess.Popen[bytes]:
+    """A program that the kernel ends when this thread, or its process, does, killed or not."""
+    setpriv = shutil.which("setpriv")
+    bound = [] if setpriv is None else [setpriv, "--pdeathsig", "KILL"]
+    return subprocess.Popen([*bound, *(str(word) for word in command)], **options)
 
 
 def free_port() -> int:

@@ -184,6 +184,19 @@ def test_rm_on_s3(s3: S3Server) -> None:
 # -- gc ------------------------------------------------------------------------------------------------
 
 
+def test_gc_removes_a_probe_that_stayed(tmp_path: Path) -> None:
+    """It belongs to no checkpoint, though it has the token of one."""
+    save(tmp_path)
+    index = next(tmp_path.rglob("*.index"))
+    index.with_suffix(".probe").write_bytes(b"first")
+    make_old(tmp_path)
+    found = gc(tmp_path)
+    assert [item["key"] for item in found["items"]] == [
+        index.with_suffix(".probe").relative_to(tmp_path).as_posix()
+    ]
+    assert torch.equal(load(tmp_path), torch.ones(10))
+
+
 @pytest.mark.parametrize("where", ["before", "between"])
 def test_gc_removes_what_a_dead_first_save_left(tmp_path: Path, where: str) -> None:
     save_and_die(tmp_path / "step-2", 2.0, where)

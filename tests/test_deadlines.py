@@ -10,6 +10,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from fault_disk import Orders, fault_disk
 from proxy import Call, FaultProxy, fault_proxy
 from ranks import Job, run_ranks
 from servers import S3Server
@@ -26,8 +28,12 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.planner import WriteItemType
 
 import ckpt
+from ckpt.backends import memory
 from ckpt.backends.base import MIB
-from ckpt.errors import ConfigurationError, LoadFailed, SaveFailed, StorageUnavailable
+from ckpt.consistency.environment import Environment, replaced
+from ckpt.errors import AccessDenied, ConfigurationError, LoadFailed, SaveFailed, StorageUnavailable
+from ckpt.progress import Progress
+from ckpt.watch import Limits, Watch
 
 TIMEOUT_S = 8.0
 
@@ -182,6 +188,33 @@ def _stuck_in_state_dict(rank: int, root: str) -> Any:
     return failure_of(lambda: ckpt.save({"part": Part()}, f"{root}/c", timeout_s=TIMEOUT_S))
 
 
+def test_a_roll_call_after_one_of_another_rank() -> None:
+    """Who already told of a failure hears the store's next answer all the same, before it takes the store for dead."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    first, second = (
+        Watch(
+            store,
+            "g",
+            rank=rank,
+            size=2,
+            call=1,
+            limits=Limits(20.0),
+            progress=Progress,
+            break_off=lambda: None,
+        )
+        for rank in (0, 1)
+    )
+    second.roll_call("the other one failed")
+    first.start()
+    while not first._signed_in:
+        time.sleep(0.01)
+    answers = first.roll_call("this one too")
+    assert answers is not None
+    assert answers[1].failure == "the other one failed"
+    first.close()
+    second.close()
+
+
 # -- the storage stops -----------------------------------------------------------------------------------
 
 
@@ -243,6 +276,26 @@ def test_a_server_that_does_not_answer_the_probe(proxy: FaultProxy) -> None:
     assert digest(loaded) == digest(state_of(0))
 
 
+def test_storage_that_stops_at_the_probe(proxy: FaultProxy) -> None:
+    """Then all of the commit stalls, one request after the other; both ranks say whose it was, and at what."""
+    stopped = threading.Event()
+
+    def rule(call: Call) -> str:
+        if call.key.endswith(".probe"):
+            stopped.set()
+        return "stall" if stopped.is_set() else "pass"
+
+    proxy.rule = rule
+    place = f"s3://{proxy.server.new_bucket()}/c", proxy.options
+    for message in run_ranks(2, _storage_stops, place):
+        assert re.search(r"rank 0: s3://.*/c/commit.json: given up after \d+ s without progress", message)
+
+
+def _storage_stops(rank: int, place: tuple[str, dict[str, Any]]) -> str:
+    url, options = place
+    return failure_of(lambda: ckpt.save(state_of(rank), url, storage_options=options, timeout_s=TIMEOUT_S))[0]
+
+
 @pytest.fixture
 def frozen_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system that can be frozen: whoever writes to it is held in the kernel."""
@@ -276,6 +329,94 @@ def test_a_hung_file_system(frozen_disk: Path) -> None:
     assert digest(loaded) == digest(state_of(0, 1))
     wait_for_threads()
     assert not list(frozen_disk.rglob("*.ckpt-tmp"))
+
+
+def test_cleaning_up_takes_only_the_time_that_is_left() -> None:
+    """Also on a rank that was getting on a moment before, and fails only because another did."""
+    clock, released, began, ended = _Clock(), threading.Event(), threading.Event(), threading.Event()
+
+    def hold(operation: str, key: str, when: str) -> None:
+        if operation == "put" and key.endswith(".json"):
+            raise AccessDenied("not this one", key=key)
+        if operation == "delete" and not began.is_set():
+            began.set()
+            clock.now_s += 300
+            released.wait(20)
+            ended.set()
+
+    memory.inject("memory://deadlines/c", hold)
+    with replaced(clock), pytest.raises(SaveFailed, match="not this one"):
+        ckpt.save(state_of(0), "memory://deadlines/c", timeout_s=1000)
+    assert began.is_set()
+    assert not ended.is_set()
+    released.set()
+
+
+class _Clock(Environment):
+    """Time that passes when it is told to."""
+
+    now_s = 0.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+# -- reads stop ------------------------------------------------------------------------------------------
+
+
+def is_of_data(call: Call) -> bool:
+    return call.method == "GET" and call.key.endswith(".distcp")
+
+
+@pytest.mark.parametrize("action", ["stall", "hold", "dribble", "trickle"])
+@pytest.mark.parametrize("scheme", ["s3", "fsspec+s3"])
+def test_a_stalled_read_is_given_up(proxy: FaultProxy, action: str, scheme: str) -> None:
+    """In time, and nothing arrives late: the memory may be in use again."""
+    bucket = proxy.server.new_bucket()
+    ckpt.save(state_of(0, 1), f"s3://{bucket}/c", storage_options=proxy.server.options)
+    proxy.rule = lambda call: action if is_of_data(call) else "pass"
+    loaded = emptied(state_of(0, 1))
+    options = proxy.options if scheme == "s3" else fsspec_options(proxy)
+    with pytest.raises(StorageUnavailable, match=r"rank 0: .*without progress: reading rank-00000/"):
+        ckpt.load(loaded, f"{scheme}://{bucket}/c", storage_options=options, timeout_s=3.0)
+    memory_then = digest(loaded)
+    proxy.rule = lambda call: "pass"
+    proxy.settle()
+    assert wait_for_threads() == []
+    assert digest(loaded) == memory_then
+
+
+def fsspec_options(proxy: FaultProxy) -> dict[str, Any]:
+    endpoint = {"endpoint_url": proxy.options["endpoint_url"]}
+    return {"key": proxy.server.access_key, "secret": proxy.server.secret_key, "client_kwargs": endpoint}
+
+
+def test_a_read_that_hangs_in_a_mount_is_given_up(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    with ExitStack() as stack:
+        try:
+            disk = stack.enter_context(fault_disk(tmp_path, tmp_path / "disk"))
+        except OSError as error:
+            pytest.skip(str(error))
+        ckpt.save(state_of(0, 1), disk.source / "c")
+        disk.give(Orders("hang", reads=True, position=12, lasts=True, note=str(tmp_path / "note")))
+        loaded = emptied(state_of(0, 1))
+        with pytest.raises(StorageUnavailable, match=r"rank 0: .*without progress: reading "):
+            ckpt.load(loaded, disk.mount / "c", timeout_s=3.0)
+        memory_then = digest(loaded)
+        disk.release()
+        assert wait_for_threads() == []
+        assert digest(loaded) == memory_then
+
+
+def test_a_slow_reply_is_no_stalled_one(proxy: FaultProxy) -> None:
+    bucket = proxy.server.new_bucket()
+    ckpt.save(state_of(0, 1), f"s3://{bucket}/c", storage_options=proxy.server.options)
+    proxy.bandwidth_bytes_per_s = 3e6  # 4 s for the tensor, in one reply
+    proxy.rule = lambda call: "throttle" if is_of_data(call) else "pass"
+    loaded = emptied(state_of(0, 1))
+    ckpt.load(loaded, f"s3://{bucket}/c", storage_options=proxy.options, timeout_s=2.0)
+    assert digest(loaded) == digest(state_of(0, 1))
 
 
 # -- and what is no reason to fail -----------------------------------------------------------------------

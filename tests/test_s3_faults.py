@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from proxy import Call, FaultProxy, fault_proxy
 from servers import S3Server
 
+import ckpt
 from ckpt.backends.base import MIB, BytesBody, PutMode, Store, exists, put_bytes, read_bytes
 from ckpt.backends.registry import open_store
-from ckpt.errors import AccessDenied, AlreadyExists, NotFound, StorageUnavailable
+from ckpt.errors import AccessDenied, AlreadyExists, NotFound, SaveFailed, StorageUnavailable
 
 DATA = secrets.token_bytes(13 * MIB + 5)
 
@@ -82,6 +84,19 @@ def test_an_upload_the_server_forgot_is_begun_anew(proxy: FaultProxy, store: Sto
     store.put("k", BytesBody(DATA))
     assert read_bytes(store, "k") == DATA
     assert pending(store, s3) == 0
+
+
+@pytest.mark.parametrize("name", [".metadata", "commit.json", ".index", "-0.distcp", ".json"])
+def test_damage_on_the_way_is_refused(proxy: FaultProxy, name: str) -> None:
+    """Whatever a save puts has a checksum that a server can verify; the record of the commit too."""
+    options, url = {**proxy.options, "part_size_bytes": 5 * MIB}, f"s3://{proxy.server.new_bucket()}/c"
+    ckpt.save({"t": torch.zeros(9)}, url, storage_options=options)
+    proxy.rule = Nth("damage", lambda call: call.method == "PUT" and call.key.endswith(name))
+    with pytest.raises(SaveFailed, match="BadDigest"):
+        ckpt.save({"t": torch.ones(9)}, url, storage_options=options)
+    loaded = {"t": torch.ones(9)}
+    ckpt.load(loaded, url, storage_options=options)
+    assert torch.equal(loaded["t"], torch.zeros(9))
 
 
 @pytest.mark.parametrize("action", ["cut", "reset", 500, 503])

@@ -64,7 +64,7 @@ def may_import(module: str, imported: str) -> bool:
     if area == "backends":
         inside = {"ckpt.backends.base"}
         if module == "ckpt.backends.base":
-            inside.add("ckpt.backends.trials")
+            inside |= {"ckpt.backends.reads", "ckpt.backends.trials"}
         if module in ("ckpt.backends.s3", "ckpt.backends.cos"):
             inside |= {"ckpt.backends.s3api", "ckpt.backends.s3options"}
         shared = ("s3io", "s3errors", "s3options", "s3trials")
@@ -146,7 +146,7 @@ def test_signatures() -> None:
     )
     assert (
         parameters(ckpt.CheckpointReader)
-        == "url, storage_options, verify, visibility_timeout_s, threads, memory_budget_bytes, trusted_objects"
+        == "url, storage_options, verify, visibility_timeout_s, threads, memory_budget_bytes, trusted_objects, timeout_s"
     )
     for save in (ckpt.save, ckpt.async_save):
         assert (

@@ -10,14 +10,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
+from servers import spawn
+
 Process: TypeAlias = "subprocess.Popen[bytes]"
 
 
 def start(command: Sequence[object], log: Path, environment: Mapping[str, str] | None = None) -> Process:
     """A program in the foreground that writes to `log`."""
     with log.open("ab") as output:
-        return subprocess.Popen(
-            [str(part) for part in command],
+        return spawn(
+            command,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

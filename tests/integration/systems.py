@@ -5,11 +5,14 @@ from __future__ import annotations
 import time
 
 import jobs
+import pytest
 from buckets import BucketTests
 from ranks import run_ranks
 
 import ckpt
 from ckpt.backends.base import Store
+from ckpt.consistency import probe_speed
+from ckpt.consistency.probe import Finding, Verdict
 from ckpt.garbage import GarbageItem
 
 
@@ -54,6 +57,19 @@ class SystemTests(BucketTests):
         ckpt.remove(f"{root}/step-2", storage_options=self.options)
         self.eventually(lambda: self._states(root) == {1: "committed latest"})
         assert run_ranks(2, jobs.loads, self._places("run/step-1"), self.options, 1) == [True, True]
+
+    def doctor(self, monkeypatch: pytest.MonkeyPatch) -> dict[str, Finding]:
+        """What `ckpt doctor` finds, by the name of the check; nothing of it is left behind."""
+        monkeypatch.setattr(probe_speed, "_SIZES_BYTES", (1 << 20, 6 << 20))
+        url = f"s3://{self.bucket}/doctor"
+        diagnosis = ckpt.doctor(url, storage_options=self.options, second_client=True)
+        self.eventually(lambda: "Contents" not in self.client.list_objects_v2(Bucket=self.bucket))
+        found = {finding.check: finding for finding in diagnosis.findings}
+        assert all(finding.verdict is Verdict.FINE for check, finding in found.items() if "others" in check)
+        assert found["unfinished uploads"].verdict is Verdict.FINE
+        careful = [finding for finding in found.values() if finding.verdict is Verdict.CAREFUL]
+        assert all(finding.advice for finding in careful)
+        return found
 
     def _places(self, key: str) -> list[str]:
         return [f"s3://{self.bucket}/{key}"] * 2

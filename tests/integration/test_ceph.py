@@ -17,6 +17,7 @@ from systems import SystemTests
 
 import ckpt
 from ckpt.backends.base import MIB
+from ckpt.consistency.probe import Verdict
 
 pytestmark = needs("ceph", *PROGRAMS)
 
@@ -43,6 +44,15 @@ class TestCeph(SystemTests):
         parts = {"Parts": [{"PartNumber": 1, "ETag": etag}]}
         self.client.complete_multipart_upload(**upload, MultipartUpload=parts, IfNoneMatch="*")
         assert self.client.get_object(**here)["Body"].read() == b"new"
+
+    def test_doctor(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        found = self.doctor(monkeypatch)
+        assert found["conditional put"].measured["if_none_match"] == "honoured"
+        assert found["conditional upload in parts"].measured["if_none_match"] == "ignored"
+        assert "looked for before" in found["conditional upload in parts"].advice
+        assert found["create races with another process"].verdict is Verdict.FINE
+        assert found["checksums sent along"].verdict is Verdict.CAREFUL
+        assert found["uploads in parts"].verdict is Verdict.FINE
 
 
 # -- the gateway dies ------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from systems import SystemTests
 
 import ckpt
 from ckpt.backends.base import PutMode, Store, put_bytes
+from ckpt.consistency.probe import Verdict
 
 pytestmark = needs("swift", *PROGRAMS, root=True)
 
@@ -39,6 +40,17 @@ class TestSwift(SystemTests):
             self.client.put_object(Bucket=self.bucket, Key="k", Body=b"x", IfNoneMatch="*")
         put_bytes(store, "k", b"x", mode=PutMode.CREATE)  # looks first instead
         assert self.raw_get(store, "k") == b"x"
+
+    def test_doctor(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """501 to a put with a condition; one that completes an upload in parts is honoured, of 1,000 parts at most."""
+        found = self.doctor(monkeypatch)
+        assert found["conditional put"].measured["if_none_match"] == "refused"
+        assert "one writer at a time" in found["conditional put"].advice
+        assert found["conditional upload in parts"].measured["if_none_match"] == "honoured"
+        assert found["checksums sent along"].verdict is Verdict.CAREFUL
+        parts = found["uploads in parts"]
+        assert (parts.measured["part_1000"], parts.measured["part_10000"]) == (True, False)
+        assert "give the storage option part_size_bytes" in parts.advice
 
 
 def test_listings_that_lag(swift: Swift) -> None:
