@@ -9,9 +9,9 @@ from fnmatch import fnmatchcase
 
 import torch
 
-from ckpt.contents import has_model, part_of
+from ckpt.contents import Path, has_model, part_of
 from ckpt.errors import ConfigurationError
-from ckpt.source import Path, Source, TensorFacts
+from ckpt.source import Source, TensorFacts
 
 __all__ = ["Choice", "ChosenObject", "ChosenTensor", "Rules", "choose", "parse_dtype"]
 
@@ -96,11 +96,15 @@ def choose(source: Source, rules: Rules) -> Choice:
         ConfigurationError: nothing is left, two names become one, or a rule is no valid pattern.
     """
     renaming = _Renaming(rules.rename)
-    with_model = has_model(source.tensors)
+    with_model = has_model(source.paths.values())
     found = Choice()
     for name, facts in source.tensors.items():
         part = part_of(name, is_tensor=True, has_model=with_model)
-        if not _is_wanted(name, rules) or (rules.weights_only and part != "weights"):
+        if not _is_wanted(name, rules):
+            continue
+        if rules.weights_only and part != "weights":
+            if part == "other":
+                found.dropped[name] = "by its name no weight, but beside the model"
             continue
         if rules.dtype is not None and part == "weights" and facts.dtype.is_floating_point:
             facts = replace(facts, dtype=rules.dtype)

@@ -52,7 +52,7 @@ class Converted:
         tensors, objects: how many were written.
         tensor_bytes: size of the tensors, in their new dtypes.
         files: data files written; `sent_bytes` is their size.
-        dropped: what was chosen and cannot be in the new format, and why.
+        dropped: what the new format cannot hold, and tensors that `weights_only` took for none; and why.
     """
 
     source: str

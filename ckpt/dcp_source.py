@@ -9,9 +9,10 @@ from typing import Any
 from ckpt.backends.base import read_bytes
 from ckpt.columns import ObjectRow
 from ckpt.consistency.commit import read_commit
+from ckpt.contents import paths_of
 from ckpt.errors import CommitConflict, ConfigurationError, UnsafeContent
 from ckpt.regions import OpenCheckpoint, is_quantized
-from ckpt.source import Path, Region, Source, TensorFacts
+from ckpt.source import Region, Source, TensorFacts
 
 __all__ = ["CheckpointSource"]
 
@@ -47,7 +48,7 @@ class CheckpointSource(Source):
                 self.objects[name] = None
             else:
                 self.tensors[name] = TensorFacts(entry.dtype, entry.size, entry.requires_grad)
-        self.paths = _paths(part.metadata.planner_data)
+        self.paths = paths_of(part.metadata.planner_data)
         self.tags = part.commit.tags if part.commit is not None else {}
 
     def prepare(self, names: Collection[str]) -> None:
@@ -89,17 +90,3 @@ class CheckpointSource(Source):
 
     def close(self) -> None:
         self._open.close()
-
-
-def _paths(planner_data: Any) -> dict[str, Path]:
-    """What DCP's planner keeps: where each name is in the nested state. Other planners keep what they like."""
-    if not isinstance(planner_data, dict):
-        return {}
-    return {
-        name: path
-        for name, path in planner_data.items()
-        if isinstance(name, str)
-        and isinstance(path, tuple)
-        and path
-        and all(type(part) in (str, int) for part in path)
-    }

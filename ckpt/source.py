@@ -11,15 +11,13 @@ from typing import Any
 import torch
 
 from ckpt.backends.base import ObjectStat, Store
+from ckpt.contents import Path
 from ckpt.errors import CommitConflict
 from ckpt.fetch import Fetcher, StoredFile
 from ckpt.pieces import Piece, StoredTensor, region_pieces
 from ckpt.staging import MIN_MEMORY_BUDGET_BYTES, StagingPool
 
-__all__ = ["FileSource", "Path", "Region", "Source", "TensorFacts"]
-
-Path = tuple[str | int, ...]
-"""Where a value is in nested dicts (texts) and lists (numbers)."""
+__all__ = ["FileSource", "Region", "Source", "TensorFacts"]
 
 
 @dataclass(frozen=True)

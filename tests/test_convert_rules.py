@@ -51,12 +51,22 @@ def test_globs(place: Path, tmp_path: Path) -> None:
     assert "nothing is left" in error["message"]
 
 
+def test_weights_of_an_app_state(tmp_path: Path) -> None:
+    """The names of PyTorch's own tutorial on DCP."""
+    ckpt.save({"app": training_state()}, tmp_path / "app")
+    weights = {"app.model.layers.0.weight", "app.model.layers.1.bias", "app.model.count"}
+    assert names(tmp_path / "app", "--weights-only", target=tmp_path / "a.safetensors") == weights
+
+
 def test_what_is_left_out_is_said(place: Path, tmp_path: Path) -> None:
     done = convert(place, tmp_path / "a.safetensors")
     assert set(done["dropped"]) == {"step", "optim.lr"}
     ran = run("convert", place, tmp_path / "b.safetensors")
     assert "left out step: no tensor" in ran.out
     assert (done["tensors"], done["objects"]) == (5, 0)
+    torch.save({"model": {"w": torch.ones(3)}, "scales": torch.ones(2)}, tmp_path / "a.pt")
+    done = convert(tmp_path / "a.pt", tmp_path / "b.pt", "--weights-only")
+    assert (done["tensors"], list(done["dropped"])) == (1, ["scales"])
 
 
 def test_renaming(place: Path, tmp_path: Path) -> None:
