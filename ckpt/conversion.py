@@ -153,6 +153,8 @@ class _Places:
         stack.callback(place.close)
         if opened.format == form and os.path.realpath(opened.url) == os.path.realpath(place.url):
             raise ConfigurationError("source and destination are the same place", url=place.url)
+        if place.key is not None and opened.holds(place.url):
+            raise ConfigurationError("the destination is a file of the source", url=place.url)
         return opened, place, form
 
 

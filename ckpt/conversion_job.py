@@ -7,7 +7,14 @@ from dataclasses import dataclass, field
 
 from ckpt.backends.base import exists
 from ckpt.choosing import Choice
-from ckpt.errors import AlreadyExists, CheckpointError, CommitConflict, CommitUnknown, StorageError
+from ckpt.errors import (
+    AlreadyExists,
+    CheckpointError,
+    CommitConflict,
+    CommitUnknown,
+    IntegrityError,
+    StorageError,
+)
 from ckpt.places import Place
 from ckpt.ranks import Ranks, RanksFailed
 from ckpt.source import Source
@@ -36,6 +43,11 @@ class Job:
     pool: StagingPool = field(default_factory=StagingPool)
     files: int = 0
     sent_bytes: int = 0
+
+    @property
+    def replaces_file(self) -> bool:
+        """Whether what is written, one file, may replace another one. It is not taken away again: that one is gone."""
+        return self.overwrite and self.place.key is not None
 
     @property
     def stream(self) -> Stream:
@@ -111,7 +123,7 @@ def deal(sizes: Sequence[int], hands: int) -> list[list[int]]:
 
 
 def is_settled(error: BaseException) -> bool:
-    """Whether what failed so was surely not carried out."""
+    """Whether a put that failed so was surely not carried out."""
     if isinstance(error, StorageError):
         return error.settled
-    return isinstance(error, CheckpointError) and not isinstance(error, CommitUnknown)
+    return isinstance(error, CheckpointError) and not isinstance(error, CommitUnknown | IntegrityError)

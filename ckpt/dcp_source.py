@@ -6,7 +6,7 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from ckpt.backends.base import read_bytes
+from ckpt.backends.base import exists, read_bytes
 from ckpt.columns import ObjectRow
 from ckpt.consistency.commit import read_commit
 from ckpt.contents import paths_of
@@ -77,6 +77,11 @@ class CheckpointSource(Source):
 
     def stored_object(self, name: str) -> bytes:
         return self._open.stored_object(name)
+
+    def holds(self, url: str) -> bool:
+        """Anything in its folder that is there."""
+        root, found = os.path.realpath(self.url), os.path.realpath(url)
+        return found.startswith(f"{root}/") and exists(self._open.store, found.removeprefix(f"{root}/"))
 
     def check_unchanged(self) -> None:
         part, store = self._open.parts[0], self._open.store

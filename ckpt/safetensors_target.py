@@ -40,9 +40,10 @@ def write_safetensors(job: Job, dtype: torch.dtype | None) -> None:
     first = job.ranks.rank == 0
     try:
         job.ranks.together(job.call, lambda: _begin(job, output, names, dtype) if first else None)
-        job.ranks.together(job.call, lambda: _put(job, output, mine))
+        job.ranks.together(job.call, lambda: _put(job, output, mine, appears=len(files) == 1))
     except BaseException:
-        output.discard()
+        if not job.replaces_file:
+            output.discard()
         raise
     if len(files) > 1:
         index = encode_index(
@@ -150,7 +151,9 @@ def _with_dtype(data: bytes, dtype: torch.dtype | None) -> bytes:
     return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def _put(job: Job, output: OutputFiles, files: Sequence[OutputFile]) -> None:
-    output.put_all(files)
-    job.source.check_unchanged()
+def _put(job: Job, output: OutputFiles, files: Sequence[OutputFile], *, appears: bool) -> None:
+    """Args: appears: a file is a model as soon as it is there, not only with the index."""
+    output.put_all(files, vouch=job.source.check_unchanged if appears else None)
+    if not appears:
+        job.source.check_unchanged()
     job.wrote(len(files), sum(file.nbytes for file in files))

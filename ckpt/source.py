@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -84,6 +85,10 @@ class Source(ABC):
         yield from ()
 
     @abstractmethod
+    def holds(self, url: str) -> bool:
+        """Whether the file at a path or URL is a part of it."""
+
+    @abstractmethod
     def check_unchanged(self) -> None:
         """Raise CommitConflict if it was replaced since it was opened."""
 
@@ -111,6 +116,10 @@ class FileSource(Source):
             found = pieces.setdefault(self._files[file], [])
             found += region_pieces(stored, region.offsets, region.target.shape, region.target)
         self._fetcher.run(pieces, self._threads)
+
+    def holds(self, url: str) -> bool:
+        root = self._store.url.rstrip("/")
+        return os.path.realpath(url) in {os.path.realpath(f"{root}/{key}") for key in self._stats}
 
     def check_unchanged(self) -> None:
         for key, before in self._stats.items():

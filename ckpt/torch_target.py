@@ -37,14 +37,14 @@ def write_torch_file(job: Job) -> None:
 
     def work() -> None:
         if file is not None:
-            output.put_all([file])
-            job.source.check_unchanged()
+            output.put_all([file], vouch=job.source.check_unchanged)
             job.wrote(1, file.nbytes)
 
     try:
         job.ranks.together(job.call, work)
     except BaseException:
-        output.discard()
+        if not job.replaces_file:
+            output.discard()
         raise
 
 

@@ -150,6 +150,26 @@ def test_nothing_is_replaced_unasked(place: Path, tmp_path: Path) -> None:
     assert not ckpt.inspect(ours).objects
 
 
+@pytest.mark.parametrize(
+    "source", ["hf", "hf-link", "sharded", "sharded/model.safetensors.index.json", "old", "ours", "stock"]
+)
+def test_no_file_of_the_source_is_replaced(source: str, place: Path, tmp_path: Path) -> None:
+    targets = {"hf": "hf/model.safetensors", "hf-link": "hf/model.safetensors", "old": "old/pytorch_model.bin",
+               "ours": "ours/.metadata", "stock": "stock/__0_0.distcp"}  # fmt: skip
+    for name, options in [
+        ("hf", ["--to", "safetensors"]), ("sharded", ["--to", "safetensors", "--max-shard-size", "1B"]),
+        ("old/pytorch_model.bin", []), ("ours", ["--to", "ckpt"]), ("stock", ["--to", "dcp"]),
+    ]:  # fmt: skip
+        convert(place, tmp_path / name, *options)
+    (tmp_path / "hf-link").symlink_to(tmp_path / "hf")
+    before = {p: p.read_bytes() for p in sorted(tmp_path.rglob("*")) if p.is_file()}
+    target = tmp_path / targets.get(source, "sharded/model-00002-of-00005.safetensors")
+    form = "safetensors" if target.suffix == ".safetensors" else "torch"
+    error = convert(tmp_path / source, target, "--to", form, "--overwrite", code=2)["error"]
+    assert "the destination is a file of the source" in error["message"] or "same place" in error["message"]
+    assert {p: p.read_bytes() for p in sorted(tmp_path.rglob("*")) if p.is_file()} == before
+
+
 def test_leftovers_are_named_and_replaced_when_asked(place: Path, tmp_path: Path) -> None:
     hf, stock = tmp_path / "hf", tmp_path / "stock"
     for folder, leftover, options in [

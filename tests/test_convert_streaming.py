@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,9 @@ from states import digest, random_tensor
 
 import ckpt
 from ckpt.backends.posix import PosixStore
-from ckpt.errors import CheckpointError, StorageUnavailable
+from ckpt.errors import CheckpointError, CommitConflict, StorageUnavailable
 from ckpt.safetensors_format import encode_header
+from ckpt.torch_source import TorchFileSource
 
 MIB = 1 << 20
 
@@ -160,22 +162,71 @@ def test_damage_is_found_on_the_way(tmp_path: Path) -> None:
         assert not [path for path in tmp_path.glob(f"{form}-out*") if path.is_file() or any(path.glob("*.*"))]
 
 
-def test_a_source_that_is_replaced_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def replaced_on_the_way(monkeypatch: pytest.MonkeyPatch, source: Path) -> None:
+    """Replace a file right after some of its data were read for a put."""
+    put, read_into = PosixStore.put, PosixStore.read_into
+    putting = threading.Event()
+
+    def noted(self: PosixStore, *rest: Any, **more: Any) -> None:
+        putting.set()
+        put(self, *rest, **more)
+
+    def replacing(self: PosixStore, key: str, *rest: Any) -> None:
+        read_into(self, key, *rest)
+        if putting.is_set() and key == source.name:
+            putting.clear()
+            torch.save({**state(), "step": 4}, source)
+
+    monkeypatch.setattr(PosixStore, "put", noted)
+    monkeypatch.setattr(PosixStore, "read_into", replacing)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_source_that_is_replaced_meanwhile(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save(state(), tmp_path / "a.pt")
+    replaced_on_the_way(monkeypatch, tmp_path / "a.pt")
+    target = tmp_path / f"out{ENDINGS[form]}"
+    error = convert(tmp_path / "a.pt", target, "--to", form, code=1)["error"]
+    assert error["type"] == "CommitConflict"
+    assert not target.is_file()
+    assert not target.is_dir() or not [p for p in target.rglob("*") if p.is_file()]
+
+
+@pytest.mark.parametrize("name", ["b.pt", "b.safetensors"])
+def test_a_file_that_would_be_replaced_stays_until_the_source_is_vouched_for(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save(state(), tmp_path / "a.pt")
+    (tmp_path / name).write_text("of value")
+    seen: list[str] = []
+
+    def tell(self: Any) -> None:
+        seen.append((tmp_path / name).read_text())
+        raise CommitConflict("was replaced")
+
+    monkeypatch.setattr(TorchFileSource, "check_unchanged", tell)
+    convert(tmp_path / "a.pt", tmp_path / name, "--overwrite", code=1)
+    assert seen == ["of value"]
+    assert (tmp_path / name).read_text() == "of value"
+
+
+def test_a_put_of_which_nobody_knows_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     torch.save(state(), tmp_path / "a.pt")
     original = PosixStore.put
 
-    def put(self: PosixStore, *rest: Any, **more: Any) -> None:
-        original(self, *rest, **more)
-        torch.save({**state(), "step": 4}, tmp_path / "a.pt")
+    def put(self: PosixStore, key: str, *rest: Any, **more: Any) -> None:
+        original(self, key, *rest, **more)
+        if key.startswith("model-00002"):
+            raise StorageUnavailable("no reply", url=self.url, key=key)
 
-    for form in FORMATS:
-        monkeypatch.setattr(PosixStore, "put", put)
-        target = tmp_path / f"out{ENDINGS[form]}"
-        error = convert(tmp_path / "a.pt", target, "--to", form, code=1)["error"]
-        monkeypatch.undo()
-        assert error["type"] == "CommitConflict"
-        assert not target.is_file()
-        assert not target.is_dir() or not [p for p in target.rglob("*") if p.is_file()]
+    monkeypatch.setattr(PosixStore, "put", put)
+    convert(tmp_path / "a.pt", tmp_path / "hf", "--to", "safetensors", "--max-shard-size", "3MB", code=4)
+    assert [path.name for path in (tmp_path / "hf").iterdir()] == ["model-00002-of-00002.safetensors"]
+    assert "not known, remove them if so: model-00002-of-00002.safetensors" in caplog.text
 
 
 # -- ranks ---------------------------------------------------------------------------------------------
