@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import array
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from ckpt.backends.base import Store
 from ckpt.checkpoint import Checkpoint, ReadSettings, is_rank_local, open_checkpoint, open_rank_local
-from ckpt.columns import Columns, ObjectRow, StorageTable, TensorColumns
+from ckpt.columns import Columns, ObjectRow, StorageTable, TensorColumns, packed
 from ckpt.errors import FormatError, NotCommitted, NotFound
 
 __all__ = ["Path", "columns_of", "has_model", "open_parts", "part_of", "paths_of", "rank_of"]
@@ -91,13 +90,8 @@ def _places(
 ) -> dict[str, dict[bytes | None, _StorageInfo]]:
     places: dict[str, dict[bytes | None, _StorageInfo]] = defaultdict(dict)
     for index, info in storage_data.items():
-        places[index.fqn][None if index.offset is None else _packed(index.offset)] = info
+        places[index.fqn][None if index.offset is None else packed(index.offset)] = info
     return places
-
-
-def _packed(offsets: Sequence[int]) -> bytes:
-    """As a dict key: the hashes of numbers are no secret, and who knows them can make a dict slow."""
-    return array.array("q", offsets).tobytes()
 
 
 def _tensor(
@@ -109,7 +103,7 @@ def _tensor(
 ) -> TensorColumns:
     rows = []
     for chunk in described.chunks:
-        info = infos.pop(_packed(chunk.offsets), None)
+        info = infos.pop(packed(chunk.offsets), None)
         if info is None:
             raise FormatError(
                 f"the metadata do not say where {fqn!r} at {tuple(chunk.offsets)} is, or list it twice",

@@ -14,7 +14,7 @@ from typing import Any, Literal, cast
 
 import torch
 
-from ckpt.backends.base import redact_url
+from ckpt.backends.base import exists, redact_url
 from ckpt.backends.registry import open_store
 from ckpt.checkpoint import is_rank_local
 from ckpt.choosing import Rules, choose, parse_dtype
@@ -231,6 +231,11 @@ def _open_folder(url: str | os.PathLike[str], place: Place, options: Mapping[str
         with contextlib.suppress(NotFound):
             stat = place.folder.stat(_OLD_WEIGHTS)
             return TorchFileSource(Place(place.folder, stat.key, stat, place.base), has_folder=True)
+        if exists(place.folder, f"{_OLD_WEIGHTS}.index.json"):
+            raise FormatError(
+                "is an old model in several pickles; load it with transformers, and save_pretrained it",
+                url=place.url,
+            )
     place.close()
     return CheckpointSource(url, options)  # which also says best what is missing where there is nothing
 

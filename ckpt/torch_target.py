@@ -53,6 +53,7 @@ def _file(job: Job) -> OutputFile:
     job.refuse_existing_file()
     choice, stream = job.choice, job.stream
     frame = _Frame(choice)
+    choice.check_paths()
     state = _nested(job.source, choice, frame.tensors | _objects(job))
     try:
         save_without_crc32(state, frame)
