@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ckpt.backends.base import exists
@@ -74,6 +75,19 @@ class Job:
                 url=self.place.folder.url,
                 key=self.place.key,
             )
+
+    @contextlib.contextmanager
+    def discarding(self, discard: Callable[[], None]) -> Iterator[None]:
+        """Take away what this rank has written if what is done here fails."""
+        try:
+            yield
+        except BaseException:
+            progress = self.ranks.progress
+            # Where the others have given this rank up, its stores do nothing any more.
+            given_up, progress.given_up = progress.given_up, None
+            discard()
+            progress.given_up = given_up
+            raise
 
     def publish(
         self,

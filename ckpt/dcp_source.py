@@ -11,6 +11,7 @@ from ckpt.columns import ObjectRow
 from ckpt.consistency.commit import read_commit
 from ckpt.contents import paths_of
 from ckpt.errors import CommitConflict, ConfigurationError, UnsafeContent
+from ckpt.places import Guard
 from ckpt.regions import OpenCheckpoint, is_quantized
 from ckpt.source import Region, Source, TensorFacts
 
@@ -27,8 +28,10 @@ class CheckpointSource(Source):
         ConfigurationError: it is a part a rank, which only those ranks can put together.
     """
 
-    def __init__(self, url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None) -> None:
-        self._open = OpenCheckpoint(url, storage_options)
+    def __init__(
+        self, url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None, guard: Guard
+    ) -> None:
+        self._open = OpenCheckpoint(url, storage_options, guard=guard)
         try:
             if len(self._open.parts) > 1:
                 raise ConfigurationError(

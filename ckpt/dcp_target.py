@@ -97,12 +97,9 @@ def write_checkpoint(job: Job) -> None:
         assert coordinator is not None
         coordinator.commit(_metadata(job, chunks), receipts, world_size=ranks.size, tags=job.source.tags)
 
-    try:
+    with job.discarding(discard):
         ranks.together(job.call, begin)
         receipts = ranks.gather(ranks.together(job.call, write))
-    except BaseException:
-        discard()
-        raise
     job.publish(commit, discard, proves_no_commit)
 
 
@@ -138,12 +135,9 @@ def write_stock_checkpoint(job: Job) -> None:
         columns.version = CURRENT_DCP_VERSION
         output.put_bytes(STOCK_METADATA_KEY, pickled_metadata(columns))
 
-    try:
+    with job.discarding(output.discard):
         ranks.together(job.call, begin)
         receipts = ranks.gather(ranks.together(job.call, write))
-    except BaseException:
-        output.discard()
-        raise
     job.publish(finish, output.discard, is_settled)
 
 

@@ -66,7 +66,7 @@ class OutputFiles:
             for _ in in_order(threads, work, files, ahead=2 * at_once, stop=self._stop):
                 pass
 
-    def put_bytes(self, key: str, data: bytes) -> None:
+    def put_bytes(self, key: str, data: bytes | bytearray) -> None:
         """Put a small file."""
         self._put(key, BytesBody(data))
 

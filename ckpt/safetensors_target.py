@@ -38,13 +38,9 @@ def write_safetensors(job: Job, dtype: torch.dtype | None) -> None:
     counter = job.counter(sum(file.nbytes for file in mine))
     output = OutputFiles(job.place.folder, job.pool, replace=job.overwrite, pace=counter.add)
     first = job.ranks.rank == 0
-    try:
+    with job.discarding(output.discard if not job.replaces_file else lambda: None):
         job.ranks.together(job.call, lambda: _begin(job, output, names, dtype) if first else None)
         job.ranks.together(job.call, lambda: _put(job, output, mine, appears=len(files) == 1))
-    except BaseException:
-        if not job.replaces_file:
-            output.discard()
-        raise
     if len(files) > 1:
         index = encode_index(
             {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard},
@@ -132,11 +128,11 @@ def _begin(job: Job, output: OutputFiles, names: Sequence[str], dtype: torch.dty
     for other, stat in job.source.other_files():
         if exists(store, stat.key):
             continue  # somebody's own: it stays
-        data = bytes(read_bytes(other, stat.key, size_bytes=stat.size_bytes))
+        data = read_bytes(other, stat.key, size_bytes=stat.size_bytes)
         output.put_bytes(stat.key, _with_dtype(data, dtype) if stat.key == _CONFIG else data)
 
 
-def _with_dtype(data: bytes, dtype: torch.dtype | None) -> bytes:
+def _with_dtype(data: bytearray, dtype: torch.dtype | None) -> bytearray | bytes:
     """A model's configuration that says what its weights are now."""
     if dtype is None or len(data) > _MAX_CONFIG_BYTES:
         return data

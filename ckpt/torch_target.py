@@ -40,12 +40,8 @@ def write_torch_file(job: Job) -> None:
             output.put_all([file], vouch=job.source.check_unchanged)
             job.wrote(1, file.nbytes)
 
-    try:
+    with job.discarding(output.discard if not job.replaces_file else lambda: None):
         job.ranks.together(job.call, work)
-    except BaseException:
-        if not job.replaces_file:
-            output.discard()
-        raise
 
 
 def _file(job: Job) -> OutputFile:

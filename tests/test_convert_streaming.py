@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 import signal
 import subprocess
@@ -23,6 +25,7 @@ from states import digest, random_tensor
 
 import ckpt
 from ckpt.backends.posix import PosixStore
+from ckpt.conversion_job import Job
 from ckpt.errors import CheckpointError, CommitConflict, StorageUnavailable
 from ckpt.safetensors_format import encode_header
 from ckpt.torch_source import TorchFileSource
@@ -308,6 +311,55 @@ def test_under_torchrun(tmp_path: Path) -> None:
     (line,) = done.stdout.splitlines()
     assert (json.loads(line)["files"], json.loads(line)["tensors"]) == (4, 4)
     assert digest(read(tmp_path / "hf", "safetensors")) == digest(saved)
+
+
+def test_under_torchrun_an_error_is_one_json_object(tmp_path: Path) -> None:
+    folder = Path(sys.executable).parent
+    command = [str(folder / "torchrun"), "--standalone", "--nproc-per-node", "2", "--no-python"]
+    more = ["convert", str(tmp_path / "nothing"), str(tmp_path / "a.pt"), "--json"]
+    done = subprocess.run(
+        [*command, str(folder / "ckpt"), *more], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode != 0
+    (line,) = done.stdout.splitlines()
+    assert json.loads(line)["exit_code"] == 3
+
+
+@pytest.mark.parametrize(
+    ("form", "way"),
+    [("ckpt", "killed"), ("dcp", "stopped"), ("safetensors", "killed"), ("torch", "stopped")],
+)
+def test_a_rank_that_is_gone_is_named(form: str, way: str, tmp_path: Path) -> None:
+    """The others fail in time; of what they wrote nothing is left."""
+    torch.save({f"w{n}": random_tensor(1000, 100, seed=n) for n in range(4)}, tmp_path / "a.pt")
+    target = tmp_path / f"out{ENDINGS[form]}"
+    options = {"to": form, "max_shard_bytes": 300_000, "timeout_s": 8.0}
+    killed, stopped = ([1], []) if way == "killed" else ([], [1])
+    arguments = (str(tmp_path / "a.pt"), str(target), options, way)
+    message, _ = run_ranks(2, _gone_convert, *arguments, killed=killed, stopped=stopped)
+    assert "rank 1 does not answer" in message
+    left = {path.relative_to(tmp_path).as_posix() for path in target.rglob("*") if path.is_file()}
+    of_rank_1 = {
+        "ckpt": "out/rank-00001/",
+        "dcp": "out/__1_",
+        "safetensors": "out/model-0000[24]-of",
+        "torch": "nothing",
+    }
+    assert all(re.match(of_rank_1[form], name) for name in left), left
+
+
+def _gone_convert(rank: int, source: str, target: str, options: dict[str, Any], way: str) -> str:
+    def go(self: object) -> None:
+        time.sleep(1)  # the others have written theirs
+        os.kill(os.getpid(), signal.SIGKILL if way == "killed" else signal.SIGSTOP)
+
+    if rank == 1:
+        # It is asked once this rank has written all that is its own; of one file that is nothing.
+        whole = options["to"] == "torch"
+        pytest.MonkeyPatch().setattr(
+            Job if whole else TorchFileSource, "agree" if whole else "check_unchanged", go
+        )
+    return _failing_convert(0, source, target, options)
 
 
 def test_ranks_that_see_different_sources(tmp_path: Path) -> None:
