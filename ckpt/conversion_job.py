@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -50,7 +51,7 @@ class Job:
         """Whether what is written, one file, may replace another one. It is not taken away again: that one is gone."""
         return self.overwrite and self.place.key is not None
 
-    @property
+    @functools.cached_property
     def stream(self) -> Stream:
         return Stream(self.source)
 

@@ -24,6 +24,7 @@ from servers import S3Server
 from states import digest, random_tensor
 
 import ckpt
+from ckpt import streaming
 from ckpt.backends.posix import PosixStore
 from ckpt.conversion_job import Job
 from ckpt.errors import CheckpointError, CommitConflict, StorageUnavailable
@@ -91,6 +92,29 @@ def test_parts_in_parallel_stay_in_the_limit(s3: S3Server, tmp_path: Path) -> No
         "to": "safetensors",
     }
     assert peak_bytes(tmp_path / "huge.safetensors", f"s3://{s3.new_bucket()}/a", **options) < 900 * MIB
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_very_many_small_tensors_are_read_some_at_a_time(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = {f"t{n}": torch.tensor([n], dtype=torch.int16) for n in range(1000)}
+    torch.save(saved, tmp_path / "a.pt")
+    read_at_once: list[int] = []
+    original = TorchFileSource.read
+
+    def noted(self: TorchFileSource, regions: Any) -> None:
+        read_at_once.append(len(regions))
+        original(self, regions)
+
+    monkeypatch.setattr(TorchFileSource, "read", noted)
+    monkeypatch.setattr(streaming, "_REGIONS_AT_ONCE", 300)
+    target = tmp_path / f"out{ENDINGS[form]}"
+    convert(tmp_path / "a.pt", target, "--to", form)
+    assert max(read_at_once) == 300
+    assert sum(read_at_once) == len(saved)
+    found = read(target, form)
+    assert all(int(found[f"t{n}"]) == n for n in range(0, 1000, 7))
 
 
 # -- interrupts and failures ---------------------------------------------------------------------------
