@@ -24,11 +24,11 @@ from torch.distributed.checkpoint.stateful import Stateful
 from ckpt.backends.base import redact_url
 from ckpt.background import Background
 from ckpt.consistency.commit import proves_no_commit
+from ckpt.contact import lost, summary
 from ckpt.errors import CheckpointError, CommitUnknown, ConfigurationError, LoadFailed, SaveFailed
 from ckpt.ranks import DEFAULT_TIMEOUT_S, Ranks, RanksFailed, portable
 from ckpt.reader import CheckpointReader
 from ckpt.stager import Stager
-from ckpt.watch import LOST_CONTACT, Answer
 from ckpt.writer import CheckpointWriter, last_segment
 
 __all__ = ["async_save", "load", "save"]
@@ -216,10 +216,10 @@ def _prepare_save(
         return writer, values
     except RanksFailed as error:
         raise _refused(error, ranks) or SaveFailed(
-            _summary("save", error.failures), url=place, failures=error.failures
+            summary("save", error.failures), url=place, failures=error.failures
         ) from None
     except Exception as error:
-        message, failures = _lost("save", ranks, error)
+        message, failures = lost("save", ranks, error)
         raise SaveFailed(message, url=place, failures=failures) from error
 
 
@@ -239,10 +239,10 @@ def _save(
         if all(proves_no_commit(failure) for failure in failures.values()):
             # On all ranks alike: what each wrote is of no use to anyone.
             writer.discard()
-        raise SaveFailed(_summary("save", failures), url=writer.checkpoint_id, failures=failures) from error
+        raise SaveFailed(summary("save", failures), url=writer.checkpoint_id, failures=failures) from error
     except Exception as error:
         rank = ranks.rank
-        message, failures = _lost("save", ranks, error)
+        message, failures = lost("save", ranks, error)
         why = failures[rank].args[0] if rank in failures else "this rank lost contact with the others"
         unknown = CommitUnknown(
             f"{why}, before it was told whether the save was committed; a load will tell",
@@ -319,17 +319,17 @@ def _load_errors(place: str, ranks: Ranks) -> Iterator[None]:
     except CheckpointException as error:
         failures = {rank: wrapped[0] for rank, wrapped in error.failures.items()}
         raise _first_of_ours(failures) or LoadFailed(
-            _summary("load", failures), url=place, failures=failures
+            summary("load", failures), url=place, failures=failures
         ) from error
     except RanksFailed as error:
         raise _refused(error, ranks) or LoadFailed(
-            _summary("load", error.failures), url=place, failures=error.failures
+            summary("load", error.failures), url=place, failures=error.failures
         ) from None
     except CheckpointError:
         raise
     except Exception as error:
-        message, lost = _lost("load", ranks, error)
-        raise LoadFailed(message, url=place, failures=lost) from error
+        message, failures = lost("load", ranks, error)
+        raise LoadFailed(message, url=place, failures=failures) from error
 
 
 def _first_of_ours(failures: Mapping[int, BaseException]) -> CheckpointError | None:
@@ -343,67 +343,3 @@ def _refused(error: RanksFailed, ranks: Ranks) -> ConfigurationError | None:
     alike = all(isinstance(failure, ConfigurationError) for failure in error.failures.values())
     everywhere = alike and len(error.failures) == ranks.size
     return own if everywhere and isinstance(own, ConfigurationError) else None
-
-
-def _summary(what: str, failures: Mapping[int, BaseException]) -> str:
-    first = min(failures)
-    cause = failures[first]
-    text = (
-        str(cause) if isinstance(cause, CheckpointError) else f"rank {first}: {type(cause).__name__}: {cause}"
-    )
-    others = [rank for rank in sorted(failures) if rank != first]
-    more = f" (also failed: rank {', '.join(map(str, others[:10]))}{', ...' if len(others) > 10 else ''})"
-    return f"the {what} failed: {text}{more if others else ''}"
-
-
-def _lost(what: str, ranks: Ranks, error: Exception) -> tuple[str, dict[int, BaseException]]:
-    """A collective broke: find out who is gone, or whose error it was."""
-    first_line = str(error).splitlines()[0] if str(error) else ""
-    cause = ranks.progress.given_up or f"{type(error).__name__}: {first_line}"
-    answers = ranks.roll_call(error)
-    if answers is None:
-        where = "the rendezvous store, or the rank that holds it, does not answer"
-        return f"the {what} failed: {where} ({cause})", {}
-    failures: dict[int, BaseException] = {}
-    for rank, answer in sorted(answers.items()):
-        text = _blame(answer)
-        if text is not None:
-            failures[rank] = CheckpointError(text, rank=rank)
-    silent = [rank for rank, answer in sorted(answers.items()) if not answer.is_alive]
-    if not silent:
-        said = [f"rank {rank} says: {answer.failure}" for rank, answer in sorted(answers.items())
-                if rank != ranks.rank and (answer.failure or "").startswith(LOST_CONTACT)]  # fmt: skip
-        # It was this rank that the others gave up.
-        return _summary(what, failures) if failures else f"the {what} failed: {[*said, cause][0]}", failures
-    names = ", ".join(map(str, silent))
-    doing = answers[silent[0]].doing
-    last = f"; when last heard of, rank {silent[0]} was {doing}" if doing else ""
-    return f"the {what} failed: rank {names} {_SILENT}{last} ({cause})", failures
-
-
-_SILENT = "does not answer: killed, crashed, or stuck"
-
-
-def _blame(answer: Answer) -> str | None:
-    """What a rank has to do with the loss of contact; None if nothing."""
-    if not answer.is_alive:
-        return _SILENT + (f"; when last heard of, it was {answer.doing}" if answer.doing else "")
-    if answer.failure is not None and not _is_lost_contact(answer.failure):
-        return answer.failure
-    return f"no progress for {answer.stuck_s:.0f} s: {answer.doing}" if answer.stuck_s else None
-
-
-_LOST_CONTACT = (
-    LOST_CONTACT,
-    "onnection",
-    "gloo",
-    "imed out",
-    "imeout",
-    "DistBackendError",
-    "DistNetworkError",
-)
-
-
-def _is_lost_contact(text: str) -> bool:
-    """Whether an error tells of another rank's end, rather than of something of its own."""
-    return any(word in text for word in _LOST_CONTACT)

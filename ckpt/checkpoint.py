@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import array
 import re
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
@@ -16,7 +15,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from ckpt.backends.base import Store, check_key, exists, read_bytes
-from ckpt.columns import Chunks
+from ckpt.columns import Chunks, packed
 from ckpt.consistency import environment
 from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY, is_foreign, read_commit
 from ckpt.consistency.digest import crc64nvme
@@ -190,8 +189,8 @@ class Checkpoint:
             shape = found.chunks.size_at(index)
         else:
             if index.fqn not in self._chunks:
-                self._chunks[index.fqn] = {_packed(chunk.offsets): chunk.sizes for chunk in found.chunks}
-            shape = self._chunks[index.fqn].get(_packed(index.offset or ()))
+                self._chunks[index.fqn] = {packed(chunk.offsets): chunk.sizes for chunk in found.chunks}
+            shape = self._chunks[index.fqn].get(packed(index.offset or ()))
         if shape is None:
             raise FormatError(f"{index.fqn!r} has no chunk at {index.offset}", url=self._store.url)
         return shape, found.properties.dtype
@@ -269,11 +268,6 @@ class Checkpoint:
         if any(_DATA_FILE.fullmatch(file.path) is None for file in manifest.files):
             raise FormatError("names a file that no rank of a save would write", url=self._store.url, key=key)
         return manifest
-
-
-def _packed(offsets: Sequence[int]) -> bytes:
-    """As a dict key: the hashes of numbers are no secret, and who knows them can make a dict slow."""
-    return array.array("q", offsets).tobytes()
 
 
 def _decode(commit: CommitRecord | None, data: bytes, *, url: str, key: str) -> Metadata:

@@ -9,9 +9,9 @@ from fnmatch import fnmatchcase
 
 import torch
 
-from ckpt.contents import has_model, part_of
+from ckpt.contents import Path, has_model, part_of
 from ckpt.errors import ConfigurationError
-from ckpt.source import Path, Source, TensorFacts
+from ckpt.source import Source, TensorFacts
 
 __all__ = ["Choice", "ChosenObject", "ChosenTensor", "Rules", "choose", "parse_dtype"]
 
@@ -24,7 +24,7 @@ class Rules:
         include, exclude: globs over the source's names; without `include`, all are.
         rename: regular expressions and what their matches are replaced by, one after the other.
         weights_only: leave out what looks like optimizer state, or is no tensor.
-        dtype: of all weights that are floating-point numbers.
+        dtype: of all weights that are signed floating-point numbers. (Others are scales, or packed.)
     """
 
     include: Sequence[str] = ()
@@ -83,6 +83,18 @@ class Choice:
         everything: list[ChosenTensor | ChosenObject] = [*self.tensors, *self.objects]
         return {found.name: found.path for found in everything}
 
+    def check_paths(self) -> None:
+        """Raise ConfigurationError where a value would be in the place of a dict, or of another value."""
+        paths = self.paths
+        names = {path: name for name, path in paths.items()}
+        for name, path in paths.items():
+            above = next((path[:n] for n in range(1, len(path)) if path[:n] in names), None)
+            if above is not None or names[path] != name:
+                other = names[path if above is None else above]
+                raise ConfigurationError(
+                    f"{other[:200]!r} and {name[:200]!r} cannot both be in one nested state; --rename or --exclude one"
+                )
+
     @property
     def sources(self) -> set[str]:
         """All their names in the source."""
@@ -93,16 +105,22 @@ def choose(source: Source, rules: Rules) -> Choice:
     """Apply the rules.
 
     Raises:
-        ConfigurationError: nothing is left, two names become one, or a rule is no valid pattern.
+        ConfigurationError: nothing is left, two names become one, a rule is no valid pattern, or a dtype not one of weights.
     """
+    if rules.dtype is not None and not _is_weight_dtype(rules.dtype):
+        raise _no_dtype(str(rules.dtype))
     renaming = _Renaming(rules.rename)
-    with_model = has_model(source.tensors)
+    with_model = has_model(source.paths.values())
     found = Choice()
     for name, facts in source.tensors.items():
         part = part_of(name, is_tensor=True, has_model=with_model)
-        if not _is_wanted(name, rules) or (rules.weights_only and part != "weights"):
+        if not _is_wanted(name, rules):
             continue
-        if rules.dtype is not None and part == "weights" and facts.dtype.is_floating_point:
+        if rules.weights_only and part != "weights":
+            if part == "other":
+                found.dropped[name] = "by its name no weight, but beside the model"
+            continue
+        if rules.dtype is not None and part == "weights" and _is_weight_dtype(facts.dtype):
             facts = replace(facts, dtype=rules.dtype)
         new = renaming.apply(name)
         found.tensors.append(ChosenTensor(new, name, facts, _path(source, name, new)))
@@ -183,8 +201,17 @@ def parse_dtype(text: str) -> torch.dtype:
     name = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "half": "float16", "fp32": "float32",
             "f32": "float32", "float": "float32", "fp64": "float64", "f64": "float64", "double": "float64"}.get(name, name)  # fmt: skip
     found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point or found.itemsize * 8 > 64:
-        raise ConfigurationError(
-            f"{text!r} is no floating-point dtype; write bfloat16, float16, float32 or another of torch's"
-        )
+    if not isinstance(found, torch.dtype) or not _is_weight_dtype(found):
+        raise _no_dtype(text)
     return found
+
+
+def _is_weight_dtype(dtype: torch.dtype) -> bool:
+    """Whether it has values of both signs, one in each element: not the scales and packed halves of quantized weights."""
+    return dtype.is_floating_point and dtype not in (torch.float8_e8m0fnu, torch.float4_e2m1fn_x2)
+
+
+def _no_dtype(text: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{text!r} is no floating-point dtype for weights; write bfloat16, float16, float32 or another of torch's"
+    )

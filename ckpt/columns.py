@@ -7,6 +7,7 @@ columns. The objects that DCP's planners look at are made when they are looked a
 
 from __future__ import annotations
 
+import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, overload
@@ -25,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-__all__ = ["Chunks", "Columns", "Integers", "ObjectRow", "StorageTable", "TensorColumns"]
+__all__ = ["Chunks", "Columns", "Integers", "ObjectRow", "StorageTable", "TensorColumns", "packed"]
 
 Integers = npt.NDArray[np.int64]
 
@@ -190,3 +191,8 @@ class StorageTable(Mapping[MetadataIndex, _StorageInfo]):
 
 def _same(one: object, other: object) -> bool:
     return one == other
+
+
+def packed(offsets: Sequence[int]) -> bytes:
+    """As a dict key: the hashes of numbers are no secret, and who knows them can make a dict slow."""
+    return array.array("q", offsets).tobytes()

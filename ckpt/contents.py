@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import array
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -13,10 +13,13 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from ckpt.backends.base import Store
 from ckpt.checkpoint import Checkpoint, ReadSettings, is_rank_local, open_checkpoint, open_rank_local
-from ckpt.columns import Columns, ObjectRow, StorageTable, TensorColumns
+from ckpt.columns import Columns, ObjectRow, StorageTable, TensorColumns, packed
 from ckpt.errors import FormatError, NotCommitted, NotFound
 
-__all__ = ["columns_of", "has_model", "open_parts", "part_of", "rank_of"]
+__all__ = ["Path", "columns_of", "has_model", "open_parts", "part_of", "paths_of", "rank_of"]
+
+Path = tuple[str | int, ...]
+"""Where a value is in nested dicts (texts) and lists (numbers)."""
 
 _MAX_RANKS = 1 << 20
 
@@ -26,7 +29,9 @@ _OPTIMIZER = re.compile(
     r"(^|\.)(optim|optims|opt|optimizer|optimizers|optim_state|optimizer_state|optimizer_states)\."
     r"|\.(exp_avg|exp_avg_sq|max_exp_avg_sq|exp_inf|momentum_buffer|square_avg|acc_delta|grad_avg)$"
 )
-_MODEL = re.compile(r"(model|models|module|modules|network|net|weights|params|parameters|state_dict)\.")
+_MODEL = re.compile(
+    r"(app\.)?(model|models|module|modules|network|net|weights|params|parameters|state_dict)\."
+)
 _OTHER = re.compile(
     r"(lr_scheduler|lr_schedulers|scheduler|schedulers|rng|rng_state|random|dataloader|data_loader|loader|dataset"
     r"|sampler|train_state|trainer|progress|metrics|extra|extra_state|app|step|epoch|iteration|ema)(\.|$)"
@@ -85,13 +90,8 @@ def _places(
 ) -> dict[str, dict[bytes | None, _StorageInfo]]:
     places: dict[str, dict[bytes | None, _StorageInfo]] = defaultdict(dict)
     for index, info in storage_data.items():
-        places[index.fqn][None if index.offset is None else _packed(index.offset)] = info
+        places[index.fqn][None if index.offset is None else packed(index.offset)] = info
     return places
-
-
-def _packed(offsets: Sequence[int]) -> bytes:
-    """As a dict key: the hashes of numbers are no secret, and who knows them can make a dict slow."""
-    return array.array("q", offsets).tobytes()
 
 
 def _tensor(
@@ -103,7 +103,7 @@ def _tensor(
 ) -> TensorColumns:
     rows = []
     for chunk in described.chunks:
-        info = infos.pop(_packed(chunk.offsets), None)
+        info = infos.pop(packed(chunk.offsets), None)
         if info is None:
             raise FormatError(
                 f"the metadata do not say where {fqn!r} at {tuple(chunk.offsets)} is, or list it twice",
@@ -139,14 +139,32 @@ def part_of(fqn: str, *, is_tensor: bool, has_model: bool) -> str:
     """Whether an entry is part of the `weights`, the `optimizer`, or `other`: a guess by its name.
 
     Args:
-        has_model: some name in the checkpoint begins like a model's; a tensor beside it then is no weight.
+        has_model: a tensor beside those that are named like a model's is no weight.
     """
     if _OPTIMIZER.search(fqn):
         return "optimizer"
-    if not is_tensor or _OTHER.match(fqn) or (has_model and not _MODEL.match(fqn)):
-        return "other"
-    return "weights"
+    if is_tensor and _MODEL.match(fqn):
+        return "weights"
+    return "other" if not is_tensor or has_model or _OTHER.match(fqn) else "weights"
 
 
-def has_model(fqns: Mapping[str, object]) -> bool:
-    return any(_MODEL.match(fqn) for fqn in fqns)
+def has_model(paths: Iterable[Path]) -> bool:
+    """Whether a dict that is named like a model holds other values.
+
+    Names alone do not tell: in the flat state of a model, `lm_head.weight` is a weight beside `model.norm.weight`.
+    """
+    return any(len(path) > 1 and _MODEL.match(".".join([*map(str, path[:-1]), ""])) for path in paths)
+
+
+def paths_of(planner_data: Any) -> dict[str, Path]:
+    """What DCP's planner keeps: where each name is in the nested state. Other planners keep what they like."""
+    if not isinstance(planner_data, dict):
+        return {}
+    return {
+        name: path
+        for name, path in planner_data.items()
+        if isinstance(name, str)
+        and isinstance(path, tuple)
+        and path
+        and all(type(part) in (str, int) for part in path)
+    }

@@ -7,6 +7,7 @@ due. So neither holds more than a few parts of files, whatever the size of the m
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,23 +15,26 @@ from typing import Any, Literal, cast
 
 import torch
 
-from ckpt.backends.base import redact_url
+from ckpt.backends.base import exists, redact_url
 from ckpt.backends.registry import open_store
 from ckpt.checkpoint import is_rank_local
 from ckpt.choosing import Rules, choose, parse_dtype
 from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY
+from ckpt.contact import lost
 from ckpt.conversion_job import Job
 from ckpt.dcp_source import CheckpointSource
 from ckpt.dcp_target import write_checkpoint, write_stock_checkpoint
 from ckpt.errors import CheckpointError, ConfigurationError, FormatError, NotFound
-from ckpt.places import Place, file_name, open_file, open_source
-from ckpt.ranks import Ranks, RanksFailed
+from ckpt.guarded import GuardedStore
+from ckpt.places import Guard, Place, file_name, open_file, open_source
+from ckpt.ranks import DEFAULT_TIMEOUT_S, Ranks, RanksFailed, check_timeout
 from ckpt.safetensors_format import INDEX_SUFFIX
 from ckpt.safetensors_source import SafetensorsSource, find_model
 from ckpt.safetensors_target import write_safetensors
 from ckpt.source import Source
 from ckpt.torch_source import TorchFileSource
 from ckpt.torch_target import write_torch_file
+from ckpt.watch import Limits
 
 __all__ = ["Converted", "Format", "convert"]
 
@@ -52,7 +56,7 @@ class Converted:
         tensors, objects: how many were written.
         tensor_bytes: size of the tensors, in their new dtypes.
         files: data files written; `sent_bytes` is their size.
-        dropped: what was chosen and cannot be in the new format, and why.
+        dropped: what the new format cannot hold, and tensors that `weights_only` took for none; and why.
     """
 
     source: str
@@ -85,6 +89,7 @@ def convert(
     no_dist: bool = False,
     threads: int | None = None,
     progress: Callable[[int, int], None] | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> Converted:
     """Convert a checkpoint of this library or of stock DCP, a `torch.save` file or a safetensors model into another.
 
@@ -102,6 +107,8 @@ def convert(
         overwrite: replace a checkpoint of this library, or one file; else only what an interrupted conversion left.
         storage_options: of the source; of both, without `destination_options`.
         progress: called with the bytes that this rank has sent so far, and those in all.
+        timeout_s: all ranks have failed within it when one makes no progress, and say which; nor does one wait longer
+            for a storage that does not answer.
 
     Raises:
         NotFound, NotCommitted: there is nothing to convert at the source.
@@ -115,9 +122,10 @@ def convert(
     wanted = parse_dtype(dtype) if isinstance(dtype, str) else dtype
     rules = Rules(tuple(include), tuple(exclude), tuple(rename), weights_only, wanted)
     to_options = storage_options if destination_options is None else destination_options
-    places = _Places(source, storage_options, destination, to_options, to, threads)
-    ranks = Ranks(process_group, no_dist=no_dist, purpose="conversion")
-    with contextlib.ExitStack() as stack, _one_error(ranks):
+    ranks = Ranks(process_group, no_dist=no_dist, purpose="conversion", timeout_s=check_timeout(timeout_s))
+    guard = functools.partial(GuardedStore, progress=ranks.progress, limit_s=Limits(timeout_s).stall_s)
+    places = _Places(source, storage_options, destination, to_options, to, threads, guard)
+    with contextlib.closing(ranks), contextlib.ExitStack() as stack, _one_error(ranks):
         told = progress or (lambda done, total: None)
         call = f"conversion to {file_name(destination) or redact_url(os.fspath(destination))}"
 
@@ -143,17 +151,26 @@ class _Places:
     destination_options: Mapping[str, Any] | None
     to: str | None
     threads: int | None
+    guard: Guard
 
     def open(self, stack: contextlib.ExitStack) -> tuple[Source, Place, Format]:
         """Both, and the format of the destination; `stack` closes them."""
-        opened = _open(self.source, self.source_options)
+        opened = _open(self.source, self.source_options, self.guard)
         stack.callback(opened.close)
         form = _format(opened, self.destination, self.to)
-        place = _place(self.destination, form, self.destination_options, self.threads)
+        place = self._place(form)
         stack.callback(place.close)
         if opened.format == form and os.path.realpath(opened.url) == os.path.realpath(place.url):
             raise ConfigurationError("source and destination are the same place", url=place.url)
+        if place.key is not None and opened.holds(place.url):
+            raise ConfigurationError("the destination is a file of the source", url=place.url)
         return opened, place, form
+
+    def _place(self, form: Format) -> Place:
+        url, options = self.destination, self.destination_options
+        if form == "torch" or (form == "safetensors" and file_name(url).endswith(".safetensors")):
+            return open_file(url, options, threads=self.threads, guard=self.guard)
+        return Place(self.guard(open_store(url, options, threads=self.threads)))
 
 
 def _result(job: Job, form: Format) -> Converted:
@@ -185,12 +202,18 @@ def _write(job: Job, form: str, dtype: torch.dtype | None) -> None:
 
 @contextlib.contextmanager
 def _one_error(ranks: Ranks) -> Iterator[None]:
-    """Of what several ranks report: this rank's own error, or the first."""
+    """Of what several ranks report: this rank's own error, or the first. Or who is gone."""
     failures: dict[int, CheckpointError] = {}
     try:
         yield
     except RanksFailed as failed:
         failures = failed.failures
+    except CheckpointError:
+        raise
+    except Exception as broken:
+        if ranks.size == 1:
+            raise
+        raise CheckpointError(lost("conversion", ranks, broken)[0], rank=ranks.rank) from broken
     if failures:
         error = failures.get(ranks.rank, failures[min(failures)])
         if ranks.size == 1:
@@ -198,12 +221,12 @@ def _one_error(ranks: Ranks) -> Iterator[None]:
         raise error
 
 
-def _open(url: str | os.PathLike[str], options: Mapping[str, Any] | None) -> Source:
+def _open(url: str | os.PathLike[str], options: Mapping[str, Any] | None, guard: Guard) -> Source:
     """The source at a URL, of whatever format it is. Raises FormatError where it is none."""
-    place = open_source(url, options)
+    place = open_source(url, options, guard=guard)
     try:
         if place.key is None:
-            return _open_folder(url, place, options)
+            return _open_folder(url, place, options, guard)
         assert place.stat is not None
         head = bytearray(min(place.stat.size_bytes, len(_ZIP)))
         place.folder.read_into(place.key, 0, [memoryview(head)])
@@ -221,7 +244,9 @@ def _open(url: str | os.PathLike[str], options: Mapping[str, Any] | None) -> Sou
         raise
 
 
-def _open_folder(url: str | os.PathLike[str], place: Place, options: Mapping[str, Any] | None) -> Source:
+def _open_folder(
+    url: str | os.PathLike[str], place: Place, options: Mapping[str, Any] | None, guard: Guard
+) -> Source:
     if not _is_checkpoint(place):
         key = find_model(place.folder)
         if key is not None:
@@ -229,8 +254,15 @@ def _open_folder(url: str | os.PathLike[str], place: Place, options: Mapping[str
         with contextlib.suppress(NotFound):
             stat = place.folder.stat(_OLD_WEIGHTS)
             return TorchFileSource(Place(place.folder, stat.key, stat, place.base), has_folder=True)
+        if exists(place.folder, f"{_OLD_WEIGHTS}.index.json"):
+            raise FormatError(
+                "is an old model in several pickles; load it with transformers, and save_pretrained it",
+                url=place.url,
+            )
     place.close()
-    return CheckpointSource(url, options)  # which also says best what is missing where there is nothing
+    return CheckpointSource(
+        url, options, guard
+    )  # which also says best what is missing where there is nothing
 
 
 def _is_checkpoint(place: Place) -> bool:
@@ -256,11 +288,3 @@ def _format(source: Source, destination: str | os.PathLike[str], to: str | None)
     raise ConfigurationError(
         "say which format the destination is to have: --to dcp, torch, safetensors, or ckpt again"
     )
-
-
-def _place(
-    url: str | os.PathLike[str], form: Format, options: Mapping[str, Any] | None, threads: int | None
-) -> Place:
-    if form == "torch" or (form == "safetensors" and file_name(url).endswith(".safetensors")):
-        return open_file(url, options, threads=threads)
-    return Place(open_store(url, options, threads=threads))

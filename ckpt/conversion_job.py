@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ckpt.backends.base import exists
 from ckpt.choosing import Choice
-from ckpt.errors import AlreadyExists, CheckpointError, CommitConflict, CommitUnknown, StorageError
+from ckpt.errors import (
+    AlreadyExists,
+    CheckpointError,
+    CommitConflict,
+    CommitUnknown,
+    IntegrityError,
+    StorageError,
+)
 from ckpt.places import Place
 from ckpt.ranks import Ranks, RanksFailed
 from ckpt.source import Source
@@ -38,6 +47,11 @@ class Job:
     sent_bytes: int = 0
 
     @property
+    def replaces_file(self) -> bool:
+        """Whether what is written, one file, may replace another one. It is not taken away again: that one is gone."""
+        return self.overwrite and self.place.key is not None
+
+    @functools.cached_property
     def stream(self) -> Stream:
         return Stream(self.source)
 
@@ -62,6 +76,19 @@ class Job:
                 url=self.place.folder.url,
                 key=self.place.key,
             )
+
+    @contextlib.contextmanager
+    def discarding(self, discard: Callable[[], None]) -> Iterator[None]:
+        """Take away what this rank has written if what is done here fails."""
+        try:
+            yield
+        except BaseException:
+            progress = self.ranks.progress
+            # Where the others have given this rank up, its stores do nothing any more.
+            given_up, progress.given_up = progress.given_up, None
+            discard()
+            progress.given_up = given_up
+            raise
 
     def publish(
         self,
@@ -111,7 +138,7 @@ def deal(sizes: Sequence[int], hands: int) -> list[list[int]]:
 
 
 def is_settled(error: BaseException) -> bool:
-    """Whether what failed so was surely not carried out."""
+    """Whether a put that failed so was surely not carried out."""
     if isinstance(error, StorageError):
         return error.settled
-    return isinstance(error, CheckpointError) and not isinstance(error, CommitUnknown)
+    return isinstance(error, CheckpointError) and not isinstance(error, CommitUnknown | IntegrityError)

@@ -6,12 +6,14 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from ckpt.backends.base import read_bytes
+from ckpt.backends.base import exists, read_bytes
 from ckpt.columns import ObjectRow
 from ckpt.consistency.commit import read_commit
+from ckpt.contents import paths_of
 from ckpt.errors import CommitConflict, ConfigurationError, UnsafeContent
+from ckpt.places import Guard
 from ckpt.regions import OpenCheckpoint, is_quantized
-from ckpt.source import Path, Region, Source, TensorFacts
+from ckpt.source import Region, Source, TensorFacts
 
 __all__ = ["CheckpointSource"]
 
@@ -26,8 +28,10 @@ class CheckpointSource(Source):
         ConfigurationError: it is a part a rank, which only those ranks can put together.
     """
 
-    def __init__(self, url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None) -> None:
-        self._open = OpenCheckpoint(url, storage_options)
+    def __init__(
+        self, url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None, guard: Guard
+    ) -> None:
+        self._open = OpenCheckpoint(url, storage_options, guard=guard)
         try:
             if len(self._open.parts) > 1:
                 raise ConfigurationError(
@@ -47,7 +51,7 @@ class CheckpointSource(Source):
                 self.objects[name] = None
             else:
                 self.tensors[name] = TensorFacts(entry.dtype, entry.size, entry.requires_grad)
-        self.paths = _paths(part.metadata.planner_data)
+        self.paths = paths_of(part.metadata.planner_data)
         self.tags = part.commit.tags if part.commit is not None else {}
 
     def prepare(self, names: Collection[str]) -> None:
@@ -77,6 +81,11 @@ class CheckpointSource(Source):
     def stored_object(self, name: str) -> bytes:
         return self._open.stored_object(name)
 
+    def holds(self, url: str) -> bool:
+        """Anything in its folder that is there."""
+        root, found = os.path.realpath(self.url), os.path.realpath(url)
+        return found.startswith(f"{root}/") and exists(self._open.store, found.removeprefix(f"{root}/"))
+
     def check_unchanged(self) -> None:
         part, store = self._open.parts[0], self._open.store
         if part.commit is not None:
@@ -89,17 +98,3 @@ class CheckpointSource(Source):
 
     def close(self) -> None:
         self._open.close()
-
-
-def _paths(planner_data: Any) -> dict[str, Path]:
-    """What DCP's planner keeps: where each name is in the nested state. Other planners keep what they like."""
-    if not isinstance(planner_data, dict):
-        return {}
-    return {
-        name: path
-        for name, path in planner_data.items()
-        if isinstance(name, str)
-        and isinstance(path, tuple)
-        and path
-        and all(type(part) in (str, int) for part in path)
-    }

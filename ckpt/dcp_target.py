@@ -25,6 +25,7 @@ from ckpt.choosing import ChosenTensor
 from ckpt.collecting import RankReceipt, collect
 from ckpt.consistency import environment
 from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY, proves_no_commit
+from ckpt.contents import Path
 from ckpt.conversion_job import Job, deal, is_settled
 from ckpt.coordinator import Coordinator
 from ckpt.errors import AlreadyExists, ConfigurationError
@@ -79,6 +80,7 @@ def write_checkpoint(job: Job) -> None:
     def begin() -> None:
         store.prepare(rank_directory(ranks.rank))
         if coordinator is not None:
+            _checked_paths(job)
             coordinator.look(overwrite=job.overwrite)
 
     def write() -> RankReceipt:
@@ -95,12 +97,9 @@ def write_checkpoint(job: Job) -> None:
         assert coordinator is not None
         coordinator.commit(_metadata(job, chunks), receipts, world_size=ranks.size, tags=job.source.tags)
 
-    try:
+    with job.discarding(discard):
         ranks.together(job.call, begin)
         receipts = ranks.gather(ranks.together(job.call, write))
-    except BaseException:
-        discard()
-        raise
     job.publish(commit, discard, proves_no_commit)
 
 
@@ -115,6 +114,8 @@ def write_stock_checkpoint(job: Job) -> None:
 
     def begin() -> None:
         store.prepare("")
+        if ranks.rank == 0:
+            _checked_paths(job)
         for key in (COMMIT_KEY, STOCK_METADATA_KEY) if ranks.rank == 0 else ():
             if exists(store, key):
                 raise AlreadyExists(
@@ -134,12 +135,9 @@ def write_stock_checkpoint(job: Job) -> None:
         columns.version = CURRENT_DCP_VERSION
         output.put_bytes(STOCK_METADATA_KEY, pickled_metadata(columns))
 
-    try:
+    with job.discarding(output.discard):
         ranks.together(job.call, begin)
         receipts = ranks.gather(ranks.together(job.call, write))
-    except BaseException:
-        output.discard()
-        raise
     job.publish(finish, output.discard, is_settled)
 
 
@@ -208,6 +206,11 @@ def _metadata(job: Job, chunks: Sequence[_Chunk]) -> Metadata:
         stored.chunks.append(ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)))
     for found in job.choice.objects:
         described[found.name] = BytesStorageMetadata()
+    return Metadata(described, planner_data=_checked_paths(job))
+
+
+def _checked_paths(job: Job) -> dict[str, Path]:
+    job.choice.check_paths()
     paths = job.choice.paths
     try:
         check_planner_data(paths)
@@ -215,4 +218,4 @@ def _metadata(job: Job, chunks: Sequence[_Chunk]) -> Metadata:
         raise ConfigurationError(
             f"the state has {error}; it cannot be stored safely", url=job.source.url
         ) from None
-    return Metadata(described, planner_data=paths)
+    return paths

@@ -32,6 +32,7 @@ from ckpt.errors import (
 )
 from ckpt.findings import Damage, Verification
 from ckpt.foreign import ItemWindow
+from ckpt.objects import first_line
 from ckpt.parallel import in_order
 from ckpt.record_checks import check_coverage_of
 from ckpt.staging import MIN_MEMORY_BUDGET_BYTES, StagingPool
@@ -159,7 +160,7 @@ class _Check:
         except Exception as error:
             if isinstance(window.failure, CheckpointError):
                 raise window.failure from error
-            return [item.damage("archive", f"is no intact torch.save archive: {_line(error)}")], 0
+            return [item.damage("archive", f"is no intact torch.save archive: {first_line(error)}")], 0
         if all(record.CRC == 0 for record in records if record.file_size):
             return [], None
         damages = [damage for record in records for damage in self._check_record(item, window, record)]
@@ -193,7 +194,3 @@ class _Check:
 
     def _read(self, item: _Item, offset: int, buffer: memoryview) -> None:
         self._store.read_into(item.info.relative_path, item.info.offset + offset, [buffer])
-
-
-def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".split("\n")[0][:200]

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ckpt.errors import FormatError, UnsafeContent
+from ckpt.plain_data import HASH_MODULUS
 
 __all__ = ["StandIn", "load_inert"]
 
@@ -71,9 +72,6 @@ _JOINED = {ord("R"): 2, 0x81: 2, 0x85: 1, 0x86: 2, 0x87: 3, 0x93: 2}
 _MEMOIZE, _GET, _LONG_GET, _MARK, _STOP, _SETITEMS, _SETITEM, _TUPLE, _LONG1, _LONG4, _DROP = (
     b"\x94hj(.ust\x8a\x8b0"
 )
-
-_HASH_MODULUS = (1 << 61) - 1
-"""Numbers from here on have the hashes of smaller ones."""
 
 
 def _scan(data: bytes) -> None:
@@ -143,7 +141,7 @@ def _run(opcode: int, argument: bytes, stack: list[bool], memo: list[bool]) -> N
     """The opcodes that are rare."""
     if opcode == _LONG1:
         number = int.from_bytes(argument[1:], "little", signed=True)
-        stack.append(-_HASH_MODULUS < number < _HASH_MODULUS)
+        stack.append(-HASH_MODULUS < number < HASH_MODULUS)
     elif opcode == _SETITEM:
         if not stack[-2]:
             raise UnsafeContent(_UNFIT_KEY)

@@ -15,7 +15,7 @@ from ckpt.backends.base import Store
 from ckpt.backends.registry import open_store
 from ckpt.checkpoint import Checkpoint, ReadSettings
 from ckpt.columns import Columns, ObjectRow, TensorColumns
-from ckpt.contents import columns_of, has_model, open_parts, part_of, rank_of
+from ckpt.contents import columns_of, has_model, open_parts, part_of, paths_of, rank_of
 from ckpt.manifest import CommitRecord
 
 __all__ = ["Inspection", "ObjectInfo", "SliceInfo", "TensorInfo", "inspect"]
@@ -189,7 +189,7 @@ def _collect(
     files: dict[str, tuple[int, int]],
 ) -> None:
     columns = columns_of(checkpoint.metadata, url=url)
-    with_model = has_model(columns.entries)
+    with_model = has_model(paths_of(columns.planner_data).values())
     for fqn, entry in columns.entries.items():
         part = part_of(fqn, is_tensor=isinstance(entry, TensorColumns), has_model=with_model)
         name = prefix + fqn

@@ -11,7 +11,7 @@ import torch
 from ckpt.archive import MemoryFile, check_archive
 from ckpt.errors import FormatError, UnsafeContent
 
-__all__ = ["load_tensor_item", "safe_object"]
+__all__ = ["first_line", "load_tensor_item", "reason", "safe_object"]
 
 _MAX_GROWTH = 4
 _SLACK_BYTES = 1 << 20
@@ -60,7 +60,7 @@ def _load(file: MemoryFile, fqn: str, url: str, key: str, unsafe: str, advice: s
         file.seek(0)
         return torch.load(file, map_location="cpu", weights_only=True)  # type: ignore[arg-type]
     except pickle.UnpicklingError as error:
-        raise UnsafeContent(f"{fqn!r} {unsafe} ({_reason(error)}){advice}", url=url, key=key) from None
+        raise UnsafeContent(f"{fqn!r} {unsafe} ({reason(error)}){advice}", url=url, key=key) from None
     except (UnsafeContent, FormatError) as error:
         raise type(error)(f"{fqn!r} is {error.message}", url=url, key=key) from None
     except Exception as error:
@@ -68,8 +68,7 @@ def _load(file: MemoryFile, fqn: str, url: str, key: str, unsafe: str, advice: s
 
 
 def _unreadable(error: Exception, fqn: str, url: str, key: str) -> FormatError:
-    text = f"{fqn!r} cannot be read: {type(error).__name__}: {error}"
-    return FormatError(text.split("\n")[0][:500], url=url, key=key)
+    return FormatError(f"{fqn!r} cannot be read: {first_line(error)}", url=url, key=key)
 
 
 class _Bounded(io.BytesIO):
@@ -87,7 +86,7 @@ class _Bounded(io.BytesIO):
         return super().write(data)
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
     """The heart of torch's message, which otherwise fills a screen with advice for another interface."""
     text = str(error)
     for start in (
@@ -100,3 +99,8 @@ def _reason(error: Exception) -> str:
             text = text[text.index(start) :]
             break
     return text.split("\n")[0].split(". Please")[0][:200].strip()
+
+
+def first_line(error: Exception) -> str:
+    """The kind of an error, and the first line of what it says."""
+    return f"{type(error).__name__}: {error}".split("\n")[0][:300]

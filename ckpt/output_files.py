@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from ckpt.backends.base import CheckedBody, PutMode, Store
+from ckpt.backends.base import Body, CheckedBody, Part, PutMode, Store
 from ckpt.body import FileBody, FileItem
-from ckpt.errors import StorageError
+from ckpt.conversion_job import is_settled
+from ckpt.errors import CheckpointError, StorageError
 from ckpt.parallel import in_order
 from ckpt.staging import StagingPool
 
@@ -47,24 +50,25 @@ class OutputFiles:
         self._store, self._pool, self._pace = store, pool, pace
         self._mode = PutMode.OVERWRITE if replace else PutMode.CREATE
         self._written: list[str] = []
+        self._unsettled: list[str] = []
         self._stop = threading.Event()
 
-    def put_all(self, files: Sequence[OutputFile]) -> None:
-        """Put these files; the first error, or an interrupt, stops them all."""
+    def put_all(self, files: Sequence[OutputFile], *, vouch: Callable[[], None] | None = None) -> None:
+        """Put these files; the first error, or an interrupt, stops them all.
+
+        Args:
+            vouch: called for each file once all its bytes have been read, and before it appears; raises if it must not.
+        """
         parallel = self._store.capabilities.parallel_parts  # then one file keeps all threads busy
         at_once = 1 if parallel or len(files) == 1 else min(_FILES_AT_ONCE, self._store.threads)
         with ThreadPoolExecutor(at_once, thread_name_prefix="ckpt-file") as threads:
-            for _ in in_order(threads, self._put, files, ahead=2 * at_once, stop=self._stop):
+            work = functools.partial(self._put_file, vouch=vouch)
+            for _ in in_order(threads, work, files, ahead=2 * at_once, stop=self._stop):
                 pass
 
-    def _put(self, file: OutputFile) -> None:
-        self._store.put(file.key, FileBody(file.items, self._pool, self._check, self._pace), mode=self._mode)
-        self._written.append(file.key)
-
-    def put_bytes(self, key: str, data: bytes) -> None:
+    def put_bytes(self, key: str, data: bytes | bytearray) -> None:
         """Put a small file."""
-        self._store.put(key, CheckedBody(data), mode=self._mode)
-        self._written.append(key)
+        self._put(key, CheckedBody(data))
 
     def discard(self) -> None:
         """Delete what was written: nothing of it is of use to anyone."""
@@ -73,7 +77,50 @@ class OutputFiles:
             self._store.delete(written)
         except Exception as error:  # a failed conversion has an error of its own to report
             _logger.warning("what the conversion had written could not be deleted: %s", error)
+        if self._unsettled:
+            # It may be somebody else's: then a delete would be wrong.
+            _logger.warning(
+                "whether these were written at %s is not known, remove them if so: %s",
+                self._store.url, ", ".join(self._unsettled),
+            )  # fmt: skip
+
+    def _put_file(self, file: OutputFile, vouch: Callable[[], None] | None) -> None:
+        body = FileBody(file.items, self._pool, self._check, self._pace)
+        self._put(file.key, body if vouch is None else _VouchedBody(body, vouch))
+
+    def _put(self, key: str, body: Body) -> None:
+        try:
+            self._store.put(key, body, mode=self._mode)
+        except CheckpointError as error:
+            # What reading the source raises comes through here too.
+            if error.url == self._store.url and not is_settled(error):
+                self._unsettled.append(key)
+            raise
+        self._written.append(key)
 
     def _check(self) -> None:
         if self._stop.is_set():
             raise StorageError("stopped: another file failed, or the conversion was interrupted")
+
+
+class _VouchedBody:
+    """A body of which nobody gets the last bytes before `vouch` has been asked."""
+
+    def __init__(self, body: FileBody, vouch: Callable[[], None]) -> None:
+        self._body, self._vouch = body, vouch
+        self.nbytes, self.has_checksums = body.nbytes, body.has_checksums
+        self._read: dict[int, int] = {}
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def part(self, start: int, stop: int) -> Iterator[Part]:
+        with self._body.part(start, stop) as part:
+            with self._lock:
+                self._read[start] = stop
+                is_last = sum(end - begin for begin, end in self._read.items()) >= self.nbytes
+            if is_last:
+                self._vouch()
+            yield part
+
+    def crc64nvme(self) -> int:
+        return self._body.crc64nvme()

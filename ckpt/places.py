@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from ckpt.backends.registry import open_store
 from ckpt.errors import AccessDenied, ConfigurationError, NotFound
 from ckpt.subplace import SubStore
 
-__all__ = ["Place", "file_name", "open_file", "open_source"]
+__all__ = ["Guard", "Place", "file_name", "open_file", "open_source"]
 
 
 @dataclass
@@ -32,13 +32,25 @@ class Place:
         (self.base or self.folder).close()
 
 
+Guard = Callable[[Store], Store]
+"""Puts a store around another one, which it closes."""
+
+
+def _bare(store: Store) -> Store:
+    return store
+
+
 def file_name(url: str | os.PathLike[str]) -> str:
     """The last segment of a URL; empty where it ends in a slash."""
     return os.fspath(url).rpartition("/")[2]
 
 
 def open_file(
-    url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None, *, threads: int | None = None
+    url: str | os.PathLike[str],
+    storage_options: Mapping[str, Any] | None,
+    *,
+    threads: int | None = None,
+    guard: Guard = _bare,
 ) -> Place:
     """The file that `url` names, which need not be there.
 
@@ -53,10 +65,12 @@ def open_file(
         parent = "."
     elif not parent or parent.endswith("://"):  # the root of a file system
         parent += "/"
-    return Place(open_store(parent, storage_options, threads=threads), name)
+    return Place(guard(open_store(parent, storage_options, threads=threads)), name)
 
 
-def open_source(url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None) -> Place:
+def open_source(
+    url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None, *, guard: Guard = _bare
+) -> Place:
     """The file or folder that `url` names, to be read.
 
     A link that the caller names is followed, and so are those of a Hugging Face cache, whose files are all links to
@@ -65,20 +79,20 @@ def open_source(url: str | os.PathLike[str], storage_options: Mapping[str, Any] 
     text = os.fspath(url)
     if "://" not in text and os.path.isfile(text):
         text = os.path.realpath(text)
-    found = _as_file(text, storage_options)
+    found = _as_file(text, storage_options, guard)
     if found is not None:
         return found
     repository, name = os.path.split(os.path.abspath(text))
     repository, snapshots = os.path.split(repository)
     if "://" not in text and snapshots == "snapshots" and os.path.isdir(os.path.join(repository, "blobs")):
-        base = open_store(repository, storage_options)
+        base = guard(open_store(repository, storage_options))
         return Place(SubStore(base, f"{snapshots}/{name}"), base=base)
-    return Place(open_store(text, storage_options))
+    return Place(guard(open_store(text, storage_options)))
 
 
-def _as_file(url: str, storage_options: Mapping[str, Any] | None) -> Place | None:
+def _as_file(url: str, storage_options: Mapping[str, Any] | None, guard: Guard) -> Place | None:
     try:
-        place = open_file(url, storage_options)
+        place = open_file(url, storage_options, guard=guard)
     except ConfigurationError:
         return None
     assert place.key is not None

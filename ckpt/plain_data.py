@@ -7,14 +7,14 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["PlainValue", "check_planner_data", "pack", "unpack"]
+__all__ = ["HASH_MODULUS", "PlainValue", "check_planner_data", "pack", "unpack"]
 
 _MAX_PLAIN_NODES = 50_000_000
 _MAX_DEPTH = 128
 _MAX_PATH_PARTS = 128
 _MAX_PADDING = 16
 _MAX_INTEGER_DIGITS = 600
-_HASH_MODULUS = (1 << 61) - 1
+HASH_MODULUS = (1 << 61) - 1
 """Numbers from here on have the hashes of smaller ones: as keys they can make a dict slow."""
 
 
@@ -91,7 +91,7 @@ def check_planner_data(planner_data: Any) -> None:
 
 def _is_key(value: object) -> bool:
     if type(value) is int:
-        return -_HASH_MODULUS < value < _HASH_MODULUS
+        return -HASH_MODULUS < value < HASH_MODULUS
     return type(value) in (str, bytes, bool, type(None))
 
 

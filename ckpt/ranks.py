@@ -32,8 +32,8 @@ _COLLECTIVE_TIMEOUT_S = {
 }
 """Of our groups. The watch ends a wait for a rank that stopped; one that is slow may take as long as it takes."""
 
-_WATCHED = ("foreground", "background")
-"""Saves and loads. Between two calls of a manager the ranks train, and that is not for it to judge."""
+_WATCHED = ("foreground", "background", "conversion")
+"""Saves, loads and conversions. Between two calls of a manager the ranks train, and that is not for it to judge."""
 
 _BREAK_OFF_TAG = 0x636B7074
 
@@ -55,7 +55,7 @@ class RanksFailed(Exception):
 
 
 class Ranks:
-    """The process group of one save or load. Every rank makes one at the same point of the program.
+    """The process group of one save, load or conversion. Every rank makes one at the same point of the program.
 
     A gloo group of this library's own is used, over all ranks or those of the caller's group: object
     collectives over NCCL would take GPU memory, those of a background save must not mix with the trainer's,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any
@@ -37,8 +37,14 @@ class OpenCheckpoint:
         NotFound, NotCommitted, IntegrityError, FormatError, UnsafeContent, NotVisible: as `ckpt.inspect`.
     """
 
-    def __init__(self, url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> None:
-        self.store: Store = open_store(url, storage_options)
+    def __init__(
+        self,
+        url: str | os.PathLike[str],
+        storage_options: Mapping[str, Any] | None = None,
+        *,
+        guard: Callable[[Store], Store] = lambda store: store,
+    ) -> None:
+        self.store: Store = guard(open_store(url, storage_options))
         self.threads = ThreadPoolExecutor(self.store.threads, thread_name_prefix="ckpt-read")
         try:
             parts = open_parts(self.store, ReadSettings())

@@ -38,12 +38,9 @@ def write_safetensors(job: Job, dtype: torch.dtype | None) -> None:
     counter = job.counter(sum(file.nbytes for file in mine))
     output = OutputFiles(job.place.folder, job.pool, replace=job.overwrite, pace=counter.add)
     first = job.ranks.rank == 0
-    try:
+    with job.discarding(output.discard if not job.replaces_file else lambda: None):
         job.ranks.together(job.call, lambda: _begin(job, output, names, dtype) if first else None)
-        job.ranks.together(job.call, lambda: _put(job, output, mine))
-    except BaseException:
-        output.discard()
-        raise
+        job.ranks.together(job.call, lambda: _put(job, output, mine, appears=len(files) == 1))
     if len(files) > 1:
         index = encode_index(
             {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard},
@@ -131,11 +128,11 @@ def _begin(job: Job, output: OutputFiles, names: Sequence[str], dtype: torch.dty
     for other, stat in job.source.other_files():
         if exists(store, stat.key):
             continue  # somebody's own: it stays
-        data = bytes(read_bytes(other, stat.key, size_bytes=stat.size_bytes))
+        data = read_bytes(other, stat.key, size_bytes=stat.size_bytes)
         output.put_bytes(stat.key, _with_dtype(data, dtype) if stat.key == _CONFIG else data)
 
 
-def _with_dtype(data: bytes, dtype: torch.dtype | None) -> bytes:
+def _with_dtype(data: bytearray, dtype: torch.dtype | None) -> bytearray | bytes:
     """A model's configuration that says what its weights are now."""
     if dtype is None or len(data) > _MAX_CONFIG_BYTES:
         return data
@@ -150,7 +147,9 @@ def _with_dtype(data: bytes, dtype: torch.dtype | None) -> bytes:
     return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def _put(job: Job, output: OutputFiles, files: Sequence[OutputFile]) -> None:
-    output.put_all(files)
-    job.source.check_unchanged()
+def _put(job: Job, output: OutputFiles, files: Sequence[OutputFile], *, appears: bool) -> None:
+    """Args: appears: a file is a model as soon as it is there, not only with the index."""
+    output.put_all(files, vouch=job.source.check_unchanged if appears else None)
+    if not appears:
+        job.source.check_unchanged()
     job.wrote(len(files), sum(file.nbytes for file in files))

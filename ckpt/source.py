@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,15 +12,13 @@ from typing import Any
 import torch
 
 from ckpt.backends.base import ObjectStat, Store
+from ckpt.contents import Path
 from ckpt.errors import CommitConflict
 from ckpt.fetch import Fetcher, StoredFile
 from ckpt.pieces import Piece, StoredTensor, region_pieces
 from ckpt.staging import MIN_MEMORY_BUDGET_BYTES, StagingPool
 
-__all__ = ["FileSource", "Path", "Region", "Source", "TensorFacts"]
-
-Path = tuple[str | int, ...]
-"""Where a value is in nested dicts (texts) and lists (numbers)."""
+__all__ = ["FileSource", "Region", "Source", "TensorFacts"]
 
 
 @dataclass(frozen=True)
@@ -86,6 +85,10 @@ class Source(ABC):
         yield from ()
 
     @abstractmethod
+    def holds(self, url: str) -> bool:
+        """Whether the file at a path or URL is a part of it."""
+
+    @abstractmethod
     def check_unchanged(self) -> None:
         """Raise CommitConflict if it was replaced since it was opened."""
 
@@ -113,6 +116,10 @@ class FileSource(Source):
             found = pieces.setdefault(self._files[file], [])
             found += region_pieces(stored, region.offsets, region.target.shape, region.target)
         self._fetcher.run(pieces, self._threads)
+
+    def holds(self, url: str) -> bool:
+        root = self._store.url.rstrip("/")
+        return os.path.realpath(url) in {os.path.realpath(f"{root}/{key}") for key in self._stats}
 
     def check_unchanged(self) -> None:
         for key, before in self._stats.items():

@@ -14,6 +14,9 @@ from ckpt.tensors import flat_boxes
 
 __all__ = ["Counter", "Stream", "TensorPiece"]
 
+_REGIONS_AT_ONCE = 4096
+"""Planning a read takes some kilobytes for each region, and a part can hold very many small tensors."""
+
 
 class TensorPiece(StreamedPayload):
     """The box of a tensor at `offsets`, of size `sizes`, dense and row-major, in any dtype."""
@@ -30,6 +33,7 @@ class Stream:
 
     def __init__(self, source: Source) -> None:
         self._source = source
+        self._order = {name: number for number, name in enumerate(source.tensors)}
 
     def piece(
         self, name: str, offsets: Sequence[int], sizes: Sequence[int], dtype: torch.dtype
@@ -40,7 +44,7 @@ class Stream:
         return TensorPiece(self, name, (0,) * len(shape), shape, dtype)
 
     def read(self, due: Sequence[Due]) -> None:
-        """Fill all memory that is due of a part, in as few reads as the source can do it."""
+        """Fill all memory that is due of a part, in as few reads as the source can do it within bounded memory."""
         regions: list[Region] = []
         for payload, begin, memory in due:
             assert isinstance(payload, TensorPiece)
@@ -54,7 +58,10 @@ class Stream:
                 offsets = [o + part.start for o, part in zip(payload.offsets, box, strict=True)]
                 regions.append(Region(payload.name, offsets, flat[position : position + count].view(shape)))
                 position += count
-        self._source.read(regions)
+        # In the source's order, of which neighbours are read together.
+        regions.sort(key=lambda region: self._order[region.name])
+        for start in range(0, len(regions), _REGIONS_AT_ONCE):
+            self._source.read(regions[start : start + _REGIONS_AT_ONCE])
 
 
 class Counter:

@@ -20,6 +20,7 @@ import torch
 from torch._weights_only_unpickler import _get_allowed_globals, _get_user_allowed_globals
 
 from ckpt.errors import UnsafeContent
+from ckpt.plain_data import HASH_MODULUS
 
 __all__ = ["check_torch_pickle"]
 
@@ -28,8 +29,6 @@ _SLACK = 1 << 20
 _MAX_SAME_HASH = 1000
 _MAX_UNKNOWN_KEYS = 20_000
 _MAX_KEY_DEPTH = 32
-_HASH_MODULUS = (1 << 61) - 1
-"""Numbers from here on have the hashes of smaller ones."""
 
 _PICKLE_HOOKS = frozenset(
     {"__reduce__", "__reduce_ex__", "__getstate__", "__getnewargs__", "__getnewargs_ex__"}
@@ -290,7 +289,7 @@ def _size(value: Any) -> int:
 def _has_chosen_hash(value: Any) -> bool:
     """Whether the pickle's author can choose many of its kind with one hash."""
     kind = type(value)
-    return kind in (tuple, complex) or (kind is int and abs(value) >= _HASH_MODULUS)
+    return kind in (tuple, complex) or (kind is int and abs(value) >= HASH_MODULUS)
 
 
 def _no_hook(text: str) -> str:

@@ -16,6 +16,7 @@ from ckpt.archive import check_archive, is_stored_as_it_is
 from ckpt.backends.base import ObjectStat, Store
 from ckpt.errors import ConfigurationError, FormatError, UnsafeContent
 from ckpt.foreign import ItemWindow
+from ckpt.objects import first_line, reason
 from ckpt.pieces import StoredTensor
 from ckpt.places import Place
 from ckpt.safetensors_source import belongs_to_model
@@ -69,7 +70,7 @@ class TorchFileSource(FileSource):
                 found = torch.load(window, map_location="cpu", weights_only=True)  # type: ignore[arg-type]
         except pickle.UnpicklingError as error:
             raise UnsafeContent(
-                f"holds what loading could run code by ({_line(error)}); load it where it is trusted, and save tensors "
+                f"holds what loading could run code by ({reason(error)}); load it where it is trusted, and save tensors "
                 "and plain values",
                 url=self._store.url, key=self._key,
             ) from None  # fmt: skip
@@ -79,7 +80,7 @@ class TorchFileSource(FileSource):
             if window.failure is not None:
                 raise window.failure from error
             raise FormatError(
-                f"cannot be read as a torch.save archive (of torch 1.6 or newer): {_line(error)}",
+                f"cannot be read as a torch.save archive (of torch 1.6 or newer): {first_line(error)}",
                 url=self._store.url, key=self._key,
             ) from None  # fmt: skip
         if isinstance(found, dict):
@@ -93,7 +94,7 @@ class TorchFileSource(FileSource):
         try:
             flat, paths = flatten_state_dict(state)
         except (ValueError, RecursionError) as error:
-            raise self._format_error(f"holds a state that cannot be flattened: {_line(error)}") from None
+            raise self._format_error(f"holds a state that cannot be flattened: {first_line(error)}") from None
         self.paths = dict(paths)
         known: dict[tuple[Any, ...], str] = {}
         total = 0
@@ -241,7 +242,3 @@ def _is_nested(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
             return False
         reach = stride * (size - 1) + reach
     return True
-
-
-def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".split("\n")[0][:300]

@@ -37,15 +37,11 @@ def write_torch_file(job: Job) -> None:
 
     def work() -> None:
         if file is not None:
-            output.put_all([file])
-            job.source.check_unchanged()
+            output.put_all([file], vouch=job.source.check_unchanged)
             job.wrote(1, file.nbytes)
 
-    try:
+    with job.discarding(output.discard if not job.replaces_file else lambda: None):
         job.ranks.together(job.call, work)
-    except BaseException:
-        output.discard()
-        raise
 
 
 def _file(job: Job) -> OutputFile:
@@ -53,6 +49,7 @@ def _file(job: Job) -> OutputFile:
     job.refuse_existing_file()
     choice, stream = job.choice, job.stream
     frame = _Frame(choice)
+    choice.check_paths()
     state = _nested(job.source, choice, frame.tensors | _objects(job))
     try:
         save_without_crc32(state, frame)

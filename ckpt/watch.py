@@ -87,7 +87,6 @@ class Answer:
 class _Heard:
     beat: _Beat
     changed_at_s: float
-    changes: int = 0
 
 
 class Watch:
@@ -119,6 +118,7 @@ class Watch:
         self._heard: dict[int, _Heard] = {}
         self._failure: str | None = None
         self._asked_at_s: float | None = None
+        self._first_since_asked: dict[int, _Beat] = {}
         self._signed_in = False
         self._talking = False
         self._gone = False
@@ -195,12 +195,12 @@ class Watch:
         return None
 
     def _answer(self, rank: int) -> Answer:
-        heard, asked_at_s = self._heard.get(rank), self._asked_at_s or 0.0
+        heard = self._heard.get(rank)
         if heard is None:
             return Answer(False)
         beat = heard.beat
-        # What is heard for the first time may have been said long ago, unless it is an answer to this.
-        is_alive = beat.failure is not None or (heard.changes > 0 and heard.changed_at_s > asked_at_s)
+        # What is heard first after the question may have been said before; who says something else then is alive.
+        is_alive = beat.failure is not None or beat != self._first_since_asked.get(rank, beat)
         stuck_s = 0.0 if beat.is_waiting else beat.idle_s
         return Answer(is_alive, beat.doing, stuck_s if stuck_s > self._limits.stall_s else 0.0, beat.failure)
 
@@ -245,7 +245,7 @@ class Watch:
         store.set(self._key(self._rank), json.dumps(said))
 
     def _listen(self, store: Any) -> None:
-        ranks = self._listened()
+        asked, ranks = self._asked_at_s is not None, self._listened()
         if not store.check([self._key(rank) for rank in ranks]):
             ranks = [rank for rank in ranks if store.check([self._key(rank)])]
         if not ranks:
@@ -255,10 +255,10 @@ class Watch:
             beat, heard = _Beat(*json.loads(said)), self._heard.get(rank)
             if beat.call != self._call:
                 continue
-            if heard is None:
+            if asked:
+                self._first_since_asked.setdefault(rank, beat)
+            if heard is None or beat != heard.beat:
                 self._heard[rank] = _Heard(beat, now_s)
-            elif beat != heard.beat:
-                self._heard[rank] = _Heard(beat, now_s, heard.changes + 1)
 
     def _key(self, rank: int) -> str:
         # The same for every save: a store that runs for months does not fill up.

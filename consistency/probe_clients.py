@@ -27,6 +27,14 @@ _LAST_WORD_S = 5.0
 _LONGEST_S = 3600.0
 CLEANING_LIMIT_S = 30.0
 
+_SERVE = """
+import sys
+sys.path[:] = {path!r}
+from ckpt.consistency.probe_process import main
+main({descriptor})
+"""
+"""The same modules as here: `python -m` would look for them in the working directory first."""
+
 
 class OutOfTime(Exception):
     """The time for this probe is over, or it was interrupted."""
@@ -107,7 +115,7 @@ class ProcessClient(Client):
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "ckpt.consistency.probe_process", str(theirs.fileno())],
+                [sys.executable, "-c", _SERVE.format(path=sys.path, descriptor=theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

@@ -1,8 +1,7 @@
-"""The second client's process: `python -m ckpt.consistency.probe_process FD`, its orders come over that socket."""
+"""The second client's process; its orders come over a socket."""
 
 from __future__ import annotations
 
-import sys
 from multiprocessing.connection import Connection
 
 from ckpt.consistency.probe_clients import perform
@@ -25,7 +24,3 @@ def main(descriptor: int) -> None:
                 connection.send(answer)
         except (EOFError, OSError):
             return
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))

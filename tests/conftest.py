@@ -8,6 +8,10 @@ from pathlib import Path
 import pytest
 from commands import sharded_checkpoint, stock_checkpoint
 from servers import IamServer, S3Server, iam_server, moto_server
+from strict_s3 import StrictS3, strict_s3
+
+from ckpt.backends.base import Store
+from ckpt.backends.registry import open_store
 
 
 @pytest.fixture(scope="session")
@@ -21,6 +25,21 @@ def s3() -> Iterator[S3Server]:
 def iam() -> Iterator[IamServer]:
     with iam_server() as server:
         yield server
+
+
+@pytest.fixture
+def server() -> Iterator[StrictS3]:
+    """A server of S3 that is strict about checksums and uploads, and lies on request."""
+    with strict_s3() as server:
+        yield server
+
+
+@pytest.fixture(params=["s3", "cos"])
+def store(request: pytest.FixtureRequest, server: StrictS3) -> Iterator[Store]:
+    """A client of `server`, once of each kind."""
+    store = open_store(f"{request.param}://bucket/root", server.options, threads=3)
+    yield store
+    store.close()
 
 
 @pytest.fixture(autouse=True)

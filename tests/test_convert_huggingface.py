@@ -72,8 +72,26 @@ def test_a_trainers_state_becomes_a_model(tied: bool, tmp_path: Path) -> None:
         assert torch.equal(logits(result), logits(tmp_path / "expected"))
 
 
-def test_dtype_is_that_of_save_pretrained(tmp_path: Path) -> None:
-    model = llama(tied=True)
+@pytest.mark.parametrize("source", ["hf", "flat.pt", "ours", "stock", "nested.pt"])
+def test_a_head_beside_the_model_is_a_weight_too(source: str, tmp_path: Path) -> None:
+    """`lm_head.weight` stands beside `model.*`, which here is no dict but the beginning of names."""
+    model = llama(tied=False)
+    model.save_pretrained(tmp_path / "hf")
+    torch.save(model.state_dict(), tmp_path / "flat.pt")
+    torch.save({"state_dict": model.state_dict(), "rng": torch.zeros(9)}, tmp_path / "nested.pt")
+    ckpt.save(model.state_dict(), tmp_path / "ours")
+    dcp.save(model.state_dict(), storage_writer=dcp.FileSystemWriter(tmp_path / "stock"), no_dist=True)
+    options = ["--weights-only", "--dtype", "float16", "--rename", r"^state_dict\.="]
+    convert(tmp_path / source, tmp_path / "a.safetensors", *options)
+    expected = {name: value.to(torch.float16) for name, value in model.state_dict().items()}
+    assert digest(read_safetensors(tmp_path / "a.safetensors")) == digest(expected)
+    if source in ("ours", "stock"):
+        assert ckpt.inspect(tmp_path / source).parameters == sum(value.numel() for value in expected.values())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_dtype_is_that_of_save_pretrained(tied: bool, tmp_path: Path) -> None:
+    model = llama(tied=tied)
     model.save_pretrained(tmp_path / "hf")
     convert(tmp_path / "hf", tmp_path / "half", "--to", "safetensors", "--dtype", "bfloat16")
     model.to(torch.bfloat16).save_pretrained(tmp_path / "expected")

@@ -51,12 +51,22 @@ def test_globs(place: Path, tmp_path: Path) -> None:
     assert "nothing is left" in error["message"]
 
 
+def test_weights_of_an_app_state(tmp_path: Path) -> None:
+    """The names of PyTorch's own tutorial on DCP."""
+    ckpt.save({"app": training_state()}, tmp_path / "app")
+    weights = {"app.model.layers.0.weight", "app.model.layers.1.bias", "app.model.count"}
+    assert names(tmp_path / "app", "--weights-only", target=tmp_path / "a.safetensors") == weights
+
+
 def test_what_is_left_out_is_said(place: Path, tmp_path: Path) -> None:
     done = convert(place, tmp_path / "a.safetensors")
     assert set(done["dropped"]) == {"step", "optim.lr"}
     ran = run("convert", place, tmp_path / "b.safetensors")
     assert "left out step: no tensor" in ran.out
     assert (done["tensors"], done["objects"]) == (5, 0)
+    torch.save({"model": {"w": torch.ones(3)}, "scales": torch.ones(2)}, tmp_path / "a.pt")
+    done = convert(tmp_path / "a.pt", tmp_path / "b.pt", "--weights-only")
+    assert (done["tensors"], list(done["dropped"])) == (1, ["scales"])
 
 
 def test_renaming(place: Path, tmp_path: Path) -> None:
@@ -75,9 +85,19 @@ def test_renaming(place: Path, tmp_path: Path) -> None:
         ("w=\\7", "does not fit"),
         ("no rule", "is no REGEX=NEW"),
         (".*=", "would have no name left"),
+        ("^step$=model", "'model' and 'model.layers.0.weight' cannot both be in one nested state"),
     ]:
         error = convert(place, tmp_path / "c.pt", "--rename", rule, code=2)["error"]
         assert text in error["message"]
+        if "nested" in text:
+            for form in ("ckpt", "dcp"):
+                assert (
+                    text
+                    in convert(place, tmp_path / form, "--to", form, "--rename", rule, code=2)["error"][
+                        "message"
+                    ]
+                )
+                assert not [path for path in (tmp_path / form).rglob("*") if path.is_file()]
 
 
 def test_dtypes_of_weights_change_and_of_nothing_else(place: Path, tmp_path: Path) -> None:
@@ -86,11 +106,23 @@ def test_dtypes_of_weights_change_and_of_nothing_else(place: Path, tmp_path: Pat
     for name in ("layers.0.weight", "layers.1.bias"):
         expected["model"][name] = expected["model"][name].to(torch.bfloat16)
     assert digest(torch.load(tmp_path / "a.pt", weights_only=True)) == digest(expected)
-    for wrong in ("int8", "Tensor", "complex64", "nothing"):
+    for wrong in ("int8", "Tensor", "complex64", "nothing", "float8_e8m0fnu", "float4_e2m1fn_x2"):
         assert (
             "is no floating-point dtype"
             in convert(place, tmp_path / "b.pt", "--dtype", wrong, code=2)["error"]["message"]
         )
+    with pytest.raises(ckpt.errors.ConfigurationError, match="is no floating-point dtype"):
+        ckpt.convert(place, tmp_path / "b.pt", dtype=torch.int8)
+
+
+def test_packed_weights_and_their_scales_keep_their_dtype(tmp_path: Path) -> None:
+    packed = torch.arange(8, dtype=torch.uint8)
+    saved = {"w": packed.view(torch.float4_e2m1fn_x2), "scale": packed.view(torch.float8_e8m0fnu)}
+    torch.save(saved, tmp_path / "a.pt")
+    convert(tmp_path / "a.pt", tmp_path / "b.pt", "--dtype", "bfloat16")
+    found = torch.load(tmp_path / "b.pt", weights_only=True)
+    assert {name: value.dtype for name, value in found.items()} == {n: v.dtype for n, v in saved.items()}
+    assert all(torch.equal(value.view(torch.uint8), packed) for value in found.values())
 
 
 def test_every_dtype_becomes_every_other_as_torch_converts_it(tmp_path: Path) -> None:
@@ -140,6 +172,26 @@ def test_nothing_is_replaced_unasked(place: Path, tmp_path: Path) -> None:
     assert not ckpt.inspect(ours).objects
 
 
+@pytest.mark.parametrize(
+    "source", ["hf", "hf-link", "sharded", "sharded/model.safetensors.index.json", "old", "ours", "stock"]
+)
+def test_no_file_of_the_source_is_replaced(source: str, place: Path, tmp_path: Path) -> None:
+    targets = {"hf": "hf/model.safetensors", "hf-link": "hf/model.safetensors", "old": "old/pytorch_model.bin",
+               "ours": "ours/.metadata", "stock": "stock/__0_0.distcp"}  # fmt: skip
+    for name, options in [
+        ("hf", ["--to", "safetensors"]), ("sharded", ["--to", "safetensors", "--max-shard-size", "1B"]),
+        ("old/pytorch_model.bin", []), ("ours", ["--to", "ckpt"]), ("stock", ["--to", "dcp"]),
+    ]:  # fmt: skip
+        convert(place, tmp_path / name, *options)
+    (tmp_path / "hf-link").symlink_to(tmp_path / "hf")
+    before = {p: p.read_bytes() for p in sorted(tmp_path.rglob("*")) if p.is_file()}
+    target = tmp_path / targets.get(source, "sharded/model-00002-of-00005.safetensors")
+    form = "safetensors" if target.suffix == ".safetensors" else "torch"
+    error = convert(tmp_path / source, target, "--to", form, "--overwrite", code=2)["error"]
+    assert "the destination is a file of the source" in error["message"] or "same place" in error["message"]
+    assert {p: p.read_bytes() for p in sorted(tmp_path.rglob("*")) if p.is_file()} == before
+
+
 def test_leftovers_are_named_and_replaced_when_asked(place: Path, tmp_path: Path) -> None:
     hf, stock = tmp_path / "hf", tmp_path / "stock"
     for folder, leftover, options in [
@@ -178,6 +230,13 @@ def test_exit_codes(place: Path, tmp_path: Path) -> None:
     convert(tmp_path / "empty", tmp_path / "a.pt", code=3)
     convert(place, tmp_path / "empty" / "file" / "below.pt", code=3)
     convert("s3://b/x", tmp_path / "a.pt", "--storage-options", "nonsense=1", code=2)
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "pytorch_model.bin.index.json").write_text("{}")
+    assert "several pickles" in convert(tmp_path / "old", tmp_path / "a.pt", code=1)["error"]["message"]
+    torch.save(torch.nn.Linear(2, 2), tmp_path / "module.pt")
+    message = convert(tmp_path / "module.pt", tmp_path / "a.pt", code=1)["error"]["message"]
+    assert "torch.nn.modules.linear.Linear" in message
+    assert message.isprintable()
     (tmp_path / "text.txt").write_text("no checkpoint")
     assert (
         "no torch.save archive"

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -21,9 +24,12 @@ from servers import S3Server
 from states import digest, random_tensor
 
 import ckpt
+from ckpt import streaming
 from ckpt.backends.posix import PosixStore
-from ckpt.errors import CheckpointError, StorageUnavailable
+from ckpt.conversion_job import Job
+from ckpt.errors import CheckpointError, CommitConflict, StorageUnavailable
 from ckpt.safetensors_format import encode_header
+from ckpt.torch_source import TorchFileSource
 
 MIB = 1 << 20
 
@@ -86,6 +92,29 @@ def test_parts_in_parallel_stay_in_the_limit(s3: S3Server, tmp_path: Path) -> No
         "to": "safetensors",
     }
     assert peak_bytes(tmp_path / "huge.safetensors", f"s3://{s3.new_bucket()}/a", **options) < 900 * MIB
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_very_many_small_tensors_are_read_some_at_a_time(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = {f"t{n}": torch.tensor([n], dtype=torch.int16) for n in range(1000)}
+    torch.save(saved, tmp_path / "a.pt")
+    read_at_once: list[int] = []
+    original = TorchFileSource.read
+
+    def noted(self: TorchFileSource, regions: Any) -> None:
+        read_at_once.append(len(regions))
+        original(self, regions)
+
+    monkeypatch.setattr(TorchFileSource, "read", noted)
+    monkeypatch.setattr(streaming, "_REGIONS_AT_ONCE", 300)
+    target = tmp_path / f"out{ENDINGS[form]}"
+    convert(tmp_path / "a.pt", target, "--to", form)
+    assert max(read_at_once) == 300
+    assert sum(read_at_once) == len(saved)
+    found = read(target, form)
+    assert all(int(found[f"t{n}"]) == n for n in range(0, 1000, 7))
 
 
 # -- interrupts and failures ---------------------------------------------------------------------------
@@ -160,22 +189,71 @@ def test_damage_is_found_on_the_way(tmp_path: Path) -> None:
         assert not [path for path in tmp_path.glob(f"{form}-out*") if path.is_file() or any(path.glob("*.*"))]
 
 
-def test_a_source_that_is_replaced_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def replaced_on_the_way(monkeypatch: pytest.MonkeyPatch, source: Path) -> None:
+    """Replace a file right after some of its data were read for a put."""
+    put, read_into = PosixStore.put, PosixStore.read_into
+    putting = threading.Event()
+
+    def noted(self: PosixStore, *rest: Any, **more: Any) -> None:
+        putting.set()
+        put(self, *rest, **more)
+
+    def replacing(self: PosixStore, key: str, *rest: Any) -> None:
+        read_into(self, key, *rest)
+        if putting.is_set() and key == source.name:
+            putting.clear()
+            torch.save({**state(), "step": 4}, source)
+
+    monkeypatch.setattr(PosixStore, "put", noted)
+    monkeypatch.setattr(PosixStore, "read_into", replacing)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_source_that_is_replaced_meanwhile(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save(state(), tmp_path / "a.pt")
+    replaced_on_the_way(monkeypatch, tmp_path / "a.pt")
+    target = tmp_path / f"out{ENDINGS[form]}"
+    error = convert(tmp_path / "a.pt", target, "--to", form, code=1)["error"]
+    assert error["type"] == "CommitConflict"
+    assert not target.is_file()
+    assert not target.is_dir() or not [p for p in target.rglob("*") if p.is_file()]
+
+
+@pytest.mark.parametrize("name", ["b.pt", "b.safetensors"])
+def test_a_file_that_would_be_replaced_stays_until_the_source_is_vouched_for(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save(state(), tmp_path / "a.pt")
+    (tmp_path / name).write_text("of value")
+    seen: list[str] = []
+
+    def tell(self: Any) -> None:
+        seen.append((tmp_path / name).read_text())
+        raise CommitConflict("was replaced")
+
+    monkeypatch.setattr(TorchFileSource, "check_unchanged", tell)
+    convert(tmp_path / "a.pt", tmp_path / name, "--overwrite", code=1)
+    assert seen == ["of value"]
+    assert (tmp_path / name).read_text() == "of value"
+
+
+def test_a_put_of_which_nobody_knows_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     torch.save(state(), tmp_path / "a.pt")
     original = PosixStore.put
 
-    def put(self: PosixStore, *rest: Any, **more: Any) -> None:
-        original(self, *rest, **more)
-        torch.save({**state(), "step": 4}, tmp_path / "a.pt")
+    def put(self: PosixStore, key: str, *rest: Any, **more: Any) -> None:
+        original(self, key, *rest, **more)
+        if key.startswith("model-00002"):
+            raise StorageUnavailable("no reply", url=self.url, key=key)
 
-    for form in FORMATS:
-        monkeypatch.setattr(PosixStore, "put", put)
-        target = tmp_path / f"out{ENDINGS[form]}"
-        error = convert(tmp_path / "a.pt", target, "--to", form, code=1)["error"]
-        monkeypatch.undo()
-        assert error["type"] == "CommitConflict"
-        assert not target.is_file()
-        assert not target.is_dir() or not [p for p in target.rglob("*") if p.is_file()]
+    monkeypatch.setattr(PosixStore, "put", put)
+    convert(tmp_path / "a.pt", tmp_path / "hf", "--to", "safetensors", "--max-shard-size", "3MB", code=4)
+    assert [path.name for path in (tmp_path / "hf").iterdir()] == ["model-00002-of-00002.safetensors"]
+    assert "not known, remove them if so: model-00002-of-00002.safetensors" in caplog.text
 
 
 # -- ranks ---------------------------------------------------------------------------------------------
@@ -257,6 +335,55 @@ def test_under_torchrun(tmp_path: Path) -> None:
     (line,) = done.stdout.splitlines()
     assert (json.loads(line)["files"], json.loads(line)["tensors"]) == (4, 4)
     assert digest(read(tmp_path / "hf", "safetensors")) == digest(saved)
+
+
+def test_under_torchrun_an_error_is_one_json_object(tmp_path: Path) -> None:
+    folder = Path(sys.executable).parent
+    command = [str(folder / "torchrun"), "--standalone", "--nproc-per-node", "2", "--no-python"]
+    more = ["convert", str(tmp_path / "nothing"), str(tmp_path / "a.pt"), "--json"]
+    done = subprocess.run(
+        [*command, str(folder / "ckpt"), *more], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode != 0
+    (line,) = done.stdout.splitlines()
+    assert json.loads(line)["exit_code"] == 3
+
+
+@pytest.mark.parametrize(
+    ("form", "way"),
+    [("ckpt", "killed"), ("dcp", "stopped"), ("safetensors", "killed"), ("torch", "stopped")],
+)
+def test_a_rank_that_is_gone_is_named(form: str, way: str, tmp_path: Path) -> None:
+    """The others fail in time; of what they wrote nothing is left."""
+    torch.save({f"w{n}": random_tensor(1000, 100, seed=n) for n in range(4)}, tmp_path / "a.pt")
+    target = tmp_path / f"out{ENDINGS[form]}"
+    options = {"to": form, "max_shard_bytes": 300_000, "timeout_s": 8.0}
+    killed, stopped = ([1], []) if way == "killed" else ([], [1])
+    arguments = (str(tmp_path / "a.pt"), str(target), options, way)
+    message, _ = run_ranks(2, _gone_convert, *arguments, killed=killed, stopped=stopped)
+    assert "rank 1 does not answer" in message
+    left = {path.relative_to(tmp_path).as_posix() for path in target.rglob("*") if path.is_file()}
+    of_rank_1 = {
+        "ckpt": "out/rank-00001/",
+        "dcp": "out/__1_",
+        "safetensors": "out/model-0000[24]-of",
+        "torch": "nothing",
+    }
+    assert all(re.match(of_rank_1[form], name) for name in left), left
+
+
+def _gone_convert(rank: int, source: str, target: str, options: dict[str, Any], way: str) -> str:
+    def go(self: object) -> None:
+        time.sleep(1)  # the others have written theirs
+        os.kill(os.getpid(), signal.SIGKILL if way == "killed" else signal.SIGSTOP)
+
+    if rank == 1:
+        # It is asked once this rank has written all that is its own; of one file that is nothing.
+        whole = options["to"] == "torch"
+        pytest.MonkeyPatch().setattr(
+            Job if whole else TorchFileSource, "agree" if whole else "check_unchanged", go
+        )
+    return _failing_convert(0, source, target, options)
 
 
 def test_ranks_that_see_different_sources(tmp_path: Path) -> None:

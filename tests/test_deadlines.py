@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import re
@@ -467,3 +468,25 @@ def test_deadlines_that_make_no_sense(timeout_s: Any, tmp_path: Path) -> None:
     for call in (ckpt.save, ckpt.async_save, ckpt.load):
         with pytest.raises(ConfigurationError, match="timeout_s must be 1 s to 7 days"):
             call({}, tmp_path, timeout_s=timeout_s)
+
+
+def test_the_last_words_of_a_dead_rank_are_no_sign_of_life() -> None:
+    """Said before anybody asked, heard only after."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def say(number: int) -> None:
+        store.set("ckpt/beat/test/1", json.dumps([1, number, 0.1 * number, False, "saving", None]))
+
+    watch = Watch(
+        store, "test", rank=0, size=2, call=1, limits=Limits(TIMEOUT_S), progress=Progress, break_off=lambda: None
+    )  # fmt: skip
+    say(1)
+    watch.start()
+    deadline = time.monotonic() + 60
+    while 1 not in watch._heard and time.monotonic() < deadline:
+        time.sleep(0.01)
+    say(2)
+    answers = watch.roll_call("lost")
+    watch.close()
+    assert answers is not None
+    assert (answers[1].is_alive, answers[1].doing) == (False, "saving")

@@ -93,6 +93,18 @@ def test_two_clients_of_a_disk(mount: Path, tmp_path: Path, how: str) -> None:
     assert found(diagnosis, f"create races with {diagnosis.second}").measured["one_winner"] == 8
 
 
+def test_the_second_client_runs_nothing_of_the_working_directory(
+    mount: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    (elsewhere / "ckpt").mkdir(parents=True)
+    for name in ("ckpt/__init__.py", "tempfile.py", "struct.py"):
+        (elsewhere / name).write_text("open('ran', 'w')\nraise SystemExit\n")
+    monkeypatch.chdir(elsewhere)
+    assert found(ckpt.doctor(mount, second_client=True), "others: new file").verdict is Verdict.FINE
+    assert not (elsewhere / "ran").exists()
+
+
 def test_the_second_client_is_another_process(mount: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[subprocess.Popen[bytes]] = []
     real = subprocess.Popen

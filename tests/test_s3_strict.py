@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from strict_s3 import Request, StrictS3, Upload, strict_s3
+from strict_s3 import Request, StrictS3, Upload
 
 from ckpt.backends.base import MIB, BytesBody, Part, PutMode, Store, put_bytes, read_bytes
 from ckpt.backends.registry import open_store
@@ -31,19 +31,6 @@ from ckpt.testing import CheckedBody
 
 DATA = secrets.token_bytes(13 * MIB + 5)
 NAME = "root/k"  # the object behind key "k"
-
-
-@pytest.fixture
-def server() -> Iterator[StrictS3]:
-    with strict_s3() as server:
-        yield server
-
-
-@pytest.fixture(params=["s3", "cos"])
-def store(request: pytest.FixtureRequest, server: StrictS3) -> Iterator[Store]:
-    store = open_store(f"{request.param}://bucket/root", server.options, threads=3)
-    yield store
-    store.close()
 
 
 def on(operation: str, *actions: str | tuple[int, str]) -> Callable[[Request], str | tuple[int, str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, NoReturn
@@ -39,6 +40,7 @@ __all__ = [
     "age",
     "command",
     "count",
+    "ended_as_by_ctrl_c",
     "exit_code",
     "parse_storage_options",
     "shown",
@@ -205,6 +207,16 @@ def command(as_json: bool, *, to_go_on: str = "Nothing was changed.") -> Iterato
             raise
         text = f"unexpected {type(error).__name__}: {error} (set CKPT_DEBUG=1 for a traceback)"
         _fail(output, type(error).__name__, text, EXIT_PROBLEM)
+
+
+@contextlib.contextmanager
+def ended_as_by_ctrl_c() -> Iterator[None]:
+    """SIGTERM (as of `timeout`, or of torchrun when another rank has failed) cleans up too."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def exit_code(error: CheckpointError) -> int:

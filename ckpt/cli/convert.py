@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckpt.cli.common import Json, Output, command, parse_storage_options, shown, size
+from ckpt.cli.common import Json, Output, command, ended_as_by_ctrl_c, parse_storage_options, shown, size
 from ckpt.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -99,7 +99,12 @@ def convert(
     Streams in less than 1 GiB of memory. Under torchrun all ranks share the work. The result appears when it is complete.
     """
     to_go_on = "Nothing is visible at DST; the same command starts over."
-    with command(json, to_go_on=to_go_on) as output, _process_group() as is_first:
+    speaks = not _is_one_of_many() or os.environ["RANK"] == "0"  # one JSON object, also of an error
+    with (
+        command(json and speaks, to_go_on=to_go_on) as output,
+        ended_as_by_ctrl_c(),
+        _process_group() as is_first,
+    ):
         from ckpt.conversion import convert as work
 
         options = parse_storage_options(storage_options)
@@ -151,10 +156,14 @@ def _bytes(text: str) -> int:
     return int(float(found[1]) * _UNITS[found[2]])
 
 
+def _is_one_of_many() -> bool:
+    return "RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"
+
+
 @contextlib.contextmanager
 def _process_group() -> Iterator[bool]:
     """Under torchrun, the group of its ranks. Yields whether this process is the one that speaks."""
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2 or "RANK" not in os.environ:
+    if not _is_one_of_many():
         yield True
         return
     import torch.distributed as dist

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,6 +18,7 @@ from ckpt.cli.common import (
     Output,
     StorageOptions,
     command,
+    ended_as_by_ctrl_c,
     parse_storage_options,
     shown,
 )
@@ -74,7 +74,7 @@ def doctor(
     with command(json, to_go_on="What was written has been removed, as far as the storage let it.") as output:
         from ckpt.diagnosis import doctor as examine
 
-        with _ended_as_by_ctrl_c(), _status() as progress:
+        with ended_as_by_ctrl_c(), _status() as progress:
             found = examine(
                 url,
                 second_url,
@@ -95,16 +95,6 @@ def doctor(
             raise typer.Exit(EXIT_STORAGE)
         if found.verdict.value == "problem":
             raise typer.Exit(EXIT_PROBLEM)
-
-
-@contextlib.contextmanager
-def _ended_as_by_ctrl_c() -> Iterator[None]:
-    """SIGTERM (as of `timeout`) cleans up too."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager
