@@ -235,6 +235,11 @@ class Store(ABC):
         """The reads that are running, of a store that can break them off."""
         return None
 
+    @property
+    def retries(self) -> int:
+        """How many requests have been sent again so far, because they failed; 0 where the store cannot tell."""
+        return 0
+
     @abstractmethod
     def put(self, key: str, body: Body, *, mode: PutMode = PutMode.OVERWRITE) -> None:
         """Store `body` under `key`; when this returns, the object is whole and durable.

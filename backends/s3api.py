@@ -121,6 +121,7 @@ class S3ApiStore(S3Connection):
         failure: Signal | None = None
         for attempt in range(_PUT_ATTEMPTS):
             if failure is not None:
+                self._note_retry()
                 time.sleep(0.2 * 2**attempt * random.random())
             try:
                 if body.nbytes > size:
@@ -339,6 +340,7 @@ class S3ApiStore(S3Connection):
                 raise StorageUnavailable(
                     f"cannot read: {reason}", url=self.url, key=key, start=position, stop=stop
                 ) from failure
+            self._note_retry()
             time.sleep(0.05 * 2 ** min(attempt, 7) * random.random())
 
     def _get(self, key: str, start: int, stop: int, etag: str) -> tuple[RawBody, str]:

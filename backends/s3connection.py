@@ -43,6 +43,11 @@ class S3Connection(Store):
         self._lock = threading.Lock()
         self._client_or_none: Any = None
         self._pool_or_none: ThreadPoolExecutor | None = None
+        self._retries = 0
+
+    @property
+    def retries(self) -> int:
+        return self._retries
 
     @abstractmethod
     def _make_client(self) -> Any:
@@ -82,7 +87,17 @@ class S3Connection(Store):
                 error if shown == text else None
             )
         client.meta.events.register("before-send.s3", send_whole_buffers)
+        client.meta.events.register("request-created.s3", self._note_request)
         return client
+
+    def _note_request(self, request: Any, **_: Any) -> None:
+        """Handler of the SDKs' event, which comes for each time that they send a request."""
+        if request.context["retries"]["attempt"] > 1:
+            self._note_retry()
+
+    def _note_retry(self) -> None:
+        with self._lock:
+            self._retries += 1
 
     def _submit(self, key: str, function: Callable[..., T], *arguments: Any) -> Future[T]:
         with self._lock:

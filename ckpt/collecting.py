@@ -52,6 +52,7 @@ class RankReceipt:
         manifest: what it wrote; None if it had nothing to write.
         files: the names of its data files.
         items: what is in them, packed: half a million objects would take seconds to unpickle.
+        retries: requests that it has sent again so far in this save.
     """
 
     rank: int
@@ -59,6 +60,7 @@ class RankReceipt:
     manifest: ManifestRef | None
     files: list[str]
     items: bytes
+    retries: int = 0
 
 
 _ITEMS = msgspec.msgpack.Decoder(list[PlacedItem])  # made once, before there are threads

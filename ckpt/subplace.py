@@ -31,6 +31,10 @@ class SubStore(Store):
     def capabilities(self) -> Capabilities:
         return self._store.capabilities
 
+    @property
+    def retries(self) -> int:
+        return self._store.retries
+
     def put(self, key: str, body: Body, *, mode: PutMode = PutMode.OVERWRITE) -> None:
         self._named(key, lambda: self._store.put(self._prefix + key, body, mode=mode))
 

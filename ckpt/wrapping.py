@@ -24,6 +24,10 @@ class WrappedStore(Store):
     def reads(self) -> Reads | None:
         return self._inner.reads
 
+    @property
+    def retries(self) -> int:
+        return self._inner.retries
+
     def put(self, key: str, body: Body, *, mode: PutMode = PutMode.OVERWRITE) -> None:
         self._inner.put(key, body, mode=mode)
 

@@ -13,7 +13,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -63,9 +63,11 @@ class SaveMeta(StorageMeta):
 
     Attributes:
         seconds: on the coordinator: `plan_s`, `write_s` (until all ranks have written) and `commit_s`.
+        retries: requests to the storage that were sent again, by all ranks.
     """
 
     seconds: dict[str, float] = field(default_factory=dict)
+    retries: int = 0
 
 
 class CheckpointWriter(StorageWriter):
@@ -118,6 +120,7 @@ class CheckpointWriter(StorageWriter):
         self._token = environment.token()
         self._written: list[str] = []
         self._began_at_s: dict[str, float] = {}
+        self._retries_before = 0
         self._coordinator: Coordinator | None = None
 
     # -- what DCP calls, in this order ---------------------------------------------------------------------
@@ -145,6 +148,7 @@ class CheckpointWriter(StorageWriter):
         self._written = []
         self._coordinator = None
         self._began_at_s = {"plan_s": environment.monotonic()}
+        self._retries_before = self._store.retries
         self.progress.restart()
         self.progress.begin("planning")
         if is_coordinator:
@@ -203,7 +207,10 @@ class CheckpointWriter(StorageWriter):
             # This very object is what DCP sends to all ranks and hands to its caller.
             metadata.__dict__.update(described.__dict__)
             metadata.storage_meta = SaveMeta(
-                self.checkpoint_id, self._token, seconds=_durations(self._began_at_s)
+                self.checkpoint_id,
+                self._token,
+                seconds=_durations(self._began_at_s),
+                retries=self._retries() + sum(r.retries for r in receipts if r.rank != self._rank),
             )
 
     @classmethod
@@ -275,12 +282,16 @@ class CheckpointWriter(StorageWriter):
             spread_out = [[*objects, *spread_out[0]], *spread_out[1:]] if spread_out else [objects]
         files.put(spread_out)
         manifest = files.put_manifest()
-        receipt = files.receipt(last_segment(self._url), manifest)
+        receipt = replace(files.receipt(last_segment(self._url), manifest), retries=self._retries())
         nbytes, seconds = files.data_bytes, time.monotonic() - started_s
         _logger.info(
             "rank %d wrote %d bytes in %.2f s to %s", self._rank, nbytes, seconds, self.checkpoint_id
         )
         return [WriteResult(_RECEIPT, nbytes, receipt)]
+
+    def _retries(self) -> int:
+        """Of this rank, since the save began."""
+        return self._store.retries - self._retries_before
 
     @contextlib.contextmanager
     def _errors_named(self) -> Iterator[None]:

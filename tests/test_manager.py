@@ -109,7 +109,7 @@ def test_a_run_saves_and_goes_on(tmp_path: Path) -> None:
     durable = next(event for event in events if event.kind == "durable")
     assert durable.values["size_bytes"] > 4000
     phases = {"stall_s", "plan_s", "write_s", "commit_s"}
-    assert set(durable.values) == {"upload_s", "size_bytes", "durable_age_s", *phases}
+    assert set(durable.values) == {"upload_s", "size_bytes", "durable_age_s", "retries", *phases}
     assert sum(durable.values[phase] for phase in phases) <= durable.values["upload_s"]
     assert steps_at(root) == [1, 3, 6]
     assert restored_step(root) == 6
@@ -148,6 +148,9 @@ def test_keeping(tmp_path: Path) -> None:
     events = run(tmp_path, range(1, 8), keep=keeping.last(2) | keeping.every_steps(4))
     assert steps_at(tmp_path) == [4, 6, 7]
     assert kinds(events, "removed") == [("removed", step) for step in (1, 2, 3, 5)]
+    kept = [(event.step, event.reason) for event in events if event.kind == "kept"]
+    last = [(step, "of the last 2") for step in range(1, 8)]
+    assert kept == [*last[:5], (4, "every 4 steps"), *last[5:]], "once, and again for another reason"
     assert run(tmp_path, range(8, 9), keep=keeping.last(1))
     assert steps_at(tmp_path) == [8], "what an earlier process of the run saved is known too"
 
@@ -158,17 +161,32 @@ def test_best_and_pinned(tmp_path: Path) -> None:
     run(tmp_path, range(1, 5), keep=keep, metrics=losses)
     assert steps_at(tmp_path) == [2, 4]
     assert restored_step(tmp_path, "best", keep=keep) == 2
-    with ckpt.CheckpointManager(tmp_path, save=saving.every_steps(1), keep=keep) as manager:
+    events: list[Event] = []
+    with ckpt.CheckpointManager(
+        tmp_path, save=saving.every_steps(1), keep=keep, events=[events.append]
+    ) as manager:
         manager.pin(2)
         manager.annotate(4, {"loss": 0.5})  # an evaluation that came late
         with pytest.raises(NotFound, match="step 3"):
             manager.annotate(3, {"loss": 0.0})
         manager.restore(state_of(-1))
         manager.step(5, state_of(5), metrics={"loss": 9.0})
+    kept = {event.step: event.reason for event in events if event.kind == "kept"}
+    assert kept == {2: "pinned", 4: "of the best 1 by loss", 5: "of the last 1"}
     assert steps_at(tmp_path) == [2, 4, 5]
     assert restored_step(tmp_path, "best", keep=keep) == 4
     with pytest.raises(ConfigurationError, match=r"keeping\.best"):
         restored_step(tmp_path, "best")
+
+
+def test_what_no_rule_keeps_stays_while_it_is_the_newest(tmp_path: Path) -> None:
+    events = run(tmp_path, range(1, 3), keep=keeping.every_steps(2))
+    told = [(event.kind, event.step, event.reason) for event in events if event.kind in ("kept", "removed")]
+    assert told == [
+        ("kept", 1, "the newest"),
+        ("removed", 1, "no rule keeps it"),
+        ("kept", 2, "every 2 steps"),
+    ]
 
 
 def test_what_the_run_does_not_know_is_never_removed(tmp_path: Path) -> None:

@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from proxy import Call, fault_proxy
 from ranks import run_ranks
+from servers import S3Server
 
 import ckpt
+from ckpt.backends.base import MIB
 from ckpt.errors import CheckpointError, SaveFailed
 from ckpt.trainer_integration import saving
 from ckpt.trainer_integration.events import Event
@@ -131,3 +134,44 @@ def _one_rank_is_misconfigured(rank: int, root: str) -> str:
 def test_a_rank_that_cannot_make_a_manager(tmp_path: Path) -> None:
     for told in run_ranks(2, _one_rank_is_misconfigured, str(tmp_path), timeout_s=60):
         assert "endpoint_url" in told
+
+
+def _save_through_faults(rank: int, root: str, mode: Any, options: dict[str, Any]) -> list[Event]:
+    """Three saves, in which each rank has 12 MiB of its own."""
+    events: list[Event] = []
+    with ckpt.CheckpointManager(
+        root,
+        save=saving.every_steps(1),
+        async_mode=mode,
+        preflight=False,
+        storage_options=options,
+        events=[events.append],
+    ) as manager:
+        for step in (1, 2, 3):
+            manager.step(step, {f"own{rank}": torch.full((3 * MIB,), float(step))})
+    return events
+
+
+@pytest.mark.parametrize("mode", ["thread", "process"])
+def test_requests_that_were_sent_again_are_counted_over_all_ranks(s3: S3Server, mode: str) -> None:
+    refused: list[str] = []
+
+    def refuse_once(call: Call) -> str | int:
+        """In the first save a part of each rank, and the commit, which the first rank sends after all have told theirs;
+        in the second a part of each rank."""
+        is_part = call.is_part and "partNumber=2&" in f"{call.target}&" and "step-00000003" not in call.key
+        is_commit = call.method == "PUT" and call.key.endswith("step-00000001/commit.json")
+        if not (is_part or is_commit) or call.target in refused:
+            return "pass"
+        refused.append(call.target)
+        return 503
+
+    with fault_proxy(s3) as proxy:
+        proxy.rule = refuse_once
+        options = {**proxy.options, "part_size_bytes": 5 * MIB}
+        root = f"s3://{s3.new_bucket()}/run"
+        told, others = run_ranks(2, _save_through_faults, root, mode, options)
+        assert len(refused) == 5
+    durable = [event.values["retries"] for event in told if event.kind == "durable"]
+    assert durable == [3, 2, 0]
+    assert not others

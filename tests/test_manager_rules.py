@@ -178,11 +178,13 @@ class Meter:
 def test_events_feed_a_meter() -> None:
     meter = Meter()
     sink = OpenTelemetry(meter)
-    sink(Event("durable", 7, "", {"upload_s": 1.5, "stall_s": 0.1, "size_bytes": 80, "durable_age_s": 0.0}))
+    figures = {"upload_s": 1.5, "stall_s": 0.1, "size_bytes": 80, "retries": 3}
+    sink(Event("durable", 7, "", {**figures, "durable_age_s": 0.0}))
     sink(Event("failed", 8, "disk full", {"durable_age_s": 60.0}))
     told = {name: instrument.told for name, instrument in meter.instruments.items()}
     assert told["ckpt.events"] == [(1, {"kind": "durable"}), (1, {"kind": "failed"})]
     assert told["ckpt.durable.size"] == [(80, None)]
+    assert told["ckpt.retries"] == [(3, None)]
     assert told["ckpt.upload"] == [1.5]
     assert told["ckpt.stall"] == [0.1]
     assert told["ckpt.durable.step"] == [7]

@@ -58,6 +58,7 @@ def test_one_failure_is_survived(
 ) -> None:
     proxy.rule = Nth(action, lambda call: getattr(call, applies))
     store.put("k", BytesBody(DATA))
+    assert store.retries == 1
     assert read_bytes(store, "k") == DATA
     assert pending(store, s3) == 0
 
@@ -82,6 +83,7 @@ def test_a_storm_leaves_nothing(
 def test_an_upload_the_server_forgot_is_begun_anew(proxy: FaultProxy, store: Store, s3: S3Server) -> None:
     proxy.rule = Nth(404, lambda call: call.is_part, n=2)
     store.put("k", BytesBody(DATA))
+    assert store.retries == 1
     assert read_bytes(store, "k") == DATA
     assert pending(store, s3) == 0
 
@@ -102,10 +104,12 @@ def test_damage_on_the_way_is_refused(proxy: FaultProxy, name: str) -> None:
 @pytest.mark.parametrize("action", ["cut", "reset", 500, 503])
 def test_a_broken_read_goes_on_where_it_broke(proxy: FaultProxy, store: Store, action: str | int) -> None:
     put_bytes(store, "k", DATA)
-    proxy.rule = Nth(action, lambda call: call.method == "GET", count=2 if action == "cut" else 1)
+    failures = 2 if action == "cut" else 1
+    proxy.rule = Nth(action, lambda call: call.method == "GET", count=failures)
     first, second = bytearray(5 * MIB), bytearray(len(DATA) - 5 * MIB)
     store.read_into("k", 0, [memoryview(first), memoryview(second)])
     assert first + second == DATA
+    assert store.retries == failures
 
 
 @pytest.mark.parametrize("action", ["cut", "reset", 503])

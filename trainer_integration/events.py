@@ -23,7 +23,7 @@ class Event:
 
     Attributes:
         kind: `preflight`, `restored`, `passed_over` (a checkpoint that cannot be loaded), `due` (a save begins),
-            `not_due` (it was asked for, but not made), `staged`, `durable`, `failed`, `removed`, `not_removed`.
+            `not_due` (it was asked for, but not made), `staged`, `durable`, `failed`, `kept`, `removed`, `not_removed`.
         step: the step concerned.
         reason: why, in words.
         values: figures by name, units last (`stall_s`, `upload_s`, `size_bytes`, `durable_age_s`, ...).
@@ -72,11 +72,12 @@ class JsonLines:
 
 class OpenTelemetry:
     """Feeds a meter of OpenTelemetry (`opentelemetry.metrics.get_meter(...)`): a counter of events by kind, one of
-    bytes, histograms of seconds, and gauges of the last durable step and its age."""
+    bytes, one of requests that were sent again, histograms of seconds, and gauges of the last durable step and its age."""
 
     def __init__(self, meter: Any) -> None:
         self._events = meter.create_counter("ckpt.events", description="events by kind")
         self._bytes = meter.create_counter("ckpt.durable.size", unit="By", description="bytes made durable")
+        self._retries = meter.create_counter("ckpt.retries", description="requests sent again")
         self._seconds = {
             name: meter.create_histogram(f"ckpt.{name.removesuffix('_s')}", unit="s")
             for name in ("stall_s", "upload_s", "plan_s", "write_s", "commit_s", "load_s")
@@ -90,6 +91,7 @@ class OpenTelemetry:
         self._events.add(1, {"kind": event.kind})
         if event.kind == "durable":
             self._bytes.add(int(event.values.get("size_bytes", 0)))
+            self._retries.add(int(event.values.get("retries", 0)))
             self._step.set(event.step or 0)
         for name, histogram in self._seconds.items():
             if name in event.values:

@@ -71,8 +71,7 @@ class History:
 
     def best(self, rule: Best) -> list[tuple[int, str]]:
         """Steps and folders, the best first."""
-        alive = [found for found in self._record().checkpoints if not found.superseded]
-        return [(found.step, found.path) for found in rule.ranked(alive)]
+        return [(found.step, found.path) for found in rule.ranked(self._alive())]
 
     def why_not(self, path: str) -> tuple[str | None, bool]:
         """Why what is in a folder cannot be loaded, as far as records tell; and whether it is a checkpoint all the same.
@@ -153,10 +152,18 @@ class History:
             yield found, failure
 
     def _first_to_go(self, keep: KeepRule, stay: Collection[str]) -> RunCheckpoint | None:
-        alive = [found for found in self._record().checkpoints if not found.superseded]
-        kept = keep.keeps(alive, time.time())
-        going = (found for found in alive if found.step not in kept and not found.pinned)
-        return next((found for found in going if found.path not in stay), None)
+        with self._lock:
+            kept = self.kept(keep)
+            going = (found for found in self._alive() if found.step not in kept)
+            return next((found for found in going if found.path not in stay), None)
+
+    def kept(self, keep: KeepRule) -> dict[int, str]:
+        """The steps that stay, and why: a rule keeps them, or they are pinned."""
+        alive = self._alive()
+        return {found.step: "pinned" for found in alive if found.pinned} | keep.keeps(alive, time.time())
+
+    def _alive(self) -> list[RunCheckpoint]:
+        return [found for found in self._record().checkpoints if not found.superseded]
 
     def close(self) -> None:
         """Let go of connections."""

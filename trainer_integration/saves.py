@@ -76,6 +76,7 @@ class Saves:
         self.stall_s: float | None = None
         self.upload_s: float | None = None
         self.last_failure: BaseException | None = None
+        self._kept: dict[int, str] = {}
         _all.add(self)
 
     @property
@@ -207,13 +208,18 @@ class Saves:
         saved = flight.future.result()
         figures = {"upload_s": took_s, "stall_s": flight.stall_s, "size_bytes": _size_bytes(saved)}
         if isinstance(saved.storage_meta, SaveMeta):
-            figures |= saved.storage_meta.seconds
+            figures |= {**saved.storage_meta.seconds, "retries": saved.storage_meta.retries}
         self.tell("durable", flight.step, flight.path, **figures)
 
     def _retire(self, keep: KeepRule, flight: _Flight) -> None:
         for found, failure in self._history.retire(keep, {flight.path}):
             kind = "removed" if failure is None else "not_removed"
             self.tell(kind, found.step, "no rule keeps it" if failure is None else str(failure))
+        kept = {flight.step: "the newest"} | self._history.kept(keep)
+        for step, reason in sorted(kept.items()):
+            if self._kept.get(step) != reason:
+                self.tell("kept", step, reason)
+        self._kept = kept
 
 
 _all: weakref.WeakSet[Saves] = weakref.WeakSet()
