@@ -15,10 +15,14 @@ from ranks import run_ranks
 from states import digest
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import ckpt
 from ckpt.errors import ConfigurationError, LoadFailed
@@ -37,9 +41,9 @@ OPTIONS: dict[str, Any] = {
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
         self.register_buffer("scale", torch.tensor(0.5))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -50,14 +54,14 @@ class Block(nn.Module):
 class Net(nn.Module):
     """With tied weights, a frozen parameter of eight bits, and one of another dtype."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, width: int = WIDTH) -> None:
         super().__init__()
         torch.manual_seed(seed)
-        self.embed = nn.Embedding(12, WIDTH)
-        self.blocks = nn.ModuleList([Block(), Block()])
-        self.head = nn.Linear(WIDTH, 12, bias=False)
+        self.embed = nn.Embedding(12, width)
+        self.blocks = nn.ModuleList([Block(width), Block(width)])
+        self.head = nn.Linear(width, 12, bias=False)
         self.head.weight = self.embed.weight
-        self.gain = nn.Parameter(torch.ones(WIDTH, dtype=torch.bfloat16))
+        self.gain = nn.Parameter(torch.ones(width, dtype=torch.bfloat16))
         frozen = torch.randn(WIDTH, WIDTH).to(torch.float8_e4m3fn)
         self.frozen = nn.Parameter(frozen, requires_grad=False)
 
@@ -89,7 +93,11 @@ def fsdp1(net: Net) -> nn.Module:
     # FSDP1 flattens parameters of one dtype only.
     odd = [net.gain, net.frozen]
     return FullyShardedDataParallel(
-        net, device_id=torch.device("cpu"), use_orig_params=True, ignored_states=odd
+        net,
+        device_id=torch.device("cpu"),
+        use_orig_params=True,
+        ignored_states=odd,
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
     )
 
 
@@ -108,6 +116,14 @@ def tp_fsdp(net: Net) -> nn.Module:
     for block in net.blocks:
         parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     return _sharded(net, mesh["dp"])
+
+
+def ddp_compiled(net: Net) -> nn.Module:
+    return torch.compile(ddp(net), backend="eager")  # type: ignore[return-value]
+
+
+def fsdp1_compiled(net: Net) -> nn.Module:
+    return torch.compile(fsdp1(net), backend="eager")  # type: ignore[return-value]
 
 
 def fsdp2_compiled(net: Net) -> nn.Module:
@@ -130,7 +146,9 @@ WAYS: dict[str, tuple[int, Wrap]] = {
     "plain": (1, plain),
     "compiled": (1, compiled),
     "ddp": (2, ddp),
+    "ddp_compiled": (2, ddp_compiled),
     "fsdp1": (2, fsdp1),
+    "fsdp1_compiled": (3, fsdp1_compiled),
     "fsdp2": (3, fsdp2),
     "fsdp2_compiled": (2, fsdp2_compiled),
     "hsdp": (4, hsdp),
@@ -241,6 +259,31 @@ def test_partial_and_strict(tmp_path: Path) -> None:
     assert torch.equal(larger.embed.weight, model.get_parameter("embed.weight"))
 
 
+def partial_and_strict_in_shards(rank: int, root: str) -> tuple[str, tuple[str, ...]]:
+    model, optimizer = trained(fsdp2, seed=1, steps=1)
+    with ckpt.CheckpointManager(root, **OPTIONS) as manager:
+        manager.save(1, model=model, optimizer=optimizer)
+    larger = Net(2)
+    larger.extra = nn.Linear(WIDTH, WIDTH)
+    larger = fsdp2(larger)  # type: ignore[assignment]
+    before = digest(larger.get_parameter("extra.weight").to_local())  # type: ignore[attr-defined]
+    with ckpt.CheckpointManager(root, **OPTIONS) as manager:
+        with pytest.raises(LoadFailed) as caught:
+            manager.restore(model=larger)
+        restored = manager.restore(model=larger, strict=False)
+    assert restored is not None
+    assert digest(larger.get_parameter("extra.weight").to_local()) == before  # type: ignore[attr-defined]
+    expected, found = (m.get_parameter("blocks.1.up.weight").to_local() for m in (model, larger))  # type: ignore[attr-defined]
+    assert torch.equal(found, expected)
+    return str(caught.value), restored.missing
+
+
+def test_partial_and_strict_in_shards(tmp_path: Path) -> None:
+    for told, missing in run_ranks(2, partial_and_strict_in_shards, str(tmp_path)):
+        assert "lacks 2 key(s): model.extra.bias, model.extra.weight;" in told
+        assert missing == ("model.extra.bias", "model.extra.weight")
+
+
 def test_a_model_alone_loads_from_a_checkpoint_that_has_more(tmp_path: Path) -> None:
     model, optimizer = trained(plain, seed=1, steps=1)
     ckpt.save(training_state(model=model, optimizer=optimizer, extra=3), tmp_path / "step-00000001")
@@ -318,3 +361,139 @@ def test_projected_size_is_that_of_all_ranks(tmp_path: Path) -> None:
     for way in ("fsdp1", "fsdp2"):
         for found in run_ranks(2, sizes, way):
             assert found == pytest.approx(whole, rel=0.2)
+
+
+class Odd(nn.Module):
+    """What optimizers and shards meet beside the usual."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first, self.second, self.idle = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.first.bias.requires_grad_(False)
+        for dtype in EIGHT_BITS:
+            frozen = nn.Parameter(torch.rand(WIDTH, 4).to(dtype), requires_grad=False)
+            self.register_parameter(f"frozen_{_short(dtype)}", frozen)
+            self.register_buffer(f"buffer_{_short(dtype)}", torch.rand(3).to(dtype))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.second(self.first(hidden))
+        return output
+
+
+EIGHT_BITS = [
+    torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu,
+]  # fmt: skip
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).rpartition("_")[2]
+
+
+def odd(seed: int, steps: int) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+    """Sharded where there are ranks; two optimizers, one of which also has a frozen parameter and one without gradients."""
+    model = Odd(seed)
+    if dist.is_initialized():
+        fully_shard(model)
+    idle = [*model.first.parameters(), *model.idle.parameters()]
+    optimizers = [
+        torch.optim.AdamW(idle, lr=1e-2),
+        torch.optim.SGD(model.second.parameters(), lr=1e-2, momentum=0.9),
+    ]
+    for step in range(steps):
+        odd_step(model, optimizers, step)
+    return model, optimizers
+
+
+def odd_step(model: Any, optimizers: list[torch.optim.Optimizer], seed: int, *, idle: bool = False) -> None:
+    hidden = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(seed))
+    output = model(hidden).sum()
+    (output + sum(p.sum() for p in model.idle.parameters()) if idle else output).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def save_odd(rank: int, root: str) -> None:
+    model, optimizers = odd(seed=1, steps=2)
+    with ckpt.CheckpointManager(root, **OPTIONS) as manager:
+        manager.save(2, model=model, optimizer=optimizers)
+    odd_step(model, optimizers, 2, idle=True)
+    ckpt.save(training_state(model=model, optimizer=optimizers), f"{root}/went-on")
+
+
+def load_odd(rank: int, root: str, name: str, steps: int) -> None:
+    """Into a model that is fresh, or one that has also trained what was idle; then the step that follows."""
+    model, optimizers = odd(seed=2, steps=0)
+    for step in range(steps):
+        odd_step(model, optimizers, step, idle=True)
+    with ckpt.CheckpointManager(root, **OPTIONS) as manager:
+        restored = manager.restore(model=model, optimizer=optimizers)
+    assert restored is not None
+    assert {fqn.rpartition(".")[0] for fqn in restored.missing} == {
+        "optimizer.state.idle.bias",
+        "optimizer.state.idle.weight",
+    }
+    odd_step(model, optimizers, 2, idle=True)
+    ckpt.save(training_state(model=model, optimizer=optimizers), f"{root}/{name}")
+
+
+def test_several_optimizers_with_parameters_frozen_and_idle_in_eight_bits(tmp_path: Path) -> None:
+    """Bit for bit, with what an optimizer has nothing to save for: such a run can be resumed."""
+    run_ranks(2, save_odd, str(tmp_path))
+    run_ranks(2, load_odd, str(tmp_path), "fresh", 0)
+    run_ranks(1, load_odd, str(tmp_path), "used", 2)
+    saved, expected = content(tmp_path / "step-00000002"), content(tmp_path / "went-on")
+    for name in ("fresh", "used"):
+        assert content(tmp_path / name) == expected
+    assert not [
+        name for name in saved if name.startswith(("optimizer.state.idle", "optimizer.state.first.bias"))
+    ]
+    assert "optimizer.state.second.weight.momentum_buffer" in saved
+    assert {f"model.frozen_{_short(dtype)}" for dtype in EIGHT_BITS} <= set(saved)
+
+
+class LargestSent(TorchDispatchMode):
+    """The size of the largest tensor in any collective of this thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.size_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if "c10d" in func.namespace:
+            for value in tree_leaves((args, result)):
+                if isinstance(value, torch.Tensor):
+                    self.size_bytes = max(self.size_bytes, value.numel() * value.element_size())
+        return result
+
+
+def largest_sent(rank: int, way: str, root: str) -> tuple[int, int, int]:
+    """When saving, when loading, and, to know that it would show, when gathering on purpose."""
+    sent = []
+    model = WAYS[way][1](Net(1, width=256))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    state = training_state(model=model, optimizer=optimizer)
+    gather = StateDictOptions(full_state_dict=True)
+    for work in (
+        lambda: ckpt.save(state, root),
+        lambda: ckpt.load(state, root),
+        lambda: get_model_state_dict(model, options=gather),
+    ):
+        with LargestSent() as largest:
+            work()
+        sent.append(largest.size_bytes)
+    return sent[0], sent[1], sent[2]
+
+
+@pytest.mark.parametrize("way", ["fsdp1", "fsdp2", "fsdp2_compiled", "hsdp", "tp_fsdp"])
+def test_no_tensor_is_gathered(way: str, tmp_path: Path) -> None:
+    """FSDP1, where torch gathers unit by unit, is the exception: never more than one of them."""
+    shard_bytes = 256 * 512 * 4 // 4  # of the largest tensor, among four ranks
+    unit_bytes = (2 * 256 * 512 + 256 + 512) * 4
+    for saving_bytes, loading_bytes, gathering_bytes in run_ranks(
+        WAYS[way][0], largest_sent, way, str(tmp_path)
+    ):
+        assert gathering_bytes >= 2 * shard_bytes
+        assert max(saving_bytes, loading_bytes) <= (unit_bytes + 64 if way == "fsdp1" else shard_bytes // 2)

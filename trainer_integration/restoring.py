@@ -20,6 +20,7 @@ from ckpt.errors import (
 from ckpt.ranks import Ranks
 from ckpt.trainer_integration.history import History
 from ckpt.trainer_integration.partial_loading import NamingLoadPlanner
+from ckpt.trainer_integration.training_state import OptimizerState
 
 __all__ = ["PassedOver", "Restored", "restore"]
 
@@ -42,7 +43,8 @@ class Restored:
     Attributes:
         step: after which it was saved.
         passed_over: what would have been preferred, but cannot be loaded.
-        missing: with `strict=False`, keys of this rank's state that the checkpoint does not have.
+        missing: keys of this rank's state that the checkpoint does not have: with `strict=False`, or of an
+            optimizer that had nothing to save for a parameter, as that had got no gradient yet.
         state: what was loaded by name; plain values are here alone.
     """
 
@@ -80,6 +82,7 @@ def restore(
     chooser = _Chooser(history, candidates) if ranks.rank == 0 else None
     passed_over: tuple[PassedOver, ...] = ()
     failure: str | None = None
+    optimizers = {name for name, part in state.items() if isinstance(part, OptimizerState)}
     while True:
         choice = ranks.from_first(lambda: chooser.next(failure) if chooser else _Choice(None, ()))  # noqa: B023
         passed_over = tuple(
@@ -89,7 +92,7 @@ def restore(
         if choice.found is None:
             return None, passed_over
         step, path = choice.found
-        planner = NamingLoadPlanner(strict=strict, optional=optional)
+        planner = NamingLoadPlanner(strict=strict, optional=optional, optimizers=optimizers)
         error: CheckpointError | None = None
         try:
             load(state, history.url(path), planner=planner, **load_options)
