@@ -17,7 +17,12 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -89,7 +94,7 @@ def ddp(net: Net) -> nn.Module:
     return DistributedDataParallel(net)
 
 
-def fsdp1(net: Net) -> nn.Module:
+def fsdp1(net: Net, **options: Any) -> nn.Module:
     # FSDP1 flattens parameters of one dtype only.
     odd = [net.gain, net.frozen]
     return FullyShardedDataParallel(
@@ -98,7 +103,13 @@ def fsdp1(net: Net) -> nn.Module:
         use_orig_params=True,
         ignored_states=odd,
         auto_wrap_policy=ModuleWrapPolicy({Block}),
+        **options,
     )
+
+
+def fsdp1_hybrid(net: Net) -> nn.Module:
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+    return fsdp1(net, device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
 
 
 def fsdp2(net: Net) -> nn.Module:
@@ -149,6 +160,7 @@ WAYS: dict[str, tuple[int, Wrap]] = {
     "ddp_compiled": (2, ddp_compiled),
     "fsdp1": (2, fsdp1),
     "fsdp1_compiled": (3, fsdp1_compiled),
+    "fsdp1_hybrid": (4, fsdp1_hybrid),
     "fsdp2": (3, fsdp2),
     "fsdp2_compiled": (2, fsdp2_compiled),
     "hsdp": (4, hsdp),
