@@ -298,12 +298,17 @@ def test_a_record_that_names_other_places_is_refused(tmp_path: Path) -> None:
 
 def test_going_back_gives_up_what_came_after(tmp_path: Path) -> None:
     run(tmp_path, range(1, 5))
-    with ckpt.CheckpointManager(tmp_path, save=saving.every_steps(1), keep=keeping.last(1)) as manager:
-        assert manager.restore(state_of(-1), step=2) is not None
-        manager.step(3, state_of(3))
+    events: list[Event] = []
+    with ckpt.CheckpointManager(
+        tmp_path, save=saving.every_steps(1), keep=keeping.last(2), events=[events.append]
+    ) as manager:
+        for _ in range(2):
+            assert manager.restore(state_of(-1), step=2) is not None
+            manager.step(3, state_of(3))
+    assert kinds(events, "kept") == [("kept", 2), ("kept", 3), ("kept", 3)]
     # Step 4 belongs to the past that was given up: it is not the latest, nor is it removed.
     assert restored_step(tmp_path) == 3
-    assert steps_at(tmp_path) == [3, 4]
+    assert steps_at(tmp_path) == [2, 3, 4]
 
 
 def test_a_step_is_saved_once(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from proxy import Call, FaultProxy, fault_proxy
 from servers import S3Server
 
@@ -15,6 +16,7 @@ import ckpt
 from ckpt.backends.base import MIB, BytesBody, PutMode, Store, exists, put_bytes, read_bytes
 from ckpt.backends.registry import open_store
 from ckpt.errors import AccessDenied, AlreadyExists, NotFound, SaveFailed, StorageUnavailable
+from ckpt.writer import SaveMeta
 
 DATA = secrets.token_bytes(13 * MIB + 5)
 
@@ -151,3 +153,13 @@ def test_no_bucket(s3: S3Server) -> None:
     store = open_store("s3://no-such-bucket/x", s3.options)
     with pytest.raises(NotFound, match="no bucket named 'no-such-bucket'"):
         put_bytes(store, "k", b"x")
+
+
+def test_a_save_tells_of_its_own_retries(proxy: FaultProxy) -> None:
+    """Also where a writer is used again."""
+    writer = ckpt.CheckpointWriter(f"s3://{proxy.server.new_bucket()}/c", storage_options=proxy.options)
+    told = []
+    for failures in (1, 0):
+        proxy.rule = Nth(503, lambda call: call.method == "PUT", count=failures)
+        told.append(dcp.save({"value": 1}, storage_writer=writer, no_dist=True).storage_meta)
+    assert [isinstance(meta, SaveMeta) and meta.retries for meta in told] == [1, 0]

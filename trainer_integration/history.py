@@ -152,10 +152,9 @@ class History:
             yield found, failure
 
     def _first_to_go(self, keep: KeepRule, stay: Collection[str]) -> RunCheckpoint | None:
-        with self._lock:
-            kept = self.kept(keep)
-            going = (found for found in self._alive() if found.step not in kept)
-            return next((found for found in going if found.path not in stay), None)
+        kept = self.kept(keep)
+        going = (found for found in self._alive() if found.step not in kept)
+        return next((found for found in going if found.path not in stay), None)
 
     def kept(self, keep: KeepRule) -> dict[int, str]:
         """The steps that stay, and why: a rule keeps them, or they are pinned."""

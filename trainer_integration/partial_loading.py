@@ -72,7 +72,8 @@ class NamingLoadPlanner(DefaultLoadPlanner):
 
         def has_below(*path: object) -> bool:
             prefix = "".join(f"{name}." for name in path)
-            return any(fqn.startswith(prefix) for fqn in stored[bisect.bisect(stored, prefix) :][:1])
+            place = bisect.bisect(stored, prefix)
+            return place < len(stored) and stored[place].startswith(prefix)
 
         found: set[str] = set()
         for fqn in missing:

@@ -215,6 +215,7 @@ class Saves:
         for found, failure in self._history.retire(keep, {flight.path}):
             kind = "removed" if failure is None else "not_removed"
             self.tell(kind, found.step, "no rule keeps it" if failure is None else str(failure))
+        self._kept.pop(flight.step, None)  # saved anew, after going back
         kept = {flight.step: "the newest"} | self._history.kept(keep)
         for step, reason in sorted(kept.items()):
             if self._kept.get(step) != reason:
