@@ -465,11 +465,11 @@ def test_several_optimizers_with_parameters_frozen_and_idle_in_eight_bits(tmp_pa
     assert {f"model.frozen_{_short(dtype)}" for dtype in EIGHT_BITS} <= set(saved)
 
 
-class LargestSent(TorchDispatchMode):
+class LargestSent(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The size of the largest tensor in any collective of this thread."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.size_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
