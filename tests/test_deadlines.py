@@ -74,7 +74,9 @@ def failure_of(call: Callable[[], Any]) -> tuple[str, dict[int, str]]:
 # -- a rank stops ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("call", "stopped"), [("save", 1), ("save", 0), ("async_save", 2)])
+@pytest.mark.parametrize(
+    ("call", "stopped"), [("save", 1), ("save", 0), pytest.param("async_save", 2, marks=pytest.mark.long)]
+)
 def test_a_stopped_rank_is_named(call: str, stopped: int, tmp_path: Path) -> None:
     results = run_ranks(3, _one_stops, str(tmp_path), call, stopped, stopped=[stopped])
     for rank, (message, failures) in ((rank, result) for rank, result in enumerate(results) if result):
@@ -230,8 +232,8 @@ def is_second_part_of_rank_1(call: Call) -> bool:
     return "rank-00001" in call.key and number is not None and number[1] == "2"
 
 
-@pytest.mark.parametrize("action", ["stall", "stop reading", "trickle"])
-@pytest.mark.parametrize("function", ["ckpt", "dcp"])
+@pytest.mark.parametrize("action", ["stall", pytest.param("stop reading", marks=pytest.mark.long), "trickle"])
+@pytest.mark.parametrize("function", ["ckpt", pytest.param("dcp", marks=pytest.mark.long)])
 def test_a_stalled_upload_is_named(proxy: FaultProxy, action: str, function: str) -> None:
     """The server keeps the connection and does not answer: a rank gives that up itself, also in `dcp.save`."""
     place = f"s3://{proxy.server.new_bucket()}/c", {**proxy.options, "part_size_bytes": 5 * MIB}
@@ -277,6 +279,7 @@ def test_a_server_that_does_not_answer_the_probe(proxy: FaultProxy) -> None:
     assert digest(loaded) == digest(state_of(0))
 
 
+@pytest.mark.long
 def test_storage_that_stops_at_the_probe(proxy: FaultProxy) -> None:
     """Then all of the commit stalls, one request after the other; both ranks say whose it was, and at what."""
     stopped = threading.Event()
@@ -370,7 +373,7 @@ def is_of_data(call: Call) -> bool:
 
 
 @pytest.mark.parametrize("action", ["stall", "hold", "dribble", "trickle"])
-@pytest.mark.parametrize("scheme", ["s3", "fsspec+s3"])
+@pytest.mark.parametrize("scheme", ["s3", pytest.param("fsspec+s3", marks=pytest.mark.long)])
 def test_a_stalled_read_is_given_up(proxy: FaultProxy, action: str, scheme: str) -> None:
     """In time, and nothing arrives late: the memory may be in use again."""
     bucket = proxy.server.new_bucket()

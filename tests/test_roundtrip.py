@@ -292,7 +292,9 @@ def test_metadata_returned_names_the_files(tmp_path: Path) -> None:
 # -- several ranks -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("saved_on", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "saved_on", [pytest.param(1, marks=pytest.mark.long), 2, pytest.param(3, marks=pytest.mark.long), 4]
+)
 def test_reshard(saved_on: int, tmp_path: Path, s3: S3Server) -> None:
     """Saved on 1 to 4 ranks, loaded on 1 to 4."""
     places = [(f"{tmp_path}/c", {}), (f"s3://{s3.new_bucket()}/c", s3.options)]

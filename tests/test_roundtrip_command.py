@@ -331,7 +331,7 @@ def test_a_place_that_refuses_is_an_error_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("model", "ranks", "largest"),
-    [("t5-11b", 8, 2 * 11_307_321_344 / 8), ("gpt-1t", 64, 2 * 1_008_038_758_400 / 64)],
+    [("t5-11b", 8, 2 * 11_307_321_344 / 8), ("gpt-175b", 16, 2 * 174_615_846_912 / 16)],
 )
 def test_only_planned(tmp_path: Path, model: str, ranks: int, largest: float) -> None:
     """Models that no machine has room for can be planned, as JSON and in words."""

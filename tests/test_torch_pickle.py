@@ -202,6 +202,7 @@ def test_any_plain_value_loads(value: Any) -> None:
     assert load(file.getvalue()) == value
 
 
+@pytest.mark.long
 @given(st.data())
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_damaged_pickles_end_in_one_of_our_errors(data: st.DataObject) -> None:
