@@ -172,10 +172,10 @@ class CheckedBody(BytesBody):
 
     def part(self, start: int, stop: int) -> contextlib.AbstractContextManager[Part]:
         view = self._view[start:stop]
-        return contextlib.nullcontext(Part([view], crc64nvme(bytes(view))))
+        return contextlib.nullcontext(Part([view], crc64nvme(view)))
 
     def crc64nvme(self) -> int:  # type: ignore[override]
-        return int(crc64nvme(bytes(self._view)))
+        return int(crc64nvme(self._view))
 
 
 class BodyError(Exception):

@@ -34,6 +34,17 @@ from ckpt.backends.base import (
     remaining,
     take_options,
 )
+from ckpt.backends.paths import (
+    LOCAL_TYPES,
+    O_PATH,
+    files_below,
+    filesystem_type,
+    is_within,
+    list_way_to,
+    path_of,
+    real_directory,
+    real_path,
+)
 from ckpt.errors import (
     AccessDenied,
     AlreadyExists,
@@ -54,25 +65,6 @@ _READ_THROUGH_BYTES = 2 << 20
 _IOV_MAX = 1024
 _TEMPORARY = re.compile(r"^\.(.+)\.[0-9a-f]{16}\.ckpt-tmp$")
 
-# File systems of this one kernel: what one process wrote, every other sees. All else may lag.
-_LOCAL_TYPES = frozenset(
-    {
-        "ext2",
-        "ext3",
-        "ext4",
-        "xfs",
-        "btrfs",
-        "tmpfs",
-        "ramfs",
-        "overlay",
-        "zfs",
-        "f2fs",
-        "bcachefs",
-        "hugetlbfs",
-        "devtmpfs",
-    }
-)
-
 _ERRORS: dict[int, type[StorageError]] = {
     errno.ENOENT: NotFound,
     errno.ENOTDIR: NotFound,
@@ -89,10 +81,6 @@ _ERRORS: dict[int, type[StorageError]] = {
     errno.ENOTCONN: StorageUnavailable,
 }
 
-# Finds a file without opening it, so it needs no permission to read. Where it is unknown, O_NONBLOCK keeps a
-# pipe from being waited for.
-_O_PATH: int = getattr(os, "O_PATH", os.O_RDONLY | os.O_NONBLOCK)
-
 _NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 
 
@@ -106,18 +94,18 @@ class PosixStore(Store):
 
     def __init__(self, url: str, options: Mapping[str, Any] | None = None, *, threads: int = 4) -> None:
         self._fsync = bool(take_options("file", options or {}, {"fsync": True})["fsync"])
-        self._root = _path_of(url)
+        self._root = path_of(url)
         self._real_root = os.path.realpath(self._root)
         self.url = self.directory = self._root
         self.threads = threads
 
     @cached_property
     def _filesystem(self) -> str:
-        return _filesystem_type(self._root)
+        return filesystem_type(self._root)
 
     @cached_property
     def capabilities(self) -> Capabilities:
-        local = self._filesystem in _LOCAL_TYPES
+        local = self._filesystem in LOCAL_TYPES
         return Capabilities(
             conditional_create=local,
             atomic_replace=local,
@@ -128,12 +116,12 @@ class PosixStore(Store):
     @cached_property
     def reads(self) -> Reads | None:
         """Of file systems that can hang: those that are not of this kernel."""
-        return None if self._filesystem in _LOCAL_TYPES else Reads()
+        return None if self._filesystem in LOCAL_TYPES else Reads()
 
     def put(self, key: str, body: Body, *, mode: PutMode = PutMode.OVERWRITE) -> None:
         path = self._path(key)
         directory, name = os.path.split(path)
-        self._refuse_outside(_real_directory(directory), key)
+        self._refuse_outside(real_directory(directory), key)
         temporary = os.path.join(directory, f".{name}.{secrets.token_hex(8)}.ckpt-tmp")
         try:
             with body_errors_unchanged(), self._translated(key, "write", settled=True):
@@ -207,7 +195,7 @@ class PosixStore(Store):
             raise Truncated(f"ends at byte {size}", url=self.url, key=key, start=offset, stop=offset + wanted)
 
     def stat(self, key: str) -> ObjectStat:
-        with self._opened(key, "stat", _O_PATH) as fd:
+        with self._opened(key, "stat", O_PATH) as fd:
             return _stat(key, os.fstat(fd))
 
     def list(self, prefix: str = "") -> Iterator[ObjectStat]:
@@ -215,7 +203,7 @@ class PosixStore(Store):
         folder = prefix.rpartition("/")[0]
         top = self._path(folder) if folder else self._root
         with self._translated(prefix, "list"):
-            for path, entry in _files(top):
+            for path, entry in files_below(top):
                 key = os.path.relpath(path, self._root).replace(os.sep, "/")
                 if key.startswith(prefix) and is_key(key) and not _TEMPORARY.match(entry.name):
                     with contextlib.suppress(FileNotFoundError):
@@ -225,20 +213,20 @@ class PosixStore(Store):
         for key in keys:
             path = self._path(key)
             # Not the name itself: a link is removed, never what it leads to.
-            self._refuse_outside(_real_directory(os.path.dirname(path)), key)
+            self._refuse_outside(real_directory(os.path.dirname(path)), key)
             with self._translated(key, "delete"), contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 os.unlink(path)
 
     def prepare(self, prefix: str) -> None:
         path = self._path(prefix) if prefix else self._root
-        self._refuse_outside(_real_directory(path), prefix)
+        self._refuse_outside(real_directory(path), prefix)
         with self._translated(prefix, "make the directory"):
             self._make_directory(path)
 
     def abandon(self, prefix: str = "", *, choose: Callable[[ObjectStat], bool] | None = None) -> int:
         found = 0
         with self._translated(prefix, "abandon"):
-            for path, entry in _files(self._root):
+            for path, entry in files_below(self._root):
                 name = _TEMPORARY.match(entry.name)
                 if name is None:
                     continue
@@ -260,7 +248,7 @@ class PosixStore(Store):
 
     def remove_empty(self, prefix: str = "") -> None:
         top = self._path(prefix) if prefix else self._root
-        self._refuse_outside(_real_directory(top), prefix)
+        self._refuse_outside(real_directory(top), prefix)
         with self._translated(prefix, "remove the empty directory"):
             for directory, _, _ in os.walk(top, topdown=False):
                 with contextlib.suppress(OSError):  # it is not empty, or a mount, or not ours to remove
@@ -303,7 +291,7 @@ class PosixStore(Store):
             try:
                 if not stat.S_ISREG(os.fstat(fd).st_mode):
                     raise FileNotFoundError(errno.ENOENT, "not a file")
-                self._refuse_outside(_real_path(fd, path), key)
+                self._refuse_outside(real_path(fd, path), key)
                 yield fd
             finally:
                 os.close(fd)
@@ -316,14 +304,14 @@ class PosixStore(Store):
                 raise
         # This client may only remember that the name was missing when it looked before (s3fs for 15 minutes).
         # What it lists, it knows again.
-        _list_way_to(path)
+        list_way_to(path)
         return os.open(path, flags)
 
     def _refuse_outside(self, real: str, key: str) -> None:
         """Raise UnsafeContent unless `real`, a path without links, is inside of the root."""
-        if not _is_within(real, self._real_root):
+        if not is_within(real, self._real_root):
             self._real_root = os.path.realpath(self._root)  # may be a link that was turned meanwhile
-            if not _is_within(real, self._real_root):
+            if not is_within(real, self._real_root):
                 raise UnsafeContent(
                     "is a link that leads out of the checkpoint; refused", url=self.url, key=key
                 )
@@ -339,42 +327,6 @@ class PosixStore(Store):
             # Over NFS, a rename can work, its reply get lost, and its repetition find nothing left to rename.
             raised.settled = kind not in (StorageUnavailable, NotFound) if settled is None else settled
             raise raised from error
-
-
-def _path_of(url: str) -> str:
-    """The path in `file:///path`, character by character as fsspec takes it: `%`, `#` and `?` are themselves."""
-    scheme, separator, path = url.partition("://")
-    if not separator or scheme != "file":
-        return os.path.abspath(url)
-    path = path.removeprefix("localhost") if path.startswith("localhost/") else path
-    if not path.startswith("/"):
-        raise ConfigurationError(f"{url!r}: write an absolute path as file:///absolute/path")
-    return os.path.abspath(path)
-
-
-def _is_within(path: str, root: str) -> bool:
-    return path == root or path.startswith(root.rstrip(os.sep) + os.sep)
-
-
-def _real_path(fd: int, path: str) -> str:
-    """The path, without links, of the open file `fd`, once found under `path`."""
-    try:
-        # One call instead of one for every directory on the way, and what was opened is what is judged.
-        return os.readlink(f"/proc/self/fd/{fd}")
-    except OSError:
-        return os.path.realpath(path)
-
-
-def _real_directory(path: str) -> str:
-    """`path` without links, also where it, or the end of it, is not there yet."""
-    try:
-        fd = os.open(path, _O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError:
-        return os.path.realpath(path)
-    try:
-        return _real_path(fd, path)
-    finally:
-        os.close(fd)
 
 
 def _stat(key: str, found: os.stat_result) -> ObjectStat:
@@ -466,48 +418,3 @@ def _fsync_directory(path: str) -> None:
                 raise
         finally:
             os.close(fd)
-
-
-def _list_way_to(path: str) -> None:
-    """List the directories that lead to `path`, from the deepest that is visible on."""
-    unseen: list[str] = []
-    directory = os.path.dirname(path)
-    while not os.path.isdir(directory) and directory != os.path.dirname(directory):
-        unseen.append(directory)
-        directory = os.path.dirname(directory)
-    for each in (directory, *reversed(unseen)):
-        try:
-            with os.scandir(each) as entries:
-                for _ in entries:
-                    pass
-        except OSError:
-            return
-
-
-def _files(top: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
-    """Every file below `top`, links not followed; what vanishes meanwhile is passed over."""
-    try:
-        entries = list(os.scandir(top))
-    except (FileNotFoundError, NotADirectoryError):
-        return
-    for entry in entries:
-        if entry.is_dir(follow_symlinks=False):
-            yield from _files(entry.path)
-        else:
-            yield entry.path, entry
-
-
-def _filesystem_type(path: str) -> str:
-    """The type of the file system that `path` is (or would be) on, `unknown` where the system does not tell."""
-    path = os.path.realpath(path)
-    best, kind = "", "unknown"
-    with (
-        contextlib.suppress(OSError),
-        open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as mounts,
-    ):
-        for line in mounts:
-            before, _, after = line.partition(" - ")
-            mount = re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), before.split(" ")[4])
-            if len(mount) >= len(best) and (path + "/").startswith(mount.rstrip("/") + "/"):
-                best, kind = mount, after.split(" ", 1)[0]
-    return kind

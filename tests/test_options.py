@@ -20,7 +20,8 @@ from ranks import run_ranks
 import ckpt
 from ckpt.backends.base import MIB, Capabilities, part_size_bytes
 from ckpt.backends.memory import MemoryStore
-from ckpt.backends.posix import PosixStore, _filesystem_type
+from ckpt.backends.paths import filesystem_type
+from ckpt.backends.posix import PosixStore
 from ckpt.backends.registry import open_store, register
 from ckpt.errors import ConfigurationError, SaveFailed
 
@@ -285,8 +286,8 @@ def test_existing_checkpoints_can_be_protected(tmp_path: Path) -> None:
 
 
 def test_capabilities_follow_the_file_system(tmp_path: Path) -> None:
-    assert _filesystem_type("/proc/self") == "proc"
-    assert _filesystem_type("/dev/shm/not/there/yet") == "tmpfs"
+    assert filesystem_type("/proc/self") == "proc"
+    assert filesystem_type("/dev/shm/not/there/yet") == "tmpfs"
     assert not PosixStore("/proc/x").capabilities.cross_client_visibility
     assert PosixStore("/dev/shm/x").capabilities.conditional_create
 

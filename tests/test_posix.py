@@ -233,7 +233,7 @@ def test_the_disk_begins_early_where_files_are_made_durable(
 
 def test_names_that_a_client_remembers_as_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As s3fs does with enable_noobj_cache: missing is missing, until the directory is listed."""
-    monkeypatch.setattr("ckpt.backends.posix._filesystem_type", lambda path: "fuse.s3fs")
+    monkeypatch.setattr("ckpt.backends.posix.filesystem_type", lambda path: "fuse.s3fs")
     store = PosixStore(str(tmp_path / "run" / "step-1"))
     missing: set[str] = set()
     _remember_missing(missing, monkeypatch)
@@ -281,7 +281,7 @@ def test_local_disks_are_not_listed_for_what_is_missing(
 
 
 def test_rclone_mounts_that_cache_writes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpt.backends.posix._filesystem_type", lambda path: "fuse.rclone")
+    monkeypatch.setattr("ckpt.backends.posix.filesystem_type", lambda path: "fuse.rclone")
     with pytest.raises(ConfigurationError, match="cannot promise that a save is durable"):
         put_bytes(PosixStore(str(tmp_path)), "k", b"x")
     assert os.listdir(tmp_path) == []

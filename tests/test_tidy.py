@@ -65,6 +65,8 @@ def may_import(module: str, imported: str) -> bool:
         inside = {"ckpt.backends.base"}
         if module == "ckpt.backends.base":
             inside |= {"ckpt.backends.reads", "ckpt.backends.trials"}
+        if module == "ckpt.backends.posix":
+            inside.add("ckpt.backends.paths")
         if module in ("ckpt.backends.s3", "ckpt.backends.cos"):
             inside |= {"ckpt.backends.s3api", "ckpt.backends.s3options"}
         shared = ("s3io", "s3errors", "s3options", "s3trials")
