@@ -9,23 +9,23 @@ PEERS := benchmarks/.venv-peers
 ROUNDS ?= 5
 SEED ?= 0
 
-# Tests of one real system share its server, so one worker runs them all (loadgroup).
-PYTEST := $(RUN)/python -m pytest -n auto --maxprocesses 4 --dist loadgroup
+PYTEST := $(RUN)/python -m pytest -n auto --maxprocesses 4
 
 .PHONY: test test-long test-integration test-faults demo bench bench-full check format lock clean
 
 test: $(VENV)/ready
-	$(PYTEST) --ignore tests/integration -m 'not long'
+	$(PYTEST) --dist worksteal --ignore tests/integration -m 'not long'
 
 # What takes minutes: 10,000 schedules of a lying storage, kills at every request, a round of all faults, whole trainings.
 test-long: $(VENV)/ready
-	$(PYTEST) --ignore tests/integration -m long
+	$(PYTEST) --dist worksteal --ignore tests/integration -m long
 
 # On real storage systems, after installing them (root and apt). INSTALL=: takes what is there and skips the rest.
+# Tests of one system share its server, so one worker runs them all (loadgroup, which does not survive a crash).
 INSTALL ?= tests/integration/install.sh
 test-integration: $(VENV)/ready
 	$(INSTALL)
-	$(PYTEST) tests/integration
+	$(PYTEST) --dist loadgroup --max-worker-restart 0 tests/integration
 
 test-faults: $(VENV)/ready
 	$(RUN)/python tests/campaign.py --rounds $(ROUNDS) --seed $(SEED) --json test-faults.json

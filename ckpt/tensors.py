@@ -55,11 +55,16 @@ def has_memory_view(tensor: torch.Tensor) -> bool:
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a tensor with `has_memory_view`, writable. It does not keep the tensor alive."""
+    """The memory of a tensor with `has_memory_view`, writable. It keeps the tensor alive.
+
+    A read or write that was given up may still use it after all others have let go of the tensor.
+    """
     nbytes = tensor.numel() * tensor.element_size()
     if nbytes == 0:
         return memoryview(bytearray())
-    return memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr())).cast("B")
+    array = (ctypes.c_char * nbytes).from_address(tensor.data_ptr())
+    array.owner = tensor  # type: ignore[attr-defined]
+    return memoryview(array).cast("B")
 
 
 def copy_elements(source: torch.Tensor, target: torch.Tensor, *, non_blocking: bool = False) -> None:

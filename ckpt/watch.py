@@ -33,7 +33,8 @@ class Limits:
     Attributes:
         stall_s: an operation of the storage without progress is given up; a rank without a beat is missed.
         stuck_s: a rank that is alive, but makes no progress and gives nothing up, is given up by the others.
-        roll_call_s: how long to wait for the ranks' answers when contact is lost.
+        roll_call_s: how long to wait for the ranks' answers when contact is lost; on a machine that does more
+            than it can, twice as long.
         period_s: between two beats.
     """
 
@@ -121,8 +122,9 @@ class Watch:
         self._first_since_asked: dict[int, _Beat] = {}
         self._signed_in = False
         self._talking = False
-        self._gone = False
-        self._begun_at_s = self._answered_at_s = time.monotonic()
+        self._gone = self._has_given_up = False
+        self._clock = _Clock(2 * limits.period_s)
+        self._begun_at_s = self._answered_at_s = self._clock.now_s()
         self._closed, self._wake = threading.Event(), threading.Event()
 
     def start(self) -> None:
@@ -134,19 +136,24 @@ class Watch:
 
     def roll_call(self, failure: str) -> dict[int, Answer] | None:
         """Tell the others that this rank has lost contact, and hear what they say; None if the store is gone."""
-        self._failure, asked_at_s = failure, time.monotonic()
+        self._clock.tick()
+        self._failure, asked_at_s = failure, self._clock.now_s()
         self._asked_at_s = asked_at_s
         self._talk()
         self._wake.set()
-        deadline = asked_at_s + self._limits.roll_call_s
-        while time.monotonic() < deadline and not self._gone:
+        limit_s, slept_s = self._limits.roll_call_s, 0.0
+        # Only time in which this process was run counts, within limits: nobody would be heard otherwise.
+        while slept_s < limit_s and self._clock.now_s() < asked_at_s + 2 * limit_s and not self._gone:
             if (
                 self._signed_in
                 and self._answered_at_s >= asked_at_s
                 and all(self._answer(rank).is_alive for rank in self._others())
             ):
                 break
-            time.sleep(min(0.05, self._limits.period_s))
+            tick_s = min(0.05, self._limits.period_s)
+            time.sleep(tick_s)
+            slept_s += tick_s
+            self._clock.tick()
         if self._gone or self._answered_at_s < asked_at_s:
             return None
         answers = {rank: self._answer(rank) for rank in self._others()}
@@ -156,18 +163,19 @@ class Watch:
 
     def _watch(self) -> None:
         while not self._closed.wait(self._limits.period_s):
+            self._clock.tick()
             self._talk()
-            reason = self._reason()
+            reason = None if self._has_given_up else self._reason()
             if reason is not None:
+                self._has_given_up = True
                 self._failure = self._failure or f"{LOST_CONTACT}: {reason}"
                 self._progress().given_up = reason
                 self._wake.set()
                 self._break_off()
-                return
 
     def _reason(self) -> str | None:
         """Why this rank must not wait any longer, if so."""
-        limits, now_s = self._limits, time.monotonic()
+        limits, now_s = self._limits, self._clock.now_s()
         if self._gone:
             return None  # there is nobody to ask any more; lost connections still tell
         if now_s - self._answered_at_s > limits.stall_s:
@@ -217,7 +225,7 @@ class Watch:
     def _talk(self) -> None:
         if not self._talking:
             self._talking = True
-            self._answered_at_s = time.monotonic()
+            self._answered_at_s = self._clock.now_s()
             threading.Thread(target=self._beats, name="ckpt-beat", daemon=True).start()
 
     def _beats(self) -> None:
@@ -231,7 +239,7 @@ class Watch:
                 failure = self._failure
                 self._say(store, number, failure)
                 self._listen(store)
-                self._answered_at_s = time.monotonic()
+                self._answered_at_s = self._clock.now_s()
                 self._signed_in = failure is not None
                 self._wake.wait(self._limits.period_s / (4 if self._asked_at_s is not None else 1))
                 self._wake.clear()
@@ -250,7 +258,7 @@ class Watch:
             ranks = [rank for rank in ranks if store.check([self._key(rank)])]
         if not ranks:
             return
-        now_s = time.monotonic()
+        now_s = self._clock.now_s()
         for rank, said in zip(ranks, store.multi_get([self._key(rank) for rank in ranks]), strict=True):
             beat, heard = _Beat(*json.loads(said)), self._heard.get(rank)
             if beat.call != self._call:
@@ -263,3 +271,23 @@ class Watch:
     def _key(self, rank: int) -> str:
         # The same for every save: a store that runs for months does not fill up.
         return f"ckpt/beat/{self._name}/{rank}"
+
+
+class _Clock:
+    """Time in which this process was run: while it is stopped, or kept from running, no silence of others grows.
+
+    Args:
+        longest_s: more between two ticks does not count.
+    """
+
+    def __init__(self, longest_s: float) -> None:
+        self._longest_s = longest_s
+        self._lock = threading.Lock()
+        self._counted_s, self._ticked_at_s = 0.0, time.monotonic()
+
+    def tick(self) -> None:
+        with self._lock:
+            self._counted_s, self._ticked_at_s = self.now_s(), time.monotonic()
+
+    def now_s(self) -> float:
+        return self._counted_s + min(time.monotonic() - self._ticked_at_s, self._longest_s)

@@ -88,6 +88,7 @@ def save_in_a_process(rank: int, place: str) -> bool:
     return bool((state["part0"] == 0).all() and (state["part1"] == 1).all())
 
 
+@pytest.mark.long
 def test_process_mode(tmp_path: Path) -> None:
     """The process that saves is another one, in which nothing is installed."""
     assert run_ranks(2, functools.partial(save_in_a_process, place=str(tmp_path / "a"))) == [True, True]

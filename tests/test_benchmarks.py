@@ -178,7 +178,7 @@ def test_metadata_and_stalls(contender: str, tmp_path: Path) -> None:
     assert figures(Task("async_save", contender, str(tmp_path / "stall"), STATE))["wall_s"] > 0
 
 
-@pytest.mark.parametrize("mode", ["thread", "process"])
+@pytest.mark.parametrize("mode", ["thread", pytest.param("process", marks=pytest.mark.long)])
 def test_through_the_manager(mode: str, tmp_path: Path) -> None:
     """A save to a server that takes 4 MB/s lasts longer than a step, and is what the middle steps ran beside."""
     options = {"mode": mode}

@@ -124,7 +124,10 @@ def state() -> dict[str, Any]:
     return {"w": random_tensor(3_000_000), "v": random_tensor(700_000, dtype=torch.bfloat16), "step": 3}
 
 
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize(
+    "form",
+    ["dcp", "safetensors", *(pytest.param(form, marks=pytest.mark.long) for form in ("ckpt", "torch"))],
+)
 def test_ctrl_c(form: str, tmp_path: Path) -> None:
     """A real signal in the middle of a file; nothing is left, and the same command works again."""
     sparse_model(tmp_path / "huge.safetensors", 3)
@@ -351,7 +354,12 @@ def test_under_torchrun_an_error_is_one_json_object(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("form", "way"),
-    [("ckpt", "killed"), ("dcp", "stopped"), ("safetensors", "killed"), ("torch", "stopped")],
+    [
+        ("ckpt", "killed"),
+        ("dcp", "stopped"),
+        ("safetensors", "killed"),
+        pytest.param("torch", "stopped", marks=pytest.mark.long),
+    ],
 )
 def test_a_rank_that_is_gone_is_named(form: str, way: str, tmp_path: Path) -> None:
     """The others fail in time; of what they wrote nothing is left."""

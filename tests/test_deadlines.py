@@ -75,7 +75,11 @@ def failure_of(call: Callable[[], Any]) -> tuple[str, dict[int, str]]:
 
 
 @pytest.mark.parametrize(
-    ("call", "stopped"), [("save", 1), ("save", 0), pytest.param("async_save", 2, marks=pytest.mark.long)]
+    ("call", "stopped"),
+    [
+        ("save", 1),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in (("save", 0), ("async_save", 2))),
+    ],
 )
 def test_a_stopped_rank_is_named(call: str, stopped: int, tmp_path: Path) -> None:
     results = run_ranks(3, _one_stops, str(tmp_path), call, stopped, stopped=[stopped])
@@ -119,7 +123,7 @@ def _one_stops_loading(rank: int, url: str) -> Any:
     return failure_of(lambda: ckpt.load(loaded, url, planner=Stopping(), timeout_s=TIMEOUT_S))
 
 
-@pytest.mark.parametrize("call", ["save", "load"])
+@pytest.mark.parametrize("call", ["save", pytest.param("load", marks=pytest.mark.long)])
 def test_a_rank_that_stops_before_the_call_is_named(call: str, tmp_path: Path) -> None:
     ckpt.save({"t": torch.ones(3)}, tmp_path)
     results = run_ranks(3, _stops_before, str(tmp_path), call, stopped=[1])
@@ -143,6 +147,7 @@ def test_a_stopped_rank_that_goes_on_fails_too(tmp_path: Path) -> None:
         os.kill(job.processes[1].pid, signal.SIGCONT)
         message, failures = job.result(1, 60)
         assert "the save failed" in message
+        assert "rendezvous" not in message, "it was this rank that was silent"
         assert list(failures) == [1]
     finally:
         job.kill()
@@ -232,7 +237,10 @@ def is_second_part_of_rank_1(call: Call) -> bool:
     return "rank-00001" in call.key and number is not None and number[1] == "2"
 
 
-@pytest.mark.parametrize("action", ["stall", pytest.param("stop reading", marks=pytest.mark.long), "trickle"])
+@pytest.mark.parametrize(
+    "action",
+    ["stall", *(pytest.param(action, marks=pytest.mark.long) for action in ("stop reading", "trickle"))],
+)
 @pytest.mark.parametrize("function", ["ckpt", pytest.param("dcp", marks=pytest.mark.long)])
 def test_a_stalled_upload_is_named(proxy: FaultProxy, action: str, function: str) -> None:
     """The server keeps the connection and does not answer: a rank gives that up itself, also in `dcp.save`."""

@@ -177,6 +177,7 @@ def test_a_lag_is_measured(place: str) -> None:
         assert "seen after" in finding.result
 
 
+@pytest.mark.long
 def test_a_lag_that_a_store_declares_is_waited_for(place: str) -> None:
     lag = {"visibility_lag_s": 1.2}
     diagnosis = ckpt.doctor(place, place, storage_options=lag)
@@ -603,6 +604,7 @@ def test_interrupted_in_an_upload(s3: S3Server, proxy: FaultProxy) -> None:
         proxy.settle()
 
 
+@pytest.mark.long
 def test_an_unreachable_server_is_said_so() -> None:
     options = {"endpoint_url": "http://127.0.0.1:9", "key": "k", "secret": "s"}
     with pytest.raises(StorageUnavailable):

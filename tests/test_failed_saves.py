@@ -493,7 +493,7 @@ def _second_save_fails(rank: int, place: tuple[str, dict[str, Any]]) -> Any:
         (".metadata", 403),
         (".metadata", "lose"),
         ("commit.json", 403),
-        ("commit.json", "reset"),
+        pytest.param("commit.json", "reset", marks=pytest.mark.long),
     ],
 )
 def test_commit_fails(
@@ -638,7 +638,10 @@ def _coordinator_is_killed(rank: int, place: tuple[str, dict[str, Any]]) -> Any:
     return _kinds(caught.value), str(caught.value)
 
 
-@pytest.mark.parametrize("call", ["save", "async_save", "load"])
+@pytest.mark.parametrize(
+    "call",
+    ["save", *(pytest.param(call, marks=pytest.mark.long) for call in ("async_save", "load"))],
+)
 def test_a_rank_is_killed_before_the_first_call(call: str, tmp_path: Path) -> None:
     url = str(tmp_path / "c")
     ckpt.save({"t": torch.ones(3)}, url)

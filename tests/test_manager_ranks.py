@@ -55,7 +55,7 @@ def _one_rank_cannot_stage(rank: int, root: str, mode: Any) -> list[str]:
     return told
 
 
-@pytest.mark.parametrize("mode", ["thread", "process", "off"])
+@pytest.mark.parametrize("mode", ["thread", pytest.param("process", marks=pytest.mark.long), "off"])
 def test_a_rank_that_cannot_stage(tmp_path: Path, mode: str) -> None:
     for told in run_ranks(2, _one_rank_cannot_stage, str(tmp_path), mode):
         (text,) = told
@@ -87,6 +87,7 @@ def _lose_the_process(rank: int, root: str) -> tuple[str, int | None]:
         return told, manager.wait_durable()
 
 
+@pytest.mark.long
 def test_a_process_that_was_killed_is_replaced(tmp_path: Path) -> None:
     """Between two saves nobody notices."""
     assert run_ranks(2, _lose_the_process, str(tmp_path)) == [("", 3), ("", 3)]
@@ -152,7 +153,7 @@ def _save_through_faults(rank: int, root: str, mode: Any, options: dict[str, Any
     return events
 
 
-@pytest.mark.parametrize("mode", ["thread", "process"])
+@pytest.mark.parametrize("mode", ["thread", pytest.param("process", marks=pytest.mark.long)])
 def test_requests_that_were_sent_again_are_counted_over_all_ranks(s3: S3Server, mode: str) -> None:
     refused: list[str] = []
 

@@ -47,9 +47,16 @@ def state(kind: str) -> dict[str, Any]:
     return {f"t{i}": torch.full((5 * MIB, 10), float(i))[:, ::2].t() for i in range(6)}
 
 
-@pytest.mark.parametrize("kind", ["contiguous", "strided"])
-@pytest.mark.parametrize("where", ["posix", "s3"])
-def test_save_and_load(kind: str, where: str, tmp_path: Path, s3: S3Server) -> None:
+@pytest.mark.parametrize(
+    ("where", "kind"),
+    [
+        ("posix", "contiguous"),
+        ("posix", "strided"),
+        pytest.param("s3", "contiguous", marks=pytest.mark.long),
+        ("s3", "strided"),
+    ],
+)
+def test_save_and_load(where: str, kind: str, tmp_path: Path, s3: S3Server) -> None:
     place = (str(tmp_path), {}) if where == "posix" else (f"s3://{s3.new_bucket()}/c", s3.options)
     for step, peak in run_ranks(1, _peaks, place, kind)[0].items():
         assert peak < BUDGET + SLACK, f"{step}: {peak / MIB:.0f} MiB"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import random
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -22,7 +24,7 @@ from ckpt.fetch import Fetcher, StoredFile
 from ckpt.pieces import MemorySink, Piece, StoredTensor, region_pieces
 from ckpt.requests import plan_requests
 from ckpt.staging import StagingPool
-from ckpt.tensors import copy_flat, flat_boxes
+from ckpt.tensors import copy_flat, flat_boxes, memory_of
 
 DTYPES = [torch.uint8, torch.bfloat16, torch.float32, torch.int64, torch.complex128, torch.float8_e4m3fn]
 
@@ -178,3 +180,16 @@ def test_flat_boxes_are_the_flat_range(shape: list[int], data: st.DataObject) ->
     copy_flat(tensor.clone().t() if len(shape) == 2 else tensor, start, stop, copied)
     if len(shape) != 2:
         assert copied.view(torch.int64).tolist() == list(range(start, stop))
+
+
+def test_memory_outlives_its_tensor_s_last_user() -> None:
+    """A read that was given up ends later, and must not write to what has become other memory."""
+    tensor = torch.zeros(1000, dtype=torch.uint8)
+    alive = weakref.ref(tensor)
+    part = memory_of(tensor)[10:20]
+    del tensor
+    gc.collect()
+    assert alive() is not None
+    part[:] = bytes(range(10))
+    part.release()
+    assert alive() is None

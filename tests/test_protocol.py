@@ -291,9 +291,18 @@ class TrainingOnPromptStorage(Training):
     model = PROMPT
 
 
+class TrainingAtLength(Training):
+    """More of the same."""
+
+
 TestTraining = Training.TestCase
 TestTrainingOnPromptStorage = TrainingOnPromptStorage.TestCase
-for machine in (TestTraining, TestTrainingOnPromptStorage):
+TestTrainingAtLength = pytest.mark.long(TrainingAtLength.TestCase)
+for machine, examples in (
+    (TestTraining, 40),
+    (TestTrainingOnPromptStorage, 100),
+    (TestTrainingAtLength, 200),
+):
     machine.settings = settings(
-        max_examples=150, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+        max_examples=examples, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
     )

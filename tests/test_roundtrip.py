@@ -293,7 +293,7 @@ def test_metadata_returned_names_the_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "saved_on", [pytest.param(1, marks=pytest.mark.long), 2, pytest.param(3, marks=pytest.mark.long), 4]
+    "saved_on", [2, *(pytest.param(ranks, marks=pytest.mark.long) for ranks in (1, 3, 4))]
 )
 def test_reshard(saved_on: int, tmp_path: Path, s3: S3Server) -> None:
     """Saved on 1 to 4 ranks, loaded on 1 to 4."""

@@ -268,6 +268,7 @@ def test_as_a_user_on_files(tmp_path: Path) -> None:
     assert "checksum" in ran.err
 
 
+@pytest.mark.long
 def test_as_a_user_on_s3(s3: S3Server) -> None:
     bucket = s3.new_bucket()
     ran = run_process(

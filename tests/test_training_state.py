@@ -34,9 +34,6 @@ from ckpt.errors import ConfigurationError, LoadFailed
 from ckpt.trainer_integration import saving
 from ckpt.trainer_integration.training_state import OptimizerState, RandomState, size_bytes, training_state
 
-# One worker: what all ways saved is saved once.
-pytestmark = pytest.mark.xdist_group("training_state")
-
 WIDTH = 8
 OPTIONS: dict[str, Any] = {
     "save": saving.every_steps(1),
