@@ -40,7 +40,7 @@ from ckpt.consistency.environment import Environment
 from ckpt.consistency.simulated_objects import Model, Objects, Version, Watcher
 from ckpt.errors import AccessDenied, AlreadyExists, CheckpointError, NotFound, StorageUnavailable
 
-__all__ = ["FAULTS", "Crashed", "Process", "Stuck", "World"]
+__all__ = ["FAULTS", "Crashed", "Escaped", "Process", "Stuck", "World"]
 
 FAULTS = ("none", "crash", "stall", "lost request", "lost reply", "late", "sent twice", "refused")
 """What can become of a request; the first is that it works."""
@@ -51,6 +51,10 @@ T = TypeVar("T")
 
 class Crashed(BaseException):
     """The process is gone: nothing it does any more has an effect."""
+
+
+class Escaped(BaseException):
+    """A process sent a request from another thread, where the world has no say in what becomes of it."""
 
 
 class Stuck(Exception):
@@ -117,6 +121,7 @@ class World(Objects, Environment):
         self.trace: list[str] | None = None
         self.objection: Exception | None = None
         self.is_late = False
+        self._running: Process | None = None
         self._lock = threading.RLock()
         self._late: list[tuple[float, int, Callable[[], object]]] = []
         self._tokens = self._delayed = 0
@@ -212,7 +217,7 @@ class World(Objects, Environment):
         process.crashed = True
         if process in self._alive:
             if process:
-                process.switch()
+                self._switch_to(process)
             process.done = True
             self._alive.remove(process)
 
@@ -236,9 +241,16 @@ class World(Objects, Environment):
         self._last = process
         process.stalled = False
         process.wakes_at_s, process.until = self.now_s, None
-        process.switch()
+        self._switch_to(process)
         if process.done:
             self._alive.remove(process)
+
+    def _switch_to(self, process: Process) -> None:
+        self._running = process
+        try:
+            process.switch()
+        finally:
+            self._running = None
 
     def _jump(self, alive: Sequence[Process]) -> None:
         times = [process.wakes_at_s for process in alive] + [at_s for at_s, _, _ in self._late]
@@ -257,9 +269,15 @@ class World(Objects, Environment):
     def request(
         self, node: str, text: str, effect: Callable[[], T], *, writes: bool, url: str, key: str
     ) -> T:
-        """Carry out a request of `node`, or not, or later, or twice."""
+        """Carry out a request of `node`, or not, or later, or twice.
+
+        Raises:
+            Escaped: it is a process's, but comes from another thread.
+        """
         process = getcurrent()
         if not isinstance(process, Process):
+            if self._running is not None:
+                raise Escaped(f"{self._running}: {text} {key}")
             with self._lock:
                 return effect()
         if process.crashed:

@@ -275,7 +275,7 @@ class Ours(Protocol):
             raise
 
     def load(self, url: str) -> Content:
-        reader = CheckpointReader(url, threads=1)
+        reader = CheckpointReader(url, threads=1, timeout_s=None)
         try:
             metadata = reader.read_metadata()
             reader.set_up_storage_reader(metadata, True, rank=0)

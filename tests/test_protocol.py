@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -148,7 +149,8 @@ def test_a_size_that_is_remembered(notes: tuple[str, str]) -> None:
     found: list[float] = []
 
     def save(note: str, value: float) -> None:
-        ckpt.save({"t": torch.tensor([value])}, URL, no_dist=True, threads=1, tags={"note": note})
+        writer = ckpt.CheckpointWriter(URL, threads=1, tags={"note": note}, timeout_s=None)
+        dcp.save({"t": torch.tensor([value])}, storage_writer=writer, no_dist=True)
 
     def remember() -> None:
         for key in (COMMIT_KEY, STOCK_METADATA_KEY):
@@ -156,7 +158,8 @@ def test_a_size_that_is_remembered(notes: tuple[str, str]) -> None:
 
     def load() -> None:
         state = {"t": torch.zeros(1)}
-        ckpt.load(state, URL, no_dist=True, threads=1)
+        reader = ckpt.CheckpointReader(URL, threads=1, timeout_s=None)
+        dcp.load(state, storage_reader=reader, no_dist=True)
         found.append(state["t"].item())
 
     with simulated_storage(world):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from ckpt.consistency import environment
 from ckpt.consistency.choices import Choices, Exhaustive, Seeded
 from ckpt.consistency.simulated_objects import Model
 from ckpt.consistency.simulated_store import SimulatedStore
-from ckpt.consistency.simulator import FAULTS, Process, Stuck, World
+from ckpt.consistency.simulator import FAULTS, Escaped, Process, Stuck, World
 from ckpt.errors import AlreadyExists, NotFound, StorageError, Truncated
 from ckpt.testing import StoreTests
 
@@ -231,6 +232,15 @@ def test_waiting_for_each_other_is_noticed() -> None:
     world.start("p", "a", lambda: world.wait_for(lambda: False, float("inf")))
     with pytest.raises(Stuck, match="p on a"):
         world.run()
+
+
+def test_requests_of_other_threads_are_not_let_through() -> None:
+    """They would meet no fault, and a schedule with them would not be the same twice."""
+    world, store, _ = world_of()
+    with ThreadPoolExecutor(1) as pool:
+        world.start("p", "a", lambda: pool.submit(exists, store, "x").result())
+        with pytest.raises(Escaped, match="p on a: stat x"):
+            world.run()
 
 
 def test_exhaustive_means_every_way() -> None:
