@@ -122,7 +122,8 @@ class Watch:
         self._first_since_asked: dict[int, _Beat] = {}
         self._signed_in = False
         self._talking = False
-        self._gone = self._has_given_up = False
+        self._gone = self._has_complained = False
+        self._gave_up_at_s: float | None = None
         self._clock = _Clock(2 * limits.period_s)
         self._begun_at_s = self._answered_at_s = self._clock.now_s()
         self._closed, self._wake = threading.Event(), threading.Event()
@@ -165,13 +166,31 @@ class Watch:
         while not self._closed.wait(self._limits.period_s):
             self._clock.tick()
             self._talk()
-            reason = None if self._has_given_up else self._reason()
+            if self._gave_up_at_s is not None:
+                self._complain()
+                continue
+            reason = self._reason()
             if reason is not None:
-                self._has_given_up = True
+                self._gave_up_at_s = self._clock.now_s()
                 self._failure = self._failure or f"{LOST_CONTACT}: {reason}"
                 self._progress().given_up = reason
                 self._wake.set()
                 self._break_off()
+
+    def _complain(self) -> None:
+        """Say what nothing can be done about: gloo does not wake a rank that sends to ranks that have gone."""
+        assert self._gave_up_at_s is not None
+        if (
+            not self._has_complained
+            and self._clock.now_s() - self._gave_up_at_s > 3 * self._limits.roll_call_s
+        ):
+            self._has_complained = True
+            _logger.error(
+                "%s; rank %d was told to give up, and is still %s. If it does not end, end this process",
+                self._failure,
+                self._rank,
+                self._progress(),
+            )
 
     def _reason(self) -> str | None:
         """Why this rank must not wait any longer, if so."""

@@ -481,6 +481,26 @@ def test_deadlines_that_make_no_sense(timeout_s: Any, tmp_path: Path) -> None:
             call({}, tmp_path, timeout_s=timeout_s)
 
 
+def test_a_rank_that_cannot_give_up_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    """It was told, and what it waits in does not let go."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    progress, told = Progress(), threading.Event()
+    progress.wait_for("all ranks to have read")
+    watch = Watch(
+        store, "stuck", rank=0, size=2, call=1, limits=Limits(1.0), progress=lambda: progress, break_off=told.set
+    )  # fmt: skip
+    watch.start()
+    assert told.wait(30)
+    deadline = time.monotonic() + 30
+    while not caplog.records and time.monotonic() < deadline:
+        time.sleep(0.05)
+    watch.close()
+    (record,) = caplog.records
+    assert record.levelname == "ERROR"
+    assert "rank 1 has never been heard of" in record.message
+    assert "rank 0 was told to give up, and is still waiting for all ranks to have read" in record.message
+
+
 def test_the_last_words_of_a_dead_rank_are_no_sign_of_life() -> None:
     """Said before anybody asked, heard only after."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
