@@ -112,7 +112,15 @@ class Ceph:
         return process
 
     def _run(self, program: str, *arguments: str | Path) -> str:
-        return daemons.run([program, "-c", self._folder / "ceph.conf", *arguments])
+        command = [program, "-c", self._folder / "ceph.conf", *arguments]
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                return daemons.run(command)
+            except RuntimeError as error:  # of a monitor that is just beginning, now and then
+                if "command descriptions" not in str(error) or time.monotonic() >= deadline:
+                    raise
+            time.sleep(0.5)
 
 
 @contextlib.contextmanager
