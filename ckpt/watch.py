@@ -122,8 +122,7 @@ class Watch:
         self._first_since_asked: dict[int, _Beat] = {}
         self._signed_in = False
         self._talking = False
-        self._gone = self._has_complained = False
-        self._gave_up_at_s: float | None = None
+        self._gone = False
         self._clock = _Clock(2 * limits.period_s)
         self._begun_at_s = self._answered_at_s = self._clock.now_s()
         self._closed, self._wake = threading.Event(), threading.Event()
@@ -143,8 +142,9 @@ class Watch:
         self._talk()
         self._wake.set()
         limit_s, slept_s = self._limits.roll_call_s, 0.0
-        # Only time in which this process was run counts, within limits: nobody would be heard otherwise.
-        while slept_s < limit_s and self._clock.now_s() < asked_at_s + 2 * limit_s and not self._gone:
+        deadline = time.monotonic() + 2 * limit_s
+        # Only time in which this process was run counts, up to the deadline: nobody would be heard otherwise.
+        while slept_s < limit_s and time.monotonic() < deadline and not self._gone:
             if (
                 self._signed_in
                 and self._answered_at_s >= asked_at_s
@@ -166,25 +166,15 @@ class Watch:
         while not self._closed.wait(self._limits.period_s):
             self._clock.tick()
             self._talk()
-            if self._gave_up_at_s is not None:
-                self._complain()
-                continue
             reason = self._reason()
             if reason is not None:
-                self._gave_up_at_s = self._clock.now_s()
                 self._failure = self._failure or f"{LOST_CONTACT}: {reason}"
                 self._progress().given_up = reason
                 self._wake.set()
                 self._break_off()
-
-    def _complain(self) -> None:
-        """Say what nothing can be done about: gloo does not wake a rank that sends to ranks that have gone."""
-        assert self._gave_up_at_s is not None
-        if (
-            not self._has_complained
-            and self._clock.now_s() - self._gave_up_at_s > 3 * self._limits.roll_call_s
-        ):
-            self._has_complained = True
+                break
+        # gloo does not wake a rank that sends to ranks that have gone; nothing can be done but to say so.
+        if not self._closed.wait(3 * self._limits.roll_call_s):
             _logger.error(
                 "%s; rank %d was told to give up, and is still %s. If it does not end, end this process",
                 self._failure,
@@ -254,6 +244,7 @@ class Watch:
             store.set_timeout(timedelta(seconds=self._limits.timeout_s))
             number = 0
             while not self._closed.is_set():
+                self._clock.tick()
                 number += 1
                 failure = self._failure
                 self._say(store, number, failure)

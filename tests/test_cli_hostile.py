@@ -165,7 +165,7 @@ def changed(value: Any, data: st.DataObject, *, json_only: bool) -> Any:
 
 
 FUZZ = settings(
-    max_examples=10,
+    max_examples=20,
     phases=[
         Phase.explicit,
         Phase.reuse,
@@ -249,7 +249,7 @@ def test_stock_metadata(stock: Path, data: st.DataObject) -> None:
 
 
 @given(data=st.data())
-@settings(FUZZ, max_examples=15)
+@settings(FUZZ, max_examples=30)
 def test_flipped_and_cut_bytes(ours: Path, stock: Path, data: st.DataObject) -> None:
     """Anywhere: records and data, of ours and of stock."""
     original = data.draw(st.sampled_from([ours, stock]))

@@ -294,18 +294,9 @@ class TrainingOnPromptStorage(Training):
     model = PROMPT
 
 
-class TrainingAtLength(Training):
-    """More of the same."""
-
-
 TestTraining = Training.TestCase
 TestTrainingOnPromptStorage = TrainingOnPromptStorage.TestCase
-TestTrainingAtLength = pytest.mark.long(TrainingAtLength.TestCase)
-for machine, examples in (
-    (TestTraining, 40),
-    (TestTrainingOnPromptStorage, 100),
-    (TestTrainingAtLength, 200),
-):
+for machine in (TestTraining, TestTrainingOnPromptStorage):
     machine.settings = settings(
-        max_examples=examples, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+        max_examples=150, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
     )
