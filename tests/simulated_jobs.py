@@ -30,6 +30,7 @@ from ckpt.consistency.simulated_store import SimulatedStore
 from ckpt.consistency.simulator import Process, World
 from ckpt.errors import CheckpointError, NotCommitted, NotFound, SaveFailed
 from ckpt.manifest import decode_commit, decode_manifest
+from ckpt.progress import Progress
 from ckpt.reader import CheckpointReader
 from ckpt.watch import Answer
 from ckpt.writer import CheckpointWriter
@@ -123,7 +124,14 @@ class Group:
         def decided() -> bool:
             return said() or self._broken or any(member.crashed for member in self.members)
 
-        self.world.wait_for(decided, COLLECTIVE_TIMEOUT_S)
+        def is_slow() -> bool:
+            """All are there and at work: that may take as long as it takes, up to a day."""
+            return not decided() and not any(member.stalled or member.done for member in self.members)
+
+        for _ in range(144):
+            self.world.wait_for(decided, COLLECTIVE_TIMEOUT_S)
+            if not is_slow():
+                break
         if not said():
             self._lose()
 
@@ -140,6 +148,7 @@ class Ranks:
     def __init__(self, group: Group, rank: int) -> None:
         self.group, self.rank, self.size = self, rank, group.size
         self._group = group
+        self.progress = Progress()
 
     def together(self, local: Callable[[], Any], combine: Callable[[list[Any]], Any]) -> Any:
         """One step of DCP's: `local` on every rank, `combine` on the first, its result on all."""
