@@ -28,7 +28,7 @@ test-integration: $(VENV)/ready
 	$(PYTEST) --dist loadgroup --max-worker-restart 0 tests/integration
 
 test-faults: $(VENV)/ready
-	$(RUN)/python tests/campaign.py --rounds $(ROUNDS) --seed $(SEED) --json test-faults.json
+	$(RUN)/python tests/faults/campaign.py --rounds $(ROUNDS) --seed $(SEED) --json test-faults.json
 
 demo: $(VENV)/ready
 	$(RUN)/python examples/demo.py

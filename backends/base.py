@@ -7,19 +7,26 @@ executable form of this page: every store, ours or a third party's, runs it.
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import math
-import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
-from awscrt.checksums import crc64nvme
-
-from ckpt.backends.reads import Read, Reads
-from ckpt.backends.trials import Condition, Trials
+from ckpt.backends.bodies import (
+    Body,
+    BodyError,
+    BytesBody,
+    CheckedBody,
+    Part,
+    body_errors_unchanged,
+    fill,
+    open_part,
+    remaining,
+)
+from ckpt.backends.cancellable_reads import Read, Reads
+from ckpt.backends.options import redact_url, scrub, take_options
+from ckpt.backends.raw_requests import Condition, Trials
 from ckpt.errors import ConfigurationError, IntegrityError, NotFound
 
 __all__ = [
@@ -105,108 +112,6 @@ class ObjectStat:
     size_bytes: int
     version: str | None = None
     modified_at_s: float | None = None
-
-
-@dataclass(frozen=True)
-class Part:
-    """A run of a body's bytes, ready to be sent.
-
-    Attributes:
-        buffers: byte views, in order; valid only while the part is open.
-        crc64nvme: the checksum of all of them, when the body knows it.
-        pace: to be called with a number of bytes right before they are sent; it may wait (a bandwidth cap).
-    """
-
-    buffers: Sequence[memoryview]
-    crc64nvme: int | None = None
-    pace: Callable[[int], None] | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self.buffers)
-
-
-class Body(Protocol):
-    """Bytes of known length that may be asked for in any order, in parallel, and again for a retry."""
-
-    @property
-    def nbytes(self) -> int: ...
-
-    @property
-    def has_checksums(self) -> bool:
-        """Whether every part and the whole come with a CRC64NVME."""
-
-    def part(self, start: int, stop: int) -> contextlib.AbstractContextManager[Part]:
-        """Open bytes `[start, stop)`. `start` is 0 or a multiple of 1 MiB, `stop` too unless it is the end.
-
-        Whatever it raises ends the put and reaches the caller unchanged.
-        """
-
-    def crc64nvme(self) -> int | None:
-        """The checksum of the whole body, known once every part has been opened."""
-
-
-class BytesBody:
-    """A body that is already in memory, without checksums."""
-
-    has_checksums = False
-
-    def __init__(self, data: bytes | bytearray | memoryview) -> None:
-        self._view = memoryview(data).cast("B").toreadonly()
-
-    @property
-    def nbytes(self) -> int:
-        return self._view.nbytes
-
-    def part(self, start: int, stop: int) -> contextlib.AbstractContextManager[Part]:
-        return contextlib.nullcontext(Part([self._view[start:stop]]))
-
-    def crc64nvme(self) -> None:
-        return None
-
-
-class CheckedBody(BytesBody):
-    """Comes with checksums of every part and of the whole, as the writer's data files do."""
-
-    has_checksums = True
-
-    def part(self, start: int, stop: int) -> contextlib.AbstractContextManager[Part]:
-        view = self._view[start:stop]
-        return contextlib.nullcontext(Part([view], crc64nvme(view)))
-
-    def crc64nvme(self) -> int:  # type: ignore[override]
-        return int(crc64nvme(self._view))
-
-
-class BodyError(Exception):
-    """Carries what a body raised past the code that translates a store's own exceptions."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(error)
-        self.error = error
-
-
-@contextlib.contextmanager
-def open_part(body: Body, start: int, stop: int) -> Iterator[Part]:
-    """`body.part(start, stop)`; what opening it raises travels as a BodyError (`body_errors_unchanged`)."""
-    with contextlib.ExitStack() as stack:
-        try:
-            part = stack.enter_context(body.part(start, stop))
-        except Exception as error:
-            raise BodyError(error) from error
-        yield part
-
-
-@contextlib.contextmanager
-def body_errors_unchanged() -> Iterator[None]:
-    """Raise again what a body raised, as it was: a planner's OSError is not the disk's."""
-    carried: BodyError | None = None
-    try:
-        yield
-    except BodyError as error:
-        carried = error
-    if carried is not None:  # raised outside of the handler, which would become its context
-        raise carried.error
 
 
 class Store(ABC):
@@ -367,24 +272,6 @@ def part_size_bytes(nbytes: int, wanted_bytes: int, capabilities: Capabilities) 
     return size
 
 
-def remaining(buffers: Sequence[memoryview], nbytes: int) -> list[memoryview]:
-    """What remains of `buffers` once their first `nbytes` are done."""
-    for index, buffer in enumerate(buffers):
-        if nbytes < buffer.nbytes:
-            return [buffer[nbytes:], *buffers[index + 1 :]]
-        nbytes -= buffer.nbytes
-    return []
-
-
-def fill(buffers: Sequence[memoryview], data: memoryview) -> None:
-    """Copy `data` into `buffers`, in order, as far as it goes."""
-    position = 0
-    for buffer in buffers:
-        piece = data[position : position + buffer.nbytes]
-        buffer[: piece.nbytes] = piece
-        position += piece.nbytes
-
-
 def put_bytes(store: Store, key: str, data: bytes, *, mode: PutMode = PutMode.OVERWRITE) -> None:
     """Store a small object."""
     store.put(key, CheckedBody(data), mode=mode)
@@ -419,70 +306,3 @@ def exists(store: Store, key: str) -> bool:
     except NotFound:
         return False
     return True
-
-
-_USER_INFO = re.compile(r"(?<=://)[^/@]*@")
-
-
-def redact_url(url: str) -> str:
-    """`url` fit for messages and records: without user name and password, and, for http(s), query and fragment.
-
-    Elsewhere `?` and `#` are part of a name: `s3://b/a#1` and `s3://b/a` are two places.
-    """
-    scheme, separator, _ = url.partition("://")
-    if not separator:
-        return url
-    url = _USER_INFO.sub("", url)
-    if scheme.lower().rpartition("+")[2] in ("http", "https"):
-        return re.split(r"[?#]", url, maxsplit=1)[0]
-    return url
-
-
-def scrub(text: str, secrets: Iterable[str]) -> str:
-    """`text` with every secret that it quotes blotted out; the longest first, as one can contain another."""
-    for secret in sorted({secret.strip() for secret in secrets}, key=len, reverse=True):
-        if len(secret) > 3:
-            text = text.replace(secret, "***")
-    return text
-
-
-def take_options(scheme: str, options: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """`defaults` updated with `options`, whose types must be those of the defaults (None: a str).
-
-    Raises:
-        ConfigurationError: an option is not among the defaults, or of another type. Values never appear in
-            the text.
-    """
-    unknown = sorted(set(map(str, options)) - set(defaults))
-    if unknown:
-        raise ConfigurationError(
-            f"{scheme}: unknown storage option(s) {', '.join(unknown)}; known are {', '.join(sorted(defaults))}"
-        )
-    taken = dict(defaults)
-    for name, value in options.items():
-        default = defaults[name]
-        if value is None and (default is None or isinstance(default, Mapping)):
-            continue
-        kinds, described = _kinds(default)
-        if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
-            raise ConfigurationError(f"{scheme}: {name} must be {described}, not a {type(value).__name__}")
-        if isinstance(value, str) and not value.isprintable():
-            raise ConfigurationError(
-                f"{scheme}: {name} contains a line break or another control character "
-                "(read from a file? strip it)"
-            )
-        taken[name] = value
-    return taken
-
-
-def _kinds(default: object) -> tuple[Any, str]:
-    """The types an option may have, for `isinstance`, and their name for people."""
-    if isinstance(default, bool):
-        return bool, "True or False"
-    if isinstance(default, int):
-        return int, "a whole number"
-    if isinstance(default, float):
-        return (int, float), "a number"
-    if isinstance(default, Mapping):
-        return Mapping, "a dict"
-    return str, "a str"

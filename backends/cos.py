@@ -8,13 +8,14 @@ import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ckpt.backends.base import take_options, transfer_size_bytes
-from ckpt.backends.s3api import S3ApiStore
-from ckpt.backends.s3options import (
+from ckpt.backends.base import transfer_size_bytes
+from ckpt.backends.options import take_options
+from ckpt.backends.s3_protocol.options import (
     TRANSFER_DEFAULTS,
     client_settings,
     with_shared_models,
 )
+from ckpt.backends.s3_protocol.store import S3ApiStore
 from ckpt.errors import ConfigurationError
 
 __all__ = ["CosStore"]

@@ -18,22 +18,17 @@ from typing import Any
 
 from ckpt.backends.base import (
     MIB,
-    Body,
-    BodyError,
     Capabilities,
     ObjectStat,
     PutMode,
-    Reads,
     Store,
-    body_errors_unchanged,
     check_key,
-    fill,
     is_key,
-    open_part,
     part_size_bytes,
-    redact_url,
-    scrub,
 )
+from ckpt.backends.bodies import Body, BodyError, body_errors_unchanged, fill, open_part
+from ckpt.backends.cancellable_reads import Reads
+from ckpt.backends.options import redact_url, scrub
 from ckpt.errors import (
     AccessDenied,
     AlreadyExists,

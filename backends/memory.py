@@ -12,17 +12,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequen
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ckpt.backends.base import (
-    Body,
-    Capabilities,
-    ObjectStat,
-    PutMode,
-    Store,
-    check_key,
-    is_key,
-    part_size_bytes,
-    take_options,
-)
+from ckpt.backends.base import Capabilities, ObjectStat, PutMode, Store, check_key, is_key, part_size_bytes
+from ckpt.backends.bodies import Body
+from ckpt.backends.options import take_options
 from ckpt.errors import AlreadyExists, ConfigurationError, NotFound, Truncated
 
 __all__ = ["Fault", "MemoryStore", "clear", "inject"]

@@ -17,23 +17,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from ckpt.backends.base import (
-    Body,
-    Capabilities,
-    ObjectStat,
-    PutMode,
-    Read,
-    Reads,
-    Store,
-    body_errors_unchanged,
-    check_key,
-    fill,
-    is_key,
-    open_part,
-    part_size_bytes,
-    remaining,
-    take_options,
-)
+from ckpt.backends.base import Capabilities, ObjectStat, PutMode, Store, check_key, is_key, part_size_bytes
+from ckpt.backends.bodies import Body, body_errors_unchanged, fill, open_part, remaining
+from ckpt.backends.cancellable_reads import Read, Reads
+from ckpt.backends.options import take_options
 from ckpt.backends.paths import (
     LOCAL_TYPES,
     O_PATH,

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 from typing import Any
 
-from ckpt.backends.base import Store, redact_url
+from ckpt.backends.base import Store
+from ckpt.backends.options import redact_url
 from ckpt.errors import ConfigurationError
 
 __all__ = ["ENTRY_POINT_GROUP", "default_threads", "open_store", "register"]

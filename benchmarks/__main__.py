@@ -15,13 +15,13 @@ from rich.console import Console
 from rich.markdown import Markdown
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.bars import judge
 from benchmarks.cases import CASES, Case
-from benchmarks.results import Results, machine
-from benchmarks.runner import Runner
-from benchmarks.servers import ROOT
-from benchmarks.suite import run_case, steps_of
-from benchmarks.tables import bars_table, report
+from benchmarks.report.results import Results, machine
+from benchmarks.report.tables import bars_table, report
+from benchmarks.report.targets import judge
+from benchmarks.run.runner import Runner
+from benchmarks.run.servers import ROOT
+from benchmarks.run.suite import run_case, steps_of
 from ckpt.backends.registry import default_threads
 
 _QUICK_ROUNDS, _FULL_ROUNDS = 3, 7
@@ -106,7 +106,7 @@ def _write(results: Results, cases: Sequence[Case], output: Path) -> None:
 
 def _draw(results: Results, cases: Sequence[Case], output: Path) -> None:
     try:
-        from benchmarks.plots import draw
+        from benchmarks.report.plots import draw
     except ImportError as error:
         console.print(f"no plots: {error}; pip install 'ckpt-storage[bench]'", style="yellow")
         return

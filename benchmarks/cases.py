@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from benchmarks.states import EMPTY, ONE_GB, SMALL_TENSORS, STALL, StateSpec
+from benchmarks.run.states import EMPTY, ONE_GB, SMALL_TENSORS, STALL, StateSpec
 
 __all__ = ["CASES", "Case", "Column", "Entry"]
 

@@ -21,22 +21,22 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ckpt import errors
-    from ckpt.acceptance.run import roundtrip
-    from ckpt.adoption import install, uninstall
+    from ckpt.acceptance.roundtrip import roundtrip
     from ckpt.api import async_save, load, save
-    from ckpt.catalog import list_checkpoints
-    from ckpt.comparison import diff
-    from ckpt.conversion import convert
-    from ckpt.copying import copy
-    from ckpt.diagnosis import doctor
-    from ckpt.garbage import collect_garbage
-    from ckpt.inspection import inspect
-    from ckpt.reader import CheckpointReader
-    from ckpt.removal import remove
-    from ckpt.stager import Stager
+    from ckpt.conversion.convert import convert
+    from ckpt.dcp_hook import install, uninstall
+    from ckpt.reading.reader import CheckpointReader
+    from ckpt.tools.copy import copy
+    from ckpt.tools.diff import diff
+    from ckpt.tools.doctor import doctor
+    from ckpt.tools.gc import collect_garbage
+    from ckpt.tools.inspect import inspect
+    from ckpt.tools.ls import list_checkpoints
+    from ckpt.tools.remove import remove
+    from ckpt.tools.verify import verify
     from ckpt.trainer_integration.manager import CheckpointManager
-    from ckpt.verification import verify
-    from ckpt.writer import CheckpointWriter
+    from ckpt.writing.stager import Stager
+    from ckpt.writing.writer import CheckpointWriter
 
 __all__ = [
     "CheckpointManager",
@@ -64,24 +64,24 @@ __all__ = [
 # Imported when first used: `import ckpt` itself loads neither torch nor any SDK.
 _HOMES = {
     "CheckpointManager": "ckpt.trainer_integration.manager",
-    "CheckpointReader": "ckpt.reader",
-    "CheckpointWriter": "ckpt.writer",
-    "Stager": "ckpt.stager",
+    "CheckpointReader": "ckpt.reading.reader",
+    "CheckpointWriter": "ckpt.writing.writer",
+    "Stager": "ckpt.writing.stager",
     "async_save": "ckpt.api",
-    "collect_garbage": "ckpt.garbage",
-    "convert": "ckpt.conversion",
-    "copy": "ckpt.copying",
-    "diff": "ckpt.comparison",
-    "doctor": "ckpt.diagnosis",
-    "inspect": "ckpt.inspection",
-    "install": "ckpt.adoption",
-    "list_checkpoints": "ckpt.catalog",
+    "collect_garbage": "ckpt.tools.gc",
+    "convert": "ckpt.conversion.convert",
+    "copy": "ckpt.tools.copy",
+    "diff": "ckpt.tools.diff",
+    "doctor": "ckpt.tools.doctor",
+    "inspect": "ckpt.tools.inspect",
+    "install": "ckpt.dcp_hook",
+    "list_checkpoints": "ckpt.tools.ls",
     "load": "ckpt.api",
-    "remove": "ckpt.removal",
-    "roundtrip": "ckpt.acceptance.run",
+    "remove": "ckpt.tools.remove",
+    "roundtrip": "ckpt.acceptance.roundtrip",
     "save": "ckpt.api",
-    "uninstall": "ckpt.adoption",
-    "verify": "ckpt.verification",
+    "uninstall": "ckpt.dcp_hook",
+    "verify": "ckpt.tools.verify",
 }
 
 

@@ -21,15 +21,15 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 
-from ckpt.backends.base import redact_url
-from ckpt.background import Background
+from ckpt.backends.options import redact_url
 from ckpt.consistency.commit import proves_no_commit
-from ckpt.contact import lost, summary
 from ckpt.errors import CheckpointError, CommitUnknown, ConfigurationError, LoadFailed, SaveFailed
-from ckpt.ranks import DEFAULT_TIMEOUT_S, Ranks, RanksFailed, portable
-from ckpt.reader import CheckpointReader
-from ckpt.stager import Stager
-from ckpt.writer import CheckpointWriter, last_segment
+from ckpt.ranks.group import DEFAULT_TIMEOUT_S, Ranks, RanksFailed, portable
+from ckpt.ranks.lost_ranks import lost, summary
+from ckpt.reading.reader import CheckpointReader
+from ckpt.writing.background import Background
+from ckpt.writing.stager import Stager
+from ckpt.writing.writer import CheckpointWriter, last_segment
 
 __all__ = ["async_save", "load", "save"]
 

@@ -16,7 +16,8 @@ import logging
 import pickle
 from collections.abc import Callable
 
-from ckpt.backends.base import Body, PutMode, Store, put_bytes, read_bytes
+from ckpt.backends.base import PutMode, Store, put_bytes, read_bytes
+from ckpt.backends.bodies import Body
 from ckpt.consistency import environment
 from ckpt.consistency.seal import PICKLE_SEAL_BYTES, is_sealed_json, is_sealed_pickle
 from ckpt.errors import (

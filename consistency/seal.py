@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from ckpt.consistency.digest import crc64nvme
+from ckpt.consistency.checksums import crc64nvme
 from ckpt.errors import IntegrityError
 
 __all__ = [

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from commands import sharded_checkpoint, stock_checkpoint
-from servers import IamServer, S3Server, iam_server, moto_server
-from strict_s3 import StrictS3, strict_s3
+from support.commands import sharded_checkpoint, stock_checkpoint
+from support.servers import IamServer, S3Server, iam_server, moto_server
+from support.strict_s3 import StrictS3, strict_s3
 
 from ckpt.backends.base import Store
 from ckpt.backends.registry import open_store

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
 
 from ckpt.errors import ConfigurationError
-from ckpt.trainer_integration.positions import Positions
-from ckpt.trainer_integration.shards import Cursor, Position, Shard
+from ckpt.trainer_integration.data_order.fair_turns import Turns
+from ckpt.trainer_integration.data_order.positions import Positions
+from ckpt.trainer_integration.data_order.shards import Cursor, Position, Shard
 from ckpt.trainer_integration.sources import Source, Tokens, as_tokens
-from ckpt.trainer_integration.turns import Turns
 
 __all__ = ["DEFAULT_SHARDS", "Sample", "ShardedDataset"]
 

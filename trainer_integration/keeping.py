@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ckpt.errors import ConfigurationError
-from ckpt.run_record import RunCheckpoint
+from ckpt.format.run_record import RunCheckpoint
 
 __all__ = ["Best", "KeepRule", "best", "every_steps", "last", "within"]
 

@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ckpt.api import place_of
 from ckpt.errors import CheckpointError, ConfigurationError, LoadFailed, NotFound, SaveFailed
-from ckpt.preflight import check_place
-from ckpt.ranks import Ranks, RanksFailed
-from ckpt.trainer_integration.deciding import Decisions
+from ckpt.ranks.group import Ranks, RanksFailed
+from ckpt.tools.preflight import check_place
 from ckpt.trainer_integration.events import Event, Events
-from ckpt.trainer_integration.history import History
 from ckpt.trainer_integration.keeping import Best, KeepRule
-from ckpt.trainer_integration.restoring import Restored, restore
-from ckpt.trainer_integration.saves import Saves
+from ckpt.trainer_integration.run.async_modes import AsyncMode, Uploads
+from ckpt.trainer_integration.run.history import History
+from ckpt.trainer_integration.run.in_flight import Saves
+from ckpt.trainer_integration.run.restore import Restored, restore
+from ckpt.trainer_integration.run.save_decision import Decisions
 from ckpt.trainer_integration.saving import Moment, SaveRule
 from ckpt.trainer_integration.training_state import size_bytes, training_state
-from ckpt.trainer_integration.uploads import AsyncMode, Uploads
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -12,15 +12,15 @@ from typing import Any, Protocol
 
 import torch
 
-from benchmarks.servers import Endpoint
+from benchmarks.run.servers import Endpoint
 
 __all__ = ["Contender", "Settings", "as_trained", "make", "versions"]
 
 State = dict[str, torch.Tensor]
 
 _MODULES = {
-    "ours": ("benchmarks.contenders.ours:Ours", ("ckpt-storage", "boto3", "awscrt")),
-    "managed": ("benchmarks.contenders.managed:Managed", ("ckpt-storage", "boto3", "awscrt")),
+    "ours": ("benchmarks.contenders.ckpt_storage:Ours", ("ckpt-storage", "boto3", "awscrt")),
+    "managed": ("benchmarks.contenders.ckpt_manager:Managed", ("ckpt-storage", "boto3", "awscrt")),
     "stock": ("benchmarks.contenders.stock:Stock", ("torch",)),
     "fsspec": ("benchmarks.contenders.fsspec_s3fs:FsspecS3fs", ("torch", "fsspec", "s3fs")),
     "s3torchconnector": ("benchmarks.contenders.s3torchconnector_dcp:S3TorchConnector", ("s3torchconnector",)),
@@ -29,8 +29,8 @@ _MODULES = {
         "benchmarks.contenders.torch_checkpointing_manager:TorchCheckpointing",
         ("torch_checkpointing",),
     ),
-    "sockets": ("benchmarks.contenders.sockets:Sockets", ()),
-    "files": ("benchmarks.contenders.files:Files", ()),
+    "sockets": ("benchmarks.contenders.floor_sockets:Sockets", ()),
+    "files": ("benchmarks.contenders.floor_files:Files", ()),
 }  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
 from benchmarks.contenders.through_dcp import ThroughDcp
-from benchmarks.servers import ACCESS_KEY, REGION, SECRET_KEY
+from benchmarks.run.servers import ACCESS_KEY, REGION, SECRET_KEY
 
 __all__ = ["FsspecS3fs"]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.contenders import Settings
 from benchmarks.contenders.through_dcp import ThroughDcp
-from benchmarks.servers import ACCESS_KEY, BUCKET, REGION, SECRET_KEY
+from benchmarks.run.servers import ACCESS_KEY, BUCKET, REGION, SECRET_KEY
 
 __all__ = ["MultiStorageClient"]
 

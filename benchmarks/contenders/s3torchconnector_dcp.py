@@ -8,7 +8,7 @@ from s3torchconnector import S3ClientConfig
 from s3torchconnector.dcp import S3StorageReader, S3StorageWriter
 
 from benchmarks.contenders.through_dcp import ThroughDcp
-from benchmarks.servers import REGION
+from benchmarks.run.servers import REGION
 
 __all__ = ["S3TorchConnector"]
 

@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from benchmarks.jobs.sharded import rows_of, write_item
 from benchmarks.jobs.transfer import figures_of
-from benchmarks.meter import metered
-from benchmarks.task import Outcome, Task
+from benchmarks.run.meter import metered
+from benchmarks.run.task import Outcome, Task
 
 __all__ = ["commit", "open_metadata"]
 
@@ -84,9 +84,9 @@ def _stock_results(plans: list[SavePlan]) -> list[list[WriteResult]]:
 
 def _our_results(plans: list[SavePlan], place: str) -> list[list[WriteResult]]:
     """What this library's ranks would have reported; the one place that knows its receipts."""
-    from ckpt.collecting import PlacedItem, RankReceipt, pack_items
-    from ckpt.manifest import ManifestRef, data_key, manifest_key
-    from ckpt.writer import _RECEIPT, last_segment
+    from ckpt.format.records import ManifestRef, data_key, manifest_key
+    from ckpt.writing.receipts import PlacedItem, RankReceipt, pack_items
+    from ckpt.writing.writer import _RECEIPT, last_segment
 
     results = []
     for rank, plan in enumerate(plans):
@@ -121,7 +121,7 @@ def _in_another_process(task: Task) -> dict[str, float]:
         asked, answered = Path(folder) / "task.json", Path(folder) / "outcome.json"
         asked.write_text(Task("open_metadata", task.contender, task.place).to_json())
         subprocess.run(
-            [sys.executable, "-m", "benchmarks.worker", str(asked), str(answered)],
+            [sys.executable, "-m", "benchmarks.run.worker", str(asked), str(answered)],
             check=True,
             stdout=subprocess.DEVNULL,
         )

@@ -7,9 +7,9 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from benchmarks.contenders import as_trained
 from benchmarks.jobs.transfer import figures_of
-from benchmarks.meter import metered
-from benchmarks.states import WARM_UP
-from benchmarks.task import Task
+from benchmarks.run.meter import metered
+from benchmarks.run.states import WARM_UP
+from benchmarks.run.task import Task
 
 __all__ = ["plan_save"]
 

@@ -33,8 +33,8 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from benchmarks.contenders.through_dcp import ThroughDcp
 from benchmarks.jobs.transfer import counted, figures_of
-from benchmarks.meter import metered
-from benchmarks.task import Task
+from benchmarks.run.meter import metered
+from benchmarks.run.task import Task
 
 __all__ = ["load", "rows_of", "save", "write_item"]
 

@@ -10,8 +10,8 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from benchmarks.contenders import as_trained
 from benchmarks.jobs.transfer import figures_of
-from benchmarks.meter import metered
-from benchmarks.task import Task
+from benchmarks.run.meter import metered
+from benchmarks.run.task import Task
 
 __all__ = ["async_save", "copy"]
 

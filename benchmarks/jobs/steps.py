@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.task import Task
+from benchmarks.run.task import Task
 
 __all__ = ["steps"]
 

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 import torch
 
 from benchmarks.contenders import Contender
-from benchmarks.meter import Reading, metered
-from benchmarks.servers import Endpoint
-from benchmarks.states import WARM_UP
-from benchmarks.task import Task
+from benchmarks.run.meter import Reading, metered
+from benchmarks.run.servers import Endpoint
+from benchmarks.run.states import WARM_UP
+from benchmarks.run.task import Task
 
 __all__ = ["counted", "figures_of", "load", "prepare", "save"]
 

@@ -7,8 +7,8 @@ import re
 from dataclasses import dataclass
 
 from ckpt.acceptance.models import Parameter
-from ckpt.coverage import Box
 from ckpt.errors import ConfigurationError
+from ckpt.reading.coverage import Box
 
 __all__ = ["Mesh", "parse_mesh"]
 

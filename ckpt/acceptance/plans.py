@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from ckpt.acceptance.meshes import Mesh
 from ckpt.acceptance.models import Parameter
-from ckpt.coverage import Box
 from ckpt.errors import FormatError
+from ckpt.reading.coverage import Box
 
 __all__ = [
     "LoadShard",

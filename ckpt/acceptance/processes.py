@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ckpt.acceptance.rank import LoadTask, RankFigures, SaveTask, Setup
+from ckpt.acceptance.tasks import LoadTask, RankFigures, SaveTask, Setup
 from ckpt.errors import CheckpointError
 
 __all__ = ["Processes", "resident_bytes"]

@@ -11,8 +11,8 @@ import typer
 from ckpt.cli.common import Json, Output, StorageOptions, Url, command, parse_storage_options, shown
 
 if TYPE_CHECKING:
-    from ckpt.regions import OpenCheckpoint
-    from ckpt.values import Selection
+    from ckpt.reading.slices import OpenCheckpoint
+    from ckpt.tools.cat import Selection
 
 __all__ = ["cat"]
 
@@ -37,8 +37,8 @@ def cat(
     A non-tensor object is shown if it loads with torch's safe types alone.
     """
     with command(json, to_go_on="Nothing was written.") as output:
-        from ckpt.columns import ObjectRow
-        from ckpt.regions import OpenCheckpoint
+        from ckpt.format.columns import ObjectRow
+        from ckpt.reading.slices import OpenCheckpoint
 
         with OpenCheckpoint(url, parse_storage_options(storage_options)) as checkpoint:
             if what in checkpoint.names and isinstance(checkpoint.find(what)[3], ObjectRow):
@@ -59,7 +59,7 @@ def _show_object(output: Output, name: str, value: object) -> None:
 
 
 def _show_tensor(output: Output, checkpoint: OpenCheckpoint, what: str, stats: bool, npy: str | None) -> None:
-    from ckpt import values
+    from ckpt.tools import cat as values
 
     selection = values.select(checkpoint, what)
     dtype = str(checkpoint.tensor(selection.name).dtype).removeprefix("torch.")
@@ -90,7 +90,7 @@ def _show_tensor(output: Output, checkpoint: OpenCheckpoint, what: str, stats: b
 def _show_statistics(
     output: Output, checkpoint: OpenCheckpoint, selection: Selection, facts: dict[str, Any]
 ) -> None:
-    from ckpt import values
+    from ckpt.tools import cat as values
 
     found = values.statistics(checkpoint, selection)
     described = {name: _plain(value) for name, value in vars(found).items()}

@@ -14,7 +14,7 @@ from ckpt.cli.common import Json, Output, command, ended_as_by_ctrl_c, parse_sto
 from ckpt.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from ckpt.conversion import Converted
+    from ckpt.conversion.convert import Converted
 
 __all__ = ["convert"]
 
@@ -105,7 +105,7 @@ def convert(
         ended_as_by_ctrl_c(),
         _process_group() as is_first,
     ):
-        from ckpt.conversion import convert as work
+        from ckpt.conversion.convert import convert as work
 
         options = parse_storage_options(storage_options)
         dst_options = None if dst_storage_options is None else parse_storage_options(dst_storage_options)

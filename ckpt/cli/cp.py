@@ -42,7 +42,7 @@ def cp(
     """
     to_go_on = "Nothing is visible at DST; the same command goes on where this one stopped."
     with command(json, to_go_on=to_go_on) as output:
-        from ckpt.copying import copy
+        from ckpt.tools.copy import copy
 
         options = parse_storage_options(storage_options)
         dst_options = None if dst_storage_options is None else parse_storage_options(dst_storage_options)

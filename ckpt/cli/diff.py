@@ -11,7 +11,7 @@ from rich.table import Table
 from ckpt.cli.common import EXIT_PROBLEM, Json, Output, command, count, parse_storage_options, shown, size
 
 if TYPE_CHECKING:
-    from ckpt.comparison import Comparison, Difference
+    from ckpt.tools.diff import Comparison, Difference
 
 __all__ = ["diff"]
 
@@ -39,7 +39,7 @@ def diff(
     checksums, without reading them.
     """
     with command(json) as output:
-        from ckpt.comparison import diff as compare
+        from ckpt.tools.diff import diff as compare
 
         options = parse_storage_options(storage_options)
         b_options = None if b_storage_options is None else parse_storage_options(b_storage_options)

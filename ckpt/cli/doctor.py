@@ -24,7 +24,7 @@ from ckpt.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from ckpt.diagnosis import Diagnosis
+    from ckpt.tools.doctor import Diagnosis
 
 __all__ = ["doctor"]
 
@@ -72,7 +72,7 @@ def doctor(
     Writes a folder of its own at URL and removes it.
     """
     with command(json, to_go_on="What was written has been removed, as far as the storage let it.") as output:
-        from ckpt.diagnosis import doctor as examine
+        from ckpt.tools.doctor import doctor as examine
 
         with ended_as_by_ctrl_c(), _status() as progress:
             found = examine(

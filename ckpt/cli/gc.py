@@ -44,7 +44,7 @@ def gc(
     any save takes.
     """
     with command(json, to_go_on="Run it again to go on; checkpoints are not touched.") as output:
-        from ckpt.garbage import collect_garbage
+        from ckpt.tools.gc import collect_garbage
 
         found = collect_garbage(
             root,

@@ -24,7 +24,7 @@ from ckpt.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from ckpt.inspection import Inspection, ObjectInfo, TensorInfo
+    from ckpt.tools.inspect import Inspection, ObjectInfo, TensorInfo
 
 __all__ = ["inspect"]
 
@@ -49,7 +49,7 @@ def inspect(
     Reads its records only, no data, and runs nothing of it.
     """
     with command(json) as output:
-        from ckpt.inspection import inspect as look
+        from ckpt.tools.inspect import inspect as look
 
         found = look(url, storage_options=parse_storage_options(storage_options))
         chosen = None
@@ -189,7 +189,7 @@ def _folder(folders: dict[str, Tree], path: str) -> Tree:
 
 
 def _summary(info: TensorInfo | ObjectInfo) -> str:
-    from ckpt.inspection import ObjectInfo
+    from ckpt.tools.inspect import ObjectInfo
 
     if isinstance(info, ObjectInfo):
         return f"object, {size(info.length)}"

@@ -21,7 +21,7 @@ from ckpt.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from ckpt.catalog import Found
+    from ckpt.tools.ls import Found
 
 __all__ = ["ls"]
 
@@ -36,7 +36,7 @@ def ls(
 ) -> None:
     """List the checkpoints under a root: step, state, size, age, world size, tags; * is the latest that is whole."""
     with command(json) as output:
-        from ckpt.catalog import list_checkpoints
+        from ckpt.tools.ls import list_checkpoints
 
         options = parse_storage_options(storage_options)
         found = list_checkpoints(root, storage_options=options, depth=depth)
@@ -48,7 +48,7 @@ def ls(
 
 def root_url(found: list[Found], root: str) -> str:
     """The root without credentials, as the store names it."""
-    from ckpt.backends.base import redact_url
+    from ckpt.backends.options import redact_url
 
     if found:
         path = found[0].path

@@ -21,7 +21,7 @@ def rm(url: Url, dry_run: DryRun = False, storage_options: StorageOptions = None
     """Remove a checkpoint: its commit record first, then what that lists. Nothing else is touched."""
     to_go_on = "If the removal had begun, this is no checkpoint any more; `ckpt gc` removes the rest."
     with command(json, to_go_on=to_go_on) as output:
-        from ckpt.removal import remove
+        from ckpt.tools.remove import remove
 
         found = remove(url, storage_options=parse_storage_options(storage_options), dry_run=dry_run)
         if output.as_json:

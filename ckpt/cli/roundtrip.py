@@ -19,7 +19,7 @@ from ckpt.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from ckpt.acceptance.run import Part, Roundtrip
+    from ckpt.acceptance.roundtrip import Part, Roundtrip
 
 __all__ = ["roundtrip"]
 
@@ -70,7 +70,7 @@ def roundtrip(
     with its own connections; no GPU and no torchrun is needed. Exit code 1: something came back wrong.
     """
     with command(json, to_go_on="What the interrupted save wrote was removed; run it again.") as output:
-        from ckpt.acceptance.run import roundtrip as run
+        from ckpt.acceptance.roundtrip import roundtrip as run
 
         options = parse_storage_options(storage_options)
         with output.progress("saving and loading") as bar:

@@ -23,7 +23,7 @@ from ckpt.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from ckpt.findings import Damage, Verification
+    from ckpt.tools.findings import Damage, Verification
 
 __all__ = ["verify"]
 
@@ -46,7 +46,7 @@ def verify(
     Of a stock checkpoint what is possible: sizes, coverage, the CRCs in its items. Changes nothing.
     """
     with command(json, to_go_on="Nothing was changed; verify again from the start.") as output:
-        from ckpt.verification import verify as check
+        from ckpt.tools.verify import verify as check
 
         options = parse_storage_options(storage_options)
         with output.progress("verifying") as progress:

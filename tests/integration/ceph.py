@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import daemons
-from servers import ACCESS_KEY, SECRET_KEY, S3Server, free_port, wait_for_port
+from support.servers import ACCESS_KEY, SECRET_KEY, S3Server, free_port, wait_for_port
 
 PROGRAMS = ("ceph-mon", "ceph-mgr", "ceph-osd", "radosgw", "ceph", "monmaptool", "radosgw-admin")
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
-from servers import spawn
+from support.servers import spawn
 
 Process: TypeAlias = "subprocess.Popen[bytes]"
 

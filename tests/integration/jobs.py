@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
-from states import digest, emptied, random_tensor, sharded_state
+from support.states import digest, emptied, random_tensor, sharded_state
 
 import ckpt
 from ckpt.backends.base import MIB, ObjectStat

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import daemons
 from needs import RCLONE
-from servers import ACCESS_KEY, SECRET_KEY, S3Server, free_port, wait_for_port
+from support.servers import ACCESS_KEY, SECRET_KEY, S3Server, free_port, wait_for_port
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import daemons
-from servers import SECRET_KEY, S3Server, free_port, wait_for_port
+from support.servers import SECRET_KEY, S3Server, free_port, wait_for_port
 
 _SERVERS = ("account", "container", "object")
 PROGRAMS = ("swift-proxy-server", *(f"swift-{name}-server" for name in _SERVERS),

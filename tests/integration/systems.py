@@ -6,14 +6,14 @@ import time
 
 import jobs
 import pytest
-from buckets import BucketTests
-from ranks import run_ranks
+from support.buckets import BucketTests
+from support.ranks import run_ranks
 
 import ckpt
 from ckpt.backends.base import Store
-from ckpt.consistency import probe_speed
-from ckpt.consistency.probe import Finding, Verdict
-from ckpt.garbage import GarbageItem
+from ckpt.consistency.probes import speed
+from ckpt.consistency.probes.examine import Finding, Verdict
+from ckpt.tools.gc import GarbageItem
 
 
 class SystemTests(BucketTests):
@@ -60,7 +60,7 @@ class SystemTests(BucketTests):
 
     def doctor(self, monkeypatch: pytest.MonkeyPatch) -> dict[str, Finding]:
         """What `ckpt doctor` finds, by the name of the check; nothing of it is left behind."""
-        monkeypatch.setattr(probe_speed, "_SIZES_BYTES", (1 << 20, 6 << 20))
+        monkeypatch.setattr(speed, "_SIZES_BYTES", (1 << 20, 6 << 20))
         url = f"s3://{self.bucket}/doctor"
         diagnosis = ckpt.doctor(url, storage_options=self.options, second_client=True)
         self.eventually(lambda: "Contents" not in self.client.list_objects_v2(Bucket=self.bucket))

@@ -10,14 +10,14 @@ import jobs
 import pytest
 from ceph import PROGRAMS, Ceph, ceph_cluster
 from needs import needs
-from proxy import Call, FaultProxy, fault_proxy
-from ranks import run_ranks
-from servers import S3Server
+from support.proxy import Call, FaultProxy, fault_proxy
+from support.ranks import run_ranks
+from support.servers import S3Server
 from systems import SystemTests
 
 import ckpt
 from ckpt.backends.base import MIB
-from ckpt.consistency.probe import Verdict
+from ckpt.consistency.probes.examine import Verdict
 
 pytestmark = needs("ceph", *PROGRAMS)
 

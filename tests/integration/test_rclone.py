@@ -11,9 +11,9 @@ from pathlib import Path
 import jobs
 import pytest
 from needs import RCLONE, needs
-from ranks import run_ranks
 from rclone import rclone_mount, rclone_server
-from servers import S3Server
+from support.ranks import run_ranks
+from support.servers import S3Server
 from systems import SystemTests
 
 from ckpt.backends.base import Store

@@ -13,8 +13,8 @@ import pytest
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from needs import needs
-from ranks import run_ranks
-from servers import S3Server
+from support.ranks import run_ranks
+from support.servers import S3Server
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import SavePlan
 

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 import jobs
 import pytest
 from needs import needs
-from ranks import run_ranks
-from servers import S3Server
+from support.ranks import run_ranks
+from support.servers import S3Server
 from swift import PROGRAMS, Swift, swift_servers
 from systems import SystemTests
 
 import ckpt
 from ckpt.backends.base import PutMode, Store, put_bytes
-from ckpt.consistency.probe import Verdict
+from ckpt.consistency.probes.examine import Verdict
 
 pytestmark = needs("swift", *PROGRAMS, root=True)
 

@@ -1,0 +1,77 @@
+"""Storage options by name and type, and texts without the secrets in them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ckpt.errors import ConfigurationError
+
+__all__ = ["redact_url", "scrub", "take_options"]
+
+_USER_INFO = re.compile(r"(?<=://)[^/@]*@")
+
+
+def redact_url(url: str) -> str:
+    """`url` fit for messages and records: without user name and password, and, for http(s), query and fragment.
+
+    Elsewhere `?` and `#` are part of a name: `s3://b/a#1` and `s3://b/a` are two places.
+    """
+    scheme, separator, _ = url.partition("://")
+    if not separator:
+        return url
+    url = _USER_INFO.sub("", url)
+    if scheme.lower().rpartition("+")[2] in ("http", "https"):
+        return re.split(r"[?#]", url, maxsplit=1)[0]
+    return url
+
+
+def scrub(text: str, secrets: Iterable[str]) -> str:
+    """`text` with every secret that it quotes blotted out; the longest first, as one can contain another."""
+    for secret in sorted({secret.strip() for secret in secrets}, key=len, reverse=True):
+        if len(secret) > 3:
+            text = text.replace(secret, "***")
+    return text
+
+
+def take_options(scheme: str, options: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """`defaults` updated with `options`, whose types must be those of the defaults (None: a str).
+
+    Raises:
+        ConfigurationError: an option is not among the defaults, or of another type. Values never appear in
+            the text.
+    """
+    unknown = sorted(set(map(str, options)) - set(defaults))
+    if unknown:
+        raise ConfigurationError(
+            f"{scheme}: unknown storage option(s) {', '.join(unknown)}; known are {', '.join(sorted(defaults))}"
+        )
+    taken = dict(defaults)
+    for name, value in options.items():
+        default = defaults[name]
+        if value is None and (default is None or isinstance(default, Mapping)):
+            continue
+        kinds, described = _kinds(default)
+        if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
+            raise ConfigurationError(f"{scheme}: {name} must be {described}, not a {type(value).__name__}")
+        if isinstance(value, str) and not value.isprintable():
+            raise ConfigurationError(
+                f"{scheme}: {name} contains a line break or another control character "
+                "(read from a file? strip it)"
+            )
+        taken[name] = value
+    return taken
+
+
+def _kinds(default: object) -> tuple[Any, str]:
+    """The types an option may have, for `isinstance`, and their name for people."""
+    if isinstance(default, bool):
+        return bool, "True or False"
+    if isinstance(default, int):
+        return int, "a whole number"
+    if isinstance(default, float):
+        return (int, float), "a number"
+    if isinstance(default, Mapping):
+        return Mapping, "a dict"
+    return str, "a str"

@@ -1,0 +1,204 @@
+"""How the bytes of S3 requests and replies move: between the callers' own buffers and the socket."""
+
+from __future__ import annotations
+
+import base64
+import bisect
+import contextlib
+import functools
+import hashlib
+import http.client
+import itertools
+import re
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime, timezone
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+from ckpt.backends.base import MIB
+from ckpt.backends.bodies import Part
+from ckpt.backends.cancellable_reads import Read
+from ckpt.backends.s3_protocol.errors import is_connection_error
+
+__all__ = [
+    "PartReader",
+    "RawBody",
+    "composite_etag",
+    "content_range",
+    "drain",
+    "encode_crc",
+    "etag_of",
+    "send_whole_buffers",
+    "server_time",
+]
+
+_SEND_SIZE_BYTES = 4 * MIB
+_PACED_SEND_SIZE_BYTES = MIB // 4
+
+
+class PartReader:
+    """The buffers of a part as the readable, seekable body that boto3 asks for; nothing is copied."""
+
+    def __init__(self, part: Part) -> None:
+        self._buffers = [buffer for buffer in part.buffers if buffer.nbytes]
+        self._pace = part.pace
+        self._ends = list(itertools.accumulate(buffer.nbytes for buffer in self._buffers))
+        self._size = self._ends[-1] if self._ends else 0
+        self._position = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def read(self, size: int | None = -1) -> memoryview | bytes:
+        """At most `size` bytes, fewer where a buffer ends; all that is left, copied, for None or -1."""
+        if size is None or size < 0:
+            return b"".join(self.pieces())
+        if self._position >= self._size:
+            return b""
+        index = bisect.bisect_right(self._ends, self._position)
+        buffer = self._buffers[index]
+        start = self._position - (self._ends[index] - buffer.nbytes)
+        piece = buffer[start : start + size]
+        self._position += piece.nbytes
+        return piece
+
+    def pieces(self) -> Iterator[memoryview | bytes]:
+        """What is left, in pieces as large as the buffers allow."""
+        while self._position < self._size:
+            if self._pace is None:
+                yield self.read(_SEND_SIZE_BYTES)
+            else:
+                piece = self.read(_PACED_SEND_SIZE_BYTES)
+                self._pace(len(piece))
+                yield piece
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._position = offset + (0, self._position, self._size)[whence]
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def seekable(self) -> bool:
+        return True
+
+
+class _Pieces:
+    """A request's body for the HTTP stack: an iterable is sent piece by piece."""
+
+    def __init__(self, reader: PartReader) -> None:
+        self._reader = reader
+
+    def __iter__(self) -> Iterator[memoryview | bytes]:
+        return self._reader.pieces()
+
+    def seek(self, offset: int) -> None:
+        """The SDKs rewind what they sent before they try again."""
+        self._reader.seek(offset)
+
+
+def send_whole_buffers(request: Any, **_: Any) -> None:
+    """Handler of the SDKs' `before-send` event.
+
+    The HTTP stack reads bodies in blocks of 16 KiB, each a system call; as pieces they are 4 MiB. By now the
+    request is signed, and a retry is signed anew, from the reader.
+    """
+    if isinstance(request.body, PartReader):
+        request.body = _Pieces(request.body)
+
+
+class RawBody:
+    """A response body read straight into the destination.
+
+    boto3's StreamingBody and urllib3 read into fresh `bytes` and copy; the `http.client` response below
+    them fills our memory. Where that is out of reach, their own `read` serves.
+    """
+
+    def __init__(self, body: Any) -> None:
+        self._body = body
+        self._raw = getattr(body, "_raw_stream", None)
+        response = getattr(self._raw, "_fp", None)
+        self._response = response if isinstance(response, http.client.HTTPResponse) else None
+        # Taken now: when the reply has come whole, the response lets go of it.
+        found = getattr(getattr(getattr(response, "fp", None), "raw", None), "_sock", None)
+        self._socket: socket.socket | None = found if isinstance(found, socket.socket) else None
+
+    def readinto(self, view: memoryview, read: Read) -> int:
+        if self._response is not None and self._socket is not None:
+            with read.filling(functools.partial(_interrupt, self._socket)):
+                return self._response.readinto(view)
+        data = self._body.read(view.nbytes)
+        with read.filling():
+            view[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        """Give the connection back for reuse if the reply was read to its end, else drop it."""
+        if self._raw is not None and self._response is not None and self._response.isclosed():
+            self._raw.release_conn()
+        else:
+            self._body.close()
+
+
+def _interrupt(connection: socket.socket) -> None:
+    """End a connection, from another thread: whoever waits for its bytes gets none."""
+    with contextlib.suppress(OSError):
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)  # below TLS, which would take its leave first
+
+
+def drain(body: RawBody, buffers: Sequence[memoryview], read: Read) -> tuple[int, Exception | None]:
+    """Fill `buffers`; returns the number of bytes that came and what stopped them, if anything did."""
+    total = 0
+    try:
+        for buffer in buffers:
+            filled = 0
+            while filled < buffer.nbytes:
+                # In slices: when the connection breaks, all but the last slice is known to have come.
+                got = body.readinto(buffer[filled : filled + MIB], read)
+                if not got:
+                    return total, None
+                filled += got
+                total += got
+    except Exception as error:
+        if isinstance(error, http.client.HTTPException | ValueError) or is_connection_error(error):
+            return total, error
+        raise
+    return total, None
+
+
+_CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
+
+
+def content_range(reply: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Which bytes `[start, stop)` of the object a reply says it holds; None where it does not say."""
+    found = _CONTENT_RANGE.fullmatch(str(reply.get("ContentRange") or ""))
+    return (int(found[1]), int(found[2]) + 1) if found else None
+
+
+def etag_of(reply: Mapping[str, Any]) -> str | None:
+    """The reply's ETag without quotes, None where it has none."""
+    return str(reply.get("ETag") or "").strip('"') or None
+
+
+def server_time(reply: Mapping[str, Any]) -> datetime | None:
+    """When the reply was sent, by the server's clock; None where it does not say."""
+    try:
+        sent = parsedate_to_datetime(reply["ResponseMetadata"]["HTTPHeaders"]["date"])
+    except (KeyError, TypeError, ValueError):
+        return None
+    return sent if sent.tzinfo is not None else sent.replace(tzinfo=timezone.utc)
+
+
+def encode_crc(crc64nvme: int) -> str:
+    """A checksum as S3 writes it."""
+    return base64.b64encode(crc64nvme.to_bytes(8, "big")).decode()
+
+
+def composite_etag(parts: Sequence[Mapping[str, Any]]) -> str:
+    """What S3 calls an object made of these parts, or an empty string where their ETags are not MD5s."""
+    try:
+        digests = b"".join(bytes.fromhex(etag_of(part) or "-") for part in parts)
+    except ValueError:
+        return ""
+    return f"{hashlib.md5(digests, usedforsecurity=False).hexdigest()}-{len(parts)}"

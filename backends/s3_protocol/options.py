@@ -1,0 +1,113 @@
+"""The URL and the options that all stores of the S3 protocol share."""
+
+from __future__ import annotations
+
+import functools
+import platform
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from ckpt.backends.base import check_key
+from ckpt.backends.options import redact_url
+from ckpt.errors import ConfigurationError
+
+__all__ = [
+    "MAX_PART_SIZE_BYTES",
+    "TRANSFER_DEFAULTS",
+    "check_options",
+    "client_settings",
+    "split_bucket_url",
+    "with_shared_models",
+]
+
+MAX_PART_SIZE_BYTES = 5 << 30
+TRANSFER_DEFAULTS: Mapping[str, Any] = {
+    "part_size_bytes": 0,  # by the number of threads
+    "max_attempts": 8,
+    "connect_timeout_s": 10.0,
+    "read_timeout_s": 60.0,
+    "checksum": "crc64nvme",
+    "s3_additional_kwargs": {},
+    "client_kwargs": {},
+    "config_kwargs": {},
+}
+
+
+def split_bucket_url(url: str) -> tuple[str, str]:
+    """Bucket and key prefix (empty, or ending in `/`) of `scheme://bucket/prefix`.
+
+    Raises:
+        ConfigurationError: there is no bucket, or the URL carries credentials.
+    """
+    scheme, _, rest = url.partition("://")
+    bucket, _, prefix = rest.partition("/")
+    # A password with a slash in it ends up in both.
+    if "@" in bucket or (":" in bucket and not bucket.startswith("arn:")):
+        raise ConfigurationError(f"{scheme}://: credentials belong into storage_options, not into the URL")
+    if not bucket:
+        raise ConfigurationError(f"{url!r}: write {scheme}://bucket/prefix")
+    prefix = prefix.strip("/")
+    return bucket, f"{check_key(prefix)}/" if prefix else ""
+
+
+def client_settings(options: Mapping[str, Any], threads: int) -> dict[str, Any]:
+    """Arguments for the SDK's `Config` that both SDKs share, with the user's on top, also inside `s3` and `retries`."""
+    settings: dict[str, Any] = {
+        # Said once: the SDKs build theirs anew for each request, a fifth of its cost.
+        "user_agent": _user_agent(),
+        "connect_timeout": options["connect_timeout_s"],
+        "read_timeout": options["read_timeout_s"],
+        "retries": {"mode": "standard", "total_max_attempts": options["max_attempts"]},
+        "max_pool_connections": threads + 4,
+        "tcp_keepalive": True,
+        "request_checksum_calculation": "when_required",
+        "response_checksum_validation": "when_required",
+        "s3": {"payload_signing_enabled": False},
+    }
+    for name, value in options["config_kwargs"].items():
+        if name == "retries" and "max_attempts" in value:
+            # The SDKs' older name for it, which loses against the one above.
+            settings[name] = {"mode": settings[name]["mode"]}
+        nested = isinstance(value, Mapping) and isinstance(settings.get(name), Mapping)
+        settings[name] = {**settings[name], **value} if nested else value
+    return settings
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raise ConfigurationError where an option's value makes no sense; types are known to be right."""
+    for endpoint in (options["endpoint_url"], options["client_kwargs"].get("endpoint_url")):
+        if endpoint is not None and redact_url(endpoint) != endpoint:
+            raise ConfigurationError(
+                "endpoint_url must be a plain URL; credentials have options of their own"
+            )
+    for name in ("part_size_bytes", "max_attempts", "connect_timeout_s", "read_timeout_s"):
+        if not options[name] > 0:
+            raise ConfigurationError(f"{name} must be positive, not {options[name]}")
+    if options["part_size_bytes"] > MAX_PART_SIZE_BYTES:
+        raise ConfigurationError(f"part_size_bytes must be at most {MAX_PART_SIZE_BYTES} (5 GiB)")
+    if bool(options["key"]) != bool(options["secret"]):
+        raise ConfigurationError("key and secret belong together: give both or none")
+    if options["checksum"] not in ("crc64nvme", "none"):
+        raise ConfigurationError(f"checksum must be 'crc64nvme' or 'none', not {options['checksum']!r}")
+
+
+@functools.cache
+def _user_agent() -> str:
+    try:
+        return f"ckpt-storage/{version('ckpt-storage')} Python/{platform.python_version()}"
+    except PackageNotFoundError:  # a checkout that was never installed
+        return f"ckpt-storage Python/{platform.python_version()}"
+
+
+_loaders: dict[type, Any] = {}
+
+
+def with_shared_models(session: Any) -> Any:
+    """A botocore session that does not read the SDK's descriptions of the service anew.
+
+    They are megabytes of JSON and cost 80 ms of CPU for each client; a process needs them once.
+    """
+    loader = _loaders.setdefault(type(session), session.get_component("data_loader"))
+    session.register_component("data_loader", loader)
+    return session

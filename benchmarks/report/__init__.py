@@ -1,0 +1,1 @@
+"""Turn results into tables, pictures and the list of targets."""

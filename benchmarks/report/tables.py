@@ -1,0 +1,86 @@
+"""The Markdown report: the bars, a table per case, and what everything was run with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from benchmarks.cases import Case, Column, Entry
+from benchmarks.report.results import Results
+from benchmarks.report.targets import Verdict, judge
+
+__all__ = ["bars_table", "report"]
+
+_HEAD = """# Benchmark results
+
+Medians, with the least and the most of all rounds in brackets. CPU seconds are those of the client process, all
+threads; "extra peak" is resident memory beyond what the process held, tensors included, when the clock started.
+How to read this is explained in [the suite's README](../README.md).
+"""
+
+
+def report(results: Results, cases: Sequence[Case]) -> str:
+    """The whole report."""
+    parts = [_HEAD, _about(results), "## Bars\n", bars_table(judge(results))]
+    for case in cases:
+        if case.name in results.outcomes:
+            parts += [f"## {case.title}\n", _case_table(case, results), _notes(case, results)]
+    return "\n".join(parts)
+
+
+def bars_table(verdicts: Sequence[Verdict]) -> str:
+    rows = []
+    for verdict in verdicts:
+        bar = verdict.bar
+        found = "not measured" if verdict.value is None else f"{verdict.value:.2f} {bar.unit}"
+        bound = f"{'at most' if bar.at_most else 'at least'} {bar.bound:g} {bar.unit}"
+        met = {None: "", True: "met", False: "**not met**"}[verdict.met]
+        rows.append([bar.what, found, bound, met])
+    return _table(["what", "measured", "bar", ""], rows)
+
+
+def _case_table(case: Case, results: Results) -> str:
+    rows = []
+    for entry in case.entries:
+        failed = results.error(case.name, entry.name)
+        cells = [_cell(case, entry, column, results) for column in case.columns]
+        if failed and not any(cells):
+            cells[0] = "failed"
+        rows.append([entry.name, *cells])
+    return _table(["", *(column.heading for column in case.columns)], rows)
+
+
+def _cell(case: Case, entry: Entry, column: Column, results: Results) -> str:
+    found = results.spread(case.name, entry.name, column.key)
+    if found is None:
+        return ""
+    text = f"{found.median:,.{column.digits}f}"
+    if found.rounds > 1 and found.most > found.least:
+        text += f" ({found.least:,.{column.digits}f}-{found.most:,.{column.digits}f})"
+    return text
+
+
+def _notes(case: Case, results: Results) -> str:
+    lines = []
+    for entry in case.entries:
+        line = f"- {entry.name}: {entry.note}"
+        if failed := results.error(case.name, entry.name):
+            line += f". **Failed**: `{_short(failed)}`"
+        lines.append(line)
+    return "\n".join([*lines, ""])
+
+
+def _short(error: str) -> str:
+    line = " ".join(error.split()).replace("`", "'").replace("|", "/")
+    return line if len(line) <= 300 else f"{line[:297]}..."
+
+
+def _about(results: Results) -> str:
+    facts = [*results.machine.items(), *results.settings.items()]
+    versions = ", ".join(f"{name} {version}" for name, version in results.versions().items())
+    lines = [f"- {name.replace('_', ' ')}: {value}" for name, value in facts]
+    return "\n".join([*lines, f"- versions: {versions}", ""])
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join([*(f"| {' | '.join(cells)} |" for cells in lines), ""])

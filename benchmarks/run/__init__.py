@@ -1,0 +1,1 @@
+"""Run measured processes: cases, servers, workers, meters."""

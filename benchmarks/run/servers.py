@@ -1,0 +1,167 @@
+"""Starting and stopping the servers that clients are measured against."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import http.client
+import ipaddress
+import json
+import os
+import socket
+import ssl
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+__all__ = ["ACCESS_KEY", "BUCKET", "REGION", "SECRET_KEY", "Endpoint", "rclone", "sink"]
+
+ROOT = Path(__file__).parents[2]
+ACCESS_KEY, SECRET_KEY, REGION, BUCKET = "AKBENCHMARK", "SKBENCHMARKSECRET", "us-east-1", "bench"
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """An S3 endpoint.
+
+    Attributes:
+        url: where it is.
+        certificate: the PEM file to trust, for TLS.
+        counts: whether it answers to `counts` and `reset`.
+    """
+
+    url: str
+    certificate: str | None = None
+    counts: bool = True
+
+    def reset(self) -> None:
+        """Count from zero."""
+        self._control("reset")
+
+    def clear(self) -> None:
+        """Forget all objects."""
+        self._control("clear")
+
+    def report(self) -> dict[str, Any]:
+        """What was counted since the last `reset`."""
+        return self._control("stats")
+
+    def connect(self) -> http.client.HTTPConnection:
+        parts = urlsplit(self.url)
+        assert parts.hostname is not None
+        if self.certificate is None:
+            return http.client.HTTPConnection(parts.hostname, parts.port)
+        context = ssl.create_default_context(cafile=self.certificate)
+        return http.client.HTTPSConnection(parts.hostname, parts.port, context=context)
+
+    def _control(self, what: str) -> dict[str, Any]:
+        if not self.counts:
+            return {}
+        connection = self.connect()
+        try:
+            connection.request("GET", f"/-/{what}")
+            answer: dict[str, Any] = json.loads(connection.getresponse().read())
+            return answer
+        finally:
+            connection.close()
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@contextlib.contextmanager
+def sink(
+    *, keep: bool = False, tls_folder: Path | None = None, bytes_per_s: int | None = None
+) -> Iterator[Endpoint]:
+    """The suite's own endpoint, in a process of its own; TLS with a certificate made in `tls_folder`.
+
+    Args:
+        bytes_per_s: how much it takes of the bodies that it drops, over all connections; None is all it can.
+    """
+    command = [sys.executable, "-m", "benchmarks.sink"]
+    certificate = None
+    if keep:
+        command.append("--keep")
+    if bytes_per_s is not None:
+        command += ["--bytes-per-s", str(bytes_per_s)]
+    if tls_folder is not None:
+        certificate = str(_certificate(tls_folder))
+        command += ["--certificate", certificate]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT)
+    try:
+        assert process.stdout is not None
+        port = process.stdout.readline().decode().strip()
+        if not port:
+            raise RuntimeError("the sink server did not start")
+        yield Endpoint(f"{'https' if certificate else 'http'}://127.0.0.1:{port}", certificate)
+    finally:
+        _stop(process)
+
+
+@contextlib.contextmanager
+def rclone(binary: Path, folder: Path) -> Iterator[Endpoint]:
+    """`rclone serve s3` on a folder: a second, real server. Its hashing of objects is off: it limits reads."""
+    (folder / BUCKET).mkdir(parents=True, exist_ok=True)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [
+        str(binary), "--config", os.devnull, "serve", "s3", str(folder), "--addr", f"127.0.0.1:{port}",
+        "--auth-key", f"{ACCESS_KEY},{SECRET_KEY}", "--etag-hash", "", "--no-checksum", "--no-modtime",
+    ]  # fmt: skip
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        _wait_for_port(port, process)
+        yield Endpoint(f"http://127.0.0.1:{port}", counts=False)
+    finally:
+        _stop(process)
+
+
+def _wait_for_port(port: int, process: subprocess.Popen[bytes]) -> None:
+    deadline_s = time.monotonic() + 30
+    while time.monotonic() < deadline_s and process.poll() is None:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+            return
+        time.sleep(0.05)
+    raise RuntimeError(f"the server on port {port} did not start")
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    if process.stdout is not None:
+        process.stdout.close()
+
+
+def _certificate(folder: Path) -> Path:
+    """A certificate for 127.0.0.1 that signs itself, with its key, in one PEM file."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "127.0.0.1")])
+    now = datetime.datetime.now(datetime.timezone.utc)
+    certificate = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=30))
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .add_extension(
+            x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False
+        )
+        .sign(key, hashes.SHA256())
+    )
+    path = folder / "certificate.pem"
+    path.write_bytes(
+        key.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        )
+        + certificate.public_bytes(serialization.Encoding.PEM)
+    )
+    return path

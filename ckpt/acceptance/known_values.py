@@ -1,0 +1,105 @@
+"""Values that follow from a tensor's name and the element's place in it, so that any rank can compute any slice.
+
+Bits, not numbers: every pattern that a dtype has may appear, NaNs too, and all comparisons are of bits. Within
+a run of 2^18 elements they are those of a random table, begun at a place and shifted by a number that are drawn from
+name and run: an element that is missing, repeated, moved, or of another tensor shows.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from collections.abc import Iterator
+
+import torch
+
+from ckpt.reading.coverage import Box
+
+__all__ = ["compare", "fill"]
+
+# Small enough that the table, and what is computed to be compared, stay in a core's cache.
+_RUN_ELEMENTS = 1 << 18
+_SCRATCH_ELEMENTS = 1 << 18
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def fill(tensor: torch.Tensor, fqn: str, shape: tuple[int, ...], box: Box, seed: int = 0) -> None:
+    """Make contiguous `tensor` the slice `box` of the tensor `fqn` of `shape`."""
+    for target, start, stop, inside in _runs(tensor, shape, box):
+        if inside is None:
+            _values(target, fqn, start, stop, seed)
+        else:
+            scratch = torch.empty(stop - start, dtype=target.dtype)
+            _values(scratch, fqn, start, stop, seed)
+            target.copy_(scratch.view(-1, *shape[1:])[inside])
+
+
+def compare(tensor: torch.Tensor, fqn: str, shape: tuple[int, ...], box: Box, seed: int = 0) -> int:
+    """Number of elements of `tensor` that are not what `fill` would make them."""
+    wrong = 0
+    for found, start, stop, inside in _runs(tensor, shape, box):
+        scratch = torch.empty(stop - start, dtype=found.dtype)
+        _values(scratch, fqn, start, stop, seed)
+        expected = scratch if inside is None else scratch.view(-1, *shape[1:])[inside]
+        if not _are_equal(found, expected):
+            wrong += int((found != expected).sum())
+    return wrong
+
+
+def _are_equal(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """`torch.equal`, eight bytes at a time where it can be: of small elements it compares 1 GB/s, of large ones 6."""
+    both = (found, expected)
+    if all(bits.is_contiguous() and bits.nbytes % 8 == bits.data_ptr() % 8 == 0 for bits in both):
+        found, expected = (bits.view(-1).view(torch.int64) for bits in both)
+    return torch.equal(found, expected)
+
+
+def _runs(
+    tensor: torch.Tensor, shape: tuple[int, ...], box: Box
+) -> Iterator[tuple[torch.Tensor, int, int, tuple[slice, ...] | None]]:
+    """`tensor` in pieces: its bits, the elements `[start, stop)` of the whole tensor that hold them, and where in
+    those, as rows, they are; None if they are all of them."""
+    bits = tensor.view(_BITS[tensor.element_size()])
+    begin, end = box
+    row = math.prod(shape[1:])
+    whole_rows = all((a, b) == (0, n) for a, b, n in zip(begin[1:], end[1:], shape[1:], strict=True))
+    if whole_rows:
+        flat, first = bits.view(-1), begin[0] * row
+        for at in range(0, flat.numel(), _SCRATCH_ELEMENTS):
+            piece = flat[at : at + _SCRATCH_ELEMENTS]
+            yield piece, first + at, first + at + piece.numel(), None
+        return
+    rows = max(1, _SCRATCH_ELEMENTS // row)
+    inside = (slice(None), *(slice(a, b) for a, b in zip(begin[1:], end[1:], strict=True)))
+    for at in range(begin[0], end[0], rows):
+        stop = min(at + rows, end[0])
+        yield bits[at - begin[0] : stop - begin[0]], at * row, stop * row, inside
+
+
+def _values(target: torch.Tensor, fqn: str, start: int, stop: int, seed: int) -> None:
+    """The bits of elements `[start, stop)`."""
+    table = _table(target.dtype)
+    at = start
+    while at < stop:
+        run, place = divmod(at, _RUN_ELEMENTS)
+        count = min(_RUN_ELEMENTS - place, stop - at)
+        turn, shift = _drawn(fqn, run, seed, target.dtype)
+        first = turn + place
+        torch.add(table[first : first + count], shift, out=target[at - start : at - start + count])
+        at += count
+
+
+def _drawn(fqn: str, run: int, seed: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Where in the table a run begins, and what is added to it."""
+    drawn = hashlib.blake2b(f"{seed} {run} {fqn}".encode(), digest_size=16).digest()
+    shift = int.from_bytes(drawn[: dtype.itemsize], "little", signed=dtype != torch.uint8)
+    return int.from_bytes(drawn[8:], "little") % _RUN_ELEMENTS, shift
+
+
+@functools.cache
+def _table(dtype: torch.dtype) -> torch.Tensor:
+    """Two runs long: a run may begin anywhere in the first."""
+    generator = torch.Generator().manual_seed(20)
+    table = torch.randint(0, 256, (_RUN_ELEMENTS * dtype.itemsize,), dtype=torch.uint8, generator=generator)
+    return table.view(dtype).repeat(2)

@@ -1,0 +1,1 @@
+"""Convert between this format, stock DCP, torch.save files and safetensors, streamed."""

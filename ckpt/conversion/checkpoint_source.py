@@ -1,0 +1,100 @@
+"""Checkpoints of this library and of stock DCP as a source."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from ckpt.backends.base import exists, read_bytes
+from ckpt.consistency.commit import read_commit
+from ckpt.conversion.locations import Guard
+from ckpt.conversion.source import Region, Source, TensorFacts
+from ckpt.errors import CommitConflict, ConfigurationError, UnsafeContent
+from ckpt.format.columns import ObjectRow
+from ckpt.reading.contents import paths_of
+from ckpt.reading.slices import OpenCheckpoint, is_quantized
+
+__all__ = ["CheckpointSource"]
+
+_MAX_METADATA_BYTES = 8 << 30
+
+
+class CheckpointSource(Source):
+    """Opened at a checkpoint's place.
+
+    Raises:
+        NotFound, NotCommitted, IntegrityError, FormatError, UnsafeContent, NotVisible: as `ckpt.inspect`.
+        ConfigurationError: it is a part a rank, which only those ranks can put together.
+    """
+
+    def __init__(
+        self, url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None, guard: Guard
+    ) -> None:
+        self._open = OpenCheckpoint(url, storage_options, guard=guard)
+        try:
+            if len(self._open.parts) > 1:
+                raise ConfigurationError(
+                    f"{len(self._open.parts)} ranks saved with use_collectives=False, each a part of its own; load it "
+                    "on as many ranks and save it again",
+                    url=self._open.store.url,
+                )
+        except BaseException:
+            self.close()
+            raise
+        part = self._open.parts[0]
+        ours = part.commit is not None
+        super().__init__("ckpt" if ours else "dcp", self._open.store.url, part.identity)
+        for name in self._open.names:
+            entry = self._open.find(name)[3]
+            if isinstance(entry, ObjectRow):
+                self.objects[name] = None
+            else:
+                self.tensors[name] = TensorFacts(entry.dtype, entry.size, entry.requires_grad)
+        self.paths = paths_of(part.metadata.planner_data)
+        self.tags = part.commit.tags if part.commit is not None else {}
+
+    def prepare(self, names: Collection[str]) -> None:
+        for name, facts in self.tensors.items():
+            if name in names and is_quantized(facts.dtype):
+                raise ConfigurationError(
+                    f"{name[:200]!r} is quantized, which cannot be converted; --exclude it, or load and save it",
+                    url=self.url,
+                )
+        part, wanted = self._open.parts[0], set(names)
+        storage = part.metadata.storage_data
+        part.prepare((info for index, info in storage.items() if index.fqn in wanted), self._open.threads)
+
+    def read(self, regions: Sequence[Region]) -> None:
+        self._open.read_into([(region.name, region.offsets, region.target) for region in regions])
+
+    def load_object(self, name: str) -> Any:
+        try:
+            return self._open.read_object(name)
+        except UnsafeContent as error:
+            raise UnsafeContent(
+                f"{error.message.split('; if you trust')[0]}; --exclude {name!r}, or declare its class with "
+                "torch.serialization.add_safe_globals",
+                url=error.url, key=error.key,
+            ) from None  # fmt: skip
+
+    def stored_object(self, name: str) -> bytes:
+        return self._open.stored_object(name)
+
+    def holds(self, url: str) -> bool:
+        """Anything in its folder that is there."""
+        root, found = os.path.realpath(self.url), os.path.realpath(url)
+        return found.startswith(f"{root}/") and exists(self._open.store, found.removeprefix(f"{root}/"))
+
+    def check_unchanged(self) -> None:
+        part, store = self._open.parts[0], self._open.store
+        if part.commit is not None:
+            unchanged = read_commit(store) == part.record
+        else:
+            found = read_bytes(store, part.metadata_key, max_bytes=_MAX_METADATA_BYTES)
+            unchanged = bytes(found) == part.stock_metadata
+        if not unchanged:
+            raise CommitConflict("was replaced while it was being converted", url=self.url)
+
+    def close(self) -> None:
+        self._open.close()

@@ -1,0 +1,242 @@
+"""The index of a checkpoint: its columns as one small typed record, without pickle (`docs/format.md`)."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import torch
+
+from ckpt.backends.base import check_key
+from ckpt.errors import CheckpointError, FormatError
+from ckpt.format.columns import Columns, Integers, ObjectRow, TensorColumns
+from ckpt.format.planner_data import PlainValue, check_planner_data, pack, unpack
+from ckpt.gc_pause import no_gc
+
+__all__ = ["INDEX_FORMAT", "check_columns", "decode_index", "encode_index", "unpickled_columns"]
+
+INDEX_FORMAT = "ckpt-storage index"
+INDEX_VERSION = 1
+
+_MAX_ROWS = 1 << 25
+_MAX_CELLS = 1 << 28
+_MAX_DIMENSIONS = 64
+_COMPRESSION_LEVEL = 1
+
+
+class _Entry(msgspec.Struct, frozen=True, array_like=True):
+    """A tensor, or (dtype null) an object, which has one row and no dimensions."""
+
+    fqn: str
+    dtype: str | None
+    size: list[int]
+    requires_grad: bool
+    chunks: int
+
+
+class _Record(msgspec.Struct, frozen=True, kw_only=True):
+    format: str = INDEX_FORMAT
+    version: int = INDEX_VERSION
+    save_id: str | None
+    dcp_version: str | None
+    files: list[str]
+    entries: list[_Entry]
+    planner_data: PlainValue
+    offsets: bytes
+    sizes: bytes
+    file: bytes
+    offset: bytes
+    length: bytes
+
+
+_RECORD = msgspec.msgpack.Decoder(_Record)  # made once, before there are threads
+
+
+def encode_index(columns: Columns) -> bytes:
+    """The record of `columns`.
+
+    Raises:
+        ValueError: `planner_data` hold more than plain values.
+    """
+    tables = list(columns.entries.values())
+    tensors = [entry for entry in tables if isinstance(entry, TensorColumns)]
+    return msgspec.msgpack.encode(
+        _Record(
+            save_id=columns.save_id,
+            dcp_version=columns.version,
+            files=columns.files,
+            entries=_entries(columns),
+            planner_data=pack(columns.planner_data),
+            offsets=_compressed([tensor.offsets for tensor in tensors]),
+            sizes=_compressed([tensor.sizes for tensor in tensors]),
+            file=_compressed([entry.file for entry in tables]),
+            offset=_compressed([entry.offset for entry in tables]),
+            length=_compressed([entry.length for entry in tables]),
+        )
+    )
+
+
+def check_columns(columns: Columns) -> None:
+    """Raise FormatError for what `decode_index` would refuse, without the cost of encoding and decoding."""
+    _check_paths(columns.files)
+    entries = _entries(columns)
+    _checked_rows(entries)
+    _checked_cells(entries)
+    for entry in entries:
+        found = columns.entries[entry.fqn]
+        if isinstance(found, TensorColumns):
+            _check_chunks(entry, found.offsets, found.sizes)
+    check_planner_data(columns.planner_data)
+
+
+def decode_index(data: bytes | bytearray | memoryview, *, url: str, key: str) -> Columns:
+    """The columns in a record that may be hostile.
+
+    Raises:
+        FormatError: it is not a record of this format, a newer one, or contradicts itself.
+    """
+    try:
+        with no_gc():
+            return _columns(_RECORD.decode(data))
+    except FormatError as error:
+        raise FormatError(error.message, url=url, key=key) from None
+    except (ValueError, TypeError, RecursionError, zlib.error, CheckpointError) as error:
+        text = f"not a valid index: {type(error).__name__}: {error}"
+        raise FormatError(text[:500], url=url, key=key) from error
+
+
+def unpickled_columns(data: bytes) -> Columns:
+    return decode_index(data, url="", key="index")
+
+
+def _columns(record: _Record) -> Columns:
+    if record.format != INDEX_FORMAT:
+        raise FormatError(f"not an index: {record.format[:40]!r}")
+    if record.version > INDEX_VERSION:
+        raise FormatError(
+            f"an index of version {record.version}; this library reads up to {INDEX_VERSION}, update it"
+        )
+    _check_paths(record.files)
+    rows, cells = _checked_rows(record.entries), _checked_cells(record.entries)
+    offsets, sizes = _integers(record.offsets, cells), _integers(record.sizes, cells)
+    file, offset, length = (_integers(c, rows) for c in (record.file, record.offset, record.length))
+    if rows and int(file.max()) >= len(record.files):
+        raise FormatError("an item in no file")
+    planner_data = unpack(record.planner_data)
+    check_planner_data(planner_data)
+    found = Columns(
+        files=record.files,
+        planner_data=planner_data,
+        save_id=record.save_id,
+        version=record.dcp_version,
+    )
+    row = cell = 0
+    for entry in record.entries:
+        if entry.fqn in found.entries:
+            raise FormatError(f"{entry.fqn[:80]!r} twice")
+        if entry.dtype is None:
+            found.entries[entry.fqn] = ObjectRow(int(file[row]), int(offset[row]), int(length[row]))
+            row += 1
+            continue
+        end, cell_end = row + entry.chunks, cell + entry.chunks * len(entry.size)
+        shape = (entry.chunks, len(entry.size))
+        found.entries[entry.fqn] = _tensor(
+            entry,
+            offsets[cell:cell_end].reshape(shape),
+            sizes[cell:cell_end].reshape(shape),
+            (file[row:end], offset[row:end], length[row:end]),
+        )
+        row, cell = end, cell_end
+    return found
+
+
+def _entries(columns: Columns) -> list[_Entry]:
+    return [
+        _Entry(fqn, None, [], False, 1)
+        if isinstance(entry, ObjectRow)
+        else _Entry(fqn, _name_of(entry.dtype), list(entry.size), entry.requires_grad, len(entry.file))
+        for fqn, entry in columns.entries.items()
+    ]
+
+
+def _check_paths(paths: Sequence[str]) -> None:
+    for path in paths:
+        try:
+            check_key(path)
+        except CheckpointError as error:
+            raise FormatError(error.message) from None
+
+
+def _checked_cells(entries: Sequence[_Entry]) -> int:
+    cells = sum(entry.chunks * len(entry.size) for entry in entries)
+    if cells > _MAX_CELLS:
+        raise FormatError("more chunks than any checkpoint has")
+    return cells
+
+
+def _checked_rows(entries: Sequence[_Entry]) -> int:
+    rows = 0
+    for entry in entries:
+        if entry.dtype is None and (entry.chunks != 1 or entry.size):
+            raise FormatError(f"an object in parts ({entry.fqn[:80]!r})")
+        if len(entry.size) > _MAX_DIMENSIONS or not 0 <= entry.chunks <= _MAX_ROWS:
+            raise FormatError(f"an absurd shape ({entry.fqn[:80]!r})")
+        if any(not 0 <= size < 1 << 62 for size in entry.size):
+            raise FormatError(f"an absurd size ({entry.fqn[:80]!r})")
+        rows += entry.chunks
+    if rows > _MAX_ROWS:
+        raise FormatError("more chunks than any checkpoint has")
+    return rows
+
+
+def _tensor(
+    entry: _Entry, offsets: Integers, sizes: Integers, places: tuple[Integers, Integers, Integers]
+) -> TensorColumns:
+    dtype = _check_chunks(entry, offsets, sizes)
+    return TensorColumns(dtype, tuple(entry.size), entry.requires_grad, offsets, sizes, *places)
+
+
+def _check_chunks(entry: _Entry, offsets: Integers, sizes: Integers) -> torch.dtype:
+    """Raise FormatError unless all chunks lie inside of their tensor; returns its dtype."""
+    assert entry.dtype is not None
+    dtype = getattr(torch, entry.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise FormatError(f"an unknown dtype {entry.dtype[:40]!r}")
+    if entry.size and not _inside(offsets, sizes, entry.size):
+        raise FormatError(f"a chunk outside of its tensor ({entry.fqn[:80]!r})")
+    return dtype
+
+
+def _inside(offsets: Integers, sizes: Integers, limits: Sequence[int]) -> bool:
+    # Written so that nothing overflows. A single chunk is checked without numpy, which costs more there.
+    if len(offsets) == 1:
+        rows = zip(offsets[0].tolist(), sizes[0].tolist(), limits, strict=True)
+        return all(0 <= size <= limit - offset <= limit for offset, size, limit in rows)
+    room = np.array(limits, dtype=np.int64) - offsets
+    return bool(((offsets >= 0) & (sizes >= 0) & (sizes <= room)).all())
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _compressed(values: Sequence[Integers | int]) -> bytes:
+    """Integers as compressed bytes: first the lowest byte of each, then the next of each, and so on."""
+    parts = [np.asarray(value, dtype="<i8").reshape(-1) for value in values]
+    column = np.concatenate(parts) if parts else np.empty(0, dtype="<i8")
+    return zlib.compress(column.view(np.uint8).reshape(-1, 8).T.tobytes(), _COMPRESSION_LEVEL)
+
+
+def _integers(data: bytes, count: int) -> Integers:
+    """The `count` integers in `_compressed` bytes; never more memory than they need."""
+    unpacker = zlib.decompressobj()
+    planes = unpacker.decompress(data, 8 * count + 1)
+    if len(planes) != 8 * count or not unpacker.eof:
+        raise FormatError("a column of another length than its entries")
+    rows = np.frombuffer(planes, dtype=np.uint8).reshape(8, count).T.copy()
+    column: Integers = rows.view("<i8").reshape(count).astype(np.int64, copy=False)
+    if count and not 0 <= int(column.min()) <= int(column.max()) < 1 << 62:
+        raise FormatError("a number that is no size or offset")
+    return column

@@ -1,0 +1,1 @@
+"""Let ranks agree, miss each other, and give up in time."""

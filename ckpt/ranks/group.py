@@ -1,0 +1,311 @@
+"""The ranks that save or load together: how they agree, and what to say when they lose each other."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import pickle
+import traceback
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ckpt.errors import CheckpointError, ConfigurationError
+from ckpt.ranks.heartbeat import Answer, Limits, Watch
+from ckpt.ranks.progress import Progress
+
+__all__ = ["DEFAULT_TIMEOUT_S", "Ranks", "RanksFailed", "check_timeout", "portable"]
+
+DEFAULT_TIMEOUT_S = 600.0
+
+_MIN_TIMEOUT_S, _MAX_TIMEOUT_S = 1.0, 7 * 86400.0
+
+_COLLECTIVE_TIMEOUT_S = {
+    "foreground": 86400.0,
+    "background": 86400.0,
+    "conversion": 86400.0,
+    "manager": 3600.0,
+}
+"""Of our groups. The watch ends a wait for a rank that stopped; one that is slow may take as long as it takes."""
+
+_WATCHED = ("foreground", "background", "conversion")
+"""Saves, loads and conversions. Between two calls of a manager the ranks train, and that is not for it to judge."""
+
+_BREAK_OFF_TAG = 0x636B7074
+
+T = TypeVar("T")
+Purpose = Literal["foreground", "background", "conversion", "manager"]
+_Name = tuple[Purpose, tuple[int, ...]]
+
+_own_groups: dict[_Name, tuple[object, Any]] = {}
+_calls: dict[_Name, int] = {}
+_broken: set[_Name] = set()
+
+
+class RanksFailed(Exception):
+    """Some ranks failed where all had to succeed; `failures` are their errors, the same on every rank."""
+
+    def __init__(self, failures: Mapping[int, CheckpointError]) -> None:
+        super().__init__(failures)
+        self.failures = dict(failures)
+
+
+class Ranks:
+    """The process group of one save, load or conversion. Every rank makes one at the same point of the program.
+
+    A gloo group of this library's own is used, over all ranks or those of the caller's group: object
+    collectives over NCCL would take GPU memory, those of a background save must not mix with the trainer's,
+    and it can be given up when a rank dies or stops, which frees the others from waiting.
+
+    Args:
+        timeout_s: every rank has failed when one has made no progress for so long.
+
+    Attributes:
+        progress: what this rank is doing now.
+    """
+
+    def __init__(
+        self,
+        process_group: Any,
+        *,
+        no_dist: bool,
+        purpose: Purpose = "foreground",
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        self.no_dist = no_dist or not (dist.is_available() and dist.is_initialized())
+        self.group: Any = process_group
+        self.progress = Progress()
+        self._timeout_s = timeout_s
+        self._limits = Limits(timeout_s if _is_timeout(timeout_s) else DEFAULT_TIMEOUT_S)
+        self._members = [0] if self.no_dist else dist.get_process_group_ranks(process_group)
+        self._name: _Name = (purpose, tuple(self._members))
+        self._owned = False
+        # Asked now: a program may end its process group while a save still runs.
+        self.rank = 0 if self.no_dist else dist.get_rank(process_group)
+        self._global_rank = 0 if self.no_dist else dist.get_rank()
+        self._connected = len(self._members) == 1
+        self._watch: Watch | None = None
+        if len(self._members) > 1 and purpose in _WATCHED:
+            _calls[self._name] = _calls.get(self._name, 0) + 1
+            self._watch = self._make_watch(_calls[self._name])
+
+    @property
+    def size(self) -> int:
+        return len(self._members)
+
+    def broadcast(self, value: Any) -> Any:
+        """The first rank's `value`, on all ranks."""
+        if len(self._members) == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, group=self.group, group_src=0)
+        return box[0]
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's `value`, in order, on all ranks."""
+        values: list[Any] = [value] * len(self._members)
+        if len(self._members) > 1:
+            dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def most(self, values: Sequence[int]) -> list[int]:
+        """The largest of all ranks' `values`, place by place: a few integers, so it costs no more than a round trip."""
+        if len(self._members) == 1:
+            return list(values)
+        self._connect()
+        found = torch.tensor(values, dtype=torch.int64, device="cpu")
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.group)
+        return found.tolist()
+
+    def from_first(self, work: Callable[[], T]) -> T:
+        """`work()` of the first rank on all ranks, or its error, as one of ours."""
+        self._connect()
+        answer: tuple[bool, Any] | None = None
+        if self.rank == 0:
+            try:
+                answer = True, work()
+            except Exception as error:
+                answer = False, portable(error, 0)
+        worked, value = self.broadcast(answer)
+        if not worked:
+            raise value
+        return value  # type: ignore[no-any-return]
+
+    def together(self, call: str, work: Callable[[], T]) -> T:
+        """`work()` of this rank, once that of every rank has worked.
+
+        Args:
+            call: what this rank is doing; it has to be the same on all ranks.
+
+        Raises:
+            RanksFailed: on every rank, if it failed on one or the ranks are not doing the same.
+        """
+        self.progress.wait_for("all ranks to connect")
+        self._connect()
+        self.progress.begin(f"preparing the {call}")
+        value: Any = None
+        failure: CheckpointError | None = None
+        interrupt: BaseException | None = None
+        try:
+            check_timeout(self._timeout_s)
+            value = work()
+        except Exception as error:
+            failure = portable(error, self.rank)
+        except BaseException as error:  # an interrupt of this rank alone, for which the others must not wait
+            interrupt, failure = (
+                error,
+                CheckpointError(f"interrupted: {type(error).__name__}", rank=self.rank),
+            )
+        self.progress.wait_for(f"the other ranks to enter the {call}")
+        outcomes: list[Any] = [(call, failure)] * len(self._members)
+        if len(self._members) > 1:
+            dist.all_gather_object(outcomes, (call, failure), group=self.group)
+        if interrupt is not None:
+            raise interrupt
+        failures = {rank: found for rank, (_, found) in enumerate(outcomes) if found is not None}
+        if not failures:
+            failures = _different_calls([other for other, _ in outcomes])
+        if failures:
+            raise RanksFailed(failures)
+        return value  # type: ignore[no-any-return]
+
+    def roll_call(self, error: Exception) -> dict[int, Answer] | None:
+        """After a broken collective: what each rank says is the matter.
+
+        Gives the broken group up first, so that ranks still waiting in it wake up and answer. Returns None
+        if nobody can be asked, because the rendezvous store is gone.
+        """
+        if len(self._members) == 1:
+            return {0: Answer(True, failure=_text(error))}
+        self._give_up(error)
+        return None if self._watch is None else self._watch.roll_call(_text(error))
+
+    def close(self) -> None:
+        """The end of the save or load: this rank has nothing more to say."""
+        if self._watch is not None:
+            self._watch.close()
+
+    def _make_watch(self, call: int) -> Watch:
+        kind, members = self._name
+        return Watch(
+            dist.distributed_c10d._get_default_store(),
+            f"{kind}/{zlib.crc32(repr(list(members)).encode())}",
+            rank=self.rank,
+            size=len(members),
+            call=call,
+            limits=self._limits,
+            progress=lambda: self.progress,
+            break_off=self._break_off,
+        )
+
+    def _break_off(self) -> None:
+        """End the collective that this rank waits in, from another thread.
+
+        gloo closes all connections of a group when any wait in it times out: so wait for what nobody sends.
+        """
+        group = self.group
+        if group is None or not self._owned:
+            return
+        for other in range(len(self._members)):
+            if other == self.rank:
+                continue
+            try:
+                work = dist.irecv(torch.empty(1), group=group, group_src=other, tag=_BREAK_OFF_TAG)
+                if work is not None:
+                    work.wait(timedelta(milliseconds=1))
+            except Exception as error:  # also where the connection to this one was closed before
+                if "imed out" in str(error):
+                    return
+
+    def _connect(self) -> None:
+        if not self._connected:
+            own = _own_group(self._name, self.group, self._limits.stall_s)
+            self.group, self._owned = (own, True) if own is not None else (self.group, False)
+            self._connected = True
+            if self._watch is not None:
+                self._watch.start()
+
+    def _give_up(self, error: Exception) -> None:
+        """Let go of our group: its connections close when nothing refers to it any more, tracebacks included."""
+        if not self._owned:
+            return
+        _own_groups.pop(self._name, None)
+        _broken.add(self._name)
+        group, self.group, self._owned = self.group, None, False
+        with contextlib.suppress(Exception):
+            dist.destroy_process_group(group)
+        del group
+        cause: BaseException | None = error
+        while cause is not None:
+            traceback.clear_frames(cause.__traceback__)
+            cause = cause.__cause__ or cause.__context__
+        gc.collect()
+
+
+def _different_calls(calls: Sequence[str]) -> dict[int, CheckpointError]:
+    first = {call: calls.index(call) for call in dict.fromkeys(calls)}
+    if len(first) <= 1:
+        return {}
+    text = ", ".join(f"rank {rank} in a {call}" for call, rank in list(first.items())[:3])
+    return {rank: CheckpointError(f"the ranks are in different calls: {text}") for rank in range(len(calls))}
+
+
+def portable(error: Exception, rank: int) -> CheckpointError:
+    """`error` as one of ours that names its rank and can travel to another process."""
+    if isinstance(error, CheckpointError):
+        error.rank = rank if error.rank is None else error.rank
+        with contextlib.suppress(Exception):
+            pickle.loads(pickle.dumps(error))
+            return error
+    return CheckpointError(_text(error), rank=rank)
+
+
+def _text(error: Exception) -> str:
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+
+
+def check_timeout(timeout_s: float) -> float:
+    """Return `timeout_s`, or raise ConfigurationError if it makes no sense."""
+    if not _is_timeout(timeout_s):
+        raise ConfigurationError(f"timeout_s must be {_MIN_TIMEOUT_S:g} s to 7 days, not {timeout_s!r}")
+    return float(timeout_s)
+
+
+def _is_timeout(timeout_s: object) -> bool:
+    is_number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
+    return is_number and _MIN_TIMEOUT_S <= timeout_s <= _MAX_TIMEOUT_S  # type: ignore[operator]
+
+
+def _own_group(name: _Name, process_group: Any, connect_timeout_s: float) -> Any:
+    """This library's gloo group over the named ranks, made once for each default group; None: use the caller's."""
+    world = dist.group.WORLD
+    known = _own_groups.get(name)
+    if known is not None and known[0] is world:
+        return known[1]
+    # A rank that died before its first save or load must not be waited for as long as a slow one.
+    timeout = timedelta(seconds=connect_timeout_s)
+    purpose, members = name
+    if len(members) == dist.get_world_size():
+        group = dist.new_group(backend="gloo", timeout=timeout)
+    elif name in _broken or not _would_agree_on_a_name(process_group, len(members)):
+        return None
+    else:
+        group = dist.new_group(list(members), timeout=timeout, backend="gloo", use_local_synchronization=True)
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=_COLLECTIVE_TIMEOUT_S[purpose]), group)
+    _own_groups[name] = (world, group)
+    return group
+
+
+def _would_agree_on_a_name(process_group: Any, size: int) -> bool:
+    """Whether the ranks of a subgroup can make another group by themselves.
+
+    torch names such a group after its ranks and the number of groups each knows. If the numbers differ, the
+    ranks would wait for each other under different names.
+    """
+    counts: list[Any] = [None] * size
+    dist.all_gather_object(counts, len(dist.distributed_c10d._world.pg_names), group=process_group)
+    return len(set(counts)) == 1

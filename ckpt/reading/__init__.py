@@ -1,0 +1,1 @@
+"""Open and load: DCP's StorageReader, slices, and coverage of targets."""

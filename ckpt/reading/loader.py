@@ -1,0 +1,287 @@
+"""One rank's part of a load: from the planner's read items to filled tensors, in bounded memory."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
+
+from ckpt.backends.base import Store
+from ckpt.errors import CheckpointError, FormatError, Truncated
+from ckpt.reading.checkpoint import Checkpoint
+from ckpt.reading.coverage import Box, check_coverage, filled_boxes
+from ckpt.reading.windows import Window
+from ckpt.stock.extensions import untransformed
+from ckpt.stock.item_archive import MemoryFile
+from ckpt.stock.payload_finder import locate_payload
+from ckpt.stock.safe_load import load_tensor_item, safe_object
+from ckpt.transfer.fetcher import Fetcher, StoredFile
+from ckpt.transfer.read_pieces import NoSink, Piece, StoredTensor, region_pieces
+from ckpt.transfer.tensor_memory import plain
+
+__all__ = ["Loader"]
+
+_SMALL_ITEM_BYTES = 1 << 20
+"""A foreign item smaller than this is read whole: one request less than finding its payload."""
+
+_MAX_EXPANDED_BYTES = 256 << 20
+_MAX_EXPANSION = 16
+_FRAME_BYTES = 1 << 20
+"""More than `torch.save` puts around a tensor."""
+
+
+@dataclass(frozen=True)
+class _Target:
+    """Where a tensor item goes.
+
+    Attributes:
+        given: what the planner gave, and gets back.
+        memory: the same as a plain tensor that can be read into; None if `given` has no memory of its own.
+        owner: targets of one owner share no element; None if that is not known.
+    """
+
+    given: torch.Tensor
+    memory: torch.Tensor | None
+    owner: Hashable
+
+
+class Loader:
+    """Carries out a rank's load plan.
+
+    Args:
+        trusted_objects: FQN patterns of objects that the planner may unpickle as they were stored.
+        located: where payloads in foreign files were found to be, kept from one load of a checkpoint to the next.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        checkpoint: Checkpoint,
+        planner: LoadPlanner,
+        fetcher: Fetcher,
+        threads: Executor,
+        *,
+        trusted_objects: Collection[str],
+        located: dict[tuple[str, int], StoredTensor | None] | None = None,
+    ) -> None:
+        self._store, self._checkpoint, self._planner = store, checkpoint, planner
+        self._fetcher, self._threads = fetcher, threads
+        self._trusted_objects = trusted_objects
+        self._located = {} if located is None else located
+        self._filled: Mapping[MetadataIndex, Box | None] = {}
+
+    def run(self, items: Sequence[ReadItem]) -> None:
+        """Read everything that `items` ask for and hand it to the planner."""
+        self._filled = filled_boxes(items)
+        check_coverage(self._planner, self._checkpoint.metadata, self._filled, url=self._store.url)
+        infos = [self._info(item.storage_index) for item in items]
+        self._checkpoint.prepare(infos, self._threads)
+        if self._checkpoint.commit is None:
+            self._locate(items, infos)
+        # In the order of the files, whatever order the planner has.
+        order = sorted(range(len(items)), key=lambda i: (infos[i].relative_path, infos[i].offset))
+        for window in self._windows([(items[i], infos[i]) for i in order]):
+            self._fetcher.run(window.pieces, self._threads)
+            for then in window.then:
+                then()
+
+    def _windows(self, todo: Sequence[tuple[ReadItem, _StorageInfo]]) -> Iterator[Window]:
+        window = Window()
+        for item, info in todo:
+            target = None if item.type == LoadItemType.BYTE_IO else self._target(item)
+            if window.is_full or not _has_room(window, target):
+                yield window
+                window = Window()
+                _has_room(window, target)
+            self._add(window, item, info, target)
+        yield window
+
+    def _target(self, item: ReadItem) -> _Target:
+        given = self._planner.resolve_tensor(item)
+        if given.size() != item.lengths:
+            raise FormatError(
+                f"{item.dest_index.fqn!r} wants {tuple(given.size())} where {tuple(item.lengths)} are stored"
+            )
+        try:
+            memory = plain(given)
+        except ValueError as error:
+            raise CheckpointError(f"{item.dest_index.fqn!r} cannot be loaded into: {error}") from error
+        if memory is not None:
+            given = given.detach()  # as stock does; others need not see what their alias gets
+        if memory is None or self._filled[item.dest_index] is None:
+            return _Target(given, memory, None)
+        # Boxes of one array that do not overlap: all steps have its strides and lead back to its first element.
+        steps = zip(item.dest_offsets, memory.stride(), strict=True)
+        skipped = sum(offset * stride for offset, stride in steps) * memory.element_size()
+        return _Target(given, memory, (item.dest_index, memory.data_ptr() - skipped, memory.stride()))
+
+    def _add(self, window: Window, item: ReadItem, info: _StorageInfo, target: _Target | None) -> None:
+        file = self._checkpoint.file(info)
+        if target is None:
+            self._read_whole(window, file, info, lambda data: self._load_object(item, info, data))
+            return
+        stored = self._stored_tensor(item.storage_index, info)
+        if stored is None:
+            self._read_whole(window, file, info, lambda data: self._load_tensor(item, info, data, target))
+            return
+        memory = target.memory if target.memory is not None else window.scratch(target.given, stored.dtype)
+        try:
+            window.pieces[file] += region_pieces(stored, item.storage_offsets, item.lengths, memory)
+        except ValueError as error:
+            raise FormatError(f"{item.storage_index.fqn!r}: {error}", key=info.relative_path) from error
+        if file.block_crcs is not None and item.lengths == self._checkpoint.chunk(item.storage_index)[0]:
+            window.pieces[file] += _frame_pieces(info, stored, file.block_size_bytes)
+        window.tensor_bytes += target.given.numel() * stored.dtype.itemsize
+        window.then.append(lambda: self._planner.commit_tensor(item, target.given))
+
+    def _read_whole(
+        self, window: Window, file: StoredFile, info: _StorageInfo, then: Callable[[bytearray], None]
+    ) -> None:
+        if info.length > _SMALL_ITEM_BYTES:
+            # Before memory is set aside for it: the records say it is that long, does the store?
+            self._checkpoint.when_visible(lambda: self._check_length(info))
+        window.read_whole(file, info, then)
+
+    def _check_length(self, info: _StorageInfo) -> None:
+        found = self._store.stat(info.relative_path).size_bytes
+        stop = info.offset + info.length
+        if found < stop:
+            raise Truncated(
+                f"holds {found} bytes, fewer than its records say",
+                url=self._store.url,
+                key=info.relative_path,
+                start=info.offset,
+                stop=stop,
+            )
+
+    # -- what is read whole ----------------------------------------------------------------------------
+
+    def _load_object(self, item: ReadItem, info: _StorageInfo, data: bytearray) -> None:
+        fqn = item.dest_index.fqn
+        max_bytes = max(_MAX_EXPANDED_BYTES, _MAX_EXPANSION * info.length)
+        data = self._untransformed(item, info, data, max_bytes)
+        if any(fnmatchcase(fqn, pattern) for pattern in self._trusted_objects):
+            self._planner.load_bytes(item, io.BytesIO(data))
+            return
+        safe = safe_object(MemoryFile(data), fqn=fqn, url=self._store.url, key=info.relative_path)
+        self._planner.load_bytes(item, safe)
+
+    def _load_tensor(self, item: ReadItem, info: _StorageInfo, data: bytearray, target: _Target) -> None:
+        fqn, (shape, dtype) = item.storage_index.fqn, self._checkpoint.chunk(item.storage_index)
+        max_bytes = max(math.prod(shape) * dtype.itemsize, info.length) + _FRAME_BYTES
+        plain_data = MemoryFile(self._untransformed(item, info, data, max_bytes))
+        tensor = load_tensor_item(plain_data, fqn=fqn, url=self._store.url, key=info.relative_path)
+        if tensor.size() != shape:
+            raise FormatError(
+                f"{fqn!r} is {tuple(tensor.size())} where the metadata say {tuple(shape)}",
+                url=self._store.url,
+                key=info.relative_path,
+            )
+        try:
+            for dimension, (offset, length) in enumerate(
+                zip(item.storage_offsets, item.lengths, strict=True)
+            ):
+                # Not all layouts can be narrowed, even to all they have.
+                if (offset, length) != (0, tensor.size(dimension)):
+                    tensor = tensor.narrow(dimension, offset, length)
+        except (IndexError, RuntimeError, ValueError) as error:
+            raise FormatError(f"{fqn!r}: {error}", url=self._store.url, key=info.relative_path) from error
+        with torch.no_grad():
+            target.given.copy_(tensor)
+        self._planner.commit_tensor(item, target.given)
+
+    def _untransformed(
+        self, item: ReadItem, info: _StorageInfo, data: bytearray, max_bytes: int
+    ) -> bytearray:
+        if not info.transform_descriptors:
+            return data
+        return untransformed(
+            data,
+            info.transform_descriptors,
+            max_bytes=max_bytes,
+            fqn=item.storage_index.fqn,
+            url=self._store.url,
+            key=info.relative_path,
+        )
+
+    # -- where tensors lie -----------------------------------------------------------------------------
+
+    def _stored_tensor(self, index: MetadataIndex, info: _StorageInfo) -> StoredTensor | None:
+        """The dense tensor in an item, or None if the item has to be read as a whole."""
+        shape, dtype = self._checkpoint.chunk(index)
+        item = self._checkpoint.item(info)
+        if item is None:
+            located = self._located.get((info.relative_path, info.offset))
+            if located is not None and located.shape != tuple(shape):
+                raise FormatError(
+                    f"{index.fqn!r} is {located.shape} where the metadata say {tuple(shape)}",
+                    url=self._store.url,
+                    key=info.relative_path,
+                )
+            return located
+        if item.payload_offset < 0:
+            return None
+        stored = StoredTensor.row_major(item.payload_offset, dtype, shape)
+        if stored.payload_bytes != item.payload_bytes:
+            raise FormatError(
+                f"{index.fqn!r}: metadata and manifest disagree on its size",
+                url=self._store.url,
+                key=info.relative_path,
+            )
+        return stored
+
+    def _info(self, index: MetadataIndex) -> _StorageInfo:
+        info = self._checkpoint.metadata.storage_data.get(index)
+        if info is None:
+            raise FormatError(f"the metadata do not say where {index.fqn!r} is", url=self._store.url)
+        return info  # type: ignore[no-any-return]
+
+    def _locate(self, items: Sequence[ReadItem], infos: Sequence[_StorageInfo]) -> None:
+        """Find the payloads of large tensors in a foreign checkpoint."""
+        wanted = {
+            (info.relative_path, info.offset): info
+            for item, info in zip(items, infos, strict=True)
+            if item.type != LoadItemType.BYTE_IO
+            and info.length > _SMALL_ITEM_BYTES
+            and not info.transform_descriptors
+            and (info.relative_path, info.offset) not in self._located
+        }
+
+        def locate(info: _StorageInfo) -> StoredTensor | None:
+            self._checkpoint.file(info)
+
+            def read_at(offset: int, buffer: memoryview) -> None:
+                self._store.read_into(info.relative_path, info.offset + offset, [buffer])
+
+            return locate_payload(read_at, info.offset, info.length)
+
+        self._located |= dict(zip(wanted, self._threads.map(locate, wanted.values()), strict=True))
+
+
+def _has_room(window: Window, target: _Target | None) -> bool:
+    """Take the target's memory into the window, or return False if another item of it fills the same memory."""
+    return target is None or target.memory is None or window.memory.add(target.memory, target.owner)
+
+
+def _frame_pieces(info: _StorageInfo, stored: StoredTensor, block_bytes: int) -> Iterator[Piece]:
+    """The parts of an item's frame that lie in blocks of their own.
+
+    Nothing in them is needed, but whoever loads all of an item learns of any damage to it.
+    """
+    begin, end = stored.first_byte, stored.first_byte + stored.payload_bytes
+    stop = info.offset + info.length
+    if stored.payload_bytes == 0:
+        yield Piece(info.offset, stop, NoSink())
+        return
+    if info.offset // block_bytes != begin // block_bytes:
+        yield Piece(info.offset, begin, NoSink())
+    if (stop - 1) // block_bytes != (end - 1) // block_bytes:
+        yield Piece(end, stop, NoSink())

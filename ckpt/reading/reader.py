@@ -1,0 +1,283 @@
+"""The storage reader: `dcp.load(state, storage_reader=ckpt.CheckpointReader(url))`.
+
+It reads what `CheckpointWriter` committed, every byte checked, and what stock PyTorch wrote, as far as that
+can be checked. It never runs code from a checkpoint unless told to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import uuid
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from ckpt.backends.base import Store
+from ckpt.backends.options import redact_url
+from ckpt.backends.registry import open_store
+from ckpt.consistency.commit import COMMIT_KEY
+from ckpt.errors import CheckpointError, CommitConflict, ConfigurationError, NotCommitted, NotFound
+from ckpt.ranks.deadline_store import GuardedStore
+from ckpt.ranks.group import DEFAULT_TIMEOUT_S, check_timeout
+from ckpt.ranks.heartbeat import Limits
+from ckpt.ranks.progress import Progress
+from ckpt.reading.checkpoint import (
+    Checkpoint,
+    ReadSettings,
+    is_rank_local,
+    open_checkpoint,
+    open_rank_local,
+)
+from ckpt.reading.loader import Loader
+from ckpt.transfer.buffer_pool import DEFAULT_MEMORY_BUDGET_BYTES, StagingPool
+from ckpt.transfer.fetcher import Fetcher
+from ckpt.transfer.workers import workers
+
+__all__ = ["CheckpointReader"]
+
+
+class CheckpointReader(StorageReader):
+    """Reads a committed checkpoint, or one of stock PyTorch.
+
+    Args:
+        url: the checkpoint's place, as for `CheckpointWriter`.
+        storage_options: credentials, endpoint and settings of the store.
+        verify: check every block that is read against its checksum (checkpoints of this library have them).
+        visibility_timeout_s: how long to wait for an object that is known to be committed but is not visible
+            yet, and, on storage that may lag, for the commit itself. Default 60 s on such storage, else 5 s.
+        threads: transfers at the same time; default by the number of cores, 4 to 16.
+        memory_budget_bytes: memory this rank may use beyond the tensors themselves (default 256 MiB).
+        trusted_objects: names (FQNs, `*` allowed) of non-tensor objects that may be unpickled as they are, which
+            runs code of whoever wrote the checkpoint. All others load with `weights_only=True`.
+        timeout_s: a storage operation of this rank that makes no progress for most of it is given up, so that all
+            ranks fail within it; None waits as long as the store does. (`ckpt.load` watches the other ranks too.)
+
+    Raises:
+        ConfigurationError: an argument is wrong.
+    """
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str],
+        *,
+        storage_options: Mapping[str, Any] | None = None,
+        verify: bool = True,
+        visibility_timeout_s: float | None = None,
+        threads: int | None = None,
+        memory_budget_bytes: int | None = None,
+        trusted_objects: Collection[str] = (),
+        timeout_s: float | None = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        super().__init__()
+        if isinstance(trusted_objects, str):
+            raise ConfigurationError("trusted_objects is a list of names, not one str")
+        if visibility_timeout_s is not None and not visibility_timeout_s >= 0:
+            raise ConfigurationError(f"visibility_timeout_s must not be negative: {visibility_timeout_s}")
+        self._storage_options = dict(storage_options or {})
+        self._settings = ReadSettings(verify, visibility_timeout_s)
+        self._threads = threads
+        self._trusted_objects = tuple(trusted_objects)
+        self._budget_bytes = (
+            DEFAULT_MEMORY_BUDGET_BYTES if memory_budget_bytes is None else memory_budget_bytes
+        )
+        self._pool = StagingPool(self._budget_bytes, pinned=torch.cuda.is_available())
+        self._url = os.fspath(url)
+        self._limit_s = None if timeout_s is None else Limits(check_timeout(timeout_s)).stall_s
+        self.progress = Progress()
+        self._store = self._open_store(url)
+        self._rank = 0
+        # Whose part of a checkpoint that was saved without collectives is open.
+        self._part: int | None = None
+        self._checkpoint: Checkpoint | None = None
+        self._opened_ahead = False
+        self._failure: CheckpointError | None = None
+
+    # -- what DCP calls, in this order ---------------------------------------------------------------------
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin a load, from another place if one is given."""
+        self._checkpoint, self._opened_ahead, self._failure = None, False, None
+        self.progress.restart()
+        if checkpoint_id is not None and os.fspath(checkpoint_id) != self._url:
+            self._store.close()
+            self._url = os.fspath(checkpoint_id)
+            self._store = self._open_store(checkpoint_id)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The checkpoint's metadata.
+
+        DCP keeps only the text of what is raised here. So a typed error waits until `set_up_storage_reader`,
+        which DCP calls next, and the metadata returned meanwhile are empty.
+        """
+        if not self._opened_ahead:
+            # DCP need not call `reset` between two loads.
+            self._checkpoint, self._failure = None, None
+        self._opened_ahead, self._part = False, None
+        self.progress.begin("opening")
+        try:
+            if self._checkpoint is None:
+                self._open_any(kwargs.get("rank"))
+        except CheckpointError as error:
+            self._failure = error
+        if self._checkpoint is None:
+            return Metadata({}, storage_data={}, storage_meta=StorageMeta())
+        metadata = self._checkpoint.metadata
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = str(uuid.uuid4())
+        return metadata
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        self._rank = kwargs.get("rank") or 0
+        self.progress.begin("planning")
+        with self._errors_named():
+            if self._part not in (None, self._rank):
+                self._failure, self._part = None, self._rank
+                self._checkpoint = open_rank_local(self._store, self._settings, self._rank)
+                vars(metadata).update(vars(self._checkpoint.metadata))
+            if self._failure is not None:
+                raise self._failure
+            if self._checkpoint is None:
+                self._checkpoint = open_checkpoint(self._store, self._settings)
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Note in the plan which checkpoint this rank opened."""
+        self.progress.wait_for("the plans of all ranks")
+        if self._checkpoint is None:
+            return plan
+        return dataclasses.replace(plan, storage_data=self._checkpoint.identity)
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """See that all ranks opened the same checkpoint: each did so by itself, perhaps while a save replaced it."""
+        found = {plan.storage_data for plan in plans if isinstance(plan.storage_data, str)}
+        with self._errors_named():
+            if len(found) > 1:
+                raise CommitConflict(
+                    "the ranks opened different checkpoints: another save replaced this one meanwhile; load again",
+                    key=COMMIT_KEY,
+                )
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        self.progress.begin("loading")
+        with self._errors_named():
+            try:
+                self._read(plan, planner)
+            finally:
+                self.progress.wait_for("all ranks to have read")
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        try:
+            open_store(checkpoint_id)
+        except CheckpointError:
+            return False
+        return True
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The checkpoint's place, without credentials."""
+        return self._store.url
+
+    # -- beyond DCP ----------------------------------------------------------------------------------------
+
+    def open(self) -> Checkpoint | None:
+        """Open the checkpoint now; the load that follows uses what was found.
+
+        None for a stock checkpoint that was saved with `use_collectives=False`: each rank opens its own part.
+
+        Raises:
+            NotFound, NotCommitted, IntegrityError, FormatError, UnsafeContent, NotVisible.
+        """
+        try:
+            self._checkpoint = open_checkpoint(self._store, self._settings)
+        except (NotFound, NotCommitted):
+            if not is_rank_local(self._store):
+                raise
+        self._opened_ahead = self._checkpoint is not None
+        return self._checkpoint
+
+    def adopt(self, shared: bytes) -> None:
+        """Use what `open().share()` gave on another rank instead of opening the checkpoint here."""
+        self._checkpoint = Checkpoint.adopt(self._store, self._settings, shared)
+        self._opened_ahead = True
+
+    def close(self) -> None:
+        """Release connections and threads. The reader can be used again; it then opens new ones."""
+        self._store.close()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({redact_url(self._url)!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_pool": None, "_checkpoint": None, "_opened_ahead": False}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._pool = StagingPool(self._budget_bytes, pinned=torch.cuda.is_available())
+
+    def _open_store(self, url: str | os.PathLike[str]) -> Store:
+        store = open_store(url, self._storage_options, threads=self._threads)
+        return GuardedStore(store, self.progress, self._limit_s)
+
+    def _open_any(self, rank: int | None) -> None:
+        """Open what is there, also one rank's part of what stock PyTorch saved with `use_collectives=False`.
+
+        DCP would say which rank this is if asked to load such parts its own way, in which a rank that fails
+        leaves the others waiting. So the rank is guessed, and put right as soon as DCP does say it.
+        """
+        try:
+            self._checkpoint = open_checkpoint(self._store, self._settings)
+        except (NotFound, NotCommitted):
+            if not is_rank_local(self._store):
+                raise
+            self._part = rank if rank is not None else _global_rank()
+            self._checkpoint = open_rank_local(self._store, self._settings, self._part)
+
+    def _read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+        checkpoint = self._checkpoint
+        if checkpoint is None:
+            raise CheckpointError("read_data was called before set_up_storage_reader")
+        fetcher = Fetcher(self._store, self._pool, checkpoint.when_visible)
+        with workers(self._store.threads, "ckpt-read") as threads:
+            Loader(
+                self._store,
+                checkpoint,
+                planner,
+                fetcher,
+                threads,
+                trusted_objects=self._trusted_objects,
+            ).run(plan.items)
+        if torch.accelerator.is_available():
+            # Copies were queued by other threads.
+            torch.accelerator.synchronize()
+
+    @contextlib.contextmanager
+    def _errors_named(self) -> Iterator[None]:
+        """Every error leaves with the rank and the place, and able to travel to the other ranks."""
+        try:
+            yield
+        except CheckpointError as error:
+            error.rank = self._rank if error.rank is None else error.rank
+            error.url = error.url or self.checkpoint_id
+            raise
+        except Exception as error:
+            raise CheckpointError(
+                f"{type(error).__name__}: {error}", url=self.checkpoint_id, rank=self._rank
+            ) from error
+
+
+def _global_rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0

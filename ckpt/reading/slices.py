@@ -1,0 +1,264 @@
+"""Parts of stored tensors, read through the loader: only their bytes, checked as in any load."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+
+from ckpt.backends.base import Store
+from ckpt.backends.registry import open_store
+from ckpt.errors import ConfigurationError, FormatError, NotFound
+from ckpt.format.columns import Columns, ObjectRow, TensorColumns
+from ckpt.reading.checkpoint import Checkpoint, ReadSettings
+from ckpt.reading.contents import columns_of, open_parts
+from ckpt.reading.coverage import Box, tiling_fault
+from ckpt.reading.loader import Loader
+from ckpt.transfer.buffer_pool import MIN_MEMORY_BUDGET_BYTES, StagingPool
+from ckpt.transfer.fetcher import Fetcher
+from ckpt.transfer.read_pieces import StoredTensor
+
+__all__ = ["OpenCheckpoint", "is_quantized", "split_box"]
+
+
+class OpenCheckpoint:
+    """A checkpoint of which parts are read. Names are those that `ckpt.inspect` shows.
+
+    Raises:
+        NotFound, NotCommitted, IntegrityError, FormatError, UnsafeContent, NotVisible: as `ckpt.inspect`.
+    """
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str],
+        storage_options: Mapping[str, Any] | None = None,
+        *,
+        guard: Callable[[Store], Store] = lambda store: store,
+    ) -> None:
+        self.store: Store = guard(open_store(url, storage_options))
+        self.threads = ThreadPoolExecutor(self.store.threads, thread_name_prefix="ckpt-read")
+        try:
+            parts = open_parts(self.store, ReadSettings())
+            self._parts = [(part, columns_of(part.metadata, url=self.store.url)) for part in parts]
+        except BaseException:
+            self.close()
+            raise
+        self._pool = StagingPool(MIN_MEMORY_BUDGET_BYTES)
+        self._located: dict[int, dict[tuple[str, int], StoredTensor | None]] = {}
+
+    @property
+    def parts(self) -> list[Checkpoint]:
+        """What stands there: one checkpoint, or a part a rank."""
+        return [part for part, _ in self._parts]
+
+    @property
+    def names(self) -> list[str]:
+        return [
+            self._prefix(number) + fqn
+            for number, (_, columns) in enumerate(self._parts)
+            for fqn in columns.entries
+        ]
+
+    def find(self, name: str) -> tuple[Checkpoint, Columns, str, TensorColumns | ObjectRow]:
+        """Where a name is: its part of the checkpoint, and its FQN and entry there.
+
+        Raises:
+            NotFound: there is no such name.
+        """
+        for number, (part, columns) in enumerate(self._parts):
+            prefix = self._prefix(number)
+            fqn = name.removeprefix(prefix)
+            if name.startswith(prefix) and fqn in columns.entries:
+                return part, columns, fqn, columns.entries[fqn]
+        raise NotFound(f"there is no {name[:200]!r} in this checkpoint", url=self.store.url)
+
+    def tensor(self, name: str) -> TensorColumns:
+        """Raises NotFound: there is no tensor of that name."""
+        entry = self.find(name)[3]
+        if isinstance(entry, ObjectRow):
+            raise NotFound(f"{name[:200]!r} is an object, not a tensor", url=self.store.url)
+        return entry
+
+    def read(self, name: str, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+        """The region of a tensor at `offsets`, of size `lengths`, in its own dtype.
+
+        Raises:
+            FormatError: the stored chunks do not cover it, each element once.
+            IntegrityError: its bytes are damaged.
+            ConfigurationError: a quantized tensor, which has no values without its scales.
+        """
+        part, items = self._plan(name, offsets, lengths, 0)
+        target = torch.empty(tuple(lengths), dtype=self.tensor(name).dtype, device="cpu")
+        self._run(part, _Planner([target]), items)
+        return target
+
+    def read_into(self, wanted: Sequence[tuple[str, Sequence[int], torch.Tensor]]) -> None:
+        """Fill each target with the region of its tensor at the offsets given, cast to its dtype. Raises as `read`."""
+        todo: dict[int, tuple[Checkpoint, list[ReadItem]]] = {}
+        for number, (name, offsets, target) in enumerate(wanted):
+            part, items = self._plan(name, offsets, target.shape, number)
+            todo.setdefault(id(part), (part, []))[1].extend(items)
+        planner = _Planner([target for _, _, target in wanted])
+        for part, items in todo.values():
+            self._run(part, planner, items)
+
+    def _plan(
+        self, name: str, offsets: Sequence[int], lengths: Sequence[int], number: int
+    ) -> tuple[Checkpoint, list[ReadItem]]:
+        """What to read for target `number`; found to be there before any memory is set aside for it."""
+        part, _, fqn, entry = self.find(name)
+        assert isinstance(entry, TensorColumns)
+        if is_quantized(entry.dtype):
+            raise ConfigurationError(
+                f"{name[:200]!r} is quantized; its values cannot be shown", url=self.store.url
+            )
+        items = list(_read_items(fqn, entry, offsets, lengths, str(number)))
+        boxes: list[Box] = [
+            (tuple(i.dest_offsets), tuple(o + n for o, n in zip(i.dest_offsets, i.lengths, strict=True)))
+            for i in items
+        ]
+        fault = tiling_fault(boxes, lengths)
+        if fault is not None:
+            raise FormatError(f"of this part of {name[:200]!r} {fault}", url=self.store.url)
+        return part, items
+
+    def read_object(self, name: str) -> Any:
+        """An object, loaded with `weights_only=True`.
+
+        Raises:
+            UnsafeContent: loading it needs more than torch's safe types.
+        """
+        data = self._read_object(name, trusted=False)
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+
+    def stored_object(self, name: str) -> bytes:
+        """The bytes of an object as it was saved, which nobody has looked at."""
+        return self._read_object(name, trusted=True)
+
+    def _read_object(self, name: str, *, trusted: bool) -> bytes:
+        part, _, fqn, _ = self.find(name)
+        index, nothing = MetadataIndex(fqn), torch.Size([0])
+        planner = _Planner([])
+        item = ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)
+        self._run(part, planner, [item], trusted_objects=("*",) if trusted else ())
+        return planner.data
+
+    def _run(
+        self,
+        part: Checkpoint,
+        planner: _Planner,
+        items: Sequence[ReadItem],
+        trusted_objects: Collection[str] = (),
+    ) -> None:
+        fetcher = Fetcher(self.store, self._pool, part.when_visible)
+        located = self._located.setdefault(id(part), {})
+        loader = Loader(
+            self.store,
+            part,
+            planner,
+            fetcher,
+            self.threads,
+            trusted_objects=trusted_objects,
+            located=located,
+        )
+        loader.run(items)
+
+    def _prefix(self, number: int) -> str:
+        return f"rank {number}: " if len(self._parts) > 1 else ""
+
+    def close(self) -> None:
+        self.threads.shutdown(wait=True, cancel_futures=True)
+        self.store.close()
+
+    def __enter__(self) -> OpenCheckpoint:  # noqa: PYI034 (typing.Self is of Python 3.11)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def is_quantized(dtype: torch.dtype) -> bool:
+    return str(dtype).removeprefix("torch.").startswith(("qint", "quint"))
+
+
+def split_box(begin: Sequence[int], end: Sequence[int], max_elements: int) -> Iterator[Box]:
+    """Boxes of at most `max_elements` that make up the box from `begin` to `end`, in row-major order."""
+    lengths = [stop - start for start, stop in zip(begin, end, strict=True)]
+    if math.prod(lengths) <= max_elements:
+        if 0 not in lengths:
+            yield tuple(begin), tuple(end)
+        return
+    dimension = next(d for d, length in enumerate(lengths) if length > 1)
+    row = math.prod(lengths[dimension + 1 :])
+    step = max(1, max_elements // row)
+    for start in range(begin[dimension], end[dimension], step):
+        stop = min(start + step, end[dimension])
+        yield from split_box(
+            [*begin[:dimension], start, *begin[dimension + 1 :]],
+            [*end[:dimension], stop, *end[dimension + 1 :]],
+            max_elements,
+        )
+
+
+def _read_items(
+    fqn: str, entry: TensorColumns, offsets: Sequence[int], lengths: Sequence[int], target: str
+) -> Iterator[ReadItem]:
+    """What of each chunk is in a region."""
+    first = np.array(offsets, dtype=np.int64)
+    last = first + np.array(lengths, dtype=np.int64)
+    begin = np.maximum(entry.offsets, first)
+    end = np.minimum(entry.offsets + entry.sizes, last)
+    for row in np.flatnonzero((begin < end).all(axis=1)).tolist():
+        yield ReadItem(
+            LoadItemType.TENSOR,
+            MetadataIndex(target),
+            torch.Size((begin[row] - first).tolist()),
+            MetadataIndex(fqn, torch.Size(entry.offsets[row].tolist()), row),
+            torch.Size((begin[row] - entry.offsets[row]).tolist()),
+            torch.Size((end[row] - begin[row]).tolist()),
+        )
+
+
+class _Planner(LoadPlanner):
+    """Hands out tensors by their number, and keeps the bytes of an object."""
+
+    def __init__(self, targets: Sequence[torch.Tensor]) -> None:
+        self._targets = targets
+        self.data = b""
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        found = self._targets[int(read_item.dest_index.fqn)]
+        for dimension, (start, length) in enumerate(
+            zip(read_item.dest_offsets, read_item.lengths, strict=True)
+        ):
+            found = found.narrow(dimension, start, length)
+        return found
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        pass
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.data = value.getvalue()
+
+    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError  # only the loader uses it, not DCP
+
+    def create_local_plan(self) -> LoadPlan:
+        raise NotImplementedError
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        raise NotImplementedError
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        raise NotImplementedError

@@ -1,0 +1,1 @@
+"""Read and write what stock PyTorch stores, without running code from it."""

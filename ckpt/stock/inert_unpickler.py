@@ -1,0 +1,239 @@
+"""A pickle's values, without doing what the pickle says.
+
+Unpickling runs code of the pickle's choice; here it cannot:
+
+1. the opcodes are scanned first: only those that plain data need, no memo index that would make the unpickler
+   allocate at will, and no dict key whose hash the pickle's author can choose or nest without end;
+2. every class and function the pickle names resolves to an inert stand-in that is made for this one call,
+   or the load is refused.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+
+from ckpt.errors import FormatError, UnsafeContent
+from ckpt.format.planner_data import HASH_MODULUS
+
+__all__ = ["StandIn", "load_inert"]
+
+
+class StandIn:
+    """An object of a pickle: its class's name, and the state it was given."""
+
+    __slots__ = ()
+    state: Any
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+def load_inert(data: bytes, classes: Mapping[str, Collection[str]]) -> Any:
+    """What a pickle holds, with a `StandIn` for each instance of `classes` (module -> names).
+
+    Raises:
+        UnsafeContent: it asks for something else.
+        Exception: whatever is wrong with a damaged pickle.
+    """
+    _scan(data)
+    return _InertUnpickler(data, classes).load()
+
+
+# -- the opcodes ---------------------------------------------------------------------------------------
+
+# What an opcode does to the stack, the bytes of its argument, and those of the count before its argument.
+_PUSH, _PUSH_UNFIT, _JOIN, _POP, _POP_TO_MARK, _NOTHING, _OTHER = range(7)
+_EFFECTS = {
+    **dict.fromkeys(b"NJKM\x88\x89\x8cXUTCB", _PUSH),
+    **dict.fromkeys(b"])}G", _PUSH_UNFIT),
+    **dict.fromkeys(b"R\x81\x85\x86\x87\x93", _JOIN),
+    **dict.fromkeys(b"ab", _POP),
+    **dict.fromkeys(b"eut", _POP_TO_MARK),
+    **dict.fromkeys(b"\x80\x95", _NOTHING),
+    **dict.fromkeys(b".(0sqr\x8a", _OTHER),
+}
+_ARGUMENT_BYTES = {
+    **dict.fromkeys(b"Kq\x80", 1),
+    **dict.fromkeys(b"M", 2),
+    **dict.fromkeys(b"Jr", 4),
+    **dict.fromkeys(b"G\x95", 8),
+}
+_COUNT_BYTES = {**dict.fromkeys(b"\x8cCU\x8a", 1), **dict.fromkeys(b"XBT", 4)}
+_OPCODES = [(_EFFECTS.get(o), _ARGUMENT_BYTES.get(o, 0), _COUNT_BYTES.get(o, 0)) for o in range(256)]
+
+_JOINED = {ord("R"): 2, 0x81: 2, 0x85: 1, 0x86: 2, 0x87: 3, 0x93: 2}
+"""How many values these take for the one that they give."""
+
+_MEMOIZE, _GET, _LONG_GET, _MARK, _STOP, _SETITEMS, _SETITEM, _TUPLE, _LONG1, _LONG4, _DROP = (
+    b"\x94hj(.ust\x8a\x8b0"
+)
+
+
+def _scan(data: bytes) -> None:
+    """Walk over the opcodes without carrying any out, knowing of each value only whether it may be a dict key.
+
+    `LONG_BINPUT 2**31` would make the C unpickler allocate 32 GiB, and `BYTEARRAY8` any amount. A dict whose
+    keys all have the same hash takes years to fill, and the hash of a tuple nested a million times overruns the
+    stack. So keys are what nobody can do that with: texts, bytes, instances, and numbers of bounded size.
+    """
+    stack: list[bool] = []
+    memo: list[bool] = []
+    marks: list[int] = []
+    position, end = 0, len(data)
+    while position < end:
+        opcode = data[position]
+        position += 1
+        if opcode == _MEMOIZE:
+            memo.append(stack[-1])
+            continue
+        if opcode == _GET:
+            stack.append(memo[data[position]])
+            position += 1
+            continue
+        if opcode == _LONG_GET:
+            stack.append(memo[int.from_bytes(data[position : position + 4], "little")])
+            position += 4
+            continue
+        effect, size, width = _OPCODES[opcode]
+        if width:
+            size = width + int.from_bytes(data[position : position + width], "little")
+        if effect == _PUSH:
+            stack.append(True)
+        elif effect == _PUSH_UNFIT:
+            stack.append(False)
+        elif effect == _JOIN:
+            # An instance or a class: both are hashed by their identity. What a call returns may be a tuple.
+            stack[-_JOINED[opcode] :] = [opcode in b"\x81\x93"]
+        elif effect == _POP:
+            stack.pop()
+        elif effect == _POP_TO_MARK:
+            _pop_to_mark(opcode, stack, marks.pop())
+        elif opcode == _MARK:
+            marks.append(len(stack))
+        elif opcode == _STOP:
+            return
+        elif opcode == _DROP:
+            if len(stack) == (marks[-1] if marks else 0):
+                raise UnsafeContent("a pickle that drops a mark")
+            stack.pop()
+        elif effect == _OTHER:
+            _run(opcode, data[position : position + size], stack, memo)
+        elif effect is None:
+            raise UnsafeContent(_unknown(opcode))
+        position += size
+    raise FormatError("the pickle has no end")
+
+
+def _pop_to_mark(opcode: int, stack: list[bool], mark: int) -> None:
+    if opcode == _SETITEMS and not all(stack[mark::2]):
+        raise UnsafeContent(_UNFIT_KEY)
+    del stack[mark:]
+    if opcode == _TUPLE:
+        stack.append(False)
+
+
+def _run(opcode: int, argument: bytes, stack: list[bool], memo: list[bool]) -> None:
+    """The opcodes that are rare."""
+    if opcode == _LONG1:
+        number = int.from_bytes(argument[1:], "little", signed=True)
+        stack.append(-HASH_MODULUS < number < HASH_MODULUS)
+    elif opcode == _SETITEM:
+        if not stack[-2]:
+            raise UnsafeContent(_UNFIT_KEY)
+        del stack[-2:]
+    else:  # BINPUT, LONG_BINPUT
+        index = int.from_bytes(argument, "little")
+        if index > len(memo):
+            # No pickler leaves a gap; the C unpickler would set aside memory for it, and count otherwise than here.
+            raise UnsafeContent("a pickle whose memo has a gap")
+        memo[index : index + 1] = [stack[-1]]
+
+
+_UNFIT_KEY = "a pickle with a dict key that is no text, small number or instance"
+
+
+def _unknown(opcode: int) -> str:
+    what = "a number of more than 255 bytes" if opcode == _LONG4 else f"opcode {opcode:#04x}"
+    return f"a pickle with {what}, which metadata never need"
+
+
+# -- stand-ins -----------------------------------------------------------------------------------------
+
+
+class _InertUnpickler(pickle.Unpickler):
+    """Resolves names to stand-ins of its own, so that a pickle cannot touch the real classes."""
+
+    def __init__(self, data: bytes, classes: Mapping[str, Collection[str]]) -> None:
+        super().__init__(io.BytesIO(data))
+        self._known: dict[tuple[str, str], Any] = {
+            ("torch", "Size"): _Call(_size),
+            ("torch.serialization", "_get_layout"): _Call(_layout),
+            ("collections", "OrderedDict"): _Call(_dict),
+        }
+        for module, names in classes.items():
+            for name in names:
+                self._known[module, name] = type(name, (StandIn,), {"__slots__": ("state",)})
+        for module in ("pathlib", "pathlib._local"):
+            for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"):
+                self._known[module, name] = _Call(_no_path)
+        for place in _MEMORY_FORMATS:
+            self._known[place] = _Call(_number)
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in self._known:
+            return self._known[module, name]
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
+        raise UnsafeContent(f"a pickle that asks for {module[:80]}.{name[:80]}")
+
+
+_MEMORY_FORMATS = (
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
+    ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"),
+)
+
+
+class _Call:
+    """A function that a pickle may call but not change. Each returns nothing larger than its arguments."""
+
+    __slots__ = ("_function",)
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+
+    def __setstate__(self, state: Any) -> None:
+        raise UnsafeContent("a pickle that changes a function")
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._function(*arguments)
+
+
+def _size(sizes: Any = ()) -> tuple[int, ...]:
+    if type(sizes) is not tuple or len(sizes) > 64 or any(type(size) is not int for size in sizes):
+        raise ValueError("a size that is no tuple of numbers")
+    return sizes
+
+
+def _layout(name: Any) -> str:
+    if type(name) is not str or len(name) > 40:
+        raise ValueError("a layout that is no name")
+    return name
+
+
+def _dict() -> dict[Any, Any]:
+    return {}
+
+
+def _no_path(*parts: Any) -> None:
+    """Where a checkpoint was saved: of no use here."""
+
+
+def _number(value: Any) -> int:
+    if type(value) is not int:
+        raise ValueError("a memory format that is no number")
+    return value

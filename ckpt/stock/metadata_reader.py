@@ -1,0 +1,168 @@
+"""DCP's `Metadata` from a pickle, without ever running what it says.
+
+Stock PyTorch stores its metadata so. The pickle is read into inert stand-ins, which are then turned into DCP's
+classes field by field, each checked.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from ckpt.errors import FormatError, UnsafeContent
+from ckpt.format.planner_data import check_planner_data
+from ckpt.gc_pause import no_gc
+from ckpt.stock.inert_unpickler import StandIn, load_inert
+
+__all__ = ["decode_metadata"]
+
+_LAYOUTS = {str(layout): layout for layout in vars(torch).values() if isinstance(layout, torch.layout)}
+
+
+def decode_metadata(data: bytes | bytearray | memoryview, *, url: str, key: str) -> Metadata:
+    """The metadata in a pickle that may be hostile.
+
+    Raises:
+        UnsafeContent: the pickle asks for something that metadata never need.
+        FormatError: it does not describe metadata.
+    """
+    try:
+        with no_gc():
+            return _metadata(load_inert(bytes(data), _CLASSES))
+    except UnsafeContent as error:
+        raise UnsafeContent(f"refused: {error.message}", url=url, key=key) from None
+    except Exception as error:
+        text = f"not valid checkpoint metadata: {type(error).__name__}: {error}"
+        raise FormatError(text[:500], url=url, key=key) from error
+
+
+_CLASSES = {
+    "torch.distributed.checkpoint.metadata": (
+        "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata",
+        "ChunkStorageMetadata", "TensorProperties",
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    # Where older versions of torch had it.
+    "torch.distributed._shard.sharded_tensor.metadata": ("TensorProperties",),
+}  # fmt: skip
+
+
+# -- from stand-ins to DCP's classes -------------------------------------------------------------------
+
+
+def _metadata(found: Any) -> Metadata:
+    state = _state(found, "Metadata")
+    tensors = _checked(state["state_dict_metadata"], dict)
+    planner_data = state.get("planner_data")
+    check_planner_data(planner_data)
+    storage = state.get("storage_data")
+    return Metadata(
+        state_dict_metadata={_checked(fqn, str): _storage_type(value) for fqn, value in tensors.items()},
+        planner_data=planner_data,
+        storage_data=_storage(_checked(storage, dict)),
+        storage_meta=_storage_meta(state.get("storage_meta")),
+        version=_optional(state.get("version"), str),
+    )
+
+
+def _storage_type(found: Any) -> TensorStorageMetadata | BytesStorageMetadata:
+    if type(found).__name__ == "BytesStorageMetadata":
+        return BytesStorageMetadata()
+    state = _state(found, "TensorStorageMetadata")
+    size = _size(state["size"])
+    chunks = [_chunk(chunk, len(size)) for chunk in _checked(state["chunks"], list)]
+    return TensorStorageMetadata(_properties(state["properties"]), size, chunks)
+
+
+def _chunk(found: Any, dimensions: int) -> ChunkStorageMetadata:
+    state = _state(found, "ChunkStorageMetadata")
+    offsets, sizes = _size(state["offsets"]), _size(state["sizes"])
+    if not len(offsets) == len(sizes) == dimensions:
+        raise ValueError("a chunk with another number of dimensions than its tensor")
+    return ChunkStorageMetadata(offsets, sizes)
+
+
+def _properties(found: Any) -> TensorProperties:
+    # The other fields are deprecated and play no part in loading.
+    dtype, layout, requires_grad = _state(found, "TensorProperties", tuple)[:3]
+    if layout not in _LAYOUTS:
+        raise ValueError(f"a tensor of layout {str(layout)[:40]}")
+    return TensorProperties(_checked(dtype, torch.dtype), _LAYOUTS[layout], requires_grad is True)
+
+
+def _index(found: Any) -> MetadataIndex:
+    state = _state(found, "MetadataIndex")
+    offset = state.get("offset")
+    return MetadataIndex(
+        _checked(state["fqn"], str),
+        None if offset is None else _size(offset),
+        _optional(state.get("index"), int),
+    )
+
+
+def _storage(found: dict[Any, Any]) -> dict[MetadataIndex, _StorageInfo]:
+    items = [(_index(key), _storage_info(value)) for key, value in found.items()]
+    # The hash of an offset is no secret: looking at it first keeps a dict of equal ones from being built.
+    if len({hash(index) for index, _ in items}) != len(items):
+        raise ValueError("an item that is listed twice")
+    return dict(items)
+
+
+def _storage_info(found: Any) -> _StorageInfo:
+    state = _state(found, "_StorageInfo")
+    descriptors = state.get("transform_descriptors")
+    if descriptors is not None:
+        descriptors = [_checked(name, str) for name in _checked(descriptors, list)]
+    return _StorageInfo(
+        _checked(state["relative_path"], str),
+        _natural(state["offset"]),
+        _natural(state["length"]),
+        descriptors,
+    )
+
+
+def _storage_meta(found: Any) -> StorageMeta | None:
+    if found is None:
+        return None
+    state = _state(found, "StorageMeta")
+    return StorageMeta(
+        checkpoint_id=_optional(state.get("checkpoint_id"), str), save_id=_optional(state.get("save_id"), str)
+    )
+
+
+def _state(found: Any, name: str, kind: type = dict) -> Any:
+    if not isinstance(found, StandIn) or type(found).__name__ != name:
+        raise ValueError(f"{type(found).__name__[:40]} in place of {name}")
+    return _checked(found.state, kind)
+
+
+def _size(found: Any) -> torch.Size:
+    return torch.Size([_natural(value) for value in _checked(found, tuple)])
+
+
+def _natural(found: Any) -> int:
+    # Sums and products of a few of them must stay exact in 64 bits wherever they go.
+    if type(found) is not int or not 0 <= found < 1 << 62:
+        raise ValueError("a size or offset that is not a number of bytes or elements")
+    return found
+
+
+def _checked(found: Any, kind: type) -> Any:
+    if not isinstance(found, kind):
+        raise TypeError(f"{type(found).__name__[:40]} in place of {kind.__name__}")
+    return found
+
+
+def _optional(found: Any, kind: type) -> Any:
+    return None if found is None else _checked(found, kind)

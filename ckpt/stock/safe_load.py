@@ -1,0 +1,106 @@
+"""What is stored by `torch.save`: checked, then loaded without running anything of it."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from typing import Any
+
+import torch
+
+from ckpt.errors import FormatError, UnsafeContent
+from ckpt.stock.item_archive import MemoryFile, check_archive
+
+__all__ = ["first_line", "load_tensor_item", "reason", "safe_object"]
+
+_MAX_GROWTH = 4
+_SLACK_BYTES = 1 << 20
+
+
+def safe_object(file: MemoryFile, *, fqn: str, url: str, key: str) -> io.BytesIO:
+    """A pickle that a load planner may unpickle freely, of the same object as `file`.
+
+    DCP's own load planner unpickles with `weights_only=False`. So the object is loaded here with
+    `weights_only=True`, and what the planner gets is our pickle of the result, not the stored bytes: no
+    difference between two parsers can let anything through. Tensors inside come back on the CPU.
+
+    Raises:
+        UnsafeContent: loading it needs more than torch's safe types.
+        FormatError: it is not something that torch saved, or far larger than what is stored of it.
+    """
+    advice = (
+        f"; if you trust who wrote this checkpoint, pass trusted_objects=[{fqn!r}] to CheckpointReader or "
+        "ckpt.load, or declare its class with torch.serialization.add_safe_globals"
+    )
+    value = _load(file, fqn, url, key, "is a pickled object that could run code", advice)
+    safe = _Bounded(_MAX_GROWTH * file.nbytes + _SLACK_BYTES)
+    try:
+        torch.save(value, safe)
+    except Exception as error:
+        raise _unreadable(safe.failure or error, fqn, url, key) from error
+    safe.seek(0)
+    return safe
+
+
+def load_tensor_item(file: MemoryFile, *, fqn: str, url: str, key: str) -> torch.Tensor:
+    """The tensor in a `torch.save` item that is read as a whole.
+
+    Raises:
+        UnsafeContent, FormatError: as above, or it is no tensor.
+    """
+    value = _load(file, fqn, url, key, "is not a tensor of torch's safe types", "")
+    if not isinstance(value, torch.Tensor):
+        raise FormatError(f"{fqn!r} is a {type(value).__name__} in place of a tensor", url=url, key=key)
+    return value
+
+
+def _load(file: MemoryFile, fqn: str, url: str, key: str, unsafe: str, advice: str) -> Any:
+    try:
+        check_archive(file, file.nbytes)
+        file.seek(0)
+        return torch.load(file, map_location="cpu", weights_only=True)  # type: ignore[arg-type]
+    except pickle.UnpicklingError as error:
+        raise UnsafeContent(f"{fqn!r} {unsafe} ({reason(error)}){advice}", url=url, key=key) from None
+    except (UnsafeContent, FormatError) as error:
+        raise type(error)(f"{fqn!r} is {error.message}", url=url, key=key) from None
+    except Exception as error:
+        raise _unreadable(error, fqn, url, key) from error
+
+
+def _unreadable(error: Exception, fqn: str, url: str, key: str) -> FormatError:
+    return FormatError(f"{fqn!r} cannot be read: {first_line(error)}", url=url, key=key)
+
+
+class _Bounded(io.BytesIO):
+    """Takes no more than `max_bytes`: a few bytes can ask for a tensor of any size that nobody ever filled."""
+
+    def __init__(self, max_bytes: int) -> None:
+        super().__init__()
+        self._max_bytes = max_bytes
+        self.failure: Exception | None = None
+
+    def write(self, data: Any) -> int:
+        if self.tell() + memoryview(data).nbytes > self._max_bytes:
+            self.failure = ValueError(f"it takes more than {self._max_bytes} bytes, far more than are stored")
+            raise self.failure
+        return super().write(data)
+
+
+def reason(error: Exception) -> str:
+    """The heart of torch's message, which otherwise fills a screen with advice for another interface."""
+    text = str(error)
+    for start in (
+        "Unsupported global:",
+        "Unsupported operand",
+        "Unsupported class",
+        "WeightsUnpickler error:",
+    ):
+        if start in text:
+            text = text[text.index(start) :]
+            break
+    return text.split("\n")[0].split(". Please")[0][:200].strip()
+
+
+def first_line(error: Exception) -> str:
+    """The kind of an error, and the first line of what it says."""
+    return f"{type(error).__name__}: {error}".split("\n")[0][:300]

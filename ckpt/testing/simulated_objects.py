@@ -1,0 +1,196 @@
+"""What a simulated storage system holds, and what each of its nodes sees of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from ckpt.backends.base import ObjectStat
+from ckpt.testing.choices import Choices
+
+if TYPE_CHECKING:
+    from ckpt.testing.simulator import Process, World
+
+__all__ = ["Model", "Objects", "Upload", "Version", "Watcher"]
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a storage system may do to its clients.
+
+    Attributes:
+        create_lag_s, overwrite_lag_s, delete_lag_s, list_lag_s: until other nodes see it, at most.
+        negative_cache_s: for how long a node believes that a name it missed is missing, at most.
+        attribute_cache_s: for how long `stat` may repeat an old answer.
+        clock_skew_s: by how much a node's clock may be wrong, either way.
+        conditional_create: "only if absent" is one step; else it is looked for first, in the node's view.
+        directories: a name can be used only where its directory is seen.
+        multipart: puts may go in parts.
+        request_s: how long a request takes, at most.
+        stall_s: for how long a stalled process does nothing.
+        late_s: how long after its client gave it up a request may be carried out.
+        echo_s: how long after its answer a request may be carried out once more; 0 is never.
+        faults: weight of each of `FAULTS` (that of "none" is 1).
+        echo: probability of an echo.
+    """
+
+    create_lag_s: float = 0.0
+    overwrite_lag_s: float = 0.0
+    delete_lag_s: float = 0.0
+    list_lag_s: float = 0.0
+    negative_cache_s: float = 0.0
+    attribute_cache_s: float = 0.0
+    clock_skew_s: float = 0.0
+    conditional_create: bool = True
+    directories: bool = False
+    multipart: bool = False
+    request_s: float = 0.05
+    stall_s: float = 100.0
+    late_s: float = 0.0
+    echo_s: float = 0.0
+    faults: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def visibility_s(self) -> float:
+        """After how long every node sees what was done, whatever it looked at before."""
+        lag_s = max(self.create_lag_s, self.overwrite_lag_s, self.delete_lag_s)
+        return lag_s + self.negative_cache_s + self.attribute_cache_s
+
+    def weights(self, faults: Iterable[str]) -> list[float]:
+        return [1.0 if fault == "none" else self.faults.get(fault, 0.0) for fault in faults]
+
+
+@dataclass(eq=False)
+class Version:
+    """One state of one name.
+
+    Attributes:
+        data: None where it was deleted.
+        number: counts all changes of the world.
+        at_s: when it took effect.
+        node, process: who did it; process None: somebody outside.
+    """
+
+    data: bytes | None
+    number: int
+    at_s: float
+    node: str
+    process: Process | None
+    seen_at_s: dict[str, float] = field(default_factory=dict)
+
+
+class Watcher(Protocol):
+    """Sees the truth, which no client does."""
+
+    def changed(self, world: World, name: str, before: Version | None, after: Version) -> None:
+        """Called right after a change took effect; what it raises ends the run, whatever the process catches."""
+
+
+@dataclass
+class Upload:
+    name: str
+    parts: dict[int, bytes] = field(default_factory=dict)
+
+
+class Objects:
+    """The versions of all names, and unfinished uploads; who sees what of them, and when.
+
+    Attributes:
+        now_s: the time.
+        versions: those of every name, oldest first.
+        uploads: those begun and neither completed nor aborted, by number.
+    """
+
+    def __init__(self, choices: Choices, model: Model) -> None:
+        self.choices, self.model = choices, model
+        self.now_s = 0.0
+        self.versions: dict[str, list[Version]] = {}
+        self.uploads: dict[int, Upload] = {}
+        self._changes = self._uploads_begun = 0
+        self._missing_until_s: dict[tuple[str, str], float] = {}
+        self._attributes: dict[tuple[str, str], tuple[float, ObjectStat | None]] = {}
+
+    def truth(self, name: str) -> bytes | None:
+        """What `name` holds."""
+        versions = self.versions.get(name)
+        return versions[-1].data if versions else None
+
+    def add(self, node: str, name: str, data: bytes | None, process: Process | None) -> Version | None:
+        """`name` holds `data` from now on (None: is deleted); None if that changes nothing."""
+        versions = self.versions.setdefault(name, [])
+        if data is None and self.truth(name) is None:
+            return None
+        self._changes += 1
+        after = Version(data, self._changes, self.now_s, node, process)
+        versions.append(after)
+        self._missing_until_s.pop((node, name), None)
+        self._attributes.pop((node, name), None)
+        return after
+
+    def seen(self, node: str, name: str) -> Version | None:
+        """The version of `name` that `node` finds when it looks; None if it finds nothing."""
+        if self._missing_until_s.get((node, name), -1.0) > self.now_s:
+            return None
+        found = self._newest_seen(node, name)
+        if found is not None and found.data is not None:
+            return found
+        if self.model.negative_cache_s:
+            believed_s = self.model.negative_cache_s * self.choices.fraction("negative cache")
+            self._missing_until_s[node, name] = self.now_s + believed_s
+        return None
+
+    def seen_in_listing(self, node: str, name: str) -> Version | None:
+        found = self._newest_seen(node, name, in_listing=True)
+        return found if found is not None and found.data is not None else None
+
+    def attributes(self, node: str, name: str, key: str) -> ObjectStat | None:
+        """What `node` is told about `name`."""
+        until_s, known = self._attributes.get((node, name), (-1.0, None))
+        if until_s > self.now_s:
+            return known
+        version = self.seen(node, name)
+        if version is None or version.data is None:
+            return None
+        found = ObjectStat(key, len(version.data), str(version.number))
+        if self.model.attribute_cache_s:
+            kept_s = self.model.attribute_cache_s * self.choices.fraction("attributes")
+            self._attributes[node, name] = (self.now_s + kept_s, found)
+        return found
+
+    def _newest_seen(self, node: str, name: str, *, in_listing: bool = False) -> Version | None:
+        versions = self.versions.get(name, ())
+        view = f"{node} lists" if in_listing else node
+        for number in range(len(versions) - 1, -1, -1):
+            version = versions[number]
+            if version.node == node and not in_listing:
+                return version
+            bound_s = self.model.list_lag_s if in_listing else self._lag_s(versions, number)
+            if not bound_s or self._visible_at_s(version, view, bound_s) <= self.now_s:
+                return version
+        return None
+
+    def _lag_s(self, versions: Sequence[Version], number: int) -> float:
+        if versions[number].data is None:
+            return self.model.delete_lag_s
+        first = number == 0 or versions[number - 1].data is None
+        return self.model.create_lag_s if first else self.model.overwrite_lag_s
+
+    def _visible_at_s(self, version: Version, view: str, bound_s: float) -> float:
+        found = version.seen_at_s.get(view)
+        if found is None:
+            found = version.seen_at_s[view] = version.at_s + bound_s * self.choices.fraction("lag")
+        return found
+
+    def begin_upload(self, number: int, name: str) -> None:
+        self.uploads[number] = Upload(name)
+
+    def abort_uploads(self, chosen: Callable[[str], bool]) -> int:
+        found = [number for number, upload in self.uploads.items() if chosen(upload.name)]
+        for number in found:
+            del self.uploads[number]
+        return len(found)
+
+    def new_upload(self) -> int:
+        self._uploads_begun += 1
+        return self._uploads_begun

@@ -1,0 +1,1 @@
+"""Look after checkpoints: one file for each verb of the `ckpt` command."""

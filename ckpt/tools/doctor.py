@@ -1,0 +1,227 @@
+"""`ckpt.doctor`: what a bucket or a mount really gives, and what that means for checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt.backends.base import Capabilities, Store
+from ckpt.backends.registry import open_store
+from ckpt.consistency import environment
+from ckpt.consistency.probes import access, files, races, requests, speed, visibility
+from ckpt.consistency.probes.clients import CLEANING_LIMIT_S, Client, ProcessClient
+from ckpt.consistency.probes.examine import Finding, Probe, Subject, Verdict, examine
+from ckpt.errors import ConfigurationError, NotFound
+
+__all__ = ["Diagnosis", "doctor"]
+
+_logger = logging.getLogger(__name__)
+
+_FOLDER = ".ckpt-doctor-"
+_LONGEST_SETTLING_S = 10.0
+_IMPATIENT = {"max_attempts": 3, "connect_timeout_s": 5.0, "read_timeout_s": 20.0}
+"""For stores that know these options: an answer that takes longer is one."""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The result of `doctor`.
+
+    Attributes:
+        url, second: the clients that were compared; None: there was one only.
+        findings: one for each question, in order.
+        capabilities: what the library goes by at this place from now on.
+        left_behind: names below the URL that could not be removed, or why.
+        took_s: seconds.
+    """
+
+    url: str
+    second: str | None
+    findings: Sequence[Finding]
+    capabilities: Capabilities
+    left_behind: Sequence[str]
+    took_s: float
+
+    @property
+    def verdict(self) -> Verdict:
+        """The worst of all findings: FINE, CAREFUL or PROBLEM."""
+        found = {finding.verdict for finding in self.findings}
+        for verdict in (Verdict.PROBLEM, Verdict.CAREFUL):
+            if verdict in found:
+                return verdict
+        return Verdict.FINE
+
+    @property
+    def may_put(self) -> bool:
+        """Whether the storage allowed to write anything."""
+        return not any(finding.check == "permission to put" for finding in self.findings)
+
+
+def doctor(
+    url: str | os.PathLike[str],
+    second_url: str | os.PathLike[str] | None = None,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    second_storage_options: Mapping[str, Any] | None = None,
+    second_client: bool = False,
+    wait_s: float = 60.0,
+    timeout_s: float = 300.0,
+    progress: Callable[[str], None] | None = None,
+) -> Diagnosis:
+    """Measure what the storage at `url` gives: a folder of its own is written there, and removed.
+
+    Args:
+        second_url: the same place as another mount, or through another gateway, shows it.
+        second_storage_options: for `second_url`; default `storage_options`.
+        second_client: compare with another process that has connections of its own.
+        wait_s: how long to wait for what one client wrote to be seen by the other, for each kind.
+        timeout_s: for everything; what does not fit is not measured.
+        progress: called with what is being looked at.
+
+    Raises:
+        ConfigurationError: a URL, an option or an argument is wrong.
+        NotFound: there is no such directory, or bucket.
+        StorageError: the storage cannot be reached, or failed the very first put.
+    """
+    if second_client and second_url is not None:
+        raise ConfigurationError("give a second URL or ask for a second client, not both")
+    if not (wait_s > 0 and timeout_s > 0):
+        raise ConfigurationError("wait_s and timeout_s must be positive")
+    began_s, folder = environment.monotonic(), _FOLDER + secrets.token_hex(8)
+    left_behind: list[str] = []
+    with contextlib.ExitStack() as clients:
+        store = _open(url, folder, storage_options)
+        first = Client(store, "this process" if second_url is None else _parent(store.url))
+        clients.callback(first.close)
+        second = _second(
+            url, second_url, folder, storage_options, second_storage_options, second_client, store
+        )
+        if second is not None:
+            clients.callback(second.close)
+        subject = Subject(first, second, wait_s)
+        with _cleaning(subject, left_behind):
+            findings = examine(
+                subject, _probes(wait_s), timeout_s=timeout_s, progress=progress or (lambda check: None)
+            )
+        capabilities = store.capabilities
+    findings += _remains(left_behind)
+    return Diagnosis(
+        url=_parent(store.url),
+        second=None if second is None else second.name,
+        findings=findings,
+        capabilities=capabilities,
+        left_behind=left_behind,
+        took_s=environment.monotonic() - began_s,
+    )
+
+
+def _parent(url: str) -> str:
+    return url.rpartition("/")[0] or "/"
+
+
+def _probes(wait_s: float) -> list[Probe]:
+
+    watching_s = 3 * wait_s + 30.0
+    return [
+        Probe("permissions", access.permissions, needs=frozenset(), vital=True),
+        Probe("own writes", visibility.own_writes, watching_s),
+        Probe("others", visibility.writes_of_others, watching_s),
+        Probe("conditional put", requests.conditions),
+        Probe("create races", races.exclusive_creates),
+        Probe("hard links", files.names),
+        Probe("fsync", files.durability),
+        Probe("checksums sent along", requests.checksums),
+        Probe("uploads in parts", requests.limits),
+        Probe("unfinished uploads", requests.uploads),
+        Probe("clock", speed.clock),
+        Probe("latency", speed.latency),
+        Probe("throughput", speed.throughput),
+        Probe("free space", files.space, needs=frozenset()),
+    ]
+
+
+def _open(url: str | os.PathLike[str], folder: str, options: Mapping[str, Any] | None) -> Store:
+    """The store of a folder at `url` that is not there yet."""
+    text = os.fspath(url)
+    impatient = _IMPATIENT if text.partition("://")[0] in ("s3", "cos") else {}
+    store = open_store(f"{text.rstrip('/')}/{folder}", {**impatient, **(options or {})})
+    if store.directory is not None and not os.path.isdir(os.path.dirname(store.directory)):
+        raise NotFound(
+            "there is no such directory; doctor makes none, as it would look at what lies below a mount that is missing",
+            url=os.path.dirname(store.directory),
+        )
+    return store
+
+
+def _second(
+    url: str | os.PathLike[str],
+    second_url: str | os.PathLike[str] | None,
+    folder: str,
+    options: Mapping[str, Any] | None,
+    second_options: Mapping[str, Any] | None,
+    second_client: bool,
+    store: Store,
+) -> Client | None:
+    if second_url is not None:
+        other = _open(second_url, folder, options if second_options is None else second_options)
+        name = _parent(other.url)
+        return Client(other, name if name != _parent(store.url) else f"{name} (again)")
+    if not second_client:
+        return None
+    if os.fspath(url).startswith("memory://"):
+        raise ConfigurationError("memory:// is this process's own: no other process can look at it")
+    return ProcessClient(store, "another process")
+
+
+@contextlib.contextmanager
+def _cleaning(subject: Subject, left_behind: list[str]) -> Iterator[None]:
+    """Remove all that the clients wrote, whatever happens; `left_behind` gets what is there all the same."""
+    try:
+        yield
+    finally:
+        cleaner = threading.Thread(
+            target=_clean, args=(subject, left_behind), name="ckpt-probe-clean", daemon=True
+        )
+        cleaner.start()
+        cleaner.join(CLEANING_LIMIT_S + _LONGEST_SETTLING_S)
+        if cleaner.is_alive():
+            left_behind.append(f"the storage did not answer in {CLEANING_LIMIT_S:.0f} s")
+        if left_behind:
+            _logger.warning("could not be removed at %s: %s", subject.first.store.url, ", ".join(left_behind))
+
+
+def _clean(subject: Subject, left_behind: list[str]) -> None:
+    names = set().union(*(client.written for client in subject.clients))
+    with contextlib.suppress(Exception):
+        # First each what it wrote itself: another client may not see it yet.
+        for client in subject.clients:
+            client.clean(client.written)
+        if subject.lag_s:
+            # A cache that writes back late can bring back what was removed (rclone, after a rename).
+            environment.sleep(min(2 * subject.lag_s, _LONGEST_SETTLING_S))
+    try:
+        left_behind += subject.first.clean(names)
+    except Exception as error:
+        left_behind.append(f"{type(error).__name__}: {error}")
+
+
+def _remains(left_behind: Sequence[str]) -> list[Finding]:
+    if not left_behind:
+        return []
+    shown = ", ".join(left_behind[:3]) + (f" and {len(left_behind) - 3} more" if len(left_behind) > 3 else "")
+    advice = f"remove the folder that begins with {_FOLDER} at the URL"
+    return [
+        Finding(
+            "what doctor wrote",
+            Verdict.CAREFUL,
+            f"could not be removed: {shown}",
+            advice,
+            {"left": [*left_behind]},
+        )
+    ]

@@ -1,0 +1,234 @@
+"""`ckpt.inspect`: what is in a checkpoint and where, from its records alone."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ckpt.backends.base import Store
+from ckpt.backends.registry import open_store
+from ckpt.format.columns import Columns, ObjectRow, TensorColumns
+from ckpt.format.records import CommitRecord
+from ckpt.reading.checkpoint import Checkpoint, ReadSettings
+from ckpt.reading.contents import columns_of, has_model, open_parts, part_of, paths_of, rank_of
+
+__all__ = ["Inspection", "ObjectInfo", "SliceInfo", "TensorInfo", "inspect"]
+
+
+@dataclass(frozen=True)
+class SliceInfo:
+    """A stored chunk of a tensor.
+
+    Attributes:
+        offsets, sizes: where it is in the tensor, in elements.
+        rank: who wrote it, where the file's name tells.
+        file, offset, length: its item, in bytes.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    rank: int | None
+    file: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor.
+
+    Attributes:
+        part: `weights`, `optimizer` or `other`; a guess by the name.
+        nbytes: of its elements, stored once.
+    """
+
+    fqn: str
+    shape: tuple[int, ...]
+    dtype: str
+    part: str
+    nbytes: int
+    _columns: TensorColumns = field(repr=False)
+    _files: list[str] = field(repr=False)
+
+    @property
+    def chunks(self) -> int:
+        """Number of stored chunks."""
+        return len(self._columns.file)
+
+    @property
+    def sharding(self) -> str:
+        """How it is cut: `whole`, or the number of parts of each dimension that is cut, as in `dim 0: 8`."""
+        cuts = [
+            f"dim {dimension}: {parts}"
+            for dimension in range(len(self.shape))
+            if (parts := len(np.unique(self._columns.offsets[:, dimension]))) > 1
+        ]
+        return ", ".join(cuts) or "whole"
+
+    def slices(self) -> Iterator[SliceInfo]:
+        """Every stored chunk, in the order of the records."""
+        columns = self._columns
+        for row in range(self.chunks):
+            file = self._files[int(columns.file[row])]
+            yield SliceInfo(
+                tuple(columns.offsets[row].tolist()),
+                tuple(columns.sizes[row].tolist()),
+                rank_of(file),
+                file,
+                int(columns.offset[row]),
+                int(columns.length[row]),
+            )
+
+
+@dataclass(frozen=True)
+class ObjectInfo:
+    """Something stored that is not a tensor: its item, in bytes."""
+
+    fqn: str
+    part: str
+    rank: int | None
+    file: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What is in a checkpoint.
+
+    Attributes:
+        format: `ckpt-storage` or `stock`.
+        version: of the format; None for stock.
+        commit: the commit record; None for stock.
+        tensors, objects: by FQN, in the order of the records.
+        files: number of items and of bytes in them, by data file.
+    """
+
+    url: str
+    format: str
+    version: int | None
+    commit: CommitRecord | None
+    tensors: Mapping[str, TensorInfo]
+    objects: Mapping[str, ObjectInfo]
+    files: Mapping[str, tuple[int, int]]
+
+    @property
+    def parameters(self) -> int:
+        """Number of elements of the weights."""
+        return sum(math.prod(found.shape) for found in self.tensors.values() if found.part == "weights")
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of all items, as stored."""
+        return sum(nbytes for _, nbytes in self.files.values())
+
+    def bytes_by_dtype(self) -> dict[str, int]:
+        """Bytes of the tensors' elements by dtype, the most first."""
+        return _summed((found.dtype, found.nbytes) for found in self.tensors.values())
+
+    def bytes_by_part(self) -> dict[str, int]:
+        """Bytes of `weights`, `optimizer` and `other`: tensors' elements, and objects as stored."""
+        tensors = ((found.part, found.nbytes) for found in self.tensors.values())
+        objects = ((found.part, found.length) for found in self.objects.values())
+        return {"weights": 0, "optimizer": 0, "other": 0} | _summed([*tensors, *objects])
+
+
+def inspect(
+    url: str | os.PathLike[str],
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    visibility_timeout_s: float | None = None,
+) -> Inspection:
+    """What is in the checkpoint at `url`. Reads its records, no data.
+
+    Raises:
+        NotFound, NotCommitted: there is no checkpoint.
+        IntegrityError, FormatError, UnsafeContent: a record is damaged, not understood, or not safe.
+        StorageError: the storage refused, or could not be reached.
+    """
+    store = open_store(url, storage_options)
+    try:
+        return inspect_store(store, ReadSettings(visibility_timeout_s=visibility_timeout_s))
+    finally:
+        store.close()
+
+
+def inspect_store(store: Store, settings: ReadSettings) -> Inspection:
+    """`inspect` of an open store."""
+    parts = open_parts(store, settings)
+    commit = parts[0].commit
+    tensors: dict[str, TensorInfo] = {}
+    objects: dict[str, ObjectInfo] = {}
+    files: dict[str, tuple[int, int]] = {}
+    for number, part in enumerate(parts):
+        prefix = f"rank {number}: " if len(parts) > 1 else ""
+        _collect(part, prefix, store.url, tensors, objects, files)
+    return Inspection(
+        store.url,
+        "stock" if commit is None else "ckpt-storage",
+        None if commit is None else commit.version,
+        commit,
+        tensors,
+        objects,
+        files,
+    )
+
+
+def _collect(
+    checkpoint: Checkpoint,
+    prefix: str,
+    url: str,
+    tensors: dict[str, TensorInfo],
+    objects: dict[str, ObjectInfo],
+    files: dict[str, tuple[int, int]],
+) -> None:
+    columns = columns_of(checkpoint.metadata, url=url)
+    with_model = has_model(paths_of(columns.planner_data).values())
+    for fqn, entry in columns.entries.items():
+        part = part_of(fqn, is_tensor=isinstance(entry, TensorColumns), has_model=with_model)
+        name = prefix + fqn
+        if isinstance(entry, ObjectRow):
+            file = columns.files[entry.file]
+            objects[name] = ObjectInfo(name, part, rank_of(file), file, entry.offset, entry.length)
+        else:
+            dtype = str(entry.dtype).removeprefix("torch.")
+            nbytes = math.prod(entry.size) * entry.dtype.itemsize
+            tensors[name] = TensorInfo(name, entry.size, dtype, part, nbytes, entry, columns.files)
+    for file, (items, nbytes) in _file_sizes(columns).items():
+        known = files.get(file, (0, 0))
+        files[file] = (known[0] + items, known[1] + nbytes)
+
+
+def _file_sizes(columns: Columns) -> dict[str, tuple[int, int]]:
+    """Number of items in each file, and their bytes. An index can list very many: they are not visited one by one."""
+    items: Counter[int] = Counter()
+    nbytes: Counter[int] = Counter()
+    for entry in columns.entries.values():
+        if isinstance(entry, ObjectRow):
+            items[entry.file] += 1
+            nbytes[entry.file] += entry.length
+        elif len(entry.file) == 1:
+            items[int(entry.file[0])] += 1
+            nbytes[int(entry.file[0])] += int(entry.length[0])
+        else:
+            order = np.argsort(entry.file, kind="stable")
+            files, starts = np.unique(entry.file[order], return_index=True)
+            counts = np.diff([*starts, len(order)]).tolist()
+            sums = np.add.reduceat(entry.length[order], starts).tolist() if len(starts) else []
+            for file, count, length in zip(files.tolist(), counts, sums, strict=True):
+                items[file] += count
+                nbytes[file] += length
+    return {columns.files[file]: (items[file], nbytes[file]) for file in sorted(items)}
+
+
+def _summed(pairs: Any) -> dict[str, int]:
+    found: Counter[str] = Counter()
+    for name, nbytes in pairs:
+        found[name] += nbytes
+    return dict(found.most_common())

@@ -1,0 +1,108 @@
+"""`ckpt.remove`: a checkpoint ends as it began, with its commit record."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt.backends.base import Store, exists, read_bytes
+from ckpt.backends.registry import open_store
+from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY, is_foreign, is_ours, read_commit
+from ckpt.errors import CommitConflict, FormatError, IntegrityError, NotCommitted, NotFound
+from ckpt.format.records import CommitRecord, ManifestRef, decode_commit, decode_manifest
+from ckpt.tools.strays import is_our_name
+from ckpt.transfer.threads import in_order
+
+__all__ = ["Removed", "remove"]
+
+
+@dataclass(frozen=True)
+class Removed:
+    """What was removed, or would be.
+
+    Attributes:
+        keys: the objects, in the order in which they go: the commit record first.
+        data_bytes: of the data files, by the commit record.
+    """
+
+    url: str
+    id: str
+    keys: tuple[str, ...]
+    data_bytes: int
+
+
+def remove(
+    url: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None, dry_run: bool = False
+) -> Removed:
+    """Remove the checkpoint that is committed at `url`: the commit record first, then all that it lists.
+
+    From the first deletion on it is no checkpoint any more, whatever happens next. Only what the record lists
+    goes, and only names that this library gives; `collect_garbage` finds what an interruption leaves.
+
+    Raises:
+        NotFound, NotCommitted: there is no checkpoint of this library.
+        IntegrityError, FormatError: its commit record cannot be read.
+        CommitConflict: another save was committed there meanwhile.
+        StorageError: the storage refused, or could not be reached.
+    """
+    store = open_store(url, storage_options)
+    try:
+        return _remove(store, dry_run)
+    finally:
+        store.close()
+
+
+def _remove(store: Store, dry_run: bool) -> Removed:
+    commit = read_commit(store)
+    if commit is None or not is_ours(commit):
+        raise _nothing_to_remove(store, commit)
+    record = decode_commit(commit, url=store.url, key=COMMIT_KEY)
+    keys = [key for key in _listed(store, record) if is_our_name(key)]
+    first = [COMMIT_KEY]
+    if exists(store, STOCK_METADATA_KEY) and not is_foreign(store):
+        first.append(STOCK_METADATA_KEY)
+    removed = Removed(store.url, record.id, (*first, *keys), record.data_bytes)
+    if dry_run:
+        return removed
+    if read_commit(store) != commit:
+        raise CommitConflict(
+            "another save was committed here meanwhile; nothing was removed", url=store.url, key=COMMIT_KEY
+        )
+    for key in first:
+        store.delete([key])
+    store.delete(keys)
+    store.remove_empty()
+    return removed
+
+
+def _nothing_to_remove(store: Store, commit: bytes | None) -> NotFound | NotCommitted:
+    if commit is not None or is_foreign(store):
+        what = "what stands here was written by another program (stock PyTorch?); only checkpoints of this library are removed"
+    elif next(iter(store.list()), None) is None:
+        return NotFound("there is nothing here", url=store.url)
+    else:
+        what = "no checkpoint is committed here; `ckpt gc` removes what saves that did not finish have left"
+    return NotCommitted(what, url=store.url)
+
+
+def _listed(store: Store, record: CommitRecord) -> list[str]:
+    """Everything the record lists, data first."""
+
+    def files_of(ref: ManifestRef) -> list[str]:
+        try:
+            data = read_bytes(store, ref.path, size_bytes=ref.size_bytes)
+            return [file.path for file in decode_manifest(data, url=store.url, key=ref.path).files]
+        except (NotFound, IntegrityError, FormatError):
+            # Its data files have its name; the listing has to do.
+            return [stat.key for stat in store.list(f"{ref.path.removesuffix('.json')}-")]
+
+    with ThreadPoolExecutor(store.threads, thread_name_prefix="ckpt-rm") as threads:
+        found = [
+            key
+            for keys in in_order(threads, files_of, record.manifests, ahead=4 * store.threads)
+            for key in keys
+        ]
+    return [*found, *(ref.path for ref in record.manifests), record.described_by.path]

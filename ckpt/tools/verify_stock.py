@@ -1,0 +1,196 @@
+"""What can be verified of a checkpoint that stock PyTorch wrote: sizes, coverage, and the CRCs in its items.
+
+Stock items are zip archives with a CRC-32 of every record, unless they were saved without. Nothing else covers
+their bytes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+from ckpt.backends.base import Store, check_key
+from ckpt.consistency.commit import STOCK_METADATA_KEY
+from ckpt.errors import (
+    CheckpointError,
+    ConfigurationError,
+    FormatError,
+    IntegrityError,
+    NotFound,
+    UnsafeContent,
+)
+from ckpt.reading.checkpoint import Checkpoint
+from ckpt.reading.contents import columns_of
+from ckpt.stock.item_archive import check_archive
+from ckpt.stock.payload_finder import ItemWindow
+from ckpt.stock.safe_load import first_line
+from ckpt.tools.findings import Damage, Verification
+from ckpt.tools.record_checks import check_coverage_of
+from ckpt.tools.strays import find_strays
+from ckpt.transfer.buffer_pool import MIN_MEMORY_BUDGET_BYTES, StagingPool
+from ckpt.transfer.tensor_memory import memory_of
+from ckpt.transfer.threads import in_order
+
+__all__ = ["verify_foreign"]
+
+_STEP_BYTES = 4 << 20
+_LOCAL_HEADER = struct.Struct("<26xHH")
+_ZIP = b"PK\x03\x04"
+
+
+def verify_foreign(
+    store: Store,
+    parts: Sequence[Checkpoint],
+    threads: ThreadPoolExecutor,
+    *,
+    quick: bool,
+    progress: Callable[[int, int], None],
+) -> Verification:
+    """Check a stock checkpoint; `parts` are one, or one a rank."""
+    found = Verification(store.url, "stock", quick)
+    known = {STOCK_METADATA_KEY, *(f"__{rank}{STOCK_METADATA_KEY}" for rank in range(len(parts)))}
+    for part in parts:
+        _Check(store, part, threads, found, known, progress).run()
+    found.strays = find_strays(store, known)
+    return found
+
+
+@dataclass(frozen=True)
+class _Item:
+    fqn: str
+    info: _StorageInfo
+
+    def damage(self, kind: str, message: str, start: int | None = None, stop: int | None = None) -> Damage:
+        begin = self.info.offset if start is None else start
+        end = self.info.offset + self.info.length if stop is None else stop
+        return Damage(kind, message, self.info.relative_path, begin, end, (self.fqn,), 1)
+
+
+class _Check:
+    """The check of one set of metadata and the files it names."""
+
+    def __init__(
+        self,
+        store: Store,
+        checkpoint: Checkpoint,
+        threads: ThreadPoolExecutor,
+        found: Verification,
+        known: set[str],
+        progress: Callable[[int, int], None],
+    ) -> None:
+        self._store, self._checkpoint, self._threads = store, checkpoint, threads
+        self._found, self._known, self._progress = found, known, progress
+        self._pool = StagingPool(MIN_MEMORY_BUDGET_BYTES)
+        self._sizes: dict[str, int | Damage] = {}
+
+    def run(self) -> None:
+        storage = self._checkpoint.metadata.storage_data
+        items = [_Item(index.fqn, info) for index, info in storage.items()]
+        items.sort(key=lambda item: (item.info.relative_path, item.info.offset))
+        try:
+            for damage in check_coverage_of(columns_of(self._checkpoint.metadata, url=self._store.url)):
+                self._found.add(damage)
+        except FormatError as error:
+            self._found.add(Damage.of("record", error))
+        paths = sorted({item.info.relative_path for item in items})
+        self._known |= set(paths)
+        self._sizes = dict(zip(paths, self._threads.map(self._size, paths), strict=True))
+        self._found.checked_files += len(paths)
+        for path, held in itertools.groupby(items, lambda item: item.info.relative_path):
+            if isinstance(missing := self._sizes[path], Damage):
+                fqns = [item.fqn for item in held]
+                self._found.add(
+                    Damage(missing.kind, missing.message, path, None, None, tuple(fqns[:20]), len(fqns))
+                )
+        total = sum(item.info.length for item in items)
+        for damages, nbytes in in_order(self._threads, self._check, items, ahead=4 * self._store.threads):
+            for damage in damages:
+                self._found.add(damage)
+            self._found.unchecked_items += nbytes is None
+            self._found.checked_bytes += nbytes or 0
+            self._progress(self._found.checked_bytes, total)
+
+    def _size(self, path: str) -> int | Damage:
+        try:
+            return self._store.stat(check_key(path)).size_bytes
+        except NotFound:
+            return Damage("missing", "the metadata name this file, but it is not there", path)
+        except ConfigurationError:
+            return Damage("record", "the metadata name a file outside of the checkpoint", path)
+        except UnsafeContent as error:
+            return Damage.of("missing", error)
+
+    def _check(self, item: _Item) -> tuple[list[Damage], int | None]:
+        """What is wrong with an item, and how many bytes of it were checked; None where they cannot be."""
+        size = self._sizes[item.info.relative_path]
+        stop = item.info.offset + item.info.length
+        if isinstance(size, Damage):
+            return [], 0
+        if size < stop:
+            message = f"the file ends at byte {size}, inside of or before this item"
+            return [item.damage("size", message)], 0
+        if self._found.quick:
+            return [], 0
+        if item.info.transform_descriptors:
+            return [], None
+        try:
+            return self._check_archive(item)
+        except (IntegrityError, FormatError, UnsafeContent) as error:
+            return [item.damage("archive", error.message)], 0
+
+    def _check_archive(self, item: _Item) -> tuple[list[Damage], int | None]:
+        window = ItemWindow(lambda offset, buffer: self._read(item, offset, buffer), item.info.length)
+        if item.info.relative_path.endswith(".safetensors"):
+            return [], None
+        try:
+            check_archive(window, item.info.length)
+            window.seek(0)
+            with zipfile.ZipFile(window) as archive:
+                records = archive.infolist()
+        except CheckpointError:
+            raise
+        except Exception as error:
+            if isinstance(window.failure, CheckpointError):
+                raise window.failure from error
+            return [item.damage("archive", f"is no intact torch.save archive: {first_line(error)}")], 0
+        if all(record.CRC == 0 for record in records if record.file_size):
+            return [], None
+        damages = [damage for record in records for damage in self._check_record(item, window, record)]
+        return damages, item.info.length
+
+    def _check_record(self, item: _Item, window: Any, record: zipfile.ZipInfo) -> Iterator[Damage]:
+        window.seek(record.header_offset)
+        header = window.read(_LOCAL_HEADER.size)
+        if len(header) < _LOCAL_HEADER.size or not header.startswith(_ZIP):
+            yield item.damage("archive", f"has no record {record.filename[:80]!r} where its directory says")
+            return
+        start = record.header_offset + _LOCAL_HEADER.size + sum(_LOCAL_HEADER.unpack(header))
+        stop = start + record.file_size
+        if stop > item.info.length or record.compress_type != zipfile.ZIP_STORED:
+            yield item.damage("archive", f"has a record {record.filename[:80]!r} that is not inside of it")
+            return
+        if self._crc32(item, start, stop) != record.CRC and self._crc32(item, start, stop) != record.CRC:
+            message = f"the record {record.filename[:80]!r} does not match its CRC"
+            yield item.damage("checksum", message, item.info.offset + start, item.info.offset + stop)
+
+    def _crc32(self, item: _Item, start: int, stop: int) -> int:
+        crc = 0
+        with self._pool.take(min(_STEP_BYTES, stop - start)) as scratch:
+            memory = memory_of(scratch)
+            while start < stop:
+                piece = memory[: min(memory.nbytes, stop - start)]
+                self._read(item, start, piece)
+                crc = zlib.crc32(piece, crc)
+                start += piece.nbytes
+        return crc
+
+    def _read(self, item: _Item, offset: int, buffer: memoryview) -> None:
+        self._store.read_into(item.info.relative_path, item.info.offset + offset, [buffer])

@@ -1,0 +1,1 @@
+"""Move bytes between memory and stores: bodies, ranges, threads, budgets."""

@@ -1,0 +1,204 @@
+"""Which bytes of a stored tensor a load needs, and where they go.
+
+A region of a stored tensor is cut into pieces: runs of the file that one sink takes. The best sink is the
+destination's own memory; the others copy out of scratch, because the destination is on a device, has another
+dtype, or has gaps where the file has none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from ckpt.transfer.tensor_memory import copy_elements, flat_boxes, has_memory_view, memory_of
+
+__all__ = [
+    "FlatSink",
+    "MemorySink",
+    "NoSink",
+    "Piece",
+    "Sink",
+    "StoredTensor",
+    "StridedSink",
+    "region_pieces",
+]
+
+_STRIDED_BYTES = 4 << 20
+"""Longest run of a file that is read whole for the rows that are wanted of it."""
+
+_WORTH_SKIPPING_BYTES = 2 << 20
+"""A gap between wanted rows that is worth a request of its own; less is read and dropped."""
+
+
+class Sink(Protocol):
+    """Where a piece goes."""
+
+    unit_bytes: int
+    """The piece may be cut after any multiple of it and delivered in parts; 0 if it must come whole."""
+
+    def deliver(self, start: int, data: torch.Tensor) -> None:
+        """Take `data` (uint8, CPU), the piece's bytes from `start` on."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Bytes `[start, stop)` of a file and their sink."""
+
+    start: int
+    stop: int
+    sink: Sink
+
+
+class MemorySink:
+    """The destination's own memory: storage can write straight into it."""
+
+    unit_bytes = 1
+
+    def __init__(self, memory: memoryview, owner: object) -> None:
+        self.memory = memory
+        self._owner = owner  # keeps the memory alive
+
+    def deliver(self, start: int, data: torch.Tensor) -> None:
+        self.memory[start : start + data.numel()] = memory_of(data)
+
+
+class FlatSink:
+    """A tensor that takes its elements in row-major order."""
+
+    def __init__(self, target: torch.Tensor, dtype: torch.dtype) -> None:
+        self.unit_bytes = dtype.itemsize
+        self._target = target
+        self._dtype = dtype
+
+    def deliver(self, start: int, data: torch.Tensor) -> None:
+        elements = _elements(data, self._dtype)
+        first, position = start // self._dtype.itemsize, 0
+        for box in flat_boxes(self._target.shape, first, first + elements.numel()):
+            part = self._target[box]
+            _copy(part, elements[position : position + part.numel()].view(part.shape))
+            position += part.numel()
+
+
+class StridedSink:
+    """A tensor whose elements lie in the piece with gaps between them."""
+
+    unit_bytes = 0
+
+    def __init__(self, target: torch.Tensor, dtype: torch.dtype, strides: Sequence[int]) -> None:
+        self._target = target
+        self._dtype = dtype
+        self._strides = tuple(strides)
+
+    def deliver(self, start: int, data: torch.Tensor) -> None:
+        assert start == 0, "a strided piece comes whole"
+        elements = _elements(data, self._dtype)
+        _copy(self._target, elements.as_strided(self._target.shape, self._strides))
+
+
+class NoSink:
+    """Bytes that are read only to be verified."""
+
+    unit_bytes = 1
+
+    def deliver(self, start: int, data: torch.Tensor) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A dense tensor in a file.
+
+    Attributes:
+        first_byte: where in the file element (0, 0, ...) is.
+        dtype, shape, strides: as of a torch tensor; strides in elements, positive.
+    """
+
+    first_byte: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @staticmethod
+    def row_major(first_byte: int, dtype: torch.dtype, shape: Sequence[int]) -> StoredTensor:
+        strides = [math.prod(shape[dimension + 1 :]) for dimension in range(len(shape))]
+        return StoredTensor(first_byte, dtype, tuple(shape), tuple(strides))
+
+    @property
+    def payload_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def region_pieces(
+    stored: StoredTensor, offsets: Sequence[int], lengths: Sequence[int], target: torch.Tensor
+) -> Iterator[Piece]:
+    """The pieces that fill `target` with the region of `stored` at `offsets`, of size `lengths`.
+
+    Raises:
+        ValueError: the region is not inside the stored tensor, or `target` has another shape.
+    """
+    inside = all(0 <= o <= o + n <= size for o, n, size in zip(offsets, lengths, stored.shape, strict=True))
+    if not inside or tuple(target.shape) != tuple(lengths):
+        raise ValueError(
+            f"region {tuple(offsets)}+{tuple(lengths)} of {stored.shape} into {tuple(target.shape)}"
+        )
+    if 0 in lengths:
+        return
+    first = sum(o * stride for o, stride in zip(offsets, stored.strides, strict=True))
+    # Dimensions of one element place nothing; the others go from the farthest step to the nearest, so that
+    # also a tensor stored column by column is read as rows.
+    order = sorted((d for d, n in enumerate(lengths) if n > 1), key=lambda d: -stored.strides[d])
+    single = [d for d, n in enumerate(lengths) if n == 1]
+    view = target.detach().permute([*order, *single])[(...,) + (0,) * len(single)]
+    start = stored.first_byte + first * stored.dtype.itemsize
+    yield from _box_pieces(start, stored.dtype, [stored.strides[d] for d in order], view)
+
+
+def _box_pieces(
+    start: int, dtype: torch.dtype, strides: Sequence[int], target: torch.Tensor
+) -> Iterator[Piece]:
+    """Pieces for a box of the file that begins at byte `start` and has the shape of `target`."""
+    shape, itemsize = target.shape, dtype.itemsize
+    span_bytes = _span(shape, strides) * itemsize
+    aligned = start % itemsize == 0
+    if span_bytes == target.numel() * itemsize:  # one run without gaps
+        if target.dtype == dtype and has_memory_view(target):
+            yield Piece(start, start + span_bytes, MemorySink(memory_of(target), target))
+            return
+        if aligned:
+            yield Piece(start, start + span_bytes, FlatSink(target, dtype))
+            return
+    row_bytes = _span(shape[1:], strides[1:]) * itemsize if shape else itemsize
+    step_bytes = strides[0] * itemsize if shape else itemsize
+    sparse = bool(shape) and step_bytes - row_bytes > _WORTH_SKIPPING_BYTES
+    if span_bytes <= _STRIDED_BYTES and not sparse:
+        yield Piece(start, start + span_bytes, StridedSink(target, dtype, strides))
+        return
+    together = 1 if sparse or row_bytes > _STRIDED_BYTES else max(1, _STRIDED_BYTES // step_bytes)
+    for row in range(0, shape[0], together):
+        rows = target[row : row + together]
+        if rows.shape[0] == 1:
+            yield from _box_pieces(start + row * step_bytes, dtype, strides[1:], rows[0])
+        else:
+            yield from _box_pieces(start + row * step_bytes, dtype, strides, rows)
+
+
+def _span(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Elements from the first to the last of a box, with the gaps between."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+
+
+def _elements(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if data.storage_offset() % dtype.itemsize or data.data_ptr() % dtype.itemsize:
+        data = data.clone()
+    return data.view(dtype)
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    if target.dtype == source.dtype:
+        copy_elements(source, target)
+    else:
+        target.copy_(source)  # a cast, as stock PyTorch does

@@ -1,0 +1,1 @@
+"""Save: DCP's StorageWriter, the files of a rank, and the coordinator's commit."""

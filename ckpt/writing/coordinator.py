@@ -1,0 +1,277 @@
+"""What only the coordinator does: look at the place before a save, commit it, and clear away what it replaced."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import logging
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+import msgspec
+import torch
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
+from torch.distributed.checkpoint.metadata import Metadata
+
+from ckpt.backends.base import Store, read_bytes
+from ckpt.consistency import environment
+from ckpt.consistency.commit import (
+    COMMIT_KEY,
+    STOCK_METADATA_KEY,
+    is_foreign,
+    is_ours,
+    publish,
+    read_commit,
+    stock_metadata_seal,
+)
+from ckpt.consistency.conditional_create import learn_condition
+from ckpt.consistency.seal import PICKLE_SEAL_BYTES, seal_pickle
+from ckpt.errors import (
+    AlreadyExists,
+    CheckpointError,
+    CommitError,
+    CommitUnknown,
+    ConfigurationError,
+    FormatError,
+    NotFound,
+)
+from ckpt.format.columns import Columns
+from ckpt.format.index import check_columns, decode_index, encode_index
+from ckpt.format.planner_data import check_planner_data
+from ckpt.format.records import (
+    CommitRecord,
+    ManifestRef,
+    ObjectRef,
+    decode_commit,
+    decode_manifest,
+    encode,
+    index_key,
+    probe_key,
+)
+from ckpt.gc_pause import no_gc
+from ckpt.stock.metadata_writer import pickled_metadata
+from ckpt.tools.strays import is_our_name
+from ckpt.transfer.buffer_pool import StagingPool
+from ckpt.transfer.file_body import FileBody
+from ckpt.transfer.workers import workers
+from ckpt.writing.receipts import RankReceipt, collect
+
+__all__ = ["Coordinator", "stock_metadata_of"]
+
+_logger = logging.getLogger(__name__)
+
+
+class Coordinator:
+    """One save, seen from the coordinating rank."""
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        token: str,
+        pool: StagingPool,
+        written: list[str],
+        confirm_timeout_s: float | None = None,
+    ) -> None:
+        """`written` gets the name of what is written, before it exists."""
+        self._store, self._rank, self._token, self._pool, self._written = store, rank, token, pool, written
+        self._confirm_timeout_s = confirm_timeout_s
+        self._previous: bytes | None = None
+        self._stock_seal = b""
+
+    def look(self, *, overwrite: bool) -> None:
+        """See what stands at the place before anything is written.
+
+        Raises:
+            AlreadyExists: a checkpoint that must not be replaced.
+        """
+        previous = read_commit(self._store)
+        if previous is not None and not is_ours(previous):
+            raise self._foreign(COMMIT_KEY)
+        if is_foreign(self._store):
+            raise self._foreign(STOCK_METADATA_KEY)
+        if previous is not None and not overwrite:
+            raise AlreadyExists(
+                "a checkpoint is committed here and overwrite=False", url=self._store.url, key=COMMIT_KEY
+            )
+        self._previous = previous
+
+    def _foreign(self, key: str) -> AlreadyExists:
+        return AlreadyExists(
+            "something that another program wrote (stock PyTorch?) is here; "
+            "this library replaces only its own: choose another place, or move that one away",
+            url=self._store.url,
+            key=key,
+        )
+
+    def commit(
+        self,
+        metadata: Metadata,
+        receipts: Sequence[RankReceipt],
+        *,
+        world_size: int,
+        tags: Mapping[str, str],
+    ) -> Metadata:
+        """Commit what the receipts describe; returns DCP's view of it.
+
+        Raises:
+            CommitError: nothing was committed (CommitUnknown: perhaps it was); what was here before still is.
+            ConfigurationError: the planner describes, or wants to keep, what this format cannot hold.
+        """
+        with no_gc():
+            columns = self._columns(metadata, receipts, world_size)
+            described = columns.metadata()
+        self.commit_columns(columns, self._record(receipts, world_size, tags))
+        return described
+
+    def commit_columns(self, columns: Columns, record: CommitRecord) -> None:
+        """Write the index of `columns` and commit `record`, which lacks it. Raises as `commit`."""
+        with no_gc():
+            index, stock_metadata = self._index(columns), self._stock_metadata(columns)
+        key = index_key(self._rank, self._token)
+        self._written.append(key)
+        try:
+            self._store.put(key, index)
+            ref = ObjectRef(path=key, size_bytes=index.nbytes, crc64nvme=f"{index.crc64nvme():016x}")
+            sealed = encode(msgspec.structs.replace(record, id=self._token, index=ref))
+            if self._previous is None:
+                learn_condition(self._store, probe_key(self._rank, self._token))
+            acknowledged = self._publish(sealed, stock_metadata)
+        except CommitUnknown:
+            self._written.clear()
+            raise
+        self._written.clear()  # it is the checkpoint's now
+        with contextlib.suppress(Exception):  # nothing after the commit may make the save look failed
+            _logger.info("committed %s (%d ranks)", self._store.url, record.world_size)
+            # A store that has not answered may not be done with the old record either.
+            if self._previous is not None and acknowledged:
+                self._retire(self._previous)
+
+    def _columns(self, metadata: Metadata, receipts: Sequence[RankReceipt], world_size: int) -> Columns:
+        _check_ranks(receipts, world_size)
+        try:
+            check_planner_data(metadata.planner_data)
+        except ValueError as error:
+            raise ConfigurationError(
+                f"the planner's planner_data holds {error}; only dict, list, tuple, str, bytes, numbers, bool and "
+                "None can be stored safely"
+            ) from None
+        columns = collect(metadata, sorted(receipts, key=lambda receipt: receipt.rank))
+        columns.save_id, columns.version = self._token, CURRENT_DCP_VERSION
+        return columns
+
+    def _index(self, columns: Columns) -> FileBody:
+        """The index, of columns that readers will accept."""
+        try:
+            check_columns(columns)
+            return FileBody.of_bytes(encode_index(columns), self._pool)
+        except (FormatError, ValueError) as error:
+            text = error.message if isinstance(error, FormatError) else str(error)
+            raise ConfigurationError(f"this state cannot be stored: {text}", url=self._store.url) from None
+
+    def _stock_metadata(self, columns: Columns) -> FileBody:
+        data = seal_pickle(pickled_metadata(columns))
+        self._stock_seal = data[-PICKLE_SEAL_BYTES:]
+        return FileBody.of_bytes(data, self._pool)
+
+    def _record(
+        self, receipts: Sequence[RankReceipt], world_size: int, tags: Mapping[str, str]
+    ) -> CommitRecord:
+        manifests = [receipt.manifest for receipt in receipts if receipt.manifest is not None]
+        return CommitRecord(
+            id=self._token,
+            created_at=_iso(environment.now()),
+            library=_library_version(),
+            torch=str(torch.__version__),
+            world_size=world_size,
+            data_bytes=sum(manifest.data_bytes for manifest in manifests),
+            manifests=sorted(manifests, key=lambda manifest: manifest.rank),
+            tags=dict(tags),
+        )
+
+    def _publish(self, record: bytes, stock_metadata: FileBody) -> bool:
+        try:
+            return publish(
+                self._store,
+                record,
+                previous=self._previous,
+                stock_metadata=stock_metadata,
+                restore_stock_metadata=self._restore_stock_metadata,
+                confirm_timeout_s=self._confirm_timeout_s,
+            )
+        except CheckpointError:
+            raise
+        except Exception as error:  # a store that breaks its contract has told us nothing
+            raise CommitUnknown(
+                f"the commit may or may not have happened: {type(error).__name__}: {error}",
+                url=self._store.url,
+            ) from error
+
+    def _restore_stock_metadata(self) -> bool:
+        """Make `.metadata` again what belongs to the record that stands here now, unless another save's stand there.
+
+        Returns whether this save's stood there.
+        """
+        if stock_metadata_seal(self._store) != self._stock_seal:
+            return False
+        commit = read_commit(self._store)
+        if commit is None:
+            self._store.delete([STOCK_METADATA_KEY])
+            return True
+        data = stock_metadata_of(self._store, decode_commit(commit, url=self._store.url, key=COMMIT_KEY))
+        self._store.put(STOCK_METADATA_KEY, FileBody.of_bytes(data, self._pool))
+        return True
+
+    def _retire(self, previous: bytes) -> None:
+        """Delete what the replaced commit listed. Best effort: the new checkpoint does not depend on it."""
+        try:
+            commit = decode_commit(previous, url=self._store.url, key=COMMIT_KEY)
+            with workers(self._store.threads, "ckpt-retire") as pool:
+                data_keys = [key for keys in pool.map(self._files_of, commit.manifests) for key in keys]
+            keys = [*data_keys, *(ref.path for ref in commit.manifests), commit.described_by.path]
+            # A record may be damaged or forged; only names that this library gives are ever deleted.
+            self._store.delete([key for key in keys if is_our_name(key)])
+        except Exception as error:  # nothing after the commit may make the save look failed
+            _logger.warning("the replaced checkpoint's objects could not all be deleted: %s", error)
+
+    def _files_of(self, ref: ManifestRef) -> list[str]:
+        try:
+            data = read_bytes(self._store, ref.path, size_bytes=ref.size_bytes)
+        except NotFound:
+            return []
+        return [file.path for file in decode_manifest(data, url=self._store.url, key=ref.path).files]
+
+
+def stock_metadata_of(store: Store, record: CommitRecord) -> bytes:
+    """What `.metadata` has to be beside a commit record."""
+    ref = record.described_by
+    data = bytes(read_bytes(store, ref.path, size_bytes=ref.size_bytes))
+    if not record.has_index:  # format version 1 kept a copy
+        return data
+    return seal_pickle(pickled_metadata(decode_index(data, url=store.url, key=ref.path)))
+
+
+def _check_ranks(receipts: Sequence[RankReceipt], world_size: int) -> None:
+    """DCP accepts whatever a writer reports, also nothing."""
+    ranks = sorted(receipt.rank for receipt in receipts)
+    if ranks != list(range(world_size)):
+        missing = sorted(set(range(world_size)) - set(ranks))
+        raise CommitError(f"nothing was committed: no (or a double) report from ranks, missing are {missing}")
+    places = sorted({receipt.place for receipt in receipts})
+    if len(places) > 1:
+        raise CommitError(
+            f"nothing was committed: the ranks are in different saves, at {' and '.join(places[:3])}"
+        )
+
+
+def _iso(time_s: float) -> str:
+    return datetime.datetime.fromtimestamp(time_s, datetime.timezone.utc).isoformat(timespec="seconds")
+
+
+@functools.cache
+def _library_version() -> str:
+    try:
+        return f"ckpt-storage {version('ckpt-storage')}"
+    except PackageNotFoundError:  # an uninstalled checkout
+        return "ckpt-storage (not installed)"

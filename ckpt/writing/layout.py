@@ -1,0 +1,206 @@
+"""What a rank writes, and where: items framed, spread over files, each with its place.
+
+Sizes are known from the plan, so files are laid out before any tensor's bytes are touched.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
+
+from ckpt.errors import CheckpointError
+from ckpt.stock.item_frame import frame
+from ckpt.transfer.file_body import ALIGNMENT_BYTES, BytesPayload, FileItem, Payload, TensorPayload
+from ckpt.transfer.tensor_memory import plain
+
+__all__ = [
+    "Entry",
+    "object_entries",
+    "pickled_entries",
+    "place",
+    "refuse_layouts",
+    "spread",
+    "tensor_entries",
+]
+
+MAX_FILE_BYTES = 128 << 30
+"""Beyond it a rank begins another file, so that multipart parts stay small."""
+
+SMALL_ITEM_BYTES = 64 << 10
+MIN_FILE_BYTES = 32 << 20
+"""Below it one more file costs more than it gains."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An item of the plan, framed. `is_plain` if its payload is the tensor's dense row-major bytes."""
+
+    index: MetadataIndex
+    head: bytes
+    payload: Payload
+    tail: bytes
+    is_plain: bool
+
+    @property
+    def length(self) -> int:
+        return len(self.head) + self.payload.nbytes + len(self.tail)
+
+
+def refuse_layouts(items: Iterable[WriteItem]) -> None:
+    """DCP plans sparse tensors like dense ones, writes them, and then cannot load them.
+
+    Raises:
+        CheckpointError: there is one.
+    """
+    for item in items:
+        layout = item.tensor_data.properties.layout if item.tensor_data is not None else torch.strided
+        if layout is not torch.strided:
+            raise CheckpointError(
+                f"{item.index.fqn!r} has the layout {layout}, which could not be loaded again; "
+                "save it dense, or its parts as tensors of their own"
+            )
+
+
+def tensor_entries(items: Iterable[WriteItem], planner: SavePlanner) -> tuple[list[Entry], list[WriteItem]]:
+    """The plain tensors of a plan, framed, and the items of those that have to be pickled.
+
+    Each is looked at once now and asked for again when its bytes are due.
+
+    Raises:
+        CheckpointError: the planner failed, or gave another tensor than it planned.
+    """
+    entries: list[Entry] = []
+    others: list[WriteItem] = []
+    for item in items:
+        tensor = _plain(_resolve_tensor(planner, item), item)
+        if tensor is None:
+            others.append(item)
+            continue
+        try:
+            framed = frame(tensor.dtype, tensor.shape)
+        except TypeError as error:
+            raise CheckpointError(f"{item.index.fqn!r}: {error}") from error
+        payload = _payload(planner, item, framed.payload_bytes)
+        entries.append(Entry(item.index, framed.head, payload, framed.tail, True))
+    return entries, others
+
+
+def pickled_entries(items: Iterable[WriteItem], planner: SavePlanner) -> Iterator[Entry]:
+    """Tensors that are not plain ones (quantized, subclasses with a dispatch of their own), one at a time.
+
+    Raises:
+        CheckpointError: the planner failed, or torch cannot save one.
+    """
+    for item in items:
+        data = _pickled(_resolve_tensor(planner, item), item)
+        yield Entry(item.index, b"", BytesPayload(data), b"", False)
+
+
+def object_entries(items: Iterable[WriteItem], planner: SavePlanner) -> Iterator[Entry]:
+    """The non-tensor objects of a plan, pickled by the planner one at a time.
+
+    Raises:
+        CheckpointError: the planner failed.
+    """
+    for item in items:
+        data = _resolve(planner, item)
+        if not isinstance(data, io.BytesIO):
+            raise CheckpointError(
+                f"the planner gave a {type(data).__name__} for {item.index.fqn!r} where it planned bytes"
+            )
+        yield Entry(item.index, b"", BytesPayload(data.getbuffer()), b"", False)
+
+
+def spread(entries: Sequence[Entry], files: int) -> list[list[Entry]]:
+    """Spread entries over at most `files` files of about the same size (more where one would be too large).
+
+    Largest first onto the smallest file; within a file the plan's order is kept. Small items are Python's work
+    more than the disk's, which threads only get in each other's way with: they count for no more files.
+    """
+    lengths = [entry.length for entry in entries]
+    large = sum(length for length in lengths if length >= SMALL_ITEM_BYTES)
+    files = max(min(files, large // MIN_FILE_BYTES), math.ceil(sum(lengths) / MAX_FILE_BYTES), 1)
+    if files == 1:
+        return [list(entries)] if entries else []
+    sizes = [0] * files
+    chosen: list[list[int]] = [[] for _ in range(files)]
+    for number in sorted(range(len(entries)), key=lambda number: -lengths[number]):
+        smallest = sizes.index(min(sizes))
+        sizes[smallest] += lengths[number]
+        chosen[smallest].append(number)
+    return [[entries[number] for number in sorted(numbers)] for numbers in chosen if numbers]
+
+
+def place(entries: Iterable[Entry]) -> list[FileItem]:
+    """Lay entries end to end, each aligned."""
+    items: list[FileItem] = []
+    end = 0
+    for entry in entries:
+        end += -end % ALIGNMENT_BYTES
+        items.append(FileItem(end, entry.head, entry.payload, entry.tail))
+        end += entry.length
+    return items
+
+
+def _payload(planner: SavePlanner, item: WriteItem, nbytes: int) -> TensorPayload:
+    def resolve() -> torch.Tensor:
+        tensor = _plain(_resolve_tensor(planner, item), item)
+        if tensor is None or tensor.numel() * tensor.element_size() != nbytes:
+            raise CheckpointError(f"the planner gave {item.index.fqn!r} another shape or dtype than before")
+        return tensor
+
+    return TensorPayload(resolve, nbytes)
+
+
+def _resolve(planner: SavePlanner, item: WriteItem) -> object:
+    try:
+        return planner.resolve_data(item)
+    except Exception as error:
+        raise CheckpointError(
+            f"the planner failed on {item.index.fqn!r}: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _resolve_tensor(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
+    """The tensor of an item, checked against the plan: the metadata that readers get is made from that."""
+    tensor = _resolve(planner, item)
+    fqn = item.index.fqn
+    if item.type == WriteItemType.BYTE_IO or item.tensor_data is None or not isinstance(tensor, torch.Tensor):
+        raise CheckpointError(
+            f"the planner gave a {type(tensor).__name__} for {fqn!r} where it planned a tensor"
+        )
+    planned = (item.tensor_data.properties.dtype, item.tensor_data.chunk.sizes)
+    if (tensor.dtype, tensor.shape) != planned:
+        raise CheckpointError(
+            f"{fqn!r} was planned as {planned[0]} {tuple(planned[1])} but is {tensor.dtype} {tuple(tensor.shape)}; "
+            "a planner with enable_plan_caching does not notice that a dtype changed: turn it off or use a new planner"
+        )
+    if tensor.device.type == "meta":
+        raise CheckpointError(f"{fqn!r} is on the meta device and has no values to save")
+    return tensor
+
+
+def _plain(tensor: torch.Tensor, item: WriteItem) -> torch.Tensor | None:
+    try:
+        return plain(tensor)
+    except ValueError as error:
+        raise CheckpointError(f"{item.index.fqn!r} cannot be saved: {error}") from error
+
+
+def _pickled(tensor: torch.Tensor, item: WriteItem) -> memoryview:
+    """A tensor that is not a plain one, as stock PyTorch would save it."""
+    buffer = io.BytesIO()
+    try:
+        torch.save(tensor.detach().cpu().clone(), buffer)
+    except Exception as error:
+        raise CheckpointError(
+            f"{item.index.fqn!r}, a {type(tensor).__name__} of {tensor.dtype} and {tensor.layout}, cannot be saved: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    return buffer.getbuffer()

@@ -1,0 +1,129 @@
+"""What a rank writes in a save: its data files and its manifest."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from typing import Any
+
+from ckpt.backends.base import Store
+from ckpt.consistency.checksums import BLOCK_SIZE_BYTES
+from ckpt.errors import StorageError
+from ckpt.format.records import (
+    FileRecord,
+    ItemRecord,
+    ManifestRef,
+    RankManifest,
+    data_key,
+    encode,
+    manifest_key,
+)
+from ckpt.gc_pause import no_gc
+from ckpt.transfer.buffer_pool import StagingPool
+from ckpt.transfer.file_body import FileBody, FileItem
+from ckpt.writing.layout import Entry, place
+from ckpt.writing.receipts import PlacedItem, RankReceipt, pack_items
+
+__all__ = ["RankFiles"]
+
+
+class RankFiles:
+    """Writes the files of one rank in one save, and keeps the record of them.
+
+    Args:
+        written: gets the name of every object before it exists, for whoever has to clean up.
+        pace: called before bytes are sent (`ckpt.backends.base.Part`).
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        token: str,
+        pool: StagingPool,
+        written: list[str],
+        pace: Callable[[int], None] | None,
+    ) -> None:
+        self.data_bytes = 0
+        self._store, self._rank, self._token, self._pool = store, rank, token, pool
+        self._written, self._pace = written, pace
+        self._records: list[FileRecord] = []
+        self._items: list[ItemRecord] = []
+        self._placed: list[PlacedItem] = []
+
+    def put(self, files: Sequence[Sequence[Entry]]) -> None:
+        """Write these files at the same time; the first error stops them all."""
+        stop = threading.Event()
+
+        def check() -> None:
+            if stop.is_set():
+                raise StorageError("stopped: another file of this rank failed")
+
+        first = len(self._records)
+        keys = [data_key(self._rank, self._token, first + number) for number in range(len(files))]
+        with no_gc():
+            placed = [place(entries) for entries in files]
+        bodies = [FileBody(items, self._pool, check, self._pace) for items in placed]
+        self._written += keys
+        _run_together(lambda number: self._store.put(keys[number], bodies[number]), len(files), stop)
+        with no_gc():
+            for number, (key, body) in enumerate(zip(keys, bodies, strict=True)):
+                self._records.append(FileRecord(path=key, size_bytes=body.nbytes, blocks=body.blocks()))
+                self.data_bytes += body.nbytes
+                self._note(first + number, placed[number], files[number])
+
+    def _note(self, file: int, items: Sequence[FileItem], entries: Sequence[Entry]) -> None:
+        for item, entry in zip(items, entries, strict=True):
+            index, length = entry.index, item.length
+            payload = (item.payload_offset, item.payload.nbytes) if entry.is_plain else (-1, 0)
+            offsets = None if index.offset is None else list(index.offset)
+            self._items.append(ItemRecord(index.fqn, offsets, file, item.offset, length, *payload))
+            chunk = None if index.offset is None else tuple(index.offset)
+            self._placed.append(PlacedItem(index.fqn, chunk, index.index, file, item.offset, length))
+
+    def receipt(self, place: str, manifest: ManifestRef | None) -> RankReceipt:
+        names = [record.path for record in self._records]
+        return RankReceipt(self._rank, place, manifest, names, pack_items(self._placed))
+
+    def put_manifest(self) -> ManifestRef | None:
+        """Write the manifest; None if the rank had nothing to write."""
+        if not self._items:
+            return None
+        manifest = RankManifest(
+            rank=self._rank,
+            token=self._token,
+            block_size_bytes=BLOCK_SIZE_BYTES,
+            files=self._records,
+            items=self._items,
+        )
+        key = manifest_key(self._rank, self._token)
+        body = FileBody.of_bytes(encode(manifest), self._pool)
+        self._written.append(key)
+        self._store.put(key, body)
+        return ManifestRef(
+            path=key,
+            size_bytes=body.nbytes,
+            crc64nvme=f"{body.crc64nvme():016x}",
+            rank=self._rank,
+            files=len(self._records),
+            items=len(self._items),
+            data_bytes=self.data_bytes,
+        )
+
+
+def _run_together(work: Any, count: int, stop: threading.Event) -> None:
+    """`work(0)` to `work(count - 1)` in threads of their own; the first error is raised once all have ended."""
+    if count <= 1:
+        for number in range(count):
+            work(number)
+        return
+    with ThreadPoolExecutor(count, thread_name_prefix="ckpt-file") as pool:
+        futures = [pool.submit(work, number) for number in range(count)]
+        try:
+            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+            for future in futures:
+                if future in done:
+                    future.result()
+        finally:
+            stop.set()

@@ -1,0 +1,210 @@
+"""From what the ranks report to the columns of the whole checkpoint, with nothing missing."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import torch
+from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
+    BytesStorageMetadata,
+    Metadata,
+    TensorStorageMetadata,
+)
+
+from ckpt.errors import CommitError, ConfigurationError
+from ckpt.format.columns import Columns, Integers, ObjectRow, TensorColumns
+from ckpt.format.records import ManifestRef
+
+__all__ = ["PlacedItem", "RankReceipt", "collect", "pack_items"]
+
+
+class PlacedItem(msgspec.Struct, array_like=True):
+    """An item that a rank has written.
+
+    Attributes:
+        fqn, chunk_offsets: which (offsets are None for an object).
+        hint: the chunk's number in DCP's metadata, where the plan says it.
+        file: index into the rank's files.
+        offset, length: its place in the file, in bytes.
+    """
+
+    fqn: str
+    chunk_offsets: tuple[int, ...] | None
+    hint: int | None
+    file: int
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class RankReceipt:
+    """What a rank tells the coordinator, through DCP's collectives.
+
+    Attributes:
+        rank: who.
+        place: the last segment of the place it saves to. The rest may differ: each rank may have its own
+            view of the same storage.
+        manifest: what it wrote; None if it had nothing to write.
+        files: the names of its data files.
+        items: what is in them, packed: half a million objects would take seconds to unpickle.
+        retries: requests that it has sent again so far in this save.
+    """
+
+    rank: int
+    place: str
+    manifest: ManifestRef | None
+    files: list[str]
+    items: bytes
+    retries: int = 0
+
+
+_ITEMS = msgspec.msgpack.Decoder(list[PlacedItem])  # made once, before there are threads
+
+
+def pack_items(items: Sequence[PlacedItem]) -> bytes:
+    return msgspec.msgpack.encode(items)
+
+
+def collect(metadata: Metadata, receipts: Iterable[RankReceipt]) -> Columns:
+    """The columns of what DCP planned, placed as the ranks report.
+
+    Raises:
+        CommitError: something was planned and not written, or the other way round.
+        ConfigurationError: the planner describes what this format cannot hold.
+    """
+    table = _Table(metadata)
+    files: list[str] = []
+    unknown: list[str] = []
+    for receipt in receipts:
+        for item in _ITEMS.decode(receipt.items):
+            if not table.place(item, len(files)):
+                unknown.append(_name(item.fqn, item.chunk_offsets))
+        files += receipt.files
+    missing = list(table.missing())
+    if missing or unknown:
+        raise CommitError(
+            f"nothing was committed: planned but not written: {_some(missing)}; "
+            f"written but not planned: {_some(unknown)}"
+        )
+    return Columns(files=files, entries=table.entries(), planner_data=metadata.planner_data)
+
+
+class _Table:
+    """The rows that DCP planned, and where each is found to be."""
+
+    def __init__(self, metadata: Metadata) -> None:
+        self._described = metadata.state_dict_metadata
+        self._first: dict[str, int] = {}
+        self._numbers: dict[str, dict[tuple[int, ...], int]] = {}
+        rows = 0
+        for fqn, stored in self._described.items():
+            self._first[fqn] = rows
+            rows += len(stored.chunks) if isinstance(stored, TensorStorageMetadata) else 1
+        self._file: list[int] = [-1] * rows
+        self._offset: list[int] = [0] * rows
+        self._length: list[int] = [0] * rows
+
+    def place(self, item: PlacedItem, first_file: int) -> bool:
+        row = self._row(item)
+        if row is None:
+            return False
+        self._file[row] = first_file + item.file
+        self._offset[row], self._length[row] = item.offset, item.length
+        return True
+
+    def _row(self, item: PlacedItem) -> int | None:
+        first = self._first.get(item.fqn)
+        if first is None:
+            return None
+        stored = self._described[item.fqn]
+        if not isinstance(stored, TensorStorageMetadata):
+            return first if item.chunk_offsets is None else None
+        hint, chunks = item.hint, stored.chunks
+        if hint is not None and 0 <= hint < len(chunks) and chunks[hint].offsets == item.chunk_offsets:
+            return first + hint
+        if item.fqn not in self._numbers:
+            numbered = [(tuple(chunk.offsets), number) for number, chunk in enumerate(chunks)]
+            self._numbers[item.fqn] = dict(reversed(numbered))
+        number = self._numbers[item.fqn].get(item.chunk_offsets or ())
+        return None if number is None or item.chunk_offsets is None else first + number
+
+    def missing(self) -> Iterator[str]:
+        """The names of planned rows that nobody wrote. A chunk that was planned twice is written once."""
+        for fqn, stored in self._described.items():
+            first = self._first[fqn]
+            if not isinstance(stored, TensorStorageMetadata):
+                if self._file[first] < 0:
+                    yield fqn
+                continue
+            if -1 in self._file[first : first + len(stored.chunks)]:
+                yield from self._missing_chunks(fqn, first, [tuple(c.offsets) for c in stored.chunks])
+
+    def _missing_chunks(self, fqn: str, first: int, offsets: Sequence[tuple[int, ...]]) -> Iterator[str]:
+        written = {offset: first + n for n, offset in enumerate(offsets) if self._file[first + n] >= 0}
+        for number, offset in enumerate(offsets):
+            row, source = first + number, written.get(offset)
+            if source is None:
+                yield _name(fqn, offset)
+            else:
+                self._file[row], self._offset[row] = self._file[source], self._offset[source]
+                self._length[row] = self._length[source]
+
+    def entries(self) -> dict[str, TensorColumns | ObjectRow]:
+        file, offset, length = (np.array(c, dtype=np.int64) for c in (self._file, self._offset, self._length))
+        offsets, sizes = _flat_chunks(self._described)
+        found: dict[str, TensorColumns | ObjectRow] = {}
+        cell = 0
+        for fqn, stored in self._described.items():
+            row = self._first[fqn]
+            if isinstance(stored, TensorStorageMetadata):
+                shape = (len(stored.chunks), len(stored.size))
+                rows, cells = slice(row, row + shape[0]), slice(cell, cell + shape[0] * shape[1])
+                cell = cells.stop
+                found[fqn] = TensorColumns(
+                    stored.properties.dtype, tuple(stored.size), bool(stored.properties.requires_grad),
+                    offsets[cells].reshape(shape), sizes[cells].reshape(shape),
+                    file[rows], offset[rows], length[rows],
+                )  # fmt: skip
+            elif isinstance(stored, BytesStorageMetadata):
+                found[fqn] = ObjectRow(self._file[row], self._offset[row], self._length[row])
+            else:
+                raise ConfigurationError(f"the planner describes {fqn!r} by a {type(stored).__name__}")
+        return found
+
+
+def _flat_chunks(described: Mapping[str, STORAGE_TYPES]) -> tuple[Integers, Integers]:
+    """The offsets and the sizes of all chunks of all tensors, one after the other."""
+    tensors = [stored for stored in described.values() if isinstance(stored, TensorStorageMetadata)]
+    for fqn, stored in described.items():
+        if isinstance(stored, TensorStorageMetadata):
+            _check_described(fqn, stored)
+    offsets = (chunk.offsets for stored in tensors for chunk in stored.chunks)
+    sizes = (chunk.sizes for stored in tensors for chunk in stored.chunks)
+    return _flat(offsets), _flat(sizes)
+
+
+def _check_described(fqn: str, stored: TensorStorageMetadata) -> None:
+    layout, dimensions = stored.properties.layout, len(stored.size)
+    if layout is not torch.strided:
+        raise ConfigurationError(f"{fqn!r} has the layout {layout}; save it dense")
+    if any(len(chunk.offsets) != dimensions or len(chunk.sizes) != dimensions for chunk in stored.chunks):
+        raise ConfigurationError(f"{fqn!r} has chunks of another number of dimensions than its own")
+
+
+def _flat(rows: Iterable[torch.Size]) -> Integers:
+    return np.fromiter(itertools.chain.from_iterable(rows), dtype=np.int64)
+
+
+def _name(fqn: str, offsets: Sequence[int] | None) -> str:
+    return fqn if offsets is None else f"{fqn}{list(offsets)}"
+
+
+def _some(names: Sequence[str]) -> str:
+    if not names:
+        return "none"
+    return ", ".join(sorted(names)[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

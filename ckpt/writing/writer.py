@@ -1,0 +1,344 @@
+"""The storage writer: `dcp.save(state, storage_writer=ckpt.CheckpointWriter(url))`.
+
+Every rank writes only into its own directory, under names it draws anew for each save, and tells the
+coordinator through DCP's collectives what it wrote. The coordinator commits. No rank ever looks at what
+another rank wrote, so none depends on seeing it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from ckpt.backends.base import Store
+from ckpt.backends.options import redact_url
+from ckpt.backends.registry import open_store
+from ckpt.consistency import environment
+from ckpt.consistency.commit import proves_no_commit
+from ckpt.errors import CheckpointError, CommitUnknown, ConfigurationError
+from ckpt.format.records import (
+    rank_directory,
+)
+from ckpt.gc_pause import no_gc
+from ckpt.ranks.deadline_store import GuardedStore
+from ckpt.ranks.group import DEFAULT_TIMEOUT_S, check_timeout
+from ckpt.ranks.heartbeat import Limits
+from ckpt.ranks.progress import Progress
+from ckpt.transfer.bandwidth import Pacer
+from ckpt.transfer.buffer_pool import DEFAULT_MEMORY_BUDGET_BYTES, StagingPool
+from ckpt.writing.coordinator import Coordinator
+from ckpt.writing.layout import (
+    Entry,
+    object_entries,
+    pickled_entries,
+    refuse_layouts,
+    spread,
+    tensor_entries,
+)
+from ckpt.writing.rank_files import RankFiles
+from ckpt.writing.receipts import RankReceipt
+
+__all__ = ["CheckpointWriter", "SaveMeta", "last_segment"]
+
+_logger = logging.getLogger(__name__)
+
+_OBJECT_BATCH_BYTES = 32 << 20
+_RECEIPT = MetadataIndex("ckpt.receipt")
+
+
+@dataclass
+class SaveMeta(StorageMeta):
+    """About a save that was committed, with the metadata that a save returns; it is not stored.
+
+    Attributes:
+        seconds: on the coordinator: `plan_s`, `write_s` (until all ranks have written) and `commit_s`.
+        retries: requests to the storage that were sent again, by all ranks.
+    """
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    retries: int = 0
+
+
+class CheckpointWriter(StorageWriter):
+    """Writes checkpoints that are committed whole or not at all.
+
+    Args:
+        url: the checkpoint's place: a path, `s3://bucket/key`, `cos://bucket/key`, or any fsspec URL.
+        storage_options: credentials, endpoint and settings of the store, as with fsspec and pandas.
+        overwrite: replace a checkpoint of this library at the same place; until the commit the old one stays
+            loadable. Otherwise, and for checkpoints that something else wrote, it is an error.
+        threads: transfers at the same time; default by the number of cores, 4 to 16.
+        memory_budget_bytes: memory this rank may use beyond the tensors themselves (default 256 MiB).
+        max_bandwidth_bytes_per_s: what this rank may send at most, on average; None is no cap.
+        tags: short texts kept in the commit record.
+        timeout_s: a storage operation of this rank that makes no progress for most of it is given up, so that all
+            ranks fail within it; None waits as long as the store does. (`ckpt.save` watches the other ranks too.)
+
+    Raises:
+        ConfigurationError: an argument is wrong.
+    """
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str],
+        *,
+        storage_options: Mapping[str, Any] | None = None,
+        overwrite: bool = True,
+        threads: int | None = None,
+        memory_budget_bytes: int | None = None,
+        max_bandwidth_bytes_per_s: float | None = None,
+        tags: Mapping[str, str] | None = None,
+        timeout_s: float | None = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        super().__init__()
+        self._storage_options = dict(storage_options or {})
+        self._overwrite = overwrite
+        self._threads = threads
+        self._tags = _checked_tags(tags)
+        self._bandwidth_bytes_per_s = max_bandwidth_bytes_per_s
+        self._pacer = _pacer(max_bandwidth_bytes_per_s)
+        self._budget_bytes = (
+            DEFAULT_MEMORY_BUDGET_BYTES if memory_budget_bytes is None else memory_budget_bytes
+        )
+        self._pool = StagingPool(self._budget_bytes, pinned=torch.cuda.is_available())
+        self._url = os.fspath(url)
+        self._limit_s = None if timeout_s is None else Limits(check_timeout(timeout_s)).stall_s
+        self.progress = Progress()
+        self._store = self._open(url)
+        self._rank = 0
+        self._token = environment.token()
+        self._written: list[str] = []
+        self._began_at_s: dict[str, float] = {}
+        self._retries_before = 0
+        self._coordinator: Coordinator | None = None
+
+    # -- what DCP calls, in this order ---------------------------------------------------------------------
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin a save, at another place if one is given."""
+        if checkpoint_id is not None and os.fspath(checkpoint_id) != self._url:
+            store = self._open(checkpoint_id)
+            self._store.close()
+            self._url, self._store = os.fspath(checkpoint_id), store
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._token)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if not kwargs.get("use_collectives", True):
+            raise ConfigurationError(
+                "use_collectives=False leaves nobody to see that all ranks have finished; "
+                "a checkpoint that cannot be torn needs the ranks' collectives",
+                url=self.checkpoint_id,
+            )
+        self._rank = kwargs.get("rank") or 0
+        # Drawn for each save: no name is ever written twice, so a store that lags can only show "not there".
+        self._token = environment.token()
+        self._written = []
+        self._coordinator = None
+        self._began_at_s = {"plan_s": environment.monotonic()}
+        self._retries_before = self._store.retries
+        self.progress.restart()
+        self.progress.begin("planning")
+        if is_coordinator:
+            # With what went before, less than it takes the other ranks to give this one up.
+            confirm_s = None if self._limit_s is None else self._limit_s / 8
+            self._coordinator = Coordinator(
+                self._store, self._rank, self._token, self._pool, self._written, confirm_s
+            )
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        with self._errors_named():
+            refuse_layouts(plan.items)
+            self._store.prepare(rank_directory(self._rank))
+            if self._coordinator is not None:
+                self._coordinator.look(overwrite=self._overwrite)
+        self.progress.wait_for("the plans of all ranks")
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        # Nothing may be put into the plans: DCP's plan caching would hand it to later saves.
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        self.progress.begin("saving")
+        self._began_at_s["write_s"] = environment.monotonic()
+        with self._errors_named():
+            try:
+                results = self._write(plan, planner)
+            except BaseException:
+                self.discard()
+                raise
+            finally:
+                self.progress.wait_for("all ranks to have written")
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        self.progress.begin("committing")
+        self._began_at_s["commit_s"] = environment.monotonic()
+        with self._errors_named():
+            if self._coordinator is None:
+                raise CheckpointError("finish was called on a rank that is not the coordinator")
+            reports = [report.storage_data for rank in results for report in rank]
+            receipts = [report for report in reports if isinstance(report, RankReceipt)]
+            try:
+                described = self._coordinator.commit(
+                    metadata, receipts, world_size=len(results), tags=self._tags
+                )
+            except CheckpointError as error:
+                if proves_no_commit(error):
+                    self.discard()
+                raise
+            except Exception as error:  # which proves nothing: no rank may delete what it wrote
+                raise CommitUnknown(f"{type(error).__name__}: {error}") from error
+            # This very object is what DCP sends to all ranks and hands to its caller.
+            metadata.__dict__.update(described.__dict__)
+            metadata.storage_meta = SaveMeta(
+                self.checkpoint_id,
+                self._token,
+                seconds=_durations(self._began_at_s),
+                retries=self._retries() + sum(r.retries for r in receipts if r.rank != self._rank),
+            )
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        try:
+            open_store(checkpoint_id)
+        except CheckpointError:
+            return False
+        return True
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The checkpoint's place, without credentials."""
+        return self._store.url
+
+    # -- beyond DCP ----------------------------------------------------------------------------------------
+
+    def discard(self) -> None:
+        """Delete what this rank wrote in the current save. Only for a save that surely was not committed."""
+        self.progress.clean_up()
+        written, self._written = self._written, []
+        try:
+            self._store.delete(written)
+        except Exception as error:  # a failed save has an error of its own to report
+            _logger.warning("rank %d could not clean up after a failed save: %s", self._rank, error)
+
+    def close(self) -> None:
+        """Release connections and threads. The writer can be used again; it then opens new ones."""
+        self._store.close()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({redact_url(self._url)!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_pool": None, "_pacer": None, "_coordinator": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._pool = StagingPool(self._budget_bytes, pinned=torch.cuda.is_available())
+        self._pacer = _pacer(self._bandwidth_bytes_per_s)
+
+    def _open(self, url: str | os.PathLike[str]) -> Store:
+        store = open_store(url, self._storage_options, threads=self._threads)
+        return GuardedStore(store, self.progress, self._limit_s, own_memory=True)
+
+    # -- writing -------------------------------------------------------------------------------------------
+
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        started_s = time.monotonic()
+        _wait_for_devices()
+        pace = None if self._pacer is None else self._pacer.wait
+        files = RankFiles(self._store, self._rank, self._token, self._pool, self._written, pace)
+        objects: list[Entry] = []
+        objects_bytes = 0
+        byte_items = [item for item in plan.items if item.type == WriteItemType.BYTE_IO]
+        tensor_items = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
+        with no_gc():
+            tensors, others = tensor_entries(tensor_items, planner)
+        for entry in itertools.chain(object_entries(byte_items, planner), pickled_entries(others, planner)):
+            # What is pickled is memory of ours: a large number of objects leaves batch by batch.
+            if objects and objects_bytes + entry.length > _OBJECT_BATCH_BYTES:
+                files.put([objects])
+                objects, objects_bytes = [], 0
+            objects.append(entry)
+            objects_bytes += entry.length
+        wanted = 1 if self._store.capabilities.parallel_parts else self._store.threads
+        spread_out = spread(tensors, wanted)
+        if objects:
+            spread_out = [[*objects, *spread_out[0]], *spread_out[1:]] if spread_out else [objects]
+        files.put(spread_out)
+        manifest = files.put_manifest()
+        receipt = replace(files.receipt(last_segment(self._url), manifest), retries=self._retries())
+        nbytes, seconds = files.data_bytes, time.monotonic() - started_s
+        _logger.info(
+            "rank %d wrote %d bytes in %.2f s to %s", self._rank, nbytes, seconds, self.checkpoint_id
+        )
+        return [WriteResult(_RECEIPT, nbytes, receipt)]
+
+    def _retries(self) -> int:
+        """Of this rank, since the save began."""
+        return self._store.retries - self._retries_before
+
+    @contextlib.contextmanager
+    def _errors_named(self) -> Iterator[None]:
+        """Every error leaves with the rank and the place, and able to travel to the other ranks."""
+        try:
+            yield
+        except CheckpointError as error:
+            error.rank = self._rank if error.rank is None else error.rank
+            error.url = error.url or self.checkpoint_id
+            raise
+        except Exception as error:
+            raise CheckpointError(
+                f"{type(error).__name__}: {error}", url=self.checkpoint_id, rank=self._rank
+            ) from error
+
+
+def _wait_for_devices() -> None:
+    """The tensors' values may still be on their way in the caller's stream; copies run in other threads."""
+    if torch.accelerator.is_available():
+        torch.accelerator.current_stream().synchronize()
+
+
+def _pacer(bytes_per_s: float | None) -> Pacer | None:
+    return None if bytes_per_s is None else Pacer(bytes_per_s)
+
+
+def _durations(began_at_s: Mapping[str, float]) -> dict[str, float]:
+    """How long phases took that follow one another, the last of which ends now."""
+    edges = [*began_at_s.values(), environment.monotonic()]
+    return {
+        name: end - start for name, (start, end) in zip(began_at_s, itertools.pairwise(edges), strict=True)
+    }
+
+
+def _checked_tags(tags: Mapping[str, str] | None) -> dict[str, str]:
+    checked = dict(tags or {})
+    for name, value in checked.items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise ConfigurationError(f"tags are texts by name; {name!r} is not")
+        try:
+            f"{name}{value}".encode()
+        except UnicodeEncodeError as error:
+            raise ConfigurationError(f"the tag {name!r} cannot be written as UTF-8: {error}") from None
+    return checked
+
+
+def last_segment(url: str) -> str:
+    """The name of a place in its folder: the same on all ranks, whatever view of the storage each has."""
+    return url.rstrip("/").rpartition("/")[2]

@@ -1,0 +1,81 @@
+"""Does this server carry out "only if absent"? Asked once, by trying, before the first commit that depends on it.
+
+Servers honour `If-None-Match`, refuse it, or ignore it without a word, and neither name nor version tells which.
+Three small requests do: put an object, put it again, delete it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+
+from ckpt.backends.base import Store
+from ckpt.backends.raw_requests import Condition, Trials
+from ckpt.consistency.probes.trial_bodies import TrialBody
+from ckpt.errors import AlreadyExists, CheckpointError, StorageError, StorageUnavailable
+
+__all__ = ["learn_condition", "measure_condition"]
+
+_logger = logging.getLogger(__name__)
+_lock = threading.Lock()
+_known: dict[str, Condition | None] = {}
+"""By endpoint and bucket, in this process; None where it could not be measured."""
+
+
+def learn_condition(store: Store, key: str) -> None:
+    """Let `store` go by what its server makes of "only if absent"; asked with an object at `key`, once for a bucket.
+
+    Where there is nothing to ask, or no permission to, the store stays with its careful path: it looks before it puts.
+    """
+    trials = store.trials()
+    if trials is None:
+        return
+    with _lock:
+        if trials.place not in _known:
+            try:
+                _known[trials.place] = measure_condition(store, trials, key)
+            except StorageUnavailable:
+                return  # not an answer; the next save asks again
+            except CheckpointError as error:
+                _logger.info("%s: conditional puts could not be tried: %s", trials.place, error)
+                _known[trials.place] = None
+            _warn(trials.place, _known[trials.place])
+        trials.learn(_known[trials.place])
+
+
+def measure_condition(store: Store, trials: Trials, key: str, *, in_parts: bool = False) -> Condition:
+    """What the server makes of "only if absent", tried with an object at `key`, a name of its own.
+
+    Args:
+        in_parts: try it on the completion of an upload in parts.
+
+    Raises:
+        StorageError: the server refused something else.
+    """
+    part_size_bytes = 1 << 20 if in_parts else None
+
+    def create(text: bytes) -> bool:
+        return trials.put(key, TrialBody(text), create=True, part_size_bytes=part_size_bytes)
+
+    try:
+        if not create(b"first"):
+            return Condition.REFUSED
+        create(b"second")
+        return Condition.IGNORED
+    except AlreadyExists:
+        # Of the first put too: then a try of it whose reply was lost had made the object.
+        return Condition.HONOURED
+    finally:
+        with contextlib.suppress(StorageError):
+            store.delete([key])
+
+
+def _warn(place: str, condition: Condition | None) -> None:
+    if condition in (Condition.IGNORED, Condition.REFUSED):
+        _logger.warning(
+            '%s: the server %s "only if absent" (If-None-Match). Two jobs that save a first checkpoint at one place '
+            "at the same moment can both report success, and one of them is lost: give every place one writer at a time",
+            place,
+            "ignores" if condition is Condition.IGNORED else "refuses",
+        )

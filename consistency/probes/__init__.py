@@ -1,0 +1,1 @@
+"""Measure what a bucket or a mount really guarantees."""

@@ -1,0 +1,81 @@
+"""Probes: what the credentials allow, and what works without the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from ckpt.consistency.probes.examine import Finding, Subject, Verdict
+from ckpt.errors import AccessDenied, StorageError
+
+__all__ = ["permissions"]
+
+_WITHOUT = {
+    "put": (Verdict.PROBLEM, "nothing can be saved; loads work"),
+    "get": (Verdict.PROBLEM, "nothing can be loaded, nor saved: a save looks first at what is there"),
+    "look for what is not there": (
+        Verdict.PROBLEM,
+        "saves fail: they cannot tell a free place from a forbidden one. S3 answers so without s3:ListBucket: grant it",
+    ),
+    "list": (
+        Verdict.CAREFUL,
+        "saves and loads work; ckpt ls and gc, and the search for the latest checkpoint, do not",
+    ),
+    "delete": (
+        Verdict.CAREFUL,
+        "saves and loads work; what an overwritten checkpoint held stays, and ckpt rm, gc and retention fail",
+    ),
+    "list uploads": (
+        Verdict.CAREFUL,
+        "saves and loads work; ckpt gc cannot find what dead uploads left: add a lifecycle rule that aborts them",
+    ),
+    "abort uploads": (
+        Verdict.CAREFUL,
+        "saves and loads work; the parts of a failed upload stay, and cost: add a lifecycle rule that aborts them",
+    ),
+}
+
+
+_OPTIONAL = frozenset({"list", "list uploads", "abort uploads"})
+"""Not every server offers them."""
+
+
+def permissions(subject: Subject) -> Iterator[Finding]:
+    """Each operation once; `subject.allowed` gets those that were carried out. The storage's other errors are raised."""
+    first, key = subject.first, "access/object"
+    refused: list[tuple[str, StorageError]] = []
+
+    def allowed(operation: str, action: Callable[[], object]) -> bool:
+        try:
+            action()
+        except StorageError as error:
+            if not isinstance(error, AccessDenied) and operation not in _OPTIONAL:
+                raise
+            refused.append((operation, error))
+            return False
+        subject.allowed.add(operation)
+        return True
+
+    if allowed("put", lambda: _put(subject, key)):
+        allowed("get", lambda: first.read(key))
+        allowed("look for what is not there", lambda: first.exists("access/nothing"))
+        allowed("list", lambda: first.names("access/"))
+        allowed("delete", lambda: first.delete([key]))
+        trials = first.store.trials()
+        if trials is not None:
+            upload_id = trials.begin(key)
+            allowed("list uploads", lambda: trials.uploads(key))
+            allowed("abort uploads", lambda: trials.abort(key, upload_id))
+    for operation, error in refused:
+        verdict, advice = _WITHOUT[operation]
+        yield Finding(
+            f"permission to {operation}", verdict, f"refused: {error.message}", advice, {"allowed": False}
+        )
+    granted = [operation for operation in _WITHOUT if operation in subject.allowed]
+    if granted:
+        yield Finding("permissions", Verdict.FINE, f"may {', '.join(granted)}", measured={"allowed": granted})
+
+
+def _put(subject: Subject, key: str) -> None:
+    for client in subject.clients:
+        client.prepare("")
+    subject.first.put(key, b"an object of ckpt doctor")

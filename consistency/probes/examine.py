@@ -1,0 +1,175 @@
+"""What does this storage really do? Probes, each bounded in time, and what they found.
+
+A probe asks one question by trying, through the same stores that carry checkpoints. `examine` runs them, whatever
+becomes of one of them. All they write lies in one folder, whose names the clients remember.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckpt.consistency import environment
+from ckpt.consistency.probes.clients import Client, OutOfTime
+from ckpt.errors import CheckpointError, StorageUnavailable
+
+__all__ = ["Finding", "Probe", "Subject", "Verdict", "examine"]
+
+_GRACE_S = 10.0
+"""For a probe whose time is over to notice."""
+
+
+class Verdict(enum.Enum):
+    """What a finding means for checkpoints."""
+
+    FINE = "fine"
+    CAREFUL = "careful"
+    """Works, but with a limit to know of."""
+    PROBLEM = "problem"
+    """Saves or loads can fail, or be wrong."""
+    UNKNOWN = "not measured"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a probe found.
+
+    Attributes:
+        check: what was looked at.
+        result: what was seen.
+        advice: what it means, and what to do about it.
+        measured: the same in values; delays and times in seconds, None where something never came.
+    """
+
+    check: str
+    verdict: Verdict
+    result: str
+    advice: str = ""
+    measured: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Subject:
+    """What is examined.
+
+    Attributes:
+        first, second: clients of one place; without a second one, nothing is said about what others see.
+        wait_s: how long to wait for something to become visible.
+        allowed: operations that the credentials allow, as far as known.
+        lag_s: the longest that one client took to see what the other did.
+    """
+
+    first: Client
+    second: Client | None
+    wait_s: float
+    allowed: set[str] = field(default_factory=set)
+    lag_s: float = 0.0
+
+    @property
+    def clients(self) -> Sequence[Client]:
+        return [self.first] if self.second is None else [self.first, self.second]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A probe.
+
+    Attributes:
+        check: what it looks at.
+        run: yields what it finds.
+        limit_s: the time it may take.
+        needs: operations that have to be allowed.
+        vital: without it the others make no sense: its error is raised.
+    """
+
+    check: str
+    run: Callable[[Subject], Iterator[Finding]]
+    limit_s: float = 30.0
+    needs: frozenset[str] = frozenset({"put", "get"})
+    vital: bool = False
+
+
+def examine(
+    subject: Subject, probes: Sequence[Probe], *, timeout_s: float, progress: Callable[[str], None]
+) -> list[Finding]:
+    """Run the probes, one after the other, for `timeout_s` seconds in all.
+
+    A probe that does not come back in its time is a finding. If it does not come back at all, the storage hangs, and
+    the others are left out.
+
+    Raises:
+        CheckpointError: a vital probe failed so.
+    """
+    deadline = environment.monotonic() + timeout_s
+    findings: list[Finding] = []
+    hangs = False
+    for probe in probes:
+        left_s = deadline - environment.monotonic()
+        missing = probe.needs - subject.allowed
+        reason = ""
+        if missing:
+            reason = f"needs permission to {' and '.join(sorted(missing))}"
+        elif hangs:
+            reason = "the storage hangs"
+        elif left_s <= 0:
+            reason = "out of time"
+        if reason:
+            findings.append(Finding(probe.check, Verdict.UNKNOWN, reason))
+            continue
+        progress(probe.check)
+        run = _Run(probe, subject, min(left_s, probe.limit_s))
+        findings += run.findings
+        hangs = hangs or run.hangs
+    return findings
+
+
+class _Run:
+    """A probe in a thread of its own: what hangs in a system call cannot be ended. If it comes back, its time is over."""
+
+    def __init__(self, probe: Probe, subject: Subject, limit_s: float) -> None:
+        self._probe, self._subject = probe, subject
+        self.findings: list[Finding] = []
+        self._error: CheckpointError | None = None
+        thread = threading.Thread(target=self._run, name="ckpt-probe", daemon=True)
+        _set_deadline(subject, environment.monotonic() + limit_s)
+        try:
+            thread.start()
+            thread.join(limit_s + _GRACE_S)
+        except BaseException:  # interrupted
+            _set_deadline(subject, 0.0)
+            thread.join(_GRACE_S)
+            raise
+        self.hangs = thread.is_alive()
+        if self.hangs:
+            self._error = StorageUnavailable(f"no answer in {limit_s:.0f} s", url=subject.first.store.url)
+        if self._error is not None:
+            if probe.vital:
+                raise self._error
+            self.findings.append(self._problem(self._error))
+
+    def _run(self) -> None:
+        try:
+            for finding in self._probe.run(self._subject):
+                self.findings.append(finding)
+        except OutOfTime:
+            self.findings.append(Finding(self._probe.check, Verdict.UNKNOWN, "took too long"))
+        except CheckpointError as error:
+            self._error = error
+        except Exception as error:  # a store that breaks its contract
+            self._error = CheckpointError(f"unexpected {type(error).__name__}: {error}")
+
+    def _problem(self, error: CheckpointError) -> Finding:
+        return Finding(
+            self._probe.check,
+            Verdict.PROBLEM,
+            f"{type(error).__name__}: {error}",
+            "saves and loads can meet this too",
+        )
+
+
+def _set_deadline(subject: Subject, deadline: float) -> None:
+    for client in subject.clients:
+        client.deadline = deadline

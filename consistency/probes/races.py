@@ -1,0 +1,92 @@
+"""Probe: of two clients that create the same name at the same moment, does exactly one win?"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections import Counter
+from collections.abc import Iterator
+
+from ckpt.consistency import environment
+from ckpt.consistency.probes.clients import Client
+from ckpt.consistency.probes.examine import Finding, Subject, Verdict
+from ckpt.errors import AlreadyExists
+
+__all__ = ["exclusive_creates"]
+
+_ROUNDS = 30
+_TIME_S = 10.0
+
+
+def exclusive_creates(subject: Subject) -> Iterator[Finding]:
+    """Rounds of two creates at once, as two jobs would commit to one place."""
+    first, second = subject.first, subject.second
+    twin = None
+    if second is None:
+        twin = second = Client(pickle.loads(pickle.dumps(first.store)), "a second connection")
+    try:
+        winners = _rounds(first, second)
+    finally:
+        if twin is not None:
+            twin.close()
+    yield _finding(winners, second, claimed=first.store.capabilities.conditional_create)
+
+
+def _finding(winners: Counter[int], second: Client, *, claimed: bool) -> Finding:
+    rounds = winners.total()
+    measured = {
+        "rounds": rounds,
+        "one_winner": winners[1],
+        "two_winners": winners[2],
+        "no_winner": winners[0],
+    }
+    check = f"create races with {second.name}"
+    if winners[1] == rounds:
+        return Finding(check, Verdict.FINE, f"one winner in each of {rounds} rounds", measured=measured)
+    if winners[2]:
+        verdict = Verdict.PROBLEM if claimed else Verdict.CAREFUL
+        result = f"two winners in {winners[2]} of {rounds} rounds"
+        advice = "two jobs that save a first checkpoint at one place at the same moment both report success, and one is "
+        return Finding(
+            check, verdict, result, f"{advice}lost: give every place one writer at a time", measured
+        )
+    result = f"no winner in {winners[0]} of {rounds} rounds"
+    return Finding(check, Verdict.CAREFUL, result, "both jobs of such a race fail; nothing is lost", measured)
+
+
+def _rounds(first: Client, second: Client) -> Counter[int]:
+    """How often there were how many winners."""
+    winners: Counter[int] = Counter()
+    deadline = environment.monotonic() + _TIME_S
+    for number in range(_ROUNDS):
+        if number and environment.monotonic() > deadline:
+            break
+        winners[_race(first, second, f"races/{number}")] += 1
+    return winners
+
+
+def _race(first: Client, second: Client, key: str) -> int:
+    """How many of them created `key`."""
+    start = threading.Barrier(2)
+    outcomes: list[bool | BaseException] = []
+
+    def create(client: Client) -> None:
+        try:
+            start.wait(_TIME_S)
+            client.create(key, client.name.encode().ljust(32))  # of one size: who loses may look
+            outcomes.append(True)
+        except AlreadyExists:
+            outcomes.append(False)
+        except BaseException as error:
+            outcomes.append(error)
+
+    # Daemons: what hangs in a system call must not keep the program from ending.
+    racers = [threading.Thread(target=create, args=(client,), daemon=True) for client in (first, second)]
+    for racer in racers:
+        racer.start()
+    for racer in racers:
+        racer.join()
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
+    return outcomes.count(True)

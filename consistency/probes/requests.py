@@ -1,0 +1,153 @@
+"""Probes: what a server makes of conditions, of checksums, and of uploads in parts."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from ckpt.backends.base import MIB, transfer_size_bytes
+from ckpt.backends.raw_requests import Condition, Trials
+from ckpt.consistency.conditional_create import measure_condition
+from ckpt.consistency.probes.examine import Finding, Subject, Verdict
+from ckpt.consistency.probes.trial_bodies import TrialBody
+from ckpt.errors import AccessDenied, NotFound, StorageError, StorageUnavailable
+
+__all__ = ["checksums", "conditions", "limits", "uploads"]
+
+_LOOKS = "the library looks before it puts, which is not atomic: give every place one writer at a time"
+_RESULTS = {
+    Condition.HONOURED: (Verdict.FINE, "honoured", ""),
+    Condition.REFUSED: (Verdict.CAREFUL, "refused as not implemented", _LOOKS),
+    Condition.IGNORED: (Verdict.CAREFUL, "silently ignored: a second put replaced the first", _LOOKS),
+}
+
+
+def conditions(subject: Subject) -> Iterator[Finding]:
+    """What "only if absent" comes to, on a single put and on the completion of an upload in parts."""
+    store, trials = subject.first.store, subject.first.store.trials()
+    if trials is None:
+        return
+    for in_parts, check in ((False, "conditional put"), (True, "conditional upload in parts")):
+        key = f"conditions/{'parts' if in_parts else 'single'}"
+        subject.first.written.add(key)
+        found = measure_condition(store, trials, key, in_parts=in_parts)
+        verdict, result, advice = _RESULTS[found]
+        if in_parts and found is not Condition.HONOURED:
+            verdict, advice = (
+                Verdict.FINE,
+                "commit records are not sent in parts, and what is, is looked for before",
+            )
+        if not in_parts:
+            for client in subject.clients:
+                learner = client.store.trials()
+                if learner is not None:
+                    learner.learn(found)
+        yield Finding(check, verdict, result, advice, {"if_none_match": found.value})
+
+
+def checksums(subject: Subject) -> Iterator[Finding]:
+    """Whether the server refuses bytes that do not match the checksum sent along."""
+    trials = subject.first.store.trials()
+    if trials is None:
+        return
+    verified = {}
+    for what, part_size_bytes in (("single put", None), ("part", MIB)):
+        key = f"checksums/{what.replace(' ', '-')}"
+        subject.first.written.add(key)
+        try:
+            trials.put(key, TrialBody(b"other bytes", wrong=True), part_size_bytes=part_size_bytes)
+            verified[what] = False
+        except (AccessDenied, StorageUnavailable, NotFound):
+            raise
+        except StorageError:
+            verified[what] = True
+    if all(verified.values()):
+        yield Finding("checksums sent along", Verdict.FINE, "verified", measured=verified)
+        return
+    ignored = " and ".join(f"of a {what}" for what, was in verified.items() if not was)
+    advice = "damage on the way to the server is found when it is loaded, not when it is saved: use https"
+    yield Finding(
+        "checksums sent along",
+        Verdict.CAREFUL,
+        f"not verified: a wrong one {ignored} was taken",
+        advice,
+        verified,
+    )
+
+
+def limits(subject: Subject) -> Iterator[Finding]:
+    """Which parts of an upload the server takes."""
+    trials = subject.first.store.trials()
+    if trials is None:
+        return
+    small = _takes_small_parts(subject, trials)
+    last, beyond = _takes_part(subject, trials, 10_000), _takes_part(subject, trials, 10_001)
+    measured = {"parts_under_5_mib": small, "part_10000": last, "part_10001": beyond}
+    result = f"parts under 5 MiB {_taken(small)}, part number 10,000 {_taken(last)}, 10,001 {_taken(beyond)}"
+    if last:
+        yield Finding("uploads in parts", Verdict.FINE, result, measured=measured)
+        return
+    thousand = _takes_part(subject, trials, 1000)
+    size_bytes = transfer_size_bytes(subject.first.store.threads)
+    parts = "up to 1,000 parts" if thousand else "fewer than 1,000 parts"
+    advice = (
+        f"files of {parts} can be stored, {1000 * size_bytes / 2**30:.0f} GiB at {size_bytes // MIB} MiB a part: "
+        "for larger ones give the storage option part_size_bytes"
+    )
+    measured["part_1000"] = thousand
+    result = f"{result}, 1,000 {_taken(thousand)}"
+    yield Finding("uploads in parts", Verdict.CAREFUL, result, advice, measured)
+
+
+def _taken(taken: bool) -> str:
+    return "taken" if taken else "refused"
+
+
+def _takes_small_parts(subject: Subject, trials: Trials) -> bool:
+    key = "limits/small-parts"
+    subject.first.written.add(key)
+    try:
+        return trials.put(key, TrialBody(bytes(MIB + 1)), part_size_bytes=MIB)
+    except (AccessDenied, StorageUnavailable):
+        raise
+    except StorageError:
+        return False
+
+
+def _takes_part(subject: Subject, trials: Trials, number: int) -> bool:
+    key = "limits/numbers"
+    upload_id = trials.begin(key)
+    try:
+        trials.send_part(key, upload_id, number, TrialBody(b"part"))
+        return True
+    except (AccessDenied, StorageUnavailable):
+        raise
+    except StorageError:
+        return False
+    finally:
+        with contextlib.suppress(StorageError):
+            trials.abort(key, upload_id)
+
+
+def uploads(subject: Subject) -> Iterator[Finding]:
+    """Whether an upload that was begun and left can be found, and aborted."""
+    trials = subject.first.store.trials()
+    if trials is None:
+        return
+    if not {"list uploads", "abort uploads"} <= subject.allowed:
+        yield Finding("unfinished uploads", Verdict.UNKNOWN, "needs permission to list and abort uploads")
+        return
+    key = "limits/orphan"
+    upload_id = trials.begin(key)
+    try:
+        listed = upload_id in trials.uploads(key)
+    finally:
+        trials.abort(key, upload_id)
+    gone = upload_id not in trials.uploads(key)
+    measured = {"listed": listed, "aborted": gone}
+    if listed and gone:
+        yield Finding("unfinished uploads", Verdict.FINE, "can be found and aborted", measured=measured)
+        return
+    seen = "are not listed" if not listed else "are listed after they were aborted"
+    advice = "ckpt gc cannot remove what dead uploads leave: add a lifecycle rule that aborts them"
+    yield Finding("unfinished uploads", Verdict.CAREFUL, seen, advice, measured)

@@ -1,0 +1,92 @@
+"""Probes: how long a request takes, how many bytes a second go through, and whether the clocks agree."""
+
+from __future__ import annotations
+
+import secrets
+import statistics
+from collections.abc import Callable, Iterator
+
+from ckpt.backends.base import MIB
+from ckpt.consistency import environment
+from ckpt.consistency.probes.examine import Finding, Subject, Verdict
+from ckpt.consistency.probes.trial_bodies import TrialBody
+
+__all__ = ["clock", "latency", "throughput"]
+
+_ROUNDS = 10
+_SIZES_BYTES = (4 * MIB, 64 * MIB)
+_LONGEST_PUT_S = 10.0
+_SKEW_S, _REFUSED_SKEW_S = 5.0, 900.0
+
+
+def latency(subject: Subject) -> Iterator[Finding]:
+    """Small puts, looks and reads, one after the other."""
+    first = subject.first
+    took_s: dict[str, list[float]] = {"put": [], "look": [], "read": []}
+    for number in range(_ROUNDS):
+        key = f"latency/{number}"
+        for what, action in (
+            ("put", lambda key=key: first.put(key, b"x")),
+            ("look", lambda key=key: first.stat(key)),
+            ("read", lambda key=key: first.store.read_into(key, 0, [memoryview(bytearray(1))])),
+        ):
+            took_s[what].append(_timed(action))
+    medians = {what: statistics.median(times) for what, times in took_s.items()}
+    result = ", ".join(f"{what} {1000 * median_s:.2g} ms" for what, median_s in medians.items())
+    measured = {f"{what}_s": median_s for what, median_s in medians.items()}
+    yield Finding("latency", Verdict.FINE, f"{result} (medians)", measured=measured)
+
+
+def throughput(subject: Subject) -> Iterator[Finding]:
+    """One object, written and read back; a large one where a small one went fast."""
+    store, key = subject.first.store, "throughput/object"
+    subject.first.written.add(key)
+    put_s = read_s = 0.0
+    done_bytes = 0
+    for size_bytes in _SIZES_BYTES:
+        if put_s * size_bytes / _SIZES_BYTES[0] > _LONGEST_PUT_S:
+            break
+        done_bytes = size_bytes
+        put_s, read_s = _through(subject, key, size_bytes)
+    measured = {
+        "size_bytes": done_bytes,
+        "put_bytes_per_s": done_bytes / put_s,
+        "read_bytes_per_s": done_bytes / read_s,
+    }
+    mib = done_bytes / MIB
+    result = f"put {mib / put_s:,.0f} MiB/s, read {mib / read_s:,.0f} MiB/s ({mib:.0f} MiB, {store.threads} threads)"
+    yield Finding("throughput", Verdict.FINE, result, measured=measured)
+
+
+def _through(subject: Subject, key: str, size_bytes: int) -> tuple[float, float]:
+    body, target = TrialBody(secrets.token_bytes(size_bytes)), bytearray(size_bytes)
+    put_s = _timed(lambda: subject.first.store.put(key, body))
+    return put_s, _timed(lambda: subject.first.store.read_into(key, 0, [memoryview(target)]))
+
+
+def clock(subject: Subject) -> Iterator[Finding]:
+    """The storage's clock against this machine's, by the date of an object just written."""
+    before_s = environment.now()
+    subject.first.put("clock/object", b"x")
+    after_s = environment.now()
+    dated_s = subject.first.stat("clock/object").modified_at_s
+    if dated_s is None:
+        yield Finding("clock", Verdict.UNKNOWN, "this storage dates nothing")
+        return
+    # Dates may be whole seconds, cut off.
+    skew_s = dated_s - after_s if dated_s > after_s else min(0.0, dated_s + 1 - before_s)
+    result = "agrees" if abs(skew_s) <= 1 else f"{abs(skew_s):.0f} s {'ahead' if skew_s > 0 else 'behind'}"
+    measured = {"skew_s": skew_s}
+    if abs(skew_s) <= _SKEW_S:
+        yield Finding("clock", Verdict.FINE, result, measured=measured)
+        return
+    advice = "ckpt gc judges the age of leftovers by it: choose a grace period that covers the difference; set the clocks"
+    if abs(skew_s) >= _REFUSED_SKEW_S:
+        advice += ". S3 refuses requests that are 15 minutes off"
+    yield Finding("clock", Verdict.CAREFUL, result, advice, measured)
+
+
+def _timed(action: Callable[[], object]) -> float:
+    began_s = environment.monotonic()
+    action()
+    return max(environment.monotonic() - began_s, 1e-9)

@@ -1,0 +1,157 @@
+"""Credentials appear nowhere: not in errors, logs, records or representations."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.proxy import fault_proxy
+from support.servers import SECRET_KEY, IamServer, S3Server
+from support.strict_s3 import strict_s3
+
+import ckpt
+from ckpt.backends.options import redact_url
+from ckpt.backends.registry import open_store
+from ckpt.errors import CheckpointError, ConfigurationError
+
+TOKEN = "session-token-that-is-secret"
+
+
+@pytest.mark.parametrize("scheme", ["s3", "cos", "fsspec+s3"])
+def test_a_whole_life(
+    scheme: str, s3: S3Server, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    bucket = s3.new_bucket()
+    texts: list[str] = []
+    options = dict(s3.options)
+    if scheme == "s3":
+        options["token"] = TOKEN
+    with caplog.at_level(logging.DEBUG, logger="ckpt"), fault_proxy(s3) as proxy:
+        options["endpoint_url"] = f"http://127.0.0.1:{proxy.port}"
+        if not scheme.startswith("fsspec"):
+            options["max_attempts"] = 1
+        url = f"{scheme}://{bucket}/c"
+        metadata = ckpt.save({"t": torch.ones(10), "o": 3}, url, storage_options=options)
+        writer, reader = (
+            ckpt.CheckpointWriter(url, storage_options=options),
+            ckpt.CheckpointReader(url, storage_options=options),
+        )
+        texts += [
+            repr(metadata),
+            repr(writer),
+            repr(reader),
+            str(writer.checkpoint_id),
+            repr(writer.storage_meta()),
+        ]
+        proxy.rule = lambda call: 403
+        for action in (
+            lambda: ckpt.load({"t": torch.ones(10)}, url, storage_options=options),
+            lambda: ckpt.save({"t": torch.ones(10)}, url, storage_options=options),
+        ):
+            with pytest.raises(CheckpointError) as caught:
+                action()
+            texts += [str(caught.value), repr(caught.value), repr(pickle.dumps(caught.value))]
+            texts.append("".join(traceback.format_exception(caught.value)))
+    for found in s3.client().list_objects_v2(Bucket=bucket)["Contents"]:
+        texts.append(repr(s3.client().get_object(Bucket=bucket, Key=found["Key"])["Body"].read()))
+    ours = [record.getMessage() for record in caplog.records if record.name.startswith("ckpt")]
+    assert ours
+    texts += ours
+    texts += list(capfd.readouterr())
+    for text in texts:
+        assert SECRET_KEY not in text
+        assert TOKEN not in text
+
+
+def test_a_refused_api_key(s3: S3Server, iam: IamServer) -> None:
+    options = {
+        "endpoint_url": s3.endpoint_url,
+        "ibm_api_key_id": "the-wrong-and-secret-key",
+        "ibm_service_instance_id": "crn:1",
+        "ibm_auth_endpoint": iam.url,
+        "max_attempts": 1,
+    }
+    store = open_store("cos://bucket/x", options)
+    with pytest.raises(ckpt.errors.AccessDenied) as caught:
+        store.stat("k")
+    text = "".join(traceback.format_exception(caught.value)) + repr(store)
+    assert "the-wrong-and-secret-key" not in text
+
+
+def test_user_info_in_urls(tmp_path: Path) -> None:
+    assert redact_url("https://me:pw@host/x?token=1#f") == "https://host/x"
+    assert redact_url("ftp://me:pw@host/a#1?b") == "ftp://host/a#1?b"  # a name, not a fragment
+    assert redact_url("s3://bucket/a#b") == "s3://bucket/a#b"
+    assert redact_url("s3://bucket/key@2") == "s3://bucket/key@2"
+    store = open_store("fsspec+ftp://me:secret-pw@127.0.0.1:9/place")
+    assert "secret-pw" not in repr(store)
+    with pytest.raises(CheckpointError) as caught:
+        store.stat("k")
+    assert "secret-pw" not in "".join(traceback.format_exception(caught.value))
+    for url in (
+        "s3://key:secret-pw@bucket/x",
+        "cos://key:secret-pw@bucket/x",
+        "s3://key:secret-pw/y@bucket/x",
+    ):
+        with pytest.raises(ConfigurationError, match="storage_options") as wrong:
+            open_store(url, {"endpoint_url": "http://127.0.0.1:9"})
+        assert "secret-pw" not in str(wrong.value)
+    for endpoint in ("http://key:secret-pw@host", "http://host/?token=secret-pw"):
+        for options in ({"endpoint_url": endpoint}, {"client_kwargs": {"endpoint_url": endpoint}}):
+            with pytest.raises(ConfigurationError, match="must be a plain URL") as wrong:
+                open_store("s3://bucket/x", options)
+            assert "secret-pw" not in str(wrong.value)
+
+
+def test_wrong_options_are_named_without_values() -> None:
+    options: dict[str, Any] = {"sekret": "secret-value", "key": "k"}
+    with pytest.raises(ConfigurationError, match="unknown storage option") as caught:
+        open_store("s3://bucket/x", options)
+    assert "sekret" in str(caught.value)
+    assert "secret-value" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["key", "secret", "token"])
+def test_credentials_read_with_their_line_break(name: str) -> None:
+    options = {"key": "the-key", "secret": "secret-value", "token": "the-token"}
+    options[name] += "\n"
+    with pytest.raises(ConfigurationError, match=f"{name} contains a line break") as caught:
+        open_store("s3://bucket/x", options)
+    assert options[name].strip() not in str(caught.value)
+
+
+@pytest.mark.parametrize("scheme", ["s3", "cos", "fsspec+s3"])
+def test_credentials_with_a_line_break_from_elsewhere(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The HTTP stack refuses such a header, and quotes it."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "the-access-key\n")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret-value\n")
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "session-token\n")
+    options: dict[str, Any] = {"endpoint_url": "http://127.0.0.1:9"}
+    if scheme != "fsspec+s3":
+        options["max_attempts"] = 1
+    store = open_store(f"{scheme}://bucket/x", options)
+    with pytest.raises(CheckpointError) as caught:
+        store.stat("k")
+    text = "".join(traceback.format_exception(caught.value))
+    for value in ("the-access-key", "secret-value", "session-token"):
+        assert value not in text
+    store.close()
+
+
+@pytest.mark.parametrize("scheme", ["s3", "fsspec+s3"])
+def test_servers_that_quote_credentials(scheme: str) -> None:
+    with strict_s3() as server:
+        server.rule = lambda request: (400, f"Bad-{SECRET_KEY}-{TOKEN}")
+        options = {name: server.options[name] for name in ("endpoint_url", "key", "secret")}
+        store = open_store(f"{scheme}://bucket/x", {**options, "token": TOKEN})
+        with pytest.raises(CheckpointError) as caught:
+            store.read_into("k", 0, [memoryview(bytearray(1))])
+        text = "".join(traceback.format_exception(caught.value)) + repr(pickle.dumps(caught.value))
+        assert SECRET_KEY not in text
+        assert TOKEN not in text
+        store.close()

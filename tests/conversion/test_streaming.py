@@ -1,0 +1,414 @@
+"""`ckpt convert`: bounded memory, interrupts, failures on the way, and many ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from support.commands import flip, run
+from support.conversions import ENDINGS, FORMATS, convert, read
+from support.ranks import run_ranks
+from support.servers import S3Server
+from support.states import digest, random_tensor
+
+import ckpt
+from ckpt.backends.posix import PosixStore
+from ckpt.conversion import streams as streaming
+from ckpt.conversion.job import Job
+from ckpt.conversion.safetensors_format import encode_header
+from ckpt.conversion.torch_source import TorchFileSource
+from ckpt.errors import CheckpointError, CommitConflict, StorageUnavailable
+
+MIB = 1 << 20
+
+
+# -- memory --------------------------------------------------------------------------------------------
+
+
+def sparse_model(place: Path, gib: int) -> None:
+    """One tensor of that size and a few small ones; holes of zeros that take no disk."""
+    rows = gib << 18
+    tensors = {
+        "huge": (torch.float32, (rows, 1024)),
+        **{f"small.{n}": (torch.bfloat16, (n,)) for n in range(40)},
+    }
+    header = encode_header(tensors)
+    with open(place, "wb") as file:
+        file.write(header)
+        file.truncate(len(header) + (gib << 30) + 2 * sum(range(40)))
+
+
+_CONVERT = """
+import json, sys, ckpt
+ckpt.convert(sys.argv[1], sys.argv[2], **json.loads(sys.argv[3]))
+"""
+_PEAK = """
+from pathlib import Path
+(line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
+print(line.split()[1])
+"""
+
+
+def peak_bytes(source: Path, target: Path | str, *, code: str = _CONVERT, **options: Any) -> int:
+    """The peak resident memory of a process that converts."""
+    command = [sys.executable, "-c", code + _PEAK, str(source), str(target), json.dumps(options)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return int(done.stdout.split()[-1]) * 1024
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("form", FORMATS)
+def test_one_tensor_larger_than_the_limit(form: str, tmp_path: Path) -> None:
+    """2 GiB in one tensor, through every format; a quarter of it after the first step, to spare the disk.
+
+    Without any tensor, a process takes 280 MiB.
+    """
+    sparse_model(tmp_path / "huge.safetensors", 2)
+    first = tmp_path / f"first{ENDINGS[form]}"
+    assert peak_bytes(tmp_path / "huge.safetensors", first, to=form, dtype="float8_e4m3fn") < 500 * MIB
+    (tmp_path / "huge.safetensors").unlink()
+    assert peak_bytes(first, tmp_path / "second.pt", to="torch") < 500 * MIB
+    assert torch.load(tmp_path / "second.pt", weights_only=True, mmap=True)["huge"].shape == (2 << 18, 1024)
+    shutil.rmtree(tmp_path)  # pytest would keep it
+
+
+def test_parts_in_parallel_stay_in_the_limit(s3: S3Server, tmp_path: Path) -> None:
+    sparse_model(tmp_path / "huge.safetensors", 1)
+    options: dict[str, Any] = {
+        "destination_options": s3.options,
+        "dtype": "float8_e4m3fn",
+        "to": "safetensors",
+    }
+    assert peak_bytes(tmp_path / "huge.safetensors", f"s3://{s3.new_bucket()}/a", **options) < 900 * MIB
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_very_many_small_tensors_are_read_some_at_a_time(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = {f"t{n}": torch.tensor([n], dtype=torch.int16) for n in range(1000)}
+    torch.save(saved, tmp_path / "a.pt")
+    read_at_once: list[int] = []
+    original = TorchFileSource.read
+
+    def noted(self: TorchFileSource, regions: Any) -> None:
+        read_at_once.append(len(regions))
+        original(self, regions)
+
+    monkeypatch.setattr(TorchFileSource, "read", noted)
+    monkeypatch.setattr(streaming, "_REGIONS_AT_ONCE", 300)
+    target = tmp_path / f"out{ENDINGS[form]}"
+    convert(tmp_path / "a.pt", target, "--to", form)
+    assert max(read_at_once) == 300
+    assert sum(read_at_once) == len(saved)
+    found = read(target, form)
+    assert all(int(found[f"t{n}"]) == n for n in range(0, 1000, 7))
+
+
+# -- interrupts and failures ---------------------------------------------------------------------------
+
+
+def state() -> dict[str, Any]:
+    return {"w": random_tensor(3_000_000), "v": random_tensor(700_000, dtype=torch.bfloat16), "step": 3}
+
+
+@pytest.mark.parametrize(
+    "form",
+    ["dcp", "safetensors", *(pytest.param(form, marks=pytest.mark.long) for form in ("ckpt", "torch"))],
+)
+def test_ctrl_c(form: str, tmp_path: Path) -> None:
+    """A real signal in the middle of a file; nothing is left, and the same command works again."""
+    sparse_model(tmp_path / "huge.safetensors", 3)
+    folder = tmp_path / "out"
+    folder.mkdir()
+    target = folder / f"result{ENDINGS[form]}"
+    script = Path(sys.executable).parent / "ckpt"
+    command = [str(script), "convert", str(tmp_path / "huge.safetensors"), str(target), "--to", form]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not any(p.stat().st_size > 0 for p in folder.rglob("*ckpt-tmp")) and time.monotonic() < deadline:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (130, "")
+    assert "the same command starts over" in err
+    assert not [path for path in folder.rglob("*") if path.is_file()]
+
+
+def failing_put(monkeypatch: pytest.MonkeyPatch, name: str, error: BaseException) -> None:
+    original = PosixStore.put
+
+    def put(self: PosixStore, key: str, *rest: Any, **more: Any) -> None:
+        if key.endswith(name):
+            raise error
+        original(self, key, *rest, **more)
+
+    monkeypatch.setattr(PosixStore, "put", put)
+
+
+@pytest.mark.parametrize(
+    ("form", "last"),
+    [("ckpt", "commit.json"), ("dcp", ".metadata"), ("safetensors", ".index.json"), ("torch", "out.pt")],
+)
+def test_the_last_step_fails(form: str, last: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save({"w": random_tensor(3000), "v": random_tensor(500)}, tmp_path / "a.pt")
+    (tmp_path / "sub").mkdir()
+    target = tmp_path / "sub" / f"out{ENDINGS[form]}"
+    error = StorageUnavailable("no answer")
+    error.settled = True
+    failing_put(monkeypatch, last, error)
+    ran = run("convert", tmp_path / "a.pt", target, "--to", form, "--max-shard-size", "3KB")
+    assert ran.code in (1, 4)
+    assert not [path for path in (tmp_path / "sub").rglob("*") if path.is_file()]
+    monkeypatch.undo()
+    convert(tmp_path / "a.pt", target, "--to", form, "--max-shard-size", "3KB")
+
+
+def test_damage_is_found_on_the_way(tmp_path: Path) -> None:
+    ckpt.save(state(), tmp_path / "ours")
+    data = max((tmp_path / "ours").rglob("*.distcp"), key=lambda path: path.stat().st_size)
+    flip(data, data.stat().st_size // 2)
+    for form in ("dcp", "torch", "safetensors", "ckpt"):
+        target = tmp_path / f"{form}-out{ENDINGS[form]}"
+        error = convert(tmp_path / "ours", target, "--to", form, code=1)["error"]
+        assert (error["type"], error["key"]) == (
+            "IntegrityError",
+            data.relative_to(tmp_path / "ours").as_posix(),
+        )
+        assert error["start"] is not None
+        assert not [path for path in tmp_path.glob(f"{form}-out*") if path.is_file() or any(path.glob("*.*"))]
+
+
+def replaced_on_the_way(monkeypatch: pytest.MonkeyPatch, source: Path) -> None:
+    """Replace a file right after some of its data were read for a put."""
+    put, read_into = PosixStore.put, PosixStore.read_into
+    putting = threading.Event()
+
+    def noted(self: PosixStore, *rest: Any, **more: Any) -> None:
+        putting.set()
+        put(self, *rest, **more)
+
+    def replacing(self: PosixStore, key: str, *rest: Any) -> None:
+        read_into(self, key, *rest)
+        if putting.is_set() and key == source.name:
+            putting.clear()
+            torch.save({**state(), "step": 4}, source)
+
+    monkeypatch.setattr(PosixStore, "put", noted)
+    monkeypatch.setattr(PosixStore, "read_into", replacing)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_source_that_is_replaced_meanwhile(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save(state(), tmp_path / "a.pt")
+    replaced_on_the_way(monkeypatch, tmp_path / "a.pt")
+    target = tmp_path / f"out{ENDINGS[form]}"
+    error = convert(tmp_path / "a.pt", target, "--to", form, code=1)["error"]
+    assert error["type"] == "CommitConflict"
+    assert not target.is_file()
+    assert not target.is_dir() or not [p for p in target.rglob("*") if p.is_file()]
+
+
+@pytest.mark.parametrize("name", ["b.pt", "b.safetensors"])
+def test_a_file_that_would_be_replaced_stays_until_the_source_is_vouched_for(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save(state(), tmp_path / "a.pt")
+    (tmp_path / name).write_text("of value")
+    seen: list[str] = []
+
+    def tell(self: Any) -> None:
+        seen.append((tmp_path / name).read_text())
+        raise CommitConflict("was replaced")
+
+    monkeypatch.setattr(TorchFileSource, "check_unchanged", tell)
+    convert(tmp_path / "a.pt", tmp_path / name, "--overwrite", code=1)
+    assert seen == ["of value"]
+    assert (tmp_path / name).read_text() == "of value"
+
+
+def test_a_put_of_which_nobody_knows_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.save(state(), tmp_path / "a.pt")
+    original = PosixStore.put
+
+    def put(self: PosixStore, key: str, *rest: Any, **more: Any) -> None:
+        original(self, key, *rest, **more)
+        if key.startswith("model-00002"):
+            raise StorageUnavailable("no reply", url=self.url, key=key)
+
+    monkeypatch.setattr(PosixStore, "put", put)
+    convert(tmp_path / "a.pt", tmp_path / "hf", "--to", "safetensors", "--max-shard-size", "3MB", code=4)
+    assert [path.name for path in (tmp_path / "hf").iterdir()] == ["model-00002-of-00002.safetensors"]
+    assert "not known, remove them if so: model-00002-of-00002.safetensors" in caplog.text
+
+
+# -- ranks ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_ranks_share_the_work(form: str, tmp_path: Path) -> None:
+    saved = {f"w{n}": random_tensor(1000 + n, 100, seed=n) for n in range(6)} | {
+        "half": random_tensor(9, dtype=torch.float16)
+    }
+    torch.save(saved, tmp_path / "a.pt")
+    target = tmp_path / f"out{ENDINGS[form]}"
+    results = run_ranks(
+        3, _convert, str(tmp_path / "a.pt"), str(target), {"to": form, "max_shard_bytes": 500_000}
+    )
+    assert digest(read(target, form)) == digest(saved)
+    assert results[0] == results[1] == results[2]
+    assert (results[0]["tensors"], results[0]["sent_bytes"] > 2_400_000) == (7, True)
+    if form == "ckpt":
+        commit = ckpt.inspect(target).commit
+        assert commit is not None
+        assert commit.world_size == 3
+        assert len({path.parts[-2] for path in target.rglob("*.distcp")}) == 3
+    if form == "dcp":
+        assert {path.name[:3] for path in target.rglob("*.distcp")} == {"__0", "__1", "__2"}
+
+
+def test_a_large_tensor_is_shared_too(tmp_path: Path) -> None:
+    saved = {"w": random_tensor(50_000, 1000)}
+    torch.save(saved, tmp_path / "a.pt")
+    run_ranks(2, _convert, str(tmp_path / "a.pt"), str(tmp_path / "out"), {})
+    assert ckpt.inspect(tmp_path / "out").tensors["w"].chunks == 3
+    assert digest(read(tmp_path / "out", "dcp")) == digest(saved)
+
+
+def _convert(rank: int, source: str, target: str, options: dict[str, Any]) -> dict[str, Any]:
+    return vars(ckpt.convert(source, target, **options))
+
+
+@pytest.mark.parametrize("form", ["ckpt", "dcp", "safetensors"])
+def test_one_rank_fails(form: str, tmp_path: Path) -> None:
+    torch.save({f"w{n}": random_tensor(1000, 100, seed=n) for n in range(4)}, tmp_path / "a.pt")
+    options = {"to": form, "max_shard_bytes": 300_000}
+    texts = run_ranks(2, _failing_convert, str(tmp_path / "a.pt"), str(tmp_path / "out"), options)
+    assert all("rank 1" in text and "disk of rank 1" in text for text in texts)
+    assert not [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+
+
+def _failing_convert(rank: int, source: str, target: str, options: dict[str, Any]) -> str:
+    if rank == 1:
+        failing_put(pytest.MonkeyPatch(), "", StorageUnavailable("disk of rank 1"))
+    try:
+        ckpt.convert(source, target, **options)
+    except CheckpointError as error:
+        return str(error)
+    return "it worked"
+
+
+def test_under_torchrun(tmp_path: Path) -> None:
+    """As a user does it; one process speaks."""
+    saved = {f"w{n}": random_tensor(300, 100, seed=n) for n in range(4)}
+    torch.save(saved, tmp_path / "a.pt")
+    folder = Path(sys.executable).parent
+    command = [str(folder / "torchrun"), "--standalone", "--nproc-per-node", "2", "--no-python"]
+    more = [
+        "convert",
+        str(tmp_path / "a.pt"),
+        str(tmp_path / "hf"),
+        "--to",
+        "safetensors",
+        "--max-shard-size",
+        "130KB",
+        "--json",
+    ]
+    done = subprocess.run(
+        [*command, str(folder / "ckpt"), *more], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    assert (json.loads(line)["files"], json.loads(line)["tensors"]) == (4, 4)
+    assert digest(read(tmp_path / "hf", "safetensors")) == digest(saved)
+
+
+def test_under_torchrun_an_error_is_one_json_object(tmp_path: Path) -> None:
+    folder = Path(sys.executable).parent
+    command = [str(folder / "torchrun"), "--standalone", "--nproc-per-node", "2", "--no-python"]
+    more = ["convert", str(tmp_path / "nothing"), str(tmp_path / "a.pt"), "--json"]
+    done = subprocess.run(
+        [*command, str(folder / "ckpt"), *more], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode != 0
+    (line,) = done.stdout.splitlines()
+    assert json.loads(line)["exit_code"] == 3
+
+
+@pytest.mark.parametrize(
+    ("form", "way"),
+    [
+        ("ckpt", "killed"),
+        ("dcp", "stopped"),
+        ("safetensors", "killed"),
+        pytest.param("torch", "stopped", marks=pytest.mark.long),
+    ],
+)
+def test_a_rank_that_is_gone_is_named(form: str, way: str, tmp_path: Path) -> None:
+    """The others fail in time; of what they wrote nothing is left."""
+    torch.save({f"w{n}": random_tensor(1000, 100, seed=n) for n in range(4)}, tmp_path / "a.pt")
+    target = tmp_path / f"out{ENDINGS[form]}"
+    options = {"to": form, "max_shard_bytes": 300_000, "timeout_s": 8.0}
+    killed, stopped = ([1], []) if way == "killed" else ([], [1])
+    arguments = (str(tmp_path / "a.pt"), str(target), options, way)
+    message, _ = run_ranks(2, _gone_convert, *arguments, killed=killed, stopped=stopped)
+    assert "rank 1 does not answer" in message
+    left = {path.relative_to(tmp_path).as_posix() for path in target.rglob("*") if path.is_file()}
+    of_rank_1 = {
+        "ckpt": "out/rank-00001/",
+        "dcp": "out/__1_",
+        "safetensors": "out/model-0000[24]-of",
+        "torch": "nothing",
+    }
+    assert all(re.match(of_rank_1[form], name) for name in left), left
+
+
+def _gone_convert(rank: int, source: str, target: str, options: dict[str, Any], way: str) -> str:
+    def go(self: object) -> None:
+        time.sleep(1)  # the others have written theirs
+        os.kill(os.getpid(), signal.SIGKILL if way == "killed" else signal.SIGSTOP)
+
+    if rank == 1:
+        # It is asked once this rank has written all that is its own; of one file that is nothing.
+        whole = options["to"] == "torch"
+        pytest.MonkeyPatch().setattr(
+            Job if whole else TorchFileSource, "agree" if whole else "check_unchanged", go
+        )
+    return _failing_convert(0, source, target, options)
+
+
+def test_ranks_that_see_different_sources(tmp_path: Path) -> None:
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+        dcp.save(
+            {"w": random_tensor(50, seed=rank)},
+            storage_writer=dcp.FileSystemWriter(tmp_path / str(rank)),
+            no_dist=True,
+        )
+    texts = run_ranks(2, _convert_own, str(tmp_path), str(tmp_path / "out"))
+    assert all("different sources" in text for text in texts)
+
+
+def _convert_own(rank: int, sources: str, target: str) -> str:
+    try:
+        ckpt.convert(f"{sources}/{rank}", target)
+    except CheckpointError as error:
+        return str(error)
+    return "it worked"

@@ -1,0 +1,1 @@
+"""Draw real faults of network, disk and processes from a seed."""

@@ -1,0 +1,1 @@
+"""Check the commit protocol in a simulated, lying storage."""

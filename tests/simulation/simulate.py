@@ -1,0 +1,127 @@
+"""Run simulated schedules and print what came of them: `python tests/simulation/simulate.py --schedules 100000 --seed 1`.
+
+`--seed N --trace` runs the one schedule of that seed and prints every request. `--deviations N` runs every schedule
+of two ranks and two saves in which at most N things are out of the ordinary (3 takes hours).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import logging
+import multiprocessing
+import sys
+import time
+import traceback
+
+import torch
+
+from ckpt.testing.simulator import FAULTS
+from simulation.simulated_history import Violation
+from simulation.simulated_schedules import MOUNT, PROMPT, Plan, Tally, draw, explore, simulate, with_faults
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--schedules", type=int, default=1, help="how many, from the seed on (default 1)")
+    parser.add_argument("--seed", type=int, default=0, help="the first one's seed (default 0)")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--trace", action="store_true", help="print every request of the one schedule")
+    parser.add_argument(
+        "--deviations", type=int, default=0, help="instead of seeds, every schedule up to this bound"
+    )
+    arguments = parser.parse_args()
+    if arguments.trace:
+        return _trace(arguments.seed)
+    if arguments.deviations:
+        return _explore(arguments.deviations)
+    started_s = time.monotonic()
+    last = arguments.seed + arguments.schedules
+    chunks = [(first, min(first + 500, last)) for first in range(arguments.seed, last, 500)]
+    total, failed = Tally(), []
+    with multiprocessing.Pool(arguments.processes, _start) as pool:
+        for tally, failures in pool.imap_unordered(_run, chunks):
+            total.add(tally)
+            failed += failures
+            for text in failures:
+                print(text, file=sys.stderr, flush=True)
+    _report(total, arguments.seed, time.monotonic() - started_s)
+    return 1 if failed else 0
+
+
+def _start() -> None:
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
+    gc.collect()
+    gc.freeze()  # what lives on need not be walked again and again
+
+
+def _run(seeds: tuple[int, int]) -> tuple[Tally, list[str]]:
+    total, failures = Tally(), []
+    for seed in range(*seeds):
+        try:
+            total.add(simulate(seed))
+        except Violation as error:
+            total.losses += 1
+            failures.append(str(error))
+        except Exception as error:
+            total.losses += 1
+            failures.append(f"seed {seed}: {type(error).__name__}: {error}")
+    return total, failures
+
+
+def _explore(deviations: int) -> int:
+    """Each fault on storage that shows everything at once; then every visibility, where lags are rare, and the rule."""
+    logging.disable(logging.WARNING)
+    url = "simulated://step-1"
+    twice, again = Plan(2, 1, [("save", url), ("save", url)]), Plan(2, 2, [("save", url)])
+    cases = [
+        (fault, with_faults(PROMPT, fault), plan, 0.0) for fault in FAULTS[1:] for plan in (twice, again)
+    ]
+    cases += [(f"lags, usually {lag:g}", MOUNT, twice, lag) for lag in (0.0, 1.0)]
+    total = 0
+    for name, model, plan, lag in cases:
+        count = sum(1 for _ in explore(model, plan, deviations, lag=lag))
+        total += count
+        print(
+            f"{name:<20} {'once' if plan is twice else 'twice'} attempted {count:>10} schedules", flush=True
+        )
+    print(f"{'together':<36} {total:>10} schedules, none lost")
+    return 0
+
+
+def _trace(seed: int) -> int:
+    simulation = draw(seed)
+    simulation.world.trace = []
+    print(simulation.world.model)
+    try:
+        simulation.run()
+        return 0
+    except Exception:
+        traceback.print_exc()
+        return 1
+    finally:
+        print("\n".join(simulation.world.trace))
+        for operation in (*simulation.history.writes, *simulation.history.loads):
+            print(operation)
+
+
+def _report(total: Tally, seed: int, elapsed_s: float) -> None:
+    rows = [
+        ("schedules", f"{total.schedules} (seeds from {seed}, {elapsed_s:.0f} s)"),
+        ("faults injected", f"{sum(total.faults.values())}"),
+        *((f"  {fault}", f"{count}") for fault, count in total.faults.most_common()),
+        ("saves attempted", f"{sum(total.saves.values())}"),
+        *((f"  {outcome}", f"{count}") for outcome, count in total.saves.most_common()),
+        ("deletes", f"{total.deletes}"),
+        ("commits", f"{total.commits}"),
+        ("loads", f"{total.loads}"),
+        ("loads verified", f"{total.verified}"),
+        ("losses", f"{total.losses}"),
+    ]
+    for name, value in rows:
+        print(f"{name:<20} {value}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

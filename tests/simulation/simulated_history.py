@@ -1,0 +1,309 @@
+"""What may be found on simulated storage, whatever happened: the invariants, and who watches over them."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from ckpt.consistency.checksums import crc64nvme
+from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY
+from ckpt.errors import AlreadyExists, FormatError, IntegrityError, SaveFailed
+from ckpt.format.records import CommitRecord, decode_commit, decode_manifest
+from ckpt.testing.simulated_objects import Version
+from ckpt.testing.simulator import Process, World
+from simulation.simulated_jobs import Content, Group, Protocol, SurelyFailed, Uncommitted, this_process
+
+_NAMED_BY_TOKEN = re.compile(r"rank-\d{5}/[0-9a-f]{16}\b.*")
+_DATA = (".distcp", ".json", ".index")
+_INF = float("inf")
+
+
+class Violation(AssertionError):
+    """An invariant does not hold."""
+
+
+@dataclass(eq=False)
+class Write:
+    """A save, or a delete (`content` is None), as its ranks saw it.
+
+    Attributes:
+        ends_s: when each rank was done with it; a crash is an end too.
+        outcomes: what each rank made of it: "acknowledged", "failed" (surely did not happen), "unknown".
+        ranks: the processes, by rank.
+    """
+
+    url: str
+    content: Content | None
+    size: int
+    begin_s: float
+    begun: set[int] = field(default_factory=set)
+    ends_s: dict[int, float] = field(default_factory=dict)
+    outcomes: dict[int, str] = field(default_factory=dict)
+    errors: dict[int, BaseException] = field(default_factory=dict)
+    members: Sequence[Process] = ()
+    faults: int = 0
+
+    @property
+    def outcome(self) -> str:
+        found = set(self.outcomes.values())
+        return next((each for each in ("acknowledged", "failed") if each in found), "unknown")
+
+    def end_s(self, late_s: float) -> float:
+        """From when on it can change nothing that is found at the place."""
+        acknowledged = [self.ends_s[rank] for rank, found in self.outcomes.items() if found == "acknowledged"]
+        if acknowledged:
+            return min(acknowledged)
+        if len(self.ends_s) < len(self.begun):
+            return _INF
+        return max(self.ends_s.values(), default=_INF) + (late_s if self.outcome == "unknown" else 0.0)
+
+
+@dataclass(eq=False)
+class Load:
+    """A load: what it returned (None: there is no checkpoint), or its error."""
+
+    url: str
+    begin_s: float
+    end_s: float = _INF
+    content: Content | None = None
+    error: Exception | None = None
+    faults: int = 0
+
+
+class History:
+    """Everything that processes did and found. `judge` says whether it is as promised."""
+
+    def __init__(self, world: World, protocol: Protocol) -> None:
+        self.world, self.protocol = world, protocol
+        self.writes: list[Write] = []
+        self.loads: list[Load] = []
+        self._shared: dict[tuple[int, int], Write] = {}
+        self.spoilt: set[str] = set()
+        """Places that hold something of another program, where nothing of ours may come to be."""
+        self.abandoned: set[str] = set()
+        """Places where somebody aborted all uploads, also those of a save that was still running."""
+
+    # -- what processes do ---------------------------------------------------------------------------------
+
+    def save(self, url: str, group: Group, rank: int, number: int, content: Content) -> bool:
+        """One rank's part of the `number`-th save of its job; returns whether it was acknowledged."""
+        write = self._shared.get((id(group), number))
+        if write is None:
+            write = self._shared[id(group), number] = Write(
+                url, content, group.size, self.world.now_s, members=group.members
+            )
+            self.writes.append(write)
+        return self._write(write, rank, lambda: self.protocol.save(url, group, rank, content))
+
+    def delete(self, url: str) -> bool:
+        write = Write(url, None, 1, self.world.now_s)
+        self.writes.append(write)
+        return self._write(write, 0, lambda: self.protocol.delete(url))
+
+    def _write(self, write: Write, rank: int, work: Callable[[], None]) -> bool:
+        process = this_process()
+        faults = process.faults
+        write.begun.add(rank)
+        try:
+            work()
+            write.outcomes[rank] = "acknowledged"
+        except SurelyFailed as error:
+            write.outcomes[rank], write.errors[rank] = "failed", error
+        except Exception as error:
+            write.outcomes[rank], write.errors[rank] = "unknown", error
+        finally:  # also when the process was killed
+            write.ends_s[rank] = self.world.now_s
+            write.faults += process.faults - faults + process.crashed
+        return write.outcomes[rank] == "acknowledged"
+
+    def load(self, url: str) -> None:
+        process = this_process()
+        load = Load(url, self.world.now_s, faults=-process.faults)
+        self.loads.append(load)
+        try:
+            load.content = self.protocol.load(url)
+        except Uncommitted:
+            pass
+        except Exception as error:
+            load.error = error
+        finally:
+            load.end_s = _INF if process.crashed else self.world.now_s
+            load.faults += process.faults
+
+    # -- what is promised ----------------------------------------------------------------------------------
+
+    def judge(self) -> None:
+        """Raises Violation."""
+        for write in self.writes:
+            self._judge_write(write)
+        for load in self.loads:
+            if load.end_s != _INF:
+                self._judge_load(load)
+
+    def _judge_write(self, write: Write) -> None:
+        outcomes = set(write.outcomes.values())
+        if {"acknowledged", "failed"} <= outcomes:
+            raise Violation(f"ranks disagree whether a save failed: {write}")
+        if write.url in self.spoilt:
+            if write.content is not None and write.outcome == "acknowledged":
+                raise Violation(f"saved over another program's checkpoint: {write}")
+            return
+        if write.content is None or any(member.faults or member.crashed for member in write.members):
+            return
+        for error in write.errors.values():
+            if isinstance(error.__cause__, SaveFailed) and _blames_others(error.__cause__):
+                raise Violation(f"a save took this library's checkpoint for another program's: {write}")
+        if (
+            write.faults
+            or write.url in self.abandoned
+            or self._disturbed(write.url, write.begin_s, write.end_s(0.0), but=write)
+        ):
+            return
+        if outcomes != {"acknowledged"} or len(write.outcomes) < write.size:
+            raise Violation(f"a save failed although nothing went wrong: {write}")
+
+    def _judge_load(self, load: Load) -> None:
+        if load.url in self.spoilt or (load.faults and load.error is not None):
+            return
+        # Who sees no checkpoint looks again, until the bound is over.
+        waited = load.content is None and load.error is None and self.protocol.keeps_records
+        lag_s = 0.0 if waited else self.world.model.visibility_s
+        possible = self.possible(load.url, load.begin_s, load.end_s, lag_s)
+        if load.error is None:
+            if load.content not in [write.content if write else None for write in possible]:
+                raise Violation(f"a load found {load.content}, which is not one of {possible}")
+        elif isinstance(load.error, IntegrityError | FormatError) and not load.faults:
+            raise Violation(f"a load called a sound checkpoint damaged: {load}") from load.error
+        elif not self._disturbed(load.url, load.begin_s, load.end_s):
+            raise Violation(f"a load failed although a checkpoint is committed: {load}") from load.error
+
+    def possible(self, url: str, begin_s: float, end_s: float, lag_s: float) -> list[Write | None]:
+        """Every write whose result may be found at that time; None: nothing was ever written."""
+        late_s = self.world.model.late_s
+        writes = [write for write in self.writes if write.url == url and write.begin_s <= end_s]
+        settled = [
+            write
+            for write in writes
+            if write.outcome == "acknowledged" and write.end_s(0.0) + lag_s <= begin_s
+        ]
+        found: list[Write | None] = [
+            write
+            for write in writes
+            if write.outcome != "failed"
+            and not any(write.end_s(late_s) <= later.begin_s for later in settled if later is not write)
+        ]
+        return found if settled else [None, *found]
+
+    def _disturbed(self, url: str, begin_s: float, end_s: float, but: Write | None = None) -> bool:
+        """Whether another write at the place may have had, or have shown, an effect during that time."""
+        lag_s = self.world.model.visibility_s
+        return any(
+            write.url == url
+            and write is not but
+            and write.begin_s <= end_s
+            and write.end_s(self.world.model.late_s) + lag_s >= begin_s
+            for write in self.writes
+        )
+
+
+class Guard:
+    """Watches every change the moment it takes effect: no torn checkpoint, nothing of others touched."""
+
+    def __init__(self) -> None:
+        self.commits = 0
+        self._listed: dict[str, dict[str, bytes]] = {}  # by place: the objects of the checkpoint there
+        self._once_listed: set[str] = set()
+        self._wrote_data: dict[Process, int] = {}
+
+    def changed(self, world: World, name: str, before: Version | None, after: Version) -> None:
+        place, _, key = name.partition("/")
+        if before is not None and before.data is not None:
+            self._check_right(name, key, before, after)
+        if key == COMMIT_KEY:
+            if after.data is not None and not world.is_late and after.process is not None:
+                self._check_looked(world, after.process, name, before)
+            self._listed[place] = _objects(world, place, after.data)
+            self._once_listed |= self._listed[place].keys()
+            self.commits += after.data is not None
+        elif after.process is not None and key.endswith(_DATA) and not world.is_late:
+            self._wrote_data[after.process] = after.process.requests
+        if (
+            key != COMMIT_KEY
+            and name in (listed := self._listed.get(place, {}))
+            and after.data != listed[name]
+        ):
+            raise Violation(f"{after.process} took {name} away from the checkpoint that is committed there")
+
+    def _check_looked(self, world: World, process: Process, name: str, before: Version | None) -> None:
+        """A commit is put by who looked at the place once its data were durable, and found it as it should be."""
+        request, was_there = process.looked.get(name, (-1, False))
+        if request < self._wrote_data.get(process, 0):
+            raise Violation(f"{process} committed {name} without another look after writing its data")
+        replaced = before is not None and before.data is not None
+        if replaced and not was_there and world.model.conditional_create:
+            raise Violation(f"{process} put {name} over a commit where it had seen none")
+
+    def _check_right(self, name: str, key: str, before: Version, after: Version) -> None:
+        """Only what one wrote oneself, and what a commit replaced, may be changed or deleted."""
+        if before.process is None:
+            raise Violation(f"{after.process} changed {name}, which another program wrote")
+        if key in (COMMIT_KEY, STOCK_METADATA_KEY):
+            if (
+                after.data is None
+                and not may_delete(after.process)
+                and not _took_for_own(name, before, after)
+            ):
+                raise Violation(f"{after.process} deleted {name} of {before.process}")
+            return
+        if name.endswith("/"):  # a directory, which is made again where it was not seen
+            return
+        own = _job(before) == _job(after)
+        if after.data is not None and not (own and after.data == before.data):
+            raise Violation(f"{after.process} wrote {name} again, which {before.process} wrote")
+        if after.data is None and not own and name not in self._once_listed:
+            raise Violation(f"{after.process} deleted {name} of {before.process}")
+
+
+def _took_for_own(name: str, before: Version, after: Version) -> bool:
+    """Whether what is deleted is one's own, or was when one last looked."""
+    last_read = after.process.read.get(name) if after.process is not None else None
+    return _job(after) in (_job(before), _job(last_read) if last_read is not None else "")
+
+
+def _blames_others(error: SaveFailed) -> bool:
+    return any(isinstance(failure, AlreadyExists) for failure in error.failures.values())
+
+
+def may_delete(process: Process | None) -> bool:
+    return process is not None and "delete" in process.name
+
+
+def _job(version: Version) -> str:
+    return version.process.name.partition(" ")[0] if version.process is not None else "outside"
+
+
+def _objects(world: World, place: str, commit: bytes | None) -> dict[str, bytes]:
+    """Everything that a commit lists, all of which must be there and be what it says."""
+    if commit is None:
+        return {}
+    record = _record(commit)
+    found: dict[str, bytes] = {}
+    for ref in (record.described_by, *record.manifests):
+        data = world.truth(f"{place}/{ref.path}")
+        if data is None or len(data) != ref.size_bytes or f"{crc64nvme(data):016x}" != ref.crc64nvme:
+            raise Violation(f"a commit at {place} lists {ref.path}, which is not there or another one")
+        found[f"{place}/{ref.path}"] = data
+    for ref in record.manifests:
+        for file in decode_manifest(found[f"{place}/{ref.path}"], url=place, key=ref.path).files:
+            data = world.truth(f"{place}/{file.path}")
+            if data is None or [crc64nvme(data)] != list(file.block_crcs()):
+                raise Violation(f"a commit at {place} lists {file.path}, which is not there or another one")
+            found[f"{place}/{file.path}"] = data
+    return found
+
+
+@functools.lru_cache(maxsize=64)
+def _record(commit: bytes) -> CommitRecord:
+    return decode_commit(commit, url="", key=COMMIT_KEY)

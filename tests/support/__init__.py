@@ -1,0 +1,1 @@
+"""Help tests: real ranks, servers, faults, states."""

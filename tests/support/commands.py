@@ -1,0 +1,136 @@
+"""The `ckpt` command for the tests: run in this process, or as a user would; and real checkpoints to run it on."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from typer.testing import CliRunner
+
+import ckpt
+from ckpt.cli.app import app
+from ckpt.consistency.checksums import crc64nvme
+from ckpt.consistency.seal import seal_json, unseal_json
+from ckpt.format.columns import Columns
+from ckpt.format.index import decode_index, encode_index
+from support.ranks import run_ranks
+from support.states import fsdp_model, random_tensor, sharded_state
+
+
+@dataclass
+class Ran:
+    """What a command did."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.out)
+        return found
+
+
+def run(*arguments: object) -> Ran:
+    """The command in this process."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert "Traceback" not in result.stderr
+    return Ran(result.exit_code, result.stdout, result.stderr)
+
+
+def run_process(
+    *arguments: object, environment: Mapping[str, str] | None = None, timeout_s: float = 120
+) -> Ran:
+    """The command as a user runs it: its own process, its output in pipes."""
+    script = Path(sys.executable).parent / "ckpt"
+    done = subprocess.run(
+        [str(script), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **(environment or {})},
+        timeout=timeout_s,
+        check=False,
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    return Ran(done.returncode, done.stdout, done.stderr)
+
+
+def options_of(options: Mapping[str, Any]) -> list[str]:
+    """Storage options as arguments."""
+    return ["--storage-options", json.dumps(options)]
+
+
+# -- checkpoints ---------------------------------------------------------------------------------------
+
+
+def sharded_checkpoint(url: str | Path, options: Mapping[str, Any] | None = None, seed: int = 0) -> None:
+    """A checkpoint of two ranks: a model and optimizer under FSDP, tensors sharded every way, objects."""
+    run_ranks(2, _save, str(url), dict(options or {}), seed, False)
+
+
+def stock_checkpoint(place: Path, seed: int = 0) -> None:
+    """The same by stock PyTorch."""
+    run_ranks(2, _save, str(place), {}, seed, True)
+
+
+def _save(rank: int, url: str, options: dict[str, Any], seed: int, stock: bool) -> None:
+    torch.manual_seed(seed)
+    model, optimizer = fsdp_model(seed=seed)
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state = {
+        "model": model_state,
+        "optim": optimizer_state,
+        "sharded": sharded_state(seed),
+        "large": random_tensor(900, 1000, seed=seed),
+        "step": 100,
+    }
+    if stock:
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(url))
+    else:
+        ckpt.save(state, url, storage_options=options, tags={"step": "100"})
+
+
+# -- damage --------------------------------------------------------------------------------------------
+
+
+def flip(path: Path, position: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 0x10
+    path.write_bytes(data)
+
+
+def edit_commit(place: Path, edit: Callable[[dict[str, Any]], None]) -> None:
+    """Change the commit record and seal it again."""
+    path = place / "commit.json"
+    record = json.loads(unseal_json(path.read_bytes(), url="", key=""))
+    edit(record)
+    path.write_bytes(seal_json(json.dumps(record, separators=(",", ":")).encode()))
+
+
+def edit_listed(place: Path, ref: dict[str, Any], data: bytes) -> None:
+    """Replace an object that the commit lists, and what it says about it (`ref`, which is changed in place)."""
+    (place / ref["path"]).write_bytes(data)
+    ref |= {"size_bytes": len(data), "crc64nvme": f"{crc64nvme(data):016x}"}
+
+
+def edit_index(place: Path, edit: Callable[[Columns], None]) -> None:
+    """Change the index, and let the commit vouch for it."""
+
+    def change(record: dict[str, Any]) -> None:
+        path = place / record["index"]["path"]
+        columns = decode_index(path.read_bytes(), url="", key="")
+        edit(columns)
+        edit_listed(place, record["index"], encode_index(columns))
+
+    edit_commit(place, change)

@@ -1,0 +1,408 @@
+"""Every command on checkpoints that somebody made to do harm: one line, an exit code, bounded memory and time."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import shutil
+import tempfile
+import time
+import tracemalloc
+import warnings
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import HealthCheck, Phase, example, given, settings
+from hypothesis import strategies as st
+from support.commands import Ran, edit_commit, edit_listed, run, run_process
+from support.states import random_tensor
+
+import ckpt
+from ckpt.consistency.seal import seal_json, seal_pickle, unseal_json
+
+STATE: dict[str, Any] = {
+    "model": {"w": random_tensor(20, 30), "b": torch.arange(5.0)},
+    "objects": [1, {"x": "y"}],
+}
+_MAX_PEAK_BYTES = 192 << 20
+_MAX_SECONDS = 60
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("ours") / "step-1"
+    ckpt.save(STATE, place)
+    return place
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("stock") / "step-1"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(dict(STATE), storage_writer=dcp.FileSystemWriter(place))
+    return place
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _missing_objects_are_not_waited_for() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ckpt.reading.checkpoint._PROMPT_STORE_TIMEOUT_S", 0.0)
+        yield
+
+
+def traced(place: Path, good: Path) -> dict[str, Ran]:
+    """`every_command` with an eye on memory, which makes it slow."""
+    tracemalloc.start()
+    try:
+        done = every_command(place, good)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < _MAX_PEAK_BYTES
+    return done
+
+
+def every_command(place: Path, good: Path) -> dict[str, Ran]:
+    """All commands on one place; each ends with a documented code and at most one line of error."""
+    copy = place.parent / "copy"
+    shutil.rmtree(copy, ignore_errors=True)
+    commands: dict[str, tuple[object, ...]] = {
+        "ls": ("ls", place.parent),
+        "inspect": ("inspect", place),
+        "slices": ("inspect", place, "--json", "--tensor", "*"),
+        "quick": ("verify", place, "--quick"),
+        "verify": ("verify", place, "--json"),
+        "cat": ("cat", place, "model.w[3:7, :2]"),
+        "object": ("cat", place, "objects"),
+        "diff": ("diff", place, good),
+        "cp": ("cp", place, copy),
+        "rm": ("rm", place, "--dry-run"),
+        "gc": ("gc", place.parent, "--dry-run", "--grace", "0"),
+    }
+    done = {}
+    for name, arguments in commands.items():
+        started_s = time.monotonic()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            ran = done[name] = run(*arguments)
+        assert ran.code in (0, 1, 2, 3), (name, ran)
+        assert "unexpected" not in ran.err, (name, ran.err)
+        assert len(ran.err.splitlines()) <= 1, (name, ran.err)
+        assert "\x1b" not in ran.out + ran.err
+        assert time.monotonic() - started_s < _MAX_SECONDS, name
+    return done
+
+
+class Scratch:
+    """A fresh copy of a checkpoint for each example."""
+
+    def __init__(self, original: Path) -> None:
+        self._original = original
+
+    def __enter__(self) -> Path:
+        self._folder = tempfile.TemporaryDirectory()
+        return Path(shutil.copytree(self._original, Path(self._folder.name) / "step-1"))
+
+    def __exit__(self, *_: object) -> None:
+        self._folder.cleanup()
+
+
+# -- values that no checkpoint has ---------------------------------------------------------------------
+
+HOSTILE: st.SearchStrategy[Any] = st.one_of(
+    st.sampled_from(
+        [
+            1 << 60, (1 << 62) - 1, 1 << 62, (1 << 63) - 1, -(1 << 63), -1, 0, 1, 1 << 32, 2.5, 1e308, None, True, "",
+            "..", "../outside", "/etc/passwd", "a\\b", "a\0b", "rank-00000/../x", "commit.json", ".metadata", "x" * 3000,
+            "\x1b[2J", "\u202e", "9" * 30, [], {}, [[]], [1 << 60] * 3, [0] * 100, {"": {}}, "qint8", "float32", "save",
+        ]
+    ),
+    st.integers(-(1 << 63), (1 << 63) - 1),
+    st.text(max_size=20),
+    st.binary(max_size=20),
+)  # fmt: skip
+
+
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The places in nested lists and dicts."""
+    yield path
+    if isinstance(value, dict):
+        for key in value:
+            yield from leaves(value[key], (*path, key))
+    elif isinstance(value, list):
+        for number in range(len(value)):
+            yield from leaves(value[number], (*path, number))
+
+
+def changed(value: Any, data: st.DataObject, *, json_only: bool) -> Any:
+    """A few places in a record changed, removed, or doubled."""
+    for _ in range(data.draw(st.integers(1, 3))):
+        path = data.draw(st.sampled_from(list(leaves(value))))
+        new = data.draw(HOSTILE)
+        if json_only and isinstance(new, bytes):
+            new = new.hex()
+        if not path:
+            continue
+        parent = value
+        for step in path[:-1]:
+            parent = parent[step]
+        action = data.draw(st.sampled_from(["set", "set", "set", "delete", "double"]))
+        if action == "delete":
+            del parent[path[-1]]
+        elif action == "double" and isinstance(parent, list):
+            parent.append(parent[path[-1]])
+        else:
+            parent[path[-1]] = new
+    return value
+
+
+FUZZ = settings(
+    max_examples=20,
+    phases=[
+        Phase.explicit,
+        Phase.reuse,
+        Phase.generate,
+    ],  # an example takes a second: shrinking would take long
+    deadline=None,
+    suppress_health_check=[
+        HealthCheck.too_slow,
+        HealthCheck.function_scoped_fixture,
+        HealthCheck.data_too_large,
+    ],
+)
+
+
+@given(data=st.data())
+@FUZZ
+def test_commit_records(ours: Path, data: st.DataObject) -> None:
+    with Scratch(ours) as place:
+        path = place / "commit.json"
+        record = json.loads(unseal_json(path.read_bytes(), url="", key=""))
+        text = json.dumps(changed(record, data, json_only=True)).encode()
+        path.write_bytes(seal_json(text if text[-1:] == b"}" and text != b"{}" else b'{"a":1}'))
+        every_command(place, ours)
+
+
+@given(data=st.data())
+@FUZZ
+def test_manifests(ours: Path, data: st.DataObject) -> None:
+    with Scratch(ours) as place:
+
+        def change(record: dict[str, Any]) -> None:
+            ref = record["manifests"][0]
+            manifest = json.loads(unseal_json((place / ref["path"]).read_bytes(), url="", key=""))
+            text = json.dumps(changed(manifest, data, json_only=True)).encode()
+            edit_listed(place, ref, seal_json(text if text != b"{}" else b'{"a":1}'))
+
+        edit_commit(place, change)
+        every_command(place, ours)
+
+
+@given(data=st.data())
+@FUZZ
+def test_indices(ours: Path, data: st.DataObject) -> None:
+    with Scratch(ours) as place:
+
+        def change(record: dict[str, Any]) -> None:
+            ref = record["index"]
+            index = msgspec.msgpack.decode((place / ref["path"]).read_bytes())
+            edit_listed(place, ref, msgspec.msgpack.encode(changed(index, data, json_only=False)))
+
+        edit_commit(place, change)
+        every_command(place, ours)
+
+
+def _objects(metadata: Any) -> list[tuple[Any, str]]:
+    """Every field of stock metadata that can be set."""
+    found: list[tuple[Any, str]] = []
+    for stored in metadata.state_dict_metadata.values():
+        if hasattr(stored, "chunks"):
+            found += [(stored, name) for name in ("size", "chunks", "properties")]
+            found += [(chunk, name) for chunk in stored.chunks for name in ("offsets", "sizes")]
+    for info in metadata.storage_data.values():
+        found += [(info, name) for name in ("relative_path", "offset", "length", "transform_descriptors")]
+    return [*found, (metadata, "planner_data"), (metadata, "storage_meta"), (metadata, "version")]
+
+
+@given(data=st.data())
+@FUZZ
+def test_stock_metadata(stock: Path, data: st.DataObject) -> None:
+    with Scratch(stock) as place:
+        path = place / ".metadata"
+        metadata = pickle.loads(path.read_bytes())
+        for _ in range(data.draw(st.integers(1, 3))):
+            owner, name = data.draw(st.sampled_from(_objects(metadata)))
+            value = data.draw(HOSTILE | st.tuples(HOSTILE, HOSTILE) | st.lists(st.text(), max_size=3))
+            setattr(owner, name, value)
+            if name in ("chunks", "storage_meta"):
+                break
+        path.write_bytes(pickle.dumps(metadata))
+        every_command(place, stock)
+
+
+@given(data=st.data())
+@settings(FUZZ, max_examples=30)
+def test_flipped_and_cut_bytes(ours: Path, stock: Path, data: st.DataObject) -> None:
+    """Anywhere: records and data, of ours and of stock."""
+    original = data.draw(st.sampled_from([ours, stock]))
+    with Scratch(original) as place:
+        files = sorted(path for path in place.rglob("*") if path.is_file())
+        path = data.draw(st.sampled_from(files))
+        raw = bytearray(path.read_bytes())
+        for _ in range(data.draw(st.integers(1, 4))):
+            raw[data.draw(st.integers(0, len(raw) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+        if data.draw(st.booleans()):
+            raw = raw[: data.draw(st.integers(0, len(raw)))]
+        damaged = bytes(raw) != path.read_bytes()
+        path.write_bytes(raw)
+        done = every_command(place, original)
+        if damaged and original == ours:
+            assert done["verify"].code != 0, path
+
+
+@given(raw=st.binary(max_size=300))
+@example(raw=b"\x80\x05\x96" + (1 << 60).to_bytes(8, "little") + b".")
+@example(raw=b"(" * 100_000)
+@example(raw=b"[" * 100_000)
+@example(raw=b'{"a":' * 100_000)
+@settings(FUZZ, max_examples=8)
+def test_any_bytes_as_a_record(ours: Path, raw: bytes) -> None:
+    with Scratch(ours) as place:
+        (place / ".metadata").write_bytes(seal_pickle(raw))
+        assert every_command(place, ours)["verify"].code == 1
+        (place / "commit.json").write_bytes(seal_json(b'{"a":' + (json.dumps(raw.hex()).encode()) + b"}"))
+        every_command(place, ours)
+        (place / "commit.json").write_bytes(raw)
+        every_command(place, ours)
+        (place / "commit.json").unlink()
+        (place / ".metadata").write_bytes(raw)
+        every_command(place, ours)
+
+
+# -- finds, and what was thought of beforehand ---------------------------------------------------------
+
+
+def _zeros(count: int) -> bytes:
+    import zlib
+
+    packer = zlib.compressobj(9)
+    return b"".join(packer.compress(bytes(1 << 20)) for _ in range(count >> 20)) + packer.flush()
+
+
+def _set(index: dict[str, Any], **values: Any) -> None:
+    index.update(values)
+
+
+INDICES: dict[str, Callable[[dict[str, Any]], None]] = {
+    "a tensor of 2**60 elements": lambda index: _set(index, entries=[["t", "float32", [1 << 30, 1 << 30], False, 0]]),
+    "chunks of 2**20": lambda index: _set(
+        index,
+        entries=[["t", "float32", [1], False, 1 << 20]],
+        **dict.fromkeys(("offsets", "sizes", "file", "offset", "length"), _zeros(8 << 20)),
+    ),
+    "chunks beyond counting": lambda index: _set(index, entries=[["t", "float32", [1], False, 1 << 40]]),
+    "dimensions": lambda index: _set(index, entries=[["t", "float32", [1] * 65, False, 1]]),
+    "sizes that overflow": lambda index: _set(index, entries=[["t", "float32", [(1 << 62) - 1] * 60, False, 0]]),
+    "a column that expands": lambda index: _set(index, offset=_zeros(256 << 20)),
+    "names twice": lambda index: _set(index, entries=index["entries"] + index["entries"]),
+    "a name of dots": lambda index: _set(
+        index, entries=[[("." * 5000 if n == 0 else e[0]), *e[1:]] for n, e in enumerate(index["entries"])]
+    ),
+    "a dtype that is a function": lambda index: _set(index, entries=[["t", "load", [1], False, 0]]),
+    "nested planner data": lambda index: _set(index, planner_data=msgspec.Raw(b"\x92\xa1l\x91" * 50_000 + b"\xc0")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", list(INDICES))
+def test_hostile_indices(ours: Path, what: str) -> None:
+    with Scratch(ours) as place:
+
+        def change(record: dict[str, Any]) -> None:
+            ref = record["index"]
+            index = msgspec.msgpack.decode((place / ref["path"]).read_bytes())
+            INDICES[what](index)
+            edit_listed(place, ref, msgspec.msgpack.encode(index))
+
+        edit_commit(place, change)
+        done = traced(place, ours)
+        assert done["verify"].code == 1
+        assert done["cp"].code == 1
+
+
+def _archive(*records: tuple[str, bytes], method: int = zipfile.ZIP_STORED) -> bytes:
+    file = io.BytesIO()
+    with warnings.catch_warnings(), zipfile.ZipFile(file, "w", method) as archive:
+        warnings.simplefilter("ignore")  # names twice
+        for name, data in records:
+            archive.writestr(name, data)
+    return file.getvalue()
+
+
+NONE = b"\x80\x02N."
+ARCHIVES = {
+    "compressed": _archive(("a/data.pkl", NONE + bytes(1 << 22)), method=zipfile.ZIP_DEFLATED),
+    "many records": _archive(*[(f"a/data/{n}", b"") for n in range(20_000)]),
+    "twice": _archive(("a/data.pkl", NONE), ("a/data.pkl", NONE)),
+    "paths": _archive(("../../outside", b"x")),
+    "no archive": b"PK\x03\x04" + bytes(1000),
+    "empty": b"",
+}
+
+
+@pytest.mark.parametrize("what", list(ARCHIVES))
+def test_hostile_archives(stock: Path, what: str) -> None:
+    with Scratch(stock) as place:
+        path = place / ".metadata"
+        metadata = pickle.loads(path.read_bytes())
+        data = ARCHIVES[what]
+        for index, info in metadata.storage_data.items():
+            (place / f"{index.fqn}.distcp").write_bytes(data)
+            info.relative_path, info.offset, info.length = f"{index.fqn}.distcp", 0, len(data)
+        path.write_bytes(pickle.dumps(metadata))
+        done = traced(place, stock)
+        assert done["verify"].code == 1
+        assert done["cat"].code == 1
+
+
+def test_duplicate_keys_in_a_record(ours: Path) -> None:
+    """The last one counts, for all readers alike."""
+    with Scratch(ours) as place:
+        path = place / "commit.json"
+        record = unseal_json(path.read_bytes(), url="", key="")
+        path.write_bytes(seal_json(b'{"id":"' + b"f" * 16 + b'",' + record[1:]))
+        assert every_command(place, ours)["verify"].code == 0
+
+
+def test_as_a_user_in_bounded_memory(ours: Path) -> None:
+    """2**60 bytes promised in 1 KB of records; the process gets 4 GiB of address space."""
+    import resource
+    import subprocess
+    import sys
+
+    with Scratch(ours) as place:
+
+        def change(record: dict[str, Any]) -> None:
+            record["index"]["size_bytes"] = 1 << 60
+            record["manifests"][0]["size_bytes"] = 1 << 60
+
+        edit_commit(place, change)
+        script = Path(sys.executable).parent / "ckpt"
+        for command in ("inspect", "verify", "ls"):
+            done = subprocess.run(
+                [str(script), command, str(place)],
+                capture_output=True,
+                text=True,
+                check=False,
+                preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30)),
+            )
+            assert done.returncode == (0 if command == "ls" else 1), done.stderr
+            assert "Traceback" not in done.stderr
+    assert run_process("verify", "/dev/null").code == 3

@@ -1,0 +1,206 @@
+"""`ckpt ls`: what is under a root, by what stands there and not by what a listing says."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.commands import flip, options_of, run, run_process, sharded_checkpoint, stock_checkpoint
+from support.servers import S3Server
+
+import ckpt
+from ckpt.backends.posix import PosixStore
+from ckpt.errors import AccessDenied, NotFound, StorageUnavailable
+from ckpt.tools.ls import step_of
+
+
+def listed(root: object, *more: str) -> dict[str, dict[str, Any]]:
+    ran = run("ls", root, "--json", *more)
+    assert ran.code == 0, ran.err
+    return {what["path"]: what for what in ran.json["checkpoints"]}
+
+
+def save(place: object, **more: Any) -> None:
+    ckpt.save({"t": torch.arange(10.0)}, str(place), **more)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A root with checkpoints in every state."""
+    root = tmp_path_factory.mktemp("root")
+    sharded_checkpoint(root / "run" / "step-200")
+    save(root / "run" / "step-1000", tags={"note": "x"})
+    save(root / "run" / "other", tags={"step": "30"})
+    save(root / "run" / "step-2000")
+    (root / "run" / "step-2000" / "commit.json").unlink()
+    save(root / "run" / "step-3000")
+    flip(root / "run" / "step-3000" / "commit.json", 40)
+    stock_checkpoint(root / "stock" / "500")
+    save(root / "unsealed" / "7")
+    for name in (".metadata",):
+        path = root / "unsealed" / "7" / name
+        path.write_bytes(path.read_bytes()[:-34])
+    (root / "unsealed" / "7" / "commit.json").unlink()
+    (root / "notes").mkdir()
+    (root / "notes" / "commit.json").write_text("{}")
+    (root / "notes" / "text").write_text("mine")
+    return root
+
+
+def test_every_state(root: Path) -> None:
+    found = listed(root)
+    facts = {path: (what["state"], what["step"], what["latest"]) for path, what in found.items()}
+    assert facts == {
+        "unsealed/7": ("incomplete", 7, False),
+        "run/other": ("committed", 30, False),
+        "run/step-200": ("committed", 100, False),  # by its tag
+        "stock/500": ("foreign", 500, False),
+        "run/step-1000": ("committed", 1000, True),
+        "run/step-2000": ("incomplete", 2000, False),
+        "run/step-3000": ("damaged", 3000, False),
+    }
+    assert list(found) == sorted(found, key=lambda path: found[path]["step"])
+    whole = found["run/step-200"]
+    assert (whole["world_size"], whole["tags"]) == (2, {"step": "100"})
+    data = sum(path.stat().st_size for path in (root / "run" / "step-200").rglob("*.distcp"))
+    assert whole["size_bytes"] == data
+    assert abs(whole["created_at_s"] - time.time()) < 3600
+    stock = root / "stock" / "500"
+    assert found["stock/500"]["size_bytes"] == sum(p.stat().st_size for p in stock.iterdir())
+    assert found["run/step-3000"]["problem"] == "the record's checksum does not fit"
+
+
+def test_the_latest_is_one_that_has_its_records(root: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(root, tmp_path / "root"))
+    next((copy / "run" / "step-1000").rglob("*.index")).unlink()
+    found = listed(copy)
+    assert [path for path, what in found.items() if what["latest"]] == ["run/step-200"]
+    manifest = next((copy / "run" / "step-200").glob("rank-00001/*.json"))
+    manifest.write_bytes(manifest.read_bytes()[:-1])
+    found = listed(copy)
+    assert [path for path, what in found.items() if what["latest"]] == ["run/other"]
+
+
+def test_a_root_that_is_a_checkpoint_and_depth(root: Path) -> None:
+    assert listed(root / "run" / "step-1000")[""]["state"] == "committed"
+    assert list(listed(root, "--depth", "1")) == []
+    assert "run/step-1000" in listed(root, "--depth", "2")
+
+
+def test_as_a_user(root: Path) -> None:
+    ran = run_process("ls", root)
+    assert ran.code == 0, ran.err
+    (line,) = [line for line in ran.out.splitlines() if "step-1000" in line]
+    assert line.split()[:4] == ["*", "run/step-1000", "1000", "committed"]
+    assert "note=x" in line
+
+
+def test_it_starts_without_torch() -> None:
+    import subprocess
+    import sys
+
+    code = "import sys, ckpt.cli.app, ckpt.tools.ls; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_s3(s3: S3Server) -> None:
+    bucket = s3.new_bucket()
+    root, options = f"s3://{bucket}/run", s3.options
+    for step in (1, 20, 3):
+        save(f"{root}/step-{step}", storage_options=options)
+    client = s3.client()
+    client.put_object(Bucket=bucket, Key="run/step-99/rank-00000/0123456789abcdef-0.distcp", Body=b"left")
+    client.put_object(Bucket=bucket, Key="runner/step-7/commit.json", Body=b"elsewhere")
+    found = listed(root, *options_of(options))
+    assert [(path, what["state"]) for path, what in found.items()] == [
+        ("step-1", "committed"), ("step-3", "committed"), ("step-20", "committed"), ("step-99", "incomplete"),
+    ]  # fmt: skip
+    assert [path for path, what in found.items() if what["latest"]] == ["step-20"]
+    assert run("ls", f"s3://{bucket}/nothing", *options_of(options)).code == 3
+    assert run("ls", "s3://no-such-bucket-here/x", *options_of(options)).code == 3
+
+
+def test_what_a_listing_shows_late_is_hidden_and_never_wrong(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Folders are all that is listed: objects that a listing does not show yet are read all the same."""
+    from ckpt.backends.posix import PosixStore
+
+    save(tmp_path / "step-1")
+
+    def nothing(self: PosixStore, prefix: str = "") -> Iterator[Any]:
+        return iter(())
+
+    monkeypatch.setattr(PosixStore, "list", nothing)
+    assert listed(tmp_path)["step-1"]["latest"]
+
+
+def test_empty_folders_are_nothing(tmp_path: Path) -> None:
+    """Servers that keep objects in folders leave some behind."""
+    save(tmp_path / "step-1")
+    (tmp_path / "step-2" / "rank-00000").mkdir(parents=True)
+    assert set(listed(tmp_path)) == {"step-1"}
+
+
+def test_nothing_is_not_found(tmp_path: Path) -> None:
+    assert run("ls", tmp_path / "nothing").code == 3
+    with pytest.raises(NotFound):
+        ckpt.list_checkpoints(tmp_path / "nothing")
+    (tmp_path / "text").write_text("x")
+    assert run("ls", tmp_path).out == "no checkpoints\n"
+
+
+@pytest.mark.parametrize(
+    ("path", "step"),
+    [
+        ("step-100", 100), ("step_100", 100), ("100", 100), ("run7/step-5", 5), ("epoch=3-step=100", 100),
+        ("epoch=3-step=100.ckpt", 100), ("latest", None), ("llama-7b", None), ("7b", None), ("step-" + "9" * 40, None),
+        ("step-00000100", 100), ("checkpoint-12/", 12), ("", None),
+    ],
+)  # fmt: skip
+def test_steps(path: str, step: int | None) -> None:
+    assert step_of(path) == step
+
+
+def test_an_unreachable_record_does_not_make_an_older_checkpoint_the_latest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2):
+        ckpt.save({"t": torch.ones(3)}, tmp_path / f"step-{step}")
+    stat = PosixStore.stat
+
+    def failing(self: PosixStore, key: str) -> Any:
+        if key.startswith("step-2/rank-"):
+            raise StorageUnavailable("gone", url=self.url, key=key)
+        return stat(self, key)
+
+    monkeypatch.setattr(PosixStore, "stat", failing)
+    assert run("ls", tmp_path).code == 4
+
+
+def test_one_bad_folder_hides_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A commit record that is a link out of the root, and a folder that only root may list."""
+    root = tmp_path / "run"
+    ckpt.save({"t": torch.ones(3)}, root / "step-1")
+    ckpt.save({"t": torch.ones(3)}, tmp_path / "elsewhere")
+    for name in ("linked", "lost+found"):
+        (root / name).mkdir()
+    (root / "linked" / "commit.json").symlink_to(tmp_path / "elsewhere" / "commit.json")
+    folders = PosixStore.folders
+
+    def refused(self: PosixStore, prefix: str = "") -> Any:
+        if prefix == "lost+found/":
+            raise AccessDenied("cannot list: Permission denied", url=self.url, key=prefix)
+        return folders(self, prefix)
+
+    monkeypatch.setattr(PosixStore, "folders", refused)
+    found = run("ls", root, "--json").json["checkpoints"]
+    assert {what["path"]: what["state"] for what in found} == {
+        "step-1": "committed", "linked": "damaged", "lost+found": "damaged",
+    }  # fmt: skip
+    assert set(run("gc", root, "--json").json["skipped"]) == {"linked", "lost+found"}

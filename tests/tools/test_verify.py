@@ -1,0 +1,499 @@
+"""`ckpt verify`: every kind of damage is found and named, and nothing else is."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from support.commands import (
+    Ran,
+    edit_commit,
+    edit_index,
+    edit_listed,
+    flip,
+    options_of,
+    run,
+    run_process,
+    sharded_checkpoint,
+)
+from support.servers import S3Server
+from support.states import random_tensor
+
+import ckpt
+from ckpt.backends import memory
+from ckpt.consistency.seal import seal_json, unseal_json
+from ckpt.errors import CommitConflict, NotFound
+from ckpt.format.columns import Columns, TensorColumns
+from ckpt.format.records import decode_manifest
+
+
+@pytest.fixture(scope="module")
+def original(sharded_place: Path) -> Path:
+    return sharded_place
+
+
+@pytest.fixture
+def place(original: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(original, tmp_path / "step-100"))
+
+
+@pytest.fixture(scope="module")
+def stock_original(stock_place: Path) -> Path:
+    return stock_place
+
+
+@pytest.fixture
+def stock(stock_original: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(stock_original, tmp_path / "stock"))
+
+
+def verify(place: Path | str, *more: str, code: int = 1) -> dict[str, Any]:
+    ran = run("verify", place, "--json", *more)
+    assert ran.code == code, (ran.out, ran.err)
+    found = ran.json
+    assert found["ok"] == (code == 0)
+    return found
+
+
+def only_damage(place: Path | str, *more: str) -> dict[str, Any]:
+    (damage,) = verify(place, *more)["damages"]
+    found: dict[str, Any] = damage
+    return found
+
+
+def manifest_of(place: Path, rank: int = 0) -> Any:
+    (path,) = (place / f"rank-{rank:05d}").glob("*.json")
+    return decode_manifest(path.read_bytes(), url="", key=path.name)
+
+
+# -- whole ones ----------------------------------------------------------------------------------------
+
+
+def test_whole(place: Path) -> None:
+    data_bytes = sum(path.stat().st_size for path in place.rglob("*.distcp"))
+    for more, nbytes in ([], data_bytes), (["--quick"], 0):
+        found = verify(place, *more, code=0)
+        files = len(list(place.rglob("*.distcp")))
+        assert (found["checked_files"], found["checked_bytes"]) == (files, nbytes)
+        assert (found["damages"], found["strays"], found["format"]) == ([], [], "ckpt-storage")
+        assert found["id"] == json.loads((place / "commit.json").read_text())["id"]
+
+
+def test_as_a_user(place: Path) -> None:
+    ran = run_process("verify", place)
+    assert ran.code == 0, ran.err
+    assert ran.out.startswith("ok: ")
+    assert ran.err == ""
+    flip(next(place.rglob("*.distcp")), 5000)
+    ran = run_process("verify", place, "--quick")
+    assert ran.code == 0, ran.err
+    ran = run_process("verify", place)
+    assert ran.code == 1
+    assert "do not match their checksum" in ran.out
+    assert "\x1b" not in ran.out + ran.err
+
+
+def test_s3(s3: S3Server) -> None:
+    url = f"s3://{s3.new_bucket()}/run/step-100"
+    sharded_checkpoint(url, s3.options)
+    assert verify(url, *options_of(s3.options), code=0)["checked_bytes"] > 1_000_000
+    client, bucket = s3.client(), url.split("/")[2]
+    (key, *_) = [
+        found["Key"]
+        for found in client.list_objects_v2(Bucket=bucket)["Contents"]
+        if "distcp" in found["Key"]
+    ]
+    data = bytearray(client.get_object(Bucket=bucket, Key=key)["Body"].read())
+    data[-1] ^= 1
+    client.put_object(Bucket=bucket, Key=key, Body=bytes(data))
+    client.create_multipart_upload(Bucket=bucket, Key="run/step-100/rank-00000/0123456789abcdef-0.distcp")
+    found = verify(url, *options_of(s3.options))
+    assert [damage["kind"] for damage in found["damages"]] == ["checksum"]
+    assert key.endswith(found["damages"][0]["key"])
+    assert [(s["key"], s["ours"], s["unfinished"]) for s in found["strays"]] == [
+        ("rank-00000/0123456789abcdef-0.distcp", True, True)
+    ]
+
+
+def test_the_function_behind_it(place: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    found = ckpt.verify(place, progress=lambda done, total: seen.append((done, total)))
+    assert found.ok
+    assert seen[-1] == (found.checked_bytes, found.checked_bytes)
+
+
+def test_replaced_while_it_is_verified(place: Path) -> None:
+    """What is missing then is no damage."""
+
+    def replace(done: int, total: int) -> None:
+        ckpt.save({"t": torch.ones(3)}, place)
+
+    with pytest.raises(CommitConflict, match="verify again"):
+        ckpt.verify(place, progress=replace)
+
+
+def test_a_read_that_is_damaged_on_its_way_is_no_damage(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ckpt.backends.posix import PosixStore
+
+    original = PosixStore.read_into
+    seen: set[str] = set()
+
+    def read_into(self: PosixStore, key: str, offset: int, buffers: Any) -> None:
+        original(self, key, offset, buffers)
+        if key.endswith(".distcp") and key not in seen:
+            seen.add(key)
+            buffers[0][0] ^= 1
+
+    monkeypatch.setattr(PosixStore, "read_into", read_into)
+    verify(place, code=0)
+    assert seen
+
+
+# -- damaged data --------------------------------------------------------------------------------------
+
+
+def test_every_byte_is_checked(tmp_path: Path) -> None:
+    """One flipped bit anywhere in a small checkpoint, whatever it is part of."""
+    place = tmp_path / "c"
+    ckpt.save({"t": random_tensor(5, 7), "o": [1, 2]}, place)
+    for path in [path for path in place.rglob("*") if path.is_file()]:
+        data = path.read_bytes()
+        for position in range(0, len(data), max(1, len(data) // 40)):
+            flip(path, position)
+            found = verify(place)
+            key = path.relative_to(place).as_posix()
+            assert key in {damage["key"] for damage in found["damages"]}, (key, position, found)
+            path.write_bytes(data)
+    verify(place, code=0)
+
+
+def test_a_flipped_bit_names_file_tensor_and_bytes(place: Path) -> None:
+    manifest = manifest_of(place)
+    item = next(item for item in manifest.items if item.fqn == "large")
+    path = manifest.files[item.file].path
+    position = item.payload_offset + item.payload_bytes // 2
+    flip(place / path, position)
+    damage = only_damage(place)
+    assert (damage["kind"], damage["key"]) == ("checksum", path)
+    assert damage["start"] <= position < damage["stop"] <= damage["start"] + manifest.block_size_bytes
+    assert "large" in damage["fqns"]
+
+
+def test_damaged_neighbours_are_one_damage(place: Path) -> None:
+    manifest = manifest_of(place)
+    item = next(item for item in manifest.items if item.fqn == "large")
+    path = manifest.files[item.file].path
+    data = bytearray((place / path).read_bytes())
+    start, stop = item.payload_offset, item.payload_offset + item.payload_bytes
+    data[start:stop] = bytes(stop - start)
+    (place / path).write_bytes(data)
+    damage = only_damage(place)
+    assert damage["start"] <= start < stop <= damage["stop"]
+
+
+def test_a_short_file(place: Path) -> None:
+    manifest = manifest_of(place)
+    record = manifest.files[0]
+    data = (place / record.path).read_bytes()
+    (place / record.path).write_bytes(data[:-1000])
+    for more in [], ["--quick"]:
+        damages = verify(place, *more)["damages"]
+        assert damages[0]["kind"] == "size"
+        assert (damages[0]["start"], damages[0]["stop"]) == (len(data) - 1000, len(data))
+        last = max((i for i in manifest.items if i.file == 0), key=lambda i: i.offset)
+        assert last.fqn in damages[0]["fqns"]
+
+
+def test_a_long_file(place: Path) -> None:
+    path = next(place.rglob("*.distcp"))
+    path.write_bytes(path.read_bytes() + b"x")
+    assert only_damage(place, "--quick")["kind"] == "size"
+
+
+def test_a_missing_file(place: Path) -> None:
+    manifest = manifest_of(place, 1)
+    (place / manifest.files[0].path).unlink()
+    damage = only_damage(place)
+    assert (damage["kind"], damage["key"]) == ("missing", manifest.files[0].path)
+    assert damage["fqn_count"] == len({item.fqn for item in manifest.items if item.file == 0})
+    assert len(damage["fqns"]) == min(20, damage["fqn_count"])
+
+
+def test_a_file_that_is_a_link_out(place: Path, tmp_path: Path) -> None:
+    path = next(place.rglob("*.distcp"))
+    path.rename(tmp_path / "outside")
+    path.symlink_to(tmp_path / "outside")
+    damage = only_damage(place)
+    assert "leads out" in damage["message"]
+
+
+# -- damaged records -----------------------------------------------------------------------------------
+
+
+def test_a_missing_manifest(place: Path) -> None:
+    (path,) = (place / "rank-00001").glob("*.json")
+    fqns = {item.fqn for item in manifest_of(place, 1).items}
+    path.unlink()
+    damages = verify(place)["damages"]
+    assert (damages[0]["kind"], damages[0]["key"]) == ("missing", path.relative_to(place).as_posix())
+    assert damages[0]["fqn_count"] == len(fqns)
+
+
+def test_a_damaged_index_does_not_hide_damaged_data(place: Path) -> None:
+    (path,) = place.rglob("*.index")
+    flip(path, 100)
+    data = next(place.rglob("*.distcp"))
+    flip(data, 100_000)
+    found = verify(place)
+    keys = {damage["key"] for damage in found["damages"]}
+    assert keys == {path.relative_to(place).as_posix(), data.relative_to(place).as_posix()}
+
+
+def test_a_damaged_commit(place: Path) -> None:
+    flip(place / "commit.json", 60)
+    damage = only_damage(place)
+    assert (damage["kind"], damage["key"]) == ("record", "commit.json")
+
+
+@pytest.mark.parametrize("what", ["gap", "overlap", "outside", "nothing"])
+def test_coverage(place: Path, what: str) -> None:
+    def edit(columns: Columns) -> None:
+        found = columns.entries["sharded.rows"]
+        assert isinstance(found, TensorColumns)
+        sizes, offsets, size = found.sizes.copy(), found.offsets.copy(), found.size
+        if what == "gap":
+            sizes[0, 0] -= 1
+        elif what == "overlap":
+            sizes[0, 0] += 1
+        elif what == "outside":
+            size = (found.size[0] + 5, found.size[1])
+        else:
+            sizes[:, 1] = 0
+        columns.entries["sharded.rows"] = dataclasses.replace(found, sizes=sizes, offsets=offsets, size=size)
+
+    edit_index(place, edit)
+    damages = verify(place, "--quick")["damages"]
+    (damage,) = [damage for damage in damages if damage["kind"] == "coverage"]
+    assert damage["fqns"] == ["sharded.rows"]
+    expected = {
+        "gap": "[383:384, 0:300] is not stored",
+        "overlap": "[384:385, 0:300] is stored 2 times",
+        "outside": "[768:773, 0:300] is not stored",
+        "nothing": "nothing of it is stored",
+    }
+    assert expected[what] in damage["message"]
+
+
+def test_index_and_manifests_that_disagree(place: Path) -> None:
+    def edit(columns: Columns) -> None:
+        found = columns.entries["large"]
+        assert isinstance(found, TensorColumns)
+        columns.entries["large"] = dataclasses.replace(found, offset=found.offset + 64)
+
+    edit_index(place, edit)
+    kinds = {damage["kind"] for damage in verify(place, "--quick")["damages"]}
+    assert kinds == {"disagreement", "stock_metadata"}
+
+
+def test_a_file_in_no_manifest(place: Path) -> None:
+    (path,) = (place / "rank-00001").glob("*.json")
+
+    def drop(record: dict[str, Any]) -> None:
+        record["manifests"] = [ref for ref in record["manifests"] if ref["rank"] == 0]
+
+    edit_commit(place, drop)
+    found = verify(place)
+    assert {(damage["kind"], damage["key"]) for damage in found["damages"]} == {
+        ("disagreement", path.relative_to(place).as_posix().replace(".json", "-0.distcp"))
+    }
+
+
+def test_a_manifest_that_names_what_it_must_not(place: Path) -> None:
+    """Valid seals, hostile content: the files of another place."""
+
+    def change(record: dict[str, Any]) -> None:
+        ref = record["manifests"][0]
+        data = json.loads(unseal_json((place / ref["path"]).read_bytes(), url="", key=""))
+        data["files"][0]["path"] = "../../outside"
+        edit_listed(place, ref, seal_json(json.dumps(data, separators=(",", ":")).encode()))
+
+    edit_commit(place, change)
+    damages = verify(place)["damages"]
+    assert damages[0]["kind"] == "record"
+    assert "outside of the checkpoint" in damages[0]["message"]
+
+
+@pytest.mark.parametrize("what", ["missing", "flipped", "other", "unsealed"])
+def test_the_metadata_of_stock_readers(place: Path, tmp_path: Path, what: str) -> None:
+    path = place / ".metadata"
+    if what == "missing":
+        path.unlink()
+    elif what == "flipped":
+        flip(path, 1000)
+    elif what == "unsealed":
+        path.write_bytes(pickle.dumps(pickle.loads(path.read_bytes())))
+    else:
+        ckpt.save({"t": torch.ones(3)}, tmp_path / "other")
+        path.write_bytes((tmp_path / "other" / ".metadata").read_bytes())
+    damage = only_damage(place)
+    assert (damage["kind"], damage["key"]) == ("stock_metadata", ".metadata")
+    if what == "other":
+        assert {"t", "large"} & set(damage["fqns"])
+
+
+def test_equal_metadata_in_other_bytes_are_fine(place: Path) -> None:
+    from ckpt.consistency.seal import seal_pickle
+
+    path = place / ".metadata"
+    path.write_bytes(seal_pickle(pickle.dumps(pickle.loads(path.read_bytes()))))
+    verify(place, code=0)
+
+
+def test_strays(place: Path) -> None:
+    (place / "rank-00000" / "0123456789abcdef-0.distcp").write_bytes(b"left")
+    (place / "rank-00000" / ".0123456789abcdef-1.distcp.0123456789abcdef.ckpt-tmp").write_bytes(b"half")
+    (place / "notes.txt").write_bytes(b"mine")
+    found = verify(place, code=0)
+    assert sorted((s["key"], s["ours"], s["unfinished"]) for s in found["strays"]) == [
+        ("notes.txt", False, False),
+        ("rank-00000/0123456789abcdef-0.distcp", True, False),
+        ("rank-00000/0123456789abcdef-1.distcp", True, True),
+    ]
+    assert "do no harm" in run("verify", place).out
+    assert (place / "notes.txt").exists()
+
+
+# -- stock checkpoints ---------------------------------------------------------------------------------
+
+
+def test_stock(stock: Path) -> None:
+    found = verify(stock, code=0)
+    assert (found["format"], found["unchecked_items"], found["strays"]) == ("stock", 0, [])
+    assert found["checked_bytes"] > 1_000_000
+
+
+def test_stock_with_a_flipped_bit(stock: Path) -> None:
+    path = stock / "__0_0.distcp"
+    metadata = pickle.loads((stock / ".metadata").read_bytes())
+    (info,) = [info for index, info in metadata.storage_data.items() if index.fqn == "large"]
+    path = stock / info.relative_path
+    flip(path, info.offset + info.length // 2)
+    damage = only_damage(stock)
+    assert (damage["kind"], damage["fqns"]) == ("checksum", ["large"])
+    assert damage["start"] <= info.offset + info.length // 2 < damage["stop"]
+    flip(path, info.offset + info.length // 2)
+    flip(path, info.offset)
+    assert only_damage(stock)["fqns"] == ["large"]
+
+
+def test_stock_with_a_short_and_a_missing_file(stock: Path) -> None:
+    path = stock / "__0_0.distcp"
+    path.write_bytes(path.read_bytes()[:-100])
+    assert {damage["kind"] for damage in verify(stock, "--quick")["damages"]} == {"size"}
+    path.unlink()
+    (damage,) = [d for d in verify(stock)["damages"] if d["key"] == path.name]
+    assert damage["kind"] == "missing"
+    assert damage["fqn_count"] > 0
+
+
+def test_stock_without_crcs(tmp_path: Path) -> None:
+    previous = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.save({"t": random_tensor(9)}, storage_writer=dcp.FileSystemWriter(tmp_path))
+    finally:
+        torch.serialization.set_crc32_options(previous)
+    assert verify(tmp_path, code=0)["unchecked_items"] == 1
+
+
+def test_stock_with_a_gap(stock: Path) -> None:
+    path = stock / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    index = next(index for index in metadata.storage_data if index.fqn == "sharded.rows" and index.offset[0])
+    del metadata.storage_data[index]
+    chunks = metadata.state_dict_metadata["sharded.rows"].chunks
+    chunks[:] = [chunk for chunk in chunks if chunk.offsets != index.offset]
+    path.write_bytes(pickle.dumps(metadata))
+    damage = only_damage(stock)
+    assert (damage["kind"], damage["message"]) == (
+        "coverage",
+        "of 'sharded.rows' [384:768, 0:300] is not stored",
+    )
+
+
+# -- no checkpoint -------------------------------------------------------------------------------------
+
+
+def test_exit_codes(place: Path, tmp_path: Path, s3: S3Server) -> None:
+    def failed(*arguments: object) -> tuple[int, Ran]:
+        ran = run(*arguments)
+        assert ran.err.startswith("error: ") or ran.code == 2
+        assert len(ran.err.splitlines()) == 1 or ran.code == 2
+        return ran.code, ran
+
+    assert failed("verify", tmp_path / "nothing")[0] == 3
+    (place / "commit.json").unlink()
+    assert failed("verify", place)[0] == 3
+    assert failed("verify", place, "--nonsense")[0] == 2
+    assert failed("verify", "s3:/through/pathlib")[0] == 2
+    assert failed("verify", place, "--storage-options", "nonsense")[0] == 2
+    assert failed("verify", place, "--storage-options", "nonsense=1")[0] == 2
+    refused = {
+        **s3.options,
+        "endpoint_url": "http://127.0.0.1:9",
+        "config_kwargs": {"retries": {"total_max_attempts": 1}},
+    }
+    code, ran = failed("verify", "s3://b/k", "--json", *options_of(refused))
+    assert code == 4
+    assert ran.json["exit_code"] == 4
+    assert ran.json["error"]["type"] == "StorageUnavailable"
+    assert s3.options["secret"] not in ran.out + ran.err
+
+
+def test_a_file_that_goes_away_while_it_is_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its size was right when it was looked at."""
+    from ckpt.backends.posix import PosixStore
+
+    ckpt.save({"t": torch.ones(300_000)}, tmp_path)
+    read = PosixStore.read_into
+
+    def read_into(self: PosixStore, key: str, *rest: Any) -> None:
+        if key.endswith(".distcp"):
+            raise NotFound("gone", url=self.url, key=key)
+        read(self, key, *rest)
+
+    monkeypatch.setattr(PosixStore, "read_into", read_into)
+    ran = run("verify", tmp_path, "--json")
+    (file,) = tmp_path.rglob("*.distcp")
+    assert (ran.code, ran.json["ok"]) == (1, False)
+    (damage,) = ran.json["damages"]
+    assert (damage["kind"], damage["start"], damage["stop"]) == ("missing", 0, file.stat().st_size)
+    assert damage["fqns"] == ["t"]
+
+
+def test_a_file_that_becomes_visible_while_it_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Storage that lags: the file is waited for, and read."""
+    url = "memory://lagging-verify/c"
+    ckpt.save({"t": torch.ones(300_000)}, url)
+    seen: dict[str, int] = {}
+
+    def late(operation: str, key: str, when: str) -> None:
+        seen[operation] = seen.get(operation, 0) + key.endswith(".distcp")
+        if key.endswith(".distcp") and seen[operation] == 1 and when == "before":
+            raise NotFound("not yet", url=url, key=key)
+
+    memory.inject(url, late)
+    found = ckpt.verify(url, storage_options={"visibility_lag_s": 0.01})
+    memory.clear(url)
+    assert found.ok
+    assert found.checked_bytes > 1_200_000

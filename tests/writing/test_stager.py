@@ -1,0 +1,272 @@
+"""Staging: a copy that later changes cannot reach, of no more than the bytes that are saved, in reused memory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from support.ranks import run_ranks
+from support.states import digest, emptied, plain_state, sharded_state
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+import ckpt
+from ckpt.errors import CheckpointError
+
+
+def overwritten(state: Any) -> None:
+    """Change every tensor in place."""
+    if isinstance(state, dict):
+        for value in state.values():
+            overwritten(value)
+    elif isinstance(state, list):
+        state.append("changed")
+        for value in state:
+            overwritten(value)
+    elif isinstance(state, torch.Tensor):
+        state.untyped_storage().fill_(7)  # type: ignore[attr-defined]
+
+
+def test_copies_everything_and_nothing_reaches_the_copy() -> None:
+    state = plain_state()
+    before = digest(state)
+    staged = ckpt.Stager().stage(state)
+    assert digest(staged) == before
+    overwritten(state)
+    assert digest(state) != before
+    assert digest(staged) == before
+
+
+def test_copies_only_the_bytes_of_views() -> None:
+    stager = ckpt.Stager()
+    large = torch.zeros(4_000_000)
+    staged = stager.stage({"a": large[5:15], "tied": large[5:15], "b": large[::1_000_000]})
+    assert staged["a"].untyped_storage().nbytes() == 64 + 16  # the tied one lies in the same place
+    assert staged["a"].data_ptr() == staged["tied"].data_ptr()
+
+
+def test_memory_is_reused_and_given_back_by_itself() -> None:
+    stager = ckpt.Stager()
+    state = {"t": torch.ones(1_000_000)}
+    addresses = set()
+    for _ in range(5):
+        staged = stager.stage(state)
+        addresses.add(staged["t"].data_ptr())
+        del staged
+    assert len(addresses) == 1
+    part_of_it = stager.stage(state)["t"][3:5]
+    state["t"].zero_()
+    assert stager.stage(state)["t"].data_ptr() not in addresses
+    assert part_of_it.tolist() == [1, 1]
+
+
+def test_a_third_copy_is_refused() -> None:
+    stager = ckpt.Stager()
+    state = {"t": torch.ones(100)}
+    first, second = stager.stage(state), stager.stage(state)
+    assert first["t"].data_ptr() != second["t"].data_ptr()
+    with pytest.raises(CheckpointError, match="wait for the saves"):
+        stager.stage(state)
+    del first
+    stager.stage(state)
+    stager.close()
+    stager.close()
+
+
+def test_failed_saves_give_the_memory_back(tmp_path: Path) -> None:
+    """Whoever keeps their futures, or not; an error's traceback must not hold the copied state."""
+    from ckpt.backends import memory
+    from ckpt.errors import StorageUnavailable
+
+    url = f"memory://{tmp_path.name}/c"
+
+    failing = [True]
+
+    def fault(operation: str, key: str, when: str) -> None:
+        if operation == "put" and failing:
+            raise StorageUnavailable("not now", url=url, key=key)
+
+    state = {"t": torch.ones(1000)}
+    memory.inject(url, fault)
+    futures = [ckpt.async_save(state, url) for _ in range(4)]
+    assert [type(future.exception(60)).__name__ for future in futures] == ["SaveFailed"] * 4
+    failing.clear()
+    ckpt.async_save(state, url).result(60)
+
+
+def test_memory_is_free_when_a_save_has_ended(tmp_path: Path) -> None:
+    import gc
+
+    from ckpt.api import _stager
+
+    gc.collect()
+    gc.disable()  # nothing may depend on it
+    try:
+        for step in range(5):
+            ckpt.async_save({"m": {"t": torch.ones(9), "o": [step]}}, tmp_path / str(step)).result(60)
+            _stager._blocks._take_back()
+            assert _stager._blocks._in_use == 0
+    finally:
+        gc.enable()
+
+
+def test_planners_that_are_kept_do_not_keep_the_memory(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+    planners = [DefaultSavePlanner() for _ in range(3)]
+    for step in range(6):
+        ckpt.async_save({"t": torch.ones(9)}, tmp_path / str(step), planner=planners[step % 3]).result(60)
+
+
+def test_the_collector_may_give_memory_back_at_any_time() -> None:
+    import gc
+
+    stager = ckpt.Stager()
+    before = gc.get_threshold()
+    gc.collect()
+    gc.freeze()  # what other tests left takes a second to walk
+    try:
+        for threshold in range(20, 200, 3):
+            gc.set_threshold(threshold)
+            staged: dict[str, Any] = stager.stage({"t": torch.ones(10), "l": [torch.ones(3)] * 5})
+            staged["cycle"] = staged
+            del staged
+            gc.collect()
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
+
+
+def test_a_forked_child_ends(tmp_path: Path) -> None:
+    """As a data loader's worker does, started while a save is running."""
+    code = """if True:
+        import os, sys, threading, warnings
+        import torch, ckpt
+        from ckpt.backends import memory
+        warnings.simplefilter("ignore")
+        inside, go_on = threading.Event(), threading.Event()
+        def fault(operation, key, when):
+            if operation == "put":
+                inside.set()
+                go_on.wait(60)
+        memory.inject("memory://fork/c", fault)
+        future = ckpt.async_save({"t": torch.ones(5)}, "memory://fork/c")
+        inside.wait(60)
+        child = os.fork()
+        if not child:
+            sys.exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        go_on.set()
+        future.result(60)
+    """
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+class Pair(NamedTuple):
+    weight: torch.Tensor
+    name: str
+
+
+def test_odd_containers() -> None:
+    pair = Pair(torch.ones(3, requires_grad=True) * 2, "x")
+    staged = ckpt.Stager().stage({"pair": pair, "zeros": torch._efficientzerotensor(3)})
+    assert type(staged["pair"]) is Pair
+    assert staged["pair"].weight.tolist() == [2, 2, 2]
+    assert staged["zeros"].tolist() == [0, 0, 0]
+
+
+def test_with_dcp_async_save(tmp_path: Path) -> None:
+    run_ranks(2, _dcp_async_save, str(tmp_path))
+
+
+def _dcp_async_save(rank: int, root: str) -> None:
+    stager = ckpt.Stager()
+    futures: list[Any] = []
+    for step in range(2):
+        state = sharded_state(seed=step)
+        futures.append(
+            dcp.async_save(
+                state, storage_writer=ckpt.CheckpointWriter(f"{root}/step-{step}"), async_stager=stager
+            )
+        )
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                value.detach().zero_()
+        futures[-1].result(60)
+    for step in range(2):
+        loaded = emptied(sharded_state(seed=9))
+        ckpt.load(loaded, f"{root}/step-{step}")
+        assert digest(loaded) == digest(sharded_state(seed=step))
+
+
+def test_every_sharded_kind(tmp_path: Path) -> None:
+    run_ranks(4, _sharded_kinds, str(tmp_path))
+
+
+def _sharded_kinds(rank: int, url: str) -> None:
+    import copy
+
+    from torch.distributed._shard import sharded_tensor
+    from torch.distributed._shard.sharding_spec import ChunkShardingSpec, ShardMetadata
+
+    warnings.simplefilter("ignore")
+    stager = ckpt.Stager()
+    state = sharded_state()
+    assert digest(stager.stage(state)) == digest(state)
+
+    # FSDP over tensor parallel: its placements are of a kind that only DTensor itself makes.
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = torch.nn.Sequential(torch.nn.Linear(16, 12, bias=False))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+    parameters = dict(model.state_dict())
+    staged = stager.stage(parameters)
+    assert [p.placements for p in staged.values()] == [p.placements for p in parameters.values()]
+    assert digest(staged) == digest(parameters)
+
+    spec = ChunkShardingSpec(dim=0, placements=[f"rank:{r}/cpu" for r in range(4)])
+    sharded = sharded_tensor.rand(spec, 11, 6, requires_grad=True)
+    staged_shard = stager.stage({"t": sharded})["t"].local_shards()[0].tensor
+    assert torch.equal(staged_shard, sharded.local_shards()[0].tensor)
+    assert staged_shard.data_ptr() != sharded.local_shards()[0].tensor.data_ptr()
+    on_a_gpu = copy.copy(sharded)
+    (shard,) = on_a_gpu._local_shards = [copy.copy(shard) for shard in sharded.local_shards()]
+    place = shard.metadata
+    shard.metadata = ShardMetadata(place.shard_offsets, place.shard_sizes, f"rank:{rank}/cuda:0")
+    ckpt.Stager().stage({"t": on_a_gpu})
+    ckpt.async_save({"t": sharded, **parameters}, url).result(60)
+    loaded = sharded_tensor.zeros(spec, 11, 6)
+    ckpt.load({"t": loaded}, url)
+    assert torch.equal(loaded.local_shards()[0].tensor, sharded.local_shards()[0].tensor)
+
+
+def test_copies_in_shared_memory_are_sent_to_another_process_as_they_are() -> None:
+    """Sharded tensors too, each at an offset of its own; and the memory is used again."""
+    run_ranks(1, _sent_from_shared_memory)
+
+
+def _sent_from_shared_memory(rank: int) -> None:
+    stager = ckpt.Stager(shared_memory=True)
+    mesh = init_device_mesh("cpu", (1,))
+    places = set()
+    for value in (1.0, 2.0):
+        plain = {str(number): torch.full((50 + number,), value) for number in range(4)}
+        sharded = {f"d{name}": DTensor.from_local(t, mesh, run_check=False) for name, t in plain.items()}
+        staged = stager.stage({**plain, **sharded})
+        places |= {tensor.untyped_storage().data_ptr() for name, tensor in staged.items() if name in plain}
+        sent = ForkingPickler.dumps(staged)
+        received = ForkingPickler.loads(sent)
+        for name, tensor in received.items():
+            local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+            assert local.tolist() == [value] * (50 + int(name.removeprefix("d")))
+        assert received.keys() == {*plain, *sharded}
+    assert len(places) == 1

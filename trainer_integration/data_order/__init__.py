@@ -1,0 +1,1 @@
+"""Put samples in an order that any number of ranks can go on with."""

@@ -1,0 +1,164 @@
+"""A logical shard: a fixed part of the documents, in a fixed order, and how far into it a run has come.
+
+Data are cut into shards once. What a shard holds and in which order follows from the data, the number of shards
+and the seed; never from ranks or workers, which only take turns at reading it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ckpt.errors import ConfigurationError
+from ckpt.trainer_integration.data_order.permutation import Permutation
+from ckpt.trainer_integration.sources import Source, Tokens, as_tokens
+
+__all__ = ["Cursor", "Position", "Shard"]
+
+
+class Position(NamedTuple):
+    """Where the next sequence of a shard begins.
+
+    Attributes:
+        epoch: how often the whole shard has been read.
+        document: its place in the epoch's order.
+        offset: tokens of it that have been read, its delimiters included.
+        sequences: how many were cut from this shard, over all epochs.
+    """
+
+    epoch: int = 0
+    document: int = 0
+    offset: int = 0
+    sequences: int = 0
+
+
+class Shard(NamedTuple):
+    """Shard `number` of the `total` that a source is cut into: its documents from `start` to `stop`."""
+
+    source_name: str
+    number: int
+    total: int
+    start: int
+    stop: int
+
+    @classmethod
+    def all_of(cls, source_name: str, documents: int, total: int) -> Iterator[Shard]:
+        for number in range(total):
+            start, stop = documents * number // total, documents * (number + 1) // total
+            yield cls(source_name, number, total, start, stop)
+
+    @property
+    def documents(self) -> int:
+        return self.stop - self.start
+
+
+class _Order:
+    """The order of a shard's documents in one epoch: blocks are shuffled, and the documents of each block."""
+
+    def __init__(self, shard: Shard, source: Source, seed: int | None, epoch: int) -> None:
+        self._edges = [shard.start, *source.cuts(shard.start, shard.stop), shard.stop]
+        self._key = None if seed is None else (seed, shard.source_name, shard.total, shard.number, epoch)
+        count = len(self._edges) - 1
+        self._blocks: Sequence[int] | Permutation = (
+            range(count) if self._key is None else Permutation(count, *self._key)
+        )
+        self._ends: list[int] = []
+        for place in range(count):
+            block = self._blocks[place]
+            before = self._ends[-1] if self._ends else 0
+            self._ends.append(before + self._edges[block + 1] - self._edges[block])
+        self._place = -1  # of the block in use
+        self._inside: Sequence[int] | Permutation = ()  # the order of its documents
+
+    def __getitem__(self, place: int) -> int:
+        """The document at `place`."""
+        at = bisect_right(self._ends, place)
+        block = self._blocks[at]
+        if at != self._place:
+            size = self._edges[block + 1] - self._edges[block]
+            self._inside = range(size) if self._key is None else Permutation(size, *self._key, block)
+            self._place = at
+        return self._edges[block] + self._inside[place - (self._ends[at - 1] if at else 0)]
+
+
+class Cursor:
+    """Cuts one shard into sequences, from a position onwards.
+
+    Documents follow one another, with their delimiters, as one stream of tokens; a sequence that an epoch cannot
+    fill goes on with the next one. What a buffer would hold is still in the documents, so a position is all there
+    is to save.
+
+    Args:
+        epochs: where the stream ends; None is never.
+        bos_token, eos_token: put before and after each document, if given.
+    """
+
+    def __init__(
+        self,
+        shard: Shard,
+        source: Source,
+        position: Position,
+        *,
+        seed: int | None,
+        epochs: int | None,
+        bos_token: int | None = None,
+        eos_token: int | None = None,
+    ) -> None:
+        self._shard, self._source, self._seed, self._epochs = shard, source, seed, epochs
+        self._epoch, self._document, self._offset, self._sequences = position
+        self._before, self._after = (
+            as_tokens([] if token is None else [token], source.dtype) for token in (bos_token, eos_token)
+        )
+        self._order: _Order | None = None
+        self._empty_documents = 0
+
+    @property
+    def position(self) -> Position:
+        return Position(self._epoch, self._document, self._offset, self._sequences)
+
+    def take(self, count: int) -> Tokens:
+        """The next sequence: `count` tokens, fewer only at the end of the last epoch, and none after it.
+
+        Raises:
+            ConfigurationError: the shard has no tokens, or is not the one that the position is of.
+        """
+        sequence = np.empty(count, self._source.dtype)
+        filled = 0
+        while filled < count and (self._epochs is None or self._epoch < self._epochs):
+            filled += self._copy(sequence[filled:])
+        self._sequences += filled > 0
+        return sequence[:filled]
+
+    def _copy(self, room: Tokens) -> int:
+        """Fill `room` from the current document, and turn to the next one at its end; returns the tokens copied."""
+        if self._order is None:
+            self._order = _Order(self._shard, self._source, self._seed, self._epoch)
+        parts = (self._before, self._source.tokens(self._order[self._document]), self._after)
+        start, copied, length = self._offset, 0, sum(map(len, parts))
+        if start > length:
+            raise ConfigurationError(
+                f"{self._where()} has {length} tokens, {start} were read: the data changed"
+            )
+        for part in parts:
+            piece = part[start : start + len(room) - copied]
+            room[copied : copied + len(piece)] = piece
+            copied += len(piece)
+            start = max(0, start - len(part))
+        self._offset += copied
+        self._empty_documents = 0 if length else self._empty_documents + 1
+        if self._offset == length:
+            self._next_document()
+        return copied
+
+    def _next_document(self) -> None:
+        self._document, self._offset = self._document + 1, 0
+        if self._document == self._shard.documents:
+            self._epoch, self._document, self._order = self._epoch + 1, 0, None
+        if self._empty_documents >= self._shard.documents and self._epochs is None:
+            raise ConfigurationError(f"{self._where()}: the whole shard has no tokens; use fewer shards")
+
+    def _where(self) -> str:
+        return f"{self._shard.source_name}, shard {self._shard.number}, document {self._document}"

@@ -1,0 +1,1 @@
+"""Run one training job's saves: decide, upload, keep, restore. Private to the manager."""

@@ -1,0 +1,262 @@
+"""The saves of a run: one in flight, an end that all ranks agree on, and what follows when it is durable."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata
+
+from ckpt.errors import CheckpointError, ConfigurationError, SaveFailed
+from ckpt.format.run_record import RunCheckpoint
+from ckpt.ranks.group import Ranks
+from ckpt.trainer_integration.events import Event, Events
+from ckpt.trainer_integration.keeping import KeepRule
+from ckpt.trainer_integration.run.async_modes import Uploads
+from ckpt.trainer_integration.run.history import History, plain_metrics
+from ckpt.writing.writer import SaveMeta
+
+__all__ = ["Saves"]
+
+_logger = logging.getLogger(__name__)
+
+_WEIGHT_OF_THE_LAST = 0.3
+
+
+@dataclass
+class _Flight:
+    """A save that has been staged.
+
+    Attributes:
+        future: the save.
+        durable: ends after it, when its outcome is known here and a durable checkpoint is in the run's record.
+        booked: ends last, when what no rule keeps any more has been removed.
+    """
+
+    step: int
+    path: str
+    metrics: dict[str, float | None]
+    began_s: float
+    saved_at_s: float
+    stall_s: float = 0.0
+    future: Future[Metadata] = field(default_factory=Future)
+    durable: Future[None] = field(default_factory=Future)
+    booked: Future[None] = field(default_factory=Future)
+
+
+class Saves:
+    """Used by the main thread of every rank alike; only the first rank has a `keep` to carry out and tells events.
+
+    Attributes:
+        steps: those that have a checkpoint, or one in flight, on all ranks alike.
+        durable_step: the last durable one, as this rank knows it.
+        durable_at_s: when it became durable, by `time.monotonic`.
+        stall_s, upload_s: what saves have cost so far, the last ones counting most; None before the first.
+    """
+
+    def __init__(
+        self, ranks: Ranks, uploads: Uploads, history: History, keep: KeepRule | None, events: Events
+    ) -> None:
+        self._ranks, self._uploads, self._history, self._keep = ranks, uploads, history, keep
+        self._events = events
+        self._flight: _Flight | None = None
+        self._booked: Future[None] | None = None
+        self.steps: set[int] = set()
+        self.durable_step: int | None = None
+        self.durable_at_s = self.began_s = time.monotonic()
+        self.stall_s: float | None = None
+        self.upload_s: float | None = None
+        self.last_failure: BaseException | None = None
+        self._kept: dict[int, str] = {}
+        _all.add(self)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is in flight, or what follows it, as this rank sees it."""
+        return self._booked is not None and not self._booked.done()
+
+    @property
+    def failed(self) -> bool:
+        """Whether a save has failed that nobody has been told of, as this rank sees it."""
+        flight = self._flight
+        return flight is not None and flight.durable.done() and flight.future.exception() is not None
+
+    def go_on_from(self, step: int) -> None:
+        """What was saved after `step` is given up, and will be saved again."""
+        self.steps = {saved for saved in self.steps if saved < step} | {step}
+        self.durable_step, self.durable_at_s = step, time.monotonic()
+
+    def begin(
+        self, step: int, state: dict[str, Any], reason: str, metrics: Mapping[str, float] | None
+    ) -> None:
+        """Stage `state` and let its upload begin. Errors show when the save is settled.
+
+        Raises:
+            ConfigurationError: an argument is wrong.
+        """
+        self.wait_booked()
+        self.steps.add(step)
+        flight = _Flight(
+            step, self._history.path(step), plain_metrics(metrics), time.monotonic(), time.time()
+        )
+        self.began_s = flight.began_s
+        self.tell("due", step, reason)
+        try:
+            tags = {"step": str(step)} | {
+                f"metric.{name}": str(value) for name, value in (metrics or {}).items()
+            }
+            url = self._history.url(flight.path)
+            flight.future = self._uploads.begin(state, url, tags, self._ranks)
+        except ConfigurationError:
+            raise
+        except CheckpointError as error:
+            flight.future.set_exception(error)
+        flight.stall_s = time.monotonic() - flight.began_s
+        self.stall_s = _mean(self.stall_s, flight.stall_s)
+        self.tell("staged", step, flight.path, stall_s=flight.stall_s)
+        self._flight, self._booked = flight, flight.booked
+        flight.future.add_done_callback(lambda _: self._book(flight))
+
+    def settle(self, timeout_s: float | None = None) -> SaveFailed | None:
+        """Wait until the save in flight is durable; returns its failure, of which all ranks know then.
+
+        Raises:
+            SaveFailed: on all ranks, if some rank's save is not durable in time; it goes on.
+        """
+        flight = self._flight
+        if flight is None:
+            return None
+        late = False
+        try:
+            flight.durable.result(timeout_s)
+        except FutureTimeout:
+            late = True
+        error = None if late else flight.future.exception()
+        failed, late_anywhere = self._ranks.most([error is not None, late])
+        if late_anywhere:
+            raise SaveFailed(
+                f"step {flight.step} is not durable after {timeout_s:.3g} s",
+                url=self._history.url(flight.path),
+            )
+        self._flight = None
+        if not failed:
+            return None
+        self.steps.discard(flight.step)
+        if isinstance(error, SaveFailed):
+            return error
+        url = self._history.url(flight.path)
+        cause = "it failed on another rank" if error is None else f"{type(error).__name__}: {error}"
+        return SaveFailed(f"the save of step {flight.step} failed: {cause}", url=url)
+
+    def finish(self) -> BaseException | None:
+        """Wait for the save in flight; returns its failure. No other rank is asked: it may be gone."""
+        self.wait_booked()
+        flight, self._flight = self._flight, None
+        return None if flight is None else flight.future.exception()
+
+    def wait_booked(self) -> None:
+        """Wait for what follows the last save: what is being removed must not be loaded, nor saved into."""
+        if self._booked is not None:
+            self._booked.result()
+
+    def tell(self, kind: str, step: int | None, reason: str = "", **values: float) -> None:
+        if self._ranks.rank == 0:
+            if self.durable_step is not None:
+                values["durable_age_s"] = time.monotonic() - self.durable_at_s
+            self._events.tell(Event(kind, step, reason, values))
+
+    # -- in the thread in which the upload ends ------------------------------------------------------------
+
+    def _book(self, flight: _Flight) -> None:
+        with _nothing_raised(), _ended(flight.booked):
+            with _ended(flight.durable):
+                self._conclude(flight)
+            if self._keep is not None and self._ranks.rank == 0 and flight.future.exception() is None:
+                self._retire(self._keep, flight)
+
+    def _conclude(self, flight: _Flight) -> None:
+        error = flight.future.exception()
+        took_s = time.monotonic() - flight.began_s
+        if error is not None:
+            self.last_failure = error
+            self.tell("failed", flight.step, str(error), upload_s=took_s)
+            return
+        self.durable_step, self.durable_at_s = flight.step, time.monotonic()
+        self.upload_s = _mean(self.upload_s, took_s)
+        if self._ranks.rank == 0:
+            self._remember(flight, took_s)
+
+    def _remember(self, flight: _Flight, took_s: float) -> None:
+        checkpoint = RunCheckpoint(
+            step=flight.step, path=flight.path, saved_at_s=flight.saved_at_s, metrics=flight.metrics
+        )
+        try:
+            self._history.add(checkpoint)
+        except CheckpointError as error:
+            _logger.warning(
+                "step %d is durable, but the run's record cannot be written: %s", flight.step, error
+            )
+        saved = flight.future.result()
+        figures = {"upload_s": took_s, "stall_s": flight.stall_s, "size_bytes": _size_bytes(saved)}
+        if isinstance(saved.storage_meta, SaveMeta):
+            figures |= {**saved.storage_meta.seconds, "retries": saved.storage_meta.retries}
+        self.tell("durable", flight.step, flight.path, **figures)
+
+    def _retire(self, keep: KeepRule, flight: _Flight) -> None:
+        for found, failure in self._history.retire(keep, {flight.path}):
+            kind = "removed" if failure is None else "not_removed"
+            self.tell(kind, found.step, "no rule keeps it" if failure is None else str(failure))
+        self._kept.pop(flight.step, None)  # saved anew, after going back
+        kept = {flight.step: "the newest"} | self._history.kept(keep)
+        for step, reason in sorted(kept.items()):
+            if self._kept.get(step) != reason:
+                self.tell("kept", step, reason)
+        self._kept = kept
+
+
+_all: weakref.WeakSet[Saves] = weakref.WeakSet()
+
+
+def _wait_at_exit() -> None:
+    """For programs that end without closing their manager: removing needs threads, which cannot start any more later."""
+    for saves in [*_all]:
+        with contextlib.suppress(BaseException):
+            saves.wait_booked()
+
+
+threading._register_atexit(_wait_at_exit)  # type: ignore[attr-defined]
+os.register_at_fork(after_in_child=_all.clear)  # a child has none of the threads that would end a save
+
+
+@contextlib.contextmanager
+def _nothing_raised() -> Iterator[None]:
+    """Nobody would see it: futures keep what callbacks raise to themselves."""
+    try:
+        yield
+    except Exception:
+        _logger.exception("what follows a save failed")
+
+
+@contextlib.contextmanager
+def _ended(future: Future[None]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        future.set_result(None)
+
+
+def _mean(mean: float | None, value: float) -> float:
+    return value if mean is None else mean + _WEIGHT_OF_THE_LAST * (value - mean)
+
+
+def _size_bytes(metadata: Metadata) -> int:
+    return sum(info.length for info in metadata.storage_data.values())
