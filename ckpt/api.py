@@ -24,12 +24,13 @@ from torch.distributed.checkpoint.stateful import Stateful
 from ckpt.backends.options import redact_url
 from ckpt.consistency.commit import proves_no_commit
 from ckpt.errors import CheckpointError, CommitUnknown, ConfigurationError, LoadFailed, SaveFailed
+from ckpt.format.names import last_segment
 from ckpt.ranks.group import DEFAULT_TIMEOUT_S, Ranks, RanksFailed, portable
 from ckpt.ranks.lost_ranks import lost, summary
 from ckpt.reading.reader import CheckpointReader
 from ckpt.writing.background import Background
 from ckpt.writing.stager import Stager
-from ckpt.writing.writer import CheckpointWriter, last_segment
+from ckpt.writing.writer import CheckpointWriter
 
 __all__ = ["async_save", "load", "save"]
 

@@ -84,9 +84,10 @@ def _stock_results(plans: list[SavePlan]) -> list[list[WriteResult]]:
 
 def _our_results(plans: list[SavePlan], place: str) -> list[list[WriteResult]]:
     """What this library's ranks would have reported; the one place that knows its receipts."""
-    from ckpt.format.records import ManifestRef, data_key, manifest_key
+    from ckpt.format.names import data_key, last_segment, manifest_key
+    from ckpt.format.records import ManifestRef
     from ckpt.writing.receipts import PlacedItem, RankReceipt, pack_items
-    from ckpt.writing.writer import _RECEIPT, last_segment
+    from ckpt.writing.writer import _RECEIPT
 
     results = []
     for rank, plan in enumerate(plans):

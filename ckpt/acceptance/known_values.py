@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ckpt.reading.coverage import Box
+from ckpt.transfer.boxes import Box
 
 __all__ = ["compare", "fill"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ckpt.acceptance.models import Parameter
 from ckpt.errors import ConfigurationError
-from ckpt.reading.coverage import Box
+from ckpt.transfer.boxes import Box
 
 __all__ = ["Mesh", "parse_mesh"]
 

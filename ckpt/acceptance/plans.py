@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from ckpt.acceptance.meshes import Mesh
 from ckpt.acceptance.models import Parameter
 from ckpt.errors import FormatError
-from ckpt.reading.coverage import Box
+from ckpt.transfer.boxes import Box
 
 __all__ = [
     "LoadShard",

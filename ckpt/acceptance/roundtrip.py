@@ -25,9 +25,9 @@ from ckpt.backends.options import redact_url
 from ckpt.backends.registry import open_store
 from ckpt.consistency.commit import proves_no_commit
 from ckpt.errors import CheckpointError, ConfigurationError
+from ckpt.format.names import is_our_name
 from ckpt.tools.preflight import check_place
 from ckpt.tools.remove import remove
-from ckpt.tools.strays import is_our_name
 from ckpt.writing.writer import CheckpointWriter
 
 __all__ = ["DTYPES", "Part", "Roundtrip", "roundtrip"]

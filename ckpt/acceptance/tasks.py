@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from ckpt.acceptance.counted_store import Counted, Counts
 from ckpt.acceptance.known_values import compare, fill
 from ckpt.acceptance.plans import LoadShard, SaveShard, Shard, load_plan, shard_of, views_of
-from ckpt.format.records import rank_directory
+from ckpt.format.names import rank_directory
 from ckpt.reading.reader import CheckpointReader
 from ckpt.writing.writer import CheckpointWriter
 

@@ -11,9 +11,9 @@ from ckpt.consistency.commit import read_commit
 from ckpt.conversion.locations import Guard
 from ckpt.conversion.source import Region, Source, TensorFacts
 from ckpt.errors import CommitConflict, ConfigurationError, UnsafeContent
-from ckpt.format.columns import ObjectRow
-from ckpt.reading.contents import paths_of
-from ckpt.reading.slices import OpenCheckpoint, is_quantized
+from ckpt.format.columns import ObjectRow, is_quantized
+from ckpt.format.fqns import paths_of
+from ckpt.reading.slices import OpenCheckpoint
 
 __all__ = ["CheckpointSource"]
 

@@ -27,18 +27,17 @@ from ckpt.conversion.output_files import OutputFiles
 from ckpt.conversion.selection import ChosenTensor
 from ckpt.conversion.stock_files import StockFiles
 from ckpt.errors import AlreadyExists, ConfigurationError
+from ckpt.format.fqns import Path
+from ckpt.format.names import last_segment, rank_directory
 from ckpt.format.planner_data import check_planner_data
-from ckpt.format.records import rank_directory
-from ckpt.reading.contents import Path
-from ckpt.reading.slices import split_box
 from ckpt.stock.item_frame import frame
 from ckpt.stock.metadata_writer import pickled_metadata
+from ckpt.transfer.boxes import split_box
 from ckpt.transfer.file_body import BytesPayload
 from ckpt.writing.coordinator import Coordinator
 from ckpt.writing.layout import Entry, spread
 from ckpt.writing.rank_files import RankFiles
 from ckpt.writing.receipts import RankReceipt, collect
-from ckpt.writing.writer import last_segment
 
 __all__ = ["write_checkpoint", "write_stock_checkpoint"]
 

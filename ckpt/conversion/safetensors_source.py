@@ -19,7 +19,7 @@ from ckpt.conversion.safetensors_format import (
 )
 from ckpt.conversion.source import FileSource, TensorFacts
 from ckpt.errors import ConfigurationError, FormatError, NotFound, Truncated
-from ckpt.transfer.read_pieces import StoredTensor
+from ckpt.format.stored_tensor import StoredTensor
 from ckpt.transfer.threads import in_order
 
 __all__ = ["SafetensorsSource", "belongs_to_model", "find_model"]

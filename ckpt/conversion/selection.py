@@ -11,7 +11,7 @@ import torch
 
 from ckpt.conversion.source import Source, TensorFacts
 from ckpt.errors import ConfigurationError
-from ckpt.reading.contents import Path, has_model, part_of
+from ckpt.format.fqns import Path, has_model, part_of
 
 __all__ = ["Choice", "ChosenObject", "ChosenTensor", "Rules", "choose", "parse_dtype"]
 

@@ -13,10 +13,11 @@ import torch
 
 from ckpt.backends.base import ObjectStat, Store
 from ckpt.errors import CommitConflict
-from ckpt.reading.contents import Path
+from ckpt.format.fqns import Path
+from ckpt.format.stored_tensor import StoredTensor
 from ckpt.transfer.buffer_pool import MIN_MEMORY_BUDGET_BYTES, StagingPool
 from ckpt.transfer.fetcher import Fetcher, StoredFile
-from ckpt.transfer.read_pieces import Piece, StoredTensor, region_pieces
+from ckpt.transfer.read_pieces import Piece, region_pieces
 
 __all__ = ["FileSource", "Region", "Source", "TensorFacts"]
 

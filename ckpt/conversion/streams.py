@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ckpt.conversion.source import Region, Source
+from ckpt.transfer.boxes import flat_boxes
 from ckpt.transfer.file_body import Due, StreamedPayload
-from ckpt.transfer.tensor_memory import flat_boxes
 
 __all__ = ["Counter", "Stream", "TensorPiece"]
 

@@ -17,10 +17,10 @@ from ckpt.conversion.locations import Place
 from ckpt.conversion.safetensors_source import belongs_to_model
 from ckpt.conversion.source import FileSource, Region, TensorFacts
 from ckpt.errors import ConfigurationError, FormatError, UnsafeContent
+from ckpt.format.stored_tensor import StoredTensor
 from ckpt.stock.item_archive import check_archive, is_stored_as_it_is
 from ckpt.stock.payload_finder import ItemWindow
 from ckpt.stock.safe_load import first_line, reason
-from ckpt.transfer.read_pieces import StoredTensor
 
 __all__ = ["TorchFileSource"]
 

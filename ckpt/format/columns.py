@@ -8,6 +8,7 @@ columns. The objects that DCP's planners look at are made when they are looked a
 from __future__ import annotations
 
 import array
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, overload
@@ -26,7 +27,19 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-__all__ = ["Chunks", "Columns", "Integers", "ObjectRow", "StorageTable", "TensorColumns", "packed"]
+from ckpt.errors import FormatError
+
+__all__ = [
+    "Chunks",
+    "Columns",
+    "Integers",
+    "ObjectRow",
+    "StorageTable",
+    "TensorColumns",
+    "columns_of",
+    "is_quantized",
+    "packed",
+]
 
 Integers = npt.NDArray[np.int64]
 
@@ -99,12 +112,6 @@ class Columns:
         properties = TensorProperties(dtype=entry.dtype, requires_grad=entry.requires_grad)
         chunks: Any = Chunks(self, fqn)
         return TensorStorageMetadata(properties, torch.Size(entry.size), chunks)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # As the index, which is a hundredth of the size: DCP sends the metadata of a save to all ranks.
-        from ckpt.format.index import encode_index, unpickled_columns
-
-        return unpickled_columns, (encode_index(self),)
 
     def info(self, index: MetadataIndex) -> _StorageInfo:
         """Where an item is. Raises KeyError."""
@@ -196,3 +203,78 @@ def _same(one: object, other: object) -> bool:
 def packed(offsets: Sequence[int]) -> bytes:
     """As a dict key: the hashes of numbers are no secret, and who knows them can make a dict slow."""
     return array.array("q", offsets).tobytes()
+
+
+def columns_of(metadata: Metadata, *, url: str) -> Columns:
+    """The columns of any metadata.
+
+    Raises:
+        FormatError: an item is listed without its place, or the other way round.
+    """
+    if isinstance(metadata.storage_data, StorageTable):
+        return metadata.storage_data.columns
+    found = Columns(planner_data=metadata.planner_data, version=metadata.version)
+    files: dict[str, int] = {}
+    places = _places(metadata.storage_data)
+    for fqn, described in metadata.state_dict_metadata.items():
+        infos = places.pop(fqn, {})
+        if isinstance(described, TensorStorageMetadata):
+            found.entries[fqn] = _tensor(fqn, described, infos, files, url)
+            continue
+        if list(infos) != [None]:
+            raise FormatError(f"the metadata do not say where {fqn!r} is", url=url)
+        info = infos[None]
+        row = files.setdefault(info.relative_path, len(files))
+        found.entries[fqn] = ObjectRow(row, info.offset, info.length)
+    if places:
+        raise FormatError(f"the metadata say where {next(iter(places))!r} is, but not what", url=url)
+    found.files = list(files)
+    return found
+
+
+def _places(
+    storage_data: Mapping[MetadataIndex, _StorageInfo],
+) -> dict[str, dict[bytes | None, _StorageInfo]]:
+    places: dict[str, dict[bytes | None, _StorageInfo]] = defaultdict(dict)
+    for index, info in storage_data.items():
+        places[index.fqn][None if index.offset is None else packed(index.offset)] = info
+    return places
+
+
+def _tensor(
+    fqn: str,
+    described: TensorStorageMetadata,
+    infos: dict[bytes | None, _StorageInfo],
+    files: dict[str, int],
+    url: str,
+) -> TensorColumns:
+    rows = []
+    for chunk in described.chunks:
+        info = infos.pop(packed(chunk.offsets), None)
+        if info is None:
+            raise FormatError(
+                f"the metadata do not say where {fqn!r} at {tuple(chunk.offsets)} is, or list it twice",
+                url=url,
+            )
+        rows.append((files.setdefault(info.relative_path, len(files)), info.offset, info.length))
+    if infos:
+        raise FormatError(f"the metadata say where a chunk of {fqn!r} is that they do not list", url=url)
+    shape = (len(rows), len(described.size))
+    offsets = np.array([tuple(chunk.offsets) for chunk in described.chunks], dtype=np.int64).reshape(shape)
+    sizes = np.array([tuple(chunk.sizes) for chunk in described.chunks], dtype=np.int64).reshape(shape)
+    file, offset, length = np.array(rows, dtype=np.int64).reshape(-1, 3).T
+    properties = described.properties
+    return TensorColumns(
+        properties.dtype,
+        tuple(described.size),
+        properties.requires_grad,
+        offsets,
+        sizes,
+        file,
+        offset,
+        length,
+    )
+
+
+def is_quantized(dtype: torch.dtype) -> bool:
+    return str(dtype).removeprefix("torch.").startswith(("qint", "quint"))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copyreg
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
@@ -15,7 +16,7 @@ from ckpt.format.columns import Columns, Integers, ObjectRow, TensorColumns
 from ckpt.format.planner_data import PlainValue, check_planner_data, pack, unpack
 from ckpt.gc_pause import no_gc
 
-__all__ = ["INDEX_FORMAT", "check_columns", "decode_index", "encode_index", "unpickled_columns"]
+__all__ = ["INDEX_FORMAT", "check_columns", "decode_index", "encode_index"]
 
 INDEX_FORMAT = "ckpt-storage index"
 INDEX_VERSION = 1
@@ -107,8 +108,16 @@ def decode_index(data: bytes | bytearray | memoryview, *, url: str, key: str) ->
         raise FormatError(text[:500], url=url, key=key) from error
 
 
-def unpickled_columns(data: bytes) -> Columns:
+def _unpickled(data: bytes) -> Columns:
     return decode_index(data, url="", key="index")
+
+
+def _pickled(columns: Columns) -> tuple[Callable[[bytes], Columns], tuple[bytes]]:
+    return _unpickled, (encode_index(columns),)
+
+
+# A hundredth of the size of its parts: DCP sends the metadata of a save to all ranks.
+copyreg.pickle(Columns, _pickled)
 
 
 def _columns(record: _Record) -> Columns:

@@ -1,4 +1,4 @@
-"""The records of format version 1 and the names of its objects (`docs/format.md` is the specification)."""
+"""Encode and decode the records of a checkpoint: commit and manifests (`docs/format.md` is the specification)."""
 
 from __future__ import annotations
 
@@ -23,14 +23,9 @@ __all__ = [
     "ManifestRef",
     "ObjectRef",
     "RankManifest",
-    "data_key",
     "decode_commit",
     "decode_manifest",
     "encode",
-    "index_key",
-    "manifest_key",
-    "probe_key",
-    "rank_directory",
 ]
 
 FORMAT_NAME = "ckpt-storage"
@@ -145,27 +140,6 @@ _HEADER = msgspec.json.Decoder(_Header)
 _DECODERS: dict[type, msgspec.json.Decoder[Any]] = {
     kind: msgspec.json.Decoder(kind) for kind in (CommitRecord, RankManifest)
 }
-
-
-def rank_directory(rank: int) -> str:
-    return f"rank-{rank:05d}"
-
-
-def data_key(rank: int, token: str, number: int) -> str:
-    return f"{rank_directory(rank)}/{token}-{number}.distcp"
-
-
-def manifest_key(rank: int, token: str) -> str:
-    return f"{rank_directory(rank)}/{token}.json"
-
-
-def index_key(rank: int, token: str) -> str:
-    return f"{rank_directory(rank)}/{token}.index"
-
-
-def probe_key(rank: int, token: str) -> str:
-    """An object that is deleted at once: it shows what the storage makes of "only if absent"."""
-    return f"{rank_directory(rank)}/{token}.probe"
 
 
 def encode(record: CommitRecord | RankManifest) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import zlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
@@ -32,6 +31,7 @@ from ckpt.errors import (
 )
 from ckpt.format.columns import Chunks, packed
 from ckpt.format.index import decode_index
+from ckpt.format.names import ObjectName, is_data_key, manifest_key
 from ckpt.format.records import (
     CommitRecord,
     FileRecord,
@@ -55,9 +55,9 @@ __all__ = [
 
 T = TypeVar("T")
 
-_DATA_FILE = re.compile(r"(rank-\d{5,}/[0-9a-f]{16})-\d+\.distcp")
 _MAX_METADATA_BYTES = 8 << 30
 _OPEN_ATTEMPTS = 3
+_MAX_RANKS = 1 << 20
 _PROMPT_STORE_TIMEOUT_S = 5.0
 _LAGGING_STORE_TIMEOUT_S = 60.0
 
@@ -252,8 +252,8 @@ class Checkpoint:
         return StoredFile(key, self._store.stat(key).size_bytes)
 
     def _manifest_key(self, info: _StorageInfo) -> str:
-        name = _DATA_FILE.fullmatch(info.relative_path)
-        key = f"{name[1]}.json" if name else ""
+        name = ObjectName.parse(info.relative_path)
+        key = manifest_key(name.rank, name.token) if name is not None and name.kind == "distcp" else ""
         if key not in self._refs:
             raise FormatError(
                 f"the metadata name a file that the commit does not cover: {info.relative_path[:80]!r}",
@@ -265,7 +265,7 @@ class Checkpoint:
     def _read_manifest(self, key: str) -> RankManifest:
         data = read_listed(self._store, self._settings, self._refs[key], self._shared.commit)
         manifest = decode_manifest(data, url=self._store.url, key=key)
-        if any(_DATA_FILE.fullmatch(file.path) is None for file in manifest.files):
+        if not all(is_data_key(file.path) for file in manifest.files):
             raise FormatError("names a file that no rank of a save would write", url=self._store.url, key=key)
         return manifest
 
@@ -304,6 +304,26 @@ def open_checkpoint(store: Store, settings: ReadSettings) -> Checkpoint:
     return _open_foreign(store, settings)
 
 
+def open_parts(store: Store, settings: ReadSettings) -> list[Checkpoint]:
+    """What stands at a place: one checkpoint, or a part per rank where stock saved with `use_collectives=False`.
+
+    Raises:
+        NotFound, NotCommitted, IntegrityError, FormatError, UnsafeContent, NotVisible: as `open_checkpoint`.
+    """
+    try:
+        return [open_checkpoint(store, settings)]
+    except (NotFound, NotCommitted):
+        if not is_rank_local(store):
+            raise
+    parts = [open_rank_local(store, settings, 0)]
+    while len(parts) < _MAX_RANKS:
+        try:
+            parts.append(open_rank_local(store, settings, len(parts)))
+        except NotFound:
+            break
+    return parts
+
+
 def open_rank_local(store: Store, settings: ReadSettings, rank: int) -> Checkpoint:
     """One rank's part of a stock checkpoint that was saved with `use_collectives=False`."""
     key = f"__{rank}{STOCK_METADATA_KEY}"
@@ -320,7 +340,7 @@ def _open_foreign(store: Store, settings: ReadSettings) -> Checkpoint:
     if is_foreign(store):
         found = Checkpoint(store, settings, None, key, _read_replaceable(store, key))
         # A tool may have cut off the seal, but the names of the files are ours.
-        if not any(_is_ours(info) for info in found.metadata.storage_data.values()):
+        if not any(is_data_key(info.relative_path) for info in found.metadata.storage_data.values()):
             return found
     elif next(iter(store.list()), None) is None:
         raise NotFound("there is nothing here", url=store.url)
@@ -329,10 +349,6 @@ def _open_foreign(store: Store, settings: ReadSettings) -> Checkpoint:
         "the save did not finish, or the copy is not complete",
         url=store.url,
     )
-
-
-def _is_ours(info: _StorageInfo) -> bool:
-    return _DATA_FILE.fullmatch(info.relative_path) is not None
 
 
 def _read_replaceable(store: Store, key: str) -> bytes:

@@ -16,15 +16,17 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, Read
 
 from ckpt.backends.base import Store
 from ckpt.errors import CheckpointError, FormatError, Truncated
+from ckpt.format.stored_tensor import StoredTensor
 from ckpt.reading.checkpoint import Checkpoint
-from ckpt.reading.coverage import Box, check_coverage, filled_boxes
+from ckpt.reading.coverage import check_coverage, filled_boxes
 from ckpt.reading.windows import Window
 from ckpt.stock.extensions import untransformed
 from ckpt.stock.item_archive import MemoryFile
 from ckpt.stock.payload_finder import locate_payload
 from ckpt.stock.safe_load import load_tensor_item, safe_object
+from ckpt.transfer.boxes import Box
 from ckpt.transfer.fetcher import Fetcher, StoredFile
-from ckpt.transfer.read_pieces import NoSink, Piece, StoredTensor, region_pieces
+from ckpt.transfer.read_pieces import NoSink, Piece, region_pieces
 from ckpt.transfer.tensor_memory import plain
 
 __all__ = ["Loader"]

@@ -39,7 +39,7 @@ from ckpt.reading.checkpoint import (
 from ckpt.reading.loader import Loader
 from ckpt.transfer.buffer_pool import DEFAULT_MEMORY_BUDGET_BYTES, StagingPool
 from ckpt.transfer.fetcher import Fetcher
-from ckpt.transfer.workers import workers
+from ckpt.transfer.threads import workers
 
 __all__ = ["CheckpointReader"]
 

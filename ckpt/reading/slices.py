@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,16 +17,15 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from ckpt.backends.base import Store
 from ckpt.backends.registry import open_store
 from ckpt.errors import ConfigurationError, FormatError, NotFound
-from ckpt.format.columns import Columns, ObjectRow, TensorColumns
-from ckpt.reading.checkpoint import Checkpoint, ReadSettings
-from ckpt.reading.contents import columns_of, open_parts
-from ckpt.reading.coverage import Box, tiling_fault
+from ckpt.format.columns import Columns, ObjectRow, TensorColumns, columns_of, is_quantized
+from ckpt.format.stored_tensor import StoredTensor
+from ckpt.reading.checkpoint import Checkpoint, ReadSettings, open_parts
 from ckpt.reading.loader import Loader
+from ckpt.transfer.boxes import Box, tiling_fault
 from ckpt.transfer.buffer_pool import MIN_MEMORY_BUDGET_BYTES, StagingPool
 from ckpt.transfer.fetcher import Fetcher
-from ckpt.transfer.read_pieces import StoredTensor
 
-__all__ = ["OpenCheckpoint", "is_quantized", "split_box"]
+__all__ = ["OpenCheckpoint"]
 
 
 class OpenCheckpoint:
@@ -186,29 +184,6 @@ class OpenCheckpoint:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def is_quantized(dtype: torch.dtype) -> bool:
-    return str(dtype).removeprefix("torch.").startswith(("qint", "quint"))
-
-
-def split_box(begin: Sequence[int], end: Sequence[int], max_elements: int) -> Iterator[Box]:
-    """Boxes of at most `max_elements` that make up the box from `begin` to `end`, in row-major order."""
-    lengths = [stop - start for start, stop in zip(begin, end, strict=True)]
-    if math.prod(lengths) <= max_elements:
-        if 0 not in lengths:
-            yield tuple(begin), tuple(end)
-        return
-    dimension = next(d for d, length in enumerate(lengths) if length > 1)
-    row = math.prod(lengths[dimension + 1 :])
-    step = max(1, max_elements // row)
-    for start in range(begin[dimension], end[dimension], step):
-        stop = min(start + step, end[dimension])
-        yield from split_box(
-            [*begin[:dimension], start, *begin[dimension + 1 :]],
-            [*end[:dimension], stop, *end[dimension + 1 :]],
-            max_elements,
-        )
 
 
 def _read_items(

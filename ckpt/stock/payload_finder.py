@@ -14,8 +14,8 @@ from concurrent.futures import Executor
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ckpt.format.stored_tensor import StoredTensor
 from ckpt.stock.item_archive import check_archive, is_stored_as_it_is
-from ckpt.transfer.read_pieces import StoredTensor
 
 __all__ = ["ItemWindow", "ReadAt", "locate_payload"]
 

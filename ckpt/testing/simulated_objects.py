@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from ckpt.backends.base import ObjectStat
 from ckpt.testing.choices import Choices
 
-if TYPE_CHECKING:
-    from ckpt.testing.simulator import Process, World
-
-__all__ = ["Model", "Objects", "Upload", "Version", "Watcher"]
+__all__ = ["Actor", "Model", "Objects", "Upload", "Version"]
 
 
 @dataclass(frozen=True)
@@ -61,6 +58,16 @@ class Model:
         return [1.0 if fault == "none" else self.faults.get(fault, 0.0) for fault in faults]
 
 
+class Actor(Protocol):
+    """A program that changes objects: a process of the simulator."""
+
+    name: str
+    node: str
+    requests: int
+    read: dict[str, Version]
+    looked: dict[str, tuple[int, bool]]
+
+
 @dataclass(eq=False)
 class Version:
     """One state of one name.
@@ -76,15 +83,8 @@ class Version:
     number: int
     at_s: float
     node: str
-    process: Process | None
+    process: Actor | None
     seen_at_s: dict[str, float] = field(default_factory=dict)
-
-
-class Watcher(Protocol):
-    """Sees the truth, which no client does."""
-
-    def changed(self, world: World, name: str, before: Version | None, after: Version) -> None:
-        """Called right after a change took effect; what it raises ends the run, whatever the process catches."""
 
 
 @dataclass
@@ -116,7 +116,7 @@ class Objects:
         versions = self.versions.get(name)
         return versions[-1].data if versions else None
 
-    def add(self, node: str, name: str, data: bytes | None, process: Process | None) -> Version | None:
+    def add(self, node: str, name: str, data: bytes | None, process: Actor | None) -> Version | None:
         """`name` holds `data` from now on (None: is deleted); None if that changes nothing."""
         versions = self.versions.setdefault(name, [])
         if data is None and self.truth(name) is None:

@@ -30,7 +30,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from greenlet import getcurrent, greenlet
 
@@ -38,9 +38,9 @@ from ckpt.backends.base import Capabilities
 from ckpt.consistency.environment import Environment
 from ckpt.errors import AccessDenied, AlreadyExists, CheckpointError, NotFound, StorageUnavailable
 from ckpt.testing.choices import Choices
-from ckpt.testing.simulated_objects import Model, Objects, Version, Watcher
+from ckpt.testing.simulated_objects import Model, Objects, Version
 
-__all__ = ["FAULTS", "Crashed", "Escaped", "Process", "Stuck", "World"]
+__all__ = ["FAULTS", "Crashed", "Escaped", "Process", "Stuck", "Watcher", "World"]
 
 FAULTS = ("none", "crash", "stall", "lost request", "lost reply", "late", "sent twice", "refused")
 """What can become of a request; the first is that it works."""
@@ -100,6 +100,13 @@ class Process(greenlet):  # type: ignore[misc]
 
     def __repr__(self) -> str:
         return f"{self.name} on {self.node}"
+
+
+class Watcher(Protocol):
+    """Sees the truth, which no client does."""
+
+    def changed(self, world: World, name: str, before: Version | None, after: Version) -> None:
+        """Called right after a change took effect; what it raises ends the run, whatever the process catches."""
 
 
 class World(Objects, Environment):

@@ -16,11 +16,10 @@ import numpy.typing as npt
 import torch
 
 from ckpt.errors import ConfigurationError, FormatError
-from ckpt.format.columns import TensorColumns
-from ckpt.reading.coverage import Box, tiling_fault
-from ckpt.reading.slices import OpenCheckpoint, split_box
+from ckpt.reading.slices import OpenCheckpoint
+from ckpt.transfer.boxes import Box, boxes_of, tiling_fault
 
-__all__ = ["Selection", "Statistics", "as_numpy", "boxes_of", "select", "statistics", "write_npy"]
+__all__ = ["Selection", "Statistics", "as_numpy", "select", "statistics", "write_npy"]
 
 _MAX_ELEMENTS = 1 << 22
 _SLICE = re.compile(r"(.*)\[([^\[\]]*)\]", re.DOTALL)
@@ -99,16 +98,6 @@ def _span(part: str, limit: int) -> tuple[int, int]:
         None if found[1] is None else int(found[1]), None if found[3] is None else int(found[3])
     ).indices(limit)
     return start, max(start, stop)
-
-
-def boxes_of(
-    entry: TensorColumns, begin: Sequence[int], end: Sequence[int], max_elements: int
-) -> Iterator[Box]:
-    """A region cut as it is stored, chunk by chunk, into boxes of at most `max_elements`."""
-    first = np.maximum(entry.offsets, np.array(begin, dtype=np.int64))
-    last = np.minimum(entry.offsets + entry.sizes, np.array(end, dtype=np.int64))
-    for row in np.flatnonzero((first < last).all(axis=1)).tolist():
-        yield from split_box(first[row].tolist(), last[row].tolist(), max_elements)
 
 
 def read(checkpoint: OpenCheckpoint, selection: Selection) -> torch.Tensor:

@@ -34,25 +34,20 @@ from ckpt.errors import (
     FormatError,
     NotFound,
 )
-from ckpt.format.columns import Columns
+from ckpt.format.columns import Columns, columns_of
+from ckpt.format.names import ObjectName, data_key, index_key, manifest_key, rank_directory
 from ckpt.format.records import (
     CommitRecord,
     FileRecord,
     ItemRecord,
     ManifestRef,
     RankManifest,
-    data_key,
     decode_manifest,
     encode,
-    index_key,
-    manifest_key,
-    rank_directory,
 )
-from ckpt.reading.checkpoint import Checkpoint, ReadSettings, open_checkpoint, read_listed
-from ckpt.reading.contents import columns_of, open_parts
+from ckpt.reading.checkpoint import Checkpoint, ReadSettings, open_checkpoint, open_parts, read_listed
 from ckpt.tools.gc import DEFAULT_GRACE_S
 from ckpt.tools.record_checks import IndexedItems
-from ckpt.tools.strays import is_our_name
 from ckpt.transfer.buffer_pool import StagingPool
 from ckpt.transfer.file_body import FileBody
 from ckpt.transfer.relay_bodies import RunReader, VerifiedBody
@@ -164,14 +159,11 @@ class _Leftovers:
 
     found: dict[tuple[int, str], dict[int, int]] = field(default_factory=lambda: defaultdict(dict))
 
-    def note(self, key: str, size_bytes: int) -> None:
-        directory, _, name = key.partition("/")
-        token, separator, number = name.removesuffix(".distcp").partition("-")
-        rank = int(directory.removeprefix("rank-"))
-        if separator:
-            self.found[rank, token][int(number)] = size_bytes
-        elif name.endswith(".json"):
-            self.found[rank, name.removesuffix(".json")][-1] = size_bytes
+    def note(self, name: ObjectName, size_bytes: int) -> None:
+        if name.number is not None:
+            self.found[name.rank, name.token][name.number] = size_bytes
+        elif name.kind == "json":
+            self.found[name.rank, name.token][-1] = size_bytes
 
     def of(self, rank: int) -> list[tuple[str, dict[int, int]]]:
         """Tokens and their objects, the one with the most first."""
@@ -292,13 +284,15 @@ class _Copy:
         if commit is not None:
             there = open_checkpoint(self._to, ReadSettings()).commit
             assert there is not None
-            used = {_token_of(ref.path) for ref in (there.described_by, *there.manifests)}
+            names = [ObjectName.parse(ref.path) for ref in (there.described_by, *there.manifests)]
+            used = {name.token for name in names if name is not None}
         for number, stat in enumerate(self._to.list("rank-")):
             if number >= _MAX_LEFTOVERS:
                 return
             age_s = time.time() - (stat.modified_at_s or time.time())
-            if is_our_name(stat.key) and _token_of(stat.key) not in used and age_s < _MAX_LEFTOVER_AGE_S:
-                self._leftovers.note(stat.key, stat.size_bytes)
+            name = ObjectName.parse(stat.key)
+            if name is not None and name.token not in used and age_s < _MAX_LEFTOVER_AGE_S:
+                self._leftovers.note(name, stat.size_bytes)
 
     def _jobs(self) -> Iterator[_Job]:
         """Files to send, lazily. Each rank's manifest is written when its last file is there (`_count`)."""
@@ -410,7 +404,3 @@ def _content(manifest: RankManifest) -> tuple[Any, ...]:
     """What two copies of a manifest have in common."""
     files: Sequence[FileRecord] = manifest.files
     return manifest.block_size_bytes, [(file.size_bytes, file.blocks) for file in files], manifest.items
-
-
-def _token_of(key: str) -> str:
-    return key.rpartition("/")[2][:16]

@@ -15,9 +15,10 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from ckpt.errors import FormatError, UnsafeContent
-from ckpt.format.columns import ObjectRow, TensorColumns
-from ckpt.reading.slices import OpenCheckpoint, is_quantized
-from ckpt.tools.cat import as_numpy, boxes_of
+from ckpt.format.columns import ObjectRow, TensorColumns, is_quantized
+from ckpt.reading.slices import OpenCheckpoint
+from ckpt.tools.cat import as_numpy
+from ckpt.transfer.boxes import boxes_of
 
 __all__ = ["Comparison", "Difference", "diff"]
 

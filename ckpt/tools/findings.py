@@ -1,15 +1,19 @@
-"""What a check of a checkpoint found."""
+"""Hold the findings of a check, and find objects that do not belong to a checkpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from ckpt.errors import CheckpointError
+from ckpt.backends.base import ObjectStat, Store
+from ckpt.errors import CheckpointError, StorageError
+from ckpt.format.names import is_our_name
 
-__all__ = ["Damage", "Stray", "Verification", "concerned"]
+__all__ = ["Damage", "Stray", "Verification", "concerned", "find_strays"]
 
 _MAX_DAMAGES = 10_000
+_MAX_STRAYS = 10_000
 _MAX_FQNS = 20
 
 
@@ -94,3 +98,24 @@ def concerned(fqns: Sequence[str]) -> tuple[tuple[str, ...], int]:
     """The first of some names, and how many they are."""
     distinct = list(dict.fromkeys(fqns))
     return tuple(distinct[:_MAX_FQNS]), len(distinct)
+
+
+def find_strays(store: Store, known: Collection[str]) -> list[Stray] | None:
+    """Objects and unfinished puts at a place that are not `known`; None if the storage would not list them."""
+    try:
+        unknown = (stat for stat in store.list() if stat.key not in known)
+        found = [
+            Stray(stat.key, stat.size_bytes, stat.modified_at_s, is_our_name(stat.key))
+            for stat in itertools.islice(unknown, _MAX_STRAYS)
+        ]
+
+        def note(stat: ObjectStat) -> bool:
+            ours = is_our_name(stat.key)
+            if len(found) < 2 * _MAX_STRAYS:
+                found.append(Stray(stat.key, stat.size_bytes, stat.modified_at_s, ours, unfinished=True))
+            return False
+
+        store.abandon(choose=note)
+        return found
+    except StorageError:
+        return None

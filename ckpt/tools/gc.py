@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,16 +24,13 @@ from ckpt.backends.registry import open_store
 from ckpt.consistency import environment
 from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY, is_foreign, read_commit
 from ckpt.errors import CheckpointError, FormatError, NotFound, StorageError
+from ckpt.format.names import ObjectName, is_our_name, split_place
 from ckpt.format.records import CommitRecord, decode_commit
 from ckpt.tools.ls import find_places
-from ckpt.tools.strays import is_our_name, is_probe
 
 __all__ = ["DEFAULT_GRACE_S", "Garbage", "GarbageItem", "collect_garbage"]
 
 DEFAULT_GRACE_S = 24 * 3600.0
-
-_PLACE_AND_KEY = re.compile(r"(?:(.*)/)?(rank-\d{5,}/[^/]+|\.metadata|commit\.json)")
-_TOKEN = re.compile(r"rank-\d{5,}/[0-9a-f]{16}")
 
 
 @dataclass(frozen=True)
@@ -159,7 +155,9 @@ class _Collector:
             left = [
                 stat
                 for stat in listed
-                if is_our_name(stat.key) and (_token(stat.key) not in kept or is_probe(stat.key))
+                if (name := ObjectName.parse(stat.key)) is not None
+                # A probe belongs to no checkpoint, not even to that of its own save.
+                and (name.stem not in kept or name.kind == "probe")
             ]
             if commit is None:
                 left += [stat for stat in listed if stat.key == STOCK_METADATA_KEY]
@@ -215,13 +213,16 @@ class _Collector:
         """Abort uploads, and remove temporary files, that have names of this library."""
 
         def choose(stat: ObjectStat) -> bool:
-            name = _PLACE_AND_KEY.fullmatch(stat.key)
-            if name is None or not (is_our_name(name[2]) or (name[1] or "") in ours):
+            parts = split_place(stat.key)
+            if parts is None:
+                return False
+            path, key = parts
+            if not is_our_name(key) and path not in ours:
                 return False
             if not self._is_old(stat):
                 self._found.young += 1
                 return False
-            self._found.items.append(self._item(name[1] or "", stat, name[2]))
+            self._found.items.append(self._item(path, stat, key))
             return not self._dry_run
 
         store.abandon(choose=choose)
@@ -251,9 +252,5 @@ def _tokens(record: CommitRecord | None) -> set[str]:
     """What a commit keeps: everything of a rank's token, whatever its manifest says."""
     if record is None:
         return set()
-    return {_token(ref.path) for ref in (record.described_by, *record.manifests)}
-
-
-def _token(key: str) -> str:
-    found = _TOKEN.match(key)
-    return found[0] if found else key
+    names = [ObjectName.parse(ref.path) for ref in (record.described_by, *record.manifests)]
+    return {name.stem for name in names if name is not None}

@@ -13,10 +13,11 @@ import numpy as np
 
 from ckpt.backends.base import Store
 from ckpt.backends.registry import open_store
-from ckpt.format.columns import Columns, ObjectRow, TensorColumns
+from ckpt.format.columns import Columns, ObjectRow, TensorColumns, columns_of
+from ckpt.format.fqns import has_model, part_of, paths_of
+from ckpt.format.names import rank_of
 from ckpt.format.records import CommitRecord
-from ckpt.reading.checkpoint import Checkpoint, ReadSettings
-from ckpt.reading.contents import columns_of, has_model, open_parts, part_of, paths_of, rank_of
+from ckpt.reading.checkpoint import Checkpoint, ReadSettings, open_parts
 
 __all__ = ["Inspection", "ObjectInfo", "SliceInfo", "TensorInfo", "inspect"]
 

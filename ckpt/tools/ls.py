@@ -19,15 +19,14 @@ from ckpt.backends.prefix import SubStore
 from ckpt.backends.registry import open_store
 from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY, is_foreign, is_ours, read_commit
 from ckpt.errors import AccessDenied, CheckpointError, NotFound, StorageError
+from ckpt.format.names import DATA_KEY_IN_BYTES, is_rank_directory
 from ckpt.format.records import CommitRecord, decode_commit
 from ckpt.transfer.threads import in_order
 
 __all__ = ["Found", "find_places", "is_stock", "list_checkpoints", "look_at", "step_of"]
 
 _STEP = re.compile(r"(?:.*[^0-9])?(\d{1,18})(?:\.[a-z]+)?")
-_OUR_DATA = re.compile(rb"rank-\d{5,}/[0-9a-f]{16}-\d+\.distcp")
 _HEAD_BYTES = 4 << 20
-_RANK_DIRECTORY = re.compile(r"rank-\d{5,}")
 _MAX_DEPTH = 8
 
 
@@ -111,7 +110,7 @@ def find_places(
                 yield place, found
             # A place may be a run's folder and hold a checkpoint of its own too.
             prefix = f"{place.path}/" if place.path else ""
-            below += [prefix + name for name in folders if not _RANK_DIRECTORY.fullmatch(name)]
+            below += [prefix + name for name in folders if not is_rank_directory(name)]
         level = sorted(below)
 
 
@@ -121,7 +120,7 @@ def look_at(place: SubStore, path: str, folders: Iterable[str]) -> Found | None:
     Args:
         folders: those listed there: the only sign of a save that did not finish.
     """
-    begun = any(_RANK_DIRECTORY.fullmatch(name) for name in folders)
+    begun = any(map(is_rank_directory, folders))
     base = Found(path, place.url, "incomplete", step_of(path or place.url))
     commit = read_commit(place)
     if commit is not None and (is_ours(commit) or begun):
@@ -142,7 +141,7 @@ def is_stock(place: Store) -> bool:
         return False
     head = bytearray(min(_HEAD_BYTES, place.stat(STOCK_METADATA_KEY).size_bytes))
     place.read_into(STOCK_METADATA_KEY, 0, [memoryview(head)])
-    return _OUR_DATA.search(head) is None
+    return DATA_KEY_IN_BYTES.search(head) is None
 
 
 def _committed(base: Found, record: CommitRecord) -> Found:

@@ -14,10 +14,10 @@ from ckpt.errors import FormatError, IntegrityError, NotFound, UnsafeContent
 from ckpt.format.columns import Columns, Integers, ObjectRow, TensorColumns
 from ckpt.format.records import CommitRecord, ItemRecord
 from ckpt.reading.checkpoint import Checkpoint
-from ckpt.reading.coverage import tiling_fault
 from ckpt.stock.metadata_reader import decode_metadata
 from ckpt.stock.metadata_writer import pickled_metadata
 from ckpt.tools.findings import Damage, concerned
+from ckpt.transfer.boxes import tiling_fault
 
 __all__ = ["IndexedItems", "check_coverage_of", "check_stock_metadata"]
 

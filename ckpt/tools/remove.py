@@ -12,8 +12,8 @@ from ckpt.backends.base import Store, exists, read_bytes
 from ckpt.backends.registry import open_store
 from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY, is_foreign, is_ours, read_commit
 from ckpt.errors import CommitConflict, FormatError, IntegrityError, NotCommitted, NotFound
+from ckpt.format.names import is_our_name
 from ckpt.format.records import CommitRecord, ManifestRef, decode_commit, decode_manifest
-from ckpt.tools.strays import is_our_name
 from ckpt.transfer.threads import in_order
 
 __all__ = ["Removed", "remove"]

@@ -23,7 +23,7 @@ from ckpt.errors import (
     Truncated,
     UnsafeContent,
 )
-from ckpt.format.columns import Columns
+from ckpt.format.columns import Columns, columns_of
 from ckpt.format.records import (
     CommitRecord,
     FileRecord,
@@ -33,11 +33,9 @@ from ckpt.format.records import (
     decode_commit,
     decode_manifest,
 )
-from ckpt.reading.checkpoint import Checkpoint, ReadSettings, read_listed
-from ckpt.reading.contents import columns_of, open_parts
-from ckpt.tools.findings import Damage, Verification, concerned
+from ckpt.reading.checkpoint import Checkpoint, ReadSettings, open_parts, read_listed
+from ckpt.tools.findings import Damage, Verification, concerned, find_strays
 from ckpt.tools.record_checks import IndexedItems, check_coverage_of, check_stock_metadata
-from ckpt.tools.strays import find_strays
 from ckpt.transfer.buffer_pool import MIN_MEMORY_BUDGET_BYTES, StagingPool
 from ckpt.transfer.tensor_memory import memory_of
 from ckpt.transfer.threads import in_order

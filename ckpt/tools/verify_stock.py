@@ -27,14 +27,13 @@ from ckpt.errors import (
     NotFound,
     UnsafeContent,
 )
+from ckpt.format.columns import columns_of
 from ckpt.reading.checkpoint import Checkpoint
-from ckpt.reading.contents import columns_of
 from ckpt.stock.item_archive import check_archive
 from ckpt.stock.payload_finder import ItemWindow
 from ckpt.stock.safe_load import first_line
-from ckpt.tools.findings import Damage, Verification
+from ckpt.tools.findings import Damage, Verification, find_strays
 from ckpt.tools.record_checks import check_coverage_of
-from ckpt.tools.strays import find_strays
 from ckpt.transfer.buffer_pool import MIN_MEMORY_BUDGET_BYTES, StagingPool
 from ckpt.transfer.tensor_memory import memory_of
 from ckpt.transfer.threads import in_order

@@ -7,14 +7,15 @@ dtype, or has gaps where the file has none.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from ckpt.transfer.tensor_memory import copy_elements, flat_boxes, has_memory_view, memory_of
+from ckpt.format.stored_tensor import StoredTensor
+from ckpt.transfer.boxes import flat_boxes
+from ckpt.transfer.tensor_memory import copy_elements, has_memory_view, memory_of
 
 __all__ = [
     "FlatSink",
@@ -106,30 +107,6 @@ class NoSink:
 
     def deliver(self, start: int, data: torch.Tensor) -> None:
         pass
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """A dense tensor in a file.
-
-    Attributes:
-        first_byte: where in the file element (0, 0, ...) is.
-        dtype, shape, strides: as of a torch tensor; strides in elements, positive.
-    """
-
-    first_byte: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-
-    @staticmethod
-    def row_major(first_byte: int, dtype: torch.dtype, shape: Sequence[int]) -> StoredTensor:
-        strides = [math.prod(shape[dimension + 1 :]) for dimension in range(len(shape))]
-        return StoredTensor(first_byte, dtype, tuple(shape), tuple(strides))
-
-    @property
-    def payload_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def region_pieces(

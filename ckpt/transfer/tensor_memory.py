@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import math
-from collections.abc import Iterator, Sequence
 
 import torch
 
-__all__ = ["Box", "copy_elements", "copy_flat", "flat_boxes", "has_memory_view", "memory_of", "plain"]
+from ckpt.transfer.boxes import flat_boxes
 
-Box = tuple[slice, ...]
-"""One slice per dimension."""
+__all__ = ["copy_elements", "copy_flat", "has_memory_view", "memory_of", "plain"]
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -92,27 +89,3 @@ def copy_flat(source: torch.Tensor, start: int, stop: int, target: torch.Tensor)
         piece = source[box]
         copy_elements(piece, flat[position : position + piece.numel()].view(piece.shape))
         position += piece.numel()
-
-
-def flat_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """The boxes that hold elements `[start, stop)` of a row-major array of `shape`, in that order.
-
-    At most two per dimension, so a copy box by box is a handful of strided copies.
-    """
-    if start >= stop:
-        return
-    if not shape:
-        yield ()
-        return
-    inner = math.prod(shape[1:])
-    row, skipped = divmod(start, inner)
-    last_row, taken = divmod(stop, inner)
-    if row == last_row:
-        yield from ((slice(row, row + 1), *box) for box in flat_boxes(shape[1:], skipped, taken))
-        return
-    if skipped:
-        yield from ((slice(row, row + 1), *box) for box in flat_boxes(shape[1:], skipped, inner))
-        row += 1
-    if row < last_row:
-        yield (slice(row, last_row), *(slice(0, size) for size in shape[1:]))
-    yield from ((slice(last_row, last_row + 1), *box) for box in flat_boxes(shape[1:], 0, taken))

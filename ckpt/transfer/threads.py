@@ -1,14 +1,14 @@
-"""Many small pieces of work in threads, few of them under way at a time."""
+"""Run work in threads: bounded, in order, and in the caller's own thread where one is enough."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import TypeVar
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from typing import Any, TypeVar
 
-__all__ = ["in_order"]
+__all__ = ["in_order", "workers"]
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -48,3 +48,29 @@ def _first(begun: deque[Future[R]]) -> R:
     result = begun[0].result()
     begun.popleft()
     return result
+
+
+def workers(threads: int, name: str) -> Executor:
+    """An executor of `threads` threads named `name`.
+
+    Of one, it carries out each call when it is submitted, and none any more once one has failed.
+    """
+    return _Caller() if threads == 1 else ThreadPoolExecutor(threads, thread_name_prefix=name)
+
+
+class _Caller(Executor):
+    def __init__(self) -> None:
+        self._failed = False
+
+    def submit(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        future: Future[T] = Future()
+        if self._failed:
+            future.cancel()
+            future.set_running_or_notify_cancel()  # else whoever waits for it waits for ever
+            return future
+        try:
+            future.set_result(function(*args, **kwargs))
+        except Exception as error:
+            self._failed = True
+            future.set_exception(error)
+        return future

@@ -38,23 +38,14 @@ from ckpt.errors import (
 )
 from ckpt.format.columns import Columns
 from ckpt.format.index import check_columns, decode_index, encode_index
+from ckpt.format.names import index_key, is_our_name, probe_key
 from ckpt.format.planner_data import check_planner_data
-from ckpt.format.records import (
-    CommitRecord,
-    ManifestRef,
-    ObjectRef,
-    decode_commit,
-    decode_manifest,
-    encode,
-    index_key,
-    probe_key,
-)
+from ckpt.format.records import CommitRecord, ManifestRef, ObjectRef, decode_commit, decode_manifest, encode
 from ckpt.gc_pause import no_gc
 from ckpt.stock.metadata_writer import pickled_metadata
-from ckpt.tools.strays import is_our_name
 from ckpt.transfer.buffer_pool import StagingPool
 from ckpt.transfer.file_body import FileBody
-from ckpt.transfer.workers import workers
+from ckpt.transfer.threads import workers
 from ckpt.writing.receipts import RankReceipt, collect
 
 __all__ = ["Coordinator", "stock_metadata_of"]

@@ -10,15 +10,8 @@ from typing import Any
 from ckpt.backends.base import Store
 from ckpt.consistency.checksums import BLOCK_SIZE_BYTES
 from ckpt.errors import StorageError
-from ckpt.format.records import (
-    FileRecord,
-    ItemRecord,
-    ManifestRef,
-    RankManifest,
-    data_key,
-    encode,
-    manifest_key,
-)
+from ckpt.format.names import data_key, manifest_key
+from ckpt.format.records import FileRecord, ItemRecord, ManifestRef, RankManifest, encode
 from ckpt.gc_pause import no_gc
 from ckpt.transfer.buffer_pool import StagingPool
 from ckpt.transfer.file_body import FileBody, FileItem

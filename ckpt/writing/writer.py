@@ -28,9 +28,7 @@ from ckpt.backends.registry import open_store
 from ckpt.consistency import environment
 from ckpt.consistency.commit import proves_no_commit
 from ckpt.errors import CheckpointError, CommitUnknown, ConfigurationError
-from ckpt.format.records import (
-    rank_directory,
-)
+from ckpt.format.names import last_segment, rank_directory
 from ckpt.gc_pause import no_gc
 from ckpt.ranks.deadline_store import GuardedStore
 from ckpt.ranks.group import DEFAULT_TIMEOUT_S, check_timeout
@@ -50,7 +48,7 @@ from ckpt.writing.layout import (
 from ckpt.writing.rank_files import RankFiles
 from ckpt.writing.receipts import RankReceipt
 
-__all__ = ["CheckpointWriter", "SaveMeta", "last_segment"]
+__all__ = ["CheckpointWriter", "SaveMeta"]
 
 _logger = logging.getLogger(__name__)
 
@@ -337,8 +335,3 @@ def _checked_tags(tags: Mapping[str, str] | None) -> dict[str, str]:
         except UnicodeEncodeError as error:
             raise ConfigurationError(f"the tag {name!r} cannot be written as UTF-8: {error}") from None
     return checked
-
-
-def last_segment(url: str) -> str:
-    """The name of a place in its folder: the same on all ranks, whatever view of the storage each has."""
-    return url.rstrip("/").rpartition("/")[2]

@@ -29,7 +29,7 @@ from ckpt.acceptance.processes import Processes
 from ckpt.acceptance.tasks import LoadTask, RankFigures, SaveTask, Setup
 from ckpt.backends.posix import PosixStore
 from ckpt.errors import AlreadyExists, CheckpointError, ConfigurationError, FormatError, IntegrityError
-from ckpt.reading.coverage import Box, tiling_fault
+from ckpt.transfer.boxes import Box, tiling_fault
 
 MESHES = [("fsdp", 4), ("fsdp", 3), ("hsdp", 4), ("hsdp3xfsdp2", 6), ("tp2", 2), ("tp2xfsdp4", 8), ("tp4", 8)]
 SMALL = [

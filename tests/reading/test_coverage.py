@@ -23,7 +23,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckpt
 from ckpt.errors import FormatError
-from ckpt.reading.coverage import Box, tiled_box
+from ckpt.transfer.boxes import Box, tiled_box
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -11,7 +11,7 @@ from ckpt.consistency.checksums import crc64nvme
 from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY
 from ckpt.errors import AlreadyExists, FormatError, IntegrityError, SaveFailed
 from ckpt.format.records import CommitRecord, decode_commit, decode_manifest
-from ckpt.testing.simulated_objects import Version
+from ckpt.testing.simulated_objects import Actor, Version
 from ckpt.testing.simulator import Process, World
 from simulation.simulated_jobs import Content, Group, Protocol, SurelyFailed, Uncommitted, this_process
 
@@ -215,7 +215,7 @@ class Guard:
         self.commits = 0
         self._listed: dict[str, dict[str, bytes]] = {}  # by place: the objects of the checkpoint there
         self._once_listed: set[str] = set()
-        self._wrote_data: dict[Process, int] = {}
+        self._wrote_data: dict[Actor, int] = {}
 
     def changed(self, world: World, name: str, before: Version | None, after: Version) -> None:
         place, _, key = name.partition("/")
@@ -236,7 +236,7 @@ class Guard:
         ):
             raise Violation(f"{after.process} took {name} away from the checkpoint that is committed there")
 
-    def _check_looked(self, world: World, process: Process, name: str, before: Version | None) -> None:
+    def _check_looked(self, world: World, process: Actor, name: str, before: Version | None) -> None:
         """A commit is put by who looked at the place once its data were durable, and found it as it should be."""
         request, was_there = process.looked.get(name, (-1, False))
         if request < self._wrote_data.get(process, 0):
@@ -276,7 +276,7 @@ def _blames_others(error: SaveFailed) -> bool:
     return any(isinstance(failure, AlreadyExists) for failure in error.failures.values())
 
 
-def may_delete(process: Process | None) -> bool:
+def may_delete(process: Actor | None) -> bool:
     return process is not None and "delete" in process.name
 
 

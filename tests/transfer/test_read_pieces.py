@@ -20,11 +20,13 @@ import ckpt.transfer.read_pieces
 from ckpt.backends.base import put_bytes
 from ckpt.backends.registry import open_store
 from ckpt.consistency.checksums import block_crcs
+from ckpt.format.stored_tensor import StoredTensor
+from ckpt.transfer.boxes import flat_boxes
 from ckpt.transfer.buffer_pool import StagingPool
 from ckpt.transfer.fetcher import Fetcher, StoredFile
-from ckpt.transfer.read_pieces import MemorySink, Piece, StoredTensor, region_pieces
+from ckpt.transfer.read_pieces import MemorySink, Piece, region_pieces
 from ckpt.transfer.read_requests import plan_requests
-from ckpt.transfer.tensor_memory import copy_flat, flat_boxes, memory_of
+from ckpt.transfer.tensor_memory import copy_flat, memory_of
 
 DTYPES = [torch.uint8, torch.bfloat16, torch.float32, torch.int64, torch.complex128, torch.float8_e4m3fn]
 

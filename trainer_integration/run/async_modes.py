@@ -17,9 +17,10 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from ckpt.api import async_save, save, values_of
 from ckpt.errors import CheckpointError, ConfigurationError, SaveFailed
+from ckpt.format.names import last_segment
 from ckpt.ranks.group import Ranks, RanksFailed
 from ckpt.writing.stager import Stager
-from ckpt.writing.writer import CheckpointWriter, last_segment
+from ckpt.writing.writer import CheckpointWriter
 
 __all__ = ["AsyncMode", "Uploads"]
 

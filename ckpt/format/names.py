@@ -1,0 +1,131 @@
+"""Make and parse the names of stored objects (`docs/format.md` is the specification).
+
+commit.json                        what makes a save a checkpoint
+.metadata                          what stock PyTorch reads
+rank-NNNNN/<token>-<number>.distcp a data file of one rank
+rank-NNNNN/<token>.json            the manifest of one rank
+rank-NNNNN/<token>.index           the index, by the coordinating rank
+rank-NNNNN/<token>.metadata        the index's predecessor, in format version 1
+rank-NNNNN/<token>.probe           a trial of "only if absent", deleted at once
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+__all__ = [
+    "DATA_KEY_IN_BYTES",
+    "ObjectName",
+    "data_key",
+    "index_key",
+    "is_data_key",
+    "is_our_name",
+    "is_rank_directory",
+    "last_segment",
+    "manifest_key",
+    "probe_key",
+    "rank_directory",
+    "rank_of",
+    "split_place",
+]
+
+_RANK = r"rank-([0-9]{5}|[1-9][0-9]{5,})"
+_TOKEN = r"([0-9a-f]{16})"
+_NAME = re.compile(rf"{_RANK}/{_TOKEN}(?:-(0|[1-9][0-9]*)\.distcp|\.(json|index|metadata|probe))")
+_RANK_DIRECTORY = re.compile(_RANK)
+_RANK_OF_FILE = re.compile(rf"{_RANK}/[^/]*|__([0-9]+)_[0-9]+\.distcp")
+_PLACE_AND_KEY = re.compile(rf"(?:(.*)/)?({_RANK}/[^/]+|\.metadata|commit\.json)")
+
+DATA_KEY_IN_BYTES = re.compile(rf"{_RANK}/{_TOKEN}-[0-9]+\.distcp".encode())
+"""Finds the name of a data file of ours in a pickle that nobody wants to decode."""
+
+
+@dataclass(frozen=True)
+class ObjectName:
+    """The parsed name of an object that a save writes once, relative to its checkpoint.
+
+    Attributes:
+        rank: the rank that wrote it.
+        token: 16 hexadecimal digits that only this rank's part of this save has.
+        kind: `distcp`, `json`, `index`, `metadata` or `probe`.
+        number: of a data file, counted from 0; None for the other kinds.
+    """
+
+    rank: int
+    token: str
+    kind: str
+    number: int | None = None
+
+    @staticmethod
+    def parse(key: str) -> ObjectName | None:
+        """Parse a key; None if it is not a name that this library gives."""
+        match = _NAME.fullmatch(key)
+        if match is None:
+            return None
+        rank, token, number, kind = match.groups()
+        if number is None:
+            return ObjectName(int(rank), token, kind)
+        return ObjectName(int(rank), token, "distcp", int(number))
+
+    @property
+    def stem(self) -> str:
+        """The part of the key that all objects of one rank in one save share."""
+        return f"{rank_directory(self.rank)}/{self.token}"
+
+
+def rank_directory(rank: int) -> str:
+    """Name the folder of a rank."""
+    return f"rank-{rank:05d}"
+
+
+def data_key(rank: int, token: str, number: int) -> str:
+    """Name a data file."""
+    return f"{rank_directory(rank)}/{token}-{number}.distcp"
+
+
+def manifest_key(rank: int, token: str) -> str:
+    """Name a rank's manifest."""
+    return f"{rank_directory(rank)}/{token}.json"
+
+
+def index_key(rank: int, token: str) -> str:
+    """Name the index."""
+    return f"{rank_directory(rank)}/{token}.index"
+
+
+def probe_key(rank: int, token: str) -> str:
+    """Name an object that is deleted at once: it shows how the storage treats "only if absent"."""
+    return f"{rank_directory(rank)}/{token}.probe"
+
+
+def is_our_name(key: str) -> bool:
+    """Tell whether this library gives such a name to an object that it writes once."""
+    return _NAME.fullmatch(key) is not None
+
+
+def is_data_key(key: str) -> bool:
+    """Tell whether this library gives such a name to a data file."""
+    return key.endswith(".distcp") and is_our_name(key)
+
+
+def is_rank_directory(folder: str) -> bool:
+    """Tell whether a folder's name is that of a rank's folder."""
+    return _RANK_DIRECTORY.fullmatch(folder) is not None
+
+
+def rank_of(file: str) -> int | None:
+    """Tell which rank wrote a data file, ours or stock's, by its name; None where the name does not tell."""
+    match = _RANK_OF_FILE.fullmatch(file)
+    return None if match is None else int(match[1] or match[2])
+
+
+def split_place(key: str) -> tuple[str, str] | None:
+    """Split a key below a root into a checkpoint's folder and a key in it; None if it fits no checkpoint."""
+    match = _PLACE_AND_KEY.fullmatch(key)
+    return None if match is None else (match[1] or "", match[2])
+
+
+def last_segment(url: str) -> str:
+    """Name a checkpoint's folder: the same on all ranks, however each sees the storage."""
+    return url.rstrip("/").rpartition("/")[2]

@@ -1,0 +1,86 @@
+"""The public surface: names, signatures, errors, and how light the import is."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import ckpt
+
+
+def test_importing_is_light() -> None:
+    code = "import sys, ckpt; heavy = {'torch', 'boto3', 'fsspec', 'msgspec', 'numpy'} & set(sys.modules); assert not heavy, heavy"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    code = "import sys, ckpt.api; heavy = {'boto3', 'ibm_boto3', 's3fs'} & set(sys.modules); assert not heavy, heavy"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_public_surface() -> None:
+    assert ckpt.__all__ == [
+        "CheckpointManager", "CheckpointReader", "CheckpointWriter", "Stager", "async_save", "collect_garbage", "convert", "copy", "diff", "doctor",
+        "errors", "inspect", "install", "list_checkpoints", "load", "remove", "roundtrip", "save", "uninstall", "verify",
+    ]  # fmt: skip
+    assert dir(ckpt) == sorted(ckpt.__all__)
+    for name in ckpt.__all__:
+        assert getattr(ckpt, name).__doc__
+    with pytest.raises(AttributeError):
+        ckpt.nothing  # noqa: B018
+
+
+def test_signatures() -> None:
+    import inspect
+
+    def parameters(function: object) -> str:
+        return ", ".join(inspect.signature(function).parameters)  # type: ignore[arg-type]
+
+    storage = "state_dict, url, storage_options"
+    assert (
+        parameters(ckpt.CheckpointWriter)
+        == "url, storage_options, overwrite, threads, memory_budget_bytes, max_bandwidth_bytes_per_s, tags, timeout_s"
+    )
+    assert (
+        parameters(ckpt.CheckpointReader)
+        == "url, storage_options, verify, visibility_timeout_s, threads, memory_budget_bytes, trusted_objects, timeout_s"
+    )
+    for save in (ckpt.save, ckpt.async_save):
+        assert (
+            parameters(save)
+            == f"{storage}, overwrite, planner, process_group, no_dist, threads, memory_budget_bytes, "
+            "max_bandwidth_bytes_per_s, tags, timeout_s"
+        )
+    assert (
+        parameters(ckpt.load) == f"{storage}, verify, visibility_timeout_s, planner, process_group, no_dist, "
+        "threads, memory_budget_bytes, trusted_objects, timeout_s"
+    )
+
+
+def test_errors_are_listed_and_drawn() -> None:
+    from ckpt import errors
+
+    classes = [
+        v for v in vars(errors).values() if isinstance(v, type) and issubclass(v, errors.CheckpointError)
+    ]
+    public = {c.__name__ for c in classes if not c.__name__.startswith("_")}
+    assert public == set(errors.__all__)
+    for name in public:
+        assert f"{name} " in (errors.__doc__ or "") or f"{name}\n" in (errors.__doc__ or ""), name
+
+
+def test_every_error_pickles_with_its_context() -> None:
+    import pickle
+
+    from ckpt import errors
+
+    for name in errors.__all__:
+        kind = getattr(errors, name)
+        if issubclass(kind, errors._RankFailures):
+            error = kind("text", url="u", failures={3: errors.NotFound("gone", key="k", rank=3)})
+            copy = pickle.loads(pickle.dumps(error))
+            assert str(copy.failures[3]) == "rank 3: k: gone"
+        else:
+            error = kind("text", url="u", key="k", rank=2, start=0, stop=9)
+            copy = pickle.loads(pickle.dumps(error))
+            assert str(copy) == "rank 2: u/k: bytes 0-9: text"
+        assert (type(copy), copy.args, copy.url) == (kind, ("text",), "u")

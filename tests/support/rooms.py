@@ -1,0 +1,253 @@
+"""Say what each room of the code is for, and which rooms it may use: the table that a test enforces.
+
+`docs/design.md` shows `mermaid()` of it; `python tests/support/rooms.py` prints that.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+FOLDERS = {
+    "ckpt": "ckpt",
+    "backends": "ckpt.backends",
+    "consistency": "ckpt.consistency",
+    "trainer_integration": "ckpt.trainer_integration",
+}
+"""Folders at the root of the repository, and the packages that they install as."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """A package, or a module that stands for one.
+
+    Attributes:
+        about: what it is for, in one sentence.
+        uses: the rooms that its files may import; a module's full name admits that module alone.
+    """
+
+    about: str
+    uses: tuple[str, ...]
+
+
+_CONTRACT = (
+    "ckpt.backends.base",
+    "ckpt.backends.bodies",
+    "ckpt.backends.options",
+    "ckpt.backends.raw_requests",
+)
+_FLOOR = ("ckpt.errors", "ckpt.gc_pause", "ckpt.consistency", *_CONTRACT)
+_REGISTRY = "ckpt.backends.registry"
+
+ROOMS: Mapping[str, Room] = {
+    "ckpt.errors": Room("the error tree", ()),
+    "ckpt.gc_pause": Room("no garbage collection while many objects are made", ()),
+    "ckpt.backends": Room(
+        "storage systems behind one small contract", ("ckpt.errors", "ckpt.backends.s3_protocol")
+    ),
+    "ckpt.backends.s3_protocol": Room(
+        "S3 requests and replies, for boto3 and ibm-cos-sdk",
+        ("ckpt.errors", *_CONTRACT, "ckpt.backends.cancellable_reads"),
+    ),
+    "ckpt.consistency": Room("the commit protocol, checksums, time and chance", ("ckpt.errors", *_CONTRACT)),
+    "ckpt.consistency.probes": Room(
+        "what a storage really guarantees, measured", ("ckpt.errors", "ckpt.consistency", *_CONTRACT)
+    ),
+    "ckpt.format": Room("what this library stores: names, records, index", _FLOOR),
+    "ckpt.ranks": Room("ranks agree, are missed, and give up in time", (*_FLOOR, "ckpt.backends.wrapper")),
+    "ckpt.testing": Room(
+        "a conformance suite for stores, and storage that lies", (*_FLOOR, "ckpt.backends.cancellable_reads")
+    ),
+    "ckpt.stock": Room("what stock PyTorch stores, read without running code", (*_FLOOR, "ckpt.format")),
+    "ckpt.transfer": Room("bytes between memory and stores", (*_FLOOR, "ckpt.format")),
+    "ckpt.writing": Room(
+        "a save, from DCP's plan to the commit",
+        (*_FLOOR, "ckpt.format", "ckpt.stock", "ckpt.transfer", "ckpt.ranks", _REGISTRY),
+    ),
+    "ckpt.reading": Room(
+        "a load, from the commit to the last element",
+        (*_FLOOR, "ckpt.format", "ckpt.stock", "ckpt.transfer", "ckpt.ranks", _REGISTRY),
+    ),
+    "ckpt.tools": Room(
+        "one file for each verb: ls, inspect, verify, copy, gc, ...",
+        (
+            *_FLOOR,
+            "ckpt.consistency.probes",
+            "ckpt.backends.prefix",
+            "ckpt.backends.wrapper",
+            _REGISTRY,
+            "ckpt.format",
+            "ckpt.stock",
+            "ckpt.transfer",
+            "ckpt.writing",
+            "ckpt.reading",
+        ),
+    ),
+    "ckpt.conversion": Room(
+        "to and from DCP, torch.save and safetensors",
+        (
+            *_FLOOR,
+            _REGISTRY,
+            "ckpt.backends.wrapper",
+            "ckpt.format",
+            "ckpt.stock",
+            "ckpt.transfer",
+            "ckpt.ranks",
+            "ckpt.writing",
+            "ckpt.reading",
+        ),
+    ),
+    "ckpt.api": Room(
+        "ckpt.save, ckpt.load, ckpt.async_save",
+        (*_FLOOR, "ckpt.format.names", "ckpt.ranks", "ckpt.writing", "ckpt.reading"),
+    ),
+    "ckpt.dcp_hook": Room("ckpt.install()", ("ckpt.errors", "ckpt.writing", "ckpt.reading")),
+    "ckpt.acceptance": Room(
+        "a model's worth of known values saved, loaded, compared",
+        (
+            *_FLOOR,
+            _REGISTRY,
+            "ckpt.backends.wrapper",
+            "ckpt.format",
+            "ckpt.transfer",
+            "ckpt.writing",
+            "ckpt.reading",
+            "ckpt.tools",
+        ),
+    ),
+    "ckpt.trainer_integration": Room(
+        "the checkpoint manager, the training state, the data loader",
+        (
+            "ckpt.errors",
+            "ckpt.api",
+            "ckpt.ranks",
+            "ckpt.tools",
+            "ckpt.format.run_record",
+            _REGISTRY,
+            "ckpt.trainer_integration.run",
+            "ckpt.trainer_integration.data_order",
+        ),
+    ),
+    "ckpt.trainer_integration.run": Room(
+        "one run's saves: decide, upload, keep, restore",
+        (
+            "ckpt.errors",
+            "ckpt.api",
+            "ckpt.ranks",
+            "ckpt.tools",
+            "ckpt.writing",
+            "ckpt.format",
+            _REGISTRY,
+            "ckpt.trainer_integration",
+        ),
+    ),
+    "ckpt.trainer_integration.data_order": Room(
+        "samples in an order that any number of ranks can go on with",
+        ("ckpt.errors", "ckpt.trainer_integration"),
+    ),
+    "ckpt.cli": Room(
+        "the ckpt command, one file a verb",
+        (
+            "ckpt.errors",
+            "ckpt.backends.options",
+            "ckpt.backends.registry",
+            "ckpt.format",
+            "ckpt.reading",
+            "ckpt.tools",
+            "ckpt.conversion",
+            "ckpt.acceptance",
+        ),
+    ),
+    "ckpt": Room("public names, imported when first used", ("*",)),
+}
+
+
+def modules() -> dict[str, Path]:
+    """Find every module that is installed, and its file."""
+    files: dict[str, Path] = {}
+    for folder, package in FOLDERS.items():
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            inside = path.relative_to(ROOT / folder).with_suffix("")
+            if folder == "ckpt" and inside.parts[0] in FOLDERS:
+                continue  # a link
+            name = ".".join([package, *inside.parts])
+            files[name.removesuffix(".__init__")] = path
+    return files
+
+
+def imports(path: Path, known: Mapping[str, Path]) -> Iterator[tuple[str, bool]]:
+    """List the modules that a file imports, also those inside of functions, and whether each is at the top."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: a relative import"
+            for alias in node.names:
+                module = f"{node.module}.{alias.name}"
+                names.append(module if module in known else node.module or "")
+        for name in names:
+            yield name, node in tree.body
+
+
+def room_of(module: str, known: Mapping[str, Path]) -> str:
+    """Name the room that a module stands in."""
+    if module in ROOMS:
+        return module
+    return module.rpartition(".")[0] if known[module].stem != "__init__" else module
+
+
+def may_use(module: str, imported: str, known: Mapping[str, Path]) -> bool:
+    """Tell whether the table lets `module` import `imported`."""
+    room, target = room_of(module, known), room_of(imported, known)
+    uses = ROOMS[room].uses
+    return room == target or "*" in uses or imported in uses or target in uses
+
+
+def mermaid() -> str:
+    """Draw the table for `docs/design.md`: top-level rooms, and the arrows that are not implied by others."""
+    arrows: dict[str, set[str]] = {}
+    for room, about in ROOMS.items():
+        if room not in _NOT_DRAWN:
+            arrows.setdefault(_drawn(room), set()).update(map(_drawn, about.uses))
+    for room, uses in arrows.items():
+        uses -= {room, *_NOT_DRAWN}
+    below = {room: _reachable(room, arrows) for room in arrows}
+    lines = ["```mermaid", "flowchart TD"]
+    lines += [f'    {_title(room)}["<b>{_title(room)}</b><br/>{ROOMS[room].about}"]' for room in arrows]
+    for room, uses in arrows.items():
+        direct = {use for use in uses if not any(use in below[other] for other in uses - {use})}
+        lines += [f"    {_title(room)} --> {_title(use)}" for use in sorted(direct)]
+    return "\n".join([*lines, "```"])
+
+
+_NOT_DRAWN = ("ckpt", "ckpt.errors", "ckpt.gc_pause")  # everything may use the last two
+
+
+def _drawn(name: str) -> str:
+    """Name the top-level room of a module or room."""
+    return name if name in _NOT_DRAWN else ".".join(name.split(".")[:2])
+
+
+def _reachable(room: str, arrows: Mapping[str, set[str]]) -> set[str]:
+    reached: set[str] = set()
+    todo = list(arrows.get(room, ()))
+    while todo:
+        other = todo.pop()
+        if other not in reached:
+            reached.add(other)
+            todo += arrows.get(other, ())
+    return reached - {room}
+
+
+def _title(room: str) -> str:
+    return room.removeprefix("ckpt.")
+
+
+if __name__ == "__main__":
+    print(mermaid())
