@@ -11,40 +11,52 @@ SEED ?= 0
 
 PYTEST := $(RUN)/python -m pytest -n auto --maxprocesses 4
 
-.PHONY: test test-long test-integration test-faults demo bench bench-full check format lock clean
+# The tiers of the tests: what a test uses says where it belongs (tests/support/tiers.py).
+QUICK := not long and not integration and (smoke or not (ranks or server))
+RANKS := (ranks or server) and not (smoke or long or integration)
+LONG := (long or hypothesis) and not integration
 
-test: $(VENV)/ready
-	$(PYTEST) --dist worksteal --ignore tests/integration -m 'not long'
+.DEFAULT_GOAL := help
+.PHONY: help test test-ranks test-long test-integration test-faults demo bench bench-full check format lock clean
 
-# What takes minutes: 10,000 schedules of a lying storage, kills at every request, a round of all faults, whole trainings.
-test-long: $(VENV)/ready
-	$(PYTEST) --dist worksteal --ignore tests/integration -m long
+help:  ## Print this list.
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-# On real storage systems, after installing them (root and apt). INSTALL=: takes what is there and skips the rest.
+test: $(VENV)/ready  ## Touch every promise once: what to run between two edits (3 minutes).
+	$(PYTEST) --dist worksteal --ignore tests/integration -m '$(QUICK)'
+
+test-ranks: $(VENV)/ready  ## Run the other tests with several ranks, or with moto as S3 server.
+	$(PYTEST) --dist worksteal --ignore tests/integration -m '$(RANKS)'
+
+# 10,000 schedules of a lying storage, kills at every request, a round of all faults, whole trainings;
+# and all of Hypothesis's examples, of which the other tiers draw a tenth.
+test-long: $(VENV)/ready  ## Run what takes minutes: kills, deadlines in real time, all schedules and examples.
+	HYPOTHESIS_PROFILE=full $(PYTEST) --dist worksteal --ignore tests/integration -m '$(LONG)'
+
 # Tests of one system share its server, so one worker runs them all (loadgroup, which does not survive a crash).
 INSTALL ?= tests/integration/install.sh
-test-integration: $(VENV)/ready
+test-integration: $(VENV)/ready  ## Run on real storage systems, installed by root and apt (INSTALL=: skips what is missing).
 	$(INSTALL)
 	$(PYTEST) --dist loadgroup --max-worker-restart 0 tests/integration
 
-test-faults: $(VENV)/ready
+test-faults: $(VENV)/ready  ## Run the fault campaign: ROUNDS of all faults, from SEED on.
 	$(RUN)/python tests/faults/campaign.py --rounds $(ROUNDS) --seed $(SEED) --json test-faults.json
 
-demo: $(VENV)/ready
+demo: $(VENV)/ready  ## Train, kill, resume and verify, before your eyes.
 	$(RUN)/python examples/demo.py
 
-bench: $(VENV)/bench-ready $(PEERS)/ready
+bench: $(VENV)/bench-ready $(PEERS)/ready  ## Measure against stock PyTorch and the peers.
 	$(RUN)/python -m benchmarks
 
-bench-full: $(VENV)/bench-ready $(PEERS)/ready
+bench-full: $(VENV)/bench-ready $(PEERS)/ready  ## Measure at full size.
 	$(RUN)/python -m benchmarks --full
 
-check: $(VENV)/ready
+check: $(VENV)/ready  ## Lint, check the format, check the types.
 	$(RUN)/ruff check .
 	$(RUN)/ruff format --check --quiet .
 	$(RUN)/mypy
 
-format: $(VENV)/ready
+format: $(VENV)/ready  ## Mend what the linter can, and format.
 	$(RUN)/ruff check --fix .
 	$(RUN)/ruff format .
 
@@ -69,7 +81,7 @@ COMPILE := uv pip compile --quiet --universal --python-version 3.10 --no-annotat
 	--no-emit-index-url --no-emit-find-links
 NO_TORCH := '/^(torch==|nvidia|cuda|triton)/d'
 
-lock: $(VENV)/ready
+lock: $(VENV)/ready  ## Take the newest versions that agree with each other into constraints.txt.
 	$(RUN)/python -m pip install --quiet uv
 	$(RUN)/$(COMPILE) --extra dev --extra bench pyproject.toml | sed -E $(NO_TORCH) > constraints.new
 	echo 'torch==2.13.0' >> constraints.new
@@ -78,5 +90,5 @@ lock: $(VENV)/ready
 	echo 'torch==2.13.0' >> benchmarks/peers.new
 	sort -o benchmarks/peers.txt benchmarks/peers.new && rm benchmarks/peers.new
 
-clean:
+clean:  ## Remove the environments and all that was built.
 	rm -rf $(VENV) $(PEERS) benchmarks/.scratch build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis demo-run test-faults.json

@@ -9,9 +9,12 @@ import pytest
 from support.commands import sharded_checkpoint, stock_checkpoint
 from support.servers import IamServer, S3Server, iam_server, moto_server
 from support.strict_s3 import StrictS3, strict_s3
+from support.tiers import load_profile, mark_tiers
 
 from ckpt.backends.base import Store
 from ckpt.backends.registry import open_store
+
+load_profile()  # before the test modules, which ask it how many examples they draw
 
 
 @pytest.fixture(scope="session")
@@ -59,6 +62,10 @@ def pytest_configure() -> None:
     """Programs begun in the background ignore Ctrl-C, and so would all that they begin."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_tiers(items)
 
 
 @pytest.fixture(scope="session")

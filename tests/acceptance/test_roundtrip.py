@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.commands import flip, options_of, run, run_process
 from support.servers import S3Server
+from support.tiers import examples
 from torch.distributed.checkpoint.planner import SavePlan
 
 import ckpt
@@ -99,7 +100,7 @@ def test_meshes_that_do_not_fit_are_refused(text: str, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp32", "fp64", "fp8"])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(data=st.data())
 def test_any_slice_can_be_computed_by_itself(name: str, data: st.DataObject) -> None:
     dtype = ckpt.acceptance.roundtrip.DTYPES[name]

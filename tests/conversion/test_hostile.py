@@ -18,6 +18,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.conversions import convert
 from support.states import random_tensor
+from support.tiers import examples
 from test_streaming import peak_bytes
 
 from ckpt.conversion.safetensors_format import encode_header, header_bytes, parse_header, parse_index
@@ -146,7 +147,7 @@ _entries = st.builds(
 _headers = st.dictionaries(st.sampled_from(["a", "b", "c", "__metadata__"]), _entries | _values, max_size=4)
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=examples(600))
 @given(_headers.map(lambda header: json.dumps(header).encode()) | st.binary(max_size=60), st.integers(0, 32))
 @example(b"{}", 0)
 @example(b'{"a":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}', 0)
@@ -168,7 +169,7 @@ def test_headers_are_valid_or_refused(raw: bytes, data_bytes: int) -> None:
     }
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(
     st.dictionaries(
         st.text(max_size=8).filter(lambda name: name != "__metadata__"),
@@ -193,7 +194,7 @@ def test_headers_that_are_written_can_be_read(tensors: dict[str, Any]) -> None:
     }
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(st.binary(max_size=80) | _values.map(lambda value: json.dumps({"weight_map": value}).encode()))
 def test_indexes_are_valid_or_refused(raw: bytes) -> None:
     from ckpt.errors import FormatError
@@ -284,7 +285,7 @@ def test_damaged_archives(tmp_path: Path) -> None:
     assert convert(place, tmp_path / "b.pt", code=1)["error"]["type"] == "FormatError"
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(st.data())
 def test_flipped_bits_in_a_torch_file(data: st.DataObject) -> None:
     """Whatever they do, it is the same file's tensors or one of our errors."""

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from support.states import SAVABLE_DTYPES
+from support.tiers import examples
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -98,7 +99,7 @@ def columns_of(metadata: Metadata) -> Columns:
     return columns
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(metadatas())
 def test_every_form_says_the_same(metadata: Metadata) -> None:
     columns = columns_of(metadata)

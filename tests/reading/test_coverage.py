@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.ranks import run_ranks
 from support.states import bits, random_tensor
+from support.tiers import examples
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -107,7 +108,7 @@ def test_a_planner_of_its_own_may_leave_things_out(sharded: Path) -> None:
     assert not loaded["t"][32:].any()
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500))
 @given(st.integers(0, 2**32))
 def test_tiled_box_is_right(seed: int) -> None:
     chance = random.Random(seed)

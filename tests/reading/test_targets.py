@@ -13,6 +13,7 @@ import torch.utils._pytree as pytree
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.states import bits, random_tensor
+from support.tiers import examples
 from torch.distributed.checkpoint.planner import ReadItem
 
 import ckpt
@@ -189,7 +190,7 @@ def test_what_shares_no_element_is_read_at_once(tmp_path: Path, monkeypatch: pyt
     assert len(windows) == 1
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(st.integers(0, 2**32))
 def test_target_memory_finds_every_overlap(seed: int) -> None:
     chance = random.Random(seed)

@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from support.tiers import examples
 
 import ckpt
 from ckpt.backends.registry import open_store
@@ -313,5 +314,5 @@ TestTraining = Training.TestCase
 TestTrainingOnPromptStorage = TrainingOnPromptStorage.TestCase
 for machine in (TestTraining, TestTrainingOnPromptStorage):
     machine.settings = settings(
-        max_examples=150, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+        max_examples=examples(150), stateful_step_count=60, suppress_health_check=list(HealthCheck)
     )

@@ -18,6 +18,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.states import quantized, random_tensor
+from support.tiers import examples
 
 import ckpt
 from ckpt.errors import CheckpointError, UnsafeContent
@@ -195,7 +196,7 @@ PLAIN = st.recursive(
 
 
 @given(PLAIN)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 def test_any_plain_value_loads(value: Any) -> None:
     file = io.BytesIO()
     torch.save(value, file)
@@ -204,7 +205,7 @@ def test_any_plain_value_loads(value: Any) -> None:
 
 @pytest.mark.long
 @given(st.data())
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(300), suppress_health_check=[HealthCheck.too_slow])
 def test_damaged_pickles_end_in_one_of_our_errors(data: st.DataObject) -> None:
     """Bytes changed in valid pickles, and hostile ones cut and joined."""
     parts = [b"\x80\x02" + part + b"." for part in _hostile().values() if len(part) < 5000]

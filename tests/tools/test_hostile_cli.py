@@ -23,6 +23,7 @@ from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from support.commands import Ran, edit_commit, edit_listed, run, run_process
 from support.states import random_tensor
+from support.tiers import examples
 
 import ckpt
 from ckpt.consistency.seal import seal_json, seal_pickle, unseal_json
@@ -165,13 +166,12 @@ def changed(value: Any, data: st.DataObject, *, json_only: bool) -> Any:
 
 
 FUZZ = settings(
-    max_examples=20,
+    max_examples=examples(20),
     phases=[
         Phase.explicit,
         Phase.reuse,
         Phase.generate,
     ],  # an example takes a second: shrinking would take long
-    deadline=None,
     suppress_health_check=[
         HealthCheck.too_slow,
         HealthCheck.function_scoped_fixture,
@@ -249,7 +249,7 @@ def test_stock_metadata(stock: Path, data: st.DataObject) -> None:
 
 
 @given(data=st.data())
-@settings(FUZZ, max_examples=30)
+@settings(FUZZ, max_examples=examples(30))
 def test_flipped_and_cut_bytes(ours: Path, stock: Path, data: st.DataObject) -> None:
     """Anywhere: records and data, of ours and of stock."""
     original = data.draw(st.sampled_from([ours, stock]))
@@ -273,7 +273,7 @@ def test_flipped_and_cut_bytes(ours: Path, stock: Path, data: st.DataObject) -> 
 @example(raw=b"(" * 100_000)
 @example(raw=b"[" * 100_000)
 @example(raw=b'{"a":' * 100_000)
-@settings(FUZZ, max_examples=8)
+@settings(FUZZ, max_examples=examples(8))
 def test_any_bytes_as_a_record(ours: Path, raw: bytes) -> None:
     with Scratch(ours) as place:
         (place / ".metadata").write_bytes(seal_pickle(raw))

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.tiers import examples
 
 from ckpt.errors import ConfigurationError, FormatError
 from ckpt.trainer_integration.data_order.fair_turns import Turns
@@ -108,7 +109,7 @@ def journeys(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(journeys())
 def test_every_token_of_every_epoch_once(journey: dict[str, Any]) -> None:
     """World and batch sizes and sequence length change at any moment, and ranks need not be in step."""
@@ -138,7 +139,7 @@ def test_every_token_of_every_epoch_once(journey: dict[str, Any]) -> None:
     assert last.epoch == journey["epochs"]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(journeys())
 def test_a_run_without_end_goes_on_into_the_next_epoch(journey: dict[str, Any]) -> None:
     """What is read of a shard is the beginning of its stream: whole epochs, one after the other."""
@@ -200,7 +201,7 @@ def test_ranks_in_step_read_the_same_global_batches_on_any_world_size() -> None:
     assert steps([1] * 5) == steps([4, 6, 3, 1, 4]) == steps([12, 2, 12, 6, 3])
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(
     counts=st.lists(st.integers(0, 3), min_size=1, max_size=20),
     weights=st.lists(st.sampled_from([0.1, 1.0, 2.5]), min_size=20, max_size=20),

@@ -14,6 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.states import bits
+from support.tiers import examples
 
 import ckpt.transfer.fetcher
 import ckpt.transfer.read_pieces
@@ -50,7 +51,7 @@ def layouts(draw: st.DrawFn) -> tuple[Any, ...]:
     return shape, order, dtype, first_byte, regions, grid, blocks
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(400), suppress_health_check=[HealthCheck.too_slow])
 @given(layouts())
 def test_any_region_through_any_requests(layout: tuple[Any, ...]) -> None:
     shape, order, dtype, first_byte, regions, grid, blocks = layout
@@ -165,7 +166,7 @@ def test_regions_outside_are_refused() -> None:
             list(region_pieces(stored, offsets, lengths, torch.zeros(4, 5)))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(st.lists(st.integers(1, 6), max_size=4), st.data())
 def test_flat_boxes_are_the_flat_range(shape: list[int], data: st.DataObject) -> None:
     total = math.prod(shape)
