@@ -7,7 +7,6 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from ckpt.backends.base import PutMode, Store
@@ -16,7 +15,7 @@ from ckpt.conversion.job import is_settled
 from ckpt.errors import CheckpointError, StorageError
 from ckpt.transfer.buffer_pool import StagingPool
 from ckpt.transfer.file_body import FileBody, FileItem
-from ckpt.transfer.threads import in_order
+from ckpt.transfer.threads import in_order, thread_pool
 
 __all__ = ["OutputFile", "OutputFiles"]
 
@@ -62,7 +61,7 @@ class OutputFiles:
         """
         parallel = self._store.capabilities.parallel_parts  # then one file keeps all threads busy
         at_once = 1 if parallel or len(files) == 1 else min(_FILES_AT_ONCE, self._store.threads)
-        with ThreadPoolExecutor(at_once, thread_name_prefix="ckpt-file") as threads:
+        with thread_pool(at_once, "ckpt-file") as threads:
             work = functools.partial(self._put_file, vouch=vouch)
             for _ in in_order(threads, work, files, ahead=2 * at_once, stop=self._stop):
                 pass

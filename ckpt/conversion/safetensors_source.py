@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ckpt.backends.base import ObjectStat, Store, read_bytes
@@ -20,7 +19,7 @@ from ckpt.conversion.safetensors_format import (
 from ckpt.conversion.source import FileSource, TensorFacts
 from ckpt.errors import ConfigurationError, FormatError, NotFound, Truncated
 from ckpt.format.stored_tensor import StoredTensor
-from ckpt.transfer.threads import in_order
+from ckpt.transfer.threads import in_order, thread_pool
 
 __all__ = ["SafetensorsSource", "belongs_to_model", "find_model"]
 
@@ -63,7 +62,7 @@ class SafetensorsSource(FileSource):
         self._sort()
 
     def _headers(self, files: Sequence[str]) -> Iterator[tuple[int, dict[str, HeaderEntry]]]:
-        with ThreadPoolExecutor(_FILES_AT_ONCE, thread_name_prefix="ckpt-header") as threads:
+        with thread_pool(_FILES_AT_ONCE, "ckpt-header") as threads:
             yield from in_order(threads, self._header, files, ahead=_FILES_AT_ONCE)
 
     def _header(self, file: str) -> tuple[int, dict[str, HeaderEntry]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +17,7 @@ from ckpt.format.stored_tensor import StoredTensor
 from ckpt.transfer.buffer_pool import MIN_MEMORY_BUDGET_BYTES, StagingPool
 from ckpt.transfer.fetcher import Fetcher, StoredFile
 from ckpt.transfer.read_pieces import Piece, region_pieces
+from ckpt.transfer.threads import thread_pool
 
 __all__ = ["FileSource", "Region", "Source", "TensorFacts"]
 
@@ -108,7 +108,7 @@ class FileSource(Source):
         self._places: dict[str, tuple[str, StoredTensor]] = {}
         pool = StagingPool(MIN_MEMORY_BUDGET_BYTES)
         self._fetcher = Fetcher(store, pool, lambda read: read())
-        self._threads = ThreadPoolExecutor(store.threads, thread_name_prefix="ckpt-read")
+        self._threads = thread_pool(store.threads, "ckpt-read")
 
     def read(self, regions: Sequence[Region]) -> None:
         pieces: dict[StoredFile, list[Piece]] = {}

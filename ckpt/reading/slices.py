@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any
 
@@ -24,6 +23,7 @@ from ckpt.reading.loader import Loader
 from ckpt.transfer.boxes import Box, tiling_fault
 from ckpt.transfer.buffer_pool import MIN_MEMORY_BUDGET_BYTES, StagingPool
 from ckpt.transfer.fetcher import Fetcher
+from ckpt.transfer.threads import thread_pool
 
 __all__ = ["OpenCheckpoint"]
 
@@ -43,7 +43,7 @@ class OpenCheckpoint:
         guard: Callable[[Store], Store] = lambda store: store,
     ) -> None:
         self.store: Store = guard(open_store(url, storage_options))
-        self.threads = ThreadPoolExecutor(self.store.threads, thread_name_prefix="ckpt-read")
+        self.threads = thread_pool(self.store.threads, "ckpt-read")
         try:
             parts = open_parts(self.store, ReadSettings())
             self._parts = [(part, columns_of(part.metadata, url=self.store.url)) for part in parts]

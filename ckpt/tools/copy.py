@@ -15,7 +15,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,7 +51,7 @@ from ckpt.tools.record_checks import IndexedItems
 from ckpt.transfer.buffer_pool import StagingPool
 from ckpt.transfer.file_body import FileBody
 from ckpt.transfer.relay_bodies import RunReader, VerifiedBody
-from ckpt.transfer.threads import in_order
+from ckpt.transfer.threads import in_order, thread_pool
 from ckpt.writing.coordinator import Coordinator
 
 __all__ = ["Copied", "copy"]
@@ -206,7 +206,7 @@ class _Copy:
         self._to.prepare(rank_directory(0))
         parallel = self._to.capabilities.parallel_parts
         at_once = min(_FILES_AT_ONCE, self._to.threads) if parallel else self._to.threads
-        with ThreadPoolExecutor(at_once, thread_name_prefix="ckpt-cp") as threads:
+        with thread_pool(at_once, "ckpt-cp") as threads:
             for job in in_order(threads, self._send, self._jobs(), ahead=2 * at_once, stop=self._stop):
                 self._count(job)
         columns = self._columns()
@@ -230,7 +230,7 @@ class _Copy:
         return decode_manifest(data, url=self._from.url, key=ref.path)
 
     def _manifests(self) -> Iterator[tuple[ManifestRef, RankManifest]]:
-        with ThreadPoolExecutor(4, thread_name_prefix="ckpt-manifest") as threads:
+        with thread_pool(4, "ckpt-manifest") as threads:
             yield from zip(
                 self._commit.manifests,
                 in_order(threads, self._manifest, self._commit.manifests, ahead=4),
@@ -296,7 +296,7 @@ class _Copy:
 
     def _jobs(self) -> Iterator[_Job]:
         """Files to send, lazily. Each rank's manifest is written when its last file is there (`_count`)."""
-        with ThreadPoolExecutor(self._to.threads, thread_name_prefix="ckpt-check") as threads:
+        with thread_pool(self._to.threads, "ckpt-check") as threads:
             for ref, manifest in self._manifests():
                 self._compare(manifest)
                 rank = self._rank(ref, manifest, threads)
@@ -312,7 +312,7 @@ class _Copy:
                 for number in todo:
                     yield _Job(rank, number)
 
-    def _rank(self, ref: ManifestRef, manifest: RankManifest, threads: ThreadPoolExecutor) -> _Rank:
+    def _rank(self, ref: ManifestRef, manifest: RankManifest, threads: Executor) -> _Rank:
         """A token for a rank: that of an interrupted copy if all it left under it is right, else a new one."""
         for token, held in self._leftovers.of(ref.rank):
             data = {number: size for number, size in held.items() if number >= 0}
@@ -333,7 +333,7 @@ class _Copy:
         except NotFound:
             return False
 
-    def _is_right(self, rank: _Rank, number: int, threads: ThreadPoolExecutor | None = None) -> bool:
+    def _is_right(self, rank: _Rank, number: int, threads: Executor | None = None) -> bool:
         file, block = rank.manifest.files[number], rank.manifest.block_size_bytes
         return self._reader.matches(data_key(rank.ref.rank, rank.token, number), file, block, threads)
 

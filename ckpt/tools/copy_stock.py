@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor
 from typing import Any
 
 from ckpt.backends.base import PutMode, Store, check_key, exists, read_bytes
@@ -23,7 +23,7 @@ from ckpt.reading.checkpoint import Checkpoint
 from ckpt.tools.verify_stock import verify_foreign
 from ckpt.transfer.buffer_pool import StagingPool
 from ckpt.transfer.relay_bodies import PlainBody, RunReader
-from ckpt.transfer.threads import in_order
+from ckpt.transfer.threads import in_order, thread_pool
 
 __all__ = ["copy_foreign"]
 
@@ -41,7 +41,7 @@ def copy_foreign(
         IntegrityError: the source is not whole, as far as its sizes tell.
         CommitConflict: the source was replaced meanwhile.
     """
-    with ThreadPoolExecutor(source.threads, thread_name_prefix="ckpt-cp") as threads:
+    with thread_pool(source.threads, "ckpt-cp") as threads:
         checked = verify_foreign(source, parts, threads, quick=True, progress=lambda done, total: None)
         if checked.damages:
             first = checked.damages[0]
@@ -58,7 +58,7 @@ class _Copy:
         source: Store,
         destination: Store,
         parts: Sequence[Checkpoint],
-        threads: ThreadPoolExecutor,
+        threads: Executor,
         progress: Callable[[int, int], None],
     ) -> None:
         self._from, self._to, self._threads, self._progress = source, destination, threads, progress
@@ -74,7 +74,7 @@ class _Copy:
         total = sum(self._sizes.values())
         sent_files = sent_bytes = kept_files = kept_bytes = 0
         at_once = min(4, self._to.threads)
-        with ThreadPoolExecutor(at_once, thread_name_prefix="ckpt-cp") as files:
+        with thread_pool(at_once, "ckpt-cp") as files:
             for size, sent in in_order(files, self._file, self._sizes, ahead=2 * at_once, stop=self._stop):
                 sent_files, sent_bytes = sent_files + sent, sent_bytes + sent * size
                 kept_files, kept_bytes = kept_files + (not sent), kept_bytes + (not sent) * size

@@ -14,7 +14,6 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +26,7 @@ from ckpt.errors import CheckpointError, FormatError, NotFound, StorageError
 from ckpt.format.names import ObjectName, is_our_name, split_place
 from ckpt.format.records import CommitRecord, decode_commit
 from ckpt.tools.ls import find_places
+from ckpt.transfer.threads import thread_pool
 
 __all__ = ["DEFAULT_GRACE_S", "Garbage", "GarbageItem", "collect_garbage"]
 
@@ -92,7 +92,7 @@ def collect_garbage(
     ours: set[str] = set()
     leftovers: list[_Leftovers] = []
     try:
-        with ThreadPoolExecutor(store.threads, thread_name_prefix="ckpt-gc") as threads:
+        with thread_pool(store.threads, "ckpt-gc") as threads:
             places = list(find_places(store, threads, depth=depth))
         if not places and next(iter(store.list()), None) is None and not _has_unfinished(store):
             raise NotFound("there is nothing here", url=store.url)

@@ -10,7 +10,7 @@ import datetime
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY, is_foreign, 
 from ckpt.errors import AccessDenied, CheckpointError, NotFound, StorageError
 from ckpt.format.names import DATA_KEY_IN_BYTES, is_rank_directory
 from ckpt.format.records import CommitRecord, decode_commit
-from ckpt.transfer.threads import in_order
+from ckpt.transfer.threads import in_order, thread_pool
 
 __all__ = ["Found", "find_places", "is_stock", "list_checkpoints", "look_at", "step_of"]
 
@@ -75,8 +75,8 @@ def list_checkpoints(
     """
     store = open_store(root, storage_options, threads=threads)
     try:
-        with ThreadPoolExecutor(store.threads, thread_name_prefix="ckpt-ls") as pool:
-            found = [what for _, what in find_places(store, pool, depth=depth)]
+        with thread_pool(store.threads, "ckpt-ls") as workers:
+            found = [what for _, what in find_places(store, workers, depth=depth)]
             if not found and next(iter(store.list()), None) is None:
                 raise NotFound("there is nothing here", url=store.url)
             return _with_latest(store, sorted(found, key=_order))
@@ -84,9 +84,7 @@ def list_checkpoints(
         store.close()
 
 
-def find_places(
-    store: Store, threads: ThreadPoolExecutor, *, depth: int = 3
-) -> Iterator[tuple[SubStore, Found]]:
+def find_places(store: Store, threads: Executor, *, depth: int = 3) -> Iterator[tuple[SubStore, Found]]:
     """Every place at or below the store's root where a checkpoint is, or was begun."""
     level = [""]
     for _ in range(min(depth, _MAX_DEPTH) + 1):
@@ -215,5 +213,5 @@ def _is_whole(place: SubStore) -> bool:
         except CheckpointError:
             return False
 
-    with ThreadPoolExecutor(place.threads, thread_name_prefix="ckpt-ls") as threads:
+    with thread_pool(place.threads, "ckpt-ls") as threads:
         return all(in_order(threads, fits, [record.described_by, *record.manifests], ahead=4 * place.threads))

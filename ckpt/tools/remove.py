@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,7 @@ from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY, is_foreign, 
 from ckpt.errors import CommitConflict, FormatError, IntegrityError, NotCommitted, NotFound
 from ckpt.format.names import is_our_name
 from ckpt.format.records import CommitRecord, ManifestRef, decode_commit, decode_manifest
-from ckpt.transfer.threads import in_order
+from ckpt.transfer.threads import in_order, thread_pool
 
 __all__ = ["Removed", "remove"]
 
@@ -99,7 +98,7 @@ def _listed(store: Store, record: CommitRecord) -> list[str]:
             # Its data files have its name; the listing has to do.
             return [stat.key for stat in store.list(f"{ref.path.removesuffix('.json')}-")]
 
-    with ThreadPoolExecutor(store.threads, thread_name_prefix="ckpt-rm") as threads:
+    with thread_pool(store.threads, "ckpt-rm") as threads:
         found = [
             key
             for keys in in_order(threads, files_of, record.manifests, ahead=4 * store.threads)

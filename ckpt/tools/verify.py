@@ -6,7 +6,7 @@ import os
 import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -38,7 +38,7 @@ from ckpt.tools.findings import Damage, Verification, concerned, find_strays
 from ckpt.tools.record_checks import IndexedItems, check_coverage_of, check_stock_metadata
 from ckpt.transfer.buffer_pool import MIN_MEMORY_BUDGET_BYTES, StagingPool
 from ckpt.transfer.tensor_memory import memory_of
-from ckpt.transfer.threads import in_order
+from ckpt.transfer.threads import in_order, thread_pool
 
 __all__ = ["verify"]
 
@@ -76,13 +76,13 @@ def verify(
     """
     store = open_store(url, storage_options, threads=threads)
     try:
-        with ThreadPoolExecutor(store.threads, thread_name_prefix="ckpt-verify") as pool:
-            return _verify(store, pool, quick, progress or (lambda done, total: None))
+        with thread_pool(store.threads, "ckpt-verify") as workers:
+            return _verify(store, workers, quick, progress or (lambda done, total: None))
     finally:
         store.close()
 
 
-def _verify(store: Store, threads: ThreadPoolExecutor, quick: bool, progress: Progress) -> Verification:
+def _verify(store: Store, threads: Executor, quick: bool, progress: Progress) -> Verification:
     prompt = store.capabilities.cross_client_visibility
     settings = ReadSettings(visibility_timeout_s=0.0 if prompt else None)
     try:
@@ -134,7 +134,7 @@ class _OwnCheck:
     def __init__(
         self,
         store: Store,
-        threads: ThreadPoolExecutor,
+        threads: Executor,
         settings: ReadSettings,
         found: Verification,
         commit: bytes,
@@ -222,7 +222,7 @@ class _OwnCheck:
 
     def _work(self) -> Iterator[Callable[[], tuple[list[Damage], int]]]:
         """Runs of files to read, lazily: only a few manifests are in memory at a time."""
-        with ThreadPoolExecutor(self._store.threads, thread_name_prefix="ckpt-manifest") as threads:
+        with thread_pool(self._store.threads, "ckpt-manifest") as threads:
             manifests = in_order(
                 threads, self._manifest, self._commit.manifests, ahead=min(4, self._store.threads)
             )

@@ -11,7 +11,7 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +48,7 @@ _ZIP = b"PK\x03\x04"
 def verify_foreign(
     store: Store,
     parts: Sequence[Checkpoint],
-    threads: ThreadPoolExecutor,
+    threads: Executor,
     *,
     quick: bool,
     progress: Callable[[int, int], None],
@@ -80,7 +80,7 @@ class _Check:
         self,
         store: Store,
         checkpoint: Checkpoint,
-        threads: ThreadPoolExecutor,
+        threads: Executor,
         found: Verification,
         known: set[str],
         progress: Callable[[int, int], None],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Executor, wait
+from concurrent.futures import Executor
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,7 @@ from ckpt.transfer.buffer_pool import StagingPool
 from ckpt.transfer.read_pieces import MemorySink, Piece
 from ckpt.transfer.read_requests import Request, Slice, plan_requests
 from ckpt.transfer.tensor_memory import memory_of
+from ckpt.transfer.threads import run_all
 
 __all__ = ["Fetcher", "StoredFile"]
 
@@ -62,8 +63,8 @@ class Fetcher:
 
     def run(self, wanted: Mapping[StoredFile, Iterable[Piece]], threads: Executor) -> None:
         """Deliver all pieces to their sinks, or raise the first error once no read is running any more."""
-        futures = [
-            threads.submit(self._fetch, file, request)
+        requests = (
+            (file, request)
             for file, pieces in wanted.items()
             for request in plan_requests(
                 pieces,
@@ -72,16 +73,8 @@ class Fetcher:
                 gap_bytes=_GAP_BYTES if file.block_crcs is None else file.block_size_bytes // 2,
                 request_bytes=transfer_size_bytes(self._store.threads),
             )
-        ]
-        try:
-            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-            for future in futures:
-                if future in done:
-                    future.result()
-        finally:
-            for future in futures:
-                future.cancel()
-            wait(futures)
+        )
+        run_all(threads, lambda request: self._fetch(*request), requests)
 
     def _fetch(self, file: StoredFile, request: Request) -> None:
         segments, scratch_bytes = _segments(request)

@@ -6,7 +6,7 @@ import array
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor
 
 from ckpt.backends.base import Store
 from ckpt.backends.bodies import Part
@@ -117,7 +117,7 @@ class RunReader:
         self._store, self._pool = store, pool
 
     def matches(
-        self, key: str, file: FileRecord, block_size_bytes: int, threads: ThreadPoolExecutor | None = None
+        self, key: str, file: FileRecord, block_size_bytes: int, threads: Executor | None = None
     ) -> bool:
         """Whether every block of an object has its checksum; without `threads`, read in this one."""
         step = max(_RUN_BYTES // block_size_bytes, 1) * block_size_bytes

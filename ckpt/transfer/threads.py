@@ -1,31 +1,62 @@
-"""Run work in threads: bounded, in order, and in the caller's own thread where one is enough."""
+"""Run work in threads: all of it at once, or in order, or in the caller's own thread where one is enough."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Executor, Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
-__all__ = ["in_order", "workers"]
+__all__ = ["in_order", "run_all", "thread_pool", "workers"]
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 
+def thread_pool(threads: int, name: str) -> ThreadPoolExecutor:
+    """Make an executor of `threads` threads named `name`."""
+    return ThreadPoolExecutor(threads, thread_name_prefix=name)
+
+
+def workers(threads: int, name: str) -> Executor:
+    """Make an executor as `thread_pool` does, unless `threads` is 1.
+
+    It then carries out each call in the caller's thread when it is submitted, and none after one that failed.
+    """
+    return _Caller() if threads == 1 else thread_pool(threads, name)
+
+
+def run_all(
+    threads: Executor, work: Callable[[T], R], todo: Iterable[T], *, stop: threading.Event | None = None
+) -> list[R]:
+    """Carry out `work` for every item of `todo` at the same time and return the results.
+
+    After an error nothing more is begun, and `stop` is set for work that can end early. The error is raised
+    once nothing is running any more.
+    """
+    begun: list[Future[R]] = []
+    try:
+        for item in todo:
+            begun.append(threads.submit(work, item))
+        done, _ = wait(begun, return_when=FIRST_EXCEPTION)
+        return [future.result() for future in begun if future in done]
+    finally:
+        _end(begun, stop)
+
+
 def in_order(
-    threads: ThreadPoolExecutor,
+    threads: Executor,
     work: Callable[[T], R],
     todo: Iterable[T],
     *,
     ahead: int,
     stop: threading.Event | None = None,
 ) -> Iterator[R]:
-    """`work` of each item of `todo`, in order; at most `ahead` are begun before the first is taken.
+    """Yield the result of `work` for each item of `todo`, in order; at most `ahead` run before the first is taken.
 
-    Unlike `Executor.map` it does not read all of `todo` at once. When it ends early, what was begun is waited for;
-    `stop` is set then, for work that can end early too.
+    Unlike `Executor.map` it does not read all of `todo` at once. If it ends early, it waits for what has begun;
+    `stop` is then set for work that can end early.
     """
     begun: deque[Future[R]] = deque()
     try:
@@ -36,26 +67,24 @@ def in_order(
         while begun:
             yield _first(begun)
     finally:
-        if begun and stop is not None:
-            stop.set()
-        for future in begun:
-            future.cancel()
-        wait(begun)
+        if begun:
+            _end(begun, stop)
 
 
 def _first(begun: deque[Future[R]]) -> R:
-    """The first result. Until it is there its work counts as begun, also for whoever is interrupted meanwhile."""
+    """Take the first result. Until it is there its work counts as begun, also if the wait is interrupted."""
     result = begun[0].result()
     begun.popleft()
     return result
 
 
-def workers(threads: int, name: str) -> Executor:
-    """An executor of `threads` threads named `name`.
-
-    Of one, it carries out each call when it is submitted, and none any more once one has failed.
-    """
-    return _Caller() if threads == 1 else ThreadPoolExecutor(threads, thread_name_prefix=name)
+def _end(begun: Iterable[Future[R]], stop: threading.Event | None) -> None:
+    """Begin nothing more, and wait until nothing is running."""
+    if stop is not None:
+        stop.set()
+    for future in begun:
+        future.cancel()
+    wait(begun)
 
 
 class _Caller(Executor):
@@ -66,7 +95,7 @@ class _Caller(Executor):
         future: Future[T] = Future()
         if self._failed:
             future.cancel()
-            future.set_running_or_notify_cancel()  # else whoever waits for it waits for ever
+            future.set_running_or_notify_cancel()  # else a wait for it never ends
             return future
         try:
             future.set_result(function(*args, **kwargs))

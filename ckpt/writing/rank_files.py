@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from typing import Any
 
 from ckpt.backends.base import Store
 from ckpt.consistency.checksums import BLOCK_SIZE_BYTES
@@ -15,6 +13,7 @@ from ckpt.format.records import FileRecord, ItemRecord, ManifestRef, RankManifes
 from ckpt.gc_pause import no_gc
 from ckpt.transfer.buffer_pool import StagingPool
 from ckpt.transfer.file_body import FileBody, FileItem
+from ckpt.transfer.threads import run_all, workers
 from ckpt.writing.layout import Entry, place
 from ckpt.writing.receipts import PlacedItem, RankReceipt, pack_items
 
@@ -59,7 +58,13 @@ class RankFiles:
             placed = [place(entries) for entries in files]
         bodies = [FileBody(items, self._pool, check, self._pace) for items in placed]
         self._written += keys
-        _run_together(lambda number: self._store.put(keys[number], bodies[number]), len(files), stop)
+        with workers(max(len(files), 1), "ckpt-file") as threads:
+            run_all(
+                threads,
+                lambda number: self._store.put(keys[number], bodies[number]),
+                range(len(files)),
+                stop=stop,
+            )
         with no_gc():
             for number, (key, body) in enumerate(zip(keys, bodies, strict=True)):
                 self._records.append(FileRecord(path=key, size_bytes=body.nbytes, blocks=body.blocks()))
@@ -103,20 +108,3 @@ class RankFiles:
             items=len(self._items),
             data_bytes=self.data_bytes,
         )
-
-
-def _run_together(work: Any, count: int, stop: threading.Event) -> None:
-    """`work(0)` to `work(count - 1)` in threads of their own; the first error is raised once all have ended."""
-    if count <= 1:
-        for number in range(count):
-            work(number)
-        return
-    with ThreadPoolExecutor(count, thread_name_prefix="ckpt-file") as pool:
-        futures = [pool.submit(work, number) for number in range(count)]
-        try:
-            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-            for future in futures:
-                if future in done:
-                    future.result()
-        finally:
-            stop.set()

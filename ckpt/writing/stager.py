@@ -15,7 +15,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from ckpt.errors import CheckpointError
 from ckpt.transfer.tensor_memory import copy_elements, has_memory_view, plain
+from ckpt.transfer.threads import run_all, thread_pool
 
 __all__ = ["Stager"]
 
@@ -198,9 +198,8 @@ class _Copies:
     def carried_out(self, value: Any, memory: torch.Tensor) -> Any:
         """`placed`'s result with the copies in place, in `memory`."""
         runs = [run for place in self._places.values() for run in place.copy_into(memory)]
-        with ThreadPoolExecutor(_copy_threads(), thread_name_prefix="ckpt-stage") as threads:
-            for _ in threads.map(lambda run: ctypes.memmove(*run), runs):
-                pass
+        with thread_pool(_copy_threads(), "ckpt-stage") as threads:
+            run_all(threads, lambda run: ctypes.memmove(*run), runs)
         for device in {place.source.device for place in self._places.values()}:
             if device.type not in ("cpu", "meta"):
                 torch.accelerator.current_stream(device).synchronize()
