@@ -31,7 +31,7 @@ def load_profile() -> None:
 
 def examples(count: int) -> int:
     """Scale the number of examples to the profile: all of them in `full`, a tenth (at least 5) in `fast`."""
-    return min(count, max(5, count * settings.default.max_examples // 100))
+    return min(count, max(5, count * settings().max_examples // 100))
 
 
 def mark_tiers(items: list[pytest.Item]) -> None:
