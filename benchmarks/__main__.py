@@ -106,11 +106,13 @@ def _write(results: Results, cases: Sequence[Case], output: Path) -> None:
 
 def _draw(results: Results, cases: Sequence[Case], output: Path) -> None:
     try:
+        from benchmarks.report.chart import draw_chart
         from benchmarks.report.plots import draw
     except ImportError as error:
         console.print(f"no plots: {error}; pip install 'ckpt-storage[bench]'", style="yellow")
         return
     draw(results, cases, output)
+    draw_chart(results, output)
 
 
 if __name__ == "__main__":

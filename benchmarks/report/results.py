@@ -66,6 +66,19 @@ class Results:
                     found |= outcome.versions
         return dict(sorted(found.items()))
 
+    @staticmethod
+    def read(path: Path) -> Results:
+        """Read what `write` wrote."""
+        data = json.loads(path.read_text())
+        outcomes = {
+            case: {
+                entry: [Outcome(o["figures"], data["versions"], o["error"]) for o in rounds]
+                for entry, rounds in entries.items()
+            }
+            for case, entries in data["cases"].items()
+        }
+        return Results(data["machine"], data["settings"], outcomes)
+
     def write(self, path: Path) -> None:
         cases = {
             case: {
