@@ -36,10 +36,9 @@ __all__ = [
     "MAX_COMMIT_BYTES",
     "STOCK_METADATA_KEY",
     "is_foreign",
-    "is_ours",
     "proves_no_commit",
     "publish",
-    "read_commit",
+    "read_commit_bytes",
     "stock_metadata_seal",
 ]
 
@@ -55,19 +54,14 @@ _CONFIRM_TIMEOUT_S = 10.0
 _logger = logging.getLogger(__name__)
 
 
-def read_commit(store: Store) -> bytes | None:
-    """The commit record at this place as it stands, unchecked; None where there is none."""
+def read_commit_bytes(store: Store) -> bytes | None:
+    """Read the commit record at this place as it is stored, unchecked; None if there is none."""
     try:
         return _read_sealed(
             store, lambda: bytes(read_bytes(store, COMMIT_KEY, max_bytes=MAX_COMMIT_BYTES)), is_sealed_json
         )
     except NotFound:
         return None
-
-
-def is_ours(commit: bytes) -> bool:
-    """Whether `commit.json` was written by this library, damaged or not."""
-    return is_sealed_json(commit)
 
 
 def is_foreign(store: Store) -> bool:
@@ -159,7 +153,7 @@ def publish(
             and the record is not to be seen. It may still appear, so nothing that it lists may be deleted.
         CommitError: the commit failed; what was committed before still is.
     """
-    if read_commit(store) != previous:
+    if read_commit_bytes(store) != previous:
         raise _conflict(store)
     try:
         store.put(STOCK_METADATA_KEY, stock_metadata)
@@ -232,7 +226,7 @@ def _look_for(store: Store, record: bytes, timeout_s: float) -> bytes | None:
         found: bytes | None = None
         failure: CheckpointError | None = None
         try:
-            found = read_commit(store)
+            found = read_commit_bytes(store)
         except CheckpointError as error:
             failure = error
         if found == record or environment.monotonic() >= deadline:

@@ -7,12 +7,12 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ckpt.backends.base import exists, read_bytes
-from ckpt.consistency.commit import read_commit
 from ckpt.conversion.locations import Guard
 from ckpt.conversion.source import Region, Source, TensorFacts
 from ckpt.errors import CommitConflict, ConfigurationError, UnsafeContent
 from ckpt.format.columns import ObjectRow, is_quantized
 from ckpt.format.fqns import paths_of
+from ckpt.format.records import read_commit
 from ckpt.reading.slices import OpenCheckpoint
 
 __all__ = ["CheckpointSource"]
@@ -89,10 +89,10 @@ class CheckpointSource(Source):
     def check_unchanged(self) -> None:
         part, store = self._open.parts[0], self._open.store
         if part.commit is not None:
-            unchanged = read_commit(store) == part.record
+            unchanged = read_commit(store) == part.stored_commit
         else:
             found = read_bytes(store, part.metadata_key, max_bytes=_MAX_METADATA_BYTES)
-            unchanged = bytes(found) == part.stock_metadata
+            unchanged = bytes(found) == part.metadata_bytes
         if not unchanged:
             raise CommitConflict("was replaced while it was being converted", url=self.url)
 

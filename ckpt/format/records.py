@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import array
+import functools
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
 
-from ckpt.backends.base import check_key
+from ckpt.backends.base import Store, check_key
 from ckpt.consistency.checksums import combine_blocks
-from ckpt.consistency.seal import seal_json, unseal_json
+from ckpt.consistency.commit import COMMIT_KEY, read_commit_bytes
+from ckpt.consistency.seal import is_sealed_json, seal_json, unseal_json
 from ckpt.errors import ConfigurationError, FormatError
 
 __all__ = [
@@ -23,9 +26,11 @@ __all__ = [
     "ManifestRef",
     "ObjectRef",
     "RankManifest",
+    "StoredCommit",
     "decode_commit",
     "decode_manifest",
     "encode",
+    "read_commit",
 ]
 
 FORMAT_NAME = "ckpt-storage"
@@ -72,9 +77,14 @@ class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def described_by(self) -> ObjectRef:
-        found = self.index if self.has_index else self.metadata
-        assert isinstance(found, ObjectRef)  # checked when it was decoded
-        return found
+        ref = self.index if self.has_index else self.metadata
+        assert isinstance(ref, ObjectRef)  # checked when it was decoded
+        return ref
+
+    @property
+    def refs(self) -> list[ObjectRef]:
+        """The objects that it names: its index and all manifests."""
+        return [self.described_by, *self.manifests]
 
     @property
     def has_index(self) -> bool:
@@ -150,13 +160,47 @@ def decode_commit(data: bytes | bytearray, *, url: str, key: str) -> CommitRecor
     """Raises IntegrityError (damaged), FormatError (not understood)."""
     commit = _decode(CommitRecord, data, url, key)
     _require(commit.has_index or isinstance(commit.metadata, ObjectRef), "no index", url, key)
-    for ref in (commit.described_by, *commit.manifests):
+    for ref in commit.refs:
         _check_path(ref.path, url, key)
         _require(ref.size_bytes >= 0, "a negative size", url, key)
     ranks = [ref.rank for ref in commit.manifests]
     _require(len(set(ranks)) == len(ranks), "a rank listed twice", url, key)
     _require(all(0 <= rank < commit.world_size for rank in ranks), "a rank outside of the world", url, key)
     return commit
+
+
+@dataclass(frozen=True)
+class StoredCommit:
+    """A commit record as it was read: two are equal when their bytes are.
+
+    Attributes:
+        raw: the bytes of `commit.json`, unchecked.
+        url: where it was read.
+    """
+
+    raw: bytes
+    url: str = field(compare=False)
+
+    @property
+    def is_ours(self) -> bool:
+        """Tell whether this library wrote it, damaged or not."""
+        return is_sealed_json(self.raw)
+
+    @functools.cached_property
+    def record(self) -> CommitRecord:
+        """Decode it, once.
+
+        Raises:
+            IntegrityError: it is damaged.
+            FormatError: it is not a commit record, or of a version that this library does not know.
+        """
+        return decode_commit(self.raw, url=self.url, key=COMMIT_KEY)
+
+
+def read_commit(store: Store) -> StoredCommit | None:
+    """Read the commit record at the store's root; None if there is none."""
+    raw = read_commit_bytes(store)
+    return None if raw is None else StoredCommit(raw, store.url)
 
 
 def decode_manifest(data: bytes | bytearray, *, url: str, key: str) -> RankManifest:

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from ckpt.backends.base import Store, check_key, exists, read_bytes
 from ckpt.consistency import environment
 from ckpt.consistency.checksums import crc64nvme
-from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY, is_foreign, read_commit
+from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY, is_foreign
 from ckpt.consistency.seal import unseal_pickle
 from ckpt.consistency.visibility import when_visible
 from ckpt.errors import (
@@ -38,8 +38,9 @@ from ckpt.format.records import (
     ItemRecord,
     ObjectRef,
     RankManifest,
-    decode_commit,
+    StoredCommit,
     decode_manifest,
+    read_commit,
 )
 from ckpt.stock.metadata_reader import decode_metadata
 from ckpt.transfer.fetcher import StoredFile
@@ -98,13 +99,16 @@ class Checkpoint:
     """
 
     def __init__(
-        self, store: Store, settings: ReadSettings, commit: bytes | None, metadata_key: str, metadata: bytes
+        self,
+        store: Store,
+        settings: ReadSettings,
+        commit: StoredCommit | None,
+        metadata_key: str,
+        metadata: bytes,
     ) -> None:
         self._store, self._settings = store, settings
-        self._shared = _Shared(commit or b"", metadata_key, metadata)
-        self.commit: CommitRecord | None = None
-        if commit is not None:
-            self.commit = decode_commit(commit, url=store.url, key=COMMIT_KEY)
+        self.stored_commit, self.metadata_key, self.metadata_bytes = commit, metadata_key, metadata
+        self.commit: CommitRecord | None = None if commit is None else commit.record
         self.metadata = _decode(self.commit, metadata, url=store.url, key=metadata_key)
         self._refs = {ref.path: ref for ref in self.commit.manifests} if self.commit else {}
         self._chunks: dict[str, dict[bytes, torch.Size]] = {}
@@ -116,34 +120,22 @@ class Checkpoint:
         """What tells this checkpoint from another one at the same place, on every rank alike."""
         if self.commit is not None:
             return self.commit.id
-        if self._shared.metadata_key != STOCK_METADATA_KEY:
+        if self.metadata_key != STOCK_METADATA_KEY:
             return "one rank's part"
-        return f"{crc64nvme(self._shared.metadata):016x}"
-
-    @property
-    def record(self) -> bytes:
-        """The commit record as it is stored; empty for a stock checkpoint."""
-        return self._shared.commit
-
-    @property
-    def metadata_key(self) -> str:
-        """Where its metadata, or its index, is stored."""
-        return self._shared.metadata_key
-
-    @property
-    def stock_metadata(self) -> bytes:
-        """The metadata as they are stored (in a checkpoint of ours, the index)."""
-        return self._shared.metadata
+        return f"{crc64nvme(self.metadata_bytes):016x}"
 
     def share(self) -> bytes:
         """Everything another rank needs to hold the same checkpoint without reading it from storage."""
-        return zlib.compress(msgspec.msgpack.encode(self._shared), 1)
+        commit = b"" if self.stored_commit is None else self.stored_commit.raw
+        shared = _Shared(commit, self.metadata_key, self.metadata_bytes)
+        return zlib.compress(msgspec.msgpack.encode(shared), 1)
 
     @staticmethod
     def adopt(store: Store, settings: ReadSettings, shared: bytes) -> Checkpoint:
         """The checkpoint that `share` described on another rank."""
-        found = _SHARED.decode(zlib.decompress(shared))
-        return Checkpoint(store, settings, found.commit or None, found.metadata_key, found.metadata)
+        raw, metadata_key, metadata = _SHARED.decode(zlib.decompress(shared))
+        commit = StoredCommit(raw, store.url) if raw else None
+        return Checkpoint(store, settings, commit, metadata_key, metadata)
 
     def when_visible(self, read: Callable[[], T]) -> T:
         """`read()` of one of its objects, which is given time to become visible.
@@ -157,8 +149,8 @@ class Checkpoint:
         )
 
     def _check_current(self) -> None:
-        if self.commit is not None:
-            _check_current(self._store, self._shared.commit)
+        if self.stored_commit is not None:
+            _check_current(self._store, self.stored_commit)
 
     def prepare(self, infos: Iterable[_StorageInfo], threads: Executor) -> None:
         """Fetch the facts about the files of these items: our manifests, or the sizes of foreign files."""
@@ -263,7 +255,8 @@ class Checkpoint:
         return key
 
     def _read_manifest(self, key: str) -> RankManifest:
-        data = read_listed(self._store, self._settings, self._refs[key], self._shared.commit)
+        assert self.stored_commit is not None
+        data = read_listed(self._store, self._settings, self._refs[key], self.stored_commit)
         manifest = decode_manifest(data, url=self._store.url, key=key)
         if not all(is_data_key(file.path) for file in manifest.files):
             raise FormatError("names a file that no rank of a save would write", url=self._store.url, key=key)
@@ -292,7 +285,7 @@ def open_checkpoint(store: Store, settings: ReadSettings) -> Checkpoint:
         if commit is None:
             break
         try:
-            ref = decode_commit(commit, url=store.url, key=COMMIT_KEY).described_by
+            ref = commit.record.described_by
             metadata = read_listed(store, settings, ref, commit)
             return Checkpoint(store, settings, commit, ref.path, bytes(metadata))
         except (IntegrityError, CommitConflict):
@@ -366,7 +359,7 @@ def _read_replaceable(store: Store, key: str) -> bytes:
     raise IntegrityError("it changes while it is read", url=store.url, key=key)
 
 
-def _await_commit(store: Store, settings: ReadSettings) -> bytes | None:
+def _await_commit(store: Store, settings: ReadSettings) -> StoredCommit | None:
     """The commit record. Storage that may lag is given time to show it; elsewhere its absence is an answer."""
     may_lag = not store.capabilities.cross_client_visibility
     deadline = environment.monotonic() + (settings.timeout_s(store) if may_lag else 0.0)
@@ -379,7 +372,7 @@ def _await_commit(store: Store, settings: ReadSettings) -> bytes | None:
         pause_s = min(2 * pause_s, 2.0)
 
 
-def read_listed(store: Store, settings: ReadSettings, ref: ObjectRef, commit: bytes) -> bytearray:
+def read_listed(store: Store, settings: ReadSettings, ref: ObjectRef, commit: StoredCommit) -> bytearray:
     """An object that the commit lists, checked against it.
 
     Raises:
@@ -403,7 +396,7 @@ def read_listed(store: Store, settings: ReadSettings, ref: ObjectRef, commit: by
     return data
 
 
-def _check_current(store: Store, commit: bytes) -> None:
+def _check_current(store: Store, commit: StoredCommit) -> None:
     if read_commit(store) not in (commit, None):
         raise CommitConflict(
             "this checkpoint was replaced by another save while it was being read; load again",

@@ -25,7 +25,7 @@ from ckpt.backends.base import PutMode, Store, read_bytes
 from ckpt.backends.bodies import Body
 from ckpt.backends.registry import open_store
 from ckpt.consistency.checksums import crc64nvme
-from ckpt.consistency.commit import proves_no_commit, read_commit
+from ckpt.consistency.commit import proves_no_commit
 from ckpt.errors import (
     AlreadyExists,
     CheckpointError,
@@ -44,6 +44,7 @@ from ckpt.format.records import (
     RankManifest,
     decode_manifest,
     encode,
+    read_commit,
 )
 from ckpt.reading.checkpoint import Checkpoint, ReadSettings, open_checkpoint, open_parts, read_listed
 from ckpt.tools.gc import DEFAULT_GRACE_S
@@ -181,9 +182,10 @@ class _Copy:
         progress: Any,
         done: Copied,
     ) -> None:
-        assert checkpoint.commit is not None
+        assert checkpoint.stored_commit is not None
         self._from, self._to, self._checkpoint = source, destination, checkpoint
-        self._commit: CommitRecord = checkpoint.commit
+        self._stored_commit = checkpoint.stored_commit
+        self._commit = self._stored_commit.record
         self._overwrite, self._progress, self._done = overwrite, progress, done
         self._pool = StagingPool(_BUDGET_BYTES)
         self._stop = threading.Event()
@@ -226,7 +228,7 @@ class _Copy:
     # -- the source ------------------------------------------------------------------------------------
 
     def _manifest(self, ref: ManifestRef) -> RankManifest:
-        data = read_listed(self._from, ReadSettings(), ref, self._checkpoint.record)
+        data = read_listed(self._from, ReadSettings(), ref, self._stored_commit)
         return decode_manifest(data, url=self._from.url, key=ref.path)
 
     def _manifests(self) -> Iterator[tuple[ManifestRef, RankManifest]]:
@@ -264,15 +266,15 @@ class _Copy:
         if read_commit(self._to) is None:
             return False
         there = open_checkpoint(self._to, ReadSettings())
-        assert there.commit is not None
-        one, other = self._commit, there.commit
+        assert there.stored_commit is not None
+        one, other = self._commit, there.stored_commit.record
         facts = ("created_at", "world_size", "data_bytes", "tags")
         if any(getattr(one, name) != getattr(other, name) for name in facts):
             return False
         if [ref.rank for ref in one.manifests] != [ref.rank for ref in other.manifests]:
             return False
         for (_, manifest), ref in zip(self._manifests(), other.manifests, strict=True):
-            data = read_listed(self._to, ReadSettings(), ref, there.record)
+            data = read_listed(self._to, ReadSettings(), ref, there.stored_commit)
             if _content(manifest) != _content(decode_manifest(data, url=self._to.url, key=ref.path)):
                 return False
         return True
@@ -280,12 +282,8 @@ class _Copy:
     def _look_for_leftovers(self) -> None:
         """What an interrupted copy may have left. A listing that lags costs only that more is sent again."""
         commit = read_commit(self._to)
-        used = set()
-        if commit is not None:
-            there = open_checkpoint(self._to, ReadSettings()).commit
-            assert there is not None
-            names = [ObjectName.parse(ref.path) for ref in (there.described_by, *there.manifests)]
-            used = {name.token for name in names if name is not None}
+        refs = [] if commit is None else commit.record.refs
+        used = {name.token for ref in refs if (name := ObjectName.parse(ref.path)) is not None}
         for number, stat in enumerate(self._to.list("rank-")):
             if number >= _MAX_LEFTOVERS:
                 return

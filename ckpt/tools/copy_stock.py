@@ -63,7 +63,7 @@ class _Copy:
     ) -> None:
         self._from, self._to, self._threads, self._progress = source, destination, threads, progress
         # The name that readers look for first comes last.
-        self._metadata = [(part.metadata_key, part.stock_metadata) for part in reversed(parts)]
+        self._metadata = [(part.metadata_key, part.metadata_bytes) for part in reversed(parts)]
         paths = {info.relative_path for part in parts for info in part.metadata.storage_data.values()}
         self._sizes = {path: self._size(path) for path in sorted(paths)}
         self._pool = StagingPool(_BUDGET_BYTES)

@@ -21,10 +21,10 @@ from ckpt.backends.base import ObjectStat, Store, put_bytes, read_bytes
 from ckpt.backends.prefix import SubStore
 from ckpt.backends.registry import open_store
 from ckpt.consistency import environment
-from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY, is_foreign, read_commit
+from ckpt.consistency.commit import STOCK_METADATA_KEY, is_foreign
 from ckpt.errors import CheckpointError, FormatError, NotFound, StorageError
 from ckpt.format.names import ObjectName, is_our_name, split_place
-from ckpt.format.records import CommitRecord, decode_commit
+from ckpt.format.records import CommitRecord, StoredCommit, read_commit
 from ckpt.tools.ls import find_places
 from ckpt.transfer.threads import thread_pool
 
@@ -135,7 +135,7 @@ class _Leftovers:
     """What is to go at a place, where `commit` stood when it was looked at."""
 
     path: str
-    commit: bytes | None
+    commit: StoredCommit | None
     stats: Sequence[ObjectStat]
 
 
@@ -184,10 +184,10 @@ class _Collector:
                 store.remove_empty()
             self._found.items += [self._item(left.path, stat) for stat in going]
 
-    def _record(self, store: Store, commit: bytes | None) -> CommitRecord | None:
+    def _record(self, store: Store, commit: StoredCommit | None) -> CommitRecord | None:
         """Raises FormatError where another program's checkpoint stands."""
         if commit is not None:
-            return decode_commit(commit, url=store.url, key=COMMIT_KEY)
+            return commit.record
         if is_foreign(store):
             raise FormatError("what stands here was written by another program")
         return None
@@ -250,7 +250,5 @@ class _Collector:
 
 def _tokens(record: CommitRecord | None) -> set[str]:
     """What a commit keeps: everything of a rank's token, whatever its manifest says."""
-    if record is None:
-        return set()
-    names = [ObjectName.parse(ref.path) for ref in (record.described_by, *record.manifests)]
-    return {name.stem for name in names if name is not None}
+    refs = [] if record is None else record.refs
+    return {name.stem for ref in refs if (name := ObjectName.parse(ref.path)) is not None}

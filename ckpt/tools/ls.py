@@ -17,10 +17,10 @@ from typing import Any
 from ckpt.backends.base import Store, exists
 from ckpt.backends.prefix import SubStore
 from ckpt.backends.registry import open_store
-from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY, is_foreign, is_ours, read_commit
+from ckpt.consistency.commit import STOCK_METADATA_KEY, is_foreign
 from ckpt.errors import AccessDenied, CheckpointError, NotFound, StorageError
 from ckpt.format.names import DATA_KEY_IN_BYTES, is_rank_directory
-from ckpt.format.records import CommitRecord, decode_commit
+from ckpt.format.records import CommitRecord, read_commit
 from ckpt.transfer.threads import in_order, thread_pool
 
 __all__ = ["Found", "find_places", "is_stock", "list_checkpoints", "look_at", "step_of"]
@@ -121,9 +121,9 @@ def look_at(place: SubStore, path: str, folders: Iterable[str]) -> Found | None:
     begun = any(map(is_rank_directory, folders))
     base = Found(path, place.url, "incomplete", step_of(path or place.url))
     commit = read_commit(place)
-    if commit is not None and (is_ours(commit) or begun):
+    if commit is not None and (commit.is_ours or begun):
         try:
-            return _committed(base, decode_commit(commit, url=place.url, key=COMMIT_KEY))
+            return _committed(base, commit.record)
         except CheckpointError as error:
             return _listed(place, replace(base, state="damaged", problem=error.message))
     if exists(place, f"__0{STOCK_METADATA_KEY}") or is_stock(place):
@@ -199,7 +199,7 @@ def _is_whole(place: SubStore) -> bool:
     if commit is None:
         return False
     try:
-        record = decode_commit(commit, url=place.url, key=COMMIT_KEY)
+        record = commit.record
     except CheckpointError:
         return False
 
@@ -214,4 +214,4 @@ def _is_whole(place: SubStore) -> bool:
             return False
 
     with thread_pool(place.threads, "ckpt-ls") as threads:
-        return all(in_order(threads, fits, [record.described_by, *record.manifests], ahead=4 * place.threads))
+        return all(in_order(threads, fits, record.refs, ahead=4 * place.threads))

@@ -9,10 +9,10 @@ from typing import Any
 
 from ckpt.backends.base import Store, exists, read_bytes
 from ckpt.backends.registry import open_store
-from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY, is_foreign, is_ours, read_commit
+from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY, is_foreign
 from ckpt.errors import CommitConflict, FormatError, IntegrityError, NotCommitted, NotFound
 from ckpt.format.names import is_our_name
-from ckpt.format.records import CommitRecord, ManifestRef, decode_commit, decode_manifest
+from ckpt.format.records import CommitRecord, ManifestRef, StoredCommit, decode_manifest, read_commit
 from ckpt.transfer.threads import in_order, thread_pool
 
 __all__ = ["Removed", "remove"]
@@ -56,9 +56,9 @@ def remove(
 
 def _remove(store: Store, dry_run: bool) -> Removed:
     commit = read_commit(store)
-    if commit is None or not is_ours(commit):
+    if commit is None or not commit.is_ours:
         raise _nothing_to_remove(store, commit)
-    record = decode_commit(commit, url=store.url, key=COMMIT_KEY)
+    record = commit.record
     keys = [key for key in _listed(store, record) if is_our_name(key)]
     first = [COMMIT_KEY]
     if exists(store, STOCK_METADATA_KEY) and not is_foreign(store):
@@ -77,7 +77,7 @@ def _remove(store: Store, dry_run: bool) -> Removed:
     return removed
 
 
-def _nothing_to_remove(store: Store, commit: bytes | None) -> NotFound | NotCommitted:
+def _nothing_to_remove(store: Store, commit: StoredCommit | None) -> NotFound | NotCommitted:
     if commit is not None or is_foreign(store):
         what = "what stands here was written by another program (stock PyTorch?); only checkpoints of this library are removed"
     elif next(iter(store.list()), None) is None:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from ckpt.backends.base import Store
 from ckpt.backends.registry import open_store
 from ckpt.consistency.checksums import crc64nvme
-from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY, read_commit
+from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY
 from ckpt.errors import (
     CommitConflict,
     FormatError,
@@ -25,13 +25,13 @@ from ckpt.errors import (
 )
 from ckpt.format.columns import Columns, columns_of
 from ckpt.format.records import (
-    CommitRecord,
     FileRecord,
     ItemRecord,
     ManifestRef,
     RankManifest,
-    decode_commit,
+    StoredCommit,
     decode_manifest,
+    read_commit,
 )
 from ckpt.reading.checkpoint import Checkpoint, ReadSettings, open_parts, read_listed
 from ckpt.tools.findings import Damage, Verification, concerned, find_strays
@@ -95,12 +95,13 @@ def _verify(store: Store, threads: Executor, quick: bool, progress: Progress) ->
             return found
         _OwnCheck(store, threads, settings, found, commit, None, progress).run()
         return found
-    if parts[0].commit is None:
+    stored = parts[0].stored_commit
+    if stored is None:
         from ckpt.tools.verify_stock import verify_foreign
 
         return verify_foreign(store, parts, threads, quick=quick, progress=progress)
     found = Verification(store.url, "ckpt-storage", quick)
-    _OwnCheck(store, threads, settings, found, parts[0].record, parts[0], progress).run()
+    _OwnCheck(store, threads, settings, found, stored, parts[0], progress).run()
     return found
 
 
@@ -137,14 +138,14 @@ class _OwnCheck:
         threads: Executor,
         settings: ReadSettings,
         found: Verification,
-        commit: bytes,
+        commit: StoredCommit,
         checkpoint: Checkpoint | None,
         progress: Progress,
     ) -> None:
         """`checkpoint` is None where its index is damaged."""
         self._store, self._threads, self._found = store, threads, found
-        self._raw, self._progress = commit, progress
-        self._commit: CommitRecord = decode_commit(commit, url=store.url, key=COMMIT_KEY)
+        self._stored, self._progress = commit, progress
+        self._commit = commit.record
         self._deadline_s = time.monotonic() + settings.timeout_s(store)
         self._verify = settings.verify
         self._pool = StagingPool(MIN_MEMORY_BUDGET_BYTES)
@@ -170,7 +171,7 @@ class _OwnCheck:
         if self._checkpoint is not None and self._indexed is not None and self._columns is not None:
             self._check_contents(self._checkpoint, self._indexed, self._columns)
         self._found.strays = find_strays(self._store, self._known)
-        if read_commit(self._store) != self._raw:
+        if read_commit(self._store) != self._stored:
             raise CommitConflict(
                 "this checkpoint was replaced or removed while it was being verified; verify again",
                 url=self._store.url,
@@ -236,7 +237,7 @@ class _OwnCheck:
     def _manifest(self, ref: ManifestRef) -> RankManifest | Damage:
         settings = ReadSettings(visibility_timeout_s=max(0.0, self._deadline_s - time.monotonic()))
         try:
-            data = read_listed(self._store, settings, ref, self._raw)
+            data = read_listed(self._store, settings, ref, self._stored)
             return decode_manifest(data, url=self._store.url, key=ref.path)
         except (IntegrityError, FormatError, UnsafeContent, NotVisible) as error:
             fqns = [] if self._indexed is None else self._indexed.fqns_beside(ref.path)

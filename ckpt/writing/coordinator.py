@@ -20,9 +20,7 @@ from ckpt.consistency.commit import (
     COMMIT_KEY,
     STOCK_METADATA_KEY,
     is_foreign,
-    is_ours,
     publish,
-    read_commit,
     stock_metadata_seal,
 )
 from ckpt.consistency.conditional_create import learn_condition
@@ -40,7 +38,15 @@ from ckpt.format.columns import Columns
 from ckpt.format.index import check_columns, decode_index, encode_index
 from ckpt.format.names import index_key, is_our_name, probe_key
 from ckpt.format.planner_data import check_planner_data
-from ckpt.format.records import CommitRecord, ManifestRef, ObjectRef, decode_commit, decode_manifest, encode
+from ckpt.format.records import (
+    CommitRecord,
+    ManifestRef,
+    ObjectRef,
+    StoredCommit,
+    decode_manifest,
+    encode,
+    read_commit,
+)
 from ckpt.gc_pause import no_gc
 from ckpt.stock.metadata_writer import pickled_metadata
 from ckpt.transfer.buffer_pool import StagingPool
@@ -68,7 +74,7 @@ class Coordinator:
         """`written` gets the name of what is written, before it exists."""
         self._store, self._rank, self._token, self._pool, self._written = store, rank, token, pool, written
         self._confirm_timeout_s = confirm_timeout_s
-        self._previous: bytes | None = None
+        self._previous: StoredCommit | None = None
         self._stock_seal = b""
 
     def look(self, *, overwrite: bool) -> None:
@@ -78,7 +84,7 @@ class Coordinator:
             AlreadyExists: a checkpoint that must not be replaced.
         """
         previous = read_commit(self._store)
-        if previous is not None and not is_ours(previous):
+        if previous is not None and not previous.is_ours:
             raise self._foreign(COMMIT_KEY)
         if is_foreign(self._store):
             raise self._foreign(STOCK_METADATA_KEY)
@@ -186,7 +192,7 @@ class Coordinator:
             return publish(
                 self._store,
                 record,
-                previous=self._previous,
+                previous=None if self._previous is None else self._previous.raw,
                 stock_metadata=stock_metadata,
                 restore_stock_metadata=self._restore_stock_metadata,
                 confirm_timeout_s=self._confirm_timeout_s,
@@ -210,14 +216,14 @@ class Coordinator:
         if commit is None:
             self._store.delete([STOCK_METADATA_KEY])
             return True
-        data = stock_metadata_of(self._store, decode_commit(commit, url=self._store.url, key=COMMIT_KEY))
+        data = stock_metadata_of(self._store, commit.record)
         self._store.put(STOCK_METADATA_KEY, FileBody.of_bytes(data, self._pool))
         return True
 
-    def _retire(self, previous: bytes) -> None:
+    def _retire(self, previous: StoredCommit) -> None:
         """Delete what the replaced commit listed. Best effort: the new checkpoint does not depend on it."""
         try:
-            commit = decode_commit(previous, url=self._store.url, key=COMMIT_KEY)
+            commit = previous.record
             with workers(self._store.threads, "ckpt-retire") as pool:
                 data_keys = [key for keys in pool.map(self._files_of, commit.manifests) for key in keys]
             keys = [*data_keys, *(ref.path for ref in commit.manifests), commit.described_by.path]

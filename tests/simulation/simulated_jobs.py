@@ -25,9 +25,9 @@ import ckpt.api
 from ckpt.backends import registry
 from ckpt.backends.base import Store
 from ckpt.consistency import environment
-from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY, proves_no_commit, read_commit
+from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY, proves_no_commit
 from ckpt.errors import CheckpointError, NotCommitted, NotFound, SaveFailed
-from ckpt.format.records import decode_commit, decode_manifest
+from ckpt.format.records import decode_manifest, read_commit
 from ckpt.ranks.heartbeat import Answer
 from ckpt.ranks.progress import Progress
 from ckpt.reading.reader import CheckpointReader
@@ -303,7 +303,7 @@ class Ours(Protocol):
         if found is None:  # or it is not seen here
             raise SurelyFailed("there is nothing to delete")
         store.delete([COMMIT_KEY])
-        record = decode_commit(found, url=url, key=COMMIT_KEY)
+        record = found.record
         keys = [STOCK_METADATA_KEY, record.described_by.path]
         for ref in record.manifests:
             with contextlib.suppress(CheckpointError):

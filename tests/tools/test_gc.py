@@ -59,7 +59,7 @@ def save_and_die(place: Path, value: float, where: str) -> None:
     code = f"""
 import os, torch, ckpt, ckpt.writing.coordinator, ckpt.consistency.commit as commit
 if {where!r} == "before":
-    commit.publish.__globals__["read_commit"] = lambda store: os._exit(9)
+    commit.publish.__globals__["read_commit_bytes"] = lambda store: os._exit(9)
 else:
     commit.publish.__globals__["_put_record"] = lambda *_: os._exit(9)
 ckpt.save({{"t": torch.full((10,), {value})}}, {str(place)!r})
