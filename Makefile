@@ -43,7 +43,7 @@ test-faults: $(VENV)/ready  ## Run the fault campaign: ROUNDS of all faults, fro
 	$(RUN)/python tests/faults/campaign.py --rounds $(ROUNDS) --seed $(SEED) --json test-faults.json
 
 demo: $(VENV)/ready  ## Train, kill, resume and verify, before your eyes.
-	$(RUN)/python examples/demo.py
+	$(RUN)/python tests/project/demo.py
 
 bench: $(VENV)/bench-ready $(PEERS)/ready  ## Measure against stock PyTorch and the peers.
 	$(RUN)/python -m benchmarks

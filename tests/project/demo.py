@@ -28,7 +28,7 @@ from rich.table import Table
 
 from ckpt.backends.registry import open_store
 
-HERE = Path(__file__).parent
+EXAMPLES = Path(__file__).parents[2] / "examples"
 BUCKET, KEY, SECRET = "demo", "demo-access-key", "demo-secret-key"
 STEPS, SAVE_EVERY = 40, 10
 DEADLINE_S = 150
@@ -144,7 +144,7 @@ def stock_digest(demo: Demo, step: int) -> dict[str, str]:
         target = folder / key
         target.parent.mkdir(parents=True, exist_ok=True)
         demo.client().download_file(BUCKET, f"run/step-{step:06d}/{key}", str(target))
-    command = [sys.executable, str(HERE / "read_with_stock.py"), str(folder)]
+    command = [sys.executable, str(EXAMPLES / "read_with_stock.py"), str(folder)]
     found: dict[str, str] = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
     return found
 
@@ -179,7 +179,7 @@ class Job:
         command = [
             sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks),
             "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0",
-            str(HERE / "train_fsdp.py"), "--root", demo.root, "--storage-options", json.dumps(demo.options),
+            str(EXAMPLES / "train_fsdp.py"), "--root", demo.root, "--storage-options", json.dumps(demo.options),
             "--steps", str(STEPS), "--save-every", str(SAVE_EVERY), "--report", str(self.report),
         ]  # fmt: skip
         environment = {
