@@ -11,7 +11,6 @@ the commit and put back if the commit fails; nothing of ours is read from it.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import pickle
 from collections.abc import Callable
@@ -109,21 +108,22 @@ def _read_sealed(store: Store, read: Callable[[], bytes], is_sealed: Callable[[b
     size of the one before reads part of this one, for as long as it remembers. In the end, what is there.
     """
     prompt = store.capabilities.cross_client_visibility
-    deadline = environment.monotonic() + (0.0 if prompt else _STALE_SIZE_TIMEOUT_S)
-    pause_s = 0.1
-    for attempt in itertools.count(1):
-        last = attempt >= _READ_ATTEMPTS and environment.monotonic() >= deadline
+    backoff = environment.Backoff(0.0 if prompt else _STALE_SIZE_TIMEOUT_S)
+    attempt = 0
+    while True:
+        attempt += 1
+        is_last = (
+            attempt >= _READ_ATTEMPTS and backoff.is_over
+        )  # of before the read: what it returns is not older
         try:
-            found = read()
-            if last or is_sealed(found):
-                return found
+            data = read()
+            if is_last or is_sealed(data):
+                return data
         except Truncated:
-            if last:
+            if is_last:
                 raise
-        if attempt >= _READ_ATTEMPTS and not last:
-            environment.sleep(pause_s)
-            pause_s = min(2 * pause_s, 2.0)
-    raise AssertionError  # never reached: the count has no end
+        if attempt >= _READ_ATTEMPTS:
+            backoff.pause()
 
 
 def publish(
@@ -220,21 +220,16 @@ def _look_for(store: Store, record: bytes, timeout_s: float) -> bytes | None:
     Raises:
         CheckpointError: the last look failed.
     """
-    deadline = environment.monotonic() + timeout_s
-    pause_s = 0.1
+    backoff = environment.Backoff(timeout_s)
     while True:
-        found: bytes | None = None
-        failure: CheckpointError | None = None
         try:
-            found = read_commit_bytes(store)
-        except CheckpointError as error:
-            failure = error
-        if found == record or environment.monotonic() >= deadline:
-            if failure is not None:
-                raise failure
-            return found
-        environment.sleep(pause_s)
-        pause_s = min(2 * pause_s, 2.0)
+            commit = read_commit_bytes(store)
+            if commit == record or backoff.is_over:
+                return commit
+        except CheckpointError:
+            if backoff.is_over:
+                raise
+        backoff.pause()
 
 
 def _conflict(store: Store) -> CommitConflict:

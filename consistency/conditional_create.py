@@ -11,8 +11,8 @@ import logging
 import threading
 
 from ckpt.backends.base import Store
+from ckpt.backends.bodies import CheckedBody
 from ckpt.backends.raw_requests import Condition, Trials
-from ckpt.consistency.probes.trial_bodies import TrialBody
 from ckpt.errors import AlreadyExists, CheckpointError, StorageError, StorageUnavailable
 
 __all__ = ["learn_condition", "measure_condition"]
@@ -56,7 +56,7 @@ def measure_condition(store: Store, trials: Trials, key: str, *, in_parts: bool 
     part_size_bytes = 1 << 20 if in_parts else None
 
     def create(text: bytes) -> bool:
-        return trials.put(key, TrialBody(text), create=True, part_size_bytes=part_size_bytes)
+        return trials.put(key, CheckedBody(text), create=True, part_size_bytes=part_size_bytes)
 
     try:
         if not create(b"first"):

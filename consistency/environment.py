@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import Iterator
 
-__all__ = ["Environment", "jitter", "monotonic", "now", "replaced", "sleep", "token"]
+__all__ = ["Backoff", "Environment", "jitter", "monotonic", "now", "replaced", "sleep", "token"]
 
 
 class Environment:
@@ -59,6 +59,31 @@ def token() -> str:
 
 def jitter() -> float:
     return _current.jitter()
+
+
+class Backoff:
+    """Pause between attempts, each time longer, until `timeout_s` seconds have passed.
+
+        backoff = Backoff(timeout_s)
+        while (result := attempt()) is None and not backoff.is_over:
+            backoff.pause()
+
+    Without a timeout there is one attempt. The last one begins when the time is up, not earlier.
+    """
+
+    def __init__(self, timeout_s: float, *, first_pause_s: float = 0.1, longest_pause_s: float = 2.0) -> None:
+        self._deadline = monotonic() + timeout_s
+        self._pause_s, self._longest_pause_s = first_pause_s, longest_pause_s
+
+    @property
+    def is_over(self) -> bool:
+        return monotonic() >= self._deadline
+
+    def pause(self) -> None:
+        """Sleep, but not past the end."""
+        pause_s = self._pause_s * (0.5 + jitter())  # so that ranks do not all ask at the same moment
+        sleep(max(0.0, min(pause_s, self._deadline - monotonic())))
+        self._pause_s = min(2 * self._pause_s, self._longest_pause_s)
 
 
 @contextlib.contextmanager

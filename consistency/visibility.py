@@ -12,9 +12,6 @@ __all__ = ["when_visible"]
 
 T = TypeVar("T")
 
-_FIRST_PAUSE_S = 0.02
-_LONGEST_PAUSE_S = 1.0
-
 
 def when_visible(
     read: Callable[[], T], *, timeout_s: float, still_expected: Callable[[], None] | None = None
@@ -26,8 +23,7 @@ def when_visible(
     Raises:
         NotVisible: the object did not appear in time.
     """
-    deadline = environment.monotonic() + timeout_s
-    pause_s = _FIRST_PAUSE_S
+    backoff = environment.Backoff(timeout_s, first_pause_s=0.02, longest_pause_s=1.0)
     while True:
         try:
             return read()
@@ -35,12 +31,10 @@ def when_visible(
             missing = error
         if still_expected is not None:
             still_expected()
-        remaining_s = deadline - environment.monotonic()
-        if remaining_s <= 0:
+        if backoff.is_over:
             raise NotVisible(
                 f"the commit lists this object, but it did not become visible in {timeout_s:g} s",
                 url=missing.url,
                 key=missing.key,
             ) from missing
-        environment.sleep(min(pause_s * (0.5 + environment.jitter()), remaining_s))
-        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        backoff.pause()

@@ -362,14 +362,12 @@ def _read_replaceable(store: Store, key: str) -> bytes:
 def _await_commit(store: Store, settings: ReadSettings) -> StoredCommit | None:
     """The commit record. Storage that may lag is given time to show it; elsewhere its absence is an answer."""
     may_lag = not store.capabilities.cross_client_visibility
-    deadline = environment.monotonic() + (settings.timeout_s(store) if may_lag else 0.0)
-    pause_s = 0.25
+    backoff = environment.Backoff(settings.timeout_s(store) if may_lag else 0.0, first_pause_s=0.25)
     while True:
         commit = read_commit(store)
-        if commit is not None or environment.monotonic() >= deadline or is_foreign(store):
+        if commit is not None or backoff.is_over or is_foreign(store):
             return commit
-        environment.sleep(min(pause_s, max(0.0, deadline - environment.monotonic())))
-        pause_s = min(2 * pause_s, 2.0)
+        backoff.pause()
 
 
 def read_listed(store: Store, settings: ReadSettings, ref: ObjectRef, commit: StoredCommit) -> bytearray:

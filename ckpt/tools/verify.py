@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
@@ -12,6 +11,7 @@ from typing import Any, TypeVar
 
 from ckpt.backends.base import Store
 from ckpt.backends.registry import open_store
+from ckpt.consistency import environment
 from ckpt.consistency.checksums import crc64nvme
 from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY
 from ckpt.errors import (
@@ -146,7 +146,7 @@ class _OwnCheck:
         self._store, self._threads, self._found = store, threads, found
         self._stored, self._progress = commit, progress
         self._commit = commit.record
-        self._deadline_s = time.monotonic() + settings.timeout_s(store)
+        self._deadline_s = environment.monotonic() + settings.timeout_s(store)
         self._verify = settings.verify
         self._pool = StagingPool(MIN_MEMORY_BUDGET_BYTES)
         self._checkpoint = checkpoint
@@ -235,7 +235,7 @@ class _OwnCheck:
                 yield from self._files_of(manifest)
 
     def _manifest(self, ref: ManifestRef) -> RankManifest | Damage:
-        settings = ReadSettings(visibility_timeout_s=max(0.0, self._deadline_s - time.monotonic()))
+        settings = ReadSettings(visibility_timeout_s=max(0.0, self._deadline_s - environment.monotonic()))
         try:
             data = read_listed(self._store, settings, ref, self._stored)
             return decode_manifest(data, url=self._store.url, key=ref.path)
@@ -282,13 +282,14 @@ class _OwnCheck:
 
     def _when_visible(self, read: Callable[[], T]) -> T:
         """`read`, again while storage that lags may still show the object. Raises NotFound."""
+        backoff = environment.Backoff(self._deadline_s - environment.monotonic())
         while True:
             try:
                 return read()
             except NotFound:
-                if time.monotonic() >= self._deadline_s:
+                if backoff.is_over:
                     raise
-                time.sleep(0.5)
+                backoff.pause()
 
     def _runs(self, file: _File) -> Iterator[Callable[[], tuple[list[Damage], int]]]:
         step = max(_RUN_BYTES // file.block_size_bytes, 1) * file.block_size_bytes

@@ -16,8 +16,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from ckpt.backends.base import ObjectStat, PutMode, Store, exists, read_bytes
+from ckpt.backends.bodies import CheckedBody
 from ckpt.consistency import environment
-from ckpt.consistency.probes.trial_bodies import TrialBody
 from ckpt.errors import AlreadyExists, CheckpointError, StorageError, StorageUnavailable
 
 __all__ = ["CLEANING_LIMIT_S", "Client", "OutOfTime", "ProcessClient", "perform"]
@@ -159,8 +159,8 @@ def perform(store: Store, operation: str, arguments: Iterable[Any]) -> Any:
 
 def _create(store: Store, key: str, data: bytes) -> None:
     trials = store.trials()
-    if trials is None or not trials.put(key, TrialBody(data), create=True):
-        store.put(key, TrialBody(data), mode=PutMode.CREATE)
+    if trials is None or not trials.put(key, CheckedBody(data), create=True):
+        store.put(key, CheckedBody(data), mode=PutMode.CREATE)
 
 
 def _clean(store: Store, keys: list[str]) -> list[str]:
@@ -183,7 +183,7 @@ def _clean(store: Store, keys: list[str]) -> list[str]:
 
 
 _OPERATIONS: Mapping[str, Callable[..., Any]] = {
-    "put": lambda store, key, data: store.put(key, TrialBody(data)),
+    "put": lambda store, key, data: store.put(key, CheckedBody(data)),
     "create": _create,
     "read": lambda store, key: bytes(read_bytes(store, key, max_bytes=_MAX_BYTES)),
     "stat": lambda store, key: store.stat(key),

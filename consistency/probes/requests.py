@@ -6,10 +6,10 @@ import contextlib
 from collections.abc import Iterator
 
 from ckpt.backends.base import MIB, transfer_size_bytes
+from ckpt.backends.bodies import BytesBody, CheckedBody, Part
 from ckpt.backends.raw_requests import Condition, Trials
 from ckpt.consistency.conditional_create import measure_condition
 from ckpt.consistency.probes.examine import Finding, Subject, Verdict
-from ckpt.consistency.probes.trial_bodies import TrialBody
 from ckpt.errors import AccessDenied, NotFound, StorageError, StorageUnavailable
 
 __all__ = ["checksums", "conditions", "limits", "uploads"]
@@ -55,7 +55,7 @@ def checksums(subject: Subject) -> Iterator[Finding]:
         key = f"checksums/{what.replace(' ', '-')}"
         subject.first.written.add(key)
         try:
-            trials.put(key, TrialBody(b"other bytes", wrong=True), part_size_bytes=part_size_bytes)
+            trials.put(key, _MislabelledBody(b"other bytes"), part_size_bytes=part_size_bytes)
             verified[what] = False
         except (AccessDenied, StorageUnavailable, NotFound):
             raise
@@ -73,6 +73,18 @@ def checksums(subject: Subject) -> Iterator[Finding]:
         advice,
         verified,
     )
+
+
+class _MislabelledBody(BytesBody):
+    """A body with a wrong checksum."""
+
+    has_checksums = True
+
+    def part(self, start: int, stop: int) -> contextlib.AbstractContextManager[Part]:
+        return contextlib.nullcontext(Part([self._view[start:stop]], 1))
+
+    def crc64nvme(self) -> int:  # type: ignore[override]
+        return 1
 
 
 def limits(subject: Subject) -> Iterator[Finding]:
@@ -107,7 +119,7 @@ def _takes_small_parts(subject: Subject, trials: Trials) -> bool:
     key = "limits/small-parts"
     subject.first.written.add(key)
     try:
-        return trials.put(key, TrialBody(bytes(MIB + 1)), part_size_bytes=MIB)
+        return trials.put(key, CheckedBody(bytes(MIB + 1)), part_size_bytes=MIB)
     except (AccessDenied, StorageUnavailable):
         raise
     except StorageError:
@@ -118,7 +130,7 @@ def _takes_part(subject: Subject, trials: Trials, number: int) -> bool:
     key = "limits/numbers"
     upload_id = trials.begin(key)
     try:
-        trials.send_part(key, upload_id, number, TrialBody(b"part"))
+        trials.send_part(key, upload_id, number, CheckedBody(b"part"))
         return True
     except (AccessDenied, StorageUnavailable):
         raise

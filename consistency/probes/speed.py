@@ -7,9 +7,9 @@ import statistics
 from collections.abc import Callable, Iterator
 
 from ckpt.backends.base import MIB
+from ckpt.backends.bodies import CheckedBody
 from ckpt.consistency import environment
 from ckpt.consistency.probes.examine import Finding, Subject, Verdict
-from ckpt.consistency.probes.trial_bodies import TrialBody
 
 __all__ = ["clock", "latency", "throughput"]
 
@@ -59,7 +59,7 @@ def throughput(subject: Subject) -> Iterator[Finding]:
 
 
 def _through(subject: Subject, key: str, size_bytes: int) -> tuple[float, float]:
-    body, target = TrialBody(secrets.token_bytes(size_bytes)), bytearray(size_bytes)
+    body, target = CheckedBody(secrets.token_bytes(size_bytes)), bytearray(size_bytes)
     put_s = _timed(lambda: subject.first.store.put(key, body))
     return put_s, _timed(lambda: subject.first.store.read_into(key, 0, [memoryview(target)]))
 
