@@ -14,7 +14,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_PRELOADED = ["torch.distributed.fsdp", "torch.distributed.checkpoint", "ckpt.api", "boto3", "pytest"]
+# Imported once, by the server that forks the ranks: a job begins in a twentieth of a second, and every rank is
+# a fresh process. torch imports torch._dynamo at the first use of a DTensor, which would take each rank a second.
+_PRELOADED = [
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint",
+    "ckpt.api",
+    "ckpt.cli.app",
+    "boto3",
+    "hypothesis",
+    "pytest",
+    "support.servers",
+    "support.states",
+]
 
 
 class Job:
