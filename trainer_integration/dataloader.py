@@ -1,4 +1,4 @@
-"""A data loader whose state loads on any number of ranks: nothing is read twice, nothing is left out."""
+"""Load data with a state that reshards: nothing is read twice, nothing is left out."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ __all__ = ["RescalableLoader"]
 
 
 class RescalableLoader:
-    """Batches of a `ShardedDataset`, and the position in the data as a `Stateful`.
+    """Iterate over batches of a `ShardedDataset`, with the position in the data as a `Stateful`.
 
         dataset = ShardedDataset(TokenFiles(paths), sequence_length=4097, eos_token=0)
         loader = RescalableLoader(dataset, batch_size=8, num_workers=2)
-        ckpt.load({"model": model, "loader": loader}, url)  # saved by any number of ranks and workers
+        ckpt.load({"model": model, "loader": loader}, url)  # saved on any number of ranks
         for tokens in loader:
             ...
 
-    The state is that of the batches handed out, never of what workers have read ahead. An iteration begins there,
-    also a second one; workers end with it. Each worker process reads some of the rank's shards; batches are the same, in the same
-    order, for any number of workers, 0 included.
+    The state is that of the batches handed out, never of those that workers have read ahead. Each
+    iteration begins there; workers end with it. Each worker process reads some of the rank's
+    shards; batches are the same, in the same order, for any number of workers, 0 included.
 
     Args:
         dataset: this rank's share of the data.
@@ -71,23 +71,23 @@ class RescalableLoader:
 
     @property
     def epoch(self) -> int:
-        """Epochs that all of this rank's shards have completed."""
+        """Count the epochs that all of this rank's shards have completed."""
         return self.dataset.positions.epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Positions`; no communication, and nothing waits for workers."""
+        """Return the positions (see `Positions`) without waiting for ranks or workers."""
         return self.dataset.positions.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`. An iteration that has begun raises when it is asked for more.
+        """Go on from `state`. An iteration that has begun raises at its next batch.
 
         Raises:
-            ConfigurationError: it is of other data, or of data cut in another way.
+            ConfigurationError: `state` is of other data, or of data cut in another way.
         """
         self.dataset.positions.load_state_dict(state)
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        """Batches of tokens: int64, `batch_size` x `sequence_length`; the last one of a finite run may be smaller.
+        """Yield batches: int64, `batch_size` x `sequence_length`; the last one may be smaller.
 
         Raises:
             CheckpointError: a worker died, or does not answer.
@@ -99,14 +99,16 @@ class RescalableLoader:
         samples = self._in_turn(self._streams())
         while batch := self._batch(samples):
             if positions.generation != generation:
-                raise CheckpointError("another iteration has begun, or a state was loaded: iterate anew")
+                raise CheckpointError(
+                    "another iteration over this loader has begun, or a state was loaded: iterate anew"
+                )
             positions.advance((sample.shard, sample.position) for sample in batch)
             if rows := [self.dataset.padded(sample.tokens) for sample in batch if len(sample.tokens)]:
                 tokens = torch.from_numpy(np.stack(rows))
                 yield tokens.pin_memory() if self._pin_memory else tokens
 
     def _batch(self, samples: Iterator[Sample]) -> list[Sample]:
-        """Samples for one batch: as many as it has rows, and those without tokens that shards may end with."""
+        """Collect a batch: one sample per row, and empty ones, with which shards may end."""
         batch: list[Sample] = []
         rows = 0
         while rows < self.batch_size and (sample := next(samples, None)) is not None:
@@ -115,7 +117,7 @@ class RescalableLoader:
         return batch
 
     def _in_turn(self, streams: Mapping[int, Iterator[Sample]]) -> Iterator[Sample]:
-        """The samples of all shards in the order in which one process would read them."""
+        """Yield the samples of all shards in the order in which one process would read them."""
         positions = self.dataset.positions
         turns = self.dataset.turns({index: positions[index] for index in self.dataset.own_shards})
         while turns:
@@ -125,26 +127,26 @@ class RescalableLoader:
             yield sample
 
     def _next(self, stream: Iterator[Sample], index: int) -> Sample:
-        """The next sample of a stream, which has to be of shard `index`."""
+        """Read the next sample of a stream, which has to be of shard `index`."""
         try:
             sample = next(stream, None)
         except RuntimeError as error:  # torch's, for a worker that died or does not answer
             raise CheckpointError(f"the worker that reads shard {index} failed: {error}") from error
         if sample is None or sample.shard != index:
-            raise CheckpointError(f"the worker that reads shard {index} is out of step")
+            raise CheckpointError(f"the worker that reads shard {index} returned no sample of it")
         return sample
 
     def _streams(self) -> dict[int, Iterator[Sample]]:
-        """By shard, where its samples come from: this process, or the worker that reads it."""
+        """Map each shard to its samples, read by this process or by a worker."""
         shards, dataset = self.dataset.own_shards, self.dataset
         if not self._num_workers:
             return dict.fromkeys(shards, dataset.samples(shards))
         streams: dict[int, Iterator[Sample]] = {}
         for number in range(self._num_workers):
             part = shards[number :: self._num_workers]
-            # One loader for each worker: torch's order among the workers of one loader would be another one.
+            # One loader for each worker: one loader of many workers would have an order of its own.
             loader = DataLoader(
-                _Part(dataset, part),
+                _WorkerShards(dataset, part),
                 batch_size=None,
                 collate_fn=_unchanged,
                 generator=_generator(number),
@@ -154,8 +156,8 @@ class RescalableLoader:
         return streams
 
 
-class _Part(IterableDataset[Sample]):
-    """What one worker reads."""
+class _WorkerShards(IterableDataset[Sample]):
+    """Read the shards of one worker."""
 
     def __init__(self, dataset: ShardedDataset, shards: Sequence[int]) -> None:
         super().__init__()
@@ -166,8 +168,11 @@ class _Part(IterableDataset[Sample]):
 
 
 def _generator(number: int) -> torch.Generator:
-    """Where torch draws the seed of worker `number`: not from the trainer's random numbers, which a run that goes on
-    would then find elsewhere than the run that was not stopped."""
+    """Make a generator for worker `number`'s seed, which torch else draws from the trainer's.
+
+    A resumed run draws once more than a run that was not stopped; their random numbers would
+    differ.
+    """
     return torch.Generator().manual_seed((torch.initial_seed() + number) % (1 << 63))
 
 

@@ -1,4 +1,4 @@
-"""Sequences of tokens for training, cut from logical shards: an iterable data set for any number of ranks."""
+"""Cut sequences of tokens from logical shards: an iterable dataset for any number of ranks."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from ckpt.trainer_integration.sources import Source, Tokens, as_tokens
 __all__ = ["DEFAULT_SHARDS", "Sample", "ShardedDataset"]
 
 DEFAULT_SHARDS = 1920
-"""2^7 x 3 x 5: many numbers of ranks divide it."""
+"""2^7 x 3 x 5: divisible by many numbers of ranks."""
 
 
 class Sample(NamedTuple):
-    """One sequence: of which shard, where the shard is after it, and its tokens (fewer or none at the very end)."""
+    """A sequence: its shard, the position after it, and its tokens (fewer or none at the end)."""
 
     shard: int
     position: Position
@@ -30,22 +30,25 @@ class Sample(NamedTuple):
 
 
 class ShardedDataset(IterableDataset[dict[str, Any]]):
-    """One rank's share of the sequences.
+    """Yield one rank's share of the sequences.
 
-    Iterating yields, per sequence, a dict of `tokens` (int64, `sequence_length`), `shard` and `position`. Where
-    an iteration begins is in `positions`, which the consumer moves on with `positions.record(batch)` and saves.
-    `RescalableLoader` does both; this class is for loaders of others, such as torchdata's `StatefulDataLoader`.
+    Each is a dict of `tokens` (int64, `sequence_length`), `shard` and `position`. An iteration
+    begins at `positions`, which the consumer advances with `positions.record(batch)` and saves.
+    `RescalableLoader` does both; use this class with other loaders, such as torchdata's
+    `StatefulDataLoader`.
 
     Args:
-        sources: where documents come from, by name, or a single source.
+        sources: the documents: one source, or several by name.
         sequence_length: tokens in a sequence. It may change from run to run.
         weights: shares of the sequences by the sources' names, in any unit; equal by default.
-        shards: logical shards per source, at least one for each worker of all ranks. Fixed for a run's life.
+        shards: logical shards per source, at least one for each worker of all ranks. Fixed for a
+            run's life.
         seed: of the order of documents; None keeps the order in which they are stored.
-        epochs: after how many passes to end; None never ends. The last sequence of each shard is then filled up
-            with `pad_token`.
+        epochs: the number of passes; None never ends. The last sequence of each shard is then
+            filled up with `pad_token`.
         bos_token, eos_token: put before and after each document.
-        rank, world_size: among the ranks that read different data; by default those of torch.distributed.
+        rank, world_size: among the ranks that read different data; by default those of
+            torch.distributed.
 
     Raises:
         ConfigurationError: an argument is wrong.
@@ -69,10 +72,10 @@ class ShardedDataset(IterableDataset[dict[str, Any]]):
         super().__init__()
         self._sources = dict(sources) if isinstance(sources, Mapping) else {"data": sources}
         self._weights = _shares(self._sources, weights)
-        self._sequence_length, self._shard_count = sequence_length, shards
+        self.sequence_length, self._shard_count = sequence_length, shards
         self._seed, self._epochs, self._pad_token = seed, epochs, pad_token
         self._delimiters = {"bos_token": bos_token, "eos_token": eos_token}
-        self.rank, self.world_size = _place_among_ranks(rank, world_size)
+        self.rank, self.world_size = _rank_and_world_size(rank, world_size)
         self._check()
         self._shards = dict(self._own_shards())
         fingerprints = {
@@ -84,15 +87,15 @@ class ShardedDataset(IterableDataset[dict[str, Any]]):
 
     @property
     def own_shards(self) -> Sequence[int]:
-        """Indices of this rank's shards."""
+        """List the indices of this rank's shards."""
         return [*self._shards]
 
     def samples(self, shards: Sequence[int]) -> Samples:
-        """The sequences of some of this rank's shards, from their positions onwards."""
+        """Read the sequences of some of this rank's shards, from their positions onwards."""
         return Samples(self, shards)
 
     def turns(self, positions: Mapping[int, Position]) -> Turns:
-        """Whose turn it is among shards at these positions."""
+        """Make the order of turns among shards at these positions."""
         turns = Turns()
         for index, position in positions.items():
             self.add_turn(turns, index, position)
@@ -111,44 +114,42 @@ class ShardedDataset(IterableDataset[dict[str, Any]]):
         return Cursor(shard, source, position, seed=self._seed, epochs=self._epochs, **self._delimiters)
 
     def padded(self, tokens: Tokens) -> Tokens:
-        """`tokens` as int64, filled up to a whole sequence."""
-        row = np.full(self._sequence_length, self._pad_token or 0, np.int64)
+        """Convert `tokens` to int64, filled up to a whole sequence."""
+        row = np.full(self.sequence_length, self._pad_token or 0, np.int64)
         row[: len(tokens)] = tokens
         return row
-
-    @property
-    def sequence_length(self) -> int:
-        return self._sequence_length
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         worker = get_worker_info()
         first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        return _Rows(self, self.own_shards[first::step])
+        return _TorchSamples(self, self.own_shards[first::step])
 
     def _own_shards(self) -> Iterator[tuple[int, Shard]]:
-        """Every `world_size`-th shard of each source, so that ranks in step read shards that stand in a row."""
-        for place, (name, source) in enumerate(self._sources.items()):
+        """List every `world_size`-th shard: ranks in step then read neighbouring shards."""
+        for number, (name, source) in enumerate(self._sources.items()):
             for shard in Shard.all_of(name, source.documents, self._shard_count):
                 if shard.number % self.world_size == self.rank:
-                    yield place * self._shard_count + shard.number, shard
+                    yield number * self._shard_count + shard.number, shard
 
     def _check(self) -> None:
-        if self._sequence_length < 1:
-            raise ConfigurationError(f"sequence_length must be positive, not {self._sequence_length}")
+        if self.sequence_length < 1:
+            raise ConfigurationError(f"sequence_length must be positive, not {self.sequence_length}")
         if not self.world_size <= self._shard_count:
-            raise ConfigurationError(f"{self._shard_count} shards are too few for {self.world_size} ranks")
+            raise ConfigurationError(
+                f"{self._shard_count} shards are too few for {self.world_size} ranks; raise shards="
+            )
         if self._epochs is not None and self._pad_token is None:
-            raise ConfigurationError("epochs end in the middle of a sequence: give pad_token to fill it up")
+            raise ConfigurationError("epochs= needs pad_token=, which fills up the last sequence of a shard")
         for name, source in self._sources.items():
             if source.documents < self._shard_count:
                 raise ConfigurationError(
-                    f"{name} has {source.documents} documents, fewer than shards={self._shard_count}"
+                    f"source {name!r} has {source.documents} documents, fewer than shards={self._shard_count}"
                 )
             as_tokens([token for token in self._delimiters.values() if token is not None], source.dtype)
 
 
 class Samples(Iterator[Sample]):
-    """Sequences of some shards, in turn."""
+    """Read sequences of some shards, in turn."""
 
     def __init__(self, dataset: ShardedDataset, shards: Sequence[int]) -> None:
         self._dataset = dataset
@@ -172,8 +173,8 @@ class Samples(Iterator[Sample]):
         return Sample(index, cursor.position, tokens)
 
 
-class _Rows(Iterator[dict[str, Any]]):
-    """Samples as torch's default collation wants them, with the state that torchdata asks of an iterator."""
+class _TorchSamples(Iterator[dict[str, Any]]):
+    """Yield samples for torch's default collation, with a state as torchdata wants it."""
 
     def __init__(self, dataset: ShardedDataset, shards: Sequence[int]) -> None:
         self._dataset, self._samples = dataset, dataset.samples(shards)
@@ -185,7 +186,7 @@ class _Rows(Iterator[dict[str, Any]]):
         return {"tokens": self._dataset.padded(sample.tokens), "shard": sample.shard, "position": position}
 
     def state_dict(self) -> dict[str, Any]:
-        # Plain values, each under a name: torchdata sends what changed, and tensors would take a file each.
+        # Plain values under names: torchdata sends changed ones; tensors would take a file each.
         return {str(index): [*position] for index, position in self._samples.positions.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -194,21 +195,20 @@ class _Rows(Iterator[dict[str, Any]]):
 
 def _shares(sources: Mapping[str, Source], weights: Mapping[str, float] | None) -> dict[str, float]:
     if not sources:
-        raise ConfigurationError("no sources are given")
+        raise ConfigurationError("sources= is empty")
     shares = dict.fromkeys(sources, 1.0) if weights is None else dict(weights)
     if set(shares) != set(sources) or not all(0 < weight < float("inf") for weight in shares.values()):
-        raise ConfigurationError(
-            f"weights are positive numbers for each of {', '.join(map(str, sources))}, not {weights}"
-        )
+        names = ", ".join(map(str, sources))
+        raise ConfigurationError(f"weights must be a positive number for each of {names}, not {weights}")
     return shares
 
 
-def _place_among_ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
+def _rank_and_world_size(rank: int | None, world_size: int | None) -> tuple[int, int]:
     if (rank is None) != (world_size is None):
         raise ConfigurationError("give rank and world_size both, or neither")
     if rank is None or world_size is None:
-        known = dist.is_available() and dist.is_initialized()
-        return (dist.get_rank(), dist.get_world_size()) if known else (0, 1)
+        is_initialized = dist.is_available() and dist.is_initialized()
+        return (dist.get_rank(), dist.get_world_size()) if is_initialized else (0, 1)
     if not 0 <= rank < world_size:
-        raise ConfigurationError(f"rank {rank} is not among {world_size} ranks")
+        raise ConfigurationError(f"rank must be from 0 to {world_size - 1} (world_size - 1), not {rank}")
     return rank, world_size

@@ -1,4 +1,4 @@
-"""What a `CheckpointManager` does, as events for logs, metrics and files."""
+"""Report the decisions of a `CheckpointManager` to logs, metrics and files."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ _WARNINGS = frozenset({"failed", "passed_over", "not_removed"})
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened on the first rank.
+    """A decision or an outcome on the first rank.
 
     Attributes:
-        kind: `preflight`, `restored`, `passed_over` (a checkpoint that cannot be loaded), `due` (a save begins),
-            `not_due` (it was asked for, but not made), `staged`, `durable`, `failed`, `kept`, `removed`, `not_removed`.
+        kind: `preflight`, `restored`, `passed_over` (a checkpoint that cannot be loaded), `due` (a
+            save begins), `not_due` (it was asked for, but not made), `staged`, `durable`, `failed`,
+            `kept`, `removed`, `not_removed`.
         step: the step concerned.
         reason: why, in words.
-        values: figures by name, units last (`stall_s`, `upload_s`, `size_bytes`, `durable_age_s`, ...).
+        values: figures by name, units last (`stall_s`, `upload_s`, `size_bytes`, `durable_age_s`).
         at_s: seconds since 1970.
     """
 
@@ -37,42 +38,45 @@ class Event:
     at_s: float = field(default_factory=time.time)
 
 
-Sink = Callable[[Event], None]
+Listener = Callable[[Event], None]
 
 
 class Events:
-    """Tells the log, and whoever else wants to know. A sink that fails is logged; training does not depend on it."""
+    """Send events to the log and to listeners. A failing listener is only logged."""
 
-    def __init__(self, sinks: Sequence[Sink]) -> None:
-        self._sinks = tuple(sinks)
+    def __init__(self, listeners: Sequence[Listener]) -> None:
+        self._listeners = tuple(listeners)
 
     def tell(self, event: Event) -> None:
         level = logging.WARNING if event.kind in _WARNINGS else logging.INFO
         figures = "".join(f", {name} {value:.4g}" for name, value in event.values.items())
         step = "" if event.step is None else f"step {event.step} "
         _logger.log(level, "%s%s: %s%s", step, event.kind.replace("_", " "), event.reason, figures)
-        for sink in self._sinks:
+        for listener in self._listeners:
             try:
-                sink(event)
+                listener(event)
             except Exception as error:
-                _logger.warning("events cannot be told to %r: %s", sink, error)
+                _logger.warning("the listener %r failed on the event %r: %s", listener, event.kind, error)
 
 
 class JsonLines:
-    """Appends each event as a line of JSON to a local file."""
+    """Append each event as a line of JSON to a local file."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = os.fspath(path)
 
     def __call__(self, event: Event) -> None:
-        told = {"at_s": event.at_s, "kind": event.kind, "step": event.step, "reason": event.reason}
+        line = {"at_s": event.at_s, "kind": event.kind, "step": event.step, "reason": event.reason}
         with open(self._path, "a", encoding="utf-8") as file:
-            file.write(json.dumps({**told, **event.values}) + "\n")
+            file.write(json.dumps(line | dict(event.values)) + "\n")
 
 
 class OpenTelemetry:
-    """Feeds a meter of OpenTelemetry (`opentelemetry.metrics.get_meter(...)`): a counter of events by kind, one of
-    bytes, one of requests that were sent again, histograms of seconds, and gauges of the last durable step and its age."""
+    """Feed a meter of OpenTelemetry (`opentelemetry.metrics.get_meter(...)`).
+
+    It gets counters of events by kind, of bytes and of requests sent again, histograms of seconds,
+    and gauges of the last durable step and its age.
+    """
 
     def __init__(self, meter: Any) -> None:
         self._events = meter.create_counter("ckpt.events", description="events by kind")

@@ -1,15 +1,15 @@
-"""Rules for keeping: which durable checkpoints of a run stay when a new one has become durable.
+"""Make rules that say which durable checkpoints of a run stay when a new one has become durable.
 
     keep = keeping.last(3) | keeping.every_steps(10_000) | keeping.best(2, "val_loss")
 
-A union keeps what any of its rules keeps. What is pinned stays whatever the rules say. Only checkpoints that the
-run itself has recorded are ever removed.
+A union keeps what any of its rules keeps. Pinned checkpoints stay whatever the rules say. Only
+checkpoints that the run itself has recorded are ever removed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,23 +23,24 @@ class KeepRule:
     """One rule, or a union of several."""
 
     def keeps(self, checkpoints: Sequence[RunCheckpoint], now_s: float) -> dict[int, str]:
-        """Which of `checkpoints`, the durable ones by step, to keep, and why.
+        """Return the steps to keep, and the reason for each.
 
         Args:
+            checkpoints: the durable ones, by step.
             now_s: seconds since 1970.
         """
         raise NotImplementedError
 
     def rules(self) -> tuple[KeepRule, ...]:
-        """The rules that this one is a union of."""
+        """List the rules that this one unites."""
         return (self,)
 
     def __or__(self, other: KeepRule) -> KeepRule:
-        return _Union((*self.rules(), *other.rules()))
+        return _AnyKeeps((*self.rules(), *other.rules()))
 
 
 @dataclass(frozen=True)
-class _Union(KeepRule):
+class _AnyKeeps(KeepRule):
     members: tuple[KeepRule, ...]
 
     def keeps(self, checkpoints: Sequence[RunCheckpoint], now_s: float) -> dict[int, str]:
@@ -53,77 +54,67 @@ class _Union(KeepRule):
 
 
 @dataclass(frozen=True)
-class _Last(KeepRule):
-    count: int
+class _Selection(KeepRule):
+    select: Callable[[Sequence[RunCheckpoint], float], Iterable[RunCheckpoint]]
+    reason: str
 
     def keeps(self, checkpoints: Sequence[RunCheckpoint], now_s: float) -> dict[int, str]:
-        return {found.step: f"of the last {self.count}" for found in checkpoints[-self.count :]}
-
-
-@dataclass(frozen=True)
-class _EverySteps(KeepRule):
-    steps: int
-
-    def keeps(self, checkpoints: Sequence[RunCheckpoint], now_s: float) -> dict[int, str]:
-        return {f.step: f"every {self.steps} steps" for f in checkpoints if f.step % self.steps == 0}
-
-
-@dataclass(frozen=True)
-class _Within(KeepRule):
-    seconds: float
-
-    def keeps(self, checkpoints: Sequence[RunCheckpoint], now_s: float) -> dict[int, str]:
-        young = [found.step for found in checkpoints if now_s - found.saved_at_s <= self.seconds]
-        return dict.fromkeys(young, f"of the last {self.seconds:g} s")
+        return {checkpoint.step: self.reason for checkpoint in self.select(checkpoints, now_s)}
 
 
 @dataclass(frozen=True)
 class Best(KeepRule):
-    """The best by a metric."""
+    """Keep the best by a metric."""
 
     count: int
     metric: str
     mode: Literal["min", "max"]
 
     def keeps(self, checkpoints: Sequence[RunCheckpoint], now_s: float) -> dict[int, str]:
-        best = self.ranked(checkpoints)[: self.count]
-        return {found.step: f"of the best {self.count} by {self.metric}" for found in best}
+        reason = f"of the best {self.count} by {self.metric}"
+        return {checkpoint.step: reason for checkpoint in self.ranked(checkpoints)[: self.count]}
 
     def ranked(self, checkpoints: Sequence[RunCheckpoint]) -> list[RunCheckpoint]:
-        """Those that have the metric, the best first; of equal ones the newer. What is not a number is worst."""
-        known = [found for found in checkpoints if self.metric in found.metrics]
-        return sorted(known, key=lambda found: (self._badness(found), -found.step))
+        """Sort those that have the metric, best and newest first. NaN is worst."""
+        measured = [checkpoint for checkpoint in checkpoints if self.metric in checkpoint.metrics]
+        return sorted(measured, key=lambda checkpoint: (self._badness(checkpoint), -checkpoint.step))
 
-    def _badness(self, found: RunCheckpoint) -> float:
-        value = found.metrics[self.metric]
+    def _badness(self, checkpoint: RunCheckpoint) -> float:
+        value = checkpoint.metrics[self.metric]
         if value is None or math.isnan(value):
             return math.inf
         return value if self.mode == "min" else -value
 
 
 def last(count: int) -> KeepRule:
-    """The last `count` durable checkpoints. One is enough: it goes only when the next one is durable."""
-    _check(count >= 1, "last takes a positive number")
-    return _Last(count)
+    """Keep the last `count`; one is enough, as it goes only when the next is durable."""
+    _check(count >= 1, "last takes a positive number of checkpoints")
+    return _Selection(lambda checkpoints, now_s: checkpoints[-count:], f"of the last {count}")
 
 
 def every_steps(steps: int) -> KeepRule:
-    """Those of steps that are a multiple of `steps`."""
+    """Keep those of steps that are a multiple of `steps`."""
     _check(steps >= 1, "every_steps takes a positive number of steps")
-    return _EverySteps(steps)
+    return _Selection(
+        lambda checkpoints, now_s: [old for old in checkpoints if old.step % steps == 0],
+        f"every {steps} steps",
+    )
 
 
 def best(count: int, metric: str, mode: Literal["min", "max"] = "min") -> KeepRule:
-    """The `count` best by a metric given with the save, or later by `annotate`. Those without it are none of them."""
-    _check(count >= 1, "best takes a positive number")
+    """Keep the `count` best of those with a metric, given with the save or later by `annotate`."""
+    _check(count >= 1, "best takes a positive number of checkpoints")
     _check(mode in ("min", "max"), f"mode must be 'min' or 'max', not {mode!r}")
     return Best(count, metric, mode)
 
 
 def within(seconds: float) -> KeepRule:
-    """Those of the last `seconds`."""
+    """Keep those of the last `seconds`."""
     _check(seconds > 0, "within takes a positive number of seconds")
-    return _Within(seconds)
+    return _Selection(
+        lambda checkpoints, now_s: [old for old in checkpoints if now_s - old.saved_at_s <= seconds],
+        f"of the last {seconds:g} s",
+    )
 
 
 def _check(holds: bool, text: str) -> None:

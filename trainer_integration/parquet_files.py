@@ -1,4 +1,4 @@
-"""Parquet files, read one row group at a time."""
+"""Read Parquet files, one row group at a time."""
 
 from __future__ import annotations
 
@@ -26,20 +26,22 @@ __all__ = ["ParquetFiles"]
 
 
 class ParquetFiles(Source):
-    """Documents in the rows of Parquet files, through pyarrow.
+    """Read documents from the rows of Parquet files, through pyarrow.
 
-    Rows are shuffled inside of their row group, and row groups among each other. A worker reads its shards in
-    turn, so it wants about one row group of each in `cache_bytes`; with less it reads row groups again and again.
+    Rows are shuffled inside of their row group, and row groups among each other. A worker reads its
+    shards in turn, so it wants about one row group of each in `cache_bytes`; with less it reads row
+    groups again and again.
 
     Args:
         paths: the files, in an order that is the same on all ranks and in all runs.
-        column: lists of tokens, or what `tokenize` makes tokens of.
-        tokenize: None where the column holds tokens.
-        dtype: what the tokens are kept as.
-        cache_bytes: memory for row groups, and as much for documents that are not read to their end yet.
+        column: holds lists of tokens, or values for `tokenize`.
+        tokenize: turns a value into tokens; None if the column holds tokens.
+        dtype: of the tokens.
+        cache_bytes: memory for row groups, and as much for documents that are not read to their end
+            yet.
 
     Raises:
-        NotFound, FormatError: a file is missing, or is not what it should be.
+        NotFound, FormatError: a file is missing, or is not a Parquet file with this column.
     """
 
     def __init__(
@@ -58,7 +60,7 @@ class ParquetFiles(Source):
         for number in range(len(self._paths)):
             self._note_groups(number)
         if not self._ends:
-            raise ConfigurationError("the Parquet files hold no rows")
+            raise ConfigurationError("the Parquet files have no rows")
         self.documents = self._ends[-1]
         names = [path.name for path in self._paths]
         self.fingerprint = fingerprint_of(names, column, self._ends)
@@ -104,11 +106,13 @@ def _check_column(path: Path, schema: Any, column: str, tokenize: Tokenize | Non
     from pyarrow import types
 
     if column not in schema.names:
-        raise FormatError(f"{path} has no column {column!r}")
+        raise FormatError(f"{path} has no column {column!r}; it has {', '.join(schema.names)}"[:500])
     kind = schema.field(column).type
     of_tokens = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
     if tokenize is None and not (of_tokens and types.is_integer(kind.value_type)):
-        raise ConfigurationError(f"{path}: column {column!r} holds {kind}, no lists of tokens; give tokenize")
+        raise ConfigurationError(
+            f"{path}: column {column!r} holds {kind}, not lists of tokens; pass tokenize= to make tokens of it"
+        )
 
 
 def _opened(path: Path) -> Any:
@@ -118,6 +122,6 @@ def _opened(path: Path) -> Any:
     try:
         return pyarrow.parquet.ParquetFile(path)
     except FileNotFoundError:
-        raise NotFound(f"there is no {path}") from None
+        raise NotFound(f"{path} does not exist") from None
     except pyarrow.ArrowInvalid as error:
         raise FormatError(f"{path}: {error}") from error

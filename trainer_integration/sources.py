@@ -1,4 +1,4 @@
-"""What a loader reads: numbered documents, each a run of tokens."""
+"""Read documents of tokens by number, from anything with rows; the base class for other sources."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ DEFAULT_CACHE_BYTES = 256 << 20
 
 
 class Source(ABC):
-    """Numbered documents of tokens. It is copied into worker processes, so it pickles, without what it has open.
+    """Documents of tokens by number. Worker processes get a pickled copy, without open files.
 
     Attributes:
-        documents: how many there are.
+        documents: their number.
         dtype: of the tokens, an integer type.
         fingerprint: changes when the documents do; positions saved for others are refused.
     """
@@ -38,18 +38,18 @@ class Source(ABC):
 
     @abstractmethod
     def tokens(self, document: int) -> Tokens:
-        """One document's tokens, one-dimensional. Asked for again for each sequence cut from it: keep it cheap."""
+        """Return a document's tokens, one-dimensional. Called once per sequence: keep it cheap."""
 
     def cuts(self, start: int, stop: int) -> Sequence[int]:
-        """Ascending numbers between `start` and `stop`: what lies between two is cheap to read together.
+        """List the ascending numbers that cut `start` to `stop` into blocks cheap to read.
 
-        Documents are shuffled inside of such blocks, and the blocks among each other.
+        Documents are shuffled inside of their block, and blocks among each other.
         """
         return ()
 
 
 class Rows(Protocol):
-    """Anything with numbered rows, such as a Hugging Face `Dataset`."""
+    """Rows by number, such as a Hugging Face `Dataset`."""
 
     def __len__(self) -> int: ...
 
@@ -57,13 +57,13 @@ class Rows(Protocol):
 
 
 class MapSource(Source):
-    """Documents of anything with rows: a Hugging Face `Dataset`, a map-style torch `Dataset`, a list.
+    """Read documents from rows: a Hugging Face `Dataset`, a map-style torch `Dataset`, a list.
 
     Args:
         rows: read one at a time, by number; it has to pickle, or be inherited by forked workers.
-        column: what to take of each row; None takes the row itself.
-        tokenize: makes tokens of it; None where it is tokens already.
-        dtype: what the tokens are kept as.
+        column: the column to read; None takes the row itself.
+        tokenize: turns a value into tokens; None if values are tokens already.
+        dtype: of the tokens.
         cache_bytes: memory for documents that are not read to their end yet.
     """
 
@@ -93,45 +93,47 @@ class MapSource(Source):
 
 
 class Cache(Generic[T]):
-    """What was used last, up to a number of bytes; larger things are handed through. Pickles empty."""
+    """Keep the values used last, up to a number of bytes. Pickles empty."""
 
     def __init__(self, budget_bytes: int) -> None:
-        self._budget_bytes, self._held_bytes = budget_bytes, 0
-        self._held: OrderedDict[Hashable, tuple[T, int]] = OrderedDict()
+        self._budget_bytes, self._size_bytes = budget_bytes, 0
+        self._values: OrderedDict[Hashable, tuple[T, int]] = OrderedDict()
 
     def get(self, key: Hashable, make: Callable[[], T], nbytes: Callable[[T], int]) -> T:
-        """What is held under `key`, or else made now."""
-        found = self._held.get(key)
-        if found is not None:
-            self._held.move_to_end(key)
-            return found[0]
-        made = make()
-        size = nbytes(made)
-        if size <= self._budget_bytes:
-            self._held[key] = made, size
-            self._held_bytes += size
-        while self._held_bytes > self._budget_bytes:
-            _, (_, dropped) = self._held.popitem(last=False)
-            self._held_bytes -= dropped
-        return made
+        """Return the value kept under `key`, or make it now."""
+        entry = self._values.get(key)
+        if entry is not None:
+            self._values.move_to_end(key)
+            return entry[0]
+        value = make()
+        size_bytes = nbytes(value)
+        if size_bytes <= self._budget_bytes:
+            self._values[key] = value, size_bytes
+            self._size_bytes += size_bytes
+        while self._size_bytes > self._budget_bytes:
+            _, (_, dropped_bytes) = self._values.popitem(last=False)
+            self._size_bytes -= dropped_bytes
+        return value
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._budget_bytes,)
 
 
 def as_tokens(values: Any, dtype: np.dtype[Any]) -> Tokens:
-    """`values` as a one-dimensional array. Raises ConfigurationError for what are no tokens of that type."""
-    found = np.asarray(values)
-    if found.size == 0:
+    """Convert `values` to an array. Raises ConfigurationError if they do not fit."""
+    tokens = np.asarray(values)
+    if tokens.size == 0:
         return np.empty(0, dtype)
     limits = np.iinfo(dtype)
-    if found.ndim != 1 or found.dtype.kind not in "iu":
-        raise ConfigurationError(f"not a run of tokens: {found.ndim}-dimensional, {found.dtype}")
-    if found.dtype != dtype and (found.min() < limits.min or found.max() > limits.max):
-        raise ConfigurationError(f"tokens from {found.min()} to {found.max()} do not fit {dtype}")
-    return found.astype(dtype, copy=False)
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        raise ConfigurationError(
+            f"a document must be one list of integer tokens, not {tokens.ndim}-dimensional {tokens.dtype}"
+        )
+    if tokens.dtype != dtype and (tokens.min() < limits.min or tokens.max() > limits.max):
+        raise ConfigurationError(f"tokens from {tokens.min()} to {tokens.max()} do not fit {dtype}")
+    return tokens.astype(dtype, copy=False)
 
 
 def fingerprint_of(*facts: Any) -> str:
-    """A short text that changes with any of the facts."""
+    """Make a short text that changes with any of the facts."""
     return f"{zlib.crc32(repr(facts).encode()):08x}"

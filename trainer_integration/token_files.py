@@ -1,4 +1,4 @@
-"""Token files: what a tokenizer made, flat in a file, mapped into memory."""
+"""Read token files: flat files of a tokenizer's output, mapped into memory."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _OFFSETS = ".offsets.npy"
 
 
 class TokenFiles(Source):
-    """Documents in flat files of tokens.
+    """Read documents from flat files of tokens.
 
-    A file is `.npy`, or else raw tokens of type `dtype`. Where each document begins stands beside it, in
-    `<file>.offsets.npy`: int64, ascending, the first 0, the last the number of tokens. Without such a file it is
-    cut every `document_tokens` tokens.
+    A file is `.npy`, or else raw tokens of type `dtype`. The offsets of its documents are in
+    `<file>.offsets.npy` beside it: int64, ascending, the first 0, the last the number of tokens.
+    Without such a file it is cut every `document_tokens` tokens.
 
     Args:
         paths: the files, in an order that is the same on all ranks and in all runs.
         dtype: of raw files.
-        document_tokens: length of a document where no offsets stand beside the file.
+        document_tokens: length of a document in files without offsets.
 
     Raises:
-        NotFound, FormatError: a file is missing, or is not what it should be.
+        NotFound, FormatError: a file is missing, or is not a token file.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class TokenFiles(Source):
         self._open: dict[int, tuple[Tokens, npt.NDArray[np.int64] | None]] = {}
         sizes = [self._facts(number) for number in range(len(self._paths))]
         if not sizes:
-            raise ConfigurationError("no token files are named")
+            raise ConfigurationError("TokenFiles needs at least one path")
         names = [path.name for path in self._paths]
         self._ends = [int(end) for end in np.cumsum([documents for documents, _ in sizes])]
         self.documents = self._ends[-1]
@@ -61,39 +61,42 @@ class TokenFiles(Source):
             start, stop = int(offsets[index]), int(offsets[index + 1])
             if not 0 <= start <= stop <= len(tokens):
                 raise FormatError(
-                    f"{self._paths[number]}{_OFFSETS}: document {index} is tokens {start} to {stop}"
+                    f"{self._paths[number]}{_OFFSETS}: document {index} is tokens {start} to {stop} of {len(tokens)}"
                 )
             return tokens[start:stop]
         length = self._document_tokens or 0
         return tokens[index * length : (index + 1) * length]
 
     def _facts(self, number: int) -> tuple[int, int]:
-        """Documents and tokens of a file; also that all files are of one type."""
+        """Count the documents and tokens of a file; check that all files are of one type."""
         tokens, offsets = self._mapped(number)
         path = self._paths[number]
         if number == 0:
             self.dtype = tokens.dtype
         if tokens.dtype != self.dtype:
-            raise FormatError(f"{path} holds {tokens.dtype}, the first file {self.dtype}")
+            raise FormatError(
+                f"{path} holds {tokens.dtype}, but the first file {self.dtype}; all files need the same type"
+            )
         if offsets is not None:
             return len(offsets) - 1, len(tokens)
         if not self._document_tokens:
-            raise NotFound(f"{path}{_OFFSETS} is missing; write it, or give document_tokens")
+            raise NotFound(
+                f"{path}{_OFFSETS} is missing; write it with write_token_file, or pass document_tokens"
+            )
         return -(-len(tokens) // self._document_tokens), len(tokens)
 
     def _mapped(self, number: int) -> tuple[Tokens, npt.NDArray[np.int64] | None]:
-        found = self._open.get(number)
-        if found is None:
+        if number not in self._open:
             path = self._paths[number]
-            beside = Path(f"{path}{_OFFSETS}")
+            offsets_path = Path(f"{path}{_OFFSETS}")
             tokens = _map(path, None if path.suffix == ".npy" else self._raw_dtype)
-            offsets = _map(beside, None) if beside.exists() else None
+            offsets = _map(offsets_path, None) if offsets_path.exists() else None
             _check(path, tokens, offsets)
-            found = self._open[number] = tokens, offsets
-        return found
+            self._open[number] = tokens, offsets
+        return self._open[number]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_open": {}}  # a mapped array would pickle as the bytes of the file
+        return {**self.__dict__, "_open": {}}  # a mapped array would pickle as its bytes
 
 
 def write_token_file(
@@ -102,21 +105,23 @@ def write_token_file(
     *,
     dtype: npt.DTypeLike = np.uint16,
 ) -> None:
-    """Write documents as raw tokens, and their offsets beside them, in bounded memory but for the offsets."""
+    """Write documents as raw tokens, and their offsets to a file beside them."""
     offsets = [0]
     with open(path, "wb") as file:
         for document in documents:
             tokens = np.asarray(document)
             limits = np.iinfo(np.dtype(dtype))
             if tokens.size and (tokens.min() < limits.min or tokens.max() > limits.max):
-                raise ConfigurationError(f"document {len(offsets) - 1} does not fit {np.dtype(dtype)}")
+                raise ConfigurationError(
+                    f"document {len(offsets) - 1} has tokens that do not fit {np.dtype(dtype)}; pass a wider dtype"
+                )
             file.write(tokens.astype(dtype).tobytes())
             offsets.append(offsets[-1] + tokens.size)
     np.save(f"{os.fspath(path)}{_OFFSETS}", np.array(offsets, np.int64), allow_pickle=False)
 
 
 def _map(path: Path, raw_dtype: np.dtype[Any] | None) -> Any:
-    """The file as an array in mapped memory; `raw_dtype` None reads its type from the head of a `.npy` file."""
+    """Map a file into memory; `raw_dtype` None reads the type from the head of a `.npy`."""
     try:
         if raw_dtype is None:
             return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
@@ -124,14 +129,16 @@ def _map(path: Path, raw_dtype: np.dtype[Any] | None) -> Any:
             return np.empty(0, raw_dtype)
         return np.asarray(np.memmap(path, raw_dtype, "r"))
     except FileNotFoundError:
-        raise NotFound(f"there is no {path}") from None
+        raise NotFound(f"{path} does not exist") from None
     except (ValueError, EOFError) as error:
         raise FormatError(f"{path}: {error}") from error
 
 
 def _check(path: Path, tokens: Tokens, offsets: npt.NDArray[np.int64] | None) -> None:
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-        raise FormatError(f"{path} holds no tokens: {tokens.ndim}-dimensional, {tokens.dtype}")
+        raise FormatError(
+            f"{path} must be one list of integer tokens, not {tokens.ndim}-dimensional {tokens.dtype}"
+        )
     if offsets is None:
         return
     fits = offsets.ndim == 1 and offsets.dtype == np.int64 and len(offsets) > 0

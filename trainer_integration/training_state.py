@@ -1,8 +1,8 @@
-"""What a training job has to save, as `Stateful` parts: model and optimizer by FQN, random states by rank.
+"""Collect a training job's state: model and optimizer by FQN, random states by rank.
 
-Names and shards are those of `torch.distributed.checkpoint.state_dict`: for FSDP, HSDP, tensor parallelism, DDP and
-plain modules alike, without the prefixes of wrappers and compilers. No tensor is gathered: each rank contributes
-the shards that it holds.
+Names and shards are those of `torch.distributed.checkpoint.state_dict`: the same for FSDP, HSDP,
+tensor parallelism, DDP and plain modules, without the prefixes of wrappers and compilers. No tensor
+is gathered: each rank contributes the shards that it holds.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ _ADAM_MOMENTS = 2
 def training_state(
     *, model: nn.Module | None = None, optimizer: Any = None, rng: bool = True, **parts: Any
 ) -> dict[str, Any]:
-    """A state dict for `ckpt.save` and `ckpt.load`, whose values know how to save and load themselves.
+    """Make a state dict of `Stateful` values for `ckpt.save` and `ckpt.load`.
 
     Args:
         model: plain, compiled, or wrapped by DDP, FSDP, `fully_shard` or `parallelize_module`.
         optimizer: that of the model, or several of them.
-        rng: include the random states of Python, NumPy, torch and the current device. They are each rank's own,
-            and come back where the number of ranks is the same.
-        parts: all else, by name: whatever has `state_dict` and `load_state_dict` (a scheduler, a loader), tensors,
-            or plain values. None is left out.
+        rng: include the random states of Python, NumPy, torch and the current device. They are each
+            rank's own, and are restored if the number of ranks is the same.
+        parts: everything else, by name: objects with `state_dict` and `load_state_dict` (a
+            scheduler, a loader), tensors, or plain values. None is left out.
 
     Raises:
         ConfigurationError: an optimizer without its model.
@@ -57,7 +57,9 @@ def training_state(
         state["model"] = ModelState(model)
     if optimizer is not None:
         if model is None:
-            raise ConfigurationError("optimizer= needs model=, whose names its state is saved under")
+            raise ConfigurationError(
+                "optimizer= needs model=: optimizer state is saved under the names of the model's parameters"
+            )
         state["optimizer"] = OptimizerState(model, optimizer)
     if rng:
         state["rng"] = RandomState()
@@ -65,7 +67,7 @@ def training_state(
 
 
 class ModelState:
-    """A model's parameters and buffers by FQN."""
+    """Save and load a model's parameters and buffers by FQN."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -81,7 +83,7 @@ class ModelState:
 
 
 class OptimizerState:
-    """The state of a model's optimizers by the FQNs of its parameters."""
+    """Save and load the state of a model's optimizers by the FQNs of its parameters."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | Iterable[Optimizer]) -> None:
         self._model = model
@@ -90,17 +92,18 @@ class OptimizerState:
     def state_dict(self) -> dict[str, Any]:
         fresh = [optimizer for optimizer in self._optimizers if not optimizer.state]
         state = get_optimizer_state_dict(self._model, self._optimizers)
-        for values in [values for optimizer in fresh for values in optimizer.state.values()]:
-            # To have something to save or load into, torch took a step without gradients.
-            if isinstance(values.get("step"), torch.Tensor):
-                values["step"].zero_()
+        for optimizer in fresh:
+            for values in optimizer.state.values():
+                # To have something to save or load into, torch took a step without gradients.
+                if isinstance(values.get("step"), torch.Tensor):
+                    values["step"].zero_()
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         set_optimizer_state_dict(self._model, self._optimizers, optim_state_dict=state)
 
     def size_bytes(self) -> int:
-        """Of an optimizer that has not stepped yet, as if it were Adam."""
+        """Estimate the size; an optimizer that has not stepped yet counts as Adam."""
         total = 0
         for optimizer in self._optimizers:
             trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
@@ -110,27 +113,29 @@ class OptimizerState:
 
 
 class RandomState:
-    """This rank's random states."""
+    """Save and load this rank's random states."""
 
     def state_dict(self) -> dict[str, Any]:
-        rank, ranks = _place_among_ranks()
+        rank, ranks = _rank_and_world_size()
         return {"ranks": ranks, f"rank-{rank:05d}": _random_state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        rank, ranks = _place_among_ranks()
+        rank, ranks = _rank_and_world_size()
         if state["ranks"] != ranks:
-            _logger.info("random states are those of %s ranks, this is one of %d", state["ranks"], ranks)
+            _logger.info(
+                "random states are not restored: %s ranks saved them, %d ranks load", state["ranks"], ranks
+            )
             return
         _set_random_state(state[f"rank-{rank:05d}"])
 
 
 def size_bytes(state: Mapping[str, Any]) -> int:
-    """What a checkpoint of `state` takes, about: models, optimizers and tensors; all else is small."""
+    """Estimate the size of a checkpoint: models, optimizers and tensors; the rest is small."""
     return _size_bytes(state.values())
 
 
 def _size_bytes(values: Iterable[Any]) -> int:
-    """Of the whole tensors, whoever holds which part of them."""
+    """Add up whole tensors, whichever ranks hold their shards."""
     total = 0
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -145,7 +150,7 @@ def _size_bytes(values: Iterable[Any]) -> int:
 
 
 def _shards(model: nn.Module) -> int:
-    """Among how many ranks FSDP1 has cut the parameters, which show their part only; all others show the whole."""
+    """Count the ranks among which FSDP1 cut the parameters; others show whole parameters."""
     wrapped = FullyShardedDataParallel.fsdp_modules(model)
     if not wrapped or wrapped[0].sharding_strategy == ShardingStrategy.NO_SHARD:
         return 1
@@ -153,20 +158,20 @@ def _shards(model: nn.Module) -> int:
     return 1 if group is None else int(group.size())
 
 
-def _place_among_ranks() -> tuple[int, int]:
-    known = dist.is_available() and dist.is_initialized()
-    return (dist.get_rank(), dist.get_world_size()) if known else (0, 1)
+def _rank_and_world_size() -> tuple[int, int]:
+    is_initialized = dist.is_available() and dist.is_initialized()
+    return (dist.get_rank(), dist.get_world_size()) if is_initialized else (0, 1)
 
 
 def _random_state() -> str:
-    """As text: it loads without unpickling anything, and is one item whatever its length."""
+    """Encode the random states as text: one item, which loads without unpickling."""
     version, numbers, gauss = random.getstate()
     state: dict[str, Any] = {"python": [version, list(numbers), gauss], "torch": _text(torch.get_rng_state())}
     if torch.accelerator.is_available():
         state["device"] = _text(torch.get_device_module().get_rng_state())
     if "numpy" in sys.modules:
-        kind, keys, place, has_gauss, gauss = sys.modules["numpy"].random.get_state(legacy=True)
-        state["numpy"] = [kind, keys.tolist(), place, has_gauss, gauss]
+        kind, keys, *rest = sys.modules["numpy"].random.get_state(legacy=True)
+        state["numpy"] = [kind, keys.tolist(), *rest]
     return json.dumps(state)
 
 

@@ -1,4 +1,4 @@
-"""Whose turn it is among shards: always that which is furthest behind its share."""
+"""Give turns to shards: always to the one that is furthest behind its share."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ __all__ = ["Turns"]
 
 
 class Turns:
-    """Shards that take turns, each as often as its weight says.
+    """Give each shard turns in proportion to its weight.
 
-    A shard's next turn follows from its own number of turns alone. So any part of the shards, read on its own,
-    is read in the order in which it appears in the whole; and nothing but each shard's position is to be saved.
+    A shard's next turn follows from its own number of turns alone. So any subset of the shards,
+    read on its own, is read in the order that it has among all; and only each shard's position is
+    saved.
     """
 
     def __init__(self) -> None:
         self._waiting: list[tuple[float, int]] = []
 
     def add(self, index: int, *, taken: int, phase: float, weight: float) -> None:
-        """Shard `index` had `taken` turns. `phase`, from 0 to 1, spreads the shards of equal turns."""
+        """Add a shard that had `taken` turns; `phase`, 0 to 1, spreads shards of equal turns."""
         heapq.heappush(self._waiting, ((taken + phase) / weight, index))
 
     def next(self) -> int:
-        """The shard whose turn it is; it has no other until it is added again."""
+        """Remove and return the shard whose turn it is."""
         return heapq.heappop(self._waiting)[1]
 
     def __bool__(self) -> bool:

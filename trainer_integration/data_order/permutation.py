@@ -1,4 +1,4 @@
-"""A random order of any number of things that takes no memory: what stands at a place is computed."""
+"""Compute a random order of any number of items, item by item, without memory for it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _ROUNDS = 4
 
 
 class Permutation:
-    """A random order of `range(size)`, the same everywhere for the same `key`.
+    """Shuffle `range(size)`, the same everywhere for the same `key`.
 
-    Multiplying by an odd number, adding, and folding the high bits into the low ones each map the numbers below
-    a power of two one to one. A place whose number falls outside of `range(size)` is mapped again until it does
-    not: less than twice on average.
+    Multiplying by an odd number, adding, and folding the high bits into the low ones each map the
+    numbers below a power of two one to one. A number that falls outside of `range(size)` is mapped
+    again until it does not: less than twice on average.
 
     Args:
         key: numbers and texts that name the order.
@@ -32,7 +32,7 @@ class Permutation:
         return self._size
 
     def __getitem__(self, place: int) -> int:
-        """What stands at `place`. Raises IndexError beyond the end."""
+        """Return the number at `place`. Raises IndexError beyond the end."""
         if not 0 <= place < self._size:
             raise IndexError(place)
         while True:

@@ -1,4 +1,4 @@
-"""How far a run has come in each logical shard: the state of a loader, laid out so that it reshards."""
+"""Save and load the position in each logical shard, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -15,43 +15,47 @@ __all__ = ["Positions"]
 
 
 class Positions:
-    """The positions of this rank's shards, as a `Stateful` that any number of ranks can save and load.
+    """Hold the positions of this rank's shards: a `Stateful` that reshards.
 
-    In a checkpoint every shard has a name of its own, `shards.<source>.<number>`, and holds the four int64 of
-    `Position`. Each rank saves those of its shards, and loads those of its shards, whoever saved them. Ranks that
-    read the same data (of one tensor-parallel group) have the same names, of which DCP saves one.
+    In a checkpoint every shard has a name of its own, `shards.<source>.<number>`, and holds the
+    four int64 of `Position`. Each rank saves and loads those of its own shards, whichever rank
+    saved them. Ranks that read the same data (of one tensor-parallel group) have the same names,
+    which DCP saves once.
 
     Args:
         shards: this rank's shards by index.
-        settings: plain values on which the meaning of a position depends; loading under others is refused.
+        settings: plain values on which the meaning of a position depends; loading under others is
+            refused.
+
+    Attributes:
+        generation: grows with each load and each iteration, which end those begun before.
     """
 
     def __init__(self, shards: Mapping[int, Shard], settings: Mapping[str, Any]) -> None:
         self._shards, self._settings = dict(shards), dict(settings)
         self._positions = dict.fromkeys(self._shards, Position())
         self.generation = 0
-        """Grows with each load: what began to read before it must not go on."""
 
     def __getitem__(self, index: int) -> Position:
         return self._positions[index]
 
     @property
     def epoch(self) -> int:
-        """Epochs that all of this rank's shards have completed."""
+        """Count the epochs that all of this rank's shards have completed."""
         return min(position.epoch for position in self._positions.values())
 
     def record(self, batch: Mapping[str, Any]) -> None:
-        """Note that the samples of `batch` have been used.
+        """Advance past the samples of `batch`.
 
         Args:
-            batch: `shard` (an integer per sample) and `position` (four per sample), as `ShardedDataset` yields
-                them and torch's default collation batches them.
+            batch: `shard` (an integer per sample) and `position` (four per sample), as
+                `ShardedDataset` yields them and torch's default collation batches them.
         """
         shards, positions = torch.as_tensor(batch["shard"]), torch.as_tensor(batch["position"])
         self.advance(zip(shards.reshape(-1).tolist(), positions.reshape(-1, 4).tolist(), strict=True))
 
     def advance(self, moves: Iterable[tuple[int, Iterable[int]]]) -> None:
-        """Shards by index, and where each is now; later ones count."""
+        """Set the positions of shards, given by index; the last one of a shard counts."""
         for index, position in moves:
             self._positions[index] = Position(*position)
 
@@ -66,37 +70,37 @@ class Positions:
         """Go on from `state`, which holds at least this rank's shards.
 
         Raises:
-            ConfigurationError: it is of other data, or of data cut in another way.
-            FormatError: it is not what `state_dict` returns.
+            ConfigurationError: `state` is of other data, or of data cut in another way.
+            FormatError: it was not returned by `state_dict`.
         """
         self._check(state["settings"])
         self._positions = {index: self._loaded(shard, state) for index, shard in self._shards.items()}
         self.generation += 1
 
     def _loaded(self, shard: Shard, state: Mapping[str, Any]) -> Position:
-        where = f"{shard.source_name}, shard {shard.number}"
+        where = f"loader state of source {shard.source_name!r}, shard {shard.number}"
         try:
             values = torch.as_tensor(state["shards"][shard.source_name][_number(shard)], dtype=torch.int64)
             position = Position(*values.reshape(4).tolist())
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
-            raise FormatError(
-                f"{where}: no position can be read ({type(error).__name__}: {error})"
-            ) from error
+            raise FormatError(f"{where}: not a position ({type(error).__name__}: {error})") from error
         if min(position) < 0 or position.document >= shard.documents:
-            raise FormatError(f"{where}: {position} cannot be")
+            raise FormatError(f"{where}: impossible {position}")
         return position
 
     def _check(self, saved_settings: Any) -> None:
         try:
             saved = json.loads(saved_settings)
         except (TypeError, ValueError) as error:
-            raise FormatError(f"the loader's settings cannot be understood: {error}") from error
+            raise FormatError(f"the settings in the loader's state are not valid JSON: {error}") from error
         own = json.loads(json.dumps(self._settings))
         if not isinstance(saved, dict) or saved != own:
             saved = saved if isinstance(saved, dict) else {}
             names = sorted(name for name in {*saved, *own} if saved.get(name) != own.get(name))
             texts = [f"{name}: saved {saved.get(name)!r}, here {own.get(name)!r}" for name in names]
-            raise ConfigurationError(f"these positions are of other data; {'; '.join(texts)}")
+            raise ConfigurationError(
+                f"the loader's state was saved for other data or settings; {'; '.join(texts)}"
+            )
 
 
 def _number(shard: Shard) -> str:

@@ -1,7 +1,7 @@
-"""A logical shard: a fixed part of the documents, in a fixed order, and how far into it a run has come.
+"""Cut documents into logical shards, each with a fixed order, and shards into sequences.
 
-Data are cut into shards once. What a shard holds and in which order follows from the data, the number of shards
-and the seed; never from ranks or workers, which only take turns at reading it.
+The documents of a shard and their order follow from the data, the number of shards and the seed,
+never from ranks or workers.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ __all__ = ["Cursor", "Position", "Shard"]
 
 
 class Position(NamedTuple):
-    """Where the next sequence of a shard begins.
+    """The begin of a shard's next sequence.
 
     Attributes:
-        epoch: how often the whole shard has been read.
-        document: its place in the epoch's order.
+        epoch: passes over the whole shard that are complete.
+        document: its number in the epoch's order.
         offset: tokens of it that have been read, its delimiters included.
-        sequences: how many were cut from this shard, over all epochs.
+        sequences: the number cut from this shard, over all epochs.
     """
 
     epoch: int = 0
@@ -36,7 +36,7 @@ class Position(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """Shard `number` of the `total` that a source is cut into: its documents from `start` to `stop`."""
+    """Shard `number` of `total` of a source: its documents from `start` to `stop`."""
 
     source_name: str
     number: int
@@ -56,7 +56,7 @@ class Shard(NamedTuple):
 
 
 class _Order:
-    """The order of a shard's documents in one epoch: blocks are shuffled, and the documents of each block."""
+    """Shuffle a shard's documents for one epoch: its blocks, and the documents of each block."""
 
     def __init__(self, shard: Shard, source: Source, seed: int | None, epoch: int) -> None:
         self._edges = [shard.start, *source.cuts(shard.start, shard.stop), shard.stop]
@@ -74,7 +74,7 @@ class _Order:
         self._inside: Sequence[int] | Permutation = ()  # the order of its documents
 
     def __getitem__(self, place: int) -> int:
-        """The document at `place`."""
+        """Return the document at `place`."""
         at = bisect_right(self._ends, place)
         block = self._blocks[at]
         if at != self._place:
@@ -85,14 +85,14 @@ class _Order:
 
 
 class Cursor:
-    """Cuts one shard into sequences, from a position onwards.
+    """Cut one shard into sequences, from a position onwards.
 
-    Documents follow one another, with their delimiters, as one stream of tokens; a sequence that an epoch cannot
-    fill goes on with the next one. What a buffer would hold is still in the documents, so a position is all there
-    is to save.
+    Documents follow one another, with their delimiters, as one stream of tokens; a sequence that an
+    epoch cannot fill goes on with the next one. No tokens are buffered, so a position is the whole
+    state.
 
     Args:
-        epochs: where the stream ends; None is never.
+        epochs: after which the stream ends; None never ends.
         bos_token, eos_token: put before and after each document, if given.
     """
 
@@ -120,10 +120,10 @@ class Cursor:
         return Position(self._epoch, self._document, self._offset, self._sequences)
 
     def take(self, count: int) -> Tokens:
-        """The next sequence: `count` tokens, fewer only at the end of the last epoch, and none after it.
+        """Read a sequence: `count` tokens, fewer at the end of the last epoch, none after it.
 
         Raises:
-            ConfigurationError: the shard has no tokens, or is not the one that the position is of.
+            ConfigurationError: the shard has no tokens, or its documents have changed.
         """
         sequence = np.empty(count, self._source.dtype)
         filled = 0
@@ -133,19 +133,19 @@ class Cursor:
         return sequence[:filled]
 
     def _copy(self, room: Tokens) -> int:
-        """Fill `room` from the current document, and turn to the next one at its end; returns the tokens copied."""
+        """Fill `room` from the current document; return the number of tokens copied."""
         if self._order is None:
             self._order = _Order(self._shard, self._source, self._seed, self._epoch)
         parts = (self._before, self._source.tokens(self._order[self._document]), self._after)
         start, copied, length = self._offset, 0, sum(map(len, parts))
         if start > length:
             raise ConfigurationError(
-                f"{self._where()} has {length} tokens, {start} were read: the data changed"
+                f"{self._where()} has {length} tokens, but {start} were read before: the data changed"
             )
         for part in parts:
-            piece = part[start : start + len(room) - copied]
-            room[copied : copied + len(piece)] = piece
-            copied += len(piece)
+            tokens = part[start : start + len(room) - copied]
+            room[copied : copied + len(tokens)] = tokens
+            copied += len(tokens)
             start = max(0, start - len(part))
         self._offset += copied
         self._empty_documents = 0 if length else self._empty_documents + 1
@@ -158,7 +158,9 @@ class Cursor:
         if self._document == self._shard.documents:
             self._epoch, self._document, self._order = self._epoch + 1, 0, None
         if self._empty_documents >= self._shard.documents and self._epochs is None:
-            raise ConfigurationError(f"{self._where()}: the whole shard has no tokens; use fewer shards")
+            raise ConfigurationError(
+                f"{self._where()}: no document of the shard has tokens; use fewer shards"
+            )
 
     def _where(self) -> str:
         return f"{self._shard.source_name}, shard {self._shard.number}, document {self._document}"

@@ -1,4 +1,4 @@
-"""Ways of saving while training goes on: in a thread, in a process, or not at all."""
+"""Save while training goes on, in a thread or in a process; or wait for each save."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ AsyncMode = Literal["thread", "process", "off"]
 
 @dataclass
 class Uploads:
-    """Begins saves.
+    """Begin saves.
 
     Attributes:
-        mode: `thread` shares the interpreter with the trainer, `process` costs memory for a second one and shares
-            nothing, `off` returns when the checkpoint is durable.
+        mode: `thread` shares the interpreter with the trainer; `process` shares nothing, and costs
+            memory for a second interpreter; `off` returns when the checkpoint is durable.
         process_group: the ranks that save together.
         options: of `CheckpointWriter`.
     """
@@ -53,7 +53,7 @@ class Uploads:
     def begin(
         self, state: dict[str, Any], url: str, tags: Mapping[str, str], ranks: Ranks
     ) -> Future[Metadata]:
-        """Save `state`; when this returns, later changes of it do not matter any more.
+        """Stage `state` and begin its upload; later changes of `state` are not saved.
 
         The future ends when the checkpoint is durable, or in SaveFailed.
 
@@ -61,7 +61,7 @@ class Uploads:
             ranks: those of `process_group`.
 
         Raises:
-            SaveFailed, ConfigurationError: on every rank, whichever could not begin.
+            SaveFailed, ConfigurationError: on every rank, if any could not begin.
         """
         if self.mode == "process":
             return self._in_process(state, url, tags, ranks)
@@ -77,7 +77,7 @@ class Uploads:
     def _in_process(
         self, state: dict[str, Any], url: str, tags: Mapping[str, str], ranks: Ranks
     ) -> Future[Metadata]:
-        """DCP's process, which has the same ranks in a world of its own."""
+        """Save in DCP's process, which has the same ranks in a world of its own."""
         writer, staged = self._staged(state, url, tags, ranks)
         self._renew_process(ranks)
         begun = dcp.async_save(
@@ -87,7 +87,7 @@ class Uploads:
             async_checkpointer_type=AsyncCheckpointerType.PROCESS,
             async_stager=_AsItIs(),
         )
-        assert isinstance(begun, Future)  # the other answer is for stagers that stage in the background
+        assert isinstance(begun, Future)  # stagers that stage in the background get another type
         self._last = begun
         translated: Future[Metadata] = Future()
         begun.add_done_callback(lambda done: _translate(done, url, translated))
@@ -96,7 +96,7 @@ class Uploads:
     def _staged(
         self, state: dict[str, Any], url: str, tags: Mapping[str, str], ranks: Ranks
     ) -> tuple[CheckpointWriter, dict[str, Any]]:
-        """A writer and a copy of the state on every rank, or an error on every rank: DCP waits for those that fail here."""
+        """Make a writer and a copy of the state, on all ranks or none: DCP waits for all."""
         try:
             return ranks.together(
                 f"save of {last_segment(url)}",
@@ -106,13 +106,10 @@ class Uploads:
                 ),
             )
         except RanksFailed as failed:
-            failures: dict[int, BaseException] = {**failed.failures}
-            raise SaveFailed(
-                f"the save failed: {failures[min(failures)]}", url=url, failures=failures
-            ) from None
+            raise _ranks_failed(failed.failures, url) from None
 
     def _renew_process(self, ranks: Ranks) -> None:
-        """Let all ranks have new processes if any of them has none: those of a failed save have lost each other."""
+        """Make new processes on all ranks if one has none, or after a failed save."""
         process = processes._CHECKPOINT_PROCESS
         failed = self._last is not None and self._last.exception() is not None
         (needed,) = ranks.most([process is None or failed or not process._save_process.is_alive()])
@@ -121,7 +118,7 @@ class Uploads:
 
 
 class _AsItIs(AsyncStager):
-    """For a state that has been staged."""
+    """Pass on a state that has been staged already."""
 
     _synchronize_after_execute = False
 
@@ -145,7 +142,10 @@ def _translate(done: Future[Metadata], url: str, translated: Future[Metadata]) -
 
 def _save_failed(error: BaseException, url: str) -> SaveFailed:
     if isinstance(error, CheckpointException):
-        failures: dict[int, BaseException] = {rank: found[0] for rank, found in error.failures.items()}
-        return SaveFailed(f"the save failed: {failures[min(failures)]}", url=url, failures=failures)
+        return _ranks_failed({rank: failure[0] for rank, failure in error.failures.items()}, url)
     cause = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-    return SaveFailed(f"the save failed: {cause}; whether it was committed, a load will tell", url=url)
+    return SaveFailed(f"the save failed: {cause}; it may still have been committed: try to load it", url=url)
+
+
+def _ranks_failed(failures: Mapping[int, BaseException], url: str) -> SaveFailed:
+    return SaveFailed(f"the save failed: {failures[min(failures)]}", url=url, failures={**failures})

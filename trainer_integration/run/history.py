@@ -1,4 +1,4 @@
-"""The checkpoints of a run as its first rank knows them: found, remembered, and removed when no rule keeps them."""
+"""Find, remember and remove the checkpoints of a run, on its first rank."""
 
 from __future__ import annotations
 
@@ -30,9 +30,13 @@ _PRIOR_S = 86_400.0
 
 
 class History:
-    """What is known, without a listing, from the run's record; a listing adds what the record lacks.
+    """Keep the run's record, and add from a listing what the record lacks.
 
     Methods may be called from any thread.
+
+    Attributes:
+        unusable: folders whose checkpoint is damaged, or another program's. They are left as they
+            are.
     """
 
     def __init__(self, root: str, storage_options: Mapping[str, Any] | None) -> None:
@@ -44,53 +48,58 @@ class History:
         self._resumed_at: int | None = None
         self._own: set[str] = set()
         self.unusable: set[str] = set()
-        """Folders whose checkpoint was found damaged, or is another program's; they are left as they are."""
 
     def url(self, path: str) -> str:
         return f"{self._root.rstrip('/')}/{path}"
 
     def path(self, step: int) -> str:
-        """The folder for a save of `step`."""
+        """Name the folder for a save of `step`."""
         name = f"step-{step:08d}"
         return f"{name}.again" if name in self.unusable else name
 
     def candidates(self) -> Iterator[tuple[int, str]]:
-        """Steps and folders in which a checkpoint may be, the newest first."""
-        record = self._record()
-        known = {found.path: found.step for found in record.checkpoints if not found.superseded}
-        given_up = {found.path for found in record.checkpoints if found.superseded}
-        listed = {name: step for name, step in self._listed() if name not in given_up}
-        for path, step in sorted((listed | known).items(), key=lambda item: (item[1], item[0]), reverse=True):
-            yield step, path
+        """List steps and folders in which a checkpoint may be, the newest first."""
+        steps = dict(self._listed())
+        for checkpoint in self._record().checkpoints:
+            if checkpoint.superseded:
+                steps.pop(checkpoint.path, None)
+            else:
+                steps[checkpoint.path] = checkpoint.step
+        yield from sorted(((step, path) for path, step in steps.items()), reverse=True)
 
     def at(self, step: int) -> list[str]:
-        """Folders in which the checkpoint of `step` may be, the likeliest first."""
-        known = [found.path for found in self._record().checkpoints if found.step == step]
+        """List folders in which the checkpoint of `step` may be, the likeliest first."""
+        known = [recorded.path for recorded in self._record().checkpoints if recorded.step == step]
         name = f"step-{step:08d}"
         return [*dict.fromkeys([*known, f"{name}.again", name])]
 
     def best(self, rule: Best) -> list[tuple[int, str]]:
-        """Steps and folders, the best first."""
-        return [(found.step, found.path) for found in rule.ranked(self._alive())]
+        """List steps and folders, the best first."""
+        return [(checkpoint.step, checkpoint.path) for checkpoint in rule.ranked(self._alive())]
 
     def why_not(self, path: str) -> tuple[str | None, bool]:
-        """Why what is in a folder cannot be loaded, as far as records tell; and whether it is a checkpoint all the same.
+        """Check the records of one folder.
+
+        Returns:
+            (reason it cannot be loaded or None, whether it is a damaged or foreign checkpoint
+            rather than none).
 
         Raises:
             StorageError: the storage refused, or could not be reached.
         """
         try:
-            found = verify(self.url(path), storage_options=self._options, quick=True)
+            verification = verify(self.url(path), storage_options=self._options, quick=True)
         except (NotFound, NotCommitted) as error:
             return error.message, False
-        if found.format == "stock":
-            return "it was not written by this library; ckpt.load loads it", True
-        if found.ok:
+        if verification.format == "stock":
+            return "it was not written by this library; load it with ckpt.load", True
+        if verification.ok:
             return None, False
-        return f"damaged: {found.damages[0].key}: {found.damages[0].message}", True
+        damage = verification.damages[0]
+        return f"damaged: {damage.key}: {damage.message}", True
 
     def go_on_from(self, step: int) -> None:
-        """With the next checkpoint, what was saved after `step` belongs to a past that was given up."""
+        """Give up, with the next checkpoint, those that were saved after `step`."""
         self._resumed_at = step
         self._own.clear()
 
@@ -99,15 +108,12 @@ class History:
         with self._lock:
             record = self._record()
             self._own.add(checkpoint.path)
-            others = [self._as_past(found) for found in record.checkpoints if found.path != checkpoint.path]
-            starts = [found for found in record.starts if found.at_s != self._started_s]
-            own = RunStart(at_s=self._started_s, durable_at_s=time.time())
-            self._write(
-                RunRecord(
-                    checkpoints=sorted([*others, checkpoint], key=lambda found: (found.step, found.path)),
-                    starts=[*starts, own][-_MAX_STARTS:],
-                )
-            )
+            checkpoints = [self._as_past(old) for old in record.checkpoints if old.path != checkpoint.path]
+            checkpoints.append(checkpoint)
+            starts = [start for start in record.starts if start.at_s != self._started_s]
+            starts.append(RunStart(at_s=self._started_s, durable_at_s=time.time()))
+            checkpoints.sort(key=lambda old: (old.step, old.path))
+            self._write(RunRecord(checkpoints=checkpoints, starts=starts[-_MAX_STARTS:]))
 
     def annotate(
         self, step: int, metrics: Mapping[str, float] | None = None, *, pinned: bool | None = None
@@ -118,76 +124,73 @@ class History:
             NotFound: the run has no such checkpoint.
         """
         with self._lock:
-            record = self._record()
-            if not any(found.step == step for found in record.checkpoints):
+            checkpoints = [*self._record().checkpoints]
+            numbers = [number for number, old in enumerate(checkpoints) if old.step == step]
+            if not numbers:
                 raise NotFound(f"the run has no durable checkpoint of step {step}", url=self._root)
-            changed = [
-                msgspec.structs.replace(
-                    found,
-                    metrics=found.metrics | plain_metrics(metrics),
-                    pinned=found.pinned if pinned is None else pinned,
+            for number in numbers:
+                old = checkpoints[number]
+                checkpoints[number] = msgspec.structs.replace(
+                    old,
+                    metrics=old.metrics | plain_metrics(metrics),
+                    pinned=old.pinned if pinned is None else pinned,
                 )
-                if found.step == step
-                else found
-                for found in record.checkpoints
-            ]
-            self._write(msgspec.structs.replace(record, checkpoints=changed))
+            self._write_checkpoints(checkpoints)
 
     def retire(
         self, keep: KeepRule, busy: Collection[str]
     ) -> Iterator[tuple[RunCheckpoint, CheckpointError | None]]:
-        """Remove what no rule keeps and is not in `busy` folders: what was removed, or why it could not be."""
-        failed: set[str] = set()
+        """Remove the checkpoints that no rule keeps and whose folder is not `busy`.
+
+        Yields:
+            each one, and None if it was removed, else the error.
+        """
+        stay = {*busy}
         while True:
-            with self._lock:  # whoever pins one meanwhile is answered when it is gone, or for certain stays
-                found = self._first_to_go(keep, {*busy, *failed})
-                if found is None:
+            with self._lock:  # a pin that comes meanwhile finds the checkpoint gone, or keeps it
+                kept = self.kept(keep)
+                going = [old for old in self._alive() if old.step not in kept and old.path not in stay]
+                if not going:
                     return
                 failure: CheckpointError | None = None
                 try:
-                    self._remove(found)
+                    self._remove(going[0])
                 except CheckpointError as error:
                     failure = error
-                    failed.add(found.path)
-            yield found, failure
-
-    def _first_to_go(self, keep: KeepRule, stay: Collection[str]) -> RunCheckpoint | None:
-        kept = self.kept(keep)
-        going = (found for found in self._alive() if found.step not in kept)
-        return next((found for found in going if found.path not in stay), None)
+                    stay.add(going[0].path)
+            yield going[0], failure
 
     def kept(self, keep: KeepRule) -> dict[int, str]:
-        """The steps that stay, and why: a rule keeps them, or they are pinned."""
+        """List the steps that stay, and the rule that keeps each, or that it is pinned."""
         alive = self._alive()
-        return {found.step: "pinned" for found in alive if found.pinned} | keep.keeps(alive, time.time())
+        pinned = {checkpoint.step: "pinned" for checkpoint in alive if checkpoint.pinned}
+        return pinned | keep.keeps(alive, time.time())
 
     def _alive(self) -> list[RunCheckpoint]:
-        return [found for found in self._record().checkpoints if not found.superseded]
+        return [checkpoint for checkpoint in self._record().checkpoints if not checkpoint.superseded]
 
     def close(self) -> None:
-        """Let go of connections."""
+        """Close connections."""
         self._store.close()
 
     def mtbf_s(self) -> float:
-        """Mean time between failures by the starts of this run, on top of one failure assumed for the first day."""
+        """Estimate the mean time between failures: by this run's starts, and one assumed a day."""
         starts = self._record().starts
-        ran_s = sum(max(0.0, found.durable_at_s - found.at_s) for found in starts)
-        failures = sum(found.at_s != self._started_s for found in starts)
+        ran_s = sum(max(0.0, start.durable_at_s - start.at_s) for start in starts)
+        failures = sum(start.at_s != self._started_s for start in starts)
         return (_PRIOR_S + ran_s) / (1 + failures)
 
-    def _as_past(self, found: RunCheckpoint) -> RunCheckpoint:
-        given_up = self._resumed_at is not None and found.step > self._resumed_at
-        if not given_up or found.path in self._own:
-            return found
-        return msgspec.structs.replace(found, superseded=True)
+    def _as_past(self, checkpoint: RunCheckpoint) -> RunCheckpoint:
+        given_up = self._resumed_at is not None and checkpoint.step > self._resumed_at
+        if not given_up or checkpoint.path in self._own:
+            return checkpoint
+        return msgspec.structs.replace(checkpoint, superseded=True)
 
     def _remove(self, checkpoint: RunCheckpoint) -> None:
         # Somebody else may have removed it, or replaced it by something that is not ours.
         with contextlib.suppress(NotFound, NotCommitted):
             remove(self.url(checkpoint.path), storage_options=self._options)
-        record = self._record()
-        others = [found for found in record.checkpoints if found.path != checkpoint.path]
-        self._write(msgspec.structs.replace(record, checkpoints=others))
+        self._write_checkpoints([old for old in self._record().checkpoints if old.path != checkpoint.path])
 
     def _record(self) -> RunRecord:
         with self._lock:
@@ -195,27 +198,31 @@ class History:
                 try:
                     self._known = read_run(self._store) or RunRecord()
                 except (IntegrityError, FormatError) as error:
-                    _logger.warning("the run's record cannot be used, listing has to do: %s", error)
+                    _logger.warning("the run's record cannot be used, its checkpoints are listed: %s", error)
                     self._known = RunRecord()
             return self._known
 
     def _write(self, record: RunRecord) -> None:
-        # What is known here is so, whether or not it can be written down now; the next write does it.
-        self._known = record
+        self._known = record  # also where this write fails: the next one writes all of it
         write_run(self._store, record)
+
+    def _write_checkpoints(self, checkpoints: list[RunCheckpoint]) -> None:
+        self._write(msgspec.structs.replace(self._record(), checkpoints=checkpoints))
 
     def _listed(self) -> Iterator[tuple[str, int]]:
         try:
             for name in self._store.folders():
-                if found := _NAME.fullmatch(name):
-                    yield name, int(found[1])
+                if match := _NAME.fullmatch(name):
+                    yield name, int(match[1])
         except StorageError as error:
             if not self._record().checkpoints:
                 raise
-            _logger.warning("the checkpoints cannot be listed, the run's record has to do: %s", error)
+            _logger.warning(
+                "the checkpoints cannot be listed, only those in the run's record are known: %s", error
+            )
 
 
 def plain_metrics(metrics: Mapping[str, float] | None) -> dict[str, float | None]:
-    """Metrics as JSON has them: None for what is no finite number."""
+    """Convert metrics for JSON: infinities and NaN are None."""
     values = {str(name): float(value) for name, value in (metrics or {}).items()}
     return {name: value if math.isfinite(value) else None for name, value in values.items()}

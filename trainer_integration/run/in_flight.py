@@ -1,4 +1,4 @@
-"""The saves of a run: one in flight, an end that all ranks agree on, and what follows when it is durable."""
+"""Save one step at a time, end it on all ranks alike, record it, remove old checkpoints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -25,11 +25,13 @@ from ckpt.trainer_integration.run.async_modes import Uploads
 from ckpt.trainer_integration.run.history import History, plain_metrics
 from ckpt.writing.writer import SaveMeta
 
-__all__ = ["Saves"]
+__all__ = ["OnBusy", "Saves"]
 
 _logger = logging.getLogger(__name__)
 
 _WEIGHT_OF_THE_LAST = 0.3
+
+OnBusy = Literal["wait", "skip", "fail"]
 
 
 @dataclass
@@ -38,7 +40,8 @@ class _Flight:
 
     Attributes:
         future: the save.
-        durable: ends after it, when its outcome is known here and a durable checkpoint is in the run's record.
+        durable: ends after it, when its outcome is known here and a durable checkpoint is in the
+            run's record.
         booked: ends last, when what no rule keeps any more has been removed.
     """
 
@@ -54,20 +57,23 @@ class _Flight:
 
 
 class Saves:
-    """Used by the main thread of every rank alike; only the first rank has a `keep` to carry out and tells events.
+    """Begin and end saves.
+
+    Called from the main thread of every rank. Retention and events happen on rank 0 only.
 
     Attributes:
         steps: those that have a checkpoint, or one in flight, on all ranks alike.
         durable_step: the last durable one, as this rank knows it.
         durable_at_s: when it became durable, by `time.monotonic`.
-        stall_s, upload_s: what saves have cost so far, the last ones counting most; None before the first.
+        stall_s, upload_s: mean seconds of a save, the last ones counting most; None before the
+            first.
     """
 
     def __init__(
         self, ranks: Ranks, uploads: Uploads, history: History, keep: KeepRule | None, events: Events
     ) -> None:
-        self._ranks, self._uploads, self._history, self._keep = ranks, uploads, history, keep
-        self._events = events
+        self._ranks, self._uploads, self._events = ranks, uploads, events
+        self.history, self.keep = history, keep
         self._flight: _Flight | None = None
         self._booked: Future[None] | None = None
         self.steps: set[int] = set()
@@ -81,41 +87,52 @@ class Saves:
 
     @property
     def busy(self) -> bool:
-        """Whether a save is in flight, or what follows it, as this rank sees it."""
+        """Tell whether a save, or the removals after it, are under way on this rank."""
         return self._booked is not None and not self._booked.done()
 
     @property
     def failed(self) -> bool:
-        """Whether a save has failed that nobody has been told of, as this rank sees it."""
+        """Tell whether a save has failed that is not reported yet, as this rank sees it."""
         flight = self._flight
         return flight is not None and flight.durable.done() and flight.future.exception() is not None
 
     def go_on_from(self, step: int) -> None:
-        """What was saved after `step` is given up, and will be saved again."""
+        """Give up the checkpoints after `step`; those steps will be saved again."""
         self.steps = {saved for saved in self.steps if saved < step} | {step}
         self.durable_step, self.durable_at_s = step, time.monotonic()
+
+    def is_too_busy(self, step: int, on_busy: OnBusy) -> bool:
+        """Tell whether to leave out `step`, on all ranks, as the last save is in flight.
+
+        Raises:
+            SaveFailed: `on_busy` is "fail".
+        """
+        (busy,) = self._ranks.most([self.busy])
+        if busy and on_busy == "fail":
+            raise SaveFailed(
+                f"step {step} is due, but the save before it is still in flight (on_busy='fail')"
+            )
+        if busy:
+            self.tell("not_due", step, "the save before it is still in flight")
+        return bool(busy)
 
     def begin(
         self, step: int, state: dict[str, Any], reason: str, metrics: Mapping[str, float] | None
     ) -> None:
-        """Stage `state` and let its upload begin. Errors show when the save is settled.
+        """Stage `state` and begin its upload. Errors of the storage show when the save is settled.
 
         Raises:
             ConfigurationError: an argument is wrong.
         """
         self.wait_booked()
         self.steps.add(step)
-        flight = _Flight(
-            step, self._history.path(step), plain_metrics(metrics), time.monotonic(), time.time()
-        )
+        flight = _Flight(step, self.history.path(step), plain_metrics(metrics), time.monotonic(), time.time())
         self.began_s = flight.began_s
         self.tell("due", step, reason)
         try:
-            tags = {"step": str(step)} | {
-                f"metric.{name}": str(value) for name, value in (metrics or {}).items()
-            }
-            url = self._history.url(flight.path)
-            flight.future = self._uploads.begin(state, url, tags, self._ranks)
+            tags = {f"metric.{name}": str(value) for name, value in (metrics or {}).items()}
+            url = self.history.url(flight.path)
+            flight.future = self._uploads.begin(state, url, {"step": str(step)} | tags, self._ranks)
         except ConfigurationError:
             raise
         except CheckpointError as error:
@@ -127,7 +144,7 @@ class Saves:
         flight.future.add_done_callback(lambda _: self._book(flight))
 
     def settle(self, timeout_s: float | None = None) -> SaveFailed | None:
-        """Wait until the save in flight is durable; returns its failure, of which all ranks know then.
+        """Wait until the save in flight is durable; return its failure, the same on all ranks.
 
         Raises:
             SaveFailed: on all ranks, if some rank's save is not durable in time; it goes on.
@@ -145,7 +162,7 @@ class Saves:
         if late_anywhere:
             raise SaveFailed(
                 f"step {flight.step} is not durable after {timeout_s:.3g} s",
-                url=self._history.url(flight.path),
+                url=self.history.url(flight.path),
             )
         self._flight = None
         if not failed:
@@ -153,35 +170,39 @@ class Saves:
         self.steps.discard(flight.step)
         if isinstance(error, SaveFailed):
             return error
-        url = self._history.url(flight.path)
-        cause = "it failed on another rank" if error is None else f"{type(error).__name__}: {error}"
+        url = self.history.url(flight.path)
+        cause = "the error is on another rank" if error is None else f"{type(error).__name__}: {error}"
         return SaveFailed(f"the save of step {flight.step} failed: {cause}", url=url)
 
-    def finish(self) -> BaseException | None:
-        """Wait for the save in flight; returns its failure. No other rank is asked: it may be gone."""
-        self.wait_booked()
-        flight, self._flight = self._flight, None
-        return None if flight is None else flight.future.exception()
+    def close(self) -> BaseException | None:
+        """Wait for the save in flight; return its failure. Other ranks may be gone."""
+        try:
+            self.wait_booked()
+            flight, self._flight = self._flight, None
+            return None if flight is None else flight.future.exception()
+        finally:
+            self._uploads.close()
+            self.history.close()
 
     def wait_booked(self) -> None:
-        """Wait for what follows the last save: what is being removed must not be loaded, nor saved into."""
+        """Wait for the removals after a save: such a folder must not be read or saved into."""
         if self._booked is not None:
             self._booked.result()
 
     def tell(self, kind: str, step: int | None, reason: str = "", **values: float) -> None:
+        """Report an event, on rank 0."""
         if self._ranks.rank == 0:
             if self.durable_step is not None:
                 values["durable_age_s"] = time.monotonic() - self.durable_at_s
             self._events.tell(Event(kind, step, reason, values))
 
-    # -- in the thread in which the upload ends ------------------------------------------------------------
-
     def _book(self, flight: _Flight) -> None:
+        """Follow up a save, in the thread in which its upload ended."""
         with _nothing_raised(), _ended(flight.booked):
             with _ended(flight.durable):
                 self._conclude(flight)
-            if self._keep is not None and self._ranks.rank == 0 and flight.future.exception() is None:
-                self._retire(self._keep, flight)
+            if self.keep is not None and self._ranks.rank == 0 and flight.future.exception() is None:
+                self._retire(self.keep, flight)
 
     def _conclude(self, flight: _Flight) -> None:
         error = flight.future.exception()
@@ -200,23 +221,26 @@ class Saves:
             step=flight.step, path=flight.path, saved_at_s=flight.saved_at_s, metrics=flight.metrics
         )
         try:
-            self._history.add(checkpoint)
+            self.history.add(checkpoint)
         except CheckpointError as error:
             _logger.warning(
-                "step %d is durable, but the run's record cannot be written: %s", flight.step, error
+                "step %d is durable, but could not be noted in the run's record: %s", flight.step, error
             )
-        saved = flight.future.result()
-        figures = {"upload_s": took_s, "stall_s": flight.stall_s, "size_bytes": _size_bytes(saved)}
-        if isinstance(saved.storage_meta, SaveMeta):
-            figures |= {**saved.storage_meta.seconds, "retries": saved.storage_meta.retries}
+        metadata = flight.future.result()
+        size_bytes = sum(info.length for info in metadata.storage_data.values())
+        figures = {"upload_s": took_s, "stall_s": flight.stall_s, "size_bytes": size_bytes}
+        if isinstance(metadata.storage_meta, SaveMeta):
+            figures |= {**metadata.storage_meta.seconds, "retries": metadata.storage_meta.retries}
         self.tell("durable", flight.step, flight.path, **figures)
 
     def _retire(self, keep: KeepRule, flight: _Flight) -> None:
-        for found, failure in self._history.retire(keep, {flight.path}):
-            kind = "removed" if failure is None else "not_removed"
-            self.tell(kind, found.step, "no rule keeps it" if failure is None else str(failure))
+        for checkpoint, failure in self.history.retire(keep, {flight.path}):
+            if failure is None:
+                self.tell("removed", checkpoint.step, "no rule keeps it")
+            else:
+                self.tell("not_removed", checkpoint.step, str(failure))
         self._kept.pop(flight.step, None)  # saved anew, after going back
-        kept = {flight.step: "the newest"} | self._history.kept(keep)
+        kept = {flight.step: "the newest"} | self.history.kept(keep)
         for step, reason in sorted(kept.items()):
             if self._kept.get(step) != reason:
                 self.tell("kept", step, reason)
@@ -227,23 +251,23 @@ _all: weakref.WeakSet[Saves] = weakref.WeakSet()
 
 
 def _wait_at_exit() -> None:
-    """For programs that end without closing their manager: removing needs threads, which cannot start any more later."""
+    """Finish removals if a program never closed its manager: later no thread can start."""
     for saves in [*_all]:
         with contextlib.suppress(BaseException):
             saves.wait_booked()
 
 
 threading._register_atexit(_wait_at_exit)  # type: ignore[attr-defined]
-os.register_at_fork(after_in_child=_all.clear)  # a child has none of the threads that would end a save
+os.register_at_fork(after_in_child=_all.clear)  # a child has no thread to end a save
 
 
 @contextlib.contextmanager
 def _nothing_raised() -> Iterator[None]:
-    """Nobody would see it: futures keep what callbacks raise to themselves."""
+    """Log an error that nobody would see, as futures keep what callbacks raise to themselves."""
     try:
         yield
     except Exception:
-        _logger.exception("what follows a save failed")
+        _logger.exception("recording a save, or removing old checkpoints, failed")
 
 
 @contextlib.contextmanager
@@ -256,7 +280,3 @@ def _ended(future: Future[None]) -> Iterator[None]:
 
 def _mean(mean: float | None, value: float) -> float:
     return value if mean is None else mean + _WEIGHT_OF_THE_LAST * (value - mean)
-
-
-def _size_bytes(metadata: Metadata) -> int:
-    return sum(info.length for info in metadata.storage_data.values())

@@ -1,4 +1,4 @@
-"""Whether to save after a step: each rank by itself where the step alone decides, all together where more does."""
+"""Decide whether to save after a step, on all ranks alike."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ __all__ = ["Decisions"]
 
 
 class Decisions:
-    """The rules for saving at work.
+    """Apply the rules for saving.
 
     Attributes:
         preempted: a signal has reached some rank; the same on all ranks.
-        deadline_s: by when the save after that has to be durable, by `time.monotonic`.
     """
 
     def __init__(
@@ -33,16 +32,16 @@ class Decisions:
     ) -> None:
         self._ranks, self._saves, self._mtbf_s = ranks, saves, mtbf_s
         self._max_undurable_s = max_undurable_s
-        self._by_step = [found for found in rule.rules() if not found.needs_clock]
-        self._by_clock = [found for found in rule.rules() if found.needs_clock]
-        preemption = [found for found in rule.rules() if isinstance(found, OnPreemption)]
-        self.preempted = False
-        self.deadline_s = 0.0
-        self._grace_s = max((found.grace_s for found in preemption), default=0.0)
-        self._signals = Signals({number for found in preemption for number in found.signals})
+        self._by_step = [rule for rule in rule.rules() if not rule.needs_clock]
+        self._by_clock = [rule for rule in rule.rules() if rule.needs_clock]
+        preemption = [rule for rule in self._by_clock if isinstance(rule, OnPreemption)]
+        self.preempted = self._has_stepped = False
+        self._deadline_s = 0.0
+        self._grace_s = max((rule.grace_s for rule in preemption), default=0.0)
+        self._signals = Signals({signal for rule in preemption for signal in rule.signals})
 
-    def reason(self, moment: Moment, *, settle: Callable[[], None]) -> str | None:
-        """Why to save now, if at all; the same answer on all ranks, in other words perhaps.
+    def reason(self, step: int, *, is_last: bool, settle: Callable[[], None]) -> str | None:
+        """Return the reason to save now, or None. Ranks agree on whether; wording may differ.
 
         Args:
             settle: called on all ranks when a save has failed on one.
@@ -50,15 +49,18 @@ class Decisions:
         Raises:
             SaveFailed: nothing has become durable for too long.
         """
+        is_first = not self._has_stepped and not self._saves.steps
+        self._has_stepped = True
+        moment = Moment(step, is_first=is_first, is_last=is_last)
         reason = _first_reason(self._by_step, moment)
         if not self._by_clock and self._max_undurable_s is None:
             return reason
         by_clock, overdue = self._by_clocks(moment) if self._ranks.rank == 0 else (None, False)
         signal = self._signals.received
-        told = [signal is not None, by_clock is not None, self._saves.failed, overdue]
-        signalled, due, failed, overdue_anywhere = self._ranks.most(told)
+        own = [signal is not None, by_clock is not None, self._saves.failed, overdue]
+        signalled, due, failed, overdue_anywhere = self._ranks.most(own)
         if self.preempted or signalled:
-            self.deadline_s = time.monotonic() + self._grace_s
+            self._deadline_s = time.monotonic() + self._grace_s
         if failed:
             settle()
         if overdue_anywhere:
@@ -67,15 +69,19 @@ class Decisions:
             self.preempted = True
             return f"{signal} asks this rank to end" if signal else "a signal asks another rank to end"
         if due:
-            return by_clock or "the first rank decided so"
+            return by_clock or "a rule on rank 0's clock asked for it"
         return reason
 
+    def patience_s(self) -> float | None:
+        """Return how long to wait for the save in flight; None without a limit."""
+        return max(0.0, self._deadline_s - time.monotonic()) if self.preempted else self._max_undurable_s
+
     def close(self) -> None:
-        """Give signals back."""
+        """Restore the signal handlers."""
         self._signals.close()
 
     def _by_clocks(self, moment: Moment) -> tuple[str | None, bool]:
-        """What the first rank's clock says: why to save now, and whether it has been too long."""
+        """Return (reason to save now by this rank's clock or None, whether it is overdue)."""
         saves, now_s = self._saves, time.monotonic()
         overdue = self._max_undurable_s is not None and now_s - saves.durable_at_s > self._max_undurable_s
         if saves.busy:
@@ -93,9 +99,9 @@ class Decisions:
         cause = self._saves.last_failure
         why = "" if cause is None else f"; the last failure: {cause}"
         return SaveFailed(
-            f"nothing has become durable for {self._max_undurable_s:g} s (max_undurable_s){why}"
+            f"no checkpoint has become durable for {self._max_undurable_s:g} s (max_undurable_s){why}"
         )
 
 
 def _first_reason(rules: list[SaveRule], moment: Moment) -> str | None:
-    return next((why for rule in rules if (why := rule.due(moment))), None)
+    return next((reason for rule in rules if (reason := rule.due(moment))), None)

@@ -1,4 +1,4 @@
-"""Signals that ask a job to end: noted when they come, obeyed at the end of a step."""
+"""Note signals that ask a job to end, so that they are obeyed at the end of a step."""
 
 from __future__ import annotations
 
@@ -14,23 +14,26 @@ __all__ = ["Signals"]
 
 
 class Signals:
-    """Notes signals in the place of what they would do by themselves, until `close`.
+    """Note signals until `close`, in place of their default action, which ends the program.
 
-    A handler that the program had installed is still called; the default action, which ends it, is not taken.
+    A handler that the program had installed is still called.
     """
 
     def __init__(self, signals: Iterable[signal.Signals]) -> None:
         signals = [*signals]
         if signals and threading.current_thread() is not threading.main_thread():
-            raise ConfigurationError("on_preemption: signals can be handled in the main thread only")
+            raise ConfigurationError(
+                "saving.on_preemption handles signals, which only the main thread can; make the manager there"
+            )
         self.received: str | None = None
         self._previous: dict[signal.Signals, Any] = {}
         for number in signals:
             self._previous[number] = signal.signal(number, self._note)
 
     def close(self) -> None:
+        """Restore the handlers."""
         for number, handler in self._previous.items():
-            # None: it was not installed from Python, and cannot be put back from there.
+            # None: it was not installed from Python, and cannot be restored from there.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._previous = {}
 

@@ -1,4 +1,4 @@
-"""Loading that names every key that is missing in a checkpoint, or that it has and nobody asks for."""
+"""Load strictly: name every key that a checkpoint lacks, or has and nobody asks for."""
 
 from __future__ import annotations
 
@@ -22,16 +22,21 @@ _MAX_NAMES = 20
 
 
 class NamingLoadPlanner(DefaultLoadPlanner):
-    """DCP's planner, strict in both directions, or in none.
+    """Plan a load as DCP does, strict in both directions, or in none.
 
-    Keys below a top-level name that is not in the state are of no concern: who asks for `model` gets it from a
-    checkpoint that also holds an optimizer.
+    Keys below a top-level name that is not in the state do not count: `model` alone can be loaded
+    from a checkpoint that also holds an optimizer.
 
     Args:
-        strict: a key that is missing, or left over, is an error; otherwise it keeps its value, or is left out.
+        strict: a key that is missing, or left over, is an error; otherwise it keeps its value, or
+            is left out.
         optional: top-level names that may be missing, also in part, or left over.
-        optimizers: top-level names of states as `OptimizerState` has them. What they hold for a parameter of which
-            the checkpoint has nothing is set to zero: the parameter had got no gradient yet when it was saved.
+        optimizers: top-level names of states as `OptimizerState` has them. Their state of a
+            parameter of which the checkpoint has nothing is set to zero: the parameter had no
+            gradient yet.
+
+    Attributes:
+        missing: keys of the state that the checkpoint does not have, set by `create_local_plan`.
     """
 
     def __init__(
@@ -48,9 +53,8 @@ class NamingLoadPlanner(DefaultLoadPlanner):
         anew = self._not_begun(self.missing)
         self._judge("the checkpoint lacks", [fqn for fqn in self.missing if fqn not in anew])
         if anew:
-            _logger.warning(
-                "the checkpoint has no optimizer state, which begins at zero, for %s", _some(sorted(anew))
-            )
+            names = _some(sorted(anew))
+            _logger.warning("optimizer state that the checkpoint lacks begins at zero: %s", names)
             for fqn in anew:
                 _zero(self.state_dict[fqn])
         return plan
@@ -60,40 +64,34 @@ class NamingLoadPlanner(DefaultLoadPlanner):
         asked = {item.dest_index.fqn for plan in global_plan for item in plan.items} | self.state_dict.keys()
         tops = {_top(fqn) for fqn in asked} - self._optional
         stored = self._stored().state_dict_metadata
-        left_over = [fqn for fqn in stored if _top(fqn) in tops and fqn not in asked]
-        self._judge(
-            "the state lacks, and the checkpoint has,", sorted(f for f in left_over if _holds(stored[f]))
-        )
+        left_over = [fqn for fqn in stored if _top(fqn) in tops and fqn not in asked and _holds(stored[fqn])]
+        self._judge("the state lacks, and the checkpoint has,", sorted(left_over))
         return super().create_global_plan(global_plan)
 
     def _not_begun(self, missing: Collection[str]) -> set[str]:
-        """The keys of parameters of which the optimizer had nothing to save, though it had of others."""
+        """Find keys of parameters without optimizer state in a checkpoint that has others'."""
         stored = sorted(self._stored().state_dict_metadata)
 
         def has_below(*path: object) -> bool:
             prefix = "".join(f"{name}." for name in path)
-            place = bisect.bisect(stored, prefix)
-            return place < len(stored) and stored[place].startswith(prefix)
+            number = bisect.bisect(stored, prefix)
+            return number < len(stored) and stored[number].startswith(prefix)
 
-        found: set[str] = set()
-        for fqn in missing:
-            path = self.mappings[fqn]
+        def is_new(path: tuple[object, ...]) -> bool:
             of_optimizer = path[0] in self._optimizers and path[1:2] == ("state",)
-            if of_optimizer and has_below(*path[:2]) and not has_below(*path[:3]):
-                found.add(fqn)
-        return found
+            return of_optimizer and has_below(*path[:2]) and not has_below(*path[:3])
+
+        return {fqn for fqn in missing if is_new(self.mappings[fqn])}
 
     def _stored(self) -> Metadata:
         assert self.metadata is not None  # DCP has set it by now
         return self.metadata
 
-    def _judge(self, what: str, fqns: Collection[str]) -> None:
-        if not fqns:
-            return
-        text = f"{what} {_some(fqns)}"
-        if self._strict:
-            raise LoadFailed(f"{text}; strict=False loads the rest")
-        _logger.warning("%s", text)
+    def _judge(self, fault: str, fqns: Collection[str]) -> None:
+        if fqns and self._strict:
+            raise LoadFailed(f"{fault} {_some(fqns)}; strict=False loads the rest")
+        if fqns:
+            _logger.warning("%s %s", fault, _some(fqns))
 
 
 def _some(fqns: Collection[str]) -> str:
@@ -114,5 +112,5 @@ def _top(fqn: str) -> str:
 
 
 def _holds(description: object) -> bool:
-    """Whether there is anything to ask for: nobody reads a tensor without elements."""
+    """Tell whether there is anything to read: a tensor without elements is never asked for."""
     return isinstance(description, BytesStorageMetadata) or 0 not in getattr(description, "size", ())
