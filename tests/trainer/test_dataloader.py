@@ -346,7 +346,7 @@ def test_documents_without_tokens_at_the_very_end() -> None:
 
 def test_a_shard_without_tokens() -> None:
     (loader,) = loaders_of(Numbered([4, 4, 0, 0]), 1, None, shards=2, seed=None, sequence_length=4)
-    with pytest.raises(ConfigurationError, match=r"shard 1.*has no tokens"):
+    with pytest.raises(ConfigurationError, match=r"shard 1.*no document of the shard has tokens"):
         rows(loader, 9)
 
 
@@ -401,13 +401,13 @@ def test_positions_that_cannot_be_are_refused(position: list[int]) -> None:
     (loader,) = loaders_of(Numbered([9] * 60), 1, None, shards=5, sequence_length=8)
     state = loader.state_dict()
     state["shards"]["data"]["000003"] = torch.tensor(position)
-    with pytest.raises(FormatError, match="data, shard 3"):
+    with pytest.raises(FormatError, match="'data', shard 3: impossible"):
         loader.load_state_dict(state)
     state["shards"]["data"]["000003"] = torch.tensor([0, 0, 0])
-    with pytest.raises(FormatError, match="data, shard 3: no position can be read"):
+    with pytest.raises(FormatError, match="'data', shard 3: not a position"):
         loader.load_state_dict(state)
     del state["shards"]["data"]["000003"]
-    with pytest.raises(FormatError, match="data, shard 3: no position can be read"):
+    with pytest.raises(FormatError, match="'data', shard 3: not a position"):
         loader.load_state_dict(state)
     with pytest.raises(FormatError, match="settings"):
         loader.load_state_dict({**loader.state_dict(), "settings": "{"})
@@ -420,7 +420,8 @@ def test_an_offset_beyond_its_document() -> None:
     state["shards"]["data"]["000001"] = torch.tensor([0, 0, 0, 1])
     loader.load_state_dict(state)
     with pytest.raises(
-        ConfigurationError, match="shard 0, document 0 has 9 tokens, 10 were read: the data changed"
+        ConfigurationError,
+        match="shard 0, document 0 has 9 tokens, but 10 were read before: the data changed",
     ):
         rows(loader, 9)
 
@@ -431,12 +432,12 @@ def test_an_offset_beyond_its_document() -> None:
         ({"shards": 61}, "60 documents, fewer than shards=61"),
         ({"shards": 2, "rank": 0, "world_size": 3}, "2 shards are too few for 3 ranks"),
         ({"sequence_length": 0}, "sequence_length must be positive"),
-        ({"epochs": 1}, "give pad_token"),
-        ({"rank": 3, "world_size": 3}, "rank 3 is not among 3"),
+        ({"epochs": 1}, "epochs= needs pad_token="),
+        ({"rank": 3, "world_size": 3}, "rank must be from 0 to 2 .*, not 3"),
         ({"rank": 1}, "both, or neither"),
-        ({"weights": {"other": 1.0}}, "weights are positive numbers for each of data"),
-        ({"weights": {"data": 0.0}}, "weights are positive numbers"),
-        ({"eos_token": 2**70}, "do not fit int64|not a run of tokens"),
+        ({"weights": {"other": 1.0}}, "weights must be a positive number for each of data"),
+        ({"weights": {"data": 0.0}}, "weights must be a positive number"),
+        ({"eos_token": 2**70}, "do not fit int64|must be one list of integer tokens"),
     ],
 )
 def test_wrong_arguments(options: dict[str, Any], message: str) -> None:

@@ -140,7 +140,7 @@ def _hang(tokens: Any) -> Any:
 
 def test_an_error_of_a_worker_is_raised_as_it_is() -> None:
     dataset = ShardedDataset(MapSource([["no", "tokens"]] * 4), shards=2, sequence_length=2)
-    with pytest.raises(ConfigurationError, match="not a run of tokens"):
+    with pytest.raises(ConfigurationError, match="must be one list of integer tokens"):
         next(iter(RescalableLoader(dataset, batch_size=1, num_workers=1)))
 
 

@@ -46,7 +46,7 @@ def test_going_back_while_a_save_is_in_flight(tmp_path: Path) -> None:
         assert manager.restore(state_of(-1, MIB), step=1) is not None
         assert manager.step(5, state_of(5, MIB))
     with ckpt.CheckpointManager(tmp_path, save=saving.every_steps(1)) as manager:
-        assert [step for step, _ in manager._history.candidates()] == [5, 1], "step 2 was given up"
+        assert [step for step, _ in manager._saves.history.candidates()] == [5, 1], "step 2 was given up"
 
 
 def test_the_newest_is_that_in_flight(tmp_path: Path) -> None:
