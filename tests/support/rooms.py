@@ -92,7 +92,7 @@ ROOMS: Mapping[str, Room] = {
         (
             *_FLOOR,
             _REGISTRY,
-            "ckpt.backends.wrapper",
+            "ckpt.backends.prefix",
             "ckpt.format",
             "ckpt.stock",
             "ckpt.transfer",
