@@ -83,7 +83,7 @@ class SaveTask:
         try:
             with _timed(found, "transfer_s"):
                 writer.set_up_storage_writer(False, rank=self.rank, use_collectives=True)
-                tell(f"{rank_directory(self.rank)}/{writer._token}")
+                tell(f"{rank_directory(self.rank)}/{writer.storage_meta().save_id}")
                 writer.prepare_local_plan(SavePlan([]))
                 found.results = writer.write_data(self.plan, SaveShard(tensors)).wait()
         finally:

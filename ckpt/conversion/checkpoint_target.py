@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ckpt.backends.base import exists
-from ckpt.consistency import environment
 from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY, proves_no_commit
 from ckpt.conversion.job import Job, deal, is_settled
 from ckpt.conversion.output_files import OutputFiles
@@ -38,10 +36,9 @@ from ckpt.writing.coordinator import Coordinator
 from ckpt.writing.layout import Entry, spread
 from ckpt.writing.rank_files import RankFiles
 from ckpt.writing.receipts import RankReceipt, collect
+from ckpt.writing.save_objects import SaveObjects
 
 __all__ = ["write_checkpoint", "write_stock_checkpoint"]
-
-_logger = logging.getLogger(__name__)
 
 _MAX_CHUNK_BYTES = 4 << 30
 _MIN_CHUNK_BYTES = 64 << 20
@@ -66,15 +63,12 @@ class _Chunk:
 def write_checkpoint(job: Job) -> None:
     """Write a checkpoint of this library. It is one when it is committed; what was there before stays until then."""
     store, ranks = job.place.folder, job.ranks
-    token, written = environment.token(), list[str]()
+    objects = SaveObjects(ranks.rank)
     chunks = _chunks(job)
-    coordinator = Coordinator(store, 0, token, job.pool, written) if ranks.rank == 0 else None
+    coordinator = Coordinator(store, objects, job.pool) if ranks.rank == 0 else None
 
     def discard() -> None:
-        try:
-            store.delete(written)
-        except Exception as error:  # a failed conversion has an error of its own to report
-            _logger.warning("what the conversion had written could not be deleted: %s", error)
+        objects.discard(store)
 
     def begin() -> None:
         store.prepare(rank_directory(ranks.rank))
@@ -85,7 +79,7 @@ def write_checkpoint(job: Job) -> None:
     def write() -> RankReceipt:
         mine = _share(job, chunks)
         counter = job.counter(sum(chunk.nbytes for chunk in mine))
-        files = RankFiles(store, ranks.rank, token, job.pool, written, counter.add)
+        files = RankFiles(store, objects, job.pool, counter.add)
         _put(job, mine, files.put)
         receipt = files.receipt(last_segment(store.url), files.put_manifest())
         job.source.check_unchanged()

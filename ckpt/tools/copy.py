@@ -35,7 +35,7 @@ from ckpt.errors import (
     NotFound,
 )
 from ckpt.format.columns import Columns, columns_of
-from ckpt.format.names import ObjectName, data_key, index_key, manifest_key, rank_directory
+from ckpt.format.names import ObjectName, data_key, manifest_key, rank_directory
 from ckpt.format.records import (
     CommitRecord,
     FileRecord,
@@ -54,6 +54,7 @@ from ckpt.transfer.file_body import FileBody
 from ckpt.transfer.relay_bodies import RunReader, VerifiedBody
 from ckpt.transfer.threads import in_order, thread_pool
 from ckpt.writing.coordinator import Coordinator
+from ckpt.writing.save_objects import SaveObjects
 
 __all__ = ["Copied", "copy"]
 
@@ -191,8 +192,7 @@ class _Copy:
         self._stop = threading.Event()
         self._source_columns = columns_of(checkpoint.metadata, url=source.url)
         self._indexed = IndexedItems(self._source_columns)
-        self._token = secrets.token_hex(8)
-        self._written: list[str] = []
+        self._objects = SaveObjects()
         self._paths: dict[str, str] = {}
         self._refs: list[ManifestRef] = []
         self._leftovers = _Leftovers()
@@ -202,7 +202,7 @@ class _Copy:
         if not self._overwrite and self._is_there():
             self._done.already_there = True
             return
-        coordinator = Coordinator(self._to, 0, self._token, self._pool, self._written)
+        coordinator = Coordinator(self._to, self._objects, self._pool)
         coordinator.look(overwrite=self._overwrite)
         self._look_for_leftovers()
         self._to.prepare(rank_directory(0))
@@ -222,7 +222,7 @@ class _Copy:
             coordinator.commit_columns(columns, record)
         except CheckpointError as error:
             if proves_no_commit(error):
-                self._to.delete([index_key(0, self._token)])
+                self._objects.discard(self._to)  # the index; data files serve the next attempt
             raise
 
     # -- the source ------------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ class _Copy:
                 f"the source is not whole: {damage.message}", url=self._from.url, key=damage.key
             )
         files = [self._paths[path] for path in self._source_columns.files]
-        return dataclasses.replace(self._source_columns, files=files, save_id=self._token)
+        return dataclasses.replace(self._source_columns, files=files, save_id=self._objects.token)
 
     def _compare(self, manifest: RankManifest) -> None:
         """Raise FormatError where the index says something else than a manifest: no copy of it would be whole."""

@@ -53,6 +53,7 @@ from ckpt.transfer.buffer_pool import StagingPool
 from ckpt.transfer.file_body import FileBody
 from ckpt.transfer.threads import workers
 from ckpt.writing.receipts import RankReceipt, collect
+from ckpt.writing.save_objects import SaveObjects
 
 __all__ = ["Coordinator", "stock_metadata_of"]
 
@@ -65,14 +66,12 @@ class Coordinator:
     def __init__(
         self,
         store: Store,
-        rank: int,
-        token: str,
+        objects: SaveObjects,
         pool: StagingPool,
-        written: list[str],
         confirm_timeout_s: float | None = None,
     ) -> None:
-        """`written` gets the name of what is written, before it exists."""
-        self._store, self._rank, self._token, self._pool, self._written = store, rank, token, pool, written
+        """`objects` gets the name of what is written, before it exists; the commit releases them all."""
+        self._store, self._objects, self._pool = store, objects, pool
         self._confirm_timeout_s = confirm_timeout_s
         self._previous: StoredCommit | None = None
         self._stock_seal = b""
@@ -126,19 +125,19 @@ class Coordinator:
         """Write the index of `columns` and commit `record`, which lacks it. Raises as `commit`."""
         with no_gc():
             index, stock_metadata = self._index(columns), self._stock_metadata(columns)
-        key = index_key(self._rank, self._token)
-        self._written.append(key)
+        key = index_key(self._objects.rank, self._objects.token)
+        self._objects.add(key)
         try:
             self._store.put(key, index)
             ref = ObjectRef(path=key, size_bytes=index.nbytes, crc64nvme=f"{index.crc64nvme():016x}")
-            sealed = encode(msgspec.structs.replace(record, id=self._token, index=ref))
+            sealed = encode(msgspec.structs.replace(record, id=self._objects.token, index=ref))
             if self._previous is None:
-                learn_condition(self._store, probe_key(self._rank, self._token))
+                learn_condition(self._store, probe_key(self._objects.rank, self._objects.token))
             acknowledged = self._publish(sealed, stock_metadata)
         except CommitUnknown:
-            self._written.clear()
+            self._objects.release()
             raise
-        self._written.clear()  # it is the checkpoint's now
+        self._objects.release()
         with contextlib.suppress(Exception):  # nothing after the commit may make the save look failed
             _logger.info("committed %s (%d ranks)", self._store.url, record.world_size)
             # A store that has not answered may not be done with the old record either.
@@ -155,7 +154,7 @@ class Coordinator:
                 "None can be stored safely"
             ) from None
         columns = collect(metadata, sorted(receipts, key=lambda receipt: receipt.rank))
-        columns.save_id, columns.version = self._token, CURRENT_DCP_VERSION
+        columns.save_id, columns.version = self._objects.token, CURRENT_DCP_VERSION
         return columns
 
     def _index(self, columns: Columns) -> FileBody:
@@ -177,7 +176,7 @@ class Coordinator:
     ) -> CommitRecord:
         manifests = [receipt.manifest for receipt in receipts if receipt.manifest is not None]
         return CommitRecord(
-            id=self._token,
+            id=self._objects.token,
             created_at=_iso(environment.now()),
             library=_library_version(),
             torch=str(torch.__version__),

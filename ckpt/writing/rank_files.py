@@ -16,6 +16,7 @@ from ckpt.transfer.file_body import FileBody, FileItem
 from ckpt.transfer.threads import run_all, workers
 from ckpt.writing.layout import Entry, place
 from ckpt.writing.receipts import PlacedItem, RankReceipt, pack_items
+from ckpt.writing.save_objects import SaveObjects
 
 __all__ = ["RankFiles"]
 
@@ -24,22 +25,19 @@ class RankFiles:
     """Writes the files of one rank in one save, and keeps the record of them.
 
     Args:
-        written: gets the name of every object before it exists, for whoever has to clean up.
+        objects: gets the name of every object before it exists.
         pace: called before bytes are sent (`ckpt.backends.base.Part`).
     """
 
     def __init__(
         self,
         store: Store,
-        rank: int,
-        token: str,
+        objects: SaveObjects,
         pool: StagingPool,
-        written: list[str],
         pace: Callable[[int], None] | None,
     ) -> None:
         self.data_bytes = 0
-        self._store, self._rank, self._token, self._pool = store, rank, token, pool
-        self._written, self._pace = written, pace
+        self._store, self._objects, self._pool, self._pace = store, objects, pool, pace
         self._records: list[FileRecord] = []
         self._items: list[ItemRecord] = []
         self._placed: list[PlacedItem] = []
@@ -53,11 +51,13 @@ class RankFiles:
                 raise StorageError("stopped: another file of this rank failed")
 
         first = len(self._records)
-        keys = [data_key(self._rank, self._token, first + number) for number in range(len(files))]
+        keys = [
+            data_key(self._objects.rank, self._objects.token, first + number) for number in range(len(files))
+        ]
         with no_gc():
             placed = [place(entries) for entries in files]
         bodies = [FileBody(items, self._pool, check, self._pace) for items in placed]
-        self._written += keys
+        self._objects.add(*keys)
         with workers(max(len(files), 1), "ckpt-file") as threads:
             run_all(
                 threads,
@@ -82,28 +82,28 @@ class RankFiles:
 
     def receipt(self, place: str, manifest: ManifestRef | None) -> RankReceipt:
         names = [record.path for record in self._records]
-        return RankReceipt(self._rank, place, manifest, names, pack_items(self._placed))
+        return RankReceipt(self._objects.rank, place, manifest, names, pack_items(self._placed))
 
     def put_manifest(self) -> ManifestRef | None:
         """Write the manifest; None if the rank had nothing to write."""
         if not self._items:
             return None
         manifest = RankManifest(
-            rank=self._rank,
-            token=self._token,
+            rank=self._objects.rank,
+            token=self._objects.token,
             block_size_bytes=BLOCK_SIZE_BYTES,
             files=self._records,
             items=self._items,
         )
-        key = manifest_key(self._rank, self._token)
+        key = manifest_key(self._objects.rank, self._objects.token)
         body = FileBody.of_bytes(encode(manifest), self._pool)
-        self._written.append(key)
+        self._objects.add(key)
         self._store.put(key, body)
         return ManifestRef(
             path=key,
             size_bytes=body.nbytes,
             crc64nvme=f"{body.crc64nvme():016x}",
-            rank=self._rank,
+            rank=self._objects.rank,
             files=len(self._records),
             items=len(self._items),
             data_bytes=self.data_bytes,

@@ -47,6 +47,7 @@ from ckpt.writing.layout import (
 )
 from ckpt.writing.rank_files import RankFiles
 from ckpt.writing.receipts import RankReceipt
+from ckpt.writing.save_objects import SaveObjects
 
 __all__ = ["CheckpointWriter", "SaveMeta"]
 
@@ -116,8 +117,7 @@ class CheckpointWriter(StorageWriter):
         self.progress = Progress()
         self._store = self._open(url)
         self._rank = 0
-        self._token = environment.token()
-        self._written: list[str] = []
+        self._objects = SaveObjects()
         self._began_at_s: dict[str, float] = {}
         self._retries_before = 0
         self._coordinator: Coordinator | None = None
@@ -132,7 +132,7 @@ class CheckpointWriter(StorageWriter):
             self._url, self._store = os.fspath(checkpoint_id), store
 
     def storage_meta(self) -> StorageMeta:
-        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._token)
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._objects.token)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if not kwargs.get("use_collectives", True):
@@ -142,9 +142,7 @@ class CheckpointWriter(StorageWriter):
                 url=self.checkpoint_id,
             )
         self._rank = kwargs.get("rank") or 0
-        # Drawn for each save: no name is ever written twice, so a store that lags can only show "not there".
-        self._token = environment.token()
-        self._written = []
+        self._objects = SaveObjects(self._rank)
         self._coordinator = None
         self._began_at_s = {"plan_s": environment.monotonic()}
         self._retries_before = self._store.retries
@@ -153,9 +151,7 @@ class CheckpointWriter(StorageWriter):
         if is_coordinator:
             # With what went before, less than it takes the other ranks to give this one up.
             confirm_s = None if self._limit_s is None else self._limit_s / 8
-            self._coordinator = Coordinator(
-                self._store, self._rank, self._token, self._pool, self._written, confirm_s
-            )
+            self._coordinator = Coordinator(self._store, self._objects, self._pool, confirm_s)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         with self._errors_named():
@@ -207,7 +203,7 @@ class CheckpointWriter(StorageWriter):
             metadata.__dict__.update(described.__dict__)
             metadata.storage_meta = SaveMeta(
                 self.checkpoint_id,
-                self._token,
+                self._objects.token,
                 seconds=_durations(self._began_at_s),
                 retries=self._retries() + sum(r.retries for r in receipts if r.rank != self._rank),
             )
@@ -230,11 +226,7 @@ class CheckpointWriter(StorageWriter):
     def discard(self) -> None:
         """Delete what this rank wrote in the current save. Only for a save that surely was not committed."""
         self.progress.clean_up()
-        written, self._written = self._written, []
-        try:
-            self._store.delete(written)
-        except Exception as error:  # a failed save has an error of its own to report
-            _logger.warning("rank %d could not clean up after a failed save: %s", self._rank, error)
+        self._objects.discard(self._store)
 
     def close(self) -> None:
         """Release connections and threads. The writer can be used again; it then opens new ones."""
@@ -261,7 +253,7 @@ class CheckpointWriter(StorageWriter):
         started_s = time.monotonic()
         _wait_for_devices()
         pace = None if self._pacer is None else self._pacer.wait
-        files = RankFiles(self._store, self._rank, self._token, self._pool, self._written, pace)
+        files = RankFiles(self._store, self._objects, self._pool, pace)
         objects: list[Entry] = []
         objects_bytes = 0
         byte_items = [item for item in plan.items if item.type == WriteItemType.BYTE_IO]

@@ -1,0 +1,47 @@
+"""Keep the names of what one rank writes in one save, so that a failed save leaves nothing behind."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+from ckpt.backends.base import Store
+from ckpt.consistency import environment
+
+__all__ = ["SaveObjects"]
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass
+class SaveObjects:
+    """The objects of one rank in one save that no checkpoint lists yet.
+
+    Attributes:
+        token: drawn for each save. No name is ever written twice, so a store that lags can only show "not there".
+    """
+
+    rank: int = 0
+    token: str = field(default_factory=lambda: environment.token())
+    _keys: list[str] = field(default_factory=list)
+
+    def add(self, *keys: str) -> None:
+        """Note objects, before they exist."""
+        self._keys += keys
+
+    def release(self) -> None:
+        """Forget all objects: a checkpoint lists them now, or may do so."""
+        self._keys.clear()
+
+    def discard(self, store: Store) -> None:
+        """Delete all objects, as well as it goes. Only for a save that was surely not committed."""
+        keys, self._keys = self._keys, []
+        try:
+            store.delete(keys)
+        except Exception as error:  # a failed save has an error of its own to report
+            _logger.warning(
+                "rank %d could not delete what a failed save wrote to %s (`ckpt gc` can): %s",
+                self.rank,
+                store.url,
+                error,
+            )
