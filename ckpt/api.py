@@ -14,11 +14,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
-
-# `dcp.save` and `dcp.load` without what is done here instead, between all ranks (arguments, `state_dict()`),
-# and without their warning that a single process may have been meant to be several.
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
-from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 
 from ckpt.backends.options import redact_url
@@ -28,6 +23,7 @@ from ckpt.format.names import last_segment
 from ckpt.ranks.group import DEFAULT_TIMEOUT_S, Ranks, RanksFailed, portable
 from ckpt.ranks.lost_ranks import lost, summary
 from ckpt.reading.reader import CheckpointReader
+from ckpt.torch_private import load_state_dict, save_state_dict
 from ckpt.writing.background import Background
 from ckpt.writing.stager import Stager
 from ckpt.writing.writer import CheckpointWriter
@@ -183,7 +179,7 @@ def load(
         ranks.progress = reader.progress
         try:
             _open_together(reader, ranks)
-            _load_state_dict(
+            load_state_dict(
                 values,
                 storage_reader=reader,
                 planner=planner,
@@ -228,7 +224,7 @@ def _save(
     state_dict: dict[str, Any], writer: CheckpointWriter, planner: SavePlanner | None, ranks: Ranks
 ) -> Metadata:
     try:
-        return _save_state_dict(
+        return save_state_dict(
             state_dict,
             storage_writer=writer,
             planner=planner,

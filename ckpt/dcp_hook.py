@@ -4,29 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from types import ModuleType
 from typing import Any
 
-from torch.distributed.checkpoint import (
-    _async_process_executor,
-    _storage_utils,
-    state_dict_loader,
-    state_dict_saver,
-)
-
 from ckpt.reading.reader import CheckpointReader
+from ckpt.torch_private import STORAGE_SETUP, modules_with_storage_setup, process_executor
 from ckpt.writing.writer import CheckpointWriter
 
 __all__ = ["install", "uninstall"]
 
-_CHOICE = "_storage_setup"
-"""The function by which DCP finds a writer or reader; two modules have imported it by name."""
-
-_MODULES: tuple[ModuleType, ...] = (_storage_utils, state_dict_saver, state_dict_loader)
-_PROCESS = _async_process_executor._ProcessBasedAsyncCheckpointExecutor
-
-_stock_choice: Callable[..., Any] = getattr(_storage_utils, _CHOICE)
-_stock_execute_save: Callable[..., Any] = _PROCESS.execute_save
+_MODULES = modules_with_storage_setup()
+_stock_choice: Callable[..., Any] = getattr(_MODULES[0], STORAGE_SETUP)
+_stock_execute_save: Callable[..., Any] = process_executor().execute_save
 
 
 def install(*, storage_options: Mapping[str, Any] | None = None) -> None:
@@ -54,12 +42,12 @@ def install(*, storage_options: Mapping[str, Any] | None = None) -> None:
         return _stock_execute_save(self, *args, **kwargs)
 
     for module in _MODULES:
-        setattr(module, _CHOICE, choose)
-    _PROCESS.execute_save = execute_save  # type: ignore[method-assign]
+        setattr(module, STORAGE_SETUP, choose)
+    process_executor().execute_save = execute_save
 
 
 def uninstall() -> None:
     """Undo `install`; harmless without it."""
     for module in _MODULES:
-        setattr(module, _CHOICE, _stock_choice)
-    _PROCESS.execute_save = _stock_execute_save  # type: ignore[method-assign]
+        setattr(module, STORAGE_SETUP, _stock_choice)
+    process_executor().execute_save = _stock_execute_save

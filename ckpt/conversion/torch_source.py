@@ -9,8 +9,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from ckpt.backends.base import ObjectStat, Store
 from ckpt.conversion.locations import Place
@@ -21,6 +19,7 @@ from ckpt.format.stored_tensor import StoredTensor
 from ckpt.stock.item_archive import check_archive, is_stored_as_it_is
 from ckpt.stock.payload_finder import ItemWindow
 from ckpt.stock.safe_load import first_line, reason
+from ckpt.torch_private import FakeTensor, FakeTensorMode, checkpoint_offset, flatten_state_dict
 
 __all__ = ["TorchFileSource"]
 
@@ -121,11 +120,11 @@ class TorchFileSource(FileSource):
         """Note where a tensor is; returns what tells whether another one is the same memory."""
         shape, strides = tuple(tensor.shape), tuple(tensor.stride()) if _is_plain(tensor) else ()
         self.tensors[name] = TensorFacts(tensor.dtype, shape, tensor.requires_grad)
-        offset = getattr(tensor.untyped_storage(), "_checkpoint_offset", None) if _is_plain(tensor) else None
+        offset = checkpoint_offset(tensor) if _is_plain(tensor) else None
         if offset is None:
             self._refused[name] = f"a {tensor.layout} {type(tensor).__name__} of {tensor.dtype}"
             return (name,)
-        first = offset + tensor.storage_offset() * tensor.element_size()
+        first = offset + int(tensor.storage_offset()) * tensor.element_size()
         # A dimension without steps is one row many times.
         stored_shape = tuple(1 if step == 0 else n for n, step in zip(shape, strides, strict=True))
         stored_strides = tuple(max(step, 1) for step in strides)

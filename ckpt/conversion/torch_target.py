@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 
 from ckpt.conversion.job import Job
 from ckpt.conversion.output_files import OutputFile, OutputFiles
@@ -20,6 +19,7 @@ from ckpt.conversion.source import Source
 from ckpt.errors import ConfigurationError, FormatError
 from ckpt.format.planner_data import check_planner_data
 from ckpt.stock.item_frame import save_without_crc32, untouched_memory
+from ckpt.torch_private import unflatten_state_dict
 from ckpt.transfer.file_body import BytesPayload, FileItem
 
 __all__ = ["write_torch_file"]

@@ -16,7 +16,6 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -28,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ckpt.errors import FormatError
+from ckpt.torch_private import StorageInfo
 
 __all__ = [
     "Chunks",
@@ -113,15 +113,15 @@ class Columns:
         chunks: Any = Chunks(self, fqn)
         return TensorStorageMetadata(properties, torch.Size(entry.size), chunks)
 
-    def info(self, index: MetadataIndex) -> _StorageInfo:
+    def info(self, index: MetadataIndex) -> StorageInfo:
         """Where an item is. Raises KeyError."""
         entry = self.entries[index.fqn]
         if isinstance(entry, ObjectRow):
             if index.offset is not None:
                 raise KeyError(index)
-            return _StorageInfo(self.files[entry.file], entry.offset, entry.length)
+            return StorageInfo(self.files[entry.file], entry.offset, entry.length)
         row = entry.row_of(index.offset, index.index)
-        return _StorageInfo(self.files[entry.file[row]], int(entry.offset[row]), int(entry.length[row]))
+        return StorageInfo(self.files[entry.file[row]], int(entry.offset[row]), int(entry.length[row]))
 
 
 class Chunks(Sequence[ChunkStorageMetadata]):
@@ -172,13 +172,13 @@ class Chunks(Sequence[ChunkStorageMetadata]):
         return f"{type(self).__name__}({list(self)!r})"
 
 
-class StorageTable(Mapping[MetadataIndex, _StorageInfo]):
+class StorageTable(Mapping[MetadataIndex, StorageInfo]):
     """`Metadata.storage_data` over columns."""
 
     def __init__(self, columns: Columns) -> None:
         self.columns = columns
 
-    def __getitem__(self, index: MetadataIndex) -> _StorageInfo:
+    def __getitem__(self, index: MetadataIndex) -> StorageInfo:
         return self.columns.info(index)
 
     def __iter__(self) -> Iterator[MetadataIndex]:
@@ -233,9 +233,9 @@ def columns_of(metadata: Metadata, *, url: str) -> Columns:
 
 
 def _places(
-    storage_data: Mapping[MetadataIndex, _StorageInfo],
-) -> dict[str, dict[bytes | None, _StorageInfo]]:
-    places: dict[str, dict[bytes | None, _StorageInfo]] = defaultdict(dict)
+    storage_data: Mapping[MetadataIndex, StorageInfo],
+) -> dict[str, dict[bytes | None, StorageInfo]]:
+    places: dict[str, dict[bytes | None, StorageInfo]] = defaultdict(dict)
     for index, info in storage_data.items():
         places[index.fqn][None if index.offset is None else packed(index.offset)] = info
     return places
@@ -244,7 +244,7 @@ def _places(
 def _tensor(
     fqn: str,
     described: TensorStorageMetadata,
-    infos: dict[bytes | None, _StorageInfo],
+    infos: dict[bytes | None, StorageInfo],
     files: dict[str, int],
     url: str,
 ) -> TensorColumns:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.ranks.heartbeat import Answer, Limits, Watch
 from ckpt.ranks.progress import Progress
+from ckpt.torch_private import default_store, group_names, set_group_timeout
 
 __all__ = ["DEFAULT_TIMEOUT_S", "Ranks", "RanksFailed", "check_timeout", "portable"]
 
@@ -192,7 +193,7 @@ class Ranks:
     def _make_watch(self, call: int) -> Watch:
         kind, members = self._name
         return Watch(
-            dist.distributed_c10d._get_default_store(),
+            default_store(),
             f"{kind}/{zlib.crc32(repr(list(members)).encode())}",
             rank=self.rank,
             size=len(members),
@@ -295,7 +296,7 @@ def _own_group(name: _Name, process_group: Any, connect_timeout_s: float) -> Any
         return None
     else:
         group = dist.new_group(list(members), timeout=timeout, backend="gloo", use_local_synchronization=True)
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=_COLLECTIVE_TIMEOUT_S[purpose]), group)
+    set_group_timeout(group, timedelta(seconds=_COLLECTIVE_TIMEOUT_S[purpose]))
     _own_groups[name] = (world, group)
     return group
 
@@ -307,5 +308,5 @@ def _would_agree_on_a_name(process_group: Any, size: int) -> bool:
     ranks would wait for each other under different names.
     """
     counts: list[Any] = [None] * size
-    dist.all_gather_object(counts, len(dist.distributed_c10d._world.pg_names), group=process_group)
+    dist.all_gather_object(counts, len(group_names()), group=process_group)
     return len(set(counts)) == 1

@@ -10,7 +10,6 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from ckpt.backends.base import Store, check_key, exists, read_bytes
@@ -43,6 +42,7 @@ from ckpt.format.records import (
     read_commit,
 )
 from ckpt.stock.metadata_reader import decode_metadata
+from ckpt.torch_private import StorageInfo
 from ckpt.transfer.fetcher import StoredFile
 
 __all__ = [
@@ -152,7 +152,7 @@ class Checkpoint:
         if self.stored_commit is not None:
             _check_current(self._store, self.stored_commit)
 
-    def prepare(self, infos: Iterable[_StorageInfo], threads: Executor) -> None:
+    def prepare(self, infos: Iterable[StorageInfo], threads: Executor) -> None:
         """Fetch the facts about the files of these items: our manifests, or the sizes of foreign files."""
         if self.commit is None:
             keys = {info.relative_path for info in infos} - self._files.keys()
@@ -187,7 +187,7 @@ class Checkpoint:
             raise FormatError(f"{index.fqn!r} has no chunk at {index.offset}", url=self._store.url)
         return shape, found.properties.dtype
 
-    def file(self, info: _StorageInfo) -> StoredFile:
+    def file(self, info: StorageInfo) -> StoredFile:
         """The file of an item, after `prepare`.
 
         Raises:
@@ -212,7 +212,7 @@ class Checkpoint:
             )
         return file
 
-    def item(self, info: _StorageInfo) -> ItemRecord | None:
+    def item(self, info: StorageInfo) -> ItemRecord | None:
         """The manifest's word on an item, after `prepare`; None in a foreign checkpoint.
 
         Raises:
@@ -243,7 +243,7 @@ class Checkpoint:
             ) from error
         return StoredFile(key, self._store.stat(key).size_bytes)
 
-    def _manifest_key(self, info: _StorageInfo) -> str:
+    def _manifest_key(self, info: StorageInfo) -> str:
         name = ObjectName.parse(info.relative_path)
         key = manifest_key(name.rank, name.token) if name is not None and name.kind == "distcp" else ""
         if key not in self._refs:

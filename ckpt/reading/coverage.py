@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 from torch.distributed.tensor import DTensor
 
 from ckpt.errors import FormatError
+from ckpt.torch_private import create_chunk_list
 from ckpt.transfer.boxes import Box, tiled_box
 
 __all__ = ["check_coverage", "filled_boxes"]
@@ -65,7 +65,7 @@ def _destinations(
             continue
         if isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None:
             continue  # this rank has no part in it
-        for chunk in _create_chunk_list(value):
+        for chunk in create_chunk_list(value):
             yield MetadataIndex(fqn, chunk.offsets), tuple(chunk.sizes)
 
 

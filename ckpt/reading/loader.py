@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
@@ -24,6 +23,7 @@ from ckpt.stock.extensions import untransformed
 from ckpt.stock.item_archive import MemoryFile
 from ckpt.stock.payload_finder import locate_payload
 from ckpt.stock.safe_load import load_tensor_item, safe_object
+from ckpt.torch_private import StorageInfo
 from ckpt.transfer.boxes import Box
 from ckpt.transfer.fetcher import Fetcher, StoredFile
 from ckpt.transfer.read_pieces import NoSink, Piece, region_pieces
@@ -95,7 +95,7 @@ class Loader:
             for then in window.then:
                 then()
 
-    def _windows(self, todo: Sequence[tuple[ReadItem, _StorageInfo]]) -> Iterator[Window]:
+    def _windows(self, todo: Sequence[tuple[ReadItem, StorageInfo]]) -> Iterator[Window]:
         window = Window()
         for item, info in todo:
             target = None if item.type == LoadItemType.BYTE_IO else self._target(item)
@@ -125,7 +125,7 @@ class Loader:
         skipped = sum(offset * stride for offset, stride in steps) * memory.element_size()
         return _Target(given, memory, (item.dest_index, memory.data_ptr() - skipped, memory.stride()))
 
-    def _add(self, window: Window, item: ReadItem, info: _StorageInfo, target: _Target | None) -> None:
+    def _add(self, window: Window, item: ReadItem, info: StorageInfo, target: _Target | None) -> None:
         file = self._checkpoint.file(info)
         if target is None:
             self._read_whole(window, file, info, lambda data: self._load_object(item, info, data))
@@ -145,14 +145,14 @@ class Loader:
         window.then.append(lambda: self._planner.commit_tensor(item, target.given))
 
     def _read_whole(
-        self, window: Window, file: StoredFile, info: _StorageInfo, then: Callable[[bytearray], None]
+        self, window: Window, file: StoredFile, info: StorageInfo, then: Callable[[bytearray], None]
     ) -> None:
         if info.length > _SMALL_ITEM_BYTES:
             # Before memory is set aside for it: the records say it is that long, does the store?
             self._checkpoint.when_visible(lambda: self._check_length(info))
         window.read_whole(file, info, then)
 
-    def _check_length(self, info: _StorageInfo) -> None:
+    def _check_length(self, info: StorageInfo) -> None:
         found = self._store.stat(info.relative_path).size_bytes
         stop = info.offset + info.length
         if found < stop:
@@ -166,7 +166,7 @@ class Loader:
 
     # -- what is read whole ----------------------------------------------------------------------------
 
-    def _load_object(self, item: ReadItem, info: _StorageInfo, data: bytearray) -> None:
+    def _load_object(self, item: ReadItem, info: StorageInfo, data: bytearray) -> None:
         fqn = item.dest_index.fqn
         max_bytes = max(_MAX_EXPANDED_BYTES, _MAX_EXPANSION * info.length)
         data = self._untransformed(item, info, data, max_bytes)
@@ -176,7 +176,7 @@ class Loader:
         safe = safe_object(MemoryFile(data), fqn=fqn, url=self._store.url, key=info.relative_path)
         self._planner.load_bytes(item, safe)
 
-    def _load_tensor(self, item: ReadItem, info: _StorageInfo, data: bytearray, target: _Target) -> None:
+    def _load_tensor(self, item: ReadItem, info: StorageInfo, data: bytearray, target: _Target) -> None:
         fqn, (shape, dtype) = item.storage_index.fqn, self._checkpoint.chunk(item.storage_index)
         max_bytes = max(math.prod(shape) * dtype.itemsize, info.length) + _FRAME_BYTES
         plain_data = MemoryFile(self._untransformed(item, info, data, max_bytes))
@@ -200,9 +200,7 @@ class Loader:
             target.given.copy_(tensor)
         self._planner.commit_tensor(item, target.given)
 
-    def _untransformed(
-        self, item: ReadItem, info: _StorageInfo, data: bytearray, max_bytes: int
-    ) -> bytearray:
+    def _untransformed(self, item: ReadItem, info: StorageInfo, data: bytearray, max_bytes: int) -> bytearray:
         if not info.transform_descriptors:
             return data
         return untransformed(
@@ -216,7 +214,7 @@ class Loader:
 
     # -- where tensors lie -----------------------------------------------------------------------------
 
-    def _stored_tensor(self, index: MetadataIndex, info: _StorageInfo) -> StoredTensor | None:
+    def _stored_tensor(self, index: MetadataIndex, info: StorageInfo) -> StoredTensor | None:
         """The dense tensor in an item, or None if the item has to be read as a whole."""
         shape, dtype = self._checkpoint.chunk(index)
         item = self._checkpoint.item(info)
@@ -240,13 +238,13 @@ class Loader:
             )
         return stored
 
-    def _info(self, index: MetadataIndex) -> _StorageInfo:
+    def _info(self, index: MetadataIndex) -> StorageInfo:
         info = self._checkpoint.metadata.storage_data.get(index)
         if info is None:
             raise FormatError(f"the metadata do not say where {index.fqn!r} is", url=self._store.url)
         return info  # type: ignore[no-any-return]
 
-    def _locate(self, items: Sequence[ReadItem], infos: Sequence[_StorageInfo]) -> None:
+    def _locate(self, items: Sequence[ReadItem], infos: Sequence[StorageInfo]) -> None:
         """Find the payloads of large tensors in a foreign checkpoint."""
         wanted = {
             (info.relative_path, info.offset): info
@@ -257,7 +255,7 @@ class Loader:
             and (info.relative_path, info.offset) not in self._located
         }
 
-        def locate(info: _StorageInfo) -> StoredTensor | None:
+        def locate(info: StorageInfo) -> StoredTensor | None:
             self._checkpoint.file(info)
 
             def read_at(offset: int, buffer: memoryview) -> None:
@@ -273,7 +271,7 @@ def _has_room(window: Window, target: _Target | None) -> bool:
     return target is None or target.memory is None or window.memory.add(target.memory, target.owner)
 
 
-def _frame_pieces(info: _StorageInfo, stored: StoredTensor, block_bytes: int) -> Iterator[Piece]:
+def _frame_pieces(info: StorageInfo, stored: StoredTensor, block_bytes: int) -> Iterator[Piece]:
     """The parts of an item's frame that lie in blocks of their own.
 
     Nothing in them is needed, but whoever loads all of an item learns of any damage to it.

@@ -8,8 +8,8 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 
+from ckpt.torch_private import StorageInfo
 from ckpt.transfer.fetcher import StoredFile
 from ckpt.transfer.read_pieces import MemorySink, Piece
 
@@ -79,7 +79,7 @@ class Window:
     def is_full(self) -> bool:
         return self.extra_bytes > _EXTRA_BYTES or self.tensor_bytes > _TENSOR_BYTES
 
-    def read_whole(self, file: StoredFile, info: _StorageInfo, then: Callable[[bytearray], None]) -> None:
+    def read_whole(self, file: StoredFile, info: StorageInfo, then: Callable[[bytearray], None]) -> None:
         """Read an item as it is stored."""
         data = bytearray(info.length)
         sink = MemorySink(memoryview(data), data)

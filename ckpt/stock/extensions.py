@@ -6,9 +6,8 @@ import io
 from collections.abc import Sequence
 from typing import IO
 
-from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
-
 from ckpt.errors import FormatError
+from ckpt.torch_private import ExtensionRegistry, StreamTransformExtension
 
 __all__ = ["untransformed"]
 

@@ -15,6 +15,7 @@ import torch
 
 from ckpt.errors import FormatError
 from ckpt.stock.pickle_limits import check_torch_pickle
+from ckpt.torch_private import archive_reader
 
 __all__ = ["MemoryFile", "check_archive", "is_stored_as_it_is"]
 
@@ -32,7 +33,7 @@ def check_archive(file: Any, nbytes: int) -> Any:
         UnsafeContent: its pickle names what pickling itself would call, or asks for far more than is stored.
         Exception: whatever torch says of something that is no archive.
     """
-    reader: Any = torch._C.PyTorchFileReader(file)
+    reader = archive_reader(file)
     names = reader.get_all_records()
     if len(names) > _MAX_RECORDS:
         raise FormatError(f"an archive of {len(names)} records")

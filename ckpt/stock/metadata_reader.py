@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -24,6 +23,7 @@ from ckpt.errors import FormatError, UnsafeContent
 from ckpt.format.planner_data import check_planner_data
 from ckpt.gc_pause import no_gc
 from ckpt.stock.inert_unpickler import StandIn, load_inert
+from ckpt.torch_private import StorageInfo
 
 __all__ = ["decode_metadata"]
 
@@ -111,7 +111,7 @@ def _index(found: Any) -> MetadataIndex:
     )
 
 
-def _storage(found: dict[Any, Any]) -> dict[MetadataIndex, _StorageInfo]:
+def _storage(found: dict[Any, Any]) -> dict[MetadataIndex, StorageInfo]:
     items = [(_index(key), _storage_info(value)) for key, value in found.items()]
     # The hash of an offset is no secret: looking at it first keeps a dict of equal ones from being built.
     if len({hash(index) for index, _ in items}) != len(items):
@@ -119,12 +119,12 @@ def _storage(found: dict[Any, Any]) -> dict[MetadataIndex, _StorageInfo]:
     return dict(items)
 
 
-def _storage_info(found: Any) -> _StorageInfo:
+def _storage_info(found: Any) -> StorageInfo:
     state = _state(found, "_StorageInfo")
     descriptors = state.get("transform_descriptors")
     if descriptors is not None:
         descriptors = [_checked(name, str) for name in _checked(descriptors, list)]
-    return _StorageInfo(
+    return StorageInfo(
         _checked(state["relative_path"], str),
         _natural(state["offset"]),
         _natural(state["length"]),

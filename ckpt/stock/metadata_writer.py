@@ -13,9 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
@@ -26,6 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ckpt.format.columns import Columns, Integers, ObjectRow, TensorColumns
+from ckpt.torch_private import MemoryFormat, StorageInfo
 
 __all__ = ["pickled_metadata"]
 
@@ -78,7 +77,7 @@ class _Writer:
         for text in dict.fromkeys([*names, *self._columns.files, *self._columns.entries]):
             self._define(text, _pushed(text))
         for kind in (
-            Metadata, TensorStorageMetadata, BytesStorageMetadata, ChunkStorageMetadata, MetadataIndex, _StorageInfo,
+            Metadata, TensorStorageMetadata, BytesStorageMetadata, ChunkStorageMetadata, MetadataIndex, StorageInfo,
             torch.Size,
         ):  # fmt: skip
             module = "torch" if kind is torch.Size else kind.__module__
@@ -92,7 +91,7 @@ class _Writer:
         # What stands between the numbers of a row.
         chunk, index, info = (
             self._global(kind) + _EMPTY_TUPLE + _NEWOBJ + _EMPTY_DICT + _MARK
-            for kind in (ChunkStorageMetadata, MetadataIndex, _StorageInfo)
+            for kind in (ChunkStorageMetadata, MetadataIndex, StorageInfo)
         )
         self._chunk_begin, self._chunk_middle = chunk + self._text("offsets"), self._text("sizes")
         self._index_begin, self._index_middle = index + self._text("fqn"), self._text("offset")
@@ -254,7 +253,7 @@ def _class(module: str, name: str) -> bytes:
 
 
 def _properties(dtype: torch.dtype, requires_grad: bool) -> bytes:
-    kind, encoding = TensorProperties, _MEM_FORMAT_ENCODING
+    kind, encoding = TensorProperties, MemoryFormat
     layout = _class("torch.serialization", "_get_layout") + _pushed("torch.strided") + _TUPLE1 + _REDUCE
     contiguous = _class(encoding.__module__, encoding.__name__)
     contiguous += _plain(encoding.TORCH_CONTIGUOUS_FORMAT.value) + _TUPLE1 + _REDUCE

@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ckpt.format.stored_tensor import StoredTensor
 from ckpt.stock.item_archive import check_archive, is_stored_as_it_is
+from ckpt.torch_private import FakeTensor, FakeTensorMode, checkpoint_offset
 
 __all__ = ["ItemWindow", "ReadAt", "locate_payload"]
 
@@ -40,9 +40,7 @@ def locate_payload(read_at: ReadAt, item_offset: int, item_bytes: int) -> Stored
         window.seek(0)
         with FakeTensorMode():
             found = torch.load(window, weights_only=True)  # type: ignore[arg-type]
-            offset = (
-                found.untyped_storage()._checkpoint_offset if type(found).__name__ == "FakeTensor" else None
-            )
+            offset = checkpoint_offset(found) if type(found) is FakeTensor else None
             if offset is None or found.is_conj() or found.is_neg():
                 return None
             shape, strides = tuple(found.shape), tuple(found.stride())

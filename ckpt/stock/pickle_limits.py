@@ -16,11 +16,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import torch
-from torch._weights_only_unpickler import _get_allowed_globals, _get_user_allowed_globals
-
 from ckpt.errors import UnsafeContent
 from ckpt.format.planner_data import HASH_MODULUS
+from ckpt.torch_private import allowed_globals, storage_dtype, user_allowed_globals
 
 __all__ = ["check_torch_pickle"]
 
@@ -242,7 +240,7 @@ class _Walk:
         check = _CALLS.get(function.name)
         if check is not None:
             check(arguments)
-        elif function.name in _get_allowed_globals():
+        elif function.name in allowed_globals():
             raise UnsafeContent(f"a pickle that calls {function.name[:80]}")
         # The rest is what the caller declared safe.
         if check is _of_list:
@@ -273,8 +271,8 @@ def _global(module: str, name: str) -> _Global:
     else:
         module = IMPORT_MAPPING.get(module, module)
     found = f"{module}.{name}"
-    declared: Mapping[str, Any] = _get_user_allowed_globals()  # type: ignore[no-untyped-call]
-    if found not in _get_allowed_globals() and found not in declared:
+    declared: Mapping[str, Any] = user_allowed_globals()  # type: ignore[no-untyped-call]
+    if found not in allowed_globals() and found not in declared:
         raise _Refused(found)
     return _Global(found)
 
@@ -304,8 +302,7 @@ def _item_bytes(storage: str) -> int:
         return 1
     if module not in ("torch", "torch.storage", "torch.cuda"):
         raise UnsafeContent(f"a pickle with a storage of kind {storage[:80]}")
-    dtype: torch.dtype = torch.storage._get_dtype_from_pickle_storage_type(name)
-    return dtype.itemsize
+    return storage_dtype(name).itemsize
 
 
 # -- what each of torch's safe functions may be asked for ----------------------------------------------
@@ -361,7 +358,7 @@ def _of_rebuilt(arguments: tuple[Any, ...]) -> None:
         raise UnsafeContent("a pickle that calls what is no function")
     if function.name in _REBUILD:
         _REBUILD[function.name](inner)
-    elif function.name in _get_allowed_globals():
+    elif function.name in allowed_globals():
         raise UnsafeContent(f"a pickle that calls {function.name[:80]} through another function")
 
 

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from ckpt.errors import FormatError, UnsafeContent
 from ckpt.format.columns import ObjectRow, TensorColumns, is_quantized
 from ckpt.reading.slices import OpenCheckpoint
 from ckpt.tools.cat import as_numpy
+from ckpt.torch_private import StorageInfo
 from ckpt.transfer.boxes import boxes_of
 
 __all__ = ["Comparison", "Difference", "diff"]
@@ -160,7 +160,7 @@ class _Compare:
             part, columns, _, _ = checkpoint.find(name)
             if part.commit is None:
                 return False
-            infos = [_StorageInfo(columns.files[file], offset, length) for file, offset, length in places]
+            infos = [StorageInfo(columns.files[file], offset, length) for file, offset, length in places]
             part.prepare(infos, checkpoint.threads)
             items.append([(part.file(info), info) for info in infos])
         for (file, info), (other_file, other_info) in zip(*items, strict=True):

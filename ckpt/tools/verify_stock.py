@@ -15,8 +15,6 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
 
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-
 from ckpt.backends.base import Store, check_key
 from ckpt.consistency.commit import STOCK_METADATA_KEY
 from ckpt.errors import (
@@ -34,6 +32,7 @@ from ckpt.stock.payload_finder import ItemWindow
 from ckpt.stock.safe_load import first_line
 from ckpt.tools.findings import Damage, Verification, find_strays
 from ckpt.tools.record_checks import check_coverage_of
+from ckpt.torch_private import StorageInfo
 from ckpt.transfer.buffer_pool import MIN_MEMORY_BUDGET_BYTES, StagingPool
 from ckpt.transfer.tensor_memory import memory_of
 from ckpt.transfer.threads import in_order
@@ -65,7 +64,7 @@ def verify_foreign(
 @dataclass(frozen=True)
 class _Item:
     fqn: str
-    info: _StorageInfo
+    info: StorageInfo
 
     def damage(self, kind: str, message: str, start: int | None = None, stop: int | None = None) -> Damage:
         begin = self.info.offset if start is None else start

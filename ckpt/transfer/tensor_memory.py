@@ -6,6 +6,7 @@ import ctypes
 
 import torch
 
+from ckpt.torch_private import is_zero_tensor
 from ckpt.transfer.boxes import flat_boxes
 
 __all__ = ["copy_elements", "copy_flat", "has_memory_view", "memory_of", "plain"]
@@ -27,7 +28,7 @@ def plain(tensor: torch.Tensor) -> torch.Tensor | None:
         if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
             return None
         tensor = tensor.as_subclass(torch.Tensor)
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor._is_zerotensor():
+    if tensor.layout is not torch.strided or tensor.is_quantized or is_zero_tensor(tensor):
         return None
     if tensor.device.type != "meta" and _end_byte(tensor) > tensor.untyped_storage().nbytes():
         raise ValueError("its storage holds fewer bytes than its shape needs: it was freed")

@@ -18,12 +18,19 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
-from torch.distributed._shard.sharding_spec import ShardMetadata
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.tensor import DTensor
 
 from ckpt.errors import CheckpointError
+from ckpt.torch_private import (
+    Shard,
+    ShardedTensor,
+    ShardMetadata,
+    dtensor_like,
+    local_tensor,
+    set_local_shards,
+    shared_storage,
+)
 from ckpt.transfer.tensor_memory import copy_elements, has_memory_view, plain
 from ckpt.transfer.threads import run_all, thread_pool
 
@@ -144,7 +151,7 @@ class _SharedBlock(_Blocks):
         """A uint8 tensor of the memory that the last state was in, if that fits."""
         if self._block is None or not nbytes <= self._block.numel() <= 2 * nbytes:
             self._block = None
-            storage = torch.UntypedStorage._new_shared(max(1, nbytes), device="cpu")  # type: ignore[no-untyped-call]
+            storage = shared_storage(max(1, nbytes))
             self._block = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
         return self._block[:nbytes]
 
@@ -230,18 +237,11 @@ class _Rebuilt:
     def around(self, parts: list[torch.Tensor]) -> ShardedTensor | DTensor:
         original = self.original
         if isinstance(original, DTensor):
-            # Not `from_local`, which does not take every placement that a DTensor can have.
-            # Made around nothing: it takes over the storage offset of what it is made around, and where that is
-            # not 0, torch sends the memory of the DTensor, which has none, to another process, and crashes.
-            made = DTensor(parts[0].new_empty(0), original._spec, requires_grad=False)  # type: ignore[no-untyped-call]
-            made._local_tensor = parts[0]
-            return made
+            return dtensor_like(original, parts[0])
         # A shallow copy: made anew, it would have to be on the device that its metadata name.
         rebuilt = copy.copy(original)
-        rebuilt._local_shards = [
-            Shard(part, _on_cpu(shard.metadata))
-            for part, shard in zip(parts, original.local_shards(), strict=True)
-        ]
+        pairs = zip(parts, original.local_shards(), strict=True)
+        set_local_shards(rebuilt, [Shard(part, _on_cpu(shard.metadata)) for part, shard in pairs])
         return rebuilt
 
 
@@ -259,7 +259,7 @@ def _copy_threads() -> int:
 
 def _locals(value: ShardedTensor | DTensor) -> list[torch.Tensor]:
     if isinstance(value, DTensor):
-        return [value._local_tensor]
+        return [local_tensor(value)]
     return [shard.tensor for shard in value.local_shards()]
 
 

@@ -15,7 +15,6 @@ import torch
 from hypothesis import given, settings
 from support.states import SAVABLE_DTYPES
 from support.tiers import examples
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -31,6 +30,7 @@ from ckpt.format.columns import Columns, TensorColumns
 from ckpt.format.index import check_columns, decode_index, encode_index
 from ckpt.stock.metadata_reader import decode_metadata
 from ckpt.stock.metadata_writer import pickled_metadata
+from ckpt.torch_private import StorageInfo
 from ckpt.writing.receipts import PlacedItem, RankReceipt, collect, pack_items
 
 plain_values = st.recursive(
@@ -48,10 +48,10 @@ plain_values = st.recursive(
 def metadatas(draw: Any) -> Metadata:
     """What a planner describes and ranks have placed: any dtypes, any dimensions, any number of chunks."""
     described: dict[str, Any] = {}
-    placed: dict[MetadataIndex, _StorageInfo] = {}
+    placed: dict[MetadataIndex, StorageInfo] = {}
     files = [f"rank-{rank:05d}/{rank:016x}-0.distcp" for rank in range(draw(st.integers(1, 4)))]
     info = st.builds(
-        _StorageInfo, st.sampled_from(files), st.integers(0, 1 << 41), st.integers(0, 1 << 33), st.none()
+        StorageInfo, st.sampled_from(files), st.integers(0, 1 << 41), st.integers(0, 1 << 33), st.none()
     )
     for fqn in draw(st.lists(st.text(min_size=1, max_size=20), unique=True, max_size=6)):
         if draw(st.booleans()):
@@ -131,7 +131,7 @@ def sharded(ranks: int, tensors: int) -> Metadata:
         properties = TensorProperties(torch.bfloat16)
         described[fqn] = TensorStorageMetadata(properties, torch.Size([8 * ranks, 64]), chunks)
         for rank, chunk in enumerate(chunks):
-            place = _StorageInfo(f"rank-{rank:05d}/{rank:016x}-0.distcp", number * 4096, 3000)
+            place = StorageInfo(f"rank-{rank:05d}/{rank:016x}-0.distcp", number * 4096, 3000)
             placed[MetadataIndex(fqn, chunk.offsets, rank)] = place
     return Metadata(described, None, placed, StorageMeta(save_id="s"), "1.0.0")
 

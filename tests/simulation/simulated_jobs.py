@@ -66,13 +66,13 @@ def simulated_storage(world: World) -> Iterator[None]:
 def simulated(world: World) -> Iterator[None]:
     """The same, with simulated ranks in the place of DCP's."""
     api = vars(ckpt.api)
-    before = api["_save_state_dict"]
-    api["_save_state_dict"] = _save_state_dict
+    before = api["save_state_dict"]
+    api["save_state_dict"] = _save_state_dict
     try:
         with simulated_storage(world):
             yield
     finally:
-        api["_save_state_dict"] = before
+        api["save_state_dict"] = before
 
 
 # -- ranks -------------------------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from support.states import digest, emptied, random_tensor
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 import ckpt
@@ -30,6 +29,7 @@ from ckpt.errors import (
     UnsafeContent,
 )
 from ckpt.stock.metadata_reader import decode_metadata
+from ckpt.torch_private import StorageInfo
 
 RAN: list[str] = []
 
@@ -225,7 +225,7 @@ def test_metadata_that_grow(name: str) -> None:
 def test_offsets_of_one_hash() -> None:
     """Numbers up to 2**61 have themselves for a hash, so offsets with equal hashes can be looked for."""
     metadata = _metadata((3,))
-    infos = {MetadataIndex("t", (n,)): _StorageInfo("f", 0, 10) for n in range(100)}
+    infos = {MetadataIndex("t", (n,)): StorageInfo("f", 0, 10) for n in range(100)}
     metadata.storage_data = infos
     assert decode_metadata(pickle.dumps(metadata), url="u", key="k").storage_data == infos
     metadata.storage_data = _Twice(infos)
@@ -302,7 +302,7 @@ def test_hostile_metadata(tmp_path: Path, name: str) -> None:
 def test_metadata_survive_the_way_through_safety() -> None:
     metadata = _metadata((3,))
     metadata.planner_data = {"a.0": ("a", 0), "b": ("b",)}
-    metadata.storage_data = {MetadataIndex("t", (0,), 0): _StorageInfo("f", 0, 10, ["x"])}
+    metadata.storage_data = {MetadataIndex("t", (0,), 0): StorageInfo("f", 0, 10, ["x"])}
     found = decode_metadata(pickle.dumps(metadata), url="u", key="k")
     assert found.planner_data == metadata.planner_data
     assert found.storage_data == metadata.storage_data
@@ -323,7 +323,7 @@ def test_planner_data_that_no_safe_reader_could_load(tmp_path: Path) -> None:
 # -- places and sizes ----------------------------------------------------------------------------------
 
 
-def change(place: Path, edit: Callable[[_StorageInfo], None]) -> None:
+def change(place: Path, edit: Callable[[StorageInfo], None]) -> None:
     """Edit every storage info in a stock `.metadata`."""
     path = place / ".metadata"
     metadata = pickle.loads(path.read_bytes())

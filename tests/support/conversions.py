@@ -9,11 +9,10 @@ from typing import Any
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 import ckpt
+from ckpt.torch_private import flatten_state_dict, load_state_dict
 from support.commands import run
 from support.states import digest
 
@@ -53,7 +52,7 @@ def read(place: Path, form: str) -> dict[str, Any]:
     state: dict[str, Any] = {}
     reader = dcp.FileSystemReader(place)
     planner = _EmptyStateDictLoadPlanner()  # type: ignore[no-untyped-call]
-    _load_state_dict(state, storage_reader=reader, planner=planner, no_dist=True)
+    load_state_dict(state, storage_reader=reader, planner=planner, no_dist=True)
     return state
 
 

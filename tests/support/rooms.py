@@ -40,12 +40,13 @@ _CONTRACT = (
     "ckpt.backends.options",
     "ckpt.backends.raw_requests",
 )
-_FLOOR = ("ckpt.errors", "ckpt.gc_pause", "ckpt.consistency", *_CONTRACT)
+_FLOOR = ("ckpt.errors", "ckpt.gc_pause", "ckpt.torch_private", "ckpt.consistency", *_CONTRACT)
 _REGISTRY = "ckpt.backends.registry"
 
 ROOMS: Mapping[str, Room] = {
     "ckpt.errors": Room("the error tree", ()),
     "ckpt.gc_pause": Room("no garbage collection while many objects are made", ()),
+    "ckpt.torch_private": Room("the private names of torch that are used", ()),
     "ckpt.backends": Room(
         "storage systems behind one small contract", ("ckpt.errors", "ckpt.backends.s3_protocol")
     ),
@@ -105,7 +106,9 @@ ROOMS: Mapping[str, Room] = {
         "ckpt.save, ckpt.load, ckpt.async_save",
         (*_FLOOR, "ckpt.format.names", "ckpt.ranks", "ckpt.writing", "ckpt.reading"),
     ),
-    "ckpt.dcp_hook": Room("ckpt.install()", ("ckpt.errors", "ckpt.writing", "ckpt.reading")),
+    "ckpt.dcp_hook": Room(
+        "ckpt.install()", ("ckpt.errors", "ckpt.torch_private", "ckpt.writing", "ckpt.reading")
+    ),
     "ckpt.acceptance": Room(
         "a model's worth of known values saved, loaded, compared",
         (
@@ -136,6 +139,7 @@ ROOMS: Mapping[str, Room] = {
         "one run's saves: decide, upload, keep, restore",
         (
             "ckpt.errors",
+            "ckpt.torch_private",
             "ckpt.api",
             "ckpt.ranks",
             "ckpt.tools",
@@ -226,7 +230,7 @@ def mermaid() -> str:
     return "\n".join([*lines, "```"])
 
 
-_NOT_DRAWN = ("ckpt", "ckpt.errors", "ckpt.gc_pause")  # everything may use the last two
+_NOT_DRAWN = ("ckpt", "ckpt.errors", "ckpt.gc_pause", "ckpt.torch_private")  # the floor under all rooms
 
 
 def _drawn(name: str) -> str:

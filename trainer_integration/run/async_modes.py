@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import _async_process_executor as processes
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.staging import AsyncStager
@@ -19,6 +18,7 @@ from ckpt.api import async_save, save, values_of
 from ckpt.errors import CheckpointError, ConfigurationError, SaveFailed
 from ckpt.format.names import last_segment
 from ckpt.ranks.group import Ranks, RanksFailed
+from ckpt.torch_private import async_save_process_is_alive, forget_async_save_process
 from ckpt.writing.stager import Stager
 from ckpt.writing.writer import CheckpointWriter
 
@@ -110,11 +110,10 @@ class Uploads:
 
     def _renew_process(self, ranks: Ranks) -> None:
         """Make new processes on all ranks if one has none, or after a failed save."""
-        process = processes._CHECKPOINT_PROCESS
         failed = self._last is not None and self._last.exception() is not None
-        (needed,) = ranks.most([process is None or failed or not process._save_process.is_alive()])
+        (needed,) = ranks.most([failed or not async_save_process_is_alive()])
         if needed:
-            processes._CHECKPOINT_PROCESS = None
+            forget_async_save_process()
 
 
 class _AsItIs(AsyncStager):

@@ -1,0 +1,180 @@
+"""The private names of torch that the library uses: each still does what is asked of it, and stands in one file."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import inspect
+import io
+import re
+from collections.abc import Iterator
+from dataclasses import fields
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.ranks import run_ranks
+from support.rooms import ROOT, modules
+from torch.distributed._shard import sharded_tensor
+from torch.distributed._shard.sharding_spec import ChunkShardingSpec
+from torch.distributed.checkpoint import _async_process_executor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard as ShardPlacement
+from torch.distributed.tensor import distribute_tensor
+
+from ckpt import torch_private
+
+HOME = ROOT / "ckpt/torch_private.py"
+_PRIVATE = re.compile(r"\._(?!_)")
+
+
+def private_names(source: str) -> Iterator[str]:
+    """Yield the private names that a file imports from torch, or takes out of torch's modules and objects."""
+    home = {node.attr for node in ast.walk(ast.parse(HOME.read_text())) if isinstance(node, ast.Attribute)}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom):
+            yield from (
+                f"{node.module}.{alias.name}" for alias in node.names if _is_private(node.module, alias)
+            )
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if _is_private(None, alias))
+        elif isinstance(node, ast.Attribute) and node.attr.startswith("_") and node.attr in home:
+            if ast.unparse(node.value) != "self":
+                yield ast.unparse(node)
+        elif isinstance(node, ast.Attribute) and ast.unparse(node).startswith(("torch.", "dist.", "dcp.")):
+            yield from (name for name in [ast.unparse(node)] if _PRIVATE.search(name))
+
+
+def _is_private(module: str | None, alias: ast.alias) -> bool:
+    name = f"{module}.{alias.name}" if module else alias.name
+    return name.startswith("torch.") and _PRIVATE.search(name) is not None
+
+
+def test_no_other_module_uses_private_names_of_torch() -> None:
+    for module, path in modules().items():
+        if path != HOME:
+            assert not list(private_names(path.read_text())), module
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from torch._utils import x",
+        "from torch.storage import _x",
+        "import torch._C",
+        "torch._C.x",
+        "dist.distributed_c10d._world",
+        "value._local_tensor",
+    ],
+)
+def test_the_search_finds_them(line: str) -> None:
+    assert list(private_names(line))
+
+
+def test_dcp_chooses_its_storage_in_these_modules() -> None:
+    choices = [
+        getattr(module, torch_private.STORAGE_SETUP) for module in torch_private.modules_with_storage_setup()
+    ]
+    assert len(set(choices)) == 1
+    assert list(inspect.signature(choices[0]).parameters) == ["storage", "checkpoint_id", "reader"]
+
+
+def test_async_saves_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert callable(torch_private.process_executor().execute_save)
+    assert "self._save_process" in inspect.getsource(_async_process_executor._AsyncCheckpointProcess)
+    assert _async_process_executor._CHECKPOINT_PROCESS is None
+    assert not torch_private.async_save_process_is_alive()
+    monkeypatch.setattr(_async_process_executor, "_CHECKPOINT_PROCESS", "one")
+    torch_private.forget_async_save_process()
+    assert _async_process_executor._CHECKPOINT_PROCESS is None
+
+
+def test_saves_and_loads() -> None:
+    common = {"planner", "process_group", "no_dist"}
+    functions: list[tuple[Any, str]] = [
+        (torch_private.save_state_dict, "storage_writer"),
+        (torch_private.load_state_dict, "storage_reader"),
+    ]
+    for function, storage in functions:
+        assert {"state_dict", storage, *common} <= inspect.signature(function).parameters.keys()
+
+
+def test_metadata() -> None:
+    names = [field.name for field in fields(torch_private.StorageInfo)]
+    assert names == ["relative_path", "offset", "length", "transform_descriptors"]
+    assert torch_private.StorageInfo.__name__ == "_StorageInfo"  # in pickles
+    assert torch_private.MemoryFormat.TORCH_CONTIGUOUS_FORMAT.value == 0
+    (chunk,) = torch_private.create_chunk_list(torch.zeros(2, 3))
+    assert (chunk.offsets, chunk.sizes) == (torch.Size([0, 0]), torch.Size([2, 3]))
+    state = {"a": [1, {"b": 2}]}
+    assert torch_private.unflatten_state_dict(*torch_private.flatten_state_dict(state)) == state
+
+
+def test_stream_extensions() -> None:
+    assert list(torch_private.ExtensionRegistry().from_descriptor_list([])) == []
+    assert callable(torch_private.StreamTransformExtension.transform_from)
+
+
+def test_archives_and_pickles() -> None:
+    file = io.BytesIO()
+    tensor = torch.arange(6.0)
+    torch.save(tensor, file)
+    file.seek(0)
+    reader = torch_private.archive_reader(file)
+    assert "data.pkl" in reader.get_all_records()
+    assert "torch._utils._rebuild_tensor_v2" in torch_private.allowed_globals()
+    assert isinstance(torch_private.user_allowed_globals(), dict)  # type: ignore[no-untyped-call]
+    assert torch_private.storage_dtype("FloatStorage") is torch.float32
+    file.seek(0)
+    with torch_private.FakeTensorMode():
+        fake = torch.load(file, weights_only=True)
+    assert type(fake) is torch_private.FakeTensor
+    offset = torch_private.checkpoint_offset(fake)
+    assert offset is not None
+    assert file.getvalue()[offset : offset + 24] == tensor.numpy().tobytes()
+    assert torch_private.checkpoint_offset(tensor) is None
+
+
+def test_tensors() -> None:
+    assert torch_private.is_zero_tensor(torch._efficientzerotensor(3))
+    assert not torch_private.is_zero_tensor(torch.zeros(3))
+    storage = torch_private.shared_storage(100)
+    assert storage.is_shared()
+    assert storage.nbytes() == 100
+
+
+def test_process_groups_and_sharded_tensors() -> None:
+    run_ranks(1, _process_groups_and_sharded_tensors)
+
+
+def _process_groups_and_sharded_tensors(rank: int) -> None:
+    store: Any = torch_private.default_store()
+    store.set("key", "value")
+    assert store.get("key") == b"value"
+    before = len(torch_private.group_names())
+    group = dist.new_group(backend="gloo")
+    assert len(torch_private.group_names()) == before + 1
+    torch_private.set_group_timeout(group, timedelta(seconds=77))
+
+    whole = torch.arange(12.0).reshape(3, 4)
+    tensor = distribute_tensor(whole, init_device_mesh("cpu", (1,)), [ShardPlacement(0)])
+    assert torch.equal(torch_private.local_tensor(tensor), whole)
+    other = torch_private.dtensor_like(tensor, whole + 1)
+    assert torch.equal(torch_private.local_tensor(other), whole + 1)
+    assert (other.placements, other.device_mesh) == (tensor.placements, tensor.device_mesh)
+
+    spec = ChunkShardingSpec(dim=0, placements=["rank:0/cpu"])
+    sharded = copy.copy(sharded_tensor.rand(spec, 3, 4))
+    metadata = sharded.local_shards()[0].metadata
+    assert isinstance(metadata, torch_private.ShardMetadata)
+    torch_private.set_local_shards(sharded, [torch_private.Shard(whole, metadata)])
+    assert isinstance(sharded, torch_private.ShardedTensor)
+    assert sharded.local_shards()[0].tensor is whole
+
+
+def test_every_name_is_tried_here() -> None:
+    source = (ROOT / "tests/stock/test_torch_private.py").read_text()
+    for name in torch_private.__all__:
+        assert f"torch_private.{name}" in source, name
