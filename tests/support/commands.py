@@ -49,6 +49,13 @@ def run(*arguments: object) -> Ran:
     return Ran(result.exit_code, result.stdout, result.stderr)
 
 
+def run_json(*arguments: object, code: int = 0) -> dict[str, Any]:
+    """Run the command in this process with `--json`, expect this exit code, and return what it printed."""
+    ran = run(*arguments, "--json")
+    assert ran.code == code, (ran.out, ran.err)
+    return ran.json
+
+
 def run_process(
     *arguments: object, environment: Mapping[str, str] | None = None, timeout_s: float = 120
 ) -> Ran:
@@ -101,6 +108,11 @@ def _save(rank: int, url: str, options: dict[str, Any], seed: int, stock: bool) 
         ckpt.save(state, url, storage_options=options, tags={"step": "100"})
 
 
+def file_names(place: Path) -> set[str]:
+    """The names of all files below a folder, relative to it."""
+    return {path.relative_to(place).as_posix() for path in place.rglob("*") if not path.is_dir()}
+
+
 # -- damage --------------------------------------------------------------------------------------------
 
 
@@ -122,6 +134,18 @@ def edit_listed(place: Path, ref: dict[str, Any], data: bytes) -> None:
     """Replace an object that the commit lists, and what it says about it (`ref`, which is changed in place)."""
     (place / ref["path"]).write_bytes(data)
     ref |= {"size_bytes": len(data), "crc64nvme": f"{crc64nvme(data):016x}"}
+
+
+def edit_manifest(place: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    """Change the first manifest, seal it again, and let the commit vouch for it."""
+
+    def change(record: dict[str, Any]) -> None:
+        ref = record["manifests"][0]
+        manifest = json.loads(unseal_json((place / ref["path"]).read_bytes(), url="", key=""))
+        edit(manifest)
+        edit_listed(place, ref, seal_json(json.dumps(manifest, separators=(",", ":")).encode()))
+
+    edit_commit(place, change)
 
 
 def edit_index(place: Path, edit: Callable[[Columns], None]) -> None:

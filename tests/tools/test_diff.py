@@ -1,0 +1,138 @@
+"""`ckpt diff`: name what differs, comparing checksums where that is enough."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from support.commands import run, run_json, run_process
+from support.ranks import run_ranks
+from support.servers import S3Server
+from support.states import quantized, random_tensor, sharded_state
+
+import ckpt
+
+
+def diff(*arguments: object, code: int = 0) -> dict[str, Any]:
+    printed = run_json("diff", *arguments, code=code)
+    if code < 2 and "same" in printed:
+        assert printed["same"] == (code == 0)
+    return printed
+
+
+def test_copies_are_equal_by_checksum(sharded_place: Path, tmp_path: Path) -> None:
+    run("cp", sharded_place, tmp_path / "copy")
+    printed = diff(sharded_place, tmp_path / "copy")
+    assert printed["equal_by_checksum"] == printed["tensors"] + printed["objects"] > 80
+    assert printed["read_bytes"] == 0
+
+
+def test_copies_on_s3_are_equal_by_checksum(sharded_place: Path, s3: S3Server) -> None:
+    url, options = f"s3://{s3.new_bucket()}/copy", json.dumps(s3.options)
+    run("cp", sharded_place, url, "--dst-storage-options", options)
+    assert diff(sharded_place, url, "--b-storage-options", options)["read_bytes"] == 0
+
+
+def test_stock_and_ours(sharded_place: Path, stock_place: Path) -> None:
+    printed = diff(sharded_place, stock_place)
+    assert (printed["equal_by_checksum"], printed["differences"]) == (0, [])
+    assert printed["read_bytes"] > 1_000_000
+
+
+def test_differences_are_named_and_measured(tmp_path: Path) -> None:
+    a = {
+        "same": random_tensor(600, 700), "values": torch.arange(8.0), "nan": torch.tensor([math.nan, 1.0, math.nan, math.inf]),
+        "shape": torch.ones(3), "dtype": torch.tensor([1.0, 2.0]), "cast": torch.tensor([1.0, 1.001]), "kind": torch.ones(2),
+        "gone": torch.ones(4), "object": {"x": [1, 2]}, "equal object": {"y": 1}, "integers": torch.tensor([1, -(2**62)]),
+        "unsigned": torch.tensor([5], dtype=torch.uint64), "flag": torch.tensor([True, False]),
+    }  # fmt: skip
+    b = {
+        **a, "values": torch.tensor([0, 1, 2, 3, 4, 5, 6, 9.0]), "nan": torch.tensor([math.nan, math.nan, 2.0, math.inf]),
+        "shape": torch.ones(3, 1), "dtype": torch.tensor([1.0, 2.0], dtype=torch.bfloat16),
+        "cast": torch.tensor([1.0, 1.001], dtype=torch.bfloat16), "kind": "text", "object": {"x": [1, 3]}, "new": 1,
+        "integers": torch.tensor([1, 2**62]), "unsigned": torch.tensor([2**64 - 1], dtype=torch.uint64),
+        "flag": torch.tensor([True, True]),
+    }  # fmt: skip
+    del b["gone"]
+    ckpt.save(a, tmp_path / "a")
+    ckpt.save(b, tmp_path / "b")
+    differences = {each["fqn"]: each for each in diff(tmp_path / "a", tmp_path / "b", code=1)["differences"]}
+    facts = {fqn: (each["kind"], each["differing"], each["nan"]) for fqn, each in differences.items()}
+    assert facts == {
+        "values": ("values", 1, 0), "nan": ("values", 2, 2), "shape": ("shape", 0, 0), "dtype": ("dtype", 0, 0),
+        "cast": ("dtype", 1, 0), "kind": ("kind", 0, 0), "gone": ("only_a", 0, 0), "new": ("only_b", 0, 0), "integers": ("values", 1, 0), "unsigned": ("values", 1, 0), "flag": ("values", 1, 0),
+    } | {fqn: fact for fqn, fact in facts.items() if fqn.startswith("object")}  # fmt: skip
+    assert [fqn for fqn in facts if fqn.startswith("object")]
+    values = differences["values"]
+    assert (values["max_abs"], values["max_rel"]) == (2.0, pytest.approx(2 / 9))
+    assert differences["integers"]["max_abs"] == 2.0**63
+    assert differences["cast"]["max_abs"] == pytest.approx(0.001, rel=0.01)
+    text = run("diff", tmp_path / "a", tmp_path / "b").out
+    assert "- gone" in " ".join(text.split())
+    assert diff(tmp_path / "a", tmp_path / "a")["differences"] == []
+
+
+def _save_sharded(rank: int, place: str) -> None:
+    state = sharded_state()
+    state["local"][0, 0] = 5.0
+    ckpt.save({"sharded": state}, place)
+
+
+def test_another_sharding_and_changed_neighbours(sharded_place: Path, tmp_path: Path) -> None:
+    """On four ranks in place of two; and one changed element in a block that many tensors share."""
+    run_ranks(4, _save_sharded, str(tmp_path / "four"))
+    differences = diff(sharded_place, tmp_path / "four", code=1)["differences"]
+    changed = [each for each in differences if each["kind"] != "only_a"]
+    assert [(each["fqn"], each["kind"], each["differing"]) for each in changed] == [
+        ("sharded.local", "values", 1)
+    ]
+    run_ranks(2, _save_sharded, str(tmp_path / "two"))
+    printed = diff(sharded_place, tmp_path / "two", code=1)
+    assert [each["fqn"] for each in printed["differences"] if each["kind"] == "values"] == ["sharded.local"]
+    assert printed["read_bytes"] > 0
+
+
+def test_objects_of_unsafe_kinds_are_compared_by_their_bytes(tmp_path: Path) -> None:
+    for name, value in ("a", torch.Generator), ("b", torch.Generator), ("c", torch.Event):
+        dcp.save({"o": [value]}, storage_writer=dcp.FileSystemWriter(tmp_path / name), no_dist=True)
+    diff(tmp_path / "a", tmp_path / "b")
+    assert diff(tmp_path / "a", tmp_path / "c", code=1)["differences"][0]["kind"] == "object"
+
+
+def test_quantized_tensors_are_compared_by_their_bytes(tmp_path: Path) -> None:
+    for name, seed in ("a", 0), ("b", 0), ("c", 1):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            ckpt.save({"q": quantized(seed), "x": seed}, tmp_path / name)
+    assert diff(tmp_path / "a", tmp_path / "b")["tensors"] == 1
+    differences = diff(tmp_path / "a", tmp_path / "c", code=1)["differences"]
+    assert [each["fqn"] for each in differences] == ["q", "x"]
+
+
+@pytest.mark.parametrize("broken", ["a", "b"])
+def test_an_unreadable_checkpoint_is_an_error(sharded_place: Path, tmp_path: Path, broken: str) -> None:
+    copy = Path(shutil.copytree(sharded_place, tmp_path / "c"))
+    next(copy.rglob("*.index")).unlink()
+    arguments = (copy, sharded_place) if broken == "a" else (sharded_place, copy)
+    assert diff(*arguments, code=1)["error"]["type"] == "NotVisible"
+    assert diff(sharded_place, tmp_path / "nothing", code=3)["error"]["type"] == "NotFound"
+
+
+def test_diff_as_a_user(sharded_place: Path) -> None:
+    ran = run_process("diff", sharded_place, sharded_place)
+    assert ran.code == 0, ran.err
+    assert ran.out.startswith("same: ")
+
+
+def test_a_difference_beyond_every_number(tmp_path: Path) -> None:
+    for name, value in ("a", 1.7e308), ("b", -1.7e308):
+        ckpt.save({"t": torch.tensor([value], dtype=torch.float64)}, tmp_path / name)
+    (difference,) = diff(tmp_path / "a", tmp_path / "b", code=1)["differences"]
+    assert (difference["kind"], difference["max_abs"]) == ("values", "inf")
