@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import subprocess
@@ -13,8 +15,8 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+import typer
 from torch.distributed.checkpoint.state_dict import get_state_dict
-from typer.testing import CliRunner
 
 import ckpt
 from ckpt.cli.app import app
@@ -40,13 +42,24 @@ class Ran:
         return found
 
 
+_command = typer.main.get_command(app)  # once: to build it takes longer than most commands
+
+
 def run(*arguments: object) -> Ran:
-    """The command in this process."""
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert "Traceback" not in result.stderr
-    return Ran(result.exit_code, result.stdout, result.stderr)
+    """Run the command in this process."""
+    code: str | int | None = 0
+    out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8") for _ in range(2))
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            _command.main([str(argument) for argument in arguments], prog_name="ckpt")
+        except SystemExit as ended:
+            code = ended.code
+    assert isinstance(code, int)
+    for stream in (out, err):
+        stream.seek(0)
+    ran = Ran(code, out.read(), err.read())
+    assert "Traceback" not in ran.err
+    return ran
 
 
 def run_json(*arguments: object, code: int = 0) -> dict[str, Any]:
