@@ -27,6 +27,7 @@ attributes (`url`, `key`, `rank`, `start`, `stop`), and pickling keeps them all.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 __all__ = [
     "CheckpointError",
@@ -141,7 +142,15 @@ class FormatError(CheckpointError):
 
 
 class UnsafeContent(CheckpointError):
-    """Reading it would run code that the checkpoint brings along, or touch what is outside of it."""
+    """Reading it would run code that the checkpoint brings along, or touch files outside of it.
+
+    Attributes:
+        fault: the message without advice on what to do.
+    """
+
+    def __init__(self, fault: str, *, advice: str = "", **context: Any) -> None:
+        super().__init__(f"{fault}; {advice}" if advice else fault, **context)
+        self.fault = fault
 
 
 class NotCommitted(CheckpointError):

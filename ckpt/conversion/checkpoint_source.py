@@ -73,10 +73,11 @@ class CheckpointSource(Source):
             return self._open.read_object(name)
         except UnsafeContent as error:
             raise UnsafeContent(
-                f"{error.message.split('; if you trust')[0]}; --exclude {name!r}, or declare its class with "
-                "torch.serialization.add_safe_globals",
-                url=error.url, key=error.key,
-            ) from None  # fmt: skip
+                error.fault,
+                advice=f"--exclude {name!r}, or declare its class with torch.serialization.add_safe_globals",
+                url=error.url,
+                key=error.key,
+            ) from None
 
     def stored_object(self, name: str) -> bytes:
         return self._open.stored_object(name)

@@ -29,7 +29,7 @@ def safe_object(file: MemoryFile, *, fqn: str, url: str, key: str) -> io.BytesIO
         FormatError: it is not something that torch saved, or far larger than what is stored of it.
     """
     advice = (
-        f"; if you trust who wrote this checkpoint, pass trusted_objects=[{fqn!r}] to CheckpointReader or "
+        f"if you trust who wrote this checkpoint, pass trusted_objects=[{fqn!r}] to CheckpointReader or "
         "ckpt.load, or declare its class with torch.serialization.add_safe_globals"
     )
     value = _load(file, fqn, url, key, "is a pickled object that could run code", advice)
@@ -60,7 +60,8 @@ def _load(file: MemoryFile, fqn: str, url: str, key: str, unsafe: str, advice: s
         file.seek(0)
         return torch.load(file, map_location="cpu", weights_only=True)  # type: ignore[arg-type]
     except pickle.UnpicklingError as error:
-        raise UnsafeContent(f"{fqn!r} {unsafe} ({reason(error)}){advice}", url=url, key=key) from None
+        fault = f"{fqn!r} {unsafe} ({reason(error)})"
+        raise UnsafeContent(fault, advice=advice, url=url, key=key) from None
     except (UnsafeContent, FormatError) as error:
         raise type(error)(f"{fqn!r} is {error.message}", url=url, key=key) from None
     except Exception as error:
