@@ -94,9 +94,7 @@ class MemoryStore(Store):
         with self._place.lock:
             versions = self._place.objects.setdefault(name, [])
             if mode is PutMode.CREATE and versions and versions[-1].data is not None:
-                error = AlreadyExists("exists already", url=self.url, key=key)
-                error.settled = True
-                raise error
+                raise AlreadyExists("exists already", url=self.url, key=key, settled=True)
             self._add(versions, bytes(data))
         self._fault("put", key, "after")
 

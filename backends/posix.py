@@ -310,10 +310,12 @@ class PosixStore(Store):
             yield
         except OSError as error:
             kind = _ERRORS.get(error.errno or 0, StorageError)
-            raised = kind(f"cannot {action}: {error.strerror or error}", url=self.url, key=key)
-            # Over NFS, a rename can work, its reply get lost, and its repetition find nothing left to rename.
-            raised.settled = kind not in (StorageUnavailable, NotFound) if settled is None else settled
-            raise raised from error
+            if settled is None:
+                # Over NFS, a rename can work, its reply get lost, and its repetition find nothing left to
+                # rename.
+                settled = kind not in (StorageUnavailable, NotFound)
+            text = f"cannot {action}: {error.strerror or error}"
+            raise kind(text, url=self.url, key=key, settled=settled) from error
 
 
 def _stat(key: str, found: os.stat_result) -> ObjectStat:

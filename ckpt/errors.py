@@ -27,7 +27,10 @@ attributes (`url`, `key`, `rank`, `start`, `stop`), and pickling keeps them all.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, TypedDict
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = [
     "CheckpointError",
@@ -50,6 +53,16 @@ __all__ = [
     "SaveFailed",
     "LoadFailed",
 ]
+
+
+class _Context(TypedDict, total=False):
+    """The context of any error, by keyword; `CheckpointError` explains it."""
+
+    url: str | None
+    key: str | None
+    rank: int | None
+    start: int | None
+    stop: int | None
 
 
 class CheckpointError(Exception):
@@ -108,6 +121,10 @@ class StorageError(CheckpointError):
 
     settled: bool = False
 
+    def __init__(self, message: str, *, settled: bool = False, **context: Unpack[_Context]) -> None:
+        super().__init__(message, **context)
+        self.settled = settled
+
 
 class NotFound(StorageError):
     """There is nothing under that name."""
@@ -148,7 +165,7 @@ class UnsafeContent(CheckpointError):
         fault: the message without advice on what to do.
     """
 
-    def __init__(self, fault: str, *, advice: str = "", **context: Any) -> None:
+    def __init__(self, fault: str, *, advice: str = "", **context: Unpack[_Context]) -> None:
         super().__init__(f"{fault}; {advice}" if advice else fault, **context)
         self.fault = fault
 

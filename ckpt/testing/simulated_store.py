@@ -177,9 +177,7 @@ class SimulatedStore(Store):
             self._refuse(key)
 
     def _refuse(self, key: str) -> None:
-        error = AlreadyExists("exists already", url=self.url, key=key)
-        error.settled = True
-        raise error
+        raise AlreadyExists("exists already", url=self.url, key=key, settled=True)
 
     def _read(self, key: str, name: str) -> bytes:
         version = self._world.seen(self._node, name)

@@ -311,9 +311,7 @@ class World(Objects, Environment):
             self._wait(process, self.now_s + self.model.stall_s)
             return self._carry_out(process, effect)
         if fault == "refused":
-            refused = AccessDenied("refused", url=url, key=key)
-            refused.settled = True
-            raise refused
+            raise AccessDenied("refused", url=url, key=key, settled=True)
         if fault == "sent twice":
             with contextlib.suppress(NotFound, AlreadyExists):
                 self._carry_out(process, effect)

@@ -167,9 +167,7 @@ def test_the_last_step_fails(form: str, last: str, tmp_path: Path, monkeypatch: 
     torch.save({"w": random_tensor(3000), "v": random_tensor(500)}, tmp_path / "a.pt")
     (tmp_path / "sub").mkdir()
     target = tmp_path / "sub" / f"out{ENDINGS[form]}"
-    error = StorageUnavailable("no answer")
-    error.settled = True
-    failing_put(monkeypatch, last, error)
+    failing_put(monkeypatch, last, StorageUnavailable("no answer", settled=True))
     ran = run("convert", tmp_path / "a.pt", target, "--to", form, "--max-shard-size", "3KB")
     assert ran.code in (1, 4)
     assert not [path for path in (tmp_path / "sub").rglob("*") if path.is_file()]

@@ -306,9 +306,7 @@ def test_stock_metadata_that_cannot_be_put_back_keep_their_data(tmp_path: Path) 
     def fault(operation: str, key: str, when: str) -> None:
         full.extend([True] if operation == "put" and key == "commit.json" and when == "before" else [])
         if operation == "put" and full:
-            error = StorageFull("disk full", url=url, key=key)
-            error.settled = True
-            raise error
+            raise StorageFull("disk full", url=url, key=key, settled=True)
 
     memory.inject(url, fault)
     with pytest.raises(SaveFailed) as caught:
