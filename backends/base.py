@@ -1,8 +1,10 @@
 """The contract between this library and a storage system.
 
-Seven methods are required; everything else is built once on top of them, below. What a store can and
-cannot promise is data (`Capabilities`), never an `isinstance` check. `ckpt.testing.StoreTests` is the
-executable form of this page: every store, ours or a third party's, runs it.
+A store must have seven methods and `capabilities`. The other methods are optional: their defaults fit a
+store without folders, connections or a quota. Everything else is built once on top of them, below.
+What a store can and cannot promise is data (`Capabilities`), never an `isinstance` check.
+`ckpt.testing.StoreTests` is the executable form of this page: every store, ours or a third party's,
+runs it.
 """
 
 from __future__ import annotations
@@ -26,8 +28,7 @@ from ckpt.backends.bodies import (
 )
 from ckpt.backends.cancellable_reads import Read, Reads
 from ckpt.backends.options import redact_url, scrub, take_options
-from ckpt.backends.raw_requests import Condition, Trials
-from ckpt.errors import ConfigurationError, IntegrityError, NotFound
+from ckpt.errors import AlreadyExists, ConfigurationError, IntegrityError, NotFound
 
 __all__ = [
     "Body",
@@ -35,16 +36,15 @@ __all__ = [
     "BytesBody",
     "Capabilities",
     "CheckedBody",
-    "Condition",
     "ObjectStat",
     "Part",
     "PutMode",
     "Read",
     "Reads",
     "Store",
-    "Trials",
     "body_errors_unchanged",
     "check_key",
+    "check_kept",
     "exists",
     "fill",
     "is_key",
@@ -53,6 +53,7 @@ __all__ = [
     "put_bytes",
     "read_bytes",
     "redact_url",
+    "refuse_existing",
     "remaining",
     "scrub",
     "take_options",
@@ -64,7 +65,7 @@ _IN_FLIGHT_BYTES = 256 * MIB
 
 
 class PutMode(enum.Enum):
-    """What a put does when the key exists."""
+    """How a put treats a key that exists."""
 
     OVERWRITE = "overwrite"
     CREATE = "create"
@@ -72,14 +73,15 @@ class PutMode(enum.Enum):
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a store promises. Unknown means False: the library then takes the careful path.
+    """The promises of a store. Unknown means False: the library then takes the careful path.
 
     Attributes:
-        conditional_create: `PutMode.CREATE` is one atomic step, also between clients, for objects that are not sent in
-            parts. Where a server decides, this is what it was seen to do (`consistency.conditions`).
+        conditional_create: `PutMode.CREATE` is one atomic step, also between clients, for objects that
+            are not sent in parts. Where a server decides, this was measured
+            (`consistency.conditional_create`).
         atomic_replace: `PutMode.OVERWRITE` shows readers the old bytes or the new, nothing between.
-        list_after_write: `list` shows what any client has written before it was called.
-        cross_client_visibility: what one client wrote, every other client sees at once.
+        list_after_write: `list` shows all that any client wrote before it was called.
+        cross_client_visibility: every other client sees at once what one client wrote.
         parallel_parts: parts of one object can be in flight at the same time, and gain from it.
         verifies_checksums: the store itself refuses bytes that do not match the checksum sent along.
         max_object_size_bytes, max_parts, min_part_size_bytes, max_part_size_bytes: limits of one object.
@@ -104,8 +106,8 @@ class ObjectStat:
     Attributes:
         key: relative to the store's root.
         size_bytes: its length.
-        version: changes whenever the object is replaced, where the store knows such a thing (ETag).
-        modified_at_s: seconds since 1970 by the store's clock, where known.
+        version: changes whenever the object is replaced, if the store knows such a thing (ETag).
+        modified_at_s: seconds since 1970 by the store's clock, if known.
     """
 
     key: str
@@ -117,54 +119,47 @@ class ObjectStat:
 class Store(ABC):
     """One root (a bucket and prefix, a directory) of one storage system.
 
-    Keys are relative to the root: `/`-separated, no empty, `.` or `..` segment. Every method may be called
-    from many threads at once, raises only `ckpt.errors`, and is bounded in time by the store's own
-    timeouts and retries. A store pickles without its connections and opens new ones in the other process.
+    Keys are relative to the root: `/`-separated, no empty, `.` or `..` segment. Every method may be
+    called from many threads at once, raises only `ckpt.errors`, and is bounded in time by the store's
+    own timeouts and retries. A store pickles without its connections and opens new ones in the other
+    process.
     """
 
     url: str
     """The root, without credentials; fit for messages and records."""
 
     threads: int
-    """How many operations may run at the same time."""
+    """The number of operations that may run at the same time."""
 
     directory: str | None = None
-    """The root as a path of this machine, where it is one."""
+    """The root as a path of this machine, if it is one."""
+
+    # -- required ------------------------------------------------------------------------------------
 
     @property
     @abstractmethod
     def capabilities(self) -> Capabilities: ...
 
-    @property
-    def reads(self) -> Reads | None:
-        """The reads that are running, of a store that can break them off."""
-        return None
-
-    @property
-    def retries(self) -> int:
-        """How many requests have been sent again so far, because they failed; 0 where the store cannot tell."""
-        return 0
-
     @abstractmethod
     def put(self, key: str, body: Body, *, mode: PutMode = PutMode.OVERWRITE) -> None:
         """Store `body` under `key`; when this returns, the object is whole and durable.
 
-        On any failure, also one that the body raises, nothing new is visible under the key, an object that
-        was there before still is, and no multipart upload is left open.
+        On any failure, also one that the body raises, nothing new is visible under the key, an object
+        that was there before still is, and no multipart upload is left open.
 
         Raises:
-            AlreadyExists: the mode is CREATE and the key exists. After a lost reply the object found may be
-                the caller's own; who cares compares what is there.
-            IntegrityError: the store acknowledged the put, but kept another number of bytes. They are left
-                where they are, as they may be another writer's.
-            StorageError: the put failed; `settled` where it surely was not, and will not be, carried out.
+            AlreadyExists: the mode is CREATE and the key exists. After a lost reply, the object there may
+                be the caller's own; compare it if that matters.
+            IntegrityError: the store acknowledged the put, but kept another number of bytes. They stay,
+                as they may be another writer's.
+            StorageError: the put failed; `settled` if it surely was not, and will not be, carried out.
         """
 
     @abstractmethod
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
         """Fill the writable `buffers`, in order, with the object's bytes from `offset` on.
 
-        One request however many buffers there are, and no copy in between where the client library allows.
+        One request for all buffers, and no copy in between if the client library allows it.
 
         Raises:
             NotFound: no such object.
@@ -173,46 +168,57 @@ class Store(ABC):
 
     @abstractmethod
     def stat(self, key: str) -> ObjectStat:
-        """Facts about one object. Raises NotFound."""
+        """Return facts about one object. Raises NotFound."""
 
     @abstractmethod
     def list(self, prefix: str = "") -> Iterator[ObjectStat]:
-        """Objects whose key starts with `prefix`, lazily, in no set order. May lag: nothing correct depends on it."""
+        """List objects whose key starts with `prefix`, lazily, in no set order.
+
+        May lag: nothing correct depends on it.
+        """
 
     @abstractmethod
     def delete(self, keys: Iterable[str]) -> None:
-        """Delete objects; those that are not there are fine."""
+        """Delete objects; a key without one is fine."""
 
     @abstractmethod
     def prepare(self, prefix: str) -> None:
-        """Make the place `prefix` (a directory's key, no trailing slash) writable for this client, tolerating races."""
+        """Make the folder `prefix` (no trailing slash) writable for this client, tolerating races."""
 
     @abstractmethod
     def abandon(self, prefix: str = "", *, choose: Callable[[ObjectStat], bool] | None = None) -> int:
         """Abort unfinished puts of any process below `prefix`; returns how many.
 
-        `choose` is asked about each: its key will be that of the object, `modified_at_s` is when it was begun or
-        last written to, where known. Those it answers False for stay. Without it, all are aborted.
+        `choose` is asked about each: its key is that of the object to be, `modified_at_s` is when it was
+        begun or last written to, if known. Those it answers False for stay. Without it, all are aborted.
         """
 
+    # -- optional ------------------------------------------------------------------------------------
+
+    @property
+    def reads(self) -> Reads | None:
+        """The running reads of a store that can cancel them."""
+        return None
+
+    @property
+    def retries(self) -> int:
+        """The number of requests sent again because they failed; 0 if the store cannot tell."""
+        return 0
+
     def folders(self, prefix: str = "") -> Iterator[str]:
-        """Names of the folders directly below `prefix` (empty, or a key and a slash), as `list` would show them."""
+        """List the names of the folders directly below `prefix` (empty, or a key and a slash)."""
         seen: set[str] = set()
-        for found in self.list(prefix):
-            name, slash, _ = found.key.removeprefix(prefix).partition("/")
+        for stat in self.list(prefix):
+            name, slash, _ = stat.key.removeprefix(prefix).partition("/")
             if slash and name not in seen:
                 seen.add(name)
                 yield name
 
     def remove_empty(self, prefix: str = "") -> None:  # noqa: B027 (most stores have no directories)
-        """Remove the directory `prefix` (as for `prepare`) and those below it, as far as they are empty."""
-
-    def trials(self) -> Trials | None:
-        """What a probe may ask of the server; None where the operations above show all there is."""
-        return None
+        """Remove the empty directories at and below `prefix` (as for `prepare`)."""
 
     def free_bytes(self) -> int | None:
-        """How much more this client may store here, where that is known."""
+        """Return how much more this client may store here, if known."""
         return None
 
     def close(self) -> None:  # noqa: B027 (a store without connections has nothing to close)
@@ -223,35 +229,36 @@ class Store(ABC):
 
 
 def check_key(key: str) -> str:
-    """Return `key`, or raise ConfigurationError when it could leave the store's root or name nothing."""
+    """Return `key`, or raise ConfigurationError if it could leave the store's root or name nothing."""
     if not is_key(key):
         raise ConfigurationError(f"not a valid object key: {key!r}")
     return key
 
 
 def is_key(key: str) -> bool:
-    """Whether `key` can name an object. What a listing finds beside such names is not ours."""
+    """Tell whether `key` can name an object. Other names in a listing are not this library's."""
     if not key or "\\" in key or "\0" in key:
         return False
     try:
         name = key.encode()
     except UnicodeEncodeError:  # a file name that is not UTF-8: it can be neither sent nor recorded
         return False
-    # Longer ones no file system takes, and S3 none of more than 1,024 bytes.
+    # The limits of S3 for a key, and of file systems for a name.
     parts = name.split(b"/")
     return len(name) <= 1024 and all(len(part) <= 255 and part not in (b"", b".", b"..") for part in parts)
 
 
 def transfer_size_bytes(threads: int) -> int:
-    """What one of `threads` transfers moves at a time: 32 to 64 MiB, all together 256 MiB where they can be.
+    """Return how much each of `threads` transfers moves at a time.
 
-    Each request costs an SDK 2 to 4 ms of CPU, a tenth of what 32 MiB cost on the wire.
+    That is 32 to 64 MiB, and 256 MiB for all together if possible. Each request costs an SDK 2 to 4 ms of
+    CPU, a tenth of the cost of 32 MiB on the wire.
     """
     return min(max(_IN_FLIGHT_BYTES // threads, 32 * MIB), 64 * MIB)
 
 
 def part_size_bytes(nbytes: int, wanted_bytes: int, capabilities: Capabilities) -> int:
-    """The size of every part but the last, a multiple of 1 MiB, so that no limit of the store is met.
+    """Return the size of every part but the last: a multiple of 1 MiB within the store's limits.
 
     Raises:
         ConfigurationError: no part size can hold `nbytes` in this store.
@@ -267,7 +274,8 @@ def part_size_bytes(nbytes: int, wanted_bytes: int, capabilities: Capabilities) 
     size = math.ceil(size / MIB) * MIB
     if size > capabilities.max_part_size_bytes:
         raise ConfigurationError(
-            f"an object of {nbytes} bytes needs parts of {size} bytes, over the store's limit"
+            f"an object of {nbytes} bytes needs parts of {size} bytes, over the store's limit of "
+            f"{capabilities.max_part_size_bytes}; shard the model over more ranks"
         )
     return size
 
@@ -280,29 +288,45 @@ def put_bytes(store: Store, key: str, data: bytes, *, mode: PutMode = PutMode.OV
 def read_bytes(
     store: Store, key: str, *, size_bytes: int | None = None, max_bytes: int = 1 << 30
 ) -> bytearray:
-    """A whole small object. The store's own word on its size is asked for first, so nothing absurd is allocated.
+    """Read a whole small object. Its size is checked before memory is allocated.
 
     Raises:
         IntegrityError: its size is not `size_bytes`, or over `max_bytes`.
     """
-    found = store.stat(key).size_bytes
-    if size_bytes is not None and found != size_bytes:
+    size = store.stat(key).size_bytes
+    if size_bytes is not None and size != size_bytes:
         raise IntegrityError(
-            f"holds {found} bytes, expected {size_bytes}", url=store.url, key=key, start=0, stop=size_bytes
+            f"holds {size} bytes, expected {size_bytes}", url=store.url, key=key, start=0, stop=size_bytes
         )
-    if found > max_bytes:
+    if size > max_bytes:
         raise IntegrityError(
-            f"holds {found} bytes, more than the {max_bytes} such an object may have", url=store.url, key=key
+            f"holds {size} bytes, more than the {max_bytes} such an object may have", url=store.url, key=key
         )
-    data = bytearray(found)
-    if found:
+    data = bytearray(size)
+    if size:
         store.read_into(key, 0, [memoryview(data)])
     return data
 
 
 def exists(store: Store, key: str) -> bool:
+    """Tell whether the store shows an object at `key`."""
     try:
         store.stat(key)
     except NotFound:
         return False
     return True
+
+
+def refuse_existing(store: Store, key: str) -> None:
+    """Raise AlreadyExists if the store shows an object at `key`."""
+    if exists(store, key):
+        raise AlreadyExists("exists already", url=store.url, key=key, settled=True)
+
+
+def check_kept(kept_bytes: int, sent_bytes: int, *, url: str, key: str) -> None:
+    """Raise IntegrityError unless a store kept all bytes of an object.
+
+    The object stays: under its final name, it may be another writer's.
+    """
+    if kept_bytes != sent_bytes:
+        raise IntegrityError(f"the store kept {kept_bytes} of {sent_bytes} bytes sent", url=url, key=key)

@@ -15,6 +15,7 @@ from ckpt.backends.s3_protocol.options import (
     client_settings,
     with_shared_models,
 )
+from ckpt.backends.s3_protocol.requests import S3Requests
 from ckpt.backends.s3_protocol.store import S3ApiStore
 from ckpt.errors import ConfigurationError
 
@@ -38,12 +39,13 @@ class CosStore(S3ApiStore):
     Options:
         endpoint_url: the bucket's service endpoint; else `COS_ENDPOINT_URL`, else built from `region`
             (`IBM_COS_REGION`), as in `https://s3.us-south.cloud-object-storage.appdomain.cloud`.
-        ibm_api_key_id, ibm_service_instance_id: IAM authentication (`IBM_API_KEY_ID`, `IBM_SERVICE_INSTANCE_ID`).
+        ibm_api_key_id, ibm_service_instance_id: IAM authentication (`IBM_API_KEY_ID`,
+            `IBM_SERVICE_INSTANCE_ID`).
         ibm_auth_endpoint: the token endpoint (`IBM_AUTH_ENDPOINT`), default IBM's public one.
         key, secret: HMAC credentials (`COS_HMAC_ACCESS_KEY_ID`, `COS_HMAC_SECRET_ACCESS_KEY`).
             With neither, ibm-cos-sdk's own chain applies (its environment variables and credentials file).
-        client_kwargs, config_kwargs, part_size_bytes, max_attempts, connect_timeout_s, read_timeout_s, checksum,
-        s3_additional_kwargs: as for `s3://`.
+        client_kwargs, config_kwargs, part_size_bytes, max_attempts, connect_timeout_s, read_timeout_s,
+        checksum, s3_additional_kwargs: as for `s3://`.
     """
 
     def __init__(self, url: str, options: Mapping[str, Any] | None = None, *, threads: int = 8) -> None:
@@ -56,8 +58,7 @@ class CosStore(S3ApiStore):
             )
         if settings["key"] and settings["ibm_api_key_id"]:
             raise ConfigurationError("cos: give either HMAC keys (key, secret) or ibm_api_key_id, not both")
-        super().__init__(url, settings, threads=threads)
-        self._creating = threading.local()
+        super().__init__(_IbmBoto3(url, settings, threads=threads))
 
     @staticmethod
     def _use_environment(settings: dict[str, Any]) -> None:
@@ -76,14 +77,20 @@ class CosStore(S3ApiStore):
         if settings["endpoint_url"] is None and settings["region"]:
             settings["endpoint_url"] = f"https://s3.{settings['region']}.cloud-object-storage.appdomain.cloud"
 
-    def _make_client(self) -> Any:
+
+class _IbmBoto3(S3Requests):
+    def __init__(self, url: str, options: Mapping[str, Any], *, threads: int) -> None:
+        super().__init__(url, options, threads=threads)
+        self._creating = threading.local()
+
+    def make_client(self) -> Any:
         try:
             import ibm_boto3
             import ibm_botocore.session
             from ibm_botocore.client import Config
         except ImportError as error:
             raise ConfigurationError("cos:// needs ibm-cos-sdk: pip install 'ckpt-storage[cos]'") from error
-        options = self._options
+        options = self.options
         session = ibm_boto3.Session(botocore_session=with_shared_models(ibm_botocore.session.get_session()))
         settings = {
             "signature_version": "oauth" if self._uses_iam(session) else "s3v4",
@@ -109,8 +116,8 @@ class CosStore(S3ApiStore):
         return client
 
     def _uses_iam(self, session: Any) -> bool:
-        """Whether requests carry a token; what the SDK's own chain finds may be an API key as well."""
-        options = self._options
+        """Tell whether requests carry a token; the SDK's own chain may find an API key as well."""
+        options = self.options
         if options["key"]:
             return False
         given = {name for name, value in options["client_kwargs"].items() if value}
@@ -119,7 +126,7 @@ class CosStore(S3ApiStore):
         return hasattr(session.get_credentials(), "token_manager")
 
     @contextlib.contextmanager
-    def _create_condition(self, operation: str) -> Iterator[dict[str, Any]]:
+    def create_condition(self, operation: str) -> Iterator[dict[str, Any]]:
         self._creating.now = True
         try:
             yield {}

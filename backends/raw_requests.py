@@ -1,41 +1,41 @@
-"""What a probe may ask of a server, beside the operations of a store."""
+"""Single requests to a server, for probes that measure how it answers; not part of the contract of stores."""
 
 from __future__ import annotations
 
 import enum
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from ckpt.backends.bodies import Body
 
-__all__ = ["Condition", "Trials"]
+__all__ = ["Condition", "RawRequests", "SupportsRawRequests", "raw_requests_of"]
 
 
 class Condition(enum.Enum):
-    """What a server makes of "only if absent"."""
+    """How a server treats "only if absent"."""
 
     HONOURED = "honoured"
     REFUSED = "refused"
     IGNORED = "ignored"
 
 
-class Trials(Protocol):
-    """Requests as they are: nothing is looked at before, and nothing is done instead of what a server refuses.
+class RawRequests(Protocol):
+    """Requests as they are: nothing is checked before, and nothing replaces a request that is refused.
 
     All raise `ckpt.errors`; keys are those of the store.
     """
 
-    place: str
-    """What answers alike: endpoint and bucket."""
+    bucket_url: str
+    """Endpoint and bucket: for all keys in it, the server answers alike."""
 
     def put(self, key: str, body: Body, *, create: bool = False, part_size_bytes: int | None = None) -> bool:
-        """One put, or an upload in parts of that size; returns False where the server does not offer it.
+        """Put an object, in parts if their size is given. Returns False if the server cannot do that.
 
         Raises:
             AlreadyExists: with `create`, if the server says so.
         """
 
     def learn(self, condition: Condition | None) -> None:
-        """Have the store go by this answer from now on; None: there was none."""
+        """Have the store act on this measurement from now on; None: it could not be measured."""
 
     def begin(self, key: str) -> str:
         """Begin an upload in parts; returns its id."""
@@ -44,7 +44,20 @@ class Trials(Protocol):
         """Send one part."""
 
     def uploads(self, key: str) -> list[str]:
-        """The ids of the unfinished uploads of `key`."""
+        """List the ids of the unfinished uploads of `key`."""
 
     def abort(self, key: str, upload_id: str) -> None:
         """Abort an upload."""
+
+
+@runtime_checkable
+class SupportsRawRequests(Protocol):
+    """A store whose server can be sent single requests."""
+
+    def raw_requests(self) -> RawRequests | None:
+        """Return them; None for a wrapper around a store that has none."""
+
+
+def raw_requests_of(store: object) -> RawRequests | None:
+    """Return the raw requests of `store`; None if its operations already show all there is."""
+    return store.raw_requests() if isinstance(store, SupportsRawRequests) else None

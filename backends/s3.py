@@ -1,4 +1,4 @@
-"""S3 and what speaks its protocol, through boto3."""
+"""S3 and other servers of its protocol, through boto3."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ckpt.backends.s3_protocol.options import (
     client_settings,
     with_shared_models,
 )
+from ckpt.backends.s3_protocol.requests import S3Requests
 from ckpt.backends.s3_protocol.store import S3ApiStore
 from ckpt.errors import ConfigurationError
 
@@ -34,22 +35,27 @@ class S3Store(S3ApiStore):
     """`s3://bucket/prefix`.
 
     Options, named as s3fs names them where it has them:
-        key, secret, token: credentials; without them boto3's own chain (environment, profile, instance) applies.
+        key, secret, token: credentials; without them boto3's own chain (environment, profile, instance)
+            applies.
         anon: send unsigned requests (public buckets).
-        profile, region, endpoint_url: as in boto3; `AWS_PROFILE`, `AWS_REGION`, `AWS_ENDPOINT_URL` work too.
+        profile, region, endpoint_url: as in boto3; `AWS_PROFILE`, `AWS_REGION`, `AWS_ENDPOINT_URL` work
+            too.
         client_kwargs, config_kwargs: passed on to `Session.client` and `botocore.config.Config`.
-        s3_additional_kwargs: passed on with every object written (`ServerSideEncryption`, `StorageClass`, ...).
+        s3_additional_kwargs: passed on with every object written (`ServerSideEncryption`, ...).
         part_size_bytes: size of multipart parts, raised for large objects (default 32 to
             64 MiB, by the number of threads).
         max_attempts, connect_timeout_s, read_timeout_s: bound every request.
-        checksum: "crc64nvme" sends a checksum with every part for the server to verify; "none" does not.
+        checksum: "crc64nvme" sends a checksum with every part for the server to verify; "none" sends
+            none.
     """
 
     def __init__(self, url: str, options: Mapping[str, Any] | None = None, *, threads: int = 8) -> None:
         defaults = {**_DEFAULTS, "part_size_bytes": transfer_size_bytes(threads)}
-        super().__init__(url, take_options("s3", options or {}, defaults), threads=threads)
+        super().__init__(_Boto3(url, take_options("s3", options or {}, defaults), threads=threads))
 
-    def _make_client(self) -> Any:
+
+class _Boto3(S3Requests):
+    def make_client(self) -> Any:
         try:
             import boto3
             import botocore.session
@@ -57,7 +63,7 @@ class S3Store(S3ApiStore):
             from botocore.config import Config
         except ImportError as error:
             raise ConfigurationError("s3:// needs boto3: pip install 'ckpt-storage[s3]'") from error
-        options = self._options
+        options = self.options
         settings = client_settings(options, self.threads)
         if options["anon"]:
             settings["signature_version"] = UNSIGNED

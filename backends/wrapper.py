@@ -1,4 +1,4 @@
-"""A store that stands for another one."""
+"""A base class for stores that wrap another one."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from ckpt.backends.base import Capabilities, ObjectStat, PutMode, Store
 from ckpt.backends.bodies import Body
 from ckpt.backends.cancellable_reads import Reads
-from ckpt.backends.raw_requests import Trials
+from ckpt.backends.raw_requests import RawRequests, raw_requests_of
 
 __all__ = ["WrappedStore"]
 
 
 class WrappedStore(Store):
-    """`inner`, whole. A subclass says only what it does otherwise, so that none forgets an operation."""
+    """Forwards every operation to `inner`. A subclass overrides what it changes, and forgets none."""
 
     def __init__(self, inner: Store) -> None:
         self.url, self.threads, self.directory = inner.url, inner.threads, inner.directory
@@ -58,8 +58,8 @@ class WrappedStore(Store):
     def remove_empty(self, prefix: str = "") -> None:
         self._inner.remove_empty(prefix)
 
-    def trials(self) -> Trials | None:
-        return self._inner.trials()
+    def raw_requests(self) -> RawRequests | None:
+        return raw_requests_of(self._inner)
 
     def free_bytes(self) -> int | None:
         return self._inner.free_bytes()

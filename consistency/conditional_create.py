@@ -12,7 +12,7 @@ import threading
 
 from ckpt.backends.base import Store
 from ckpt.backends.bodies import CheckedBody
-from ckpt.backends.raw_requests import Condition, Trials
+from ckpt.backends.raw_requests import Condition, RawRequests, raw_requests_of
 from ckpt.errors import AlreadyExists, CheckpointError, StorageError, StorageUnavailable
 
 __all__ = ["learn_condition", "measure_condition"]
@@ -28,23 +28,23 @@ def learn_condition(store: Store, key: str) -> None:
 
     Where there is nothing to ask, or no permission to, the store stays with its careful path: it looks before it puts.
     """
-    trials = store.trials()
-    if trials is None:
+    raw = raw_requests_of(store)
+    if raw is None:
         return
     with _lock:
-        if trials.place not in _known:
+        if raw.bucket_url not in _known:
             try:
-                _known[trials.place] = measure_condition(store, trials, key)
+                _known[raw.bucket_url] = measure_condition(store, raw, key)
             except StorageUnavailable:
                 return  # not an answer; the next save asks again
             except CheckpointError as error:
-                _logger.info("%s: conditional puts could not be tried: %s", trials.place, error)
-                _known[trials.place] = None
-            _warn(trials.place, _known[trials.place])
-        trials.learn(_known[trials.place])
+                _logger.info("%s: conditional puts could not be tried: %s", raw.bucket_url, error)
+                _known[raw.bucket_url] = None
+            _warn(raw.bucket_url, _known[raw.bucket_url])
+        raw.learn(_known[raw.bucket_url])
 
 
-def measure_condition(store: Store, trials: Trials, key: str, *, in_parts: bool = False) -> Condition:
+def measure_condition(store: Store, raw: RawRequests, key: str, *, in_parts: bool = False) -> Condition:
     """What the server makes of "only if absent", tried with an object at `key`, a name of its own.
 
     Args:
@@ -56,7 +56,7 @@ def measure_condition(store: Store, trials: Trials, key: str, *, in_parts: bool 
     part_size_bytes = 1 << 20 if in_parts else None
 
     def create(text: bytes) -> bool:
-        return trials.put(key, CheckedBody(text), create=True, part_size_bytes=part_size_bytes)
+        return raw.put(key, CheckedBody(text), create=True, part_size_bytes=part_size_bytes)
 
     try:
         if not create(b"first"):

@@ -1,4 +1,4 @@
-"""What every request of the S3 stores goes through: the SDK's client, a pool of threads, and errors made ours."""
+"""A connection to a bucket: the SDK's client, a pool of threads, and the SDK's errors made ours."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import contextlib
 import os
 import re
 import threading
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from ckpt.backends.base import Store, check_key
+from ckpt.backends.base import check_key
 from ckpt.backends.options import redact_url, scrub
 from ckpt.backends.s3_protocol.errors import (
     CREDENTIAL_ERRORS,
@@ -32,33 +32,34 @@ _SECRET_NAMES = re.compile("key|secret|token|password", re.IGNORECASE)
 T = TypeVar("T")
 
 
-class S3Connection(Store):
-    """A bucket and a prefix, and a client for them that is made when it is first needed."""
+class S3Connection(ABC):
+    """A bucket and a prefix, and a client for them that is made when it is first needed.
+
+    Attributes:
+        retries: the number of requests sent again because they failed.
+    """
 
     def __init__(self, url: str, options: Mapping[str, Any], *, threads: int) -> None:
-        self._bucket, self._prefix = split_bucket_url(url)
+        self.bucket, self.prefix = split_bucket_url(url)
         self.url = redact_url(url).rstrip("/")
         self.threads = threads
-        self._options = dict(options)
-        check_options(self._options)
+        self.options = dict(options)
+        check_options(self.options)
+        self.retries = 0
         self._lock = threading.Lock()
         self._client_or_none: Any = None
         self._pool_or_none: ThreadPoolExecutor | None = None
-        self._retries = 0
-
-    @property
-    def retries(self) -> int:
-        return self._retries
 
     @abstractmethod
-    def _make_client(self) -> Any:
-        """A new boto3-like client; whatever it raises is translated by the caller."""
+    def make_client(self) -> Any:
+        """Make a boto3-like client; the caller translates errors."""
 
-    def _create_condition(self, operation: str) -> contextlib.AbstractContextManager[dict[str, Any]]:
-        """Makes the requests sent inside ask for "only if absent"; yields the extra arguments for it."""
+    def create_condition(self, operation: str) -> contextlib.AbstractContextManager[dict[str, Any]]:
+        """Have the requests sent inside ask for "only if absent"; yields extra arguments for them."""
         return contextlib.nullcontext({"IfNoneMatch": "*"})
 
     def close(self) -> None:
+        """Release the client and the threads."""
         with self._lock:
             pool, self._pool_or_none = self._pool_or_none, None
             client, self._client_or_none = self._client_or_none, None
@@ -68,7 +69,7 @@ class S3Connection(Store):
             client.close()
 
     @property
-    def _client(self) -> Any:
+    def client(self) -> Any:
         if self._client_or_none is None:
             with self._lock:
                 if self._client_or_none is None:
@@ -77,13 +78,13 @@ class S3Connection(Store):
 
     def _new_client(self) -> Any:
         try:
-            client = self._make_client()
+            client = self.make_client()
         except CheckpointError:
             raise
         except Exception as error:
             kind = AccessDenied if type(error).__name__ in CREDENTIAL_ERRORS else ConfigurationError
             text = text_of(error)
-            shown = self._scrubbed(text)
+            shown = self.scrubbed(text)
             raise kind(f"cannot use these options: {shown}", url=self.url) from (
                 error if shown == text else None
             )
@@ -92,33 +93,35 @@ class S3Connection(Store):
         return client
 
     def _note_request(self, request: Any, **_: Any) -> None:
-        """Handler of the SDKs' event, which comes for each time that they send a request."""
+        """Handle the SDKs' event, which comes each time they send a request."""
         if request.context["retries"]["attempt"] > 1:
-            self._note_retry()
+            self.note_retry()
 
-    def _note_retry(self) -> None:
+    def note_retry(self) -> None:
+        """Count a request that is sent again."""
         with self._lock:
-            self._retries += 1
+            self.retries += 1
 
-    def _submit(self, key: str, function: Callable[..., T], *arguments: Any) -> Future[T]:
+    def submit(self, key: str, function: Callable[..., T], *arguments: Any) -> Future[T]:
+        """Call `function` in a thread of this connection."""
         with self._lock:
             if self._pool_or_none is None:
                 self._pool_or_none = ThreadPoolExecutor(self.threads, thread_name_prefix="ckpt-s3")
             pool = self._pool_or_none
         try:
             return pool.submit(function, *arguments)
-        except RuntimeError as failure:
+        except RuntimeError as error:
             # Python starts no thread once the main one has ended, though others still run.
-            error = StorageError(
-                f"not sent: {failure}; wait for saves before the program or the store ends",
+            raise StorageError(
+                f"not sent: {error}; wait for saves before the program or the store ends",
                 url=self.url,
                 key=key,
-            )
-            error.settled = True
-            raise error from failure
+                settled=True,
+            ) from error
 
-    def _object(self, key: str) -> dict[str, str]:
-        return {"Bucket": self._bucket, "Key": self._prefix + check_key(key)}
+    def object(self, key: str) -> dict[str, str]:
+        """Make the arguments of a request that name the object at `key`."""
+        return {"Bucket": self.bucket, "Key": self.prefix + check_key(key)}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_lock": None, "_client_or_none": None, "_pool_or_none": None}
@@ -128,47 +131,46 @@ class S3Connection(Store):
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
-    def _writing(
+    def writing(
         self, key: str, action: str, operation: str, create: bool, *signals: type[Signal]
     ) -> Iterator[dict[str, Any]]:
-        """`_translated` for a request that makes an object appear; yields the arguments of its condition."""
+        """Translate errors of a request that makes an object; yields the arguments of its condition."""
         if not create:
-            with self._translated(key, action, *signals):
+            with self.translated(key, action, *signals):
                 yield {}
             return
         conditional = (NotImplementedByServer, Conflict)
         with (
-            self._translated(key, action, *signals, *conditional),
-            self._create_condition(operation) as extra,
+            self.translated(key, action, *signals, *conditional),
+            self.create_condition(operation) as extra,
         ):
             yield extra
 
     @contextlib.contextmanager
-    def _translated(
+    def translated(
         self, key: str, action: str, *signals: type[Signal], harmless: bool = False
     ) -> Iterator[None]:
         """Turn the SDK's exceptions into ours, or into those `signals` that the caller acts upon.
 
-        `harmless`: whatever came of this request, no object appeared by it.
+        `harmless`: however this request ended, no object appeared by it.
         """
         try:
             yield
         except CheckpointError:
             raise
         except Exception as error:
-            raised = translate(error, action, url=self.url, key=key, bucket=self._bucket, signals=signals)
-            if isinstance(raised, Signal):
-                raise raised from error
-            raised.settled = raised.settled or harmless
-            shown = self._scrubbed(raised.message)
-            if shown != raised.message:  # then the cause would show it in a traceback
-                raised.args = (shown,)
-                raise raised from None
+            where: dict[str, Any] = {"url": self.url, "key": key, "bucket": self.bucket}
+            raised = translate(error, action, **where, signals=signals, harmless=harmless)
+            if isinstance(raised, StorageError):
+                shown = self.scrubbed(raised.message)
+                if shown != raised.message:  # then the cause would show it in a traceback
+                    raised.args = (shown,)
+                    raise raised from None
             raise raised from error
 
-    def _scrubbed(self, text: str) -> str:
-        """`text` without credentials: a server or an SDK may quote what it was given."""
-        given = [*self._options.items(), *self._options["client_kwargs"].items()]
+    def scrubbed(self, text: str) -> str:
+        """Remove credentials from `text`: a server or an SDK may quote what it was given."""
+        given = [*self.options.items(), *self.options["client_kwargs"].items()]
         given += [item for item in os.environ.items() if item[0].startswith(("AWS_", "IBM_", "COS_"))]
         return scrub(
             text, [value for name, value in given if isinstance(value, str) and _SECRET_NAMES.search(name)]

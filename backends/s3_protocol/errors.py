@@ -1,6 +1,7 @@
-"""What the exceptions of boto3 and ibm-cos-sdk mean, in this library's words.
+"""Translate the exceptions of boto3 and ibm-cos-sdk into this library's.
 
-Servers leave out any part of an error reply (code, message, the whole body), so nothing here relies on one.
+Servers leave out any part of an error reply (code, message, the whole body), so nothing here relies on
+one.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Signal(Exception):
 
 
 class UploadGone(Signal):
-    """The server knows no such multipart upload (any more)."""
+    """The server does not know this multipart upload (any more)."""
 
 
 class NotImplementedByServer(Signal):
@@ -78,7 +79,7 @@ _TRANSIENT = frozenset(
     {"RequestTimeout", "RequestTimeoutException", "SlowDown", "Throttling", "ThrottlingException",
      "TooManyRequests", "RequestLimitExceeded", "InternalError", "ServiceUnavailable", "503"}
 )  # fmt: skip
-# Refused by the SDK itself: nothing was sent.
+# The SDK itself refuses these: nothing was sent.
 _UNSENT = frozenset({"ParamValidationError", "NoCredentialsError"})
 _CONNECTION_WORDS = (
     "Connection",
@@ -93,7 +94,7 @@ _CONNECTION_WORDS = (
 
 @dataclass(frozen=True)
 class _Facts:
-    """An SDK's exception; an empty code, status 0 and `retries` None are unknown."""
+    """Facts from an SDK's exception. An empty code, status 0 and `retries` None are unknown."""
 
     code: str
     status: int
@@ -106,33 +107,41 @@ class _Facts:
 
     @property
     def refused(self) -> bool:
-        """Whether the server refused the one request that it was sent."""
+        """Tell whether the server refused the one request that it was sent."""
         return 400 <= self.status < 500 and self.status != 409 and not self.transient and self.retries == 0
 
 
 def translate(
-    error: Exception, action: str, *, url: str, key: str, bucket: str, signals: tuple[type[Signal], ...] = ()
+    error: Exception,
+    action: str,
+    *,
+    url: str,
+    key: str,
+    bucket: str,
+    signals: tuple[type[Signal], ...] = (),
+    harmless: bool = False,
 ) -> Signal | StorageError:
-    """Our exception for an SDK's.
+    """Make our exception from an SDK's.
 
     Args:
-        action: what was being done, for the text ("cannot ...").
+        action: completes "cannot ..." in the text.
         signals: answers that the caller acts upon.
+        harmless: however this request ended, no object appeared by it.
     """
     facts = _facts(error)
     signal = _signal(facts)
     if signal in signals:
         return signal(facts.text)
-    kind, text = _kind(facts, error, conditional=Conflict in signals), f"cannot {action}: {facts.text}"
+    kind = _kind(facts, error, conditional=Conflict in signals)
+    text = f"cannot {action}: {facts.text}"
     if kind is AlreadyExists:
         text = f"exists already ({facts.code or facts.status})"
     elif facts.code == "NoSuchBucket":
         text = f"there is no bucket named {bucket!r}"
     elif kind is AccessDenied:
         text += "; check the credentials and their permissions"
-    raised = kind(text, url=url, key=key)
-    raised.settled = facts.refused or type(error).__name__ in _UNSENT
-    return raised
+    settled = harmless or facts.refused or type(error).__name__ in _UNSENT
+    return kind(text, url=url, key=key, settled=settled)
 
 
 def _signal(facts: _Facts) -> type[Signal]:
@@ -157,7 +166,7 @@ def _kind(facts: _Facts, error: Exception, conditional: bool) -> type[StorageErr
         return AlreadyExists
     if status == 404 or code in _NOT_FOUND:
         return NotFound
-    # Some servers answer 403 to what is over a quota.
+    # Some servers answer 403 to a request over a quota.
     if status == 507 or code in _FULL or "Quota" in code:
         return StorageFull
     if status in (401, 403) or code in _DENIED or type(error).__name__ in CREDENTIAL_ERRORS:
@@ -168,7 +177,7 @@ def _kind(facts: _Facts, error: Exception, conditional: bool) -> type[StorageErr
 
 
 def is_connection_error(error: Exception) -> bool:
-    """Whether no answer came, or only a part of it."""
+    """Tell whether no answer came, or only a part of it."""
     return isinstance(error, OSError) or any(word in type(error).__name__ for word in _CONNECTION_WORDS)
 
 
@@ -190,5 +199,5 @@ _URL = re.compile(r"https?://[^\s\"'<>]*")
 
 
 def text_of(error: Exception) -> str:
-    """An exception's name and text, with the URLs in it redacted."""
-    return f"{type(error).__name__}: {_URL.sub(lambda found: redact_url(found[0]), str(error))}"
+    """Return an exception's name and text, with the URLs in it redacted."""
+    return f"{type(error).__name__}: {_URL.sub(lambda url: redact_url(url[0]), str(error))}"

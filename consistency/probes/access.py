@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from ckpt.backends.raw_requests import raw_requests_of
 from ckpt.consistency.probes.examine import Finding, Subject, Verdict
 from ckpt.errors import AccessDenied, StorageError
 
@@ -60,11 +61,11 @@ def permissions(subject: Subject) -> Iterator[Finding]:
         allowed("look for what is not there", lambda: first.exists("access/nothing"))
         allowed("list", lambda: first.names("access/"))
         allowed("delete", lambda: first.delete([key]))
-        trials = first.store.trials()
-        if trials is not None:
-            upload_id = trials.begin(key)
-            allowed("list uploads", lambda: trials.uploads(key))
-            allowed("abort uploads", lambda: trials.abort(key, upload_id))
+        raw = raw_requests_of(first.store)
+        if raw is not None:
+            upload_id = raw.begin(key)
+            allowed("list uploads", lambda: raw.uploads(key))
+            allowed("abort uploads", lambda: raw.abort(key, upload_id))
     for operation, error in refused:
         verdict, advice = _WITHOUT[operation]
         yield Finding(

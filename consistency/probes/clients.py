@@ -17,6 +17,7 @@ from typing import Any
 
 from ckpt.backends.base import ObjectStat, PutMode, Store, exists, read_bytes
 from ckpt.backends.bodies import CheckedBody
+from ckpt.backends.raw_requests import raw_requests_of
 from ckpt.consistency import environment
 from ckpt.errors import AlreadyExists, CheckpointError, StorageError, StorageUnavailable
 
@@ -158,8 +159,8 @@ def perform(store: Store, operation: str, arguments: Iterable[Any]) -> Any:
 
 
 def _create(store: Store, key: str, data: bytes) -> None:
-    trials = store.trials()
-    if trials is None or not trials.put(key, CheckedBody(data), create=True):
+    raw = raw_requests_of(store)
+    if raw is None or not raw.put(key, CheckedBody(data), create=True):
         store.put(key, CheckedBody(data), mode=PutMode.CREATE)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ckpt.backends.base import MIB, transfer_size_bytes
 from ckpt.backends.bodies import BytesBody, CheckedBody, Part
-from ckpt.backends.raw_requests import Condition, Trials
+from ckpt.backends.raw_requests import Condition, RawRequests, raw_requests_of
 from ckpt.consistency.conditional_create import measure_condition
 from ckpt.consistency.probes.examine import Finding, Subject, Verdict
 from ckpt.errors import AccessDenied, NotFound, StorageError, StorageUnavailable
@@ -24,13 +24,13 @@ _RESULTS = {
 
 def conditions(subject: Subject) -> Iterator[Finding]:
     """What "only if absent" comes to, on a single put and on the completion of an upload in parts."""
-    store, trials = subject.first.store, subject.first.store.trials()
-    if trials is None:
+    store, raw = subject.first.store, raw_requests_of(subject.first.store)
+    if raw is None:
         return
     for in_parts, check in ((False, "conditional put"), (True, "conditional upload in parts")):
         key = f"conditions/{'parts' if in_parts else 'single'}"
         subject.first.written.add(key)
-        found = measure_condition(store, trials, key, in_parts=in_parts)
+        found = measure_condition(store, raw, key, in_parts=in_parts)
         verdict, result, advice = _RESULTS[found]
         if in_parts and found is not Condition.HONOURED:
             verdict, advice = (
@@ -39,7 +39,7 @@ def conditions(subject: Subject) -> Iterator[Finding]:
             )
         if not in_parts:
             for client in subject.clients:
-                learner = client.store.trials()
+                learner = raw_requests_of(client.store)
                 if learner is not None:
                     learner.learn(found)
         yield Finding(check, verdict, result, advice, {"if_none_match": found.value})
@@ -47,15 +47,15 @@ def conditions(subject: Subject) -> Iterator[Finding]:
 
 def checksums(subject: Subject) -> Iterator[Finding]:
     """Whether the server refuses bytes that do not match the checksum sent along."""
-    trials = subject.first.store.trials()
-    if trials is None:
+    raw = raw_requests_of(subject.first.store)
+    if raw is None:
         return
     verified = {}
     for what, part_size_bytes in (("single put", None), ("part", MIB)):
         key = f"checksums/{what.replace(' ', '-')}"
         subject.first.written.add(key)
         try:
-            trials.put(key, _MislabelledBody(b"other bytes"), part_size_bytes=part_size_bytes)
+            raw.put(key, _MislabelledBody(b"other bytes"), part_size_bytes=part_size_bytes)
             verified[what] = False
         except (AccessDenied, StorageUnavailable, NotFound):
             raise
@@ -89,17 +89,17 @@ class _MislabelledBody(BytesBody):
 
 def limits(subject: Subject) -> Iterator[Finding]:
     """Which parts of an upload the server takes."""
-    trials = subject.first.store.trials()
-    if trials is None:
+    raw = raw_requests_of(subject.first.store)
+    if raw is None:
         return
-    small = _takes_small_parts(subject, trials)
-    last, beyond = _takes_part(subject, trials, 10_000), _takes_part(subject, trials, 10_001)
+    small = _takes_small_parts(subject, raw)
+    last, beyond = _takes_part(subject, raw, 10_000), _takes_part(subject, raw, 10_001)
     measured = {"parts_under_5_mib": small, "part_10000": last, "part_10001": beyond}
     result = f"parts under 5 MiB {_taken(small)}, part number 10,000 {_taken(last)}, 10,001 {_taken(beyond)}"
     if last:
         yield Finding("uploads in parts", Verdict.FINE, result, measured=measured)
         return
-    thousand = _takes_part(subject, trials, 1000)
+    thousand = _takes_part(subject, raw, 1000)
     size_bytes = transfer_size_bytes(subject.first.store.threads)
     parts = "up to 1,000 parts" if thousand else "fewer than 1,000 parts"
     advice = (
@@ -115,22 +115,22 @@ def _taken(taken: bool) -> str:
     return "taken" if taken else "refused"
 
 
-def _takes_small_parts(subject: Subject, trials: Trials) -> bool:
+def _takes_small_parts(subject: Subject, raw: RawRequests) -> bool:
     key = "limits/small-parts"
     subject.first.written.add(key)
     try:
-        return trials.put(key, CheckedBody(bytes(MIB + 1)), part_size_bytes=MIB)
+        return raw.put(key, CheckedBody(bytes(MIB + 1)), part_size_bytes=MIB)
     except (AccessDenied, StorageUnavailable):
         raise
     except StorageError:
         return False
 
 
-def _takes_part(subject: Subject, trials: Trials, number: int) -> bool:
+def _takes_part(subject: Subject, raw: RawRequests, number: int) -> bool:
     key = "limits/numbers"
-    upload_id = trials.begin(key)
+    upload_id = raw.begin(key)
     try:
-        trials.send_part(key, upload_id, number, CheckedBody(b"part"))
+        raw.send_part(key, upload_id, number, CheckedBody(b"part"))
         return True
     except (AccessDenied, StorageUnavailable):
         raise
@@ -138,24 +138,24 @@ def _takes_part(subject: Subject, trials: Trials, number: int) -> bool:
         return False
     finally:
         with contextlib.suppress(StorageError):
-            trials.abort(key, upload_id)
+            raw.abort(key, upload_id)
 
 
 def uploads(subject: Subject) -> Iterator[Finding]:
     """Whether an upload that was begun and left can be found, and aborted."""
-    trials = subject.first.store.trials()
-    if trials is None:
+    raw = raw_requests_of(subject.first.store)
+    if raw is None:
         return
     if not {"list uploads", "abort uploads"} <= subject.allowed:
         yield Finding("unfinished uploads", Verdict.UNKNOWN, "needs permission to list and abort uploads")
         return
     key = "limits/orphan"
-    upload_id = trials.begin(key)
+    upload_id = raw.begin(key)
     try:
-        listed = upload_id in trials.uploads(key)
+        listed = upload_id in raw.uploads(key)
     finally:
-        trials.abort(key, upload_id)
-    gone = upload_id not in trials.uploads(key)
+        raw.abort(key, upload_id)
+    gone = upload_id not in raw.uploads(key)
     measured = {"listed": listed, "aborted": gone}
     if listed and gone:
         yield Finding("unfinished uploads", Verdict.FINE, "can be found and aborted", measured=measured)

@@ -22,6 +22,7 @@ from ckpt.backends.base import MIB, Capabilities, part_size_bytes
 from ckpt.backends.memory import MemoryStore
 from ckpt.backends.paths import filesystem_type
 from ckpt.backends.posix import PosixStore
+from ckpt.backends.raw_requests import raw_requests_of
 from ckpt.backends.registry import open_store, register
 from ckpt.errors import ConfigurationError, SaveFailed
 
@@ -84,7 +85,7 @@ def test_options_that_are_none() -> None:
     """As configuration files give what is not set."""
     options = dict.fromkeys(["key", "secret", "client_kwargs", "config_kwargs", "s3_additional_kwargs"])
     store: Any = open_store("s3://bucket/x", options)
-    assert store._client.meta.config.s3["payload_signing_enabled"] is False
+    assert store._s3.client.meta.config.s3["payload_signing_enabled"] is False
 
 
 def test_wrong_options_elsewhere(tmp_path: Path) -> None:
@@ -111,12 +112,12 @@ def test_cos_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("IBM_API_KEY_ID", "the-key")
     monkeypatch.setenv("IBM_SERVICE_INSTANCE_ID", "crn")
     store: Any = open_store("cos://bucket/x")
-    assert store._options["endpoint_url"] == "https://s3.eu-de.cloud-object-storage.appdomain.cloud"
-    assert store._options["ibm_api_key_id"] == "the-key"
+    assert store._s3.options["endpoint_url"] == "https://s3.eu-de.cloud-object-storage.appdomain.cloud"
+    assert store._s3.options["ibm_api_key_id"] == "the-key"
     monkeypatch.setenv("COS_HMAC_ACCESS_KEY_ID", "hmac")
     monkeypatch.setenv("COS_HMAC_SECRET_ACCESS_KEY", "secret")
     store = open_store("cos://bucket/x")
-    assert (store._options["key"], store._options["ibm_api_key_id"]) == ("hmac", None)
+    assert (store._s3.options["key"], store._s3.options["ibm_api_key_id"]) == ("hmac", None)
 
 
 def test_a_cos_api_key_from_the_sdks_own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,10 +128,10 @@ def test_a_cos_api_key_from_the_sdks_own_file(tmp_path: Path, monkeypatch: pytes
     credentials.write_text("[default]\nibm_api_key_id = the-key\nibm_service_instance_id = crn\n")
     monkeypatch.setenv("COS_SHARED_CREDENTIALS_FILE", str(credentials))
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(credentials))
-    client = open_store("cos://bucket/x", {"region": "eu-de"})._client  # type: ignore[attr-defined]
+    client = open_store("cos://bucket/x", {"region": "eu-de"})._s3.client  # type: ignore[attr-defined]
     assert client.meta.config.signature_version == "oauth"
     credentials.write_text("[default]\naws_access_key_id = a\naws_secret_access_key = b\n")
-    client = open_store("cos://bucket/x", {"region": "eu-de"})._client  # type: ignore[attr-defined]
+    client = open_store("cos://bucket/x", {"region": "eu-de"})._s3.client  # type: ignore[attr-defined]
     assert client.meta.config.signature_version == "s3v4"
 
 
@@ -149,9 +150,9 @@ def test_no_server_is_trusted_by_its_name(url: str, options: dict[str, Any]) -> 
 
 def test_servers_are_told_apart_by_where_requests_go(monkeypatch: pytest.MonkeyPatch) -> None:
     def place(url: str, **options: str) -> str:
-        trials = open_store(url, options).trials()
-        assert trials is not None
-        return trials.place
+        raw = raw_requests_of(open_store(url, options))
+        assert raw is not None
+        return raw.bucket_url
 
     assert place("s3://b/x") == place("s3://b/y")
     assert place("s3://b/x") != place("s3://c/x")
@@ -167,7 +168,7 @@ def test_s3_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("AWS_REGION", "eu-central-1")
     monkeypatch.delenv("AWS_DEFAULT_REGION", raising=False)
-    client = open_store("s3://bucket/x")._client  # type: ignore[attr-defined]
+    client = open_store("s3://bucket/x")._s3.client  # type: ignore[attr-defined]
     assert client.meta.endpoint_url == "http://127.0.0.1:9"
     assert client.meta.region_name == "eu-central-1"
     assert client._request_signer._credentials.access_key == "from-environment"

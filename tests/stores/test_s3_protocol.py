@@ -346,8 +346,8 @@ def test_config_kwargs_are_merged(server: StrictS3, signed: bool) -> None:
         },
     }
     store: Any = open_store("s3://bucket/root", options)
-    assert store._client.meta.config.s3["payload_signing_enabled"] is signed
-    assert store._client.meta.config.retries == {"mode": "adaptive", "total_max_attempts": 2}
+    assert store._s3.client.meta.config.s3["payload_signing_enabled"] is signed
+    assert store._s3.client.meta.config.retries == {"mode": "adaptive", "total_max_attempts": 2}
     store.put("k", CheckedBody(DATA))
     assert server.objects[NAME] == DATA
     hashes = {request.headers["x-amz-content-sha256"] for request in server.sent("UploadPart")}

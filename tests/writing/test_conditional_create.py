@@ -17,7 +17,7 @@ from support.strict_s3 import Request, StrictS3
 import ckpt
 from ckpt.backends.base import PutMode, Store, put_bytes, read_bytes
 from ckpt.backends.bodies import BytesBody
-from ckpt.backends.raw_requests import Condition
+from ckpt.backends.raw_requests import Condition, raw_requests_of
 from ckpt.backends.registry import open_store
 from ckpt.consistency import conditional_create
 from ckpt.consistency.conditional_create import learn_condition, measure_condition
@@ -80,9 +80,9 @@ def test_a_lost_reply_is_no_answer(server: StrictS3, store: Store) -> None:
 
 
 def measured(store: Store, in_parts: bool) -> Condition:
-    trials = store.trials()
-    assert trials is not None
-    return measure_condition(store, trials, PROBE, in_parts=in_parts)
+    raw = raw_requests_of(store)
+    assert raw is not None
+    return measure_condition(store, raw, PROBE, in_parts=in_parts)
 
 
 # -- what follows from it ------------------------------------------------------------------------------

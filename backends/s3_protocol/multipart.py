@@ -1,0 +1,127 @@
+"""Uploads in parts: begun, sent in parallel, completed or aborted."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from datetime import timedelta
+from typing import Any
+
+from ckpt.backends.base import check_kept
+from ckpt.backends.bodies import Body
+from ckpt.backends.s3_protocol.errors import Malformed, UploadGone
+from ckpt.backends.s3_protocol.http_bodies import composite_etag, encode_crc, etag_of, server_time
+from ckpt.backends.s3_protocol.requests import S3Requests
+from ckpt.errors import AccessDenied, StorageError, StorageUnavailable
+
+__all__ = ["begin_upload", "put_in_parts"]
+
+
+def put_in_parts(s3: S3Requests, key: str, body: Body, part_size_bytes: int, *, create: bool) -> None:
+    """Put an object in parts. On any failure the upload is aborted.
+
+    Raises:
+        IntegrityError: the store kept another number of bytes.
+        UploadGone, Conflict: nothing is left of the upload; begin again.
+    """
+    checksums = s3.sends_checksums and body.has_checksums
+    upload_id = begin_upload(s3, key, checksums=checksums)
+    try:
+        parts = _send_parts(s3, key, body, part_size_bytes, upload_id)
+        crc = body.crc64nvme() if checksums else None
+        try:
+            try:
+                s3.complete_upload(key, upload_id, parts, crc, create=create)
+            except Malformed:
+                # Swift's schema of this document is older than these checksums. Nothing was done.
+                s3.lists_checksums = False
+                s3.complete_upload(key, upload_id, parts, crc, create=create)
+        except (UploadGone, StorageError) as error:
+            # Any try but the last may have worked with its reply lost: a retry then finds no upload, or
+            # (with a condition) the object that it made itself.
+            settled = isinstance(error, StorageError) and error.settled
+            if settled or not _is_ours(s3, key, body.nbytes, parts, crc):
+                raise
+    except BaseException:
+        _try_to_abort(s3, key, upload_id)
+        raise
+    with contextlib.suppress(AccessDenied, StorageUnavailable):
+        # The put was acknowledged; that nobody may or can look changes nothing.
+        check_kept(s3.stat(key).size_bytes, body.nbytes, url=s3.url, key=key)
+
+
+def begin_upload(s3: S3Requests, key: str, *, checksums: bool) -> str:
+    """Begin an upload, and only one; returns its id."""
+    began = time.monotonic()
+    reply = s3.start_upload(key, checksums=checksums)
+    upload_id: str = reply["UploadId"]
+    if reply["ResponseMetadata"].get("RetryAttempts"):
+        _abort_twins(s3, key, upload_id, time.monotonic() - began)
+    return upload_id
+
+
+def _abort_twins(s3: S3Requests, key: str, upload_id: str, took_s: float) -> None:
+    """Abort uploads of `key` that tries before this one may have begun, their replies lost.
+
+    Only those begun while the call ran, by the server's clock: an older one is another client's.
+    """
+    name = s3.prefix + key
+    for page in s3.upload_pages(key, best_effort=True):
+        uploads = [upload for upload in page.get("Uploads", ()) if upload.get("Key") == name]
+        now = server_time(page)
+        if now is None:
+            return
+        since = now - timedelta(seconds=took_s + 2)  # both times are whole seconds
+        for upload in uploads:
+            begun = upload.get("Initiated")
+            if upload["UploadId"] != upload_id and begun is not None and begun >= since:
+                _try_to_abort(s3, key, upload["UploadId"])
+
+
+def _try_to_abort(s3: S3Requests, key: str, upload_id: str) -> None:
+    # Best effort: the error that brought us here is the one to report, and `abandon` finds the rest.
+    with contextlib.suppress(StorageError, UploadGone):
+        s3.abort_upload(key, upload_id, UploadGone)
+
+
+def _send_parts(s3: S3Requests, key: str, body: Body, size: int, upload_id: str) -> list[dict[str, Any]]:
+    stop = threading.Event()
+
+    def send(number: int) -> dict[str, Any]:
+        if stop.is_set():
+            raise StorageError("not sent: another part failed", url=s3.url, key=key)
+        start = (number - 1) * size
+        with body.part(start, min(start + size, body.nbytes)) as part:
+            return s3.send_part(key, part, upload_id, number)
+
+    futures: list[Future[dict[str, Any]]] = []
+    try:
+        for number in range(1, -(-body.nbytes // size) + 1):
+            futures.append(s3.submit(key, send, number))
+        done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+        errors = [error for error in (future.exception() for future in done) if error is not None]
+        if errors:
+            raise errors[0]
+        return [future.result() for future in futures]
+    finally:
+        # No part may still be on its way when the upload is completed or aborted.
+        stop.set()
+        for future in futures:
+            future.cancel()
+        wait(futures)
+
+
+def _is_ours(s3: S3Requests, key: str, nbytes: int, parts: list[dict[str, Any]], crc: int | None) -> bool:
+    """Tell whether the object at `key` is surely the one whose completion got no answer."""
+    try:
+        reply = s3.head(key, ChecksumMode="ENABLED")
+    except StorageError:
+        return False
+    if reply.get("ContentLength") != nbytes:
+        return False
+    if crc is not None and reply.get("ChecksumCRC64NVME") == encode_crc(crc):
+        return True
+    expected = composite_etag(parts)
+    return bool(expected) and etag_of(reply) == expected
