@@ -1,4 +1,4 @@
-"""Reads that can be broken off, so that nothing arrives late in memory that is in use again."""
+"""Reads that can be cancelled, so that nothing arrives late in memory that is in use again."""
 
 from __future__ import annotations
 
@@ -8,59 +8,65 @@ from collections.abc import Callable, Iterator
 
 from ckpt.errors import StorageError
 
-__all__ = ["Read", "Reads"]
+__all__ = ["CANCELLED", "Read", "Reads"]
+
+CANCELLED = "cancelled: the operation passed its deadline"
+
+
+def _do_nothing() -> None:
+    pass
 
 
 class Read:
-    """One read; its caller's buffers are written to only inside of `filling`."""
+    """One read. Its caller's buffers are written to only inside of `filling`."""
 
     def __init__(self, moved: Callable[[], None]) -> None:
         self._moved = moved
-        self._is_broken = False
-        self._interrupt: Callable[[], None] = lambda: None
+        self._cancelled = False
+        self._interrupt: Callable[[], None] = _do_nothing
         self._filling = threading.Lock()
 
     def check(self) -> None:
-        """Raise StorageError if nobody waits for this read any more."""
-        if self._is_broken:
-            raise StorageError("given up")
+        """Raise StorageError if this read was cancelled."""
+        if self._cancelled:
+            raise StorageError(CANCELLED)
 
     @contextlib.contextmanager
-    def filling(self, interrupt: Callable[[], None] = lambda: None) -> Iterator[None]:
-        """Inside, the buffers may be written to. `interrupt`, from another thread, makes that end at once."""
+    def filling(self, interrupt: Callable[[], None] = _do_nothing) -> Iterator[None]:
+        """Allow the buffers to be written to. `interrupt`, from another thread, ends that at once."""
         self._interrupt = interrupt
         with self._filling:
             self.check()
             yield
         self._moved()
 
-    def break_off(self) -> None:
-        """When this returns, the buffers are not written to any more."""
-        self._is_broken = True
+    def cancel(self) -> None:
+        """Cancel this read. When this returns, the buffers are not written to any more."""
+        self._cancelled = True
         self._interrupt()
         with self._filling:
             pass
 
 
 class Reads:
-    """The reads of one store that are running.
-
-    Attributes:
-        moved: called whenever bytes have arrived.
-    """
+    """The running reads of one store."""
 
     def __init__(self) -> None:
-        self.moved: Callable[[], None] = lambda: None
+        self._moved: Callable[[], None] = _do_nothing
         self._running: set[Read] = set()
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[type[Reads], tuple[()]]:
         return Reads, ()
 
+    def report_to(self, moved: Callable[[], None]) -> None:
+        """Call `moved` whenever bytes have arrived for a read that begins from now on."""
+        self._moved = moved
+
     @contextlib.contextmanager
     def begin(self) -> Iterator[Read]:
-        """A read, while it runs."""
-        read = Read(self.moved)
+        """Yield a read that can be cancelled while it runs."""
+        read = Read(self._moved)
         with self._lock:
             self._running.add(read)
         try:
@@ -69,9 +75,9 @@ class Reads:
             with self._lock:
                 self._running.discard(read)
 
-    def break_off(self) -> None:
-        """Break off all reads that are running."""
+    def cancel(self) -> None:
+        """Cancel all running reads."""
         with self._lock:
             running = list(self._running)
         for read in running:
-            read.break_off()
+            read.cancel()

@@ -2,79 +2,80 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from ckpt.backends.base import Capabilities, ObjectStat, PutMode, Store
+from ckpt.backends.base import ObjectStat, PutMode, Store
 from ckpt.backends.bodies import Body
+from ckpt.backends.wrapper import WrappedStore
 from ckpt.errors import CheckpointError
 
-__all__ = ["SubStore"]
+__all__ = ["PrefixStore"]
 
 T = TypeVar("T")
 
 
-class SubStore(Store):
-    """The part of `store` below `path` (empty: all of it). Errors name keys relative to it.
+class PrefixStore(WrappedStore):
+    """The part of `inner` below `path` (empty: all of it). Errors name keys relative to it.
 
-    It borrows the store: closing it does nothing.
+    It borrows the inner store: closing it does nothing.
     """
 
-    def __init__(self, store: Store, path: str) -> None:
+    def __init__(self, inner: Store, path: str) -> None:
+        super().__init__(inner)
         self.path = path
-        self._store = store
         self._prefix = f"{path}/" if path else ""
-        self.url = f"{store.url.rstrip('/')}/{path}" if path else store.url
-        self.threads = store.threads
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._store.capabilities
-
-    @property
-    def retries(self) -> int:
-        return self._store.retries
+        if path:
+            self.url = f"{inner.url.rstrip('/')}/{path}"
+            self.directory = None if inner.directory is None else os.path.join(inner.directory, path)
 
     def put(self, key: str, body: Body, *, mode: PutMode = PutMode.OVERWRITE) -> None:
-        self._named(key, lambda: self._store.put(self._prefix + key, body, mode=mode))
+        self._call(key, lambda name: self._inner.put(name, body, mode=mode))
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
-        self._named(key, lambda: self._store.read_into(self._prefix + key, offset, buffers))
+        self._call(key, lambda name: self._inner.read_into(name, offset, buffers))
 
     def stat(self, key: str) -> ObjectStat:
-        return replace(self._named(key, lambda: self._store.stat(self._prefix + key)), key=key)
+        return replace(self._call(key, self._inner.stat), key=key)
 
     def list(self, prefix: str = "") -> Iterator[ObjectStat]:
-        for found in self._store.list(self._prefix + prefix):
-            yield self._own(found)
+        return map(self._relative, self._inner.list(self._prefix + prefix))
 
     def delete(self, keys: Iterable[str]) -> None:
-        self._store.delete(self._prefix + key for key in keys)
+        self._inner.delete(self._prefix + key for key in keys)
 
     def prepare(self, prefix: str) -> None:
-        self._store.prepare(self._prefix + prefix if prefix else self.path)
+        self._inner.prepare(self._folder(prefix))
 
     def abandon(self, prefix: str = "", *, choose: Callable[[ObjectStat], bool] | None = None) -> int:
-        chosen = None if choose is None else lambda found: choose(self._own(found))
-        return self._store.abandon(self._prefix + prefix, choose=chosen)
+        chosen = None if choose is None else lambda stat: choose(self._relative(stat))
+        return self._inner.abandon(self._prefix + prefix, choose=chosen)
 
     def folders(self, prefix: str = "") -> Iterator[str]:
-        return self._store.folders(self._prefix + prefix)
+        return self._inner.folders(self._prefix + prefix)
 
     def remove_empty(self, prefix: str = "") -> None:
-        self._store.remove_empty(self._prefix + prefix if prefix else self.path)
+        self._inner.remove_empty(self._folder(prefix))
 
-    def free_bytes(self) -> int | None:
-        return self._store.free_bytes()
+    def raw_requests(self) -> None:
+        """Return None: servers are probed at the root of a store."""
 
-    def _own(self, found: ObjectStat) -> ObjectStat:
-        return replace(found, key=found.key.removeprefix(self._prefix))
+    def close(self) -> None:
+        pass
 
-    def _named(self, key: str, action: Callable[[], T]) -> T:
+    def _folder(self, prefix: str) -> str:
+        return self._prefix + prefix if prefix else self.path
+
+    def _relative(self, stat: ObjectStat) -> ObjectStat:
+        return replace(stat, key=stat.key.removeprefix(self._prefix))
+
+    def _call(self, key: str, operation: Callable[[str], T]) -> T:
+        name = self._prefix + key
         try:
-            return action()
+            return operation(name)
         except CheckpointError as error:
-            if error.key == self._prefix + key:
+            if error.key == name:
                 error.url, error.key = self.url, key
             raise

@@ -31,7 +31,7 @@ from ckpt.conversion.source import Source
 from ckpt.conversion.torch_source import TorchFileSource
 from ckpt.conversion.torch_target import write_torch_file
 from ckpt.errors import CheckpointError, ConfigurationError, FormatError, NotFound
-from ckpt.ranks.deadline_store import GuardedStore
+from ckpt.ranks.deadline_store import DeadlineStore
 from ckpt.ranks.group import DEFAULT_TIMEOUT_S, Ranks, RanksFailed, check_timeout
 from ckpt.ranks.heartbeat import Limits
 from ckpt.ranks.lost_ranks import lost
@@ -124,7 +124,7 @@ def convert(
     rules = Rules(tuple(include), tuple(exclude), tuple(rename), weights_only, wanted)
     to_options = storage_options if destination_options is None else destination_options
     ranks = Ranks(process_group, no_dist=no_dist, purpose="conversion", timeout_s=check_timeout(timeout_s))
-    guard = functools.partial(GuardedStore, progress=ranks.progress, limit_s=Limits(timeout_s).stall_s)
+    guard = functools.partial(DeadlineStore, progress=ranks.progress, limit_s=Limits(timeout_s).stall_s)
     places = _Places(source, storage_options, destination, to_options, to, threads, guard)
     with contextlib.closing(ranks), contextlib.ExitStack() as stack, _one_error(ranks):
         told = progress or (lambda done, total: None)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt.backends.base import ObjectStat, Store, is_key
-from ckpt.backends.prefix import SubStore
+from ckpt.backends.prefix import PrefixStore
 from ckpt.backends.registry import open_store
 from ckpt.errors import AccessDenied, ConfigurationError, NotFound
 
@@ -86,7 +86,7 @@ def open_source(
     repository, snapshots = os.path.split(repository)
     if "://" not in text and snapshots == "snapshots" and os.path.isdir(os.path.join(repository, "blobs")):
         base = guard(open_store(repository, storage_options))
-        return Place(SubStore(base, f"{snapshots}/{name}"), base=base)
+        return Place(PrefixStore(base, f"{snapshots}/{name}"), base=base)
     return Place(guard(open_store(text, storage_options)))
 
 

@@ -1,8 +1,9 @@
-"""A store whose operations end in time: with an error when they make no progress for too long."""
+"""A store whose operations end in time: with an error if they make no progress for too long."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
@@ -10,41 +11,43 @@ from typing import Any, TypeVar
 
 from ckpt.backends.base import ObjectStat, PutMode, Store
 from ckpt.backends.bodies import Body, Part
-from ckpt.backends.raw_requests import Condition, Trials
+from ckpt.backends.raw_requests import Condition, RawRequests
 from ckpt.backends.wrapper import WrappedStore
 from ckpt.consistency import environment
 from ckpt.errors import StorageError, StorageUnavailable
 from ckpt.ranks.progress import Operation, Progress
 
-__all__ = ["GuardedStore"]
+__all__ = ["DeadlineStore"]
 
 T = TypeVar("T")
 
 _GRACE = 0.1
-"""The part of the limit that operations get, when it is reached: to clean up, to look what happened."""
+"""The part of the limit that each operation still gets once it is reached: to clean up, or to look."""
 
 _LAST = 0.02
 """The part that each gets when that is used up too."""
 
 _CLEAN_UP = 0.25
-"""The part of the limit that an operation gets after a failure elsewhere, of which this rank has seen nothing."""
+"""The part of the limit that an operation gets after a failure of which this rank saw nothing."""
 
 _PACED_BYTES = 1 << 20
+_PAGE_ITEMS = 1000
 
 
-class GuardedStore(WrappedStore):
-    """Another store, whose operations tell `progress` what they do.
+class DeadlineStore(WrappedStore):
+    """Bounds every operation of another store that touches the storage, and reports it to `progress`.
 
-    Those that do not touch memory of the caller's run in a thread of their own and are given up, with
-    StorageUnavailable, after `limit_s` without progress (None: never). A thread that the kernel or a server
-    holds ends when it is let go; it then finds that nobody wants its work any more, and undoes it.
+    Operations that do not touch the caller's memory run in a thread of their own. They are given up, with
+    StorageUnavailable, after `limit_s` without progress (None: never). A thread that the kernel or a
+    server holds ends when it is let go; it then finds that its operation was cancelled, and undoes it. A
+    listing is bounded page by page.
 
-    Reads are broken off then, as what arrives late would change memory that is in use again. Those of a store that
-    cannot do so (`Store.reads`) are not given up.
+    Reads are cancelled then, as what arrives late would change memory that is in use again. Reads of a
+    store that cannot cancel them (`Store.reads`) are not given up.
 
     Args:
-        own_memory: nobody but this library reads from the store, into memory that nobody else uses: all reads are
-            given up.
+        own_memory: only this library reads from the store, into memory that nobody else uses: all reads
+            are given up.
     """
 
     def __init__(
@@ -54,13 +57,13 @@ class GuardedStore(WrappedStore):
         self._progress, self._limit_s, self._own_memory = progress, limit_s, own_memory
         self._given_up: list[threading.Thread] = []
         if inner.reads is not None:
-            inner.reads.moved = progress.moved
+            inner.reads.report_to(progress.moved)
 
     def put(self, key: str, body: Body, *, mode: PutMode = PutMode.OVERWRITE) -> None:
         def work(operation: Operation) -> None:
-            self._inner.put(key, _GuardedBody(body, operation, self._progress), mode=mode)
+            self._inner.put(key, _ReportingBody(body, operation, self._progress), mode=mode)
 
-        self._run("writing", key, work, body.nbytes)
+        self.run("writing", key, work, body.nbytes)
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
         def work(_: Operation) -> None:
@@ -68,26 +71,49 @@ class GuardedStore(WrappedStore):
 
         reads = self._inner.reads
         if self._own_memory or reads is not None:
-            self._run("reading", key, work, give_up=None if reads is None else reads.break_off)
+            self.run("reading", key, work, cancel=None if reads is None else reads.cancel)
         else:
             self._raise_if_given_up(key, settled=True)
             with self._progress.operation("reading", key) as operation:
                 work(operation)
 
     def stat(self, key: str) -> ObjectStat:
-        return self._run("looking for", key, lambda _: self._inner.stat(key))
+        return self.run("looking for", key, lambda _: self._inner.stat(key))
+
+    def list(self, prefix: str = "") -> Iterator[ObjectStat]:
+        return self._paged(prefix, self._inner.list)
+
+    def folders(self, prefix: str = "") -> Iterator[str]:
+        return self._paged(prefix, self._inner.folders)
 
     def delete(self, keys: Iterable[str]) -> None:
-        keys = list(keys)
+        keys = [*keys]
         if keys:
-            self._run("deleting", keys[0], lambda _: self._inner.delete(keys))
+            self.run("deleting", keys[0], lambda _: self._inner.delete(keys))
 
     def prepare(self, prefix: str) -> None:
-        self._run("making the directory", prefix, lambda _: self._inner.prepare(prefix))
+        self.run("making the directory", prefix, lambda _: self._inner.prepare(prefix))
 
-    def trials(self) -> Trials | None:
-        trials = self._inner.trials()
-        return None if trials is None else _GuardedTrials(trials, self)
+    def abandon(self, prefix: str = "", *, choose: Callable[[ObjectStat], bool] | None = None) -> int:
+        def work(operation: Operation) -> int:
+            def report(stat: ObjectStat) -> bool:
+                operation.check()
+                self._progress.moved()
+                return choose is None or choose(stat)
+
+            return self._inner.abandon(prefix, choose=report)
+
+        return self.run("aborting unfinished puts", prefix, work)
+
+    def remove_empty(self, prefix: str = "") -> None:
+        self.run("removing empty directories", prefix, lambda _: self._inner.remove_empty(prefix))
+
+    def free_bytes(self) -> int | None:
+        return self.run("asking for free space", "", lambda _: self._inner.free_bytes())
+
+    def raw_requests(self) -> RawRequests | None:
+        inner = super().raw_requests()
+        return None if inner is None else _BoundedRequests(inner, self)
 
     def close(self) -> None:
         held = [thread for thread in self._given_up if thread.is_alive()]
@@ -100,15 +126,41 @@ class GuardedStore(WrappedStore):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_given_up": []}
 
-    def _run(
+    def _paged(self, prefix: str, list_items: Callable[[str], Iterator[T]]) -> Iterator[T]:
+        items = itertools.chain.from_iterable(map(list_items, [prefix]))  # begun with the first page
+        size = 1  # most listings are for their first item
+
+        def page(operation: Operation) -> Sequence[T]:
+            taken = []
+            for item in itertools.islice(items, size):
+                operation.check()
+                self._progress.moved()
+                taken.append(item)
+            return taken
+
+        while taken := self.run("listing", prefix, page):
+            yield from taken
+            size = min(2 * size, _PAGE_ITEMS)
+
+    def run(
         self,
         action: str,
         key: str,
         work: Callable[[Operation], T],
         size_bytes: int = 0,
         *,
-        give_up: Callable[[], None] | None = None,
+        cancel: Callable[[], None] | None = None,
     ) -> T:
+        """Carry out `work` and return its result, unless it makes no progress for too long.
+
+        Args:
+            action, key, size_bytes: describe the operation in errors.
+            cancel: called once the operation is given up.
+
+        Raises:
+            StorageUnavailable: it was given up.
+            StorageError: this save or load has failed elsewhere.
+        """
         self._raise_if_given_up(key, settled=True)
         with self._progress.operation(action, key, size_bytes) as operation:
             if self._limit_s is None:
@@ -126,10 +178,10 @@ class GuardedStore(WrappedStore):
                     self._raise_if_given_up(key, settled=False)
                     self._raise_if_stalled(operation, self._limit_s)
             except BaseException as error:
-                operation.abandoned = True
+                operation.cancelled = True
                 self._given_up.append(thread)
-                if give_up is not None:
-                    give_up()
+                if cancel is not None:
+                    cancel()
                 if not isinstance(error, Exception):  # an interrupt: the store itself works
                     wait([outcome], timeout=_GRACE * self._limit_s)
                 raise
@@ -137,9 +189,8 @@ class GuardedStore(WrappedStore):
 
     def _raise_if_given_up(self, key: str, *, settled: bool) -> None:
         if self._progress.given_up is not None:
-            error = StorageError(f"not carried out: {self._progress.given_up}", url=self.url, key=key)
-            error.settled = settled
-            raise error
+            text = f"not carried out: {self._progress.given_up}"
+            raise StorageError(text, url=self.url, key=key, settled=settled)
 
     def _raise_if_stalled(self, operation: Operation, limit_s: float) -> None:
         idle_s, age_s = self._progress.idle_s, environment.monotonic() - operation.began_at_s
@@ -162,38 +213,39 @@ def _carry_out(work: Callable[[Operation], T], operation: Operation, outcome: Fu
         outcome.set_result(result)
 
 
-class _GuardedTrials:
-    """A server asked by requests that are given up as those of `store` are."""
+class _BoundedRequests:
+    """Raw requests that are given up as the operations of `store` are."""
 
-    def __init__(self, inner: Trials, store: GuardedStore) -> None:
-        self._inner, self._store, self.place = inner, store, inner.place
+    def __init__(self, inner: RawRequests, store: DeadlineStore) -> None:
+        self._inner, self._run, self.bucket_url = inner, store.run, inner.bucket_url
 
     def put(self, key: str, body: Body, *, create: bool = False, part_size_bytes: int | None = None) -> bool:
         def work(_: Operation) -> bool:
             return self._inner.put(key, body, create=create, part_size_bytes=part_size_bytes)
 
-        return self._store._run("trying to create", key, work)
+        return self._run("trying to create", key, work)
 
     def learn(self, condition: Condition | None) -> None:
         self._inner.learn(condition)
 
     def begin(self, key: str) -> str:
-        return self._store._run("beginning an upload of", key, lambda _: self._inner.begin(key))
+        return self._run("beginning an upload of", key, lambda _: self._inner.begin(key))
 
     def send_part(self, key: str, upload_id: str, number: int, body: Body) -> None:
-        self._store._run(
-            "writing", key, lambda _: self._inner.send_part(key, upload_id, number, body), body.nbytes
-        )
+        def work(_: Operation) -> None:
+            self._inner.send_part(key, upload_id, number, body)
+
+        self._run("writing", key, work, body.nbytes)
 
     def uploads(self, key: str) -> list[str]:
-        return self._store._run("listing uploads of", key, lambda _: self._inner.uploads(key))
+        return self._run("listing uploads of", key, lambda _: self._inner.uploads(key))
 
     def abort(self, key: str, upload_id: str) -> None:
-        self._store._run("aborting an upload of", key, lambda _: self._inner.abort(key, upload_id))
+        self._run("aborting an upload of", key, lambda _: self._inner.abort(key, upload_id))
 
 
-class _GuardedBody:
-    """A body that notes what is sent of it, and has nothing more for an operation that was abandoned."""
+class _ReportingBody:
+    """A body that reports what is sent of it, and has nothing more for a cancelled operation."""
 
     def __init__(self, body: Body, operation: Operation, progress: Progress) -> None:
         self._body, self._operation, self._progress = body, operation, progress
@@ -201,7 +253,7 @@ class _GuardedBody:
 
     @contextlib.contextmanager
     def part(self, start: int, stop: int) -> Iterator[Part]:
-        self._check()
+        self._operation.check()
         with self._body.part(start, stop) as part:
             self._progress.moved()
             yield part if part.pace is None else Part(part.buffers, part.crc64nvme, self._pace(part.pace))
@@ -209,19 +261,15 @@ class _GuardedBody:
         self._progress.moved()
 
     def crc64nvme(self) -> int | None:
-        self._check()
+        self._operation.check()
         return self._body.crc64nvme()
 
-    def _check(self) -> None:
-        if self._operation.abandoned:
-            raise StorageError("given up", key=self._operation.key)
-
     def _pace(self, pace: Callable[[int], None]) -> Callable[[int], None]:
-        """Sending slowly on purpose is progress too."""
+        """Count sending slowly on purpose as progress too."""
 
         def paced(nbytes: int) -> None:
             for start in range(0, nbytes, _PACED_BYTES):
-                self._check()
+                self._operation.check()
                 pace(min(_PACED_BYTES, nbytes - start))
                 self._progress.moved()
 

@@ -1,4 +1,4 @@
-"""What this rank is doing in a save or a load, and for how long it has not got on with it."""
+"""The progress of this rank in a save or a load: its step, its operations, and how long it has been idle."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from ckpt.backends.cancellable_reads import CANCELLED
 from ckpt.consistency import environment
-from ckpt.errors import CheckpointError, StorageUnavailable
+from ckpt.errors import CheckpointError, StorageError, StorageUnavailable
 
 __all__ = ["Operation", "Progress"]
 
@@ -19,33 +20,38 @@ class Operation:
     """One operation of a store.
 
     Attributes:
-        abandoned: nobody waits for it any more; it must end as soon as it can.
+        cancelled: its caller does not wait for it any more; it must end as soon as it can.
     """
 
     action: str
     key: str
     size_bytes: int = 0
     sent_bytes: int = 0
-    abandoned: bool = False
+    cancelled: bool = False
     began_at_s: float = field(default_factory=environment.monotonic)
 
+    def check(self) -> None:
+        """Raise StorageError if this operation was cancelled."""
+        if self.cancelled:
+            raise StorageError(CANCELLED, key=self.key)
+
     def __str__(self) -> str:
-        sent = (
-            f" ({self.sent_bytes / _MIB:.1f} of {self.size_bytes / _MIB:.1f} MiB)" if self.size_bytes else ""
-        )
-        return f"{self.action} {self.key}{sent}"
+        sent, size = self.sent_bytes / _MIB, self.size_bytes / _MIB
+        text = f"{self.action} {self.key}".rstrip()
+        return f"{text} ({sent:.1f} of {size:.1f} MiB)" if self.size_bytes else text
 
 
 class Progress:
     """Steps of a save or load, and operations of the store within them.
 
-    Progress is a step that begins, an operation that the storage answered, a part of one that was sent. Not a
-    byte: a server that takes or gives one every ten seconds makes none. Nor what is done after a failure: all
-    of it has to fit into the time that is left.
+    These are progress: a step that begins, an operation that the storage answered, a part of one that was
+    sent. A byte is not: a server that takes or gives one every ten seconds makes none. Nor is anything
+    after a failure: all of it has to fit into the time that is left.
 
     Attributes:
         given_up: why this save or load has failed elsewhere, so that this rank need not go on.
         is_ending: it has failed, here or elsewhere, and this rank is only cleaning up.
+        is_waiting: this rank has done its part of a step, and waits for the others.
     """
 
     def __init__(self) -> None:
@@ -53,29 +59,30 @@ class Progress:
         self.restart()
 
     def begin(self, step: str) -> None:
-        """A new step."""
+        """Begin a step."""
         self._step, self.is_waiting = step, False
         if not self._failing:
             self.moved()
 
-    def wait_for(self, what: str) -> None:
-        """This rank has done its part of a step, and waits for what others do."""
-        self._step, self.is_waiting = f"waiting for {what}", True
+    def wait_for(self, event: str) -> None:
+        """Begin to wait for the other ranks; `event` completes "waiting for"."""
+        self._step, self.is_waiting = f"waiting for {event}", True
         self.moved()
 
     def clean_up(self) -> None:
-        """Only the time that is left is for what comes now, also on a rank that had no part in the failure."""
+        """Begin to clean up in the time that is left, also on a rank that had no part in the failure."""
         self._step, self.is_waiting = "cleaning up", False
         self._failing = self.is_ending = True
 
     def restart(self) -> None:
-        """A new save or load."""
+        """Begin a new save or load."""
         self.given_up: str | None = None
         self._failing = self.is_ending = False
         self.begin("beginning")
 
     @contextlib.contextmanager
     def operation(self, action: str, key: str, size_bytes: int = 0) -> Iterator[Operation]:
+        """Note an operation of the store while it runs."""
         operation = Operation(action, key, size_bytes)
         self._operations[id(operation)] = operation
         if not self._failing:
@@ -92,14 +99,16 @@ class Progress:
             del self._operations[id(operation)]
 
     def moved(self) -> None:
+        """Note progress."""
         self._moved_at_s = environment.monotonic()
 
     @property
     def idle_s(self) -> float:
+        """The time since the last progress."""
         return environment.monotonic() - self._moved_at_s
 
     def __str__(self) -> str:
-        operations = [found for found in list(self._operations.values()) if not found.abandoned]
-        # The oldest is what the others, or the step, will have to wait for.
-        oldest = min(operations, key=lambda found: found.began_at_s, default=None)
+        running = [operation for operation in list(self._operations.values()) if not operation.cancelled]
+        # The others, or the step, will have to wait for the oldest.
+        oldest = min(running, key=lambda operation: operation.began_at_s, default=None)
         return self._step if oldest is None else f"{self._step}: {oldest}"

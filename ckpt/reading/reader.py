@@ -25,7 +25,7 @@ from ckpt.backends.options import redact_url
 from ckpt.backends.registry import open_store
 from ckpt.consistency.commit import COMMIT_KEY
 from ckpt.errors import CheckpointError, CommitConflict, ConfigurationError, NotCommitted, NotFound
-from ckpt.ranks.deadline_store import GuardedStore
+from ckpt.ranks.deadline_store import DeadlineStore
 from ckpt.ranks.group import DEFAULT_TIMEOUT_S, check_timeout
 from ckpt.ranks.heartbeat import Limits
 from ckpt.ranks.progress import Progress
@@ -230,7 +230,7 @@ class CheckpointReader(StorageReader):
 
     def _open_store(self, url: str | os.PathLike[str]) -> Store:
         store = open_store(url, self._storage_options, threads=self._threads)
-        return GuardedStore(store, self.progress, self._limit_s)
+        return DeadlineStore(store, self.progress, self._limit_s)
 
     def _open_any(self, rank: int | None) -> None:
         """Open what is there, also one rank's part of what stock PyTorch saved with `use_collectives=False`.

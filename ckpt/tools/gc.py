@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt.backends.base import ObjectStat, Store, put_bytes, read_bytes
-from ckpt.backends.prefix import SubStore
+from ckpt.backends.prefix import PrefixStore
 from ckpt.backends.registry import open_store
 from ckpt.consistency import environment
 from ckpt.consistency.commit import STOCK_METADATA_KEY, is_foreign
@@ -144,7 +144,7 @@ class _Collector:
         """`before_s`: what was modified after this moment stays."""
         self._found, self._before_s, self._dry_run = found, before_s, dry_run
 
-    def look(self, place: SubStore) -> list[_Leftovers]:
+    def look(self, place: PrefixStore) -> list[_Leftovers]:
         """What is left at a place, and old."""
         found: list[_Leftovers] = []
         with self._skipping(place.path):

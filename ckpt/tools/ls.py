@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckpt.backends.base import Store, exists
-from ckpt.backends.prefix import SubStore
+from ckpt.backends.prefix import PrefixStore
 from ckpt.backends.registry import open_store
 from ckpt.consistency.commit import STOCK_METADATA_KEY, is_foreign
 from ckpt.errors import AccessDenied, CheckpointError, NotFound, StorageError
@@ -84,14 +84,14 @@ def list_checkpoints(
         store.close()
 
 
-def find_places(store: Store, threads: Executor, *, depth: int = 3) -> Iterator[tuple[SubStore, Found]]:
+def find_places(store: Store, threads: Executor, *, depth: int = 3) -> Iterator[tuple[PrefixStore, Found]]:
     """Every place at or below the store's root where a checkpoint is, or was begun."""
     level = [""]
     for _ in range(min(depth, _MAX_DEPTH) + 1):
         below: list[str] = []
 
-        def look(path: str) -> tuple[SubStore, Found | None, list[str]]:
-            place = SubStore(store, path)
+        def look(path: str) -> tuple[PrefixStore, Found | None, list[str]]:
+            place = PrefixStore(store, path)
             folders: list[str] = []
             try:
                 folders += place.folders()
@@ -112,7 +112,7 @@ def find_places(store: Store, threads: Executor, *, depth: int = 3) -> Iterator[
         level = sorted(below)
 
 
-def look_at(place: SubStore, path: str, folders: Iterable[str]) -> Found | None:
+def look_at(place: PrefixStore, path: str, folders: Iterable[str]) -> Found | None:
     """What stands at a place; None if it is no checkpoint and was not going to be one.
 
     Args:
@@ -187,13 +187,13 @@ def _order(found: Found) -> tuple[int, float, str]:
 def _with_latest(store: Store, found: list[Found]) -> list[Found]:
     """Mark the latest committed checkpoint whose records are all there."""
     for number in reversed(range(len(found))):
-        if found[number].state == "committed" and _is_whole(SubStore(store, found[number].path)):
+        if found[number].state == "committed" and _is_whole(PrefixStore(store, found[number].path)):
             found[number] = replace(found[number], latest=True)
             break
     return found
 
 
-def _is_whole(place: SubStore) -> bool:
+def _is_whole(place: PrefixStore) -> bool:
     """Whether the index and all manifests are there, as long as the commit says. Data are not looked at."""
     commit = read_commit(place)
     if commit is None:

@@ -30,7 +30,7 @@ from ckpt.consistency.commit import proves_no_commit
 from ckpt.errors import CheckpointError, CommitUnknown, ConfigurationError
 from ckpt.format.names import last_segment, rank_directory
 from ckpt.gc_pause import no_gc
-from ckpt.ranks.deadline_store import GuardedStore
+from ckpt.ranks.deadline_store import DeadlineStore
 from ckpt.ranks.group import DEFAULT_TIMEOUT_S, check_timeout
 from ckpt.ranks.heartbeat import Limits
 from ckpt.ranks.progress import Progress
@@ -245,7 +245,7 @@ class CheckpointWriter(StorageWriter):
 
     def _open(self, url: str | os.PathLike[str]) -> Store:
         store = open_store(url, self._storage_options, threads=self._threads)
-        return GuardedStore(store, self.progress, self._limit_s, own_memory=True)
+        return DeadlineStore(store, self.progress, self._limit_s, own_memory=True)
 
     # -- writing -------------------------------------------------------------------------------------------
 
