@@ -1,0 +1,236 @@
+"""Every operation of a store is bounded by the deadline, or named here as one that is not."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from ckpt.backends import memory
+from ckpt.backends.base import Store, put_bytes
+from ckpt.backends.bodies import BytesBody
+from ckpt.backends.cancellable_reads import Reads
+from ckpt.backends.memory import MemoryStore
+from ckpt.backends.prefix import PrefixStore
+from ckpt.backends.raw_requests import RawRequests, SupportsRawRequests
+from ckpt.backends.wrapper import WrappedStore
+from ckpt.errors import StorageError, StorageUnavailable
+from ckpt.ranks.deadline_store import DeadlineStore
+from ckpt.ranks.progress import Progress
+
+LIMIT_S = 0.2
+
+BOUNDED: dict[str, Callable[[Store], object]] = {
+    "put": lambda store: store.put("k", BytesBody(b"x")),
+    "read_into": lambda store: store.read_into("k", 0, [memoryview(bytearray(1))]),
+    "stat": lambda store: store.stat("k"),
+    "list": lambda store: list(store.list()),
+    "folders": lambda store: list(store.folders()),
+    "delete": lambda store: store.delete(["k"]),
+    "prepare": lambda store: store.prepare("d"),
+    "abandon": lambda store: store.abandon(),
+    "remove_empty": lambda store: store.remove_empty(),
+    "free_bytes": lambda store: store.free_bytes(),
+}
+BOUNDED_REQUESTS: dict[str, Callable[[RawRequests], object]] = {
+    "put": lambda raw: raw.put("k", BytesBody(b"x")),
+    "begin": lambda raw: raw.begin("k"),
+    "send_part": lambda raw: raw.send_part("k", "id", 1, BytesBody(b"x")),
+    "uploads": lambda raw: raw.uploads("k"),
+    "abort": lambda raw: raw.abort("k", "id"),
+}
+NOT_BOUNDED = {
+    "capabilities": "known without asking the storage",
+    "reads": "a list in memory",
+    "retries": "a counter in memory",
+    "raw_requests": "makes an object; its requests are bounded",
+    "close": "waits for running operations, but not for those that were given up",
+}
+
+
+def operations_of(contract: type) -> set[str]:
+    """List the methods and properties of a contract that are not private."""
+    return {name for name in vars(contract) if not name.startswith("_") and name not in DATA}
+
+
+DATA = {"url", "threads", "directory", "bucket_url"}
+
+
+class Hung:
+    """A store and a server; no operation returns until it is freed."""
+
+    def __init__(self, freed: threading.Event) -> None:
+        self.url, self.threads, self.directory, self.bucket_url = "hung://", 1, None, "hung"
+        self.reads, self.retries, self.freed = Reads(), 0, freed
+
+    def raw_requests(self) -> Any:
+        return self
+
+    def close(self) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        def wait(*_: Any, **__: Any) -> Any:
+            self.freed.wait()
+            return []
+
+        return wait
+
+
+@pytest.fixture
+def hung() -> Iterator[DeadlineStore]:
+    freed = threading.Event()
+    yield DeadlineStore(Hung(freed), Progress(), LIMIT_S)  # type: ignore[arg-type]
+    freed.set()
+
+
+def test_every_operation_is_bounded_or_named() -> None:
+    assert operations_of(Store) | operations_of(SupportsRawRequests) == BOUNDED.keys() | NOT_BOUNDED.keys()
+    assert operations_of(RawRequests) == BOUNDED_REQUESTS.keys() | {"learn"}, "learning sends nothing"
+
+
+@pytest.mark.parametrize("operation", BOUNDED)
+def test_an_operation_that_hangs_is_given_up(operation: str, hung: DeadlineStore) -> None:
+    with pytest.raises(StorageUnavailable, match="given up after 0 s without progress"):
+        BOUNDED[operation](hung)
+    hung.close()
+
+
+@pytest.mark.parametrize("operation", BOUNDED_REQUESTS)
+def test_a_raw_request_that_hangs_is_given_up(operation: str, hung: DeadlineStore) -> None:
+    raw = hung.raw_requests()
+    assert raw is not None
+    with pytest.raises(StorageUnavailable, match="given up after 0 s without progress"):
+        BOUNDED_REQUESTS[operation](raw)
+
+
+@pytest.mark.parametrize("operation", BOUNDED)
+def test_nothing_is_carried_out_after_a_failure_elsewhere(operation: str, hung: DeadlineStore) -> None:
+    hung._progress.given_up = "rank 1 says: no"
+    with pytest.raises(StorageError, match="not carried out: rank 1 says: no") as caught:
+        BOUNDED[operation](hung)
+    assert caught.value.settled
+
+
+class Slow(MemoryStore):
+    """Takes its time for each object it lists, and counts them."""
+
+    listed = 0
+
+    def list(self, prefix: str = "") -> Iterator[Any]:
+        for stat in super().list(prefix):
+            time.sleep(LIMIT_S / 4)
+            self.listed += 1
+            yield stat
+
+
+@pytest.fixture
+def slow() -> Iterator[Slow]:
+    store = Slow("memory://slow")
+    for number in range(9):
+        put_bytes(store, f"{number}/k", b"x")
+    yield store
+    memory.clear("memory://slow")
+
+
+def test_a_slow_listing_is_progress(slow: Slow) -> None:
+    store = DeadlineStore(slow, Progress(), LIMIT_S)
+    assert [stat.key for stat in store.list()] == [f"{number}/k" for number in range(9)]
+    assert list(store.folders()) == [str(number) for number in range(9)]
+
+
+def test_a_listing_stays_lazy(slow: Slow) -> None:
+    store = DeadlineStore(slow, Progress(), LIMIT_S)
+    listing = store.list()
+    assert slow.listed == 0
+    assert next(listing).key == "0/k"
+    assert slow.listed == 1
+
+
+def test_choosing_what_to_abandon_is_progress() -> None:
+    asked: list[str] = []
+
+    class Unfinished(MemoryStore):
+        def abandon(self, prefix: str = "", *, choose: Any = None) -> int:
+            def slowly() -> Iterator[bool]:
+                for stat in self.list(prefix):
+                    time.sleep(LIMIT_S / 4)
+                    yield choose(stat)
+
+            return sum(slowly())
+
+    inner = Unfinished("memory://unfinished")
+    for number in range(8):
+        put_bytes(inner, str(number), b"x")
+    store = DeadlineStore(inner, Progress(), LIMIT_S)
+    assert store.abandon(choose=lambda stat: not asked.append(stat.key)) == 8  # type: ignore[func-returns-value]
+    assert len(asked) == store.abandon() == 8
+    memory.clear("memory://unfinished")
+
+
+# -- wrappers ------------------------------------------------------------------------------------------------
+
+
+def test_no_wrapper_forgets_an_operation() -> None:
+    assert operations_of(Store) | operations_of(SupportsRawRequests) <= vars(WrappedStore).keys()
+    for wrapper in (PrefixStore, DeadlineStore):
+        assert issubclass(wrapper, WrappedStore)
+        for name in operations_of(Store):
+            method = getattr(wrapper, name)
+            if callable(method):
+                assert inspect.signature(method) == inspect.signature(getattr(Store, name)), name
+
+
+class Recording:
+    """Notes each call, with its arguments."""
+
+    url, threads, directory, reads, retries = "record://root/", 3, "/root", None, 7
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def note(*arguments: Any, **options: Any) -> Any:
+            self.calls.append((name, *arguments))
+            return iter(())
+
+        return note
+
+
+def test_a_prefix_is_put_before_every_key() -> None:
+    inner = Recording()
+    store = PrefixStore(inner, "a/b")  # type: ignore[arg-type]
+    assert (store.url, store.directory, store.retries, store.threads) == (
+        "record://root/a/b",
+        "/root/a/b",
+        7,
+        3,
+    )
+    body, buffers = BytesBody(b"x"), [memoryview(bytearray(1))]
+    store.put("k", body)
+    store.read_into("k", 5, buffers)
+    with pytest.raises(TypeError):  # the answer is not an ObjectStat
+        store.stat("k")
+    assert [*store.list("p"), *store.folders("p/")] == []
+    store.delete([])
+    store.prepare("")
+    store.prepare("p")
+    store.abandon("p")
+    store.remove_empty()
+    store.close()
+    assert store.raw_requests() is None
+    assert [call for call in inner.calls if call[0] != "delete"] == [
+        ("put", "a/b/k", body),
+        ("read_into", "a/b/k", 5, buffers),
+        ("stat", "a/b/k"),
+        ("list", "a/b/p"),
+        ("folders", "a/b/p/"),
+        ("prepare", "a/b"),
+        ("prepare", "a/b/p"),
+        ("abandon", "a/b/p"),
+        ("remove_empty", "a/b"),
+    ]
