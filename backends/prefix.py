@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from ckpt.backends.base import ObjectStat, PutMode, Store
 from ckpt.backends.bodies import Body
+from ckpt.backends.raw_requests import RawRequests
 from ckpt.backends.wrapper import WrappedStore
 from ckpt.errors import CheckpointError
 
@@ -59,8 +60,8 @@ class PrefixStore(WrappedStore):
     def remove_empty(self, prefix: str = "") -> None:
         self._inner.remove_empty(self._folder(prefix))
 
-    def raw_requests(self) -> None:
-        """Return None: servers are probed at the root of a store."""
+    def raw_requests(self) -> RawRequests | None:
+        return None  # servers are probed at the root of a store
 
     def close(self) -> None:
         pass
