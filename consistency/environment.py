@@ -1,7 +1,7 @@
-"""What a process takes from its surroundings: the time, and chance. One seam, so that a simulation can stand in.
+"""Take time, chance and threads from one place, so that a simulation can replace them.
 
-Everything that waits for storage or names what is stored goes through here. The simulator puts virtual time
-and a seeded source in its place, and the code that runs is the code that ships.
+Everything that waits for storage or ranks, or names what is stored, goes through here. The simulator puts
+virtual time, a seeded source and its own processes in its place; the code that runs is the code that ships.
 """
 
 from __future__ import annotations
@@ -9,32 +9,56 @@ from __future__ import annotations
 import contextlib
 import random
 import secrets
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-__all__ = ["Backoff", "Environment", "jitter", "monotonic", "now", "replaced", "sleep", "token"]
+__all__ = [
+    "Backoff",
+    "Environment",
+    "jitter",
+    "monotonic",
+    "now",
+    "replaced",
+    "sleep",
+    "start_thread",
+    "token",
+    "wait",
+]
 
 
 class Environment:
     """The real one."""
 
     def monotonic(self) -> float:
-        """Seconds that never go back, from an arbitrary start."""
+        """Return seconds that never go back, from an arbitrary start."""
         return time.monotonic()
 
     def sleep(self, duration_s: float) -> None:
         time.sleep(duration_s)
 
+    def wait(self, event: threading.Event, timeout_s: float) -> bool:
+        """Wait until `event` is set; return False if it was not in time."""
+        return event.wait(timeout_s)
+
+    def start_thread(self, work: Callable[[], object], name: str) -> None:
+        """Run `work` in a thread that does not keep the program from ending.
+
+        Raises:
+            RuntimeError: Python is ending, and starts no thread any more.
+        """
+        threading.Thread(target=work, name=name, daemon=True).start()
+
     def now(self) -> float:
-        """Seconds since 1970 by this machine's clock, which may be wrong."""
+        """Return seconds since 1970 by this machine's clock, which may be wrong."""
         return time.time()
 
     def token(self) -> str:
-        """16 hexadecimal digits that nobody has drawn before."""
+        """Return 16 hexadecimal digits that nobody has drawn before."""
         return secrets.token_hex(8)
 
     def jitter(self) -> float:
-        """A number in [0, 1) that keeps clients from doing things at the same moment."""
+        """Return a number in [0, 1) that keeps clients from acting at the same moment."""
         return random.random()
 
 
@@ -47,6 +71,14 @@ def monotonic() -> float:
 
 def sleep(duration_s: float) -> None:
     _current.sleep(duration_s)
+
+
+def wait(event: threading.Event, timeout_s: float) -> bool:
+    return _current.wait(event, timeout_s)
+
+
+def start_thread(work: Callable[[], object], name: str) -> None:
+    _current.start_thread(work, name)
 
 
 def now() -> float:
@@ -68,7 +100,7 @@ class Backoff:
         while (result := attempt()) is None and not backoff.is_over:
             backoff.pause()
 
-    Without a timeout there is one attempt. The last one begins when the time is up, not earlier.
+    A timeout of 0 means one attempt. The last attempt begins when the time is up, not earlier.
     """
 
     def __init__(self, timeout_s: float, *, first_pause_s: float = 0.1, longest_pause_s: float = 2.0) -> None:

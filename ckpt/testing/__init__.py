@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
-from ckpt.testing.store_tests import CheckedBody, StoreTests
+from ckpt.backends.bodies import CheckedBody
+from ckpt.testing.store_tests import StoreTests
 
 __all__ = ["CheckedBody", "StoreTests"]

@@ -97,14 +97,15 @@ class Objects:
     """The versions of all names, and unfinished uploads; who sees what of them, and when.
 
     Attributes:
-        now_s: the time.
+        now_s: the time, which somebody else counts.
         versions: those of every name, oldest first.
         uploads: those begun and neither completed nor aborted, by number.
     """
 
+    now_s: float
+
     def __init__(self, choices: Choices, model: Model) -> None:
         self.choices, self.model = choices, model
-        self.now_s = 0.0
         self.versions: dict[str, list[Version]] = {}
         self.uploads: dict[int, Upload] = {}
         self._changes = self._uploads_begun = 0

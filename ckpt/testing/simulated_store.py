@@ -12,7 +12,8 @@ from ckpt.backends.base import Capabilities, ObjectStat, PutMode, Store, check_k
 from ckpt.backends.bodies import Body
 from ckpt.errors import AlreadyExists, NotFound, StorageError, Truncated
 from ckpt.testing.simulated_objects import Upload, Version
-from ckpt.testing.simulator import Process, World
+from ckpt.testing.simulator import World
+from ckpt.testing.virtual_time import Process
 
 __all__ = ["SimulatedStore"]
 

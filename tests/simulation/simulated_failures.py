@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from ckpt.backends.base import put_bytes, read_bytes
+from ckpt.backends.registry import open_store
 from ckpt.consistency import environment
 from ckpt.errors import NotFound
 from ckpt.testing.simulated_store import SimulatedStore
-from simulation.simulated_jobs import Content, Group, Protocol, SurelyFailed, Uncommitted, this_process
+from simulation.simulated_jobs import Content, Group, Protocol, SurelyFailed, Uncommitted
 
 
 class _Simple(Protocol):
@@ -25,8 +26,9 @@ class _Simple(Protocol):
         group.broadcast(rank, "finished")
 
     def store(self, url: str) -> SimulatedStore:
-        process = this_process()
-        return SimulatedStore(process.world, process.node, url)
+        store = open_store(url)
+        assert isinstance(store, SimulatedStore)
+        return store
 
     def begin(self, store: SimulatedStore) -> None:
         pass

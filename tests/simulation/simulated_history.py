@@ -12,7 +12,8 @@ from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY
 from ckpt.errors import AlreadyExists, FormatError, IntegrityError, SaveFailed
 from ckpt.format.records import CommitRecord, decode_commit, decode_manifest
 from ckpt.testing.simulated_objects import Actor, Version
-from ckpt.testing.simulator import Process, World
+from ckpt.testing.simulator import World
+from ckpt.testing.virtual_time import Process
 from simulation.simulated_jobs import Content, Group, Protocol, SurelyFailed, Uncommitted, this_process
 
 _NAMED_BY_TOKEN = re.compile(r"rank-\d{5}/[0-9a-f]{16}\b.*")
@@ -215,7 +216,8 @@ class Guard:
         self.commits = 0
         self._listed: dict[str, dict[str, bytes]] = {}  # by place: the objects of the checkpoint there
         self._once_listed: set[str] = set()
-        self._wrote_data: dict[Actor, int] = {}
+        # By id: a dict with a running greenlet as its key is not tracked, so nothing it refers to is ever freed.
+        self._wrote_data: dict[int, int] = {}
 
     def changed(self, world: World, name: str, before: Version | None, after: Version) -> None:
         place, _, key = name.partition("/")
@@ -228,7 +230,7 @@ class Guard:
             self._once_listed |= self._listed[place].keys()
             self.commits += after.data is not None
         elif after.process is not None and key.endswith(_DATA) and not world.is_late:
-            self._wrote_data[after.process] = after.process.requests
+            self._wrote_data[id(after.process)] = after.process.requests
         if (
             key != COMMIT_KEY
             and name in (listed := self._listed.get(place, {}))
@@ -239,7 +241,7 @@ class Guard:
     def _check_looked(self, world: World, process: Actor, name: str, before: Version | None) -> None:
         """A commit is put by who looked at the place once its data were durable, and found it as it should be."""
         request, was_there = process.looked.get(name, (-1, False))
-        if request < self._wrote_data.get(process, 0):
+        if request < self._wrote_data.get(id(process), 0):
             raise Violation(f"{process} committed {name} without another look after writing its data")
         replaced = before is not None and before.data is not None
         if replaced and not was_there and world.model.conditional_create:

@@ -32,7 +32,8 @@ from ckpt.ranks.heartbeat import Answer
 from ckpt.ranks.progress import Progress
 from ckpt.reading.reader import CheckpointReader
 from ckpt.testing.simulated_store import SimulatedStore
-from ckpt.testing.simulator import Process, World
+from ckpt.testing.simulator import World
+from ckpt.testing.virtual_time import Process
 from ckpt.writing.writer import CheckpointWriter
 
 COLLECTIVE_TIMEOUT_S = 600.0

@@ -12,7 +12,8 @@ from ckpt.backends.registry import open_store
 from ckpt.errors import CheckpointError
 from ckpt.testing.choices import Choices, Exhaustive, Seeded
 from ckpt.testing.simulated_objects import Model
-from ckpt.testing.simulator import FAULTS, Process, World
+from ckpt.testing.simulator import FAULTS, World
+from ckpt.testing.virtual_time import Process
 from simulation.simulated_history import Guard, History, Violation
 from simulation.simulated_jobs import Content, Group, Ours, Protocol, simulated, this_process
 
@@ -104,27 +105,31 @@ class Simulation:
         return self.world.start("evaluation", node, run)
 
     def run(self) -> None:
-        """All to the end, and the judgement."""
+        """Run all to the end, and judge."""
         with simulated(self.world):
             self.finish()
 
     def finish(self) -> None:
-        """What is left of `run`: then every place is looked at once more, from old nodes and from a new one."""
-        self.world.run()
+        """Run what is left; then look at every place once more, from old nodes and from a new one, and judge."""
+        try:
+            self.world.run()
+            self._look_again()
+            for process in self.world.processes:
+                if process.error is not None and not isinstance(process.error, CheckpointError):
+                    raise process.error
+            self.history.judge()
+        finally:
+            self.world.end()
+
+    def _look_again(self) -> None:
         model = self.world.model
         self.world.settle(model.late_s + model.echo_s + model.visibility_s + 1.0)
-        if self.world.objection is not None:
-            raise self.world.objection
         self.world.adopt(replace(model, faults={}, echo_s=0.0))
         nodes = sorted({process.node for process in self.world.processes if "agent" not in process.name})
         for number, url in enumerate(sorted({write.url for write in self.history.writes})):
             node = [*nodes, "new"][number % (len(nodes) + 1)]
-            self.world.start(f"reader{number}", node, lambda url=url: self.history.load(url))  # type: ignore[misc]
+            self.world.start(f"reader{number}", node, functools.partial(self.history.load, url))
         self.world.run()
-        for process in self.world.processes:
-            if process.error is not None and not isinstance(process.error, CheckpointError):
-                raise process.error
-        self.history.judge()
 
     def tally(self) -> Tally:
         writes, loads = self.history.writes, self.history.loads

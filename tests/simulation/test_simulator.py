@@ -16,7 +16,8 @@ from ckpt.testing import StoreTests
 from ckpt.testing.choices import Choices, Exhaustive, Seeded
 from ckpt.testing.simulated_objects import Model
 from ckpt.testing.simulated_store import SimulatedStore
-from ckpt.testing.simulator import FAULTS, Escaped, Process, Stuck, World
+from ckpt.testing.simulator import FAULTS, Escaped, World
+from ckpt.testing.virtual_time import Process, Stuck
 
 _worlds: dict[str, World] = {}
 

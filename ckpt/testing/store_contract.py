@@ -1,0 +1,93 @@
+"""Declare what the author of a store gives to its tests, and what the tests share."""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+import pytest
+
+from ckpt.backends.base import MIB, Store
+
+__all__ = ["StoreUnderTest", "run_all"]
+
+T = TypeVar("T")
+
+
+class StoreUnderTest(ABC):
+    """The store, and ways around it."""
+
+    large_bytes = 21 * MIB + 12345
+    """Long enough for several parts of the store under test."""
+
+    visibility_timeout_s = 0.0
+    """How long this store may take to show in a listing, or to other clients, what was put or deleted."""
+
+    secret_values: Sequence[str] = ()
+    """Credentials given to the store, which must appear nowhere."""
+
+    @abstractmethod
+    def make_store(self) -> Store:
+        """A store with an empty root of its own."""
+
+    @abstractmethod
+    def raw_get(self, store: Store, key: str) -> bytes | None:
+        """The object's bytes, or None, without going through the store."""
+
+    @abstractmethod
+    def raw_put(self, store: Store, key: str, data: bytes) -> None:
+        """Create an object without going through the store."""
+
+    def raw_pending(self, store: Store) -> int:
+        """How many unfinished uploads or temporary files there are below the root."""
+        return 0
+
+    def creates_atomically(self, store: Store) -> bool:
+        """Whether one of many creators must win; override it where the store cannot know what its server does."""
+        return store.capabilities.conditional_create
+
+    def eventually(self, condition: Callable[[], bool]) -> None:
+        """Assert that `condition` holds, at the latest after `visibility_timeout_s`."""
+        deadline = time.monotonic() + self.visibility_timeout_s
+        while not condition():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+    @pytest.fixture
+    def store(self) -> Iterator[Store]:
+        store = self.make_store()
+        yield store
+        store.close()
+
+
+def run_all(function: Callable[[T], object], items: Sequence[T], timeout_s: float = 120) -> None:
+    """Call `function` for all items at the same moment, one thread each (64 at most); first error raised."""
+    errors: list[BaseException] = []
+    todo = iter(items)
+    lock, barrier = threading.Lock(), threading.Barrier(min(64, len(items)))
+
+    def work() -> None:
+        barrier.wait(30)
+        try:
+            while True:
+                with lock:
+                    item = next(todo)
+                function(item)
+        except StopIteration:
+            pass
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(barrier.parties)]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + timeout_s
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    if errors:
+        raise errors[0]
+    hanging = sum(thread.is_alive() for thread in threads)
+    assert not hanging, f"{hanging} of {len(threads)} threads are not done after {timeout_s} s"

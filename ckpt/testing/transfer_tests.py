@@ -1,0 +1,200 @@
+"""Test that a store's puts and reads move exactly the bytes, or fail cleanly."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import secrets
+from collections.abc import Iterator
+
+import pytest
+
+from ckpt.backends.base import MIB, PutMode, Store, exists, put_bytes, read_bytes
+from ckpt.backends.bodies import BytesBody, CheckedBody, Part
+from ckpt.errors import (
+    AlreadyExists,
+    IntegrityError,
+    NotFound,
+    Truncated,
+)
+from ckpt.testing.store_contract import StoreUnderTest, run_all
+
+__all__ = ["TransferTests"]
+
+
+class _BodyBroke(Exception):
+    pass
+
+
+# What a planner, a full disk or a dying collective raises is not the store's to interpret.
+_BODY_ERRORS = [
+    _BodyBroke("planner"),
+    OSError(errno.ENOSPC, "No space left on device"),
+    FileNotFoundError(errno.ENOENT, "No such file or directory"),
+    TimeoutError("a collective"),
+]
+
+
+class _BreakingBody(BytesBody):
+    """Fails when a part that reaches past `good_bytes` is asked for, as a planner or a full disk would."""
+
+    def __init__(self, data: bytes, good_bytes: int, error: Exception) -> None:
+        super().__init__(data)
+        self._good_bytes = good_bytes
+        self._error = error
+
+    def part(self, start: int, stop: int) -> contextlib.AbstractContextManager[Part]:
+        if stop > self._good_bytes:
+            raise self._error
+        return super().part(start, stop)
+
+
+class _ScatteredBody(BytesBody):
+    """Hands out many buffers of odd sizes, as the writer does."""
+
+    def part(self, start: int, stop: int) -> contextlib.AbstractContextManager[Part]:
+        return contextlib.nullcontext(Part(list(_pieces(self._view[start:stop]))))
+
+
+def _pieces(view: memoryview) -> Iterator[memoryview]:
+    size, start = 1, 0
+    while start < view.nbytes:
+        yield view[start : start + size]
+        start, size = start + size, min(size * 3 + 1, 5 * MIB)
+
+
+class TransferTests(StoreUnderTest):
+    """Put, create, read, stat."""
+
+    # -- put -------------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("size", [0, 1, 1000, MIB, MIB + 1])
+    def test_put_stores_exactly_the_bytes(self, store: Store, size: int) -> None:
+        data = secrets.token_bytes(size)
+        put_bytes(store, "a/b.bin", data)
+        assert self.raw_get(store, "a/b.bin") == data
+
+    def test_put_of_many_parts_and_buffers(self, store: Store) -> None:
+        data = secrets.token_bytes(self.large_bytes)
+        store.put("large", _ScatteredBody(data))
+        assert self.raw_get(store, "large") == data
+        assert self.raw_pending(store) == 0
+
+    @pytest.mark.parametrize("mode", list(PutMode))
+    def test_put_with_checksums(self, store: Store, mode: PutMode) -> None:
+        for size in (0, 1000, self.large_bytes):
+            data = secrets.token_bytes(size)
+            store.put(f"checked-{size}", CheckedBody(data), mode=mode)
+            assert self.raw_get(store, f"checked-{size}") == data
+        assert self.raw_pending(store) == 0
+
+    def test_put_overwrites(self, store: Store) -> None:
+        put_bytes(store, "k", b"old and longer")
+        put_bytes(store, "k", b"new")
+        assert self.raw_get(store, "k") == b"new"
+
+    def test_many_puts_at_once(self, store: Store) -> None:
+        contents = {f"d{i % 3}/k{i}": secrets.token_bytes(1000 + i) for i in range(24)}
+        run_all(lambda item: put_bytes(store, *item), list(contents.items()))
+        assert {key: self.raw_get(store, key) for key in contents} == contents
+
+    @pytest.mark.parametrize("kind", ["empty", "small", "large"])
+    def test_create_refuses_what_exists(self, store: Store, kind: str) -> None:
+        data = secrets.token_bytes({"empty": 0, "small": 5, "large": self.large_bytes}[kind])
+        put_bytes(store, "k", data, mode=PutMode.CREATE)
+        for other in (b"", b"second", data):
+            with pytest.raises(AlreadyExists):
+                put_bytes(store, "k", other, mode=PutMode.CREATE)
+        assert self.raw_get(store, "k") == data
+        assert self.raw_pending(store) == 0
+
+    def test_create_has_one_winner(self, store: Store) -> None:
+        if not self.creates_atomically(store):
+            pytest.skip("this store declares no conditional create")
+        won: list[bytes] = []
+
+        def create(data: bytes) -> None:
+            with contextlib.suppress(AlreadyExists):
+                put_bytes(store, "race", data, mode=PutMode.CREATE)
+                won.append(data)
+
+        run_all(create, [f"writer {i}".encode() for i in range(8)])
+        assert len(won) == 1
+        assert self.raw_get(store, "race") == won[0]
+
+    @pytest.mark.parametrize("error", _BODY_ERRORS, ids=lambda error: type(error).__name__)
+    @pytest.mark.parametrize("good_bytes", [0, 17 * MIB])
+    def test_failed_put_leaves_nothing(self, store: Store, good_bytes: int, error: Exception) -> None:
+        body = _BreakingBody(secrets.token_bytes(self.large_bytes), good_bytes, error)
+        with pytest.raises(type(error)) as caught:
+            store.put("broken", body)
+        assert caught.value is error  # unchanged, whatever it is
+        assert self.raw_get(store, "broken") is None
+        assert self.raw_pending(store) == 0
+        assert list(store.list()) == []
+
+    def test_failed_overwrite_keeps_the_old(self, store: Store) -> None:
+        put_bytes(store, "k", b"old")
+        with pytest.raises(_BodyBroke):
+            store.put("k", _BreakingBody(secrets.token_bytes(self.large_bytes), 17 * MIB, _BodyBroke()))
+        assert self.raw_get(store, "k") == b"old"
+        assert self.raw_pending(store) == 0
+
+    # -- read ------------------------------------------------------------------------------------------
+
+    def test_read_ranges_into_buffers(self, store: Store) -> None:
+        data = secrets.token_bytes(3 * MIB + 77)
+        self.raw_put(store, "r", data)
+        for offset, sizes in [(0, [len(data)]), (5, [1, 0, 70000, MIB]), (len(data) - 3, [1, 2]), (0, [0])]:
+            buffers = [bytearray(size) for size in sizes]
+            store.read_into("r", offset, [memoryview(buffer) for buffer in buffers])
+            assert b"".join(buffers) == data[offset : offset + sum(sizes)]
+
+    def test_read_many_buffers_in_one_call(self, store: Store) -> None:
+        data = secrets.token_bytes(300_000)
+        self.raw_put(store, "r", data)
+        target = bytearray(len(data))
+        view = memoryview(target)
+        store.read_into("r", 0, [view[i : i + 100] for i in range(0, len(data), 100)])
+        assert target == data
+
+    def test_reads_at_once(self, store: Store) -> None:
+        data = secrets.token_bytes(2 * MIB)
+        self.raw_put(store, "r", data)
+        target = bytearray(len(data))
+        view = memoryview(target)
+        run_all(lambda i: store.read_into("r", i, [view[i : i + 4096]]), list(range(0, len(data), 4096)))
+        assert target == data
+
+    @pytest.mark.parametrize("offset", [0, 6, 10, 1000])
+    def test_read_past_the_end_is_truncated(self, store: Store, offset: int) -> None:
+        self.raw_put(store, "short", b"0123456789")
+        with pytest.raises(Truncated) as caught:
+            store.read_into("short", offset, [memoryview(bytearray(11))])
+        assert (caught.value.key, caught.value.start, caught.value.stop) == ("short", offset, offset + 11)
+
+    def test_read_of_nothing_is_not_found(self, store: Store) -> None:
+        for size in (1, 0):
+            with pytest.raises(NotFound):
+                store.read_into("missing/key", 0, [memoryview(bytearray(size))])
+
+    def test_stat(self, store: Store) -> None:
+        self.raw_put(store, "d/s", b"12345")
+        found = store.stat("d/s")
+        assert (found.key, found.size_bytes) == ("d/s", 5)
+        with pytest.raises(NotFound):
+            store.stat("d/t")
+        with pytest.raises(NotFound):
+            store.stat("d")
+        with pytest.raises(NotFound):
+            store.read_into("d", 0, [memoryview(bytearray(1))])
+        assert exists(store, "d/s")
+        assert not exists(store, "d/t")
+
+    def test_read_bytes_checks_the_size(self, store: Store) -> None:
+        self.raw_put(store, "s", b"12345")
+        assert read_bytes(store, "s", size_bytes=5) == b"12345"
+        with pytest.raises(IntegrityError):
+            read_bytes(store, "s", size_bytes=6)
+        with pytest.raises(IntegrityError):
+            read_bytes(store, "s", max_bytes=4)
