@@ -71,6 +71,7 @@ class Ceph:
 
     def kill_gateway(self) -> None:
         """SIGKILL."""
+        assert self.server.process
         self.server.process.send_signal(signal.SIGKILL)
         self.server.process.wait()
 

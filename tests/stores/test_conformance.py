@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from support.buckets import BucketTests
-from support.servers import ACCESS_KEY, SECRET_KEY, IamServer
+from support.servers import ACCESS_KEY, SECRET_KEY, IamServer, S3Server
+from support.strict_s3 import StrictS3
 
 from ckpt.backends import memory
 from ckpt.backends.base import MIB, Store
@@ -52,6 +53,15 @@ class TestPosix(StoreTests):
 class TestS3(BucketTests):
     def make_store(self) -> Store:
         return self.s3_store()
+
+
+class TestStrictS3(TestS3):
+    """The same store without moto: what `make test` runs."""
+
+    @pytest.fixture
+    def s3_server(self, server: StrictS3) -> S3Server:  # type: ignore[override]
+        server.requires_checksums = False  # the client around the store sends none
+        return server
 
 
 class TestCosHmac(BucketTests):

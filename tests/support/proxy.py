@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import http.server
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
+from support.http_core import Handler, http_server
 from support.servers import S3Server
 from support.strict_s3 import checksum_of
 
@@ -81,38 +80,18 @@ class FaultProxy:
 @contextlib.contextmanager
 def fault_proxy(server: S3Server) -> Iterator[FaultProxy]:
     proxy = FaultProxy(server)
-    upstream = urlsplit(server.endpoint_url).netloc
-
-    class Handler(_Handler):
-        pass
-
-    Handler.proxy, Handler.upstream = proxy, upstream
-    httpd = _Server(("127.0.0.1", 0), Handler)
-    proxy.port = httpd.server_address[1]
-    thread = threading.Thread(target=httpd.serve_forever, args=(0.05,), daemon=True)
-    thread.start()
-    try:
-        yield proxy
-    finally:
-        proxy.released.set()
-        httpd.shutdown()
-        httpd.server_close()
-        thread.join()
+    with http_server(_Handler, proxy=proxy, upstream=urlsplit(server.endpoint_url).netloc) as proxy.port:
+        try:
+            yield proxy
+        finally:
+            proxy.released.set()
 
 
-class _Server(http.server.ThreadingHTTPServer):
-    daemon_threads = True
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        pass  # clients that are killed or reset are what this is for
-
-
-class _Handler(http.server.BaseHTTPRequestHandler):
+class _Handler(Handler):
     proxy: FaultProxy
     upstream: str
-    protocol_version = "HTTP/1.1"
 
-    def _serve(self) -> None:
+    def serve(self) -> None:
         with self.proxy.lock:
             call = Call(len(self.proxy.calls) + 1, self.command, self.path)
             self.proxy.calls.append(call)
@@ -125,14 +104,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def _carry_out(self, call: Call) -> None:
         action = self.proxy.rule(call)
-        length = int(self.headers.get("content-length") or 0)
+        length = self.length
         if action in ("reset", "half-close", "stop reading"):
             self.rfile.read(length // 2)
             self._break(action)
             return
         body = self._body(length, throttled=action == "throttle")
         if len(body) < length:  # the client is gone
-            self._reset()
+            self.reset()
             return
         if action == "delay":
             self.proxy.released.wait(self.proxy.delay_s)
@@ -142,35 +121,35 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             if action == "damage" and not _matches(self.headers.get("x-amz-checksum-crc64nvme"), body):
                 action = 400
         if isinstance(action, int):
-            self._answer(action, {"content-type": "application/xml"}, _ERRORS[action])
+            self.answer(action, {"content-type": "application/xml"}, _ERRORS[action])
             return
         if action == "stall":
             self._break("stop reading")
             return
         if action == "late":
             threading.Timer(self.proxy.late_s, self._forward, [body]).start()
-            self._reset()
+            self.reset()
             return
         status, headers, reply = self._forward(body)
         if action == "lose":
-            self._reset()
+            self.reset()
         elif action == "cut":
-            self._answer(status, headers, reply, sent=len(reply) // 2)
-            self._reset()
+            self.answer(status, headers, reply, sent=len(reply) // 2)
+            self.reset()
         elif action == "trickle":
             self._trickle(f"HTTP/1.1 {status} OK\r\nx-filler: {'x' * 60000}".encode())
         elif action in ("hold", "dribble"):
-            self._answer(status, headers, reply, sent=len(reply) // 2)
-            self.wfile.flush()
+            self.answer(status, headers, reply, sent=len(reply) // 2)
             if action == "hold":
                 self.proxy.released.wait()
                 self.wfile.write(reply[len(reply) // 2 :])
+                self.wfile.flush()
             else:
                 self._trickle(reply[len(reply) // 2 :])
         else:
             if action == "flip" and reply:
                 reply = reply[:-1] + bytes([reply[-1] ^ 1])
-            self._answer(status, headers, reply, throttled=action == "throttle")
+            self.answer(status, headers, reply, pace=self._pace if action == "throttle" else None)
 
     def _body(self, length: int, *, throttled: bool) -> bytes:
         if not throttled:
@@ -178,8 +157,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         body = bytearray()
         while piece := self.rfile.read(min(1 << 16, length - len(body))):
             body += piece
-            self.proxy.released.wait(len(piece) / self.proxy.bandwidth_bytes_per_s)
+            self._pace(len(piece))
         return bytes(body)
+
+    def _pace(self, size: int) -> None:
+        self.proxy.released.wait(size / self.proxy.bandwidth_bytes_per_s)
 
     def _break(self, how: str) -> None:
         """End, or hold, a request whose body has not come whole."""
@@ -191,7 +173,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                     pass
         elif how == "stop reading":
             self.proxy.released.wait()
-        self._reset()
+        self.reset()
 
     def _trickle(self, data: bytes) -> None:
         """Send a byte at a time: a client whose every wait is short waits for ever."""
@@ -200,9 +182,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 self.connection.sendall(bytes([byte]))
                 if self.proxy.released.wait(self.proxy.trickle_s):
                     break
-        self._reset()
-
-    do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _serve
+        self.reset()
 
     def _forward(self, body: bytes) -> tuple[int, dict[str, str], bytes]:
         headers = {name: value for name, value in self.headers.items() if name.lower() != "expect"}
@@ -214,44 +194,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             n: v for n, v in response.getheaders() if n.lower() not in ("connection", "transfer-encoding")
         }
         return response.status, kept, reply
-
-    def _answer(
-        self,
-        status: int,
-        headers: dict[str, str],
-        reply: bytes,
-        sent: int | None = None,
-        *,
-        throttled: bool = False,
-    ) -> None:
-        self.send_response_only(status)
-        length = headers.pop("Content-Length", headers.pop("content-length", str(len(reply))))
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.send_header("content-length", length if self.command == "HEAD" else str(len(reply)))
-        self.end_headers()
-        if self.command == "HEAD":
-            return
-        reply, size = reply[:sent], (1 << 16 if throttled else max(1, len(reply)))
-        for start in range(0, len(reply), size):
-            self.wfile.write(reply[start : start + size])
-            if throttled:
-                self.proxy.released.wait(size / self.proxy.bandwidth_bytes_per_s)
-
-    def _reset(self) -> None:
-        """End the connection with RST, as a crashed host or a middlebox does."""
-        self.close_connection = True
-        with contextlib.suppress(OSError):  # the client may be gone
-            self.wfile.flush()
-            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            self.connection.close()
-
-    def finish(self) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            super().finish()
-
-    def log_message(self, *_: Any) -> None:
-        pass
 
 
 def _matches(checksum: str | None, body: bytes) -> bool:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import http.server
 import json
 import os
 import shutil
 import socket
 import subprocess
 import sys
-import threading
 import time
 import urllib.parse
 import uuid
@@ -18,6 +16,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from support.http_core import Handler, http_server
 
 ACCESS_KEY, SECRET_KEY = "AKTESTTEST", "SKTESTSECRET"
 
@@ -27,7 +27,7 @@ class S3Server:
     """An S3 endpoint; every test gets a bucket of its own."""
 
     endpoint_url: str
-    process: subprocess.Popen[bytes] = field(repr=False)
+    process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
     access_key: str = ACCESS_KEY
     secret_key: str = SECRET_KEY
 
@@ -116,40 +116,24 @@ class IamServer:
 def iam_server(api_key: str = "ibm-api-key-secret") -> Iterator[IamServer]:
     tokens: list[str] = []
 
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            form = urllib.parse.parse_qs(self.rfile.read(int(self.headers["content-length"])).decode())
+    class TokenHandler(Handler):
+        def serve(self) -> None:
+            form = urllib.parse.parse_qs(self.rfile.read(self.length).decode())
+            answer: dict[str, Any]
             if form.get("apikey") == [api_key]:
                 tokens.append(f"token-{len(tokens)}")
-                expiry = int(time.time()) + 3600
-                status, answer = 200, {
+                answer = {
                     "access_token": tokens[-1], "refresh_token": "r", "token_type": "Bearer",
-                    "expires_in": 3600, "expiration": expiry,
+                    "expires_in": 3600, "expiration": int(time.time()) + 3600,
                 }  # fmt: skip
+                status = 200
             else:
-                status, answer = (
-                    400,
-                    {"errorCode": "BXNIM0415E", "errorMessage": "Provided API key could not be found."},
-                )
-            data = json.dumps(answer).encode()
-            self.send_response(status)
-            self.send_header("content-type", "application/json")
-            self.send_header("content-length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
+                answer = {"errorCode": "BXNIM0415E", "errorMessage": "Provided API key could not be found."}
+                status = 400
+            self.answer(status, {"content-type": "application/json"}, json.dumps(answer).encode())
 
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield IamServer(f"http://127.0.0.1:{server.server_address[1]}/identity/token", api_key, tokens)
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with http_server(TokenHandler) as port:
+        yield IamServer(f"http://127.0.0.1:{port}/identity/token", api_key, tokens)
 
 
 def spawn(command: Sequence[object], **options: Any) -> subprocess.Popen[bytes]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import hashlib
-import http.server
 import itertools
 import re
 import threading
@@ -18,11 +17,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from email.utils import formatdate
 from typing import Any
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import parse_qs, quote, unquote, urlsplit
+from xml.sax.saxutils import escape, unescape
 
 from awscrt.checksums import crc64nvme
 
-from support.servers import ACCESS_KEY, SECRET_KEY
+from support.http_core import Handler, http_server
+from support.servers import S3Server
+
+Reply = tuple[int, dict[str, str], bytes]
 
 
 @dataclass(frozen=True)
@@ -64,30 +67,28 @@ without headers)."""
 
 
 @dataclass
-class StrictS3:
-    """`objects` by name, `uploads` by id, and all `requests` that came."""
+class StrictS3(S3Server):
+    """`objects` by name, `uploads` by id, and all `requests` that came. All buckets are one and the same."""
 
-    port: int = 0
     rule: Rule = lambda request: "pass"
     requires_checksums: bool = True
     knows_conditions: bool = True
     knows_checksums_of_parts: bool = True
     objects: dict[str, bytes] = field(default_factory=dict)
+    dates_s: dict[str, float] = field(default_factory=dict)
     checksums: dict[str, str] = field(default_factory=dict)
     uploads: dict[str, Upload] = field(default_factory=dict)
     requests: list[Request] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
     ids: Iterator[int] = field(default_factory=itertools.count)
+    connections: Iterator[int] = field(default_factory=itertools.count)
 
     @property
     def options(self) -> dict[str, Any]:
-        return {
-            "endpoint_url": f"http://127.0.0.1:{self.port}",
-            "key": ACCESS_KEY,
-            "secret": SECRET_KEY,
-            "part_size_bytes": 5 << 20,
-            "max_attempts": 2,
-        }
+        return {**super().options, "part_size_bytes": 5 << 20, "max_attempts": 2}
+
+    def new_bucket(self) -> str:
+        return "bucket"
 
     def sent(self, operation: str) -> list[Request]:
         return [request for request in self.requests if request.operation == operation]
@@ -95,29 +96,10 @@ class StrictS3:
 
 @contextlib.contextmanager
 def strict_s3() -> Iterator[StrictS3]:
-    server = StrictS3()
-
-    class Handler(_Handler):
-        pass
-
-    Handler.server_state, Handler.connections = server, itertools.count()
-    httpd = _Server(("127.0.0.1", 0), Handler)
-    server.port = httpd.server_address[1]
-    thread = threading.Thread(target=httpd.serve_forever, args=(0.05,), daemon=True)
-    thread.start()
-    try:
+    server = StrictS3("")
+    with http_server(_Handler, state=server) as port:
+        server.endpoint_url = f"http://127.0.0.1:{port}"
         yield server
-    finally:
-        httpd.shutdown()
-        httpd.server_close()
-        thread.join()
-
-
-class _Server(http.server.ThreadingHTTPServer):
-    daemon_threads = True
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        pass  # connections are cut on purpose
 
 
 class _Refused(Exception):
@@ -125,26 +107,21 @@ class _Refused(Exception):
         self.status, self.code = status, code
 
 
-class _Handler(http.server.BaseHTTPRequestHandler):
-    server_state: StrictS3
-    connections: Iterator[int]
-    protocol_version = "HTTP/1.1"
+class _Handler(Handler):
+    state: StrictS3
 
     def setup(self) -> None:
         super().setup()
-        self.connection_number = next(self.connections)
+        self.connection_number = next(self.state.connections)
 
-    def _serve(self) -> None:
-        state = self.server_state
-        if self.headers.get("expect", "").lower() == "100-continue":
-            self.send_response_only(100)
-            self.end_headers()
+    def serve(self) -> None:
+        state = self.state
         url = urlsplit(self.path)
         query = {name: values[0] for name, values in parse_qs(url.query, keep_blank_values=True).items()}
         headers = {name.lower(): value for name, value in self.headers.items()}
         name = unquote(url.path).lstrip("/").partition("/")[2]
         request = Request(self.command, name, query, headers, self.connection_number)
-        body = self.rfile.read(int(headers.get("content-length") or 0))
+        body = self.rfile.read(self.length)
         with state.lock:
             state.requests.append(request)
             action = state.rule(request)
@@ -156,34 +133,22 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         except _Refused as refused:
             status, extra = refused.status, {}
             reply = f"<Error><Code>{refused.code}</Code><Message>{refused.code}</Message></Error>".encode()
-        if action == "bare":
-            extra = {}
         if action == "lose":
             self.close_connection = True
             return
-        self._answer(status, extra, reply, len(reply) // 2 if action in ("cut", "stall") else len(reply))
+        extra = {"date": formatdate(usegmt=True), **({} if action == "bare" else extra)}
+        sent = len(reply) // 2 if action in ("cut", "stall") else len(reply)
+        self.answer(status, extra, reply, sent=sent)
+        self.close_connection = sent < len(reply)
         if action == "stall":
             time.sleep(3)
-
-    do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _serve
-
-    def _answer(self, status: int, headers: dict[str, str], reply: bytes, sent: int) -> None:
-        self.send_response_only(status)
-        self.send_header("date", formatdate(usegmt=True))
-        for name, value in {"content-length": str(len(reply)), **headers}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(reply[:sent])
-        self.wfile.flush()
-        self.close_connection = sent < len(reply)
 
     # -- what the API does -----------------------------------------------------------------------------
 
     def _verify(self, request: Request, data: bytes) -> str:
         declared = request.headers.get("x-amz-checksum-crc64nvme")
         if declared is None:
-            if self.server_state.requires_checksums:
+            if self.state.requires_checksums:
                 raise _Refused(400, "MissingChecksum")
             return ""
         if declared != checksum_of(data):
@@ -191,21 +156,22 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         return declared
 
     def _keep(self, request: Request, data: bytes, etag: str, checksum: str) -> tuple[int, dict[str, str]]:
-        state = self.server_state
+        state = self.state
         refused = state.knows_conditions and request.headers.get("if-none-match") == "*"
         if refused and request.name in state.objects:
             raise _Refused(412, "PreconditionFailed")
         state.objects[request.name], state.checksums[request.name] = data, checksum
+        state.dates_s[request.name] = time.time()
         return 200, {"etag": etag}
 
-    def _PutObject(self, request: Request, body: bytes, action: str) -> tuple[int, dict[str, str], bytes]:
+    def _PutObject(self, request: Request, body: bytes, action: str) -> Reply:
         checksum = self._verify(request, body)
         kept = body[:-1] if action == "shorten" else body
         return *self._keep(request, kept, _etag(kept), checksum), b""
 
-    def _GetObject(self, request: Request, body: bytes, action: str) -> tuple[int, dict[str, str], bytes]:
+    def _GetObject(self, request: Request, body: bytes, action: str) -> Reply:
         if not request.name:
-            return 200, {}, b"<ListBucketResult></ListBucketResult>"
+            return self._list(request.query)
         data = self._data(request)
         wanted = request.headers.get("if-match")
         if wanted is not None and wanted != _etag(data):
@@ -224,62 +190,84 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             del headers["content-range"]
         return 200 if action == "200" else 206, headers, data[start:stop]
 
-    def _HeadObject(self, request: Request, body: bytes, action: str) -> tuple[int, dict[str, str], bytes]:
+    def _list(self, query: dict[str, str]) -> Reply:
+        """ListObjectsV2: names in order, those with the delimiter after the prefix as one folder."""
+        prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
+        after = query.get("continuation-token") or query.get("start-after", "")
+        entries: dict[str, bool] = {}  # whether it is a folder
+        for name in sorted(self.state.objects):
+            folder, is_folder, _ = name[len(prefix) :].partition(delimiter) if delimiter else ("", "", "")
+            entry = prefix + folder + delimiter if is_folder else name
+            if name.startswith(prefix) and entry > after:
+                entries[entry] = bool(is_folder)
+        page = list(entries)[: int(query.get("max-keys", 1000))]
+        is_cut = len(page) < len(entries)
+        token = f"<NextContinuationToken>{escape(page[-1])}</NextContinuationToken>" if is_cut else ""
+        listed = "".join(
+            f"<CommonPrefixes><Prefix>{quote(entry)}</Prefix></CommonPrefixes>"
+            if entries[entry]
+            else f"<Contents><Key>{quote(entry)}</Key><Size>{len(self.state.objects[entry])}</Size>"
+            f"<LastModified>{_date(self.state.dates_s.get(entry, 0))}</LastModified></Contents>"
+            for entry in page
+        )
+        answer = (
+            f"<ListBucketResult><EncodingType>url</EncodingType><IsTruncated>{str(is_cut).lower()}</IsTruncated>"
+            f"{token}{listed}</ListBucketResult>"
+        )
+        return 200, {}, answer.encode()
+
+    def _HeadObject(self, request: Request, body: bytes, action: str) -> Reply:
+        if not request.name:
+            return 200, {}, b""
         data = self._data(request)
         headers = {"etag": _etag(data), "content-length": str(len(data))}
-        checksum = self.server_state.checksums.get(request.name)
+        checksum = self.state.checksums.get(request.name)
         if checksum and request.headers.get("x-amz-checksum-mode") == "ENABLED":
             headers |= {"x-amz-checksum-crc64nvme": checksum, "x-amz-checksum-type": "FULL_OBJECT"}
         return 200, headers, b""
 
-    def _DeleteObject(self, request: Request, body: bytes, action: str) -> tuple[int, dict[str, str], bytes]:
-        self.server_state.objects.pop(request.name, None)
+    def _DeleteObject(self, request: Request, body: bytes, action: str) -> Reply:
+        self.state.objects.pop(request.name, None)
         return 204, {}, b""
 
-    def _PostObject(self, request: Request, body: bytes, action: str) -> tuple[int, dict[str, str], bytes]:
+    def _PostObject(self, request: Request, body: bytes, action: str) -> Reply:
         raise _Refused(405, "MethodNotAllowed")
 
-    def _DeleteObjects(self, request: Request, body: bytes, action: str) -> tuple[int, dict[str, str], bytes]:
+    def _DeleteObjects(self, request: Request, body: bytes, action: str) -> Reply:
         for name in re.findall(r"<Key>(.*?)</Key>", body.decode()):
-            self.server_state.objects.pop(name, None)
+            self.state.objects.pop(unescape(name), None)
         return 200, {}, b"<DeleteResult></DeleteResult>"
 
-    def _CreateMultipartUpload(
-        self, request: Request, body: bytes, action: str
-    ) -> tuple[int, dict[str, str], bytes]:
-        if self.server_state.requires_checksums and (
+    def _CreateMultipartUpload(self, request: Request, body: bytes, action: str) -> Reply:
+        if self.state.requires_checksums and (
             request.headers.get("x-amz-checksum-algorithm") != "CRC64NVME"
             or request.headers.get("x-amz-checksum-type") != "FULL_OBJECT"
         ):
             raise _Refused(400, "MissingChecksum")
-        upload_id = f"upload-{next(self.server_state.ids)}"
-        self.server_state.uploads[upload_id] = Upload(request.name, time.time())
+        upload_id = f"upload-{next(self.state.ids)}"
+        self.state.uploads[upload_id] = Upload(request.name, time.time())
         answer = (
             f"<InitiateMultipartUploadResult><UploadId>{upload_id}</UploadId></InitiateMultipartUploadResult>"
         )
         return 200, {}, answer.encode()
 
-    def _ListMultipartUploads(
-        self, request: Request, body: bytes, action: str
-    ) -> tuple[int, dict[str, str], bytes]:
+    def _ListMultipartUploads(self, request: Request, body: bytes, action: str) -> Reply:
         listed = "".join(
-            f"<Upload><Key>{upload.name}</Key><UploadId>{upload_id}</UploadId>"
-            f"<Initiated>{time.strftime('%Y-%m-%dT%H:%M:%S.000Z', time.gmtime(upload.began_s))}</Initiated></Upload>"
-            for upload_id, upload in self.server_state.uploads.items()
+            f"<Upload><Key>{escape(upload.name)}</Key><UploadId>{upload_id}</UploadId>"
+            f"<Initiated>{_date(upload.began_s)}</Initiated></Upload>"
+            for upload_id, upload in self.state.uploads.items()
             if upload.name.startswith(request.query.get("prefix", ""))
         )
         return 200, {}, f"<ListMultipartUploadsResult>{listed}</ListMultipartUploadsResult>".encode()
 
-    def _UploadPart(self, request: Request, body: bytes, action: str) -> tuple[int, dict[str, str], bytes]:
+    def _UploadPart(self, request: Request, body: bytes, action: str) -> Reply:
         upload = self._upload(request)
         self._verify(request, body)
         upload.parts[int(request.query["partNumber"])] = body
         return 200, {"etag": _etag(body)}, b""
 
-    def _CompleteMultipartUpload(
-        self, request: Request, body: bytes, action: str
-    ) -> tuple[int, dict[str, str], bytes]:
-        state, upload = self.server_state, self._upload(request)
+    def _CompleteMultipartUpload(self, request: Request, body: bytes, action: str) -> Reply:
+        state, upload = self.state, self._upload(request)
         if b"<Checksum" in body and not state.knows_checksums_of_parts:
             raise _Refused(400, "MalformedXML")
         data = b"".join(upload.parts[number] for number in sorted(upload.parts))
@@ -295,31 +283,30 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         del state.uploads[request.query["uploadId"]]
         return status, headers, b"<CompleteMultipartUploadResult></CompleteMultipartUploadResult>"
 
-    def _AbortMultipartUpload(
-        self, request: Request, body: bytes, action: str
-    ) -> tuple[int, dict[str, str], bytes]:
+    def _AbortMultipartUpload(self, request: Request, body: bytes, action: str) -> Reply:
         self._upload(request)
-        del self.server_state.uploads[request.query["uploadId"]]
+        del self.state.uploads[request.query["uploadId"]]
         return 204, {}, b""
 
     def _data(self, request: Request) -> bytes:
-        data = self.server_state.objects.get(request.name)
+        data = self.state.objects.get(request.name)
         if data is None:
             raise _Refused(404, "NoSuchKey")
         return data
 
     def _upload(self, request: Request) -> Upload:
-        upload = self.server_state.uploads.get(request.query["uploadId"])
+        upload = self.state.uploads.get(request.query["uploadId"])
         if upload is None:
             raise _Refused(404, "NoSuchUpload")
         return upload
 
-    def log_message(self, *_: Any) -> None:
-        pass
-
 
 def checksum_of(data: bytes) -> str:
     return base64.b64encode(crc64nvme(data).to_bytes(8, "big")).decode()
+
+
+def _date(moment_s: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime(moment_s))
 
 
 def _etag(data: bytes) -> str:
