@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.commands import sharded_checkpoint, stock_checkpoint
+from support.proxy import FaultProxy, fault_proxy
 from support.servers import IamServer, S3Server, iam_server, moto_server
 from support.strict_s3 import StrictS3, strict_s3
 from support.tiers import load_profile, mark_tiers
@@ -35,6 +36,13 @@ def server() -> Iterator[StrictS3]:
     """A server of S3 that is strict about checksums and uploads, and lies on request."""
     with strict_s3() as server:
         yield server
+
+
+@pytest.fixture
+def proxy(server: StrictS3) -> Iterator[FaultProxy]:
+    """A network between client and `server` that fails on request."""
+    with fault_proxy(server) as proxy:
+        yield proxy
 
 
 @pytest.fixture(params=["s3", "cos"])

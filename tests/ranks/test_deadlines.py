@@ -20,9 +20,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from support.fault_disk import Orders, fault_disk
-from support.proxy import Call, FaultProxy, fault_proxy
+from support.proxy import Call, FaultProxy
 from support.ranks import Job, run_ranks
-from support.servers import S3Server
 from support.states import digest, emptied, random_tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -224,12 +223,6 @@ def test_a_roll_call_after_one_of_another_rank() -> None:
 
 
 # -- the storage stops -----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def proxy(s3: S3Server) -> Iterator[FaultProxy]:
-    with fault_proxy(s3) as proxy:
-        yield proxy
 
 
 def is_second_part_of_rank_1(call: Call) -> bool:

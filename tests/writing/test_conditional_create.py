@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from support.proxy import FaultProxy, fault_proxy
+from support.proxy import FaultProxy
 from support.ranks import run_ranks
-from support.servers import S3Server
 from support.strict_s3 import Request, StrictS3
 
 import ckpt
@@ -164,12 +162,6 @@ def test_nothing_to_ask(tmp_path: Any) -> None:
 
 
 # -- saves ---------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def proxy(s3: S3Server) -> Iterator[FaultProxy]:
-    with fault_proxy(s3) as proxy:
-        yield proxy
 
 
 def test_a_save_asks_once(proxy: FaultProxy) -> None:

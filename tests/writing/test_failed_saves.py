@@ -1,26 +1,26 @@
-"""A save that fails, wherever: the old checkpoint loads, nothing short is left, every rank learns why."""
+"""A save that fails on a rank: the old checkpoint loads, nothing short is left, every rank learns why."""
 
 from __future__ import annotations
 
-import functools
 import logging
-import os
 import pickle
 import resource
-import signal
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from support.proxy import Call, FaultProxy, fault_proxy
-from support.ranks import run_ranks, start
-from support.servers import S3Server
-from support.states import digest, emptied, random_tensor
+from support.ranks import run_ranks
+from support.saves import (
+    FailingPlanner,
+    Place,
+    boom,
+    load_is,
+    objects_at,
+    state_of,
+)
+from support.strict_s3 import StrictS3
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
@@ -31,114 +31,53 @@ from ckpt.backends.base import MIB, read_bytes
 from ckpt.backends.registry import open_store
 from ckpt.errors import (
     CheckpointError,
-    CommitConflict,
     CommitError,
-    CommitUnknown,
     ConfigurationError,
-    LoadFailed,
     SaveFailed,
     StorageFull,
 )
 
 
-def state_of(rank: int, seed: int) -> dict[str, Any]:
-    """Different on each rank, so that every rank writes: 26 MiB in all for two ranks, several parts each."""
-    return {
-        f"rank{rank}.large": random_tensor(3 * MIB, seed=seed + rank),
-        f"rank{rank}.small": random_tensor(MIB // 4, seed=seed + rank + 10),
-        f"rank{rank}.object": {"seed": seed},
-    }
-
-
-@functools.lru_cache(maxsize=8)
-def digest_of(rank: int, seed: int) -> Any:
-    return digest(state_of(rank, seed))
-
-
-def loaded_from(rank: int, url: str, options: dict[str, Any]) -> Any:
-    """The digest of what is at a place."""
-    loaded = {key: emptied(value) for key, value in _template(rank).items()}
-    ckpt.load(loaded, url, storage_options=options, no_dist=not dist.is_initialized())
-    return digest(loaded)
-
-
-@functools.lru_cache(maxsize=1)
-def _template(rank: int) -> dict[str, Any]:
-    return state_of(rank, 0)
-
-
-def load_is(seed: int, rank: int, url: str, options: dict[str, Any]) -> bool:
-    return bool(loaded_from(rank, url, options) == digest_of(rank, seed))
-
-
-class FailingPlanner(DefaultSavePlanner):
-    """Raises at the n-th time that data are asked for."""
-
-    def __init__(self, at: int, failure: Callable[[], Any]) -> None:
-        super().__init__()
-        self.left, self.failure = at, failure
-
-    def resolve_data(self, write_item: Any) -> Any:
-        self.left -= 1
-        if self.left < 0:
-            self.failure()
-        return super().resolve_data(write_item)
-
-
-def boom() -> None:
-    raise ValueError("boom")
-
-
-def kill_self() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def s3_leftovers(server: S3Server, bucket: str) -> list[str]:
-    return [
-        upload["Key"] for upload in server.client().list_multipart_uploads(Bucket=bucket).get("Uploads", ())
-    ]
-
-
-@pytest.fixture(params=["posix", "s3"])
-def place(request: pytest.FixtureRequest, tmp_path: Path, s3: S3Server) -> tuple[str, dict[str, Any]]:
-    if request.param == "posix":
-        return str(tmp_path / "c"), {}
-    return f"s3://{s3.new_bucket()}/c", {**s3.options, "part_size_bytes": 5 * MIB}
-
-
-def objects_at(place: tuple[str, dict[str, Any]]) -> dict[str, int]:
-    return {found.key: found.size_bytes for found in open_store(*place).list()}
+@pytest.fixture(params=["posix", "strict"])
+def place(request: pytest.FixtureRequest, tmp_path: Path, server: StrictS3) -> Place:
+    return (str(tmp_path / "c"), {}) if request.param == "posix" else ("s3://bucket/c", server.options)
 
 
 # -- the planner fails -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("at", [0, 1, 2, 3, 4])
 @pytest.mark.parametrize("function", ["ckpt", "dcp"])
-def test_planner_raises_on_one_rank(
-    place: tuple[str, dict[str, Any]], at: int, function: str, s3: S3Server
-) -> None:
-    before, after, messages = zip(*run_ranks(2, _planner_raises, place, at, function), strict=True)
-    for message in messages:
-        assert "rank 1" in message
-        assert "'rank1." in message
-        assert "ValueError: boom" in message
-    assert all(before)
-    assert all(after)
-    if function == "ckpt":  # with dcp.save the other rank does not learn of it in time to clean up
-        assert {key.split("/")[0] for key in objects_at(place)} <= {
-            "commit.json",
-            ".metadata",
-            "rank-00000",
-            "rank-00001",
-        }
-        assert len([key for key in objects_at(place) if key.endswith(".json")]) == 3
-    if place[0].startswith("s3"):
-        assert s3_leftovers(s3, place[0].split("/")[2]) == []
-
-
-def _planner_raises(rank: int, place: tuple[str, dict[str, Any]], at: int, function: str) -> Any:
+def test_planner_raises_on_one_rank(place: Place, function: str, server: StrictS3) -> None:
+    """At any of its tensors and objects: each in a place of its own."""
     url, options = place
+    results = zip(*run_ranks(2, _planner_raises, place, function), strict=True)
+    for at, of_ranks in enumerate(results):
+        for before, after, message in of_ranks:
+            assert "rank 1" in message
+            assert "'rank1." in message
+            assert "ValueError: boom" in message
+            assert before
+            assert after
+        if function == "ckpt":  # with dcp.save the other rank does not learn of it in time to clean up
+            keys = objects_at((f"{url}-{at}", options))
+            assert {key.split("/")[0] for key in keys} <= {
+                "commit.json",
+                ".metadata",
+                "rank-00000",
+                "rank-00001",
+            }
+            assert len([key for key in keys if key.endswith(".json")]) == 3
+    assert at == 4
+    assert not server.uploads
+
+
+def _planner_raises(rank: int, place: Place, function: str) -> list[tuple[bool, bool, str]]:
+    return [_planner_raises_at(rank, f"{place[0]}-{at}", place[1], at, function) for at in range(5)]
+
+
+def _planner_raises_at(
+    rank: int, url: str, options: dict[str, Any], at: int, function: str
+) -> tuple[bool, bool, str]:
     ckpt.save(state_of(rank, 1), url, storage_options=options)
     before = load_is(1, rank, url, options)
     planner = FailingPlanner(at if rank == 1 else 100, boom)
@@ -220,6 +159,7 @@ def _unpicklable_plan(rank: int, url: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.smoke
 def test_state_dict_raises_on_one_rank(tmp_path: Path) -> None:
     """Before DCP is entered, where the others would wait for this rank for ever."""
     for kinds in run_ranks(2, _state_dict_raises, str(tmp_path)):
@@ -430,383 +370,3 @@ def test_file_size_limit(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert isinstance(caught.value.failures[0], StorageFull)
     assert load_is(1, 0, str(tmp_path), {})
-
-
-# -- the network or the server fails ---------------------------------------------------------------------
-
-
-@pytest.fixture
-def proxy(s3: S3Server) -> Iterator[FaultProxy]:
-    with fault_proxy(s3) as proxy:
-        yield proxy
-
-
-@pytest.fixture
-def proxied(proxy: FaultProxy) -> tuple[str, dict[str, Any]]:
-    return f"s3://{proxy.server.new_bucket()}/c", {**proxy.options, "part_size_bytes": 5 * MIB}
-
-
-@pytest.mark.parametrize("action", ["reset", 503, 403])
-def test_uploads_of_one_rank_fail(
-    proxy: FaultProxy, proxied: tuple[str, dict[str, Any]], action: str | int
-) -> None:
-    def rule(call: Call) -> str | int:
-        # Only in the second save, and only from the second part on.
-        second_save = len({c.key for c in proxy.calls if c.is_complete and "rank-00001" in c.key}) >= 1
-        return (
-            action
-            if second_save
-            and call.is_part
-            and "rank-00001" in call.key
-            and "partNumber=1&" not in call.target
-            else "pass"
-        )
-
-    proxy.rule = rule
-    results = run_ranks(2, _second_save_fails, proxied)
-    proxy.rule = lambda call: "pass"
-    for failures, message in results:
-        assert failures == [1]
-        assert "rank 1" in message
-        assert "rank-00001/" in message
-        assert "cannot upload part" in message
-    for rank in (0, 1):
-        assert load_is(1, rank, *proxied)
-    assert s3_leftovers(proxy.server, proxied[0].split("/")[2]) == []
-    assert len([key for key in objects_at(proxied) if key.endswith(".json")]) == 3
-
-
-def _second_save_fails(rank: int, place: tuple[str, dict[str, Any]]) -> Any:
-    url, options = place
-    ckpt.save(state_of(rank, 1), url, storage_options=options)
-    with pytest.raises(SaveFailed) as caught:
-        ckpt.save(state_of(rank, 2), url, storage_options=options)
-    return sorted(caught.value.failures), str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("name", "action"),
-    [
-        (".metadata", 500),
-        (".metadata", 403),
-        (".metadata", "lose"),
-        ("commit.json", 403),
-        pytest.param("commit.json", "reset", marks=pytest.mark.long),
-    ],
-)
-def test_commit_fails(
-    proxy: FaultProxy, proxied: tuple[str, dict[str, Any]], name: str, action: str | int
-) -> None:
-    url, options = proxied
-    ckpt.save(state_of(0, 1), url, storage_options=options)
-    stock_before = _raw(proxy, url, ".metadata")
-    proxy.rule = lambda call: action if call.method == "PUT" and call.key.endswith(f"c/{name}") else "pass"
-    with pytest.raises(SaveFailed) as caught:
-        ckpt.save(state_of(0, 2), url, storage_options=options)
-    assert name in str(caught.value)
-    proxy.rule = lambda call: "pass"
-    assert load_is(1, 0, *proxied)
-    if isinstance(caught.value.failures[0], CommitUnknown):
-        assert (name, action) == ("commit.json", "reset")
-    elif action != "lose":  # every attempt to put the old one back was lost too, after it was carried out
-        assert _raw(proxy, url, ".metadata") == stock_before
-
-
-@pytest.mark.parametrize("first", [True, False])
-def test_every_reply_to_the_commit_is_lost(
-    proxy: FaultProxy, proxied: tuple[str, dict[str, Any]], first: bool
-) -> None:
-    """The record is there, and looking for it tells: the save has succeeded."""
-    url, options = proxied
-    if not first:
-        ckpt.save(state_of(0, 1), url, storage_options=options)
-    proxy.rule = lambda call: "lose" if call.method == "PUT" and call.key.endswith("commit.json") else "pass"
-    ckpt.save(state_of(0, 2), url, storage_options=options)
-    assert load_is(2, 0, *proxied)
-
-
-@pytest.mark.parametrize("first", [True, False])
-def test_the_commit_arrives_late(
-    proxy: FaultProxy, proxied: tuple[str, dict[str, Any]], first: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The network keeps the request and delivers it after everybody has given up: it finds all it lists."""
-    url, options = proxied
-    if not first:
-        ckpt.save(state_of(0, 1), url, storage_options=options)
-    monkeypatch.setattr(ckpt.consistency.commit, "_CONFIRM_TIMEOUT_S", 0.5)
-    proxy.late_s = 3.0
-    proxy.rule = lambda call: "late" if call.method == "PUT" and call.key.endswith("commit.json") else "pass"
-    with pytest.raises(SaveFailed) as caught:
-        ckpt.save(state_of(0, 2), url, storage_options={**options, "max_attempts": 1})
-    assert isinstance(caught.value.failures[0], CommitUnknown)
-    proxy.rule = lambda call: "pass"
-    if not first:
-        assert load_is(1, 0, *proxied)
-    deadline = time.monotonic() + 30
-    while "commit.json" not in objects_at(proxied) or _raw(proxy, url, "commit.json").count(b"\n") != 1:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    time.sleep(proxy.late_s)
-    assert load_is(2, 0, *proxied)
-
-
-def _raw(proxy: FaultProxy, url: str, key: str) -> bytes:
-    bucket, prefix = url.removeprefix("s3://").split("/", 1)
-    return bytes(proxy.server.client().get_object(Bucket=bucket, Key=f"{prefix}/{key}")["Body"].read())
-
-
-def test_someone_else_commits_meanwhile(tmp_path: Path) -> None:
-    class Intruding(DefaultSavePlanner):
-        def finish_plan(self, new_plan: Any) -> Any:
-            ckpt.save(state_of(0, 7), tmp_path)
-            return super().finish_plan(new_plan)
-
-    ckpt.save(state_of(0, 1), tmp_path)
-    with pytest.raises(SaveFailed) as caught:
-        ckpt.save(state_of(0, 2), tmp_path, planner=Intruding())
-    assert isinstance(caught.value.failures[0], CommitConflict)
-    assert load_is(7, 0, str(tmp_path), {})
-
-
-def test_nothing_after_the_commit_fails_the_save() -> None:
-    """What the replaced checkpoint leaves behind may be undeletable; the new one is committed all the same."""
-    url = "memory://undeletable/c"
-    ckpt.save(state_of(0, 1), url)
-
-    def fault(operation: str, key: str, when: str) -> None:
-        if operation == "delete":
-            raise RuntimeError("not today")
-
-    memory.inject(url, fault)
-    ckpt.save(state_of(0, 2), url)
-    assert load_is(2, 0, url, {})
-
-
-# -- processes are killed --------------------------------------------------------------------------------
-
-
-def test_one_rank_is_killed(place: tuple[str, dict[str, Any]]) -> None:
-    """The others are told which, and do not wait for it."""
-    results = run_ranks(3, _one_is_killed, place, killed=[1])
-    for rank in (0, 2):
-        failures, message = results[rank]
-        assert failures == {1: "CheckpointError", rank: "CommitUnknown"}
-        assert "rank 1 does not answer" in message
-    for rank in range(3):
-        assert load_is(1, rank, *place)
-
-
-def _one_is_killed(rank: int, place: tuple[str, dict[str, Any]]) -> Any:
-    url, options = place
-    ckpt.save(state_of(rank, 1), url, storage_options=options)
-    with pytest.raises(SaveFailed) as caught:
-        ckpt.save(
-            state_of(rank, 2),
-            url,
-            storage_options=options,
-            planner=FailingPlanner(4 if rank == 1 else 100, kill_self),
-            timeout_s=20.0,
-        )
-    return _kinds(caught.value), str(caught.value)
-
-
-def _kinds(error: SaveFailed) -> dict[int, str]:
-    return {rank: type(failure).__name__ for rank, failure in error.failures.items()}
-
-
-def test_the_coordinator_is_killed(place: tuple[str, dict[str, Any]]) -> None:
-    results = run_ranks(2, _coordinator_is_killed, place, killed=[0])
-    assert results[1][0] == {0: "CheckpointError", 1: "CommitUnknown"}
-    assert "rank 0 does not answer" in results[1][1]
-    for rank in range(2):
-        assert load_is(1, rank, *place)
-
-
-def _coordinator_is_killed(rank: int, place: tuple[str, dict[str, Any]]) -> Any:
-    url, options = place
-    ckpt.save(state_of(rank, 1), url, storage_options=options)
-    with pytest.raises(SaveFailed) as caught:
-        ckpt.save(
-            state_of(rank, 2),
-            url,
-            storage_options=options,
-            planner=FailingPlanner(4 if rank == 0 else 100, kill_self),
-            timeout_s=20.0,
-        )
-    return _kinds(caught.value), str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "call",
-    ["save", *(pytest.param(call, marks=pytest.mark.long) for call in ("async_save", "load"))],
-)
-def test_a_rank_is_killed_before_the_first_call(call: str, tmp_path: Path) -> None:
-    url = str(tmp_path / "c")
-    ckpt.save({"t": torch.ones(3)}, url)
-    for message, failed in run_ranks(3, _killed_before, url, call, killed=[1])[::2]:
-        assert "rank 1 does not answer" in message
-        assert failed == [1]
-
-
-def _killed_before(rank: int, url: str, call: str) -> Any:
-    dist.barrier()
-    if rank == 1:
-        kill_self()
-    with pytest.raises(SaveFailed if "save" in call else LoadFailed) as caught:
-        getattr(ckpt, call)({"t": torch.ones(3)}, url, timeout_s=20.0)
-    return str(caught.value), sorted(caught.value.failures)
-
-
-def test_a_rank_of_a_subgroup_is_killed(tmp_path: Path) -> None:
-    results = run_ranks(4, _one_of_a_subgroup_is_killed, str(tmp_path), killed=[2])
-    for rank in (1, 3):
-        failures, message = results[rank]
-        assert 1 in failures  # the second of the three
-        assert "rank 1 does not answer" in message
-
-
-def _one_of_a_subgroup_is_killed(rank: int, url: str) -> Any:
-    group = dist.new_group([1, 2, 3])
-    if rank == 0:
-        return None
-    planner = FailingPlanner(1, kill_self) if rank == 2 else None
-    with pytest.raises(SaveFailed) as caught:
-        ckpt.save(state_of(rank, 1), url, process_group=group, planner=planner, timeout_s=20.0)
-    return sorted(caught.value.failures), str(caught.value)
-
-
-def test_a_rank_is_killed_in_a_load(tmp_path: Path) -> None:
-    results = run_ranks(3, _killed_in_load, str(tmp_path), killed=[2])
-    for rank in (0, 1):
-        assert results[rank][0] == [2]
-        assert "rank 2 does not answer" in results[rank][1]
-
-
-def _killed_in_load(rank: int, url: str) -> Any:
-    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-
-    class Killing(DefaultLoadPlanner):
-        def resolve_tensor(self, read_item: Any) -> Any:
-            if rank == 2:
-                kill_self()
-            return super().resolve_tensor(read_item)
-
-    ckpt.save(state_of(rank, 1), url)
-    with pytest.raises(LoadFailed) as caught:
-        ckpt.load(emptied(state_of(rank, 1)), url, planner=Killing(), timeout_s=20.0)
-    return sorted(caught.value.failures), str(caught.value)
-
-
-def _save(place: tuple[str, dict[str, Any]], seed: int) -> None:
-    ckpt.save(state_of(0, seed), place[0], storage_options=place[1])
-
-
-@pytest.mark.long
-def test_killed_at_every_request(proxy: FaultProxy, proxied: tuple[str, dict[str, Any]]) -> None:
-    """SIGKILL of the whole job before and after each request of a save that overwrites a checkpoint.
-
-    The old values load until the commit's request has gone through, the new ones from then on.
-    """
-    _save(proxied, 1)
-    old, new, at, outcomes = 1, 2, 0, []
-    while True:
-        at += 1
-        for carried_out in (False, True):  # the request at which it dies
-            died_at = _kill_at_request(proxy, at, carried_out, proxied, new)
-            is_new = load_is_one_of(proxied, old, new)
-            if is_new:
-                old, new = new, new + 1
-            if died_at is None:
-                break
-            outcomes.append((died_at.method, died_at.key.split("/")[-1], carried_out, is_new))
-        if died_at is None:
-            break
-    assert len(outcomes) >= 2 * 14, outcomes
-    commit = next(i for i, outcome in enumerate(outcomes) if outcome[:3] == ("PUT", "commit.json", True))
-    assert [outcome[3] for outcome in outcomes] == [i >= commit for i in range(len(outcomes))], "\n".join(
-        map(str, outcomes)
-    )
-
-
-def _kill_at_request(
-    proxy: FaultProxy, at: int, carried_out: bool, place: tuple[str, dict[str, Any]], seed: int
-) -> Call | None:
-    """Start a save and kill it at its n-th request; None if it made fewer."""
-    before, died_at = len(proxy.calls), []
-    saver = start(_save, place, seed)
-
-    def rule(call: Call) -> str:
-        if call.number - before != at:
-            return "pass"
-        died_at.append(call)
-        if carried_out:
-            return "lose"
-        saver.kill()
-        return "reset"
-
-    proxy.rule = rule
-    while saver.exitcode is None and not died_at:
-        saver.join(0.01)
-    if died_at:
-        # A lost reply reaches nobody: the process dies before it could ask again.
-        saver.kill()
-    saver.join()
-    proxy.settle()
-    proxy.rule = lambda call: "pass"
-    return died_at[0] if died_at else None
-
-
-_SYSTEM_CALLS = ("mkdir", "open", "writev", "fsync", "close", "replace", "link", "unlink")
-
-
-def _save_and_die(url: str, seed: int, at: int) -> None:
-    """Save, and die of SIGKILL right before the n-th call that changes the file system."""
-    count = 0
-
-    def counted(call: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            nonlocal count
-            count += 1
-            if count == at:
-                kill_self()
-            return call(*args, **kwargs)
-
-        return wrapper
-
-    for name in _SYSTEM_CALLS:
-        setattr(os, name, counted(getattr(os, name)))
-    ckpt.save(state_of(0, seed), url, threads=1)
-
-
-@pytest.mark.long
-def test_killed_at_every_system_call(tmp_path: Path) -> None:
-    """SIGKILL between any two calls that change the file system, in a save that overwrites a checkpoint.
-
-    To the file system, right before a call is right after the one before it: one thread makes them all.
-    """
-    place: tuple[str, dict[str, Any]] = (str(tmp_path / "c"), {})
-    _save(place, 1)
-    old, new, at, outcomes = 1, 2, 0, []
-    exit_code = -signal.SIGKILL
-    while exit_code == -signal.SIGKILL:
-        at += 1
-        saver = start(_save_and_die, place[0], new, at)
-        saver.join()
-        exit_code = saver.exitcode
-        is_new = load_is_one_of(place, old, new)
-        if is_new:
-            old, new = new, new + 1
-        outcomes.append(is_new)
-    assert exit_code == 0
-    assert len(outcomes) > 30
-    assert outcomes == sorted(outcomes), "once committed, always committed"
-    assert 0 < outcomes.count(False) < len(outcomes) - 2
-
-
-def load_is_one_of(place: tuple[str, dict[str, Any]], old: int, new: int) -> bool:
-    """Whether the new values load; if not, the old ones must."""
-    found = loaded_from(0, place[0], place[1])
-    if found == digest_of(0, new):
-        return True
-    assert found == digest_of(0, old)
-    return False

@@ -1,0 +1,162 @@
+"""A network, server or other writer that spoils a save: the old checkpoint loads, or the new one is whole."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.proxy import Call, FaultProxy
+from support.ranks import run_ranks
+from support.saves import (
+    Place,
+    load_is,
+    objects_at,
+    state_of,
+)
+from support.strict_s3 import StrictS3
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+import ckpt
+import ckpt.ranks.group
+from ckpt.backends import memory
+from ckpt.errors import (
+    CommitConflict,
+    CommitUnknown,
+    SaveFailed,
+)
+
+
+@pytest.fixture
+def proxied(proxy: FaultProxy) -> Place:
+    return "s3://bucket/c", proxy.options
+
+
+@pytest.mark.parametrize("action", ["reset", pytest.param(503, marks=pytest.mark.smoke), 403])
+def test_uploads_of_one_rank_fail(
+    proxy: FaultProxy, server: StrictS3, proxied: Place, action: str | int
+) -> None:
+    def rule(call: Call) -> str | int:
+        # Only in the second save, and only from the second part on.
+        second_save = len({c.key for c in proxy.calls if c.is_complete and "rank-00001" in c.key}) >= 1
+        return (
+            action
+            if second_save
+            and call.is_part
+            and "rank-00001" in call.key
+            and "partNumber=1&" not in call.target
+            else "pass"
+        )
+
+    proxy.rule = rule
+    results = run_ranks(2, _second_save_fails, proxied)
+    proxy.rule = lambda call: "pass"
+    for failures, message in results:
+        assert failures == [1]
+        assert "rank 1" in message
+        assert "rank-00001/" in message
+        assert "cannot upload part" in message
+    for rank in (0, 1):
+        assert load_is(1, rank, *proxied)
+    assert not server.uploads
+    assert len([key for key in objects_at(proxied) if key.endswith(".json")]) == 3
+
+
+def _second_save_fails(rank: int, place: Place) -> Any:
+    url, options = place
+    ckpt.save(state_of(rank, 1), url, storage_options=options)
+    with pytest.raises(SaveFailed) as caught:
+        ckpt.save(state_of(rank, 2), url, storage_options=options)
+    return sorted(caught.value.failures), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "action"),
+    [
+        (".metadata", 500),
+        (".metadata", 403),
+        (".metadata", "lose"),
+        ("commit.json", 403),
+        pytest.param("commit.json", "reset", marks=pytest.mark.long),
+    ],
+)
+def test_commit_fails(
+    proxy: FaultProxy, server: StrictS3, proxied: Place, name: str, action: str | int
+) -> None:
+    url, options = proxied
+    ckpt.save(state_of(0, 1), url, storage_options=options)
+    stock_before = server.objects["c/.metadata"]
+    proxy.rule = lambda call: action if call.method == "PUT" and call.key.endswith(f"c/{name}") else "pass"
+    with pytest.raises(SaveFailed) as caught:
+        ckpt.save(state_of(0, 2), url, storage_options=options)
+    assert name in str(caught.value)
+    proxy.rule = lambda call: "pass"
+    assert load_is(1, 0, *proxied)
+    if isinstance(caught.value.failures[0], CommitUnknown):
+        assert (name, action) == ("commit.json", "reset")
+    elif action != "lose":  # every attempt to put the old one back was lost too, after it was carried out
+        assert server.objects["c/.metadata"] == stock_before
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_every_reply_to_the_commit_is_lost(proxy: FaultProxy, proxied: Place, first: bool) -> None:
+    """The record is there, and looking for it tells: the save has succeeded."""
+    url, options = proxied
+    if not first:
+        ckpt.save(state_of(0, 1), url, storage_options=options)
+    proxy.rule = lambda call: "lose" if call.method == "PUT" and call.key.endswith("commit.json") else "pass"
+    ckpt.save(state_of(0, 2), url, storage_options=options)
+    assert load_is(2, 0, *proxied)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_the_commit_arrives_late(
+    proxy: FaultProxy, server: StrictS3, proxied: Place, first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The network keeps the request and delivers it after everybody has given up: it finds all it lists."""
+    url, options = proxied
+    if not first:
+        ckpt.save(state_of(0, 1), url, storage_options=options)
+    monkeypatch.setattr(ckpt.consistency.commit, "_CONFIRM_TIMEOUT_S", 0.5)
+    proxy.late_s = 3.0
+    proxy.rule = lambda call: "late" if call.method == "PUT" and call.key.endswith("commit.json") else "pass"
+    with pytest.raises(SaveFailed) as caught:
+        ckpt.save(state_of(0, 2), url, storage_options={**options, "max_attempts": 1})
+    assert isinstance(caught.value.failures[0], CommitUnknown)
+    proxy.rule = lambda call: "pass"
+    if not first:
+        assert load_is(1, 0, *proxied)
+    deadline = time.monotonic() + 30
+    while "commit.json" not in objects_at(proxied) or server.objects["c/commit.json"].count(b"\n") != 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    time.sleep(proxy.late_s)
+    assert load_is(2, 0, *proxied)
+
+
+def test_someone_else_commits_meanwhile(tmp_path: Path) -> None:
+    class Intruding(DefaultSavePlanner):
+        def finish_plan(self, new_plan: Any) -> Any:
+            ckpt.save(state_of(0, 7), tmp_path)
+            return super().finish_plan(new_plan)
+
+    ckpt.save(state_of(0, 1), tmp_path)
+    with pytest.raises(SaveFailed) as caught:
+        ckpt.save(state_of(0, 2), tmp_path, planner=Intruding())
+    assert isinstance(caught.value.failures[0], CommitConflict)
+    assert load_is(7, 0, str(tmp_path), {})
+
+
+def test_nothing_after_the_commit_fails_the_save() -> None:
+    """What the replaced checkpoint leaves behind may be undeletable; the new one is committed all the same."""
+    url = "memory://undeletable/c"
+    ckpt.save(state_of(0, 1), url)
+
+    def fault(operation: str, key: str, when: str) -> None:
+        if operation == "delete":
+            raise RuntimeError("not today")
+
+    memory.inject(url, fault)
+    ckpt.save(state_of(0, 2), url)
+    assert load_is(2, 0, url, {})
