@@ -137,9 +137,9 @@ def test_tiled_box_is_right(seed: int) -> None:
 
 def test_a_hundred_thousand_chunks_take_no_time() -> None:
     boxes: list[Box] = [((row, column), (row + 1, column + 1)) for row in range(400) for column in range(250)]
-    started_s = time.monotonic()
+    started_s = time.process_time()
     assert tiled_box(boxes) == ((0, 0), (400, 250))
     assert tiled_box(boxes[1:]) is None
     many: list[Box] = [(tuple([i % 7] * 40), tuple([i % 7 + 1] * 40)) for i in range(1000)]
     assert tiled_box(many) is None
-    assert time.monotonic() - started_s < 10
+    assert time.process_time() - started_s < 10
