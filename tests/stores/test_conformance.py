@@ -59,7 +59,7 @@ class TestStrictS3(TestS3):
     """The same store without moto: what `make test` runs."""
 
     @pytest.fixture
-    def s3_server(self, server: StrictS3) -> S3Server:  # type: ignore[override]
+    def s3_server(self, server: StrictS3) -> S3Server:
         server.requires_checksums = False  # the client around the store sends none
         return server
 
