@@ -19,6 +19,7 @@ import torch
 
 from ckpt.errors import FormatError, UnsafeContent
 from ckpt.format.planner_data import HASH_MODULUS
+from ckpt.stock.pickle_opcodes import ARGUMENTS, codes
 
 __all__ = ["StandIn", "load_inert"]
 
@@ -46,32 +47,28 @@ def load_inert(data: bytes, classes: Mapping[str, Collection[str]]) -> Any:
 
 # -- the opcodes ---------------------------------------------------------------------------------------
 
-# What an opcode does to the stack, the bytes of its argument, and those of the count before its argument.
+# What an opcode does to the stack.
 _PUSH, _PUSH_UNFIT, _JOIN, _POP, _POP_TO_MARK, _NOTHING, _OTHER = range(7)
 _EFFECTS = {
-    **dict.fromkeys(b"NJKM\x88\x89\x8cXUTCB", _PUSH),
-    **dict.fromkeys(b"])}G", _PUSH_UNFIT),
-    **dict.fromkeys(b"R\x81\x85\x86\x87\x93", _JOIN),
-    **dict.fromkeys(b"ab", _POP),
-    **dict.fromkeys(b"eut", _POP_TO_MARK),
-    **dict.fromkeys(b"\x80\x95", _NOTHING),
-    **dict.fromkeys(b".(0sqr\x8a", _OTHER),
+    **dict.fromkeys(codes("NONE NEWTRUE NEWFALSE BININT BININT1 BININT2"), _PUSH),
+    **dict.fromkeys(
+        codes("BINUNICODE SHORT_BINUNICODE BINSTRING SHORT_BINSTRING BINBYTES SHORT_BINBYTES"), _PUSH
+    ),
+    **dict.fromkeys(codes("EMPTY_LIST EMPTY_TUPLE EMPTY_DICT BINFLOAT"), _PUSH_UNFIT),
+    **dict.fromkeys(codes("REDUCE NEWOBJ TUPLE1 TUPLE2 TUPLE3 STACK_GLOBAL"), _JOIN),
+    **dict.fromkeys(codes("APPEND BUILD"), _POP),
+    **dict.fromkeys(codes("APPENDS SETITEMS TUPLE"), _POP_TO_MARK),
+    **dict.fromkeys(codes("PROTO FRAME"), _NOTHING),
+    **dict.fromkeys(codes("STOP MARK POP SETITEM BINPUT LONG_BINPUT LONG1"), _OTHER),
 }
-_ARGUMENT_BYTES = {
-    **dict.fromkeys(b"Kq\x80", 1),
-    **dict.fromkeys(b"M", 2),
-    **dict.fromkeys(b"Jr", 4),
-    **dict.fromkeys(b"G\x95", 8),
-}
-_COUNT_BYTES = {**dict.fromkeys(b"\x8cCU\x8a", 1), **dict.fromkeys(b"XBT", 4)}
-_OPCODES = [(_EFFECTS.get(o), _ARGUMENT_BYTES.get(o, 0), _COUNT_BYTES.get(o, 0)) for o in range(256)]
+_OPCODES = [(_EFFECTS.get(opcode), *ARGUMENTS[opcode]) for opcode in range(256)]
 
-_JOINED = {ord("R"): 2, 0x81: 2, 0x85: 1, 0x86: 2, 0x87: 3, 0x93: 2}
+_JOINED = dict(zip(codes("REDUCE NEWOBJ TUPLE1 TUPLE2 TUPLE3 STACK_GLOBAL"), (2, 2, 1, 2, 3, 2), strict=True))
 """How many values these take for the one that they give."""
 
-_MEMOIZE, _GET, _LONG_GET, _MARK, _STOP, _SETITEMS, _SETITEM, _TUPLE, _LONG1, _LONG4, _DROP = (
-    b"\x94hj(.ust\x8a\x8b0"
-)
+_HASHED_BY_IDENTITY = codes("NEWOBJ STACK_GLOBAL")
+_MEMOIZE, _GET, _LONG_GET, _MARK, _STOP = codes("MEMOIZE BINGET LONG_BINGET MARK STOP")
+_SETITEMS, _SETITEM, _TUPLE, _LONG1, _LONG4, _DROP = codes("SETITEMS SETITEM TUPLE LONG1 LONG4 POP")
 
 
 def _scan(data: bytes) -> None:
@@ -107,8 +104,8 @@ def _scan(data: bytes) -> None:
         elif effect == _PUSH_UNFIT:
             stack.append(False)
         elif effect == _JOIN:
-            # An instance or a class: both are hashed by their identity. What a call returns may be a tuple.
-            stack[-_JOINED[opcode] :] = [opcode in b"\x81\x93"]
+            # An instance or a class, unlike the result of a call, which may be a tuple.
+            stack[-_JOINED[opcode] :] = [opcode in _HASHED_BY_IDENTITY]
         elif effect == _POP:
             stack.pop()
         elif effect == _POP_TO_MARK:

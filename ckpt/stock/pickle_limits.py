@@ -1,9 +1,9 @@
-"""The pickle inside of a `torch.save` archive, before torch carries it out: may it take that much memory and time?
+"""Refuse a pickle in a `torch.save` archive that would take far more memory or time than its size.
 
 `weights_only=True` keeps a pickle from running code, but not from asking for a lot: `bytearray(2**60)`, a tensor
 class called with a size, a set made a million times of one list, dict keys that all have the same hash. Here the
-opcodes are walked over with inert values. Functions of torch's safe list are known by name, and what each may be
-asked for is bounded by what is stored; those that a caller declared safe are the caller's own.
+opcodes are walked over with inert values before torch carries them out. Functions of torch's safe list are known
+by name, and a call may ask for no more than is stored; functions that a caller declared safe are the caller's own.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 from ckpt.errors import UnsafeContent
 from ckpt.format.planner_data import HASH_MODULUS
+from ckpt.stock.pickle_opcodes import ARGUMENTS, code, codes
 from ckpt.torch_private import allowed_globals, storage_dtype, user_allowed_globals
 
 __all__ = ["check_torch_pickle"]
@@ -35,21 +36,21 @@ _PICKLE_HOOKS = frozenset(
 
 
 def check_torch_pickle(data: bytes, storage_bytes: Callable[[str], int]) -> None:
-    """Raise unless loading `data` takes no more than a small multiple of what is stored.
+    """Refuse `data` unless loading it takes at most a small multiple of its size and of its storages.
 
     Args:
-        storage_bytes: the size of the record of a storage, by its key.
+        storage_bytes: returns the size of a storage's record by its key.
 
     Raises:
-        UnsafeContent: it asks for more, or for what no pickle of torch's has.
-        Exception: whatever is wrong with a damaged pickle.
+        UnsafeContent: it asks for more, or for something that torch's pickles never have.
+        Exception: the pickle is damaged, in any way.
     """
     with contextlib.suppress(_Refused):
         _Walk(data, storage_bytes).run()
 
 
 class _Refused(Exception):
-    """The pickle names something that torch will refuse, and say so better."""
+    """The pickle names something that torch will refuse, with a better message."""
 
 
 class _Global:
@@ -62,7 +63,7 @@ class _Global:
 
 
 class _Made:
-    """What a call returned, or a container: `size` bounds its elements or bytes."""
+    """The result of a call, or a container: `size` bounds its elements or bytes."""
 
     __slots__ = ("chosen", "elements", "hashes", "size")
 
@@ -74,15 +75,23 @@ class _Made:
         self.hashes: Counter[int | None] | None = None  # of such keys of a dict
 
 
-_FIXED: dict[int, Callable[[bytes], Any]] = {
-    ord("K"): lambda raw: raw[0],
-    ord("M"): lambda raw: struct.unpack("<H", raw)[0],
-    ord("J"): lambda raw: struct.unpack("<i", raw)[0],
-    ord("G"): lambda raw: struct.unpack(">d", raw)[0],
+_PUSHED: dict[int, Callable[[bytes], Any]] = {
+    **dict.fromkeys(codes("BININT1 BININT2"), lambda raw: int.from_bytes(raw, "little")),
+    **dict.fromkeys(codes("BININT LONG1"), lambda raw: int.from_bytes(raw, "little", signed=True)),
+    code("BINFLOAT"): lambda raw: struct.unpack(">d", raw)[0],
+    code("BINUNICODE"): lambda raw: _no_hook(str(raw, "utf-8", "surrogatepass")),
+    code("SHORT_BINSTRING"): lambda raw: _no_hook(raw.decode("latin1")),
+    code("NONE"): lambda raw: None,
+    code("NEWTRUE"): lambda raw: True,
+    code("NEWFALSE"): lambda raw: False,
+    code("EMPTY_TUPLE"): lambda raw: (),
+    **dict.fromkeys(codes("EMPTY_LIST EMPTY_DICT EMPTY_SET"), lambda raw: _Made(0)),
 }
-_WIDTH = {ord("K"): 1, ord("M"): 2, ord("J"): 4, ord("G"): 8}
-_CONSTANTS = {ord("N"): None, 0x88: True, 0x89: False, ord(")"): ()}
-_TUPLES = {0x85: 1, 0x86: 2, 0x87: 3}
+"""The values that opcodes push, made of their arguments."""
+
+_OPCODES = [(*ARGUMENTS[opcode], _PUSHED.get(opcode)) for opcode in range(256)]
+
+_STOP = code("STOP")
 
 
 class _Walk:
@@ -90,83 +99,68 @@ class _Walk:
 
     def __init__(self, data: bytes, storage_bytes: Callable[[str], int]) -> None:
         self._data, self._storage_bytes = data, storage_bytes
-        self._at = 0
+        self._position = 0
         self._stack: list[Any] = []
         self._marked: list[list[Any]] = []
         self._memo: dict[int, Any] = {}
         self._left = _MAX_GROWTH * len(data) + _SLACK
 
     def run(self) -> None:
-        rare = self._rare()
-        while True:
-            opcode = self._take(1)[0]
-            if opcode in _FIXED:
-                self._stack.append(_FIXED[opcode](self._take(_WIDTH[opcode])))
-            elif opcode in _CONSTANTS:
-                self._stack.append(_CONSTANTS[opcode])
-            elif opcode in _TUPLES:
-                count = _TUPLES[opcode]
-                self._stack[-count:] = [tuple(self._stack[-count:])]
-            elif opcode in rare:
-                rare[opcode]()
-            elif opcode == ord("."):
-                return
+        actions = self._actions()
+        while (opcode := self._take(1)[0]) != _STOP:
+            size, count_bytes, pushed = _OPCODES[opcode]
+            if pushed is not None:
+                if count_bytes:
+                    size = int.from_bytes(self._take(count_bytes), "little")
+                self._stack.append(pushed(self._take(size) if size else b""))
+            elif opcode in actions:
+                actions[opcode](self._take(size) if size else b"")
             else:
                 raise UnsafeContent(f"a pickle with opcode {opcode:#04x}, which torch never writes")
 
-    def _rare(self) -> Mapping[int, Callable[[], None]]:
-        push = self._stack_push
+    def _actions(self) -> Mapping[int, Callable[[bytes], None]]:
+        push = self._push
         return {
-            ord("X"): lambda: push(self._text()),
-            ord("U"): lambda: push(_no_hook(self._take(self._take(1)[0]).decode("latin1"))),
-            0x8A: lambda: push(int.from_bytes(self._take(self._take(1)[0]), "little", signed=True)),
-            ord("]"): lambda: push(_Made(0)),
-            ord("}"): lambda: push(_Made(0)),
-            0x8F: lambda: push(_Made(0)),
-            0x80: lambda: self._drop(self._take(1)),
-            ord("c"): lambda: push(_global(self._line(), self._line())),
-            ord("("): self._mark,
-            ord("t"): self._push_marked,
-            ord("a"): lambda: self._append([self._stack.pop()]),
-            ord("e"): lambda: self._append(self._pop_mark()),
-            ord("s"): lambda: self._set_items([self._stack.pop(-2), self._stack.pop()]),
-            ord("u"): lambda: self._set_items(self._pop_mark()),
-            ord("q"): lambda: self._remember(self._take(1)[0]),
-            ord("r"): lambda: self._remember(struct.unpack("<I", self._take(4))[0]),
-            ord("h"): lambda: push(self._memo[self._take(1)[0]]),
-            ord("j"): lambda: push(self._memo[struct.unpack("<I", self._take(4))[0]]),
-            ord("Q"): lambda: push(self._storage(self._stack.pop())),
-            ord("R"): self._call,
-            0x81: self._call,
-            ord("b"): self._build,
+            code("PROTO"): lambda raw: None,
+            code("GLOBAL"): lambda raw: push(_global(self._line(), self._line())),
+            code("MARK"): lambda raw: self._mark(),
+            code("TUPLE"): lambda raw: self._push_marked(),
+            code("TUPLE1"): lambda raw: self._join(1),
+            code("TUPLE2"): lambda raw: self._join(2),
+            code("TUPLE3"): lambda raw: self._join(3),
+            code("APPEND"): lambda raw: self._append([self._stack.pop()]),
+            code("APPENDS"): lambda raw: self._append(self._pop_mark()),
+            code("SETITEM"): lambda raw: self._set_items([self._stack.pop(-2), self._stack.pop()]),
+            code("SETITEMS"): lambda raw: self._set_items(self._pop_mark()),
+            **dict.fromkeys(codes("BINPUT LONG_BINPUT"), self._remember),
+            **dict.fromkeys(codes("BINGET LONG_BINGET"), lambda raw: push(self._memo[_index(raw)])),
+            code("BINPERSID"): lambda raw: push(self._storage(self._stack.pop())),
+            **dict.fromkeys(codes("REDUCE NEWOBJ"), lambda raw: self._call()),
+            code("BUILD"): lambda raw: self._build(),
         }
 
     # -- what moves values -----------------------------------------------------------------------------
 
     def _take(self, count: int) -> bytes:
-        found = self._data[self._at : self._at + count]
-        if len(found) < count:
+        data = self._data[self._position : self._position + count]
+        if len(data) < count:
             raise EOFError("the pickle has no end")
-        self._at += count
-        return found
+        self._position += count
+        return data
 
     def _line(self) -> str:
-        stop = self._data.index(b"\n", self._at)
-        return self._take(stop + 1 - self._at)[:-1].decode()
+        stop = self._data.index(b"\n", self._position)
+        return self._take(stop + 1 - self._position)[:-1].decode()
 
-    def _text(self) -> str:
-        (length,) = struct.unpack("<I", self._take(4))
-        return _no_hook(str(self._take(length), "utf-8", "surrogatepass"))
-
-    def _stack_push(self, value: Any) -> None:
+    def _push(self, value: Any) -> None:
         self._stack.append(value)
 
     def _push_marked(self) -> None:
         items = tuple(self._pop_mark())
         self._stack.append(items)
 
-    def _drop(self, value: Any) -> None:
-        pass
+    def _join(self, count: int) -> None:
+        self._stack[-count:] = [tuple(self._stack[-count:])]
 
     def _mark(self) -> None:
         self._marked.append(self._stack)
@@ -176,39 +170,39 @@ class _Walk:
         items, self._stack = self._stack, self._marked.pop()
         return items
 
-    def _remember(self, place: int) -> None:
-        self._memo[place] = self._stack[-1]
+    def _remember(self, index: bytes) -> None:
+        self._memo[_index(index)] = self._stack[-1]
 
     def _append(self, items: list[Any]) -> None:
-        found = self._container()
-        found.size += len(items)
+        container = self._container()
+        container.size += len(items)
         if chosen := list(filter(_has_chosen_hash, items)):
-            found.chosen = found.chosen or []
-            found.chosen += chosen
+            container.chosen = container.chosen or []
+            container.chosen += chosen
 
     def _set_items(self, items: list[Any]) -> None:
-        found = self._container()
-        found.size += len(items)
+        container = self._container()
+        container.size += len(items)
         if chosen := list(filter(_has_chosen_hash, items[::2])):
-            found.hashes = found.hashes or Counter()
-            self._check_keys(found.hashes, chosen)
+            container.hashes = container.hashes or Counter()
+            self._check_keys(container.hashes, chosen)
 
     def _container(self) -> _Made:
-        found = self._stack[-1]
-        if not isinstance(found, _Made):
-            raise UnsafeContent("a pickle that fills something that is no list or dict")
-        return found
+        container = self._stack[-1]
+        if not isinstance(container, _Made):
+            raise UnsafeContent("a pickle that fills something that is not a list or dict")
+        return container
 
     def _check_keys(self, hashes: Counter[int | None], keys: Iterable[Any]) -> None:
-        """Keys can be chosen such that all have one hash, and nested deeper than the stack."""
+        """Refuse many keys of one hash: their author can choose them so, and nest them deeper than the stack."""
         for key in keys:
-            found = hash(key) if self._is_plain(key) else None
-            hashes[found] += 1
-            if hashes[found] > (_MAX_SAME_HASH if found is not None else _MAX_UNKNOWN_KEYS):
+            hashed = hash(key) if self._is_plain(key) else None
+            hashes[hashed] += 1
+            if hashes[hashed] > (_MAX_SAME_HASH if hashed is not None else _MAX_UNKNOWN_KEYS):
                 raise UnsafeContent("a pickle with very many keys of one hash in a dict or set")
 
     def _is_plain(self, key: Any) -> bool:
-        """Whether a key's hash is known here: that of what a call returned is not."""
+        """Tell whether a key's hash is known here: that of a call's result is not."""
         plain, todo = True, [(key, 0)]
         while todo:
             value, depth = todo.pop()
@@ -231,7 +225,7 @@ class _Walk:
     def _call(self) -> None:
         arguments, function = self._stack.pop(), self._stack.pop()
         if not isinstance(function, _Global) or type(arguments) is not tuple:
-            raise UnsafeContent("a pickle that calls what is no function")
+            raise UnsafeContent("a pickle that calls something that is not a function")
         size = 1 + sum(map(_size, arguments))
         self._charge(size)
         if function.name in _VALUES:
@@ -242,50 +236,54 @@ class _Walk:
             check(arguments)
         elif function.name in allowed_globals():
             raise UnsafeContent(f"a pickle that calls {function.name[:80]}")
-        # The rest is what the caller declared safe.
+        # All others were declared safe by the caller.
         if check is _of_list:
-            self._check_keys(Counter(), (item for found in arguments for item in found.chosen or ()))
+            self._check_keys(Counter(), (item for argument in arguments for item in argument.chosen or ()))
         self._stack.append(_Made(size))
 
     def _build(self) -> None:
         state = self._stack.pop()
         self._charge(1 + _size(state))
         if not self._stack or not isinstance(self._stack[-1], _Made):
-            raise UnsafeContent("a pickle that changes what is no instance")
+            raise UnsafeContent("a pickle that changes something that is not an instance")
 
     def _storage(self, place: Any) -> _Made:
         if type(place) is not tuple or len(place) != 5 or not isinstance(place[1], _Global):
-            raise UnsafeContent("a pickle with a reference to what is no storage")
+            raise UnsafeContent("a pickle with a reference to something that is not a storage")
         _, kind, key, _, elements = place
         if type(elements) is not int or elements < 0 or type(key) is not str:
-            raise UnsafeContent("a pickle with a reference to what is no storage")
+            raise UnsafeContent("a pickle with a reference to something that is not a storage")
         if elements * _item_bytes(kind.name) > self._storage_bytes(key):
             raise UnsafeContent("a pickle with a storage larger than what is stored of it")
         return _Made(0, elements)
 
 
 def _global(module: str, name: str) -> _Global:
-    """A class or function by its name today: `torch.save` writes those of Python 2."""
+    """Look up a class or function by its name of today: `torch.save` writes those of Python 2."""
     if (module, name) in NAME_MAPPING:
         module, name = NAME_MAPPING[module, name]
     else:
         module = IMPORT_MAPPING.get(module, module)
-    found = f"{module}.{name}"
+    full_name = f"{module}.{name}"
     declared: Mapping[str, Any] = user_allowed_globals()  # type: ignore[no-untyped-call]
-    if found not in allowed_globals() and found not in declared:
-        raise _Refused(found)
-    return _Global(found)
+    if full_name not in allowed_globals() and full_name not in declared:
+        raise _Refused(full_name)
+    return _Global(full_name)
+
+
+def _index(raw: bytes) -> int:
+    return int.from_bytes(raw, "little")
 
 
 def _size(value: Any) -> int:
-    """The elements or bytes of a value, not of those inside of it."""
+    """Count the elements or bytes of a value, but not of the values inside it."""
     if isinstance(value, _Made):
         return value.size
     return len(value) if isinstance(value, str | bytes | tuple) else 1
 
 
 def _has_chosen_hash(value: Any) -> bool:
-    """Whether the pickle's author can choose many of its kind with one hash."""
+    """Tell whether the pickle's author can choose many values of this kind with one hash."""
     kind = type(value)
     return kind in (tuple, complex) or (kind is int and abs(value) >= HASH_MODULUS)
 
@@ -305,11 +303,11 @@ def _item_bytes(storage: str) -> int:
     return storage_dtype(name).itemsize
 
 
-# -- what each of torch's safe functions may be asked for ----------------------------------------------
+# -- arguments that each of torch's safe functions may get ---------------------------------------------
 
 
 def _anything(arguments: tuple[Any, ...]) -> None:
-    """It copies its arguments at most."""
+    """Allow all: the function copies its arguments at most."""
 
 
 def _no_numbers(arguments: tuple[Any, ...]) -> None:
@@ -323,17 +321,17 @@ def _none(arguments: tuple[Any, ...]) -> None:
 
 
 def _of_list(arguments: tuple[Any, ...]) -> None:
-    """`set` of a list, `Counter` of a dict."""
-    if any(not isinstance(found, _Made) for found in arguments):
-        raise UnsafeContent("a pickle with a set that is made of no list")
+    """Allow `set` of a list, `Counter` of a dict."""
+    if not all(isinstance(argument, _Made) for argument in arguments):
+        raise UnsafeContent("a pickle with a set that is not made of a list")
 
 
 def _strided(arguments: tuple[Any, ...]) -> None:
-    """`_rebuild_tensor*(storage, offset, size, strides, ...)`: inside of its storage, or torch would make it grow."""
+    """Allow `_rebuild_tensor*(storage, offset, size, strides, ...)` inside its storage, which torch would enlarge."""
     storage, offset, size, strides = arguments[:4]
     shapes = [size, strides]
     if not isinstance(storage, _Made) or not all(_is_size(value) for value in [(offset,), *shapes]):
-        raise UnsafeContent("a pickle with a tensor that is no view of a storage")
+        raise UnsafeContent("a pickle with a tensor that is not a view of a storage")
     if len(size) != len(strides) or len(size) > 64:
         raise UnsafeContent("a pickle with a tensor of an absurd shape")
     steps = ((length - 1) * stride for length, stride in zip(size, strides, strict=True))
@@ -352,10 +350,10 @@ def _quantized(arguments: tuple[Any, ...]) -> None:
 
 
 def _of_rebuilt(arguments: tuple[Any, ...]) -> None:
-    """`_rebuild_from_type_v2(function, type, arguments, state)` calls a function itself."""
+    """Check the call inside `_rebuild_from_type_v2(function, type, arguments, state)`."""
     function, _, inner = arguments[:3]
     if not isinstance(function, _Global) or type(inner) is not tuple:
-        raise UnsafeContent("a pickle that calls what is no function")
+        raise UnsafeContent("a pickle that calls something that is not a function")
     if function.name in _REBUILD:
         _REBUILD[function.name](inner)
     elif function.name in allowed_globals():
@@ -363,7 +361,7 @@ def _of_rebuilt(arguments: tuple[Any, ...]) -> None:
 
 
 def _encoded(arguments: tuple[Any, ...]) -> bytes:
-    """Bytes, as `torch.save` writes them; other encodings take their time."""
+    """Make bytes as `torch.save` writes them; other encodings can be slow."""
     if len(arguments) != 2 or type(arguments[0]) is not str or arguments[1] not in ("latin1", "latin-1"):
         raise UnsafeContent("a pickle that encodes a text in another way than torch")
     return arguments[0].encode("latin1")
@@ -386,7 +384,7 @@ _VALUES: dict[str, Callable[[tuple[Any, ...]], Any]] = {
     "builtins.complex": _complex,
     "torch.Size": _torch_size,
 }
-"""What returns values that can be keys."""
+"""Functions whose results can be keys."""
 
 _REBUILD: dict[str, Callable[[tuple[Any, ...]], None]] = {
     "torch._utils._rebuild_tensor": _strided,

@@ -1,4 +1,4 @@
-"""What is stored by `torch.save`: checked, then loaded without running anything of it."""
+"""Load `torch.save` items that may be hostile: checked first, then without running anything of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SLACK_BYTES = 1 << 20
 
 
 def safe_object(file: MemoryFile, *, fqn: str, url: str, key: str) -> io.BytesIO:
-    """A pickle that a load planner may unpickle freely, of the same object as `file`.
+    """Make a pickle of the same object as `file` that a load planner may unpickle freely.
 
     DCP's own load planner unpickles with `weights_only=False`. So the object is loaded here with
     `weights_only=True`, and what the planner gets is our pickle of the result, not the stored bytes: no
@@ -26,7 +26,7 @@ def safe_object(file: MemoryFile, *, fqn: str, url: str, key: str) -> io.BytesIO
 
     Raises:
         UnsafeContent: loading it needs more than torch's safe types.
-        FormatError: it is not something that torch saved, or far larger than what is stored of it.
+        FormatError: torch did not save it, or it is far larger than its stored bytes.
     """
     advice = (
         f"if you trust who wrote this checkpoint, pass trusted_objects=[{fqn!r}] to CheckpointReader or "
@@ -43,10 +43,10 @@ def safe_object(file: MemoryFile, *, fqn: str, url: str, key: str) -> io.BytesIO
 
 
 def load_tensor_item(file: MemoryFile, *, fqn: str, url: str, key: str) -> torch.Tensor:
-    """The tensor in a `torch.save` item that is read as a whole.
+    """Load the tensor in a `torch.save` item that is read as a whole.
 
     Raises:
-        UnsafeContent, FormatError: as above, or it is no tensor.
+        UnsafeContent, FormatError: as `safe_object`, or it is not a tensor.
     """
     value = _load(file, fqn, url, key, "is not a tensor of torch's safe types", "")
     if not isinstance(value, torch.Tensor):
@@ -60,8 +60,7 @@ def _load(file: MemoryFile, fqn: str, url: str, key: str, unsafe: str, advice: s
         file.seek(0)
         return torch.load(file, map_location="cpu", weights_only=True)  # type: ignore[arg-type]
     except pickle.UnpicklingError as error:
-        fault = f"{fqn!r} {unsafe} ({reason(error)})"
-        raise UnsafeContent(fault, advice=advice, url=url, key=key) from None
+        raise UnsafeContent(f"{fqn!r} {unsafe} ({reason(error)})", advice=advice, url=url, key=key) from None
     except (UnsafeContent, FormatError) as error:
         raise type(error)(f"{fqn!r} is {error.message}", url=url, key=key) from None
     except Exception as error:
@@ -73,7 +72,7 @@ def _unreadable(error: Exception, fqn: str, url: str, key: str) -> FormatError:
 
 
 class _Bounded(io.BytesIO):
-    """Takes no more than `max_bytes`: a few bytes can ask for a tensor of any size that nobody ever filled."""
+    """A file of at most `max_bytes`: a few bytes can ask for a tensor of any size that nobody ever filled."""
 
     def __init__(self, max_bytes: int) -> None:
         super().__init__()
@@ -82,13 +81,13 @@ class _Bounded(io.BytesIO):
 
     def write(self, data: Any) -> int:
         if self.tell() + memoryview(data).nbytes > self._max_bytes:
-            self.failure = ValueError(f"it takes more than {self._max_bytes} bytes, far more than are stored")
+            self.failure = ValueError(f"it is larger than {self._max_bytes} bytes, far more than is stored")
             raise self.failure
         return super().write(data)
 
 
 def reason(error: Exception) -> str:
-    """The heart of torch's message, which otherwise fills a screen with advice for another interface."""
+    """Cut torch's message to its heart: the rest is a screen of advice for another interface."""
     text = str(error)
     for start in (
         "Unsupported global:",
@@ -103,5 +102,5 @@ def reason(error: Exception) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """The kind of an error, and the first line of what it says."""
+    """Name the kind of an error and the first line of its message."""
     return f"{type(error).__name__}: {error}".split("\n")[0][:300]
