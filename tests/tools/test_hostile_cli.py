@@ -1,16 +1,20 @@
-"""Every command on checkpoints that somebody made to do harm: one line, an exit code, bounded memory and time."""
+"""Run every command on checkpoints made to do harm: one line, an exit code, bounded memory and time."""
 
 from __future__ import annotations
 
 import io
 import json
 import pickle
+import resource
 import shutil
+import subprocess
+import sys
 import tempfile
 import time
 import tracemalloc
 import warnings
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +25,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
-from support.commands import Ran, edit_commit, edit_listed, run, run_process
+from support.commands import Ran, edit_commit, edit_listed, edit_manifest, run, run_process
 from support.states import random_tensor
 from support.tiers import examples
 
@@ -59,20 +63,8 @@ def _missing_objects_are_not_waited_for() -> Iterator[None]:
         yield
 
 
-def traced(place: Path, good: Path) -> dict[str, Ran]:
-    """`every_command` with an eye on memory, which makes it slow."""
-    tracemalloc.start()
-    try:
-        done = every_command(place, good)
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert peak < _MAX_PEAK_BYTES
-    return done
-
-
 def every_command(place: Path, good: Path) -> dict[str, Ran]:
-    """All commands on one place; each ends with a documented code and at most one line of error."""
+    """Run all commands on one place; each ends with a documented code and at most one line of error."""
     copy = place.parent / "copy"
     shutil.rmtree(copy, ignore_errors=True)
     commands: dict[str, tuple[object, ...]] = {
@@ -88,18 +80,30 @@ def every_command(place: Path, good: Path) -> dict[str, Ran]:
         "rm": ("rm", place, "--dry-run"),
         "gc": ("gc", place.parent, "--dry-run", "--grace", "0"),
     }
-    done = {}
+    results = {}
     for name, arguments in commands.items():
         started_s = time.monotonic()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            ran = done[name] = run(*arguments)
+            ran = results[name] = run(*arguments)
         assert ran.code in (0, 1, 2, 3), (name, ran)
         assert "unexpected" not in ran.err, (name, ran.err)
         assert len(ran.err.splitlines()) <= 1, (name, ran.err)
         assert "\x1b" not in ran.out + ran.err
         assert time.monotonic() - started_s < _MAX_SECONDS, name
-    return done
+    return results
+
+
+def every_command_traced(place: Path, good: Path) -> dict[str, Ran]:
+    """Watch the memory of `every_command`, which makes it slow."""
+    tracemalloc.start()
+    try:
+        results = every_command(place, good)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < _MAX_PEAK_BYTES
+    return results
 
 
 class Scratch:
@@ -133,7 +137,7 @@ HOSTILE: st.SearchStrategy[Any] = st.one_of(
 
 
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The places in nested lists and dicts."""
+    """Yield the places in nested lists and dicts."""
     yield path
     if isinstance(value, dict):
         for key in value:
@@ -143,8 +147,8 @@ def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
             yield from leaves(value[number], (*path, number))
 
 
-def changed(value: Any, data: st.DataObject, *, json_only: bool) -> Any:
-    """A few places in a record changed, removed, or doubled."""
+def change_places(value: Any, data: st.DataObject, *, json_only: bool) -> None:
+    """Change, remove or double a few places in a record."""
     for _ in range(data.draw(st.integers(1, 3))):
         path = data.draw(st.sampled_from(list(leaves(value))))
         new = data.draw(HOSTILE)
@@ -162,16 +166,12 @@ def changed(value: Any, data: st.DataObject, *, json_only: bool) -> Any:
             parent.append(parent[path[-1]])
         else:
             parent[path[-1]] = new
-    return value
 
 
+# Shrinking would take long: an example runs every command. tests/format/test_hostile_records.py draws thousands.
 FUZZ = settings(
     max_examples=examples(20),
-    phases=[
-        Phase.explicit,
-        Phase.reuse,
-        Phase.generate,
-    ],  # an example takes a second: shrinking would take long
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],
     suppress_health_check=[
         HealthCheck.too_slow,
         HealthCheck.function_scoped_fixture,
@@ -184,10 +184,7 @@ FUZZ = settings(
 @FUZZ
 def test_commit_records(ours: Path, data: st.DataObject) -> None:
     with Scratch(ours) as place:
-        path = place / "commit.json"
-        record = json.loads(unseal_json(path.read_bytes(), url="", key=""))
-        text = json.dumps(changed(record, data, json_only=True)).encode()
-        path.write_bytes(seal_json(text if text[-1:] == b"}" and text != b"{}" else b'{"a":1}'))
+        edit_commit(place, lambda record: change_places(record, data, json_only=True))
         every_command(place, ours)
 
 
@@ -195,14 +192,7 @@ def test_commit_records(ours: Path, data: st.DataObject) -> None:
 @FUZZ
 def test_manifests(ours: Path, data: st.DataObject) -> None:
     with Scratch(ours) as place:
-
-        def change(record: dict[str, Any]) -> None:
-            ref = record["manifests"][0]
-            manifest = json.loads(unseal_json((place / ref["path"]).read_bytes(), url="", key=""))
-            text = json.dumps(changed(manifest, data, json_only=True)).encode()
-            edit_listed(place, ref, seal_json(text if text != b"{}" else b'{"a":1}'))
-
-        edit_commit(place, change)
+        edit_manifest(place, lambda manifest: change_places(manifest, data, json_only=True))
         every_command(place, ours)
 
 
@@ -210,26 +200,32 @@ def test_manifests(ours: Path, data: st.DataObject) -> None:
 @FUZZ
 def test_indices(ours: Path, data: st.DataObject) -> None:
     with Scratch(ours) as place:
-
-        def change(record: dict[str, Any]) -> None:
-            ref = record["index"]
-            index = msgspec.msgpack.decode((place / ref["path"]).read_bytes())
-            edit_listed(place, ref, msgspec.msgpack.encode(changed(index, data, json_only=False)))
-
-        edit_commit(place, change)
+        edit_encoded_index(place, lambda index: change_places(index, data, json_only=False))
         every_command(place, ours)
 
 
+def edit_encoded_index(place: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    """Change the index as msgpack has it, and let the commit vouch for it."""
+
+    def change(record: dict[str, Any]) -> None:
+        ref = record["index"]
+        index = msgspec.msgpack.decode((place / ref["path"]).read_bytes())
+        edit(index)
+        edit_listed(place, ref, msgspec.msgpack.encode(index))
+
+    edit_commit(place, change)
+
+
 def _objects(metadata: Any) -> list[tuple[Any, str]]:
-    """Every field of stock metadata that can be set."""
-    found: list[tuple[Any, str]] = []
+    """List every field of stock metadata that can be set."""
+    fields: list[tuple[Any, str]] = []
     for stored in metadata.state_dict_metadata.values():
         if hasattr(stored, "chunks"):
-            found += [(stored, name) for name in ("size", "chunks", "properties")]
-            found += [(chunk, name) for chunk in stored.chunks for name in ("offsets", "sizes")]
+            fields += [(stored, name) for name in ("size", "chunks", "properties")]
+            fields += [(chunk, name) for chunk in stored.chunks for name in ("offsets", "sizes")]
     for info in metadata.storage_data.values():
-        found += [(info, name) for name in ("relative_path", "offset", "length", "transform_descriptors")]
-    return [*found, (metadata, "planner_data"), (metadata, "storage_meta"), (metadata, "version")]
+        fields += [(info, name) for name in ("relative_path", "offset", "length", "transform_descriptors")]
+    return [*fields, (metadata, "planner_data"), (metadata, "storage_meta"), (metadata, "version")]
 
 
 @given(data=st.data())
@@ -263,9 +259,9 @@ def test_flipped_and_cut_bytes(ours: Path, stock: Path, data: st.DataObject) -> 
             raw = raw[: data.draw(st.integers(0, len(raw)))]
         damaged = bytes(raw) != path.read_bytes()
         path.write_bytes(raw)
-        done = every_command(place, original)
+        results = every_command(place, original)
         if damaged and original == ours:
-            assert done["verify"].code != 0, path
+            assert results["verify"].code != 0, path
 
 
 @given(raw=st.binary(max_size=300))
@@ -287,12 +283,10 @@ def test_any_bytes_as_a_record(ours: Path, raw: bytes) -> None:
         every_command(place, ours)
 
 
-# -- finds, and what was thought of beforehand ---------------------------------------------------------
+# -- earlier finds, and cases thought of beforehand ----------------------------------------------------
 
 
 def _zeros(count: int) -> bytes:
-    import zlib
-
     packer = zlib.compressobj(9)
     return b"".join(packer.compress(bytes(1 << 20)) for _ in range(count >> 20)) + packer.flush()
 
@@ -321,20 +315,13 @@ INDICES: dict[str, Callable[[dict[str, Any]], None]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", list(INDICES))
-def test_hostile_indices(ours: Path, what: str) -> None:
+@pytest.mark.parametrize("edit", INDICES.values(), ids=INDICES)
+def test_hostile_indices(ours: Path, edit: Callable[[dict[str, Any]], None]) -> None:
     with Scratch(ours) as place:
-
-        def change(record: dict[str, Any]) -> None:
-            ref = record["index"]
-            index = msgspec.msgpack.decode((place / ref["path"]).read_bytes())
-            INDICES[what](index)
-            edit_listed(place, ref, msgspec.msgpack.encode(index))
-
-        edit_commit(place, change)
-        done = traced(place, ours)
-        assert done["verify"].code == 1
-        assert done["cp"].code == 1
+        edit_encoded_index(place, edit)
+        results = every_command_traced(place, ours)
+        assert results["verify"].code == 1
+        assert results["cp"].code == 1
 
 
 def _archive(*records: tuple[str, bytes], method: int = zipfile.ZIP_STORED) -> bytes:
@@ -357,19 +344,18 @@ ARCHIVES = {
 }
 
 
-@pytest.mark.parametrize("what", list(ARCHIVES))
-def test_hostile_archives(stock: Path, what: str) -> None:
+@pytest.mark.parametrize("data", ARCHIVES.values(), ids=ARCHIVES)
+def test_hostile_archives(stock: Path, data: bytes) -> None:
     with Scratch(stock) as place:
         path = place / ".metadata"
         metadata = pickle.loads(path.read_bytes())
-        data = ARCHIVES[what]
         for index, info in metadata.storage_data.items():
             (place / f"{index.fqn}.distcp").write_bytes(data)
             info.relative_path, info.offset, info.length = f"{index.fqn}.distcp", 0, len(data)
         path.write_bytes(pickle.dumps(metadata))
-        done = traced(place, stock)
-        assert done["verify"].code == 1
-        assert done["cat"].code == 1
+        results = every_command_traced(place, stock)
+        assert results["verify"].code == 1
+        assert results["cat"].code == 1
 
 
 def test_duplicate_keys_in_a_record(ours: Path) -> None:
@@ -381,12 +367,9 @@ def test_duplicate_keys_in_a_record(ours: Path) -> None:
         assert every_command(place, ours)["verify"].code == 0
 
 
+@pytest.mark.long
 def test_as_a_user_in_bounded_memory(ours: Path) -> None:
     """2**60 bytes promised in 1 KB of records; the process gets 4 GiB of address space."""
-    import resource
-    import subprocess
-    import sys
-
     with Scratch(ours) as place:
 
         def change(record: dict[str, Any]) -> None:

@@ -1,16 +1,22 @@
-"""`ckpt inspect`: everything in the records, nothing of the data."""
+"""`ckpt inspect`: show everything in the records, and read nothing of the data."""
 
 from __future__ import annotations
 
+import functools
 import json
 import math
+import os
+import pty
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.commands import options_of, run, run_process, sharded_checkpoint, stock_checkpoint
+import torch.distributed.checkpoint as dcp
+from support.commands import options_of, run, run_json, run_process, sharded_checkpoint
 from support.ranks import run_ranks
 from support.servers import S3Server
 from support.states import random_tensor
@@ -19,25 +25,14 @@ import ckpt
 from ckpt.backends.registry import open_store
 from ckpt.reading.checkpoint import ReadSettings, open_checkpoint
 
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("saved") / "step-100"
-    sharded_checkpoint(place)
-    return place
+inspect = functools.partial(run_json, "inspect")
 
 
-def inspected(*arguments: object) -> dict[str, Any]:
-    ran = run("inspect", "--json", *arguments)
-    assert ran.code == 0, ran.err
-    return ran.json
-
-
-def test_what_is_inside(place: Path) -> None:
-    found = inspected(place)
-    metadata = open_checkpoint(open_store(place), ReadSettings()).metadata
-    tensors = {info["fqn"]: info for info in found["tensors"]}
-    objects = {info["fqn"] for info in found["objects"]}
+def test_all_records_are_shown(sharded_place: Path) -> None:
+    printed = inspect(sharded_place)
+    metadata = open_checkpoint(open_store(sharded_place), ReadSettings()).metadata
+    tensors = {info["fqn"]: info for info in printed["tensors"]}
+    objects = {info["fqn"] for info in printed["objects"]}
     assert tensors.keys() | objects == metadata.state_dict_metadata.keys()
     for fqn, info in tensors.items():
         stored: Any = metadata.state_dict_metadata[fqn]
@@ -47,9 +42,9 @@ def test_what_is_inside(place: Path) -> None:
     assert tensors["sharded.rows"]["sharding"] == "dim 0: 2"
     assert tensors["sharded.columns"]["sharding"] == "dim 1: 2"
     assert tensors["sharded.replicated"]["sharding"] == "whole"
-    assert (found["format"], found["version"]) == ("ckpt-storage", 2)
-    commit = json.loads((place / "commit.json").read_text())
-    assert found["commit"] == {
+    assert (printed["format"], printed["version"]) == ("ckpt-storage", 2)
+    commit = json.loads((sharded_place / "commit.json").read_text())
+    assert printed["commit"] == {
         name: commit[name]
         for name in ("id", "created_at", "library", "torch", "world_size", "data_bytes", "tags")
     }
@@ -58,36 +53,35 @@ def test_what_is_inside(place: Path) -> None:
     assert parts["optim.state.head.weight.exp_avg"] == "optimizer"
     assert parts["large"] == "other"
     weights = sum(math.prod(info["shape"]) for info in tensors.values() if info["part"] == "weights")
-    assert found["parameters"] == weights > 8000
-    assert sum(found["bytes_by_dtype"].values()) == sum(info["nbytes"] for info in tensors.values())
-    files = {path.relative_to(place).as_posix() for path in place.rglob("*.distcp")}
-    assert {file["path"] for file in found["files"]} == files
+    assert printed["parameters"] == weights > 8000
+    assert sum(printed["bytes_by_dtype"].values()) == sum(info["nbytes"] for info in tensors.values())
+    files = {path.relative_to(sharded_place).as_posix() for path in sharded_place.rglob("*.distcp")}
+    assert {file["path"] for file in printed["files"]} == files
 
 
-def test_who_holds_which_slice(place: Path) -> None:
-    (rows,) = inspected(place, "--tensor", "*.rows")["tensors"]
+def test_slices_name_their_rank_and_bytes(sharded_place: Path) -> None:
+    (rows,) = inspect(sharded_place, "--tensor", "*.rows")["tensors"]
     assert [(s["offsets"], s["sizes"], s["rank"]) for s in rows["slices"]] == [
         ([0, 0], [384, 300], 0),
         ([384, 0], [384, 300], 1),
     ]
-    for piece in rows["slices"]:
-        data = (place / piece["file"]).read_bytes()[piece["offset"] : piece["offset"] + piece["length"]]
+    for stored in rows["slices"]:
+        data = (sharded_place / stored["file"]).read_bytes()[stored["offset"] :][: stored["length"]]
         assert data.startswith(b"PK")
-    assert "slices" not in inspected(place)["tensors"][0]
-    text = run("inspect", place, "--tensor", "*.rows").out
-    assert "[384:768, 0:300]" in text
+    assert "slices" not in inspect(sharded_place)["tensors"][0]
+    assert "[384:768, 0:300]" in run("inspect", sharded_place, "--tensor", "*.rows").out
 
 
-def test_no_data_is_read(place: Path, tmp_path: Path) -> None:
-    copy = Path(shutil.copytree(place, tmp_path / "c"))
+def test_no_data_is_read(sharded_place: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(sharded_place, tmp_path / "c"))
     for path in [*copy.rglob("*.distcp"), *copy.glob("rank-*/*.json"), copy / ".metadata"]:
         path.unlink()
-    found, expected = inspected(copy), inspected(place)
-    assert {**found, "url": ""} == {**expected, "url": ""}
+    assert {**inspect(copy), "url": ""} == {**inspect(sharded_place), "url": ""}
 
 
-def test_as_a_user(place: Path) -> None:
-    ran = run_process("inspect", place)
+@pytest.mark.long
+def test_inspect_as_a_user(sharded_place: Path) -> None:
+    ran = run_process("inspect", sharded_place)
     assert ran.code == 0, ran.err
     assert ran.err == ""
     assert "\x1b" not in ran.out
@@ -97,41 +91,36 @@ def test_as_a_user(place: Path) -> None:
     assert "step = 100" in ran.out
 
 
-def test_s3(s3: S3Server, place: Path) -> None:
+def test_inspect_on_s3(s3: S3Server, sharded_place: Path) -> None:
     url = f"s3://{s3.new_bucket()}/run/step-100"
     sharded_checkpoint(url, s3.options)
-    found, expected = inspected(url, *options_of(s3.options)), inspected(place)
-    assert [t["fqn"] for t in found["tensors"]] == [t["fqn"] for t in expected["tensors"]]
-    assert found["parameters"] == expected["parameters"]
+    printed, expected = inspect(url, *options_of(s3.options)), inspect(sharded_place)
+    assert [info["fqn"] for info in printed["tensors"]] == [info["fqn"] for info in expected["tensors"]]
+    assert printed["parameters"] == expected["parameters"]
     pairs = [f"{name}={value}" for name, value in s3.options.items()]
     arguments = [argument for pair in pairs for argument in ("--storage-options", pair)]
-    assert inspected(url, *arguments) == found
+    assert inspect(url, *arguments) == printed
 
 
-def test_stock(tmp_path: Path, place: Path) -> None:
-    stock_checkpoint(tmp_path / "stock")
-    found, expected = inspected(tmp_path / "stock"), inspected(place)
-    assert (found["format"], found["version"], found["commit"]) == ("stock", None, None)
-    by_name = [sorted(what["tensors"], key=lambda info: info["fqn"]) for what in (found, expected)]
+def test_stock(stock_place: Path, sharded_place: Path) -> None:
+    printed, expected = inspect(stock_place), inspect(sharded_place)
+    assert (printed["format"], printed["version"], printed["commit"]) == ("stock", None, None)
+    by_name = [sorted(each["tensors"], key=lambda info: info["fqn"]) for each in (printed, expected)]
     assert by_name[0] == by_name[1]
-    (rows,) = inspected(tmp_path / "stock", "--tensor", "*.rows")["tensors"]
+    (rows,) = inspect(stock_place, "--tensor", "*.rows")["tensors"]
     assert [(s["sizes"], s["rank"]) for s in rows["slices"]] == [([384, 300], 0), ([384, 300], 1)]
 
 
 def _save_apart(rank: int, place: str) -> None:
-    import torch.distributed.checkpoint as dcp
-
     writer = dcp.FileSystemWriter(place)
     dcp.save({"t": random_tensor(3 + rank)}, storage_writer=writer, use_collectives=False)
 
 
 def test_stock_saved_without_collectives(tmp_path: Path) -> None:
     run_ranks(2, _save_apart, str(tmp_path))
-    found = inspected(tmp_path)
-    assert [(t["fqn"], t["shape"]) for t in found["tensors"]] == [("rank 0: t", [3]), ("rank 1: t", [4])]
-    ran = run("verify", tmp_path, "--json")
-    assert ran.json["checked_files"] == 2
-    assert ran.code == 0
+    tensors = inspect(tmp_path)["tensors"]
+    assert [(t["fqn"], t["shape"]) for t in tensors] == [("rank 0: t", [3]), ("rank 1: t", [4])]
+    assert run_json("verify", tmp_path)["checked_files"] == 2
 
 
 def test_names_cannot_paint_the_terminal(tmp_path: Path) -> None:
@@ -142,20 +131,19 @@ def test_names_cannot_paint_the_terminal(tmp_path: Path) -> None:
     assert "\\x1b[31mred\\x07" in text
     assert "[bold]x[/bold]" in text
     assert "a\\nb" in text
-    assert {t["fqn"] for t in inspected(tmp_path)["tensors"]} | {"a\nb"} == state.keys()
+    assert {t["fqn"] for t in inspect(tmp_path)["tensors"]} | {"a\nb"} == state.keys()
 
 
-def test_a_pipe_that_closes(place: Path) -> None:
-    import subprocess
-    import sys
-
+@pytest.mark.long
+def test_a_pipe_that_closes(sharded_place: Path) -> None:
     script = Path(sys.executable).parent / "ckpt"
-    shell = f"{script} inspect {place} --json | head -c 10"
+    shell = f"{script} inspect {sharded_place} --json | head -c 10"
     done = subprocess.run(["bash", "-c", f"set -o pipefail; {shell}"], capture_output=True, check=False)
     assert done.stderr == b""
     assert done.stdout == b'{"url": "/'
 
 
+@pytest.mark.long
 def test_completion_and_help() -> None:
     words = {"_CKPT_COMPLETE": "complete_bash", "COMP_WORDS": "ckpt ins", "COMP_CWORD": "1"}
     assert run_process(environment=words).out.split() == ["inspect"]
@@ -166,24 +154,20 @@ def test_completion_and_help() -> None:
     assert run_process("nonsense").code == 2
 
 
-def test_no_color_and_color(place: Path) -> None:
-    import os
-    import pty
-    import subprocess
-    import sys
-
+@pytest.mark.long
+def test_no_color_and_color(sharded_place: Path) -> None:
     def on_a_terminal(**environment: str) -> bytes:
         ours, theirs = pty.openpty()
         script = str(Path(sys.executable).parent / "ckpt")
         env = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
         with subprocess.Popen(
-            [script, "verify", str(place)],
+            [script, "verify", sharded_place],
             stdout=theirs,
             stderr=theirs,
             env={**env, "TERM": "xterm", **environment},
         ) as process:
             os.close(theirs)
-            found = b""
+            shown = b""
             while True:
                 try:
                     part = os.read(ours, 4096)
@@ -191,10 +175,10 @@ def test_no_color_and_color(place: Path) -> None:
                     break
                 if not part:
                     break
-                found += part
+                shown += part
         os.close(ours)
-        assert process.returncode == 0, found
-        return found
+        assert process.returncode == 0, shown
+        return shown
 
     assert b"\x1b[1;32m" in on_a_terminal()
     assert b"\x1b[1;32m" not in on_a_terminal(NO_COLOR="1")

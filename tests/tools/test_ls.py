@@ -1,8 +1,10 @@
-"""`ckpt ls`: what is under a root, by what stands there and not by what a listing says."""
+"""`ckpt ls`: name the checkpoints under a root by their records, not by a listing."""
 
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.commands import flip, options_of, run, run_process, sharded_checkpoint, stock_checkpoint
+from support.commands import flip, options_of, run, run_json, run_process
 from support.servers import S3Server
 
 import ckpt
@@ -20,9 +22,11 @@ from ckpt.tools.ls import step_of
 
 
 def listed(root: object, *more: str) -> dict[str, dict[str, Any]]:
-    ran = run("ls", root, "--json", *more)
-    assert ran.code == 0, ran.err
-    return {what["path"]: what for what in ran.json["checkpoints"]}
+    return {each["path"]: each for each in run_json("ls", root, *more)["checkpoints"]}
+
+
+def latest(checkpoints: dict[str, dict[str, Any]]) -> list[str]:
+    return [path for path, each in checkpoints.items() if each["latest"]]
 
 
 def save(place: object, **more: Any) -> None:
@@ -30,21 +34,20 @@ def save(place: object, **more: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(tmp_path_factory: pytest.TempPathFactory, sharded_place: Path, stock_place: Path) -> Path:
     """A root with checkpoints in every state."""
     root = tmp_path_factory.mktemp("root")
-    sharded_checkpoint(root / "run" / "step-200")
+    shutil.copytree(sharded_place, root / "run" / "step-200")
+    shutil.copytree(stock_place, root / "stock" / "500")
     save(root / "run" / "step-1000", tags={"note": "x"})
     save(root / "run" / "other", tags={"step": "30"})
     save(root / "run" / "step-2000")
     (root / "run" / "step-2000" / "commit.json").unlink()
     save(root / "run" / "step-3000")
     flip(root / "run" / "step-3000" / "commit.json", 40)
-    stock_checkpoint(root / "stock" / "500")
     save(root / "unsealed" / "7")
-    for name in (".metadata",):
-        path = root / "unsealed" / "7" / name
-        path.write_bytes(path.read_bytes()[:-34])
+    path = root / "unsealed" / "7" / ".metadata"
+    path.write_bytes(path.read_bytes()[:-34])
     (root / "unsealed" / "7" / "commit.json").unlink()
     (root / "notes").mkdir()
     (root / "notes" / "commit.json").write_text("{}")
@@ -53,8 +56,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_state(root: Path) -> None:
-    found = listed(root)
-    facts = {path: (what["state"], what["step"], what["latest"]) for path, what in found.items()}
+    checkpoints = listed(root)
+    facts = {path: (each["state"], each["step"], each["latest"]) for path, each in checkpoints.items()}
     assert facts == {
         "unsealed/7": ("incomplete", 7, False),
         "run/other": ("committed", 30, False),
@@ -64,26 +67,24 @@ def test_every_state(root: Path) -> None:
         "run/step-2000": ("incomplete", 2000, False),
         "run/step-3000": ("damaged", 3000, False),
     }
-    assert list(found) == sorted(found, key=lambda path: found[path]["step"])
-    whole = found["run/step-200"]
+    assert list(checkpoints) == sorted(checkpoints, key=lambda path: checkpoints[path]["step"])
+    whole = checkpoints["run/step-200"]
     assert (whole["world_size"], whole["tags"]) == (2, {"step": "100"})
     data = sum(path.stat().st_size for path in (root / "run" / "step-200").rglob("*.distcp"))
     assert whole["size_bytes"] == data
     assert abs(whole["created_at_s"] - time.time()) < 3600
     stock = root / "stock" / "500"
-    assert found["stock/500"]["size_bytes"] == sum(p.stat().st_size for p in stock.iterdir())
-    assert found["run/step-3000"]["problem"] == "the record's checksum does not fit"
+    assert checkpoints["stock/500"]["size_bytes"] == sum(p.stat().st_size for p in stock.iterdir())
+    assert checkpoints["run/step-3000"]["problem"] == "the record's checksum does not fit"
 
 
 def test_the_latest_is_one_that_has_its_records(root: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(root, tmp_path / "root"))
     next((copy / "run" / "step-1000").rglob("*.index")).unlink()
-    found = listed(copy)
-    assert [path for path, what in found.items() if what["latest"]] == ["run/step-200"]
+    assert latest(listed(copy)) == ["run/step-200"]
     manifest = next((copy / "run" / "step-200").glob("rank-00001/*.json"))
     manifest.write_bytes(manifest.read_bytes()[:-1])
-    found = listed(copy)
-    assert [path for path, what in found.items() if what["latest"]] == ["run/other"]
+    assert latest(listed(copy)) == ["run/other"]
 
 
 def test_a_root_that_is_a_checkpoint_and_depth(root: Path) -> None:
@@ -92,7 +93,7 @@ def test_a_root_that_is_a_checkpoint_and_depth(root: Path) -> None:
     assert "run/step-1000" in listed(root, "--depth", "2")
 
 
-def test_as_a_user(root: Path) -> None:
+def test_ls_as_a_user(root: Path) -> None:
     ran = run_process("ls", root)
     assert ran.code == 0, ran.err
     (line,) = [line for line in ran.out.splitlines() if "step-1000" in line]
@@ -101,14 +102,11 @@ def test_as_a_user(root: Path) -> None:
 
 
 def test_it_starts_without_torch() -> None:
-    import subprocess
-    import sys
-
     code = "import sys, ckpt.cli.app, ckpt.tools.ls; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_s3(s3: S3Server) -> None:
+def test_ls_on_s3(s3: S3Server) -> None:
     bucket = s3.new_bucket()
     root, options = f"s3://{bucket}/run", s3.options
     for step in (1, 20, 3):
@@ -116,21 +114,17 @@ def test_s3(s3: S3Server) -> None:
     client = s3.client()
     client.put_object(Bucket=bucket, Key="run/step-99/rank-00000/0123456789abcdef-0.distcp", Body=b"left")
     client.put_object(Bucket=bucket, Key="runner/step-7/commit.json", Body=b"elsewhere")
-    found = listed(root, *options_of(options))
-    assert [(path, what["state"]) for path, what in found.items()] == [
+    checkpoints = listed(root, *options_of(options))
+    assert [(path, each["state"]) for path, each in checkpoints.items()] == [
         ("step-1", "committed"), ("step-3", "committed"), ("step-20", "committed"), ("step-99", "incomplete"),
     ]  # fmt: skip
-    assert [path for path, what in found.items() if what["latest"]] == ["step-20"]
+    assert latest(checkpoints) == ["step-20"]
     assert run("ls", f"s3://{bucket}/nothing", *options_of(options)).code == 3
     assert run("ls", "s3://no-such-bucket-here/x", *options_of(options)).code == 3
 
 
-def test_what_a_listing_shows_late_is_hidden_and_never_wrong(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Folders are all that is listed: objects that a listing does not show yet are read all the same."""
-    from ckpt.backends.posix import PosixStore
-
+def test_objects_that_a_listing_shows_late_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Folders are all that is listed."""
     save(tmp_path / "step-1")
 
     def nothing(self: PosixStore, prefix: str = "") -> Iterator[Any]:
@@ -147,7 +141,7 @@ def test_empty_folders_are_nothing(tmp_path: Path) -> None:
     assert set(listed(tmp_path)) == {"step-1"}
 
 
-def test_nothing_is_not_found(tmp_path: Path) -> None:
+def test_an_empty_root(tmp_path: Path) -> None:
     assert run("ls", tmp_path / "nothing").code == 3
     with pytest.raises(NotFound):
         ckpt.list_checkpoints(tmp_path / "nothing")
@@ -199,8 +193,7 @@ def test_one_bad_folder_hides_no_others(tmp_path: Path, monkeypatch: pytest.Monk
         return folders(self, prefix)
 
     monkeypatch.setattr(PosixStore, "folders", refused)
-    found = run("ls", root, "--json").json["checkpoints"]
-    assert {what["path"]: what["state"] for what in found} == {
+    assert {path: each["state"] for path, each in listed(root).items()} == {
         "step-1": "committed", "linked": "damaged", "lost+found": "damaged",
     }  # fmt: skip
-    assert set(run("gc", root, "--json").json["skipped"]) == {"linked", "lost+found"}
+    assert set(run_json("gc", root)["skipped"]) == {"linked", "lost+found"}
