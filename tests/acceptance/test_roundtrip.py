@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.commands import flip, options_of, run, run_process
+from support.commands import flip, options_of, run, run_json, run_process
 from support.servers import S3Server
 from support.tiers import examples
 from torch.distributed.checkpoint.planner import SavePlan
@@ -123,7 +123,7 @@ def test_any_slice_can_be_computed_by_itself(name: str, data: st.DataObject) -> 
     ckpt.acceptance.known_values._table.cache_clear()
 
 
-def test_what_is_wrong_is_counted() -> None:
+def test_wrong_elements_are_counted() -> None:
     shape, box = (3, 1 << 20), ((0, 0), (3, 1 << 20))
     tensor = torch.empty(shape, dtype=torch.bfloat16)
     fill(tensor, "w", shape, box)
@@ -151,14 +151,15 @@ def saved(place: Path, mesh: str, ranks: int, dtype: torch.dtype = torch.bfloat1
     plans, metadata = save_plans(SMALL, parse_mesh(mesh, ranks), dtype)
     tasks = [SaveTask(rank, plan) for rank, plan in enumerate(plans)]
     arena = torch.empty(max(shard_nbytes(task.shard, dtype.itemsize) for task in tasks), dtype=torch.uint8)
-    told: list[int | str] = []
-    done = [task.run(setup, arena, told.append) for task in tasks]
-    assert sum(news for news in told if isinstance(news, int)) == sum(rank.counts.sent_bytes for rank in done)
-    assert sum(rank.shard_bytes for rank in done) == sum(p.elements for p in SMALL) * dtype.itemsize
+    progress: list[int | str] = []
+    figures = [task.run(setup, arena, progress.append) for task in tasks]
+    sent_bytes = sum(rank.counts.sent_bytes for rank in figures)
+    assert sum(news for news in progress if isinstance(news, int)) == sent_bytes
+    assert sum(rank.shard_bytes for rank in figures) == sum(p.elements for p in SMALL) * dtype.itemsize
     writer = ckpt.CheckpointWriter(place)
     writer.set_up_storage_writer(True, rank=0, use_collectives=True)
     writer.prepare_local_plan(SavePlan([]))
-    writer.finish(metadata, [rank.results for rank in done])
+    writer.finish(metadata, [rank.results for rank in figures])
     writer.close()
     return setup
 
@@ -218,12 +219,13 @@ class _FailsAfterwards(SaveTask):
     """Its data are written, then it fails, as the one rank whose disk is full does."""
 
     def run(self, setup: Setup, arena: torch.Tensor, tell: Any) -> RankFigures:
-        found = super().run(setup, arena, tell)
+        figures = super().run(setup, arena, tell)
         if self.rank == 1:
             raise ConfigurationError("on purpose")
-        return found
+        return figures
 
 
+@pytest.mark.long
 def test_a_process_that_dies_is_named(tmp_path: Path) -> None:
     setup = Setup(str(tmp_path / "step"), {}, 2, torch.bfloat16, 0)
     with Processes(setup, 1, 64) as processes, pytest.raises(CheckpointError, match=r"rank 7 ended.*memory"):
@@ -242,26 +244,26 @@ def test_a_failed_save_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
     assert left == ["rank-00000/0123456789abcdef-0.distcp"]
 
 
+@pytest.mark.long
 def test_as_a_user_on_files(tmp_path: Path) -> None:
     place = tmp_path / "step"
     ran = run_process(
         "roundtrip", place, "--dtype", "fp8", "--world-size", "3", "--mesh", "fsdp", "--keep", "--json"
     )
     assert ran.code == 0, ran.err
-    found = ran.json
+    report = ran.json
     payload = 60_506_624
-    assert found["ok"] is found["kept"] is True
-    assert found["parameters"] == found["payload_bytes"] == payload
-    assert [rank["shard_bytes"] for rank in found["save"]["ranks"]] == pytest.approx(
-        [payload / 3] * 3, rel=0.02
-    )
+    assert report["ok"] is report["kept"] is True
+    assert report["parameters"] == report["payload_bytes"] == payload
+    shards = [rank["shard_bytes"] for rank in report["save"]["ranks"]]
+    assert shards == pytest.approx([payload / 3] * 3, rel=0.02)
     stored = sum(path.stat().st_size for path in place.rglob("*") if path.is_file())
-    assert payload < found["save"]["counts"]["sent_bytes"] <= stored < 1.02 * payload
-    assert found["load"]["ranks"][0]["shard_bytes"] == payload
-    assert 1.0 <= found["read_per_needed"] < 1.02
-    assert 0 < found["save"]["peak_beyond_shard_bytes"] < 512 << 20
-    assert 0 < found["load"]["peak_beyond_shard_bytes"] < 512 << 20
-    assert len(found["timeline"]) >= 2
+    assert payload < report["save"]["counts"]["sent_bytes"] <= stored < 1.02 * payload
+    assert report["load"]["ranks"][0]["shard_bytes"] == payload
+    assert 1.0 <= report["read_per_needed"] < 1.02
+    assert 0 < report["save"]["peak_beyond_shard_bytes"] < 512 << 20
+    assert 0 < report["load"]["peak_beyond_shard_bytes"] < 512 << 20
+    assert len(report["timeline"]) >= 2
     assert ckpt.verify(place).ok
     assert run("roundtrip", place, "--dtype", "fp8").code == 1  # something is there
     flip(next(place.glob("rank-00001/*.distcp")), 1_000_000)
@@ -274,15 +276,8 @@ def test_as_a_user_on_files(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_as_a_user_on_s3(s3: S3Server) -> None:
     bucket = s3.new_bucket()
-    ran = run_process(
-        "roundtrip",
-        f"s3://{bucket}/step",
-        "--dtype",
-        "fp8",
-        "--world-size",
-        "2",
-        *options_of(s3.options),
-    )
+    url, options = f"s3://{bucket}/step", options_of(s3.options)
+    ran = run_process("roundtrip", url, "--dtype", "fp8", "--world-size", "2", *options)
     assert ran.code == 0, ran.err
     assert "every element came back" in ran.out
     assert "Contents" not in s3.client().list_objects_v2(Bucket=bucket)
@@ -335,29 +330,26 @@ def test_a_place_that_refuses_is_an_error_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("model", "ranks", "largest"),
-    [("t5-11b", 8, 2 * 11_307_321_344 / 8), ("gpt-175b", 16, 2 * 174_615_846_912 / 16)],
+    [
+        ("t5-11b", 8, 2 * 11_307_321_344 / 8),
+        pytest.param("gpt-175b", 16, 2 * 174_615_846_912 / 16, marks=pytest.mark.long),
+    ],
 )
 def test_only_planned(tmp_path: Path, model: str, ranks: int, largest: float) -> None:
     """Models that no machine has room for can be planned, as JSON and in words."""
-    arguments = (
-        "roundtrip",
-        tmp_path / "step",
-        "--model",
-        model,
-        "--world-size",
-        str(ranks),
-        "--phase",
-        "plan",
-    )
-    found = run(*arguments, "--json").json
-    assert len(found["plan"]["shard_bytes"]) == ranks
-    assert max(found["plan"]["shard_bytes"]) == pytest.approx(largest, rel=0.02)
-    assert sum(found["plan"]["shard_bytes"]) == pytest.approx(found["payload_bytes"], rel=1e-4)
-    assert found["save"] is found["load"] is None
+    options = {"--model": model, "--world-size": ranks, "--phase": "plan"}
+    arguments = ("roundtrip", tmp_path / "step", *itertools.chain(*options.items()))
+    report = run_json(*arguments)
+    shards = report["plan"]["shard_bytes"]
+    assert len(shards) == ranks
+    assert max(shards) == pytest.approx(largest, rel=0.02)
+    assert sum(shards) == pytest.approx(report["payload_bytes"], rel=1e-4)
+    assert report["save"] is report["load"] is None
     assert f"slices for {ranks} ranks" in run(*arguments).out
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 def test_the_error_of_a_failed_load_is_the_one_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -374,7 +366,7 @@ def test_the_error_of_a_failed_load_is_the_one_reported(
     assert ckpt.verify(tmp_path / "step").ok
 
 
-def test_something_there_already_is_an_error(tmp_path: Path) -> None:
+def test_a_taken_place_is_an_error(tmp_path: Path) -> None:
     saved(tmp_path / "step", "fsdp", 1)
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(AlreadyExists):

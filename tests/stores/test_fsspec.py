@@ -1,4 +1,4 @@
-"""The fsspec store, where file systems promise less than they seem to."""
+"""The fsspec store over file systems that promise less than they seem to."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def web() -> Iterator[str]:
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            found = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("range", ""))
+            wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("range", ""))
             data = DATA
-            if found and not self.path.startswith("/whole"):
-                data = DATA[int(found[1]) : int(found[2]) + 1]
-            if found and self.path.startswith("/half"):
+            if wanted and not self.path.startswith("/whole"):
+                data = DATA[int(wanted[1]) : int(wanted[2]) + 1]
+            if wanted and self.path.startswith("/half"):
                 data = data[: len(data) // 2]
-            self.send_response(206 if found and not self.path.startswith("/whole") else 200)
+            self.send_response(206 if wanted and not self.path.startswith("/whole") else 200)
             self.send_header("content-length", str(len(DATA if self.command == "HEAD" else data)))
             self.end_headers()
             if self.command == "GET":
@@ -183,7 +183,7 @@ def test_one_connection_is_not_shared(fragile: FsspecStore) -> None:
     assert failures == []
 
 
-def test_whether_it_is_there_decides_about_deletes(fragile: FsspecStore) -> None:
+def test_deletes_are_judged_by_their_result(fragile: FsspecStore) -> None:
     fragile.delete(["a", "a", "never/was"])
     assert set(fragile._fs.files) == {"/r/b"}
     fragile._fs.files["/r/kept"] = b""
@@ -191,18 +191,18 @@ def test_whether_it_is_there_decides_about_deletes(fragile: FsspecStore) -> None
         fragile.delete(["kept"])
 
 
-def test_sizes_that_are_not_told(fragile: FsspecStore) -> None:
+def test_unknown_sizes_are_an_error(fragile: FsspecStore) -> None:
     fragile._fs.files["/r/unsized"] = b""
     with pytest.raises(StorageError, match="does not tell the size"):
         fragile.stat("unsized")
 
 
-def test_close_lets_go(tmp_path: Path) -> None:
+def test_close_lets_go_of_the_file_system(tmp_path: Path) -> None:
     store = FsspecStore(f"fsspec+file://{tmp_path}")
     with pytest.raises(NotFound):
         store.stat("k")
-    held = weakref.ref(store._fs)
+    file_system = weakref.ref(store._fs)
     store.close()
     gc.collect()
-    assert held() is None
+    assert file_system() is None
     put_bytes(store, "k", b"x")  # and opens again when it is used again

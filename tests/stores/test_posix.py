@@ -1,4 +1,4 @@
-"""The POSIX store where the file system has links, pipes, and closed directories, or fails."""
+"""The POSIX store where the file system has links, pipes and closed directories, or fails."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_links_that_stay_inside(store: PosixStore, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(20)
-def test_what_is_no_file_is_not_found(store: PosixStore) -> None:
+def test_pipes_and_folders_are_not_found(store: PosixStore) -> None:
     os.mkfifo(os.path.join(store.url, "pipe"))
     os.mkdir(os.path.join(store.url, "folder"))
     for key in ("pipe", "folder"):
@@ -102,11 +102,11 @@ def test_what_is_no_file_is_not_found(store: PosixStore) -> None:
             store.stat(key)
 
 
-def test_names_that_are_no_keys_are_not_listed(store: PosixStore) -> None:
+def test_names_that_are_not_keys_are_not_listed(store: PosixStore) -> None:
     put_bytes(store, "good", b"x")
     for name in (b"not-utf8-\xff", b"back\\slash"):
         Path(os.fsdecode(os.path.join(os.fsencode(store.url), name))).write_bytes(b"x")
-    assert [found.key for found in store.list()] == ["good"]
+    assert [stat.key for stat in store.list()] == ["good"]
 
 
 def test_truncated_says_where_the_file_ends(store: PosixStore) -> None:
@@ -116,7 +116,7 @@ def test_truncated_says_where_the_file_ends(store: PosixStore) -> None:
 
 
 @pytest.mark.parametrize("mode", list(PutMode))
-def test_clean_up_that_fails_fails_no_put(
+def test_a_failed_clean_up_does_not_fail_a_put(
     store: PosixStore, monkeypatch: pytest.MonkeyPatch, mode: PutMode
 ) -> None:
     def refuse(*_: Any, **__: Any) -> None:
@@ -140,7 +140,7 @@ def test_clean_up_that_fails_fails_no_put(
         ("link", errno.EIO, PutMode.CREATE, StorageUnavailable, False),
     ],
 )
-def test_what_is_settled(
+def test_errors_say_whether_the_put_is_settled(
     store: PosixStore,
     monkeypatch: pytest.MonkeyPatch,
     function: str,
@@ -176,14 +176,14 @@ def test_a_name_that_may_not_be_durable(store: PosixStore, monkeypatch: pytest.M
     assert read_bytes(store, "k") == b"x"
 
 
-def test_a_create_that_found_one_is_settled(store: PosixStore) -> None:
+def test_a_refused_create_is_settled(store: PosixStore) -> None:
     put_bytes(store, "k", b"x")
     with pytest.raises(AlreadyExists) as caught:
         put_bytes(store, "k", b"y", mode=PutMode.CREATE)
     assert caught.value.settled
 
 
-def test_directories_that_are_closed() -> None:
+def test_closed_directories() -> None:
     with tempfile.TemporaryDirectory() as place:  # `tmp_path` is below one that only its owner may enter
         os.chmod(place, 0o777)
         root = os.path.join(place, "root")
@@ -213,20 +213,20 @@ def _use_as_nobody(rank: int, root: str) -> str:
 
 
 @pytest.mark.parametrize("fsync", [True, False])
-def test_the_disk_begins_early_where_files_are_made_durable(
+def test_write_back_begins_early_where_files_are_synced(
     fsync: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun: list[tuple[int, int]] = []
+    advised: list[tuple[int, int]] = []
 
     def refuse(fd: int, start: int, nbytes: int, advice: int) -> None:
-        begun.append((start, nbytes))
+        advised.append((start, nbytes))
         raise OSError(errno.ENOSYS, "not here")
 
     monkeypatch.setattr(os, "posix_fadvise", refuse)
     data = os.urandom(20 << 20)
     put_bytes(PosixStore(str(tmp_path), {"fsync": fsync}), "a", data)
     assert (tmp_path / "a").read_bytes() == data
-    assert begun == ([(0, 8 << 20), (8 << 20, 8 << 20), (16 << 20, 8 << 20)] if fsync else [])
+    assert advised == ([(0, 8 << 20), (8 << 20, 8 << 20), (16 << 20, 8 << 20)] if fsync else [])
 
 
 # -- file systems that lie, imitated (tests/integration has the real ones) ---------------------------------

@@ -42,7 +42,7 @@ def pending(store: Store, s3: S3Server) -> int:
 
 
 class Nth:
-    """Does `action` with the n-th call that `applies`, and with `count` in all."""
+    """Do `action` with the n-th call that `applies`, and with `count` in all."""
 
     def __init__(self, action: Any, applies: Any, n: int = 1, count: int = 1) -> None:
         self.action, self.applies, self.first, self.last, self.seen = action, applies, n, n + count, 0
@@ -156,11 +156,11 @@ def test_no_bucket(s3: S3Server) -> None:
         put_bytes(store, "k", b"x")
 
 
-def test_a_save_tells_of_its_own_retries(proxy: FaultProxy) -> None:
+def test_a_save_counts_its_own_retries(proxy: FaultProxy) -> None:
     """Also where a writer is used again."""
     writer = ckpt.CheckpointWriter(f"s3://{proxy.server.new_bucket()}/c", storage_options=proxy.options)
-    told = []
+    metas = []
     for failures in (1, 0):
         proxy.rule = Nth(503, lambda call: call.method == "PUT", count=failures)
-        told.append(dcp.save({"value": 1}, storage_writer=writer, no_dist=True).storage_meta)
-    assert [isinstance(meta, SaveMeta) and meta.retries for meta in told] == [1, 0]
+        metas.append(dcp.save({"value": 1}, storage_writer=writer, no_dist=True).storage_meta)
+    assert [isinstance(meta, SaveMeta) and meta.retries for meta in metas] == [1, 0]

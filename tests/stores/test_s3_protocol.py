@@ -1,4 +1,4 @@
-"""The S3 store against a server that is strict about checksums and uploads, and lies on request."""
+"""The S3 store against a server that is strict about checksums and uploads, and misbehaves on request."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def read(store: Store, start: int, stop: int) -> bytes:
 
 @pytest.mark.parametrize("mode", list(PutMode))
 @pytest.mark.parametrize("size", [0, 1000, len(DATA)])
-def test_every_byte_goes_with_a_checksum(server: StrictS3, store: Store, size: int, mode: PutMode) -> None:
+def test_every_byte_is_sent_with_a_checksum(server: StrictS3, store: Store, size: int, mode: PutMode) -> None:
     store.put("k", CheckedBody(DATA[:size]), mode=mode)
     assert server.objects[NAME] == DATA[:size]
     assert not server.uploads
@@ -180,7 +180,7 @@ def test_conditions_that_are_refused_are_sent_once(server: StrictS3, store: Stor
         (["lose", (403, "AccessDenied")], AccessDenied, False),
     ],
 )
-def test_what_is_settled(
+def test_errors_say_whether_the_put_is_settled(
     server: StrictS3, store: Store, actions: list[Any], kind: type[StorageError], settled: bool
 ) -> None:
     server.rule = on("PutObject", *actions)
@@ -190,7 +190,7 @@ def test_what_is_settled(
 
 
 @pytest.mark.parametrize("operation", ["CreateMultipartUpload", "UploadPart"])
-def test_until_the_completion_all_is_settled(server: StrictS3, store: Store, operation: str) -> None:
+def test_failures_before_the_completion_are_settled(server: StrictS3, store: Store, operation: str) -> None:
     server.rule = on(operation, (500, "InternalError"))
     with pytest.raises(StorageUnavailable) as caught:
         store.put("k", CheckedBody(DATA))
@@ -198,7 +198,7 @@ def test_until_the_completion_all_is_settled(server: StrictS3, store: Store, ope
     assert not server.uploads
 
 
-def test_replies_that_lack_what_they_must_have(server: StrictS3, store: Store) -> None:
+def test_replies_without_an_etag(server: StrictS3, store: Store) -> None:
     server.rule = on("UploadPart", "bare")
     with pytest.raises(StorageError, match="ETag"):
         store.put("k", CheckedBody(DATA))
@@ -225,7 +225,7 @@ def test_threads_cannot_be_started(
         def part(self, start: int, stop: int) -> Iterator[Part]:
             under_way.append(start)
             with super().part(start, stop) as part:
-                time.sleep(0.3)
+                time.sleep(0.1)
                 yield part
             under_way.remove(start)
 
@@ -394,7 +394,7 @@ def test_small_objects(server: StrictS3, store: Store) -> None:
 
 
 @pytest.mark.parametrize(("given", "seen"), [({}, "ckpt-storage/"), ({"user_agent": "mine"}, "mine")])
-def test_the_server_is_told_who_asks(server: StrictS3, given: dict[str, str], seen: str) -> None:
+def test_requests_name_this_library(server: StrictS3, given: dict[str, str], seen: str) -> None:
     server.requires_checksums = False
     with contextlib.closing(
         open_store("s3://bucket/run", {**server.options, "config_kwargs": given})

@@ -167,6 +167,7 @@ def test_objects(sharded_place: Path, tmp_path: Path) -> None:
         assert cat(tmp_path, name, code=code)["error"]["type"] == error
 
 
+@pytest.mark.long
 def test_cat_as_a_user(sharded_place: Path) -> None:
     ran = run_process("cat", sharded_place, "sharded.rows[0, :2]")
     assert ran.code == 0, ran.err

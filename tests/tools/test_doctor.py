@@ -449,6 +449,7 @@ def test_a_failure_in_between_leaves_nothing(server: StrictS3) -> None:
     assert diagnosis.verdict is Verdict.PROBLEM
 
 
+@pytest.mark.server
 def test_rclone_serve(tmp_path: Path) -> None:
     """A real server that takes conditions, and ignores them."""
     binary = rclone_binary()

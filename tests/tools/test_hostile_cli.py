@@ -315,7 +315,13 @@ INDICES: dict[str, Callable[[dict[str, Any]], None]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("edit", INDICES.values(), ids=INDICES)
+@pytest.mark.parametrize(
+    "edit",
+    [
+        pytest.param(edit, id=name, marks=pytest.mark.long if name == "chunks of 2**20" else ())
+        for name, edit in INDICES.items()
+    ],
+)
 def test_hostile_indices(ours: Path, edit: Callable[[dict[str, Any]], None]) -> None:
     with Scratch(ours) as place:
         edit_encoded_index(place, edit)
