@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from awscrt import checksums
 
-__all__ = ["BLOCK_SIZE_BYTES", "block_crcs", "combine", "combine_blocks", "crc64nvme"]
+__all__ = ["BLOCK_SIZE_BYTES", "block_crcs", "combine", "combine_blocks", "crc64nvme", "crc_text"]
 
 BLOCK_SIZE_BYTES = 1 << 19
 """What is verified as one: small, because a cut inside a block costs reading all of it."""
@@ -19,6 +19,11 @@ BLOCK_SIZE_BYTES = 1 << 19
 def crc64nvme(data: bytes | bytearray | memoryview, seed: int = 0) -> int:
     """The CRC64NVME of `data`, continuing from `seed`."""
     return int(checksums.crc64nvme(data, seed))
+
+
+def crc_text(crc: int) -> str:
+    """Write a CRC as records do, in 16 hexadecimal digits."""
+    return f"{crc:016x}"
 
 
 def combine(first: int, second: int, second_nbytes: int) -> int:

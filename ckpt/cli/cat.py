@@ -59,10 +59,11 @@ def _show_object(output: Output, name: str, value: object) -> None:
 
 
 def _show_tensor(output: Output, checkpoint: OpenCheckpoint, what: str, stats: bool, npy: str | None) -> None:
+    from ckpt.format.stored_tensor import dtype_name
     from ckpt.tools import cat as values
 
     selection = values.select(checkpoint, what)
-    dtype = str(checkpoint.tensor(selection.name).dtype).removeprefix("torch.")
+    dtype = dtype_name(checkpoint.tensor(selection.name).dtype)
     facts = {
         "fqn": selection.name, "kind": "tensor", "dtype": dtype, "shape": list(selection.shape),
         "offsets": list(selection.offsets), "lengths": list(selection.lengths),

@@ -14,10 +14,9 @@ from ckpt.format.columns import ObjectRow, is_quantized
 from ckpt.format.fqns import paths_of
 from ckpt.format.records import read_commit
 from ckpt.reading.slices import OpenCheckpoint
+from ckpt.stock.metadata_reader import MAX_METADATA_BYTES
 
 __all__ = ["CheckpointSource"]
-
-_MAX_METADATA_BYTES = 8 << 30
 
 
 class CheckpointSource(Source):
@@ -92,7 +91,7 @@ class CheckpointSource(Source):
         if part.commit is not None:
             unchanged = read_commit(store) == part.stored_commit
         else:
-            found = read_bytes(store, part.metadata_key, max_bytes=_MAX_METADATA_BYTES)
+            found = read_bytes(store, part.metadata_key, max_bytes=MAX_METADATA_BYTES)
             unchanged = bytes(found) == part.metadata_bytes
         if not unchanged:
             raise CommitConflict("was replaced while it was being converted", url=self.url)

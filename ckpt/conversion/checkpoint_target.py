@@ -65,7 +65,7 @@ def write_checkpoint(job: Job) -> None:
     store, ranks = job.place.folder, job.ranks
     objects = SaveObjects(ranks.rank)
     chunks = _chunks(job)
-    coordinator = Coordinator(store, objects, job.pool) if ranks.rank == 0 else None
+    coordinator = Coordinator(store, objects) if ranks.rank == 0 else None
 
     def discard() -> None:
         objects.discard(store)

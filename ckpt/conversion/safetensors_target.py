@@ -17,6 +17,7 @@ from ckpt.conversion.output_files import OutputFile, OutputFiles
 from ckpt.conversion.safetensors_format import DTYPES, INDEX_SUFFIX, METADATA, encode_header, encode_index
 from ckpt.conversion.selection import ChosenTensor
 from ckpt.errors import AlreadyExists, ConfigurationError
+from ckpt.format.stored_tensor import dtype_name
 from ckpt.transfer.file_body import BytesPayload, FileItem
 
 __all__ = ["write_safetensors"]
@@ -143,7 +144,7 @@ def _with_dtype(data: bytearray, dtype: torch.dtype | None) -> bytearray | bytes
     names = {"dtype", "torch_dtype"} & set(config) if isinstance(config, dict) else set()
     if not names:
         return data
-    config |= dict.fromkeys(names, str(dtype).removeprefix("torch."))
+    config |= dict.fromkeys(names, dtype_name(dtype))
     return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
 
 

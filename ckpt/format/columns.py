@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ckpt.errors import FormatError
+from ckpt.format.stored_tensor import dtype_name
 from ckpt.torch_private import StorageInfo
 
 __all__ = [
@@ -277,4 +278,4 @@ def _tensor(
 
 
 def is_quantized(dtype: torch.dtype) -> bool:
-    return str(dtype).removeprefix("torch.").startswith(("qint", "quint"))
+    return dtype_name(dtype).startswith(("qint", "quint"))

@@ -14,6 +14,7 @@ from ckpt.backends.base import check_key
 from ckpt.errors import CheckpointError, FormatError
 from ckpt.format.columns import Columns, Integers, ObjectRow, TensorColumns
 from ckpt.format.planner_data import PlainValue, check_planner_data, pack, unpack
+from ckpt.format.stored_tensor import dtype_name
 from ckpt.gc_pause import no_gc
 
 __all__ = ["INDEX_FORMAT", "check_columns", "decode_index", "encode_index"]
@@ -165,7 +166,7 @@ def _entries(columns: Columns) -> list[_Entry]:
     return [
         _Entry(fqn, None, [], False, 1)
         if isinstance(entry, ObjectRow)
-        else _Entry(fqn, _name_of(entry.dtype), list(entry.size), entry.requires_grad, len(entry.file))
+        else _Entry(fqn, dtype_name(entry.dtype), list(entry.size), entry.requires_grad, len(entry.file))
         for fqn, entry in columns.entries.items()
     ]
 
@@ -225,10 +226,6 @@ def _inside(offsets: Integers, sizes: Integers, limits: Sequence[int]) -> bool:
         return all(0 <= size <= limit - offset <= limit for offset, size, limit in rows)
     room = np.array(limits, dtype=np.int64) - offsets
     return bool(((offsets >= 0) & (sizes >= 0) & (sizes <= room)).all())
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _compressed(values: Sequence[Integers | int]) -> bytes:

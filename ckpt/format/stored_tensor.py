@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["StoredTensor"]
+__all__ = ["StoredTensor", "dtype_name"]
 
 
 @dataclass(frozen=True)
@@ -33,3 +33,8 @@ class StoredTensor:
     @property
     def payload_bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Name a dtype as records do: `float32`, without `torch.`."""
+    return str(dtype).removeprefix("torch.")

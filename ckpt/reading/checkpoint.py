@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from ckpt.backends.base import Store, check_key, exists, read_bytes
 from ckpt.consistency import environment
-from ckpt.consistency.checksums import crc64nvme
+from ckpt.consistency.checksums import crc64nvme, crc_text
 from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY, is_foreign
 from ckpt.consistency.seal import unseal_pickle
 from ckpt.consistency.visibility import when_visible
@@ -41,7 +41,7 @@ from ckpt.format.records import (
     decode_manifest,
     read_commit,
 )
-from ckpt.stock.metadata_reader import decode_metadata
+from ckpt.stock.metadata_reader import MAX_METADATA_BYTES, decode_metadata
 from ckpt.torch_private import StorageInfo
 from ckpt.transfer.fetcher import StoredFile
 
@@ -56,7 +56,6 @@ __all__ = [
 
 T = TypeVar("T")
 
-_MAX_METADATA_BYTES = 8 << 30
 _OPEN_ATTEMPTS = 3
 _MAX_RANKS = 1 << 20
 _PROMPT_STORE_TIMEOUT_S = 5.0
@@ -122,7 +121,7 @@ class Checkpoint:
             return self.commit.id
         if self.metadata_key != STOCK_METADATA_KEY:
             return "one rank's part"
-        return f"{crc64nvme(self.metadata_bytes):016x}"
+        return crc_text(crc64nvme(self.metadata_bytes))
 
     def share(self) -> bytes:
         """Everything another rank needs to hold the same checkpoint without reading it from storage."""
@@ -349,7 +348,7 @@ def _read_replaceable(store: Store, key: str) -> bytes:
     for attempt in range(1, _OPEN_ATTEMPTS + 1):
         before = store.stat(key)
         try:
-            data = bytes(read_bytes(store, key, max_bytes=_MAX_METADATA_BYTES))
+            data = bytes(read_bytes(store, key, max_bytes=MAX_METADATA_BYTES))
         except Truncated:
             if attempt == _OPEN_ATTEMPTS:
                 raise
@@ -379,11 +378,11 @@ def read_listed(store: Store, settings: ReadSettings, ref: ObjectRef, commit: St
         CommitConflict: another save has replaced the checkpoint.
     """
     data = when_visible(
-        lambda: read_bytes(store, ref.path, size_bytes=ref.size_bytes, max_bytes=_MAX_METADATA_BYTES),
+        lambda: read_bytes(store, ref.path, size_bytes=ref.size_bytes, max_bytes=MAX_METADATA_BYTES),
         timeout_s=settings.timeout_s(store),
         still_expected=lambda: _check_current(store, commit),
     )
-    if f"{crc64nvme(data):016x}" != ref.crc64nvme:
+    if crc_text(crc64nvme(data)) != ref.crc64nvme:
         raise IntegrityError(
             "the stored bytes do not match their checksum",
             url=store.url,

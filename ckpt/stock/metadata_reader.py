@@ -25,7 +25,10 @@ from ckpt.gc_pause import no_gc
 from ckpt.stock.inert_unpickler import StandIn, load_inert
 from ckpt.torch_private import StorageInfo
 
-__all__ = ["decode_metadata"]
+__all__ = ["MAX_METADATA_BYTES", "decode_metadata"]
+
+MAX_METADATA_BYTES = 8 << 30
+"""The most that is read of `.metadata` or an index."""
 
 _LAYOUTS = {str(layout): layout for layout in vars(torch).values() if isinstance(layout, torch.layout)}
 

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ckpt.format.columns import Columns, Integers, ObjectRow, TensorColumns
+from ckpt.format.stored_tensor import dtype_name
 from ckpt.torch_private import MemoryFormat, StorageInfo
 
 __all__ = ["pickled_metadata"]
@@ -254,7 +255,7 @@ def _properties(dtype: torch.dtype, requires_grad: bool) -> bytes:
     layout = _class("torch.serialization", "_get_layout") + _pushed("torch.strided") + op.TUPLE1 + op.REDUCE
     contiguous = _class(encoding.__module__, encoding.__name__)
     contiguous += _plain(encoding.TORCH_CONTIGUOUS_FORMAT.value) + op.TUPLE1 + op.REDUCE
-    state = op.MARK + _class("torch", str(dtype).removeprefix("torch.")) + layout + _plain(requires_grad)
+    state = op.MARK + _class("torch", dtype_name(dtype)) + layout + _plain(requires_grad)
     state += contiguous + _plain(False) + op.TUPLE
     return _class(kind.__module__, kind.__name__) + op.EMPTY_TUPLE + op.NEWOBJ + state + op.BUILD
 

@@ -22,9 +22,9 @@ from typing import Any
 import msgspec
 
 from ckpt.backends.base import PutMode, Store, read_bytes
-from ckpt.backends.bodies import Body
+from ckpt.backends.bodies import Body, CheckedBody
 from ckpt.backends.registry import open_store
-from ckpt.consistency.checksums import crc64nvme
+from ckpt.consistency.checksums import crc64nvme, crc_text
 from ckpt.consistency.commit import proves_no_commit
 from ckpt.errors import (
     AlreadyExists,
@@ -50,7 +50,6 @@ from ckpt.reading.checkpoint import Checkpoint, ReadSettings, open_checkpoint, o
 from ckpt.tools.gc import DEFAULT_GRACE_S
 from ckpt.tools.record_checks import IndexedItems
 from ckpt.transfer.buffer_pool import StagingPool
-from ckpt.transfer.file_body import FileBody
 from ckpt.transfer.relay_bodies import RunReader, VerifiedBody
 from ckpt.transfer.threads import in_order, thread_pool
 from ckpt.writing.coordinator import Coordinator
@@ -202,7 +201,7 @@ class _Copy:
         if not self._overwrite and self._is_there():
             self._done.already_there = True
             return
-        coordinator = Coordinator(self._to, self._objects, self._pool)
+        coordinator = Coordinator(self._to, self._objects)
         coordinator.look(overwrite=self._overwrite)
         self._look_for_leftovers()
         self._to.prepare(rank_directory(0))
@@ -372,10 +371,10 @@ class _Copy:
 
     def _put_manifest(self, rank: _Rank) -> None:
         key, data = manifest_key(rank.ref.rank, rank.token), _encoded(rank)
-        self._put(key, FileBody.of_bytes(data, self._pool), lambda: self._holds(key, data))
+        self._put(key, CheckedBody(data), lambda: self._holds(key, data))
         self._refs.append(
             msgspec.structs.replace(
-                rank.ref, path=key, size_bytes=len(data), crc64nvme=f"{crc64nvme(data):016x}"
+                rank.ref, path=key, size_bytes=len(data), crc64nvme=crc_text(crc64nvme(data))
             )
         )
         self._refs.sort(key=lambda ref: ref.rank)

@@ -20,15 +20,15 @@ from ckpt.errors import (
     UnsafeContent,
 )
 from ckpt.reading.checkpoint import Checkpoint
+from ckpt.stock.metadata_reader import MAX_METADATA_BYTES
 from ckpt.tools.verify_stock import verify_foreign
 from ckpt.transfer.buffer_pool import StagingPool
-from ckpt.transfer.relay_bodies import PlainBody, RunReader
+from ckpt.transfer.relay_bodies import RUN_BYTES, PlainBody, RunReader
 from ckpt.transfer.threads import in_order, thread_pool
 
 __all__ = ["copy_foreign"]
 
 _BUDGET_BYTES = 256 << 20
-_RUN_BYTES = 8 << 20
 
 
 def copy_foreign(
@@ -80,7 +80,7 @@ class _Copy:
                 kept_files, kept_bytes = kept_files + (not sent), kept_bytes + (not sent) * size
                 self._progress(sent_bytes + kept_bytes, total)
         for key, data in self._metadata:
-            if bytes(read_bytes(self._from, key, max_bytes=1 << 33)) != data:
+            if bytes(read_bytes(self._from, key, max_bytes=MAX_METADATA_BYTES)) != data:
                 raise CommitConflict("the source was replaced while it was being copied", url=self._from.url)
         for key, data in self._metadata:
             if not exists(self._to, key):
@@ -108,7 +108,7 @@ class _Copy:
         found = 0
         for key, data in self._metadata:
             try:
-                if bytes(read_bytes(self._to, key, max_bytes=1 << 33)) != data:
+                if bytes(read_bytes(self._to, key, max_bytes=MAX_METADATA_BYTES)) != data:
                     raise self._taken(key)
                 found += 1
             except NotFound:
@@ -130,8 +130,8 @@ class _Copy:
 
     def _are_equal(self, path: str, size: int) -> bool:
         here, there = RunReader(self._from, self._pool), RunReader(self._to, self._pool)
-        for start in range(0, size, _RUN_BYTES):
-            stop = min(start + _RUN_BYTES, size)
+        for start in range(0, size, RUN_BYTES):
+            stop = min(start + RUN_BYTES, size)
             found = there.crcs(path, start, stop, BLOCK_SIZE_BYTES)
             if not found or found != here.crcs(path, start, stop, BLOCK_SIZE_BYTES):
                 return False

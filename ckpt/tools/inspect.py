@@ -17,6 +17,7 @@ from ckpt.format.columns import Columns, ObjectRow, TensorColumns, columns_of
 from ckpt.format.fqns import has_model, part_of, paths_of
 from ckpt.format.names import rank_of
 from ckpt.format.records import CommitRecord
+from ckpt.format.stored_tensor import dtype_name
 from ckpt.reading.checkpoint import Checkpoint, ReadSettings, open_parts
 
 __all__ = ["Inspection", "ObjectInfo", "SliceInfo", "TensorInfo", "inspect"]
@@ -198,7 +199,7 @@ def _collect(
             file = columns.files[entry.file]
             objects[name] = ObjectInfo(name, part, rank_of(file), file, entry.offset, entry.length)
         else:
-            dtype = str(entry.dtype).removeprefix("torch.")
+            dtype = dtype_name(entry.dtype)
             nbytes = math.prod(entry.size) * entry.dtype.itemsize
             tensors[name] = TensorInfo(name, entry.size, dtype, part, nbytes, entry, columns.files)
     for file, (items, nbytes) in _file_sizes(columns).items():

@@ -14,14 +14,13 @@ from ckpt.errors import FormatError, IntegrityError, NotFound, UnsafeContent
 from ckpt.format.columns import Columns, Integers, ObjectRow, TensorColumns
 from ckpt.format.records import CommitRecord, ItemRecord
 from ckpt.reading.checkpoint import Checkpoint
-from ckpt.stock.metadata_reader import decode_metadata
+from ckpt.stock.metadata_reader import MAX_METADATA_BYTES, decode_metadata
 from ckpt.stock.metadata_writer import pickled_metadata
 from ckpt.tools.findings import Damage, concerned
 from ckpt.transfer.boxes import tiling_fault
 
 __all__ = ["IndexedItems", "check_coverage_of", "check_stock_metadata"]
 
-_MAX_STOCK_METADATA_BYTES = 8 << 30
 _MAX_NAMED = 100
 
 
@@ -146,7 +145,7 @@ def check_stock_metadata(
     """Whether `.metadata`, which stock readers read, says what the commit says."""
     key, kind = STOCK_METADATA_KEY, "stock_metadata"
     try:
-        data = bytes(read_bytes(store, key, max_bytes=_MAX_STOCK_METADATA_BYTES))
+        data = bytes(read_bytes(store, key, max_bytes=MAX_METADATA_BYTES))
         pickled = unseal_pickle(data, url=store.url, key=key)
     except NotFound:
         yield Damage(kind, "there is no .metadata: stock PyTorch cannot read this checkpoint", key)

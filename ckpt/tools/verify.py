@@ -37,12 +37,12 @@ from ckpt.reading.checkpoint import Checkpoint, ReadSettings, open_parts, read_l
 from ckpt.tools.findings import Damage, Verification, concerned, find_strays
 from ckpt.tools.record_checks import IndexedItems, check_coverage_of, check_stock_metadata
 from ckpt.transfer.buffer_pool import MIN_MEMORY_BUDGET_BYTES, StagingPool
+from ckpt.transfer.relay_bodies import RUN_BYTES
 from ckpt.transfer.tensor_memory import memory_of
 from ckpt.transfer.threads import in_order, thread_pool
 
 __all__ = ["verify"]
 
-_RUN_BYTES = 8 << 20
 _MAX_UNKNOWN_ITEMS = 1 << 16
 
 _UNREAD = "cannot be read, though the file is there"
@@ -292,7 +292,7 @@ class _OwnCheck:
                 backoff.pause()
 
     def _runs(self, file: _File) -> Iterator[Callable[[], tuple[list[Damage], int]]]:
-        step = max(_RUN_BYTES // file.block_size_bytes, 1) * file.block_size_bytes
+        step = max(RUN_BYTES // file.block_size_bytes, 1) * file.block_size_bytes
         for start in range(0, file.record.size_bytes, step):
             stop = min(start + step, file.record.size_bytes)
             yield lambda start=start, stop=stop: self._check_run(file, start, stop)  # type: ignore[misc]

@@ -199,11 +199,6 @@ class FileBody:
             crcs.byteswap()
         return crcs.tobytes()
 
-    @staticmethod
-    def of_bytes(data: bytes, pool: StagingPool) -> FileBody:
-        """A body that is just `data`, with its checksums."""
-        return FileBody([FileItem(0, b"", BytesPayload(data), b"")], pool)
-
     def _runs(self, start: int, stop: int) -> Iterator[_Run]:
         """The runs of bytes that make up `[start, stop)`, in order and without gaps."""
         position = start

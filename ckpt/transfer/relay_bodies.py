@@ -17,9 +17,11 @@ from ckpt.transfer.buffer_pool import StagingPool
 from ckpt.transfer.tensor_memory import memory_of
 from ckpt.transfer.threads import in_order
 
-__all__ = ["PlainBody", "RunReader", "VerifiedBody"]
+__all__ = ["RUN_BYTES", "PlainBody", "RunReader", "VerifiedBody"]
 
-_RUN_BYTES = 8 << 20
+RUN_BYTES = 8 << 20
+"""The bytes that are read at once to check a file."""
+
 _ATTEMPTS = 2
 
 
@@ -120,7 +122,7 @@ class RunReader:
         self, key: str, file: FileRecord, block_size_bytes: int, threads: Executor | None = None
     ) -> bool:
         """Whether every block of an object has its checksum; without `threads`, read in this one."""
-        step = max(_RUN_BYTES // block_size_bytes, 1) * block_size_bytes
+        step = max(RUN_BYTES // block_size_bytes, 1) * block_size_bytes
         crcs = file.block_crcs()
 
         def fits(start: int) -> bool:

@@ -15,7 +15,9 @@ from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import Metadata
 
 from ckpt.backends.base import Store, read_bytes
+from ckpt.backends.bodies import CheckedBody
 from ckpt.consistency import environment
+from ckpt.consistency.checksums import crc_text
 from ckpt.consistency.commit import (
     COMMIT_KEY,
     STOCK_METADATA_KEY,
@@ -49,8 +51,6 @@ from ckpt.format.records import (
 )
 from ckpt.gc_pause import no_gc
 from ckpt.stock.metadata_writer import pickled_metadata
-from ckpt.transfer.buffer_pool import StagingPool
-from ckpt.transfer.file_body import FileBody
 from ckpt.transfer.threads import workers
 from ckpt.writing.receipts import RankReceipt, collect
 from ckpt.writing.save_objects import SaveObjects
@@ -67,11 +67,10 @@ class Coordinator:
         self,
         store: Store,
         objects: SaveObjects,
-        pool: StagingPool,
         confirm_timeout_s: float | None = None,
     ) -> None:
         """`objects` gets the name of what is written, before it exists; the commit releases them all."""
-        self._store, self._objects, self._pool = store, objects, pool
+        self._store, self._objects = store, objects
         self._confirm_timeout_s = confirm_timeout_s
         self._previous: StoredCommit | None = None
         self._stock_seal = b""
@@ -129,7 +128,7 @@ class Coordinator:
         self._objects.add(key)
         try:
             self._store.put(key, index)
-            ref = ObjectRef(path=key, size_bytes=index.nbytes, crc64nvme=f"{index.crc64nvme():016x}")
+            ref = ObjectRef(path=key, size_bytes=index.nbytes, crc64nvme=crc_text(index.crc64nvme()))
             sealed = encode(msgspec.structs.replace(record, id=self._objects.token, index=ref))
             if self._previous is None:
                 learn_condition(self._store, probe_key(self._objects.rank, self._objects.token))
@@ -157,19 +156,19 @@ class Coordinator:
         columns.save_id, columns.version = self._objects.token, CURRENT_DCP_VERSION
         return columns
 
-    def _index(self, columns: Columns) -> FileBody:
+    def _index(self, columns: Columns) -> CheckedBody:
         """The index, of columns that readers will accept."""
         try:
             check_columns(columns)
-            return FileBody.of_bytes(encode_index(columns), self._pool)
+            return CheckedBody(encode_index(columns))
         except (FormatError, ValueError) as error:
             text = error.message if isinstance(error, FormatError) else str(error)
             raise ConfigurationError(f"this state cannot be stored: {text}", url=self._store.url) from None
 
-    def _stock_metadata(self, columns: Columns) -> FileBody:
+    def _stock_metadata(self, columns: Columns) -> CheckedBody:
         data = seal_pickle(pickled_metadata(columns))
         self._stock_seal = data[-PICKLE_SEAL_BYTES:]
-        return FileBody.of_bytes(data, self._pool)
+        return CheckedBody(data)
 
     def _record(
         self, receipts: Sequence[RankReceipt], world_size: int, tags: Mapping[str, str]
@@ -186,7 +185,7 @@ class Coordinator:
             tags=dict(tags),
         )
 
-    def _publish(self, record: bytes, stock_metadata: FileBody) -> bool:
+    def _publish(self, record: bytes, stock_metadata: CheckedBody) -> bool:
         try:
             return publish(
                 self._store,
@@ -216,7 +215,7 @@ class Coordinator:
             self._store.delete([STOCK_METADATA_KEY])
             return True
         data = stock_metadata_of(self._store, commit.record)
-        self._store.put(STOCK_METADATA_KEY, FileBody.of_bytes(data, self._pool))
+        self._store.put(STOCK_METADATA_KEY, CheckedBody(data))
         return True
 
     def _retire(self, previous: StoredCommit) -> None:

@@ -6,7 +6,8 @@ import threading
 from collections.abc import Callable, Sequence
 
 from ckpt.backends.base import Store
-from ckpt.consistency.checksums import BLOCK_SIZE_BYTES
+from ckpt.backends.bodies import CheckedBody
+from ckpt.consistency.checksums import BLOCK_SIZE_BYTES, crc_text
 from ckpt.errors import StorageError
 from ckpt.format.names import data_key, manifest_key
 from ckpt.format.records import FileRecord, ItemRecord, ManifestRef, RankManifest, encode
@@ -96,13 +97,13 @@ class RankFiles:
             items=self._items,
         )
         key = manifest_key(self._objects.rank, self._objects.token)
-        body = FileBody.of_bytes(encode(manifest), self._pool)
+        body = CheckedBody(encode(manifest))
         self._objects.add(key)
         self._store.put(key, body)
         return ManifestRef(
             path=key,
             size_bytes=body.nbytes,
-            crc64nvme=f"{body.crc64nvme():016x}",
+            crc64nvme=crc_text(body.crc64nvme()),
             rank=self._objects.rank,
             files=len(self._records),
             items=len(self._items),

@@ -151,7 +151,7 @@ class CheckpointWriter(StorageWriter):
         if is_coordinator:
             # With what went before, less than it takes the other ranks to give this one up.
             confirm_s = None if self._limit_s is None else self._limit_s / 8
-            self._coordinator = Coordinator(self._store, self._objects, self._pool, confirm_s)
+            self._coordinator = Coordinator(self._store, self._objects, confirm_s)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         with self._errors_named():
