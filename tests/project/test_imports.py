@@ -17,7 +17,7 @@ SDKS = {
     "botocore": "ckpt.backends.s3",
     "ibm_boto3": "ckpt.backends.cos",
     "ibm_botocore": "ckpt.backends.cos",
-    "fsspec": "ckpt.backends.fsspec_store",
+    "fsspec": "ckpt.backends.fsspec_connection",
 }
 MAX_FILES_IN_A_ROOM = 16
 MAX_CLASS_LINES = 250

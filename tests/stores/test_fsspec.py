@@ -161,7 +161,7 @@ class _Fragile:
 @pytest.fixture
 def fragile() -> FsspecStore:
     store = FsspecStore("ftp://host/r")
-    store._opened = _Fragile(), "/r"
+    store._files._opened = _Fragile(), "/r"
     return store
 
 
@@ -185,14 +185,14 @@ def test_one_connection_is_not_shared(fragile: FsspecStore) -> None:
 
 def test_deletes_are_judged_by_their_result(fragile: FsspecStore) -> None:
     fragile.delete(["a", "a", "never/was"])
-    assert set(fragile._fs.files) == {"/r/b"}
-    fragile._fs.files["/r/kept"] = b""
+    assert set(fragile._files.fs.files) == {"/r/b"}
+    fragile._files.fs.files["/r/kept"] = b""
     with pytest.raises(StorageError, match="550 Permission denied"):
         fragile.delete(["kept"])
 
 
 def test_unknown_sizes_are_an_error(fragile: FsspecStore) -> None:
-    fragile._fs.files["/r/unsized"] = b""
+    fragile._files.fs.files["/r/unsized"] = b""
     with pytest.raises(StorageError, match="does not tell the size"):
         fragile.stat("unsized")
 
@@ -201,7 +201,7 @@ def test_close_lets_go_of_the_file_system(tmp_path: Path) -> None:
     store = FsspecStore(f"fsspec+file://{tmp_path}")
     with pytest.raises(NotFound):
         store.stat("k")
-    file_system = weakref.ref(store._fs)
+    file_system = weakref.ref(store._files.fs)
     store.close()
     gc.collect()
     assert file_system() is None

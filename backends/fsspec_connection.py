@@ -1,0 +1,212 @@
+"""A file system of fsspec: opened when it is first needed, and its errors made ours."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import posixpath
+import re
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ckpt.backends.base import check_key
+from ckpt.backends.bodies import BodyError
+from ckpt.backends.options import redact_url, scrub
+from ckpt.errors import (
+    AccessDenied,
+    AlreadyExists,
+    CheckpointError,
+    ConfigurationError,
+    NotFound,
+    StorageError,
+    StorageFull,
+    StorageUnavailable,
+    UnsafeContent,
+)
+
+__all__ = ["LOCAL", "FsspecConnection"]
+
+LOCAL = frozenset({"file", "local"})
+# Their one connection cannot be shared by threads.
+_ONE_AT_A_TIME = frozenset({"ftp"})
+# Options that may be quoted in messages; any other text among them may be a credential.
+_HARMLESS = frozenset(
+    {"endpoint_url", "region", "region_name", "profile", "host", "protocol", "project", "encoding"}
+)
+_CONNECTION_WORDS = ("Connection", "Timeout", "HTTPClient", "SSL", "Server", "Client")
+_FULL = (28, 122, 27)  # ENOSPC, EDQUOT, EFBIG
+
+
+class FsspecConnection:
+    """A file system and a root in it.
+
+    Attributes:
+        turn: held by whoever uses a file system that serves one thread at a time.
+    """
+
+    turn: contextlib.AbstractContextManager[Any]
+
+    def __init__(self, url: str, options: Mapping[str, Any] | None) -> None:
+        self.url = redact_url(url).rstrip("/")
+        self._target = url.removeprefix("fsspec+")
+        self.protocol = self._target.partition("://")[0]
+        self._options = dict(options or {})
+        self.__setstate__({})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_lock": None, "turn": None, "_opened": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._opened: tuple[Any, str] | None = None
+        self._lock = threading.Lock()
+        self.turn = threading.RLock() if self.protocol in _ONE_AT_A_TIME else contextlib.nullcontext()
+
+    @property
+    def fs(self) -> Any:
+        return self._open()[0]
+
+    @property
+    def root(self) -> str:
+        return self._open()[1]
+
+    def _open(self) -> tuple[Any, str]:
+        with self._lock:
+            if self._opened is None:
+                try:
+                    import fsspec
+                except ImportError as error:
+                    raise ConfigurationError(
+                        f"{self.protocol}:// needs fsspec: pip install 'ckpt-storage[fsspec]'"
+                    ) from error
+                try:
+                    fs, root = fsspec.core.url_to_fs(self._target, skip_instance_cache=True, **self._options)
+                except (ImportError, ValueError, TypeError) as error:
+                    shown, cause = self._shown(error)
+                    raise ConfigurationError(f"{self.protocol}://: {shown}", url=self.url) from cause
+                self._opened = fs, root.rstrip("/")
+            return self._opened
+
+    def close(self) -> None:
+        """Let go of the file system, which then ends its sessions."""
+        with self._lock:
+            self._opened = None
+
+    def path(self, key: str) -> str:
+        """Return the path of an object; links that lead out of the root are refused."""
+        path = f"{self.root}/{check_key(key)}"
+        if self.protocol in LOCAL:
+            root = os.path.realpath(self.root)
+            if os.path.commonpath([root, os.path.realpath(path)]) != root:
+                raise UnsafeContent(
+                    "is a link that leads out of the checkpoint; refused", url=self.url, key=key
+                )
+        return path
+
+    def folder(self, prefix: str) -> str:
+        """Return the path of a folder; the root for an empty prefix."""
+        return self.path(prefix) if prefix else self.root
+
+    def key(self, path: str) -> str:
+        """Return the key of the object at `path`."""
+        return path.removeprefix(self.root).lstrip("/")
+
+    def info(self, path: str) -> dict[str, Any]:
+        """Ask for the facts about a file, not for a memory of them."""
+        self.fs.invalidate_cache(posixpath.dirname(path))
+        return dict(self.fs.info(path))
+
+    def find(self, path: str, **options: Any) -> dict[str, Any]:
+        """Return the facts about all files below `path`, by path; empty if there is no such folder."""
+        self.fs.invalidate_cache()
+        try:
+            return dict(self.fs.find(path, detail=True, **options))
+        except FileNotFoundError:
+            return {}
+
+    def open_new(self, path: str, block_size: int) -> Any:
+        """Open a file for writing, in a folder that is made if there is none."""
+        try:
+            return self.fs.open(path, "wb", block_size=block_size)
+        except FileNotFoundError:
+            self.fs.makedirs(posixpath.dirname(path), exist_ok=True)
+            return self.fs.open(path, "wb", block_size=block_size)
+
+    def move(self, source: str, target: str) -> None:
+        """Give a file its final name."""
+        from fsspec import AbstractFileSystem
+
+        if type(self.fs).mv is AbstractFileSystem.mv:
+            # The inherited `mv` is copy and remove too, but takes names for patterns.
+            self.fs.cp_file(source, target)
+            self.fs.rm_file(source)
+        else:
+            self.fs.mv(source, target)
+
+    def remove(self, path: str) -> None:
+        """Remove a file, if it is there."""
+        try:
+            self.fs.rm_file(path)
+        except FileNotFoundError:
+            pass
+        except Exception:
+            # File systems word this in many ways; whether the file is there tells.
+            with contextlib.suppress(FileNotFoundError):
+                self.info(path)
+                raise
+
+    @contextlib.contextmanager
+    def translated(self, key: str, action: str, *, settled: bool = False) -> Iterator[None]:
+        """Turn a file system's exceptions into ours. `settled`: of those."""
+        try:
+            with self.turn:
+                yield
+        except (CheckpointError, BodyError):
+            raise
+        except Exception as error:
+            shown, cause = self._shown(error)
+            text = f"cannot {action}: {shown}"
+            raise _kind(error)(text, url=self.url, key=key, settled=settled) from cause
+
+    def _shown(self, error: Exception) -> tuple[str, Exception | None]:
+        """Return an exception's text without credentials, and the exception if it may be shown as the cause."""
+        text = f"{type(error).__name__}: {error}"
+        shown = scrub(text, self._secrets())
+        return shown, error if shown == text else None
+
+    def _secrets(self) -> Sequence[str]:
+        secrets: list[str] = []
+        pending: list[Mapping[str, Any]] = [self._options]
+        while pending:
+            for name, value in pending.pop().items():
+                if isinstance(value, Mapping):
+                    pending.append(value)
+                elif isinstance(value, str) and name not in _HARMLESS:
+                    secrets.append(value)
+        user_info = re.search(r"://([^/@]*)@", self._target)
+        return [*secrets, *(user_info[1].split(":") if user_info else ())]
+
+
+def _kind(error: Exception) -> type[StorageError]:
+    """Choose our exception for a file system's."""
+    if isinstance(error, FileNotFoundError):
+        return NotFound
+    if isinstance(error, FileExistsError) or _condition_refused(error.__cause__):
+        return AlreadyExists
+    if isinstance(error, PermissionError):
+        return AccessDenied
+    if isinstance(error, OSError) and error.errno in _FULL:
+        return StorageFull
+    name = type(error).__name__
+    if isinstance(error, ConnectionError | TimeoutError) or any(word in name for word in _CONNECTION_WORDS):
+        return StorageUnavailable
+    if "Credentials" in name:
+        return AccessDenied
+    return StorageError
+
+
+def _condition_refused(error: BaseException | None) -> bool:
+    """Tell whether s3fs was refused an "only if absent", which it reports as any other error."""
+    response = getattr(error, "response", None)
+    return isinstance(response, dict) and (response.get("Error") or {}).get("Code") == "PreconditionFailed"
