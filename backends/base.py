@@ -1,8 +1,8 @@
 """The contract between this library and a storage system.
 
-A store must have seven methods and `capabilities`. The other methods are optional: their defaults fit a
-store without folders, connections or a quota. Everything else is built once on top of them, below.
-What a store can and cannot promise is data (`Capabilities`), never an `isinstance` check.
+A store must have seven methods and `capabilities`. The other methods are optional: their defaults
+fit a store without folders, connections or a quota. Everything else is built once on top of them,
+below. The promises of a store are data (`Capabilities`), never an `isinstance` check.
 `ckpt.testing.StoreTests` is the executable form of this page: every store, ours or a third party's,
 runs it.
 """
@@ -61,6 +61,9 @@ __all__ = [
 ]
 
 MIB = 1 << 20
+WRITE_SIZE_BYTES = 8 * MIB
+"""How much of a body is opened at a time by stores that write objects from begin to end."""
+
 _IN_FLIGHT_BYTES = 256 * MIB
 
 
@@ -76,15 +79,17 @@ class Capabilities:
     """The promises of a store. Unknown means False: the library then takes the careful path.
 
     Attributes:
-        conditional_create: `PutMode.CREATE` is one atomic step, also between clients, for objects that
-            are not sent in parts. Where a server decides, this was measured
+        conditional_create: `PutMode.CREATE` is one atomic step, also between clients, for objects
+            that are not sent in parts. Where a server decides, this was measured
             (`consistency.conditional_create`).
         atomic_replace: `PutMode.OVERWRITE` shows readers the old bytes or the new, nothing between.
         list_after_write: `list` shows all that any client wrote before it was called.
         cross_client_visibility: every other client sees at once what one client wrote.
         parallel_parts: parts of one object can be in flight at the same time, and gain from it.
-        verifies_checksums: the store itself refuses bytes that do not match the checksum sent along.
-        max_object_size_bytes, max_parts, min_part_size_bytes, max_part_size_bytes: limits of one object.
+        verifies_checksums: the store itself refuses bytes that do not match the checksum sent
+            along.
+        max_object_size_bytes, max_parts, min_part_size_bytes, max_part_size_bytes: limits of one
+            object.
     """
 
     conditional_create: bool = False
@@ -120,9 +125,9 @@ class Store(ABC):
     """One root (a bucket and prefix, a directory) of one storage system.
 
     Keys are relative to the root: `/`-separated, no empty, `.` or `..` segment. Every method may be
-    called from many threads at once, raises only `ckpt.errors`, and is bounded in time by the store's
-    own timeouts and retries. A store pickles without its connections and opens new ones in the other
-    process.
+    called from many threads at once, raises only `ckpt.errors`, and is bounded in time by the
+    store's own timeouts and retries. A store pickles without its connections and opens new ones in
+    the other process.
     """
 
     url: str
@@ -134,7 +139,7 @@ class Store(ABC):
     directory: str | None = None
     """The root as a path of this machine, if it is one."""
 
-    # -- required ------------------------------------------------------------------------------------
+    # -- required ------------------------------------------------------------------------------
 
     @property
     @abstractmethod
@@ -144,15 +149,16 @@ class Store(ABC):
     def put(self, key: str, body: Body, *, mode: PutMode = PutMode.OVERWRITE) -> None:
         """Store `body` under `key`; when this returns, the object is whole and durable.
 
-        On any failure, also one that the body raises, nothing new is visible under the key, an object
-        that was there before still is, and no multipart upload is left open.
+        On any failure, also one that the body raises, nothing new is visible under the key, an
+        object that existed before still does, and no multipart upload is left open.
 
         Raises:
-            AlreadyExists: the mode is CREATE and the key exists. After a lost reply, the object there may
-                be the caller's own; compare it if that matters.
-            IntegrityError: the store acknowledged the put, but kept another number of bytes. They stay,
-                as they may be another writer's.
-            StorageError: the put failed; `settled` if it surely was not, and will not be, carried out.
+            AlreadyExists: the mode is CREATE and the key exists. After a lost reply, the object
+                there may be the caller's own; compare it if that matters.
+            IntegrityError: the store acknowledged the put, but kept another number of bytes. They
+                stay, as they may be another writer's.
+            StorageError: the put failed; `settled` if it surely was not, and will not be, carried
+                out.
         """
 
     @abstractmethod
@@ -183,17 +189,18 @@ class Store(ABC):
 
     @abstractmethod
     def prepare(self, prefix: str) -> None:
-        """Make the folder `prefix` (no trailing slash) writable for this client, tolerating races."""
+        """Make the folder `prefix` (no trailing slash) writable, tolerating races."""
 
     @abstractmethod
     def abandon(self, prefix: str = "", *, choose: Callable[[ObjectStat], bool] | None = None) -> int:
         """Abort unfinished puts of any process below `prefix`; returns how many.
 
-        `choose` is asked about each: its key is that of the object to be, `modified_at_s` is when it was
-        begun or last written to, if known. Those it answers False for stay. Without it, all are aborted.
+        `choose` is asked about each: its key is that of the object to be, `modified_at_s` is when
+        it was begun or last written to, if known. Those it answers False for stay. Without it, all
+        are aborted.
         """
 
-    # -- optional ------------------------------------------------------------------------------------
+    # -- optional ------------------------------------------------------------------------------
 
     @property
     def reads(self) -> Reads | None:
@@ -229,7 +236,7 @@ class Store(ABC):
 
 
 def check_key(key: str) -> str:
-    """Return `key`, or raise ConfigurationError if it could leave the store's root or name nothing."""
+    """Return `key`. Raises ConfigurationError if it could leave the root or name nothing."""
     if not is_key(key):
         raise ConfigurationError(f"not a valid object key: {key!r}")
     return key
@@ -251,8 +258,8 @@ def is_key(key: str) -> bool:
 def transfer_size_bytes(threads: int) -> int:
     """Return how much each of `threads` transfers moves at a time.
 
-    That is 32 to 64 MiB, and 256 MiB for all together if possible. Each request costs an SDK 2 to 4 ms of
-    CPU, a tenth of the cost of 32 MiB on the wire.
+    That is 32 to 64 MiB, and 256 MiB for all together if possible. Each request costs an SDK 2 to 4
+    ms of CPU, a tenth of the cost of 32 MiB on the wire.
     """
     return min(max(_IN_FLIGHT_BYTES // threads, 32 * MIB), 64 * MIB)
 

@@ -1,4 +1,4 @@
-"""Bytes on their way into a store, and the buffers that reads fill."""
+"""Bodies: bytes on their way into a store; and helpers for the buffers that reads fill."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class Part:
     Attributes:
         buffers: byte views, in order; valid only while the part is open.
         crc64nvme: the checksum of all of them, when the body knows it.
-        pace: to be called with a number of bytes right before they are sent; it may wait (a bandwidth cap).
+        pace: call it with a number of bytes right before they are sent; it may wait (a bandwidth
+            cap).
     """
 
     buffers: Sequence[memoryview]
@@ -42,23 +43,23 @@ class Part:
 
 
 class Body(Protocol):
-    """Bytes of known length that may be asked for in any order, in parallel, and again for a retry."""
+    """Bytes of known length, to be had in any order, in parallel, and again for a retry."""
 
     @property
     def nbytes(self) -> int: ...
 
     @property
     def has_checksums(self) -> bool:
-        """Whether every part and the whole come with a CRC64NVME."""
+        """Tell whether every part and the whole come with a CRC64NVME."""
 
     def part(self, start: int, stop: int) -> contextlib.AbstractContextManager[Part]:
-        """Open bytes `[start, stop)`. `start` is 0 or a multiple of 1 MiB, `stop` too unless it is the end.
+        """Open bytes `[start, stop)`: multiples of 1 MiB, but for a `stop` at the end.
 
-        Whatever it raises ends the put and reaches the caller unchanged.
+        An exception ends the put and reaches the caller unchanged.
         """
 
     def crc64nvme(self) -> int | None:
-        """The checksum of the whole body, known once every part has been opened."""
+        """Return the checksum of the whole body, known once every part has been opened."""
 
 
 class BytesBody:
@@ -81,7 +82,7 @@ class BytesBody:
 
 
 class CheckedBody(BytesBody):
-    """Comes with checksums of every part and of the whole, as the writer's data files do."""
+    """A body in memory with checksums of every part and of the whole."""
 
     has_checksums = True
 
@@ -94,7 +95,7 @@ class CheckedBody(BytesBody):
 
 
 class BodyError(Exception):
-    """Carries what a body raised past the code that translates a store's own exceptions."""
+    """Carries a body's exception past the code that translates the store's own."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(error)
@@ -103,7 +104,7 @@ class BodyError(Exception):
 
 @contextlib.contextmanager
 def open_part(body: Body, start: int, stop: int) -> Iterator[Part]:
-    """`body.part(start, stop)`; what opening it raises travels as a BodyError (`body_errors_unchanged`)."""
+    """Open a part; exceptions of the body travel as a BodyError (see `body_errors_unchanged`)."""
     with contextlib.ExitStack() as stack:
         try:
             part = stack.enter_context(body.part(start, stop))
@@ -114,7 +115,7 @@ def open_part(body: Body, start: int, stop: int) -> Iterator[Part]:
 
 @contextlib.contextmanager
 def body_errors_unchanged() -> Iterator[None]:
-    """Raise again what a body raised, as it was: a planner's OSError is not the disk's."""
+    """Raise a body's exceptions unchanged: a planner's OSError is not the disk's."""
     carried: BodyError | None = None
     try:
         yield
@@ -125,7 +126,7 @@ def body_errors_unchanged() -> Iterator[None]:
 
 
 def remaining(buffers: Sequence[memoryview], nbytes: int) -> list[memoryview]:
-    """What remains of `buffers` once their first `nbytes` are done."""
+    """Return the rest of `buffers` after their first `nbytes`."""
     for index, buffer in enumerate(buffers):
         if nbytes < buffer.nbytes:
             return [buffer[nbytes:], *buffers[index + 1 :]]
@@ -134,7 +135,7 @@ def remaining(buffers: Sequence[memoryview], nbytes: int) -> list[memoryview]:
 
 
 def fill(buffers: Sequence[memoryview], data: memoryview) -> None:
-    """Copy `data` into `buffers`, in order, as far as it goes."""
+    """Copy `data` into `buffers`, in order, until either ends."""
     position = 0
     for buffer in buffers:
         piece = data[position : position + buffer.nbytes]

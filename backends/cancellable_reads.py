@@ -33,7 +33,7 @@ class Read:
 
     @contextlib.contextmanager
     def filling(self, interrupt: Callable[[], None] = _do_nothing) -> Iterator[None]:
-        """Allow the buffers to be written to. `interrupt`, from another thread, ends that at once."""
+        """Allow writes to the buffers. `interrupt`, from another thread, ends them at once."""
         self._interrupt = interrupt
         with self._filling:
             self.check()

@@ -11,7 +11,7 @@ from typing import Any
 from ckpt.backends.base import transfer_size_bytes
 from ckpt.backends.options import take_options
 from ckpt.backends.s3_protocol.options import (
-    TRANSFER_DEFAULTS,
+    DEFAULTS,
     client_settings,
     with_shared_models,
 )
@@ -22,14 +22,10 @@ from ckpt.errors import ConfigurationError
 __all__ = ["CosStore"]
 
 _DEFAULTS: Mapping[str, Any] = {
-    **TRANSFER_DEFAULTS,
-    "key": None,
-    "secret": None,
+    **DEFAULTS,
     "ibm_api_key_id": None,
     "ibm_service_instance_id": None,
     "ibm_auth_endpoint": None,
-    "region": None,
-    "endpoint_url": None,
 }
 
 
@@ -37,15 +33,17 @@ class CosStore(S3ApiStore):
     """`cos://bucket/prefix`.
 
     Options:
-        endpoint_url: the bucket's service endpoint; else `COS_ENDPOINT_URL`, else built from `region`
-            (`IBM_COS_REGION`), as in `https://s3.us-south.cloud-object-storage.appdomain.cloud`.
+        endpoint_url: the bucket's service endpoint; else `COS_ENDPOINT_URL`, else built from
+            `region` (`IBM_COS_REGION`), as in
+            `https://s3.us-south.cloud-object-storage.appdomain.cloud`.
         ibm_api_key_id, ibm_service_instance_id: IAM authentication (`IBM_API_KEY_ID`,
             `IBM_SERVICE_INSTANCE_ID`).
         ibm_auth_endpoint: the token endpoint (`IBM_AUTH_ENDPOINT`), default IBM's public one.
-        key, secret: HMAC credentials (`COS_HMAC_ACCESS_KEY_ID`, `COS_HMAC_SECRET_ACCESS_KEY`).
-            With neither, ibm-cos-sdk's own chain applies (its environment variables and credentials file).
-        client_kwargs, config_kwargs, part_size_bytes, max_attempts, connect_timeout_s, read_timeout_s,
-        checksum, s3_additional_kwargs: as for `s3://`.
+        key, secret: HMAC credentials (`COS_HMAC_ACCESS_KEY_ID`, `COS_HMAC_SECRET_ACCESS_KEY`). With
+            neither, ibm-cos-sdk's own chain applies (its environment variables and credentials
+            file).
+        client_kwargs, config_kwargs, part_size_bytes, max_attempts, connect_timeout_s,
+        read_timeout_s, checksum, s3_additional_kwargs: as for `s3://`.
     """
 
     def __init__(self, url: str, options: Mapping[str, Any] | None = None, *, threads: int = 8) -> None:
@@ -62,18 +60,16 @@ class CosStore(S3ApiStore):
 
     @staticmethod
     def _use_environment(settings: dict[str, Any]) -> None:
-        environment = os.environ.get
+        names = {"region": "IBM_COS_REGION", "endpoint_url": "COS_ENDPOINT_URL"}
         if not settings["key"] and not settings["ibm_api_key_id"]:
-            settings["key"] = environment("COS_HMAC_ACCESS_KEY_ID")
-            settings["secret"] = environment("COS_HMAC_SECRET_ACCESS_KEY")
+            settings["key"] = os.environ.get("COS_HMAC_ACCESS_KEY_ID")
+            settings["secret"] = os.environ.get("COS_HMAC_SECRET_ACCESS_KEY")
         if not settings["key"]:
-            settings["ibm_api_key_id"] = settings["ibm_api_key_id"] or environment("IBM_API_KEY_ID")
-            settings["ibm_service_instance_id"] = settings["ibm_service_instance_id"] or environment(
-                "IBM_SERVICE_INSTANCE_ID"
-            )
-            settings["ibm_auth_endpoint"] = settings["ibm_auth_endpoint"] or environment("IBM_AUTH_ENDPOINT")
-        settings["region"] = settings["region"] or environment("IBM_COS_REGION")
-        settings["endpoint_url"] = settings["endpoint_url"] or environment("COS_ENDPOINT_URL")
+            names["ibm_api_key_id"] = "IBM_API_KEY_ID"
+            names["ibm_service_instance_id"] = "IBM_SERVICE_INSTANCE_ID"
+            names["ibm_auth_endpoint"] = "IBM_AUTH_ENDPOINT"
+        for option, name in names.items():
+            settings[option] = settings[option] or os.environ.get(name)
         if settings["endpoint_url"] is None and settings["region"]:
             settings["endpoint_url"] = f"https://s3.{settings['region']}.cloud-object-storage.appdomain.cloud"
 

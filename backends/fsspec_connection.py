@@ -118,7 +118,7 @@ class FsspecConnection:
         return dict(self.fs.info(path))
 
     def find(self, path: str, **options: Any) -> dict[str, Any]:
-        """Return the facts about all files below `path`, by path; empty if there is no such folder."""
+        """Return the facts about all files below `path`, by path; empty for a missing folder."""
         self.fs.invalidate_cache()
         try:
             return dict(self.fs.find(path, detail=True, **options))
@@ -170,7 +170,7 @@ class FsspecConnection:
             raise _kind(error)(text, url=self.url, key=key, settled=settled) from cause
 
     def _shown(self, error: Exception) -> tuple[str, Exception | None]:
-        """Return an exception's text without credentials, and the exception if it may be shown as the cause."""
+        """Return an exception's text without credentials, and the exception if it shows none."""
         text = f"{type(error).__name__}: {error}"
         shown = scrub(text, self._secrets())
         return shown, error if shown == text else None

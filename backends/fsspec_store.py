@@ -1,7 +1,8 @@
-"""A store on any file system of fsspec. Slower than the other stores: fsspec hands data over as copies.
+"""A store on any file system of fsspec.
 
-A put never writes to the final name. On s3fs it is a multipart upload that is completed at the very end.
-On every other file system it is a temporary object, moved into place once its size proved right.
+Slower than the other stores: fsspec hands data over as copies. A put never writes to the final
+name. On s3fs it is a multipart upload that is completed at the very end. On every other file system
+it is a temporary object, moved into place once its size proved right.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 from ckpt.backends.base import (
     MIB,
+    WRITE_SIZE_BYTES,
     Capabilities,
     ObjectStat,
     PutMode,
@@ -33,7 +35,6 @@ from ckpt.errors import AccessDenied, NotFound, StorageError, StorageUnavailable
 
 __all__ = ["FsspecStore"]
 
-_PART_SIZE_BYTES = 8 * MIB
 _TEMPORARY = re.compile(r"\.[0-9a-f]{16}\.ckpt-tmp$")
 _S3 = frozenset({"s3", "s3a"})
 # No directories to make, and one object is seen by all clients as soon as it is written.
@@ -44,9 +45,10 @@ _HTTP = frozenset({"http", "https"})
 
 
 class FsspecStore(Store):
-    """`scheme://...` of any fsspec protocol; `fsspec+s3://...` takes s3fs where `s3://` would take boto3.
+    """`scheme://...` of any fsspec protocol.
 
-    Options are passed to the file system, as everywhere with fsspec.
+    `fsspec+s3://...` takes s3fs, where `s3://` would take boto3. Options are passed to the file
+    system, as everywhere with fsspec.
     """
 
     def __init__(self, url: str, options: Mapping[str, Any] | None = None, *, threads: int = 4) -> None:
@@ -85,9 +87,9 @@ class FsspecStore(Store):
             self._check_kept(key, key, body)
 
     def _put_deferred(self, key: str, body: Body, create: bool) -> None:
-        """Put a file that exists once `commit` has returned, and not at all if anything fails before."""
+        """Put a file that exists once `commit` has returned, and not if anything fails before."""
         files, path = self._files, self._files.path
-        size = part_size_bytes(body.nbytes, _PART_SIZE_BYTES, self.capabilities)
+        size = part_size_bytes(body.nbytes, WRITE_SIZE_BYTES, self.capabilities)
         if create and not body.nbytes:
             # s3fs commits an empty file without the condition.
             with files.translated(key, "put"):
@@ -109,7 +111,7 @@ class FsspecStore(Store):
 
     def _put_moved(self, key: str, body: Body) -> None:
         files, path = self._files, self._files.path
-        size = part_size_bytes(body.nbytes, _PART_SIZE_BYTES, self.capabilities)
+        size = part_size_bytes(body.nbytes, WRITE_SIZE_BYTES, self.capabilities)
         temporary = f"{key}.{secrets.token_hex(8)}.ckpt-tmp"
         try:
             with files.translated(key, "put", settled=True):
@@ -151,7 +153,7 @@ class FsspecStore(Store):
         return self._trim(key, data, offset, stop)
 
     def _trim(self, key: str, data: memoryview, offset: int, stop: int) -> memoryview:
-        """Take bytes `[offset, stop)` from a file system's answer: those, fewer, or the whole file."""
+        """Take bytes `[offset, stop)` from an answer: it may be those, fewer, or the whole file."""
         where: dict[str, Any] = {"url": self.url, "key": key, "start": offset, "stop": stop}
         is_size_right = data.nbytes == stop - offset
         # A web server that ignores ranges sends the whole file, which can be as long as the range.

@@ -1,7 +1,7 @@
-"""Objects in this process's memory: the reference store, and the one whose faults tests can choose.
+"""A store in this process's memory: the reference, and the one whose faults tests can choose.
 
-All stores of one process that name the same place share its objects, as clients of one bucket do. Each may
-be given a lag with which it sees what the others did, and a place may be given faults.
+All stores of one process that name the same place share its objects, as clients of one bucket do.
+Each may see the others' changes with a lag, and a place may be given faults.
 """
 
 from __future__ import annotations
@@ -12,17 +12,24 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequen
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ckpt.backends.base import Capabilities, ObjectStat, PutMode, Store, check_key, is_key, part_size_bytes
+from ckpt.backends.base import (
+    WRITE_SIZE_BYTES,
+    Capabilities,
+    ObjectStat,
+    PutMode,
+    Store,
+    check_key,
+    is_key,
+    part_size_bytes,
+)
 from ckpt.backends.bodies import Body
 from ckpt.backends.options import take_options
 from ckpt.errors import AlreadyExists, ConfigurationError, NotFound, Truncated
 
 __all__ = ["Fault", "MemoryStore", "clear", "inject"]
 
-_PART_SIZE_BYTES = 8 << 20
-
 Fault = Callable[[str, str, Literal["before", "after"]], None]
-"""Called as `fault(operation, key, "before" | "after")`; raise to fail. Raising "after" is a lost reply."""
+"""Called as `fault(operation, key, "before" | "after")`; raise to fail. "after" loses the reply."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +67,7 @@ class MemoryStore(Store):
     """`memory://place/prefix`.
 
     Options:
-        visibility_lag_s: seconds until this client sees what other clients of the place did (default 0).
+        visibility_lag_s: until this client sees changes by other clients of the place (default 0).
     """
 
     def __init__(self, url: str, options: Mapping[str, Any] | None = None, *, threads: int = 4) -> None:
@@ -84,7 +91,7 @@ class MemoryStore(Store):
         name = self._name(key)
         self._fault("put", key, "before")
         data = bytearray()
-        size = part_size_bytes(body.nbytes, _PART_SIZE_BYTES, self.capabilities)
+        size = part_size_bytes(body.nbytes, WRITE_SIZE_BYTES, self.capabilities)
         for start in range(0, body.nbytes, size):
             with body.part(start, min(start + size, body.nbytes)) as part:
                 if part.pace is not None:
@@ -103,30 +110,24 @@ class MemoryStore(Store):
         data = self._see(key).data or b""
         for buffer in buffers:
             if offset + buffer.nbytes > len(data):
-                raise Truncated(
-                    f"ends at byte {len(data)}",
-                    url=self.url,
-                    key=key,
-                    start=offset,
-                    stop=offset + buffer.nbytes,
-                )
+                where: dict[str, Any] = {"start": offset, "stop": offset + buffer.nbytes}
+                raise Truncated(f"ends at byte {len(data)}", url=self.url, key=key, **where)
             buffer[:] = data[offset : offset + buffer.nbytes]
             offset += buffer.nbytes
         self._fault("read", key, "after")
 
     def stat(self, key: str) -> ObjectStat:
         self._fault("stat", key, "before")
-        found = self._see(key)
-        return ObjectStat(key, len(found.data or b""), str(found.number), None)
+        return self._stat(key, self._see(key))
 
     def list(self, prefix: str = "") -> Iterator[ObjectStat]:
         self._fault("list", prefix, "before")
         with self._place.lock:
             names = [name for name in self._place.objects if name.startswith(self._prefix + prefix)]
         for name in names:
-            seen = self._visible(name)
-            if seen is not None and seen.data is not None and is_key(name[len(self._prefix) :]):
-                yield ObjectStat(name[len(self._prefix) :], len(seen.data), str(seen.number), None)
+            version, key = self._visible(name), name.removeprefix(self._prefix)
+            if version is not None and version.data is not None and is_key(key):
+                yield self._stat(key, version)
 
     def delete(self, keys: Iterable[str]) -> None:
         for key in keys:
@@ -141,7 +142,7 @@ class MemoryStore(Store):
         self._fault("prepare", prefix, "before")
 
     def abandon(self, prefix: str = "", *, choose: Callable[[ObjectStat], bool] | None = None) -> int:
-        return 0  # a put is one step here: nothing is ever unfinished
+        return 0  # a put is one step here: none is ever unfinished
 
     def _name(self, key: str) -> str:
         return self._prefix + check_key(key)
@@ -159,10 +160,14 @@ class MemoryStore(Store):
         return None
 
     def _see(self, key: str) -> _Version:
-        found = self._visible(self._name(key))
-        if found is None or found.data is None:
+        version = self._visible(self._name(key))
+        if version is None or version.data is None:
             raise NotFound("no such object", url=self.url, key=key)
-        return found
+        return version
+
+    @staticmethod
+    def _stat(key: str, version: _Version) -> ObjectStat:
+        return ObjectStat(key, len(version.data or b""), str(version.number))
 
     def _fault(self, operation: str, key: str, when: Literal["before", "after"]) -> None:
         for fault in list(self._place.faults):

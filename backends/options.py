@@ -1,4 +1,4 @@
-"""Storage options by name and type, and texts without the secrets in them."""
+"""Check storage options by name and type, and remove secrets from texts."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ _USER_INFO = re.compile(r"(?<=://)[^/@]*@")
 
 
 def redact_url(url: str) -> str:
-    """`url` fit for messages and records: without user name and password, and, for http(s), query and fragment.
+    """Make `url` fit for messages and records.
 
-    Elsewhere `?` and `#` are part of a name: `s3://b/a#1` and `s3://b/a` are two places.
+    Without user name and password, and, for http(s), without query and fragment. Elsewhere `?` and
+    `#` are part of a name: `s3://b/a#1` and `s3://b/a` are two places.
     """
     scheme, separator, _ = url.partition("://")
     if not separator:
@@ -28,7 +29,8 @@ def redact_url(url: str) -> str:
 
 
 def scrub(text: str, secrets: Iterable[str]) -> str:
-    """`text` with every secret that it quotes blotted out; the longest first, as one can contain another."""
+    """Replace every secret in `text` by `***`."""
+    # The longest first, as one can contain another.
     for secret in sorted({secret.strip() for secret in secrets}, key=len, reverse=True):
         if len(secret) > 3:
             text = text.replace(secret, "***")
@@ -36,11 +38,10 @@ def scrub(text: str, secrets: Iterable[str]) -> str:
 
 
 def take_options(scheme: str, options: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """`defaults` updated with `options`, whose types must be those of the defaults (None: a str).
+    """Update `defaults` with `options`, whose types must be those of the defaults (None: a str).
 
     Raises:
-        ConfigurationError: an option is not among the defaults, or of another type. Values never appear in
-            the text.
+        ConfigurationError: an option is unknown, or of another type. The text shows no values.
     """
     unknown = sorted(set(map(str, options)) - set(defaults))
     if unknown:
@@ -65,7 +66,7 @@ def take_options(scheme: str, options: Mapping[str, Any], defaults: Mapping[str,
 
 
 def _kinds(default: object) -> tuple[Any, str]:
-    """The types an option may have, for `isinstance`, and their name for people."""
+    """Return the types of an option, for `isinstance`, and their name for people."""
     if isinstance(default, bool):
         return bool, "True or False"
     if isinstance(default, int):

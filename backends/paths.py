@@ -1,4 +1,4 @@
-"""Paths of the system: what is behind them once links are followed, below them, and which file system they are on."""
+"""Paths of the system: their links, the files below them, the type of their file system."""
 
 from __future__ import annotations
 
@@ -21,32 +21,21 @@ __all__ = [
     "real_path",
 ]
 
-# File systems of this one kernel: what one process wrote, every other sees. All else may lag.
 LOCAL_TYPES = frozenset(
-    {
-        "ext2",
-        "ext3",
-        "ext4",
-        "xfs",
-        "btrfs",
-        "tmpfs",
-        "ramfs",
-        "overlay",
-        "zfs",
-        "f2fs",
-        "bcachefs",
-        "hugetlbfs",
-        "devtmpfs",
-    }
-)
+    {"ext2", "ext3", "ext4", "xfs", "btrfs", "tmpfs", "ramfs", "overlay", "zfs", "f2fs", "bcachefs",
+     "hugetlbfs", "devtmpfs"}
+)  # fmt: skip
+"""File systems of this one kernel: no process lags behind another's writes."""
 
-# Finds a file without opening it, so it needs no permission to read. Where it is unknown, O_NONBLOCK keeps a
-# pipe from being waited for.
 O_PATH: int = getattr(os, "O_PATH", os.O_RDONLY | os.O_NONBLOCK)
+"""Finds a file without opening it, which needs no permission to read it.
+
+On a system without it, O_NONBLOCK keeps a pipe from being waited for.
+"""
 
 
 def path_of(url: str) -> str:
-    """The path in `file:///path`, character by character as fsspec takes it: `%`, `#` and `?` are themselves."""
+    """Return the path in `file:///path`. As for fsspec, `%`, `#` and `?` stand for themselves."""
     scheme, separator, path = url.partition("://")
     if not separator or scheme != "file":
         return os.path.abspath(url)
@@ -57,20 +46,22 @@ def path_of(url: str) -> str:
 
 
 def is_within(path: str, root: str) -> bool:
+    """Tell whether `path` is `root` or below it; both without links."""
     return path == root or path.startswith(root.rstrip(os.sep) + os.sep)
 
 
 def real_path(fd: int, path: str) -> str:
-    """The path, without links, of the open file `fd`, once found under `path`."""
+    """Return the path, without links, of the open file `fd`, which was opened at `path`."""
     try:
-        # One call instead of one for every directory on the way, and what was opened is what is judged.
+        # One call instead of one for every directory on the way, and it judges the file that was
+        # opened.
         return os.readlink(f"/proc/self/fd/{fd}")
     except OSError:
         return os.path.realpath(path)
 
 
 def real_directory(path: str) -> str:
-    """`path` without links, also where it, or the end of it, is not there yet."""
+    """Return `path` without links, even if it, or the end of it, does not exist yet."""
     try:
         fd = os.open(path, O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:
@@ -82,7 +73,7 @@ def real_directory(path: str) -> str:
 
 
 def list_way_to(path: str) -> None:
-    """List the directories that lead to `path`, from the deepest that is visible on."""
+    """List the directories that lead to `path`, beginning with the deepest that is visible."""
     unseen: list[str] = []
     directory = os.path.dirname(path)
     while not os.path.isdir(directory) and directory != os.path.dirname(directory):
@@ -98,7 +89,7 @@ def list_way_to(path: str) -> None:
 
 
 def files_below(top: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
-    """Every file below `top`, links not followed; what vanishes meanwhile is passed over."""
+    """List every file below `top`, links not followed. Files may vanish meanwhile."""
     try:
         entries = list(os.scandir(top))
     except (FileNotFoundError, NotADirectoryError):
@@ -111,7 +102,7 @@ def files_below(top: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
 
 
 def filesystem_type(path: str) -> str:
-    """The type of the file system that `path` is (or would be) on, `unknown` where the system does not tell."""
+    """Return the type of the file system that `path` is (or would be) on, or `unknown`."""
     path = os.path.realpath(path)
     best, kind = "", "unknown"
     with (

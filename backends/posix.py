@@ -1,8 +1,8 @@
-"""Files on a local disk, NFS, Lustre or a FUSE mount.
+"""A store in a directory: on a local disk, NFS, Lustre or a FUSE mount.
 
-A put writes a temporary file beside its final name, sequentially and never seeking back (FUSE mounts of
-object stores allow nothing else), makes it durable, and only then gives it its name: no short file ever
-stands under a final name. Nothing here looks at what another client wrote.
+A put writes a temporary file beside its final name, sequentially and never seeking back (FUSE
+mounts of object stores allow nothing else). It makes the file durable, and only then gives it its
+name: no short file ever stands under a final name. Nothing here depends on files of another client.
 """
 
 from __future__ import annotations
@@ -17,7 +17,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from ckpt.backends.base import Capabilities, ObjectStat, PutMode, Store, check_key, is_key, part_size_bytes
+from ckpt.backends.base import (
+    WRITE_SIZE_BYTES,
+    Capabilities,
+    ObjectStat,
+    PutMode,
+    Store,
+    check_key,
+    is_key,
+    part_size_bytes,
+)
 from ckpt.backends.bodies import Body, body_errors_unchanged, fill, open_part, remaining
 from ckpt.backends.cancellable_reads import Read, Reads
 from ckpt.backends.options import take_options
@@ -47,7 +56,6 @@ from ckpt.errors import (
 
 __all__ = ["PosixStore"]
 
-_WRITE_SIZE_BYTES = 8 << 20
 _READ_THROUGH_BYTES = 2 << 20
 _IOV_MAX = 1024
 _TEMPORARY = re.compile(r"^\.(.+)\.[0-9a-f]{16}\.ckpt-tmp$")
@@ -75,8 +83,8 @@ class PosixStore(Store):
     """A directory.
 
     Options:
-        fsync: make files and directories durable against power loss before a put returns (default True).
-            Without it a checkpoint survives the death of processes, not that of the machine.
+        fsync: make files and directories durable against power loss before a put returns (default
+            True). Without it a checkpoint survives the death of processes, not that of the machine.
     """
 
     def __init__(self, url: str, options: Mapping[str, Any] | None = None, *, threads: int = 4) -> None:
@@ -102,7 +110,7 @@ class PosixStore(Store):
 
     @cached_property
     def reads(self) -> Reads | None:
-        """Of file systems that can hang: those that are not of this kernel."""
+        """The running reads, for file systems that can hang: those that are not of this kernel."""
         return None if self._filesystem in LOCAL_TYPES else Reads()
 
     def put(self, key: str, body: Body, *, mode: PutMode = PutMode.OVERWRITE) -> None:
@@ -130,7 +138,7 @@ class PosixStore(Store):
             self._make_directory(os.path.dirname(temporary))
             fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
-            size = part_size_bytes(body.nbytes, _WRITE_SIZE_BYTES, self.capabilities)
+            size = part_size_bytes(body.nbytes, WRITE_SIZE_BYTES, self.capabilities)
             if self._fsync and self._filesystem == "fuse.rclone":
                 self._refuse_write_back(fd, key)
             for start in range(0, body.nbytes, size):
@@ -151,19 +159,21 @@ class PosixStore(Store):
             )
 
     def _refuse_write_back(self, fd: int, key: str) -> None:
-        """Raise ConfigurationError if this rclone mount acknowledges what it has not stored.
+        """Raise ConfigurationError if this rclone mount acknowledges files before it stores them.
 
-        Its fsync does nothing. Without a cache of writes, closing a file stores it; with one, storing comes later
-        and may fail unseen. Which it is no mount table tells, but only a cache can make an empty file longer.
+        Its fsync does nothing. Without a cache of writes, closing a file stores it; with one,
+        storing comes later and may fail unseen. No mount table tells which, but only a cache can
+        make an empty file longer.
         """
         try:
             os.ftruncate(fd, 1)
         except PermissionError:
             return
         raise ConfigurationError(
-            "this rclone mount caches writes (--vfs-cache-mode): its fsync returns before anything is stored, so it "
-            "cannot promise that a save is durable, or visible elsewhere; save to the bucket itself (s3://...), "
-            "mount it with --vfs-cache-mode off, or give up durability with the storage option fsync=False",
+            "this rclone mount caches writes (--vfs-cache-mode): its fsync returns before anything is stored, "
+            "so it cannot promise that a save is durable, or visible elsewhere; save to the bucket itself "
+            "(s3://...), mount it with --vfs-cache-mode off, or give up durability with the storage option "
+            "fsync=False",
             url=self.url,
             key=key,
         )
@@ -187,11 +197,10 @@ class PosixStore(Store):
 
     def list(self, prefix: str = "") -> Iterator[ObjectStat]:
         # Start at the deepest directory that the prefix names whole, not at the root.
-        folder = prefix.rpartition("/")[0]
-        top = self._path(folder) if folder else self._root
+        top = self._folder(prefix.rpartition("/")[0])
         with self._translated(prefix, "list"):
             for path, entry in files_below(top):
-                key = os.path.relpath(path, self._root).replace(os.sep, "/")
+                key = self._key(path)
                 if key.startswith(prefix) and is_key(key) and not _TEMPORARY.match(entry.name):
                     with contextlib.suppress(FileNotFoundError):
                         yield _stat(key, entry.stat(follow_symlinks=False))
@@ -199,42 +208,41 @@ class PosixStore(Store):
     def delete(self, keys: Iterable[str]) -> None:
         for key in keys:
             path = self._path(key)
-            # Not the name itself: a link is removed, never what it leads to.
+            # Not the name itself: a link is removed, never its target.
             self._refuse_outside(real_directory(os.path.dirname(path)), key)
             with self._translated(key, "delete"), contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 os.unlink(path)
 
     def prepare(self, prefix: str) -> None:
-        path = self._path(prefix) if prefix else self._root
+        path = self._folder(prefix)
         self._refuse_outside(real_directory(path), prefix)
         with self._translated(prefix, "make the directory"):
             self._make_directory(path)
 
     def abandon(self, prefix: str = "", *, choose: Callable[[ObjectStat], bool] | None = None) -> int:
-        found = 0
+        count = 0
         with self._translated(prefix, "abandon"):
             for path, entry in files_below(self._root):
                 name = _TEMPORARY.match(entry.name)
                 if name is None:
                     continue
-                key = os.path.relpath(path, self._root).replace(os.sep, "/")
-                final = f"{key[: -len(entry.name)]}{name[1]}"
+                key = self._key(path).removesuffix(entry.name) + name[1]
                 with contextlib.suppress(FileNotFoundError):
-                    facts = _stat(final, entry.stat(follow_symlinks=False))
-                    if final.startswith(prefix) and (choose is None or choose(facts)):
+                    unfinished = _stat(key, entry.stat(follow_symlinks=False))
+                    if key.startswith(prefix) and (choose is None or choose(unfinished)):
                         os.unlink(path)
-                        found += 1
-        return found
+                        count += 1
+        return count
 
     def folders(self, prefix: str = "") -> Iterator[str]:
-        top = self._path(prefix[:-1]) if prefix else self._root
+        top = self._folder(prefix[:-1])
         with self._translated(prefix, "list"), contextlib.suppress(FileNotFoundError, NotADirectoryError):
             for entry in list(os.scandir(top)):
                 if entry.is_dir(follow_symlinks=False) and is_key(entry.name):
                     yield entry.name
 
     def remove_empty(self, prefix: str = "") -> None:
-        top = self._path(prefix) if prefix else self._root
+        top = self._folder(prefix)
         self._refuse_outside(real_directory(top), prefix)
         with self._translated(prefix, "remove the empty directory"):
             for directory, _, _ in os.walk(top, topdown=False):
@@ -246,12 +254,12 @@ class PosixStore(Store):
         while not os.path.isdir(path):
             path = os.path.dirname(path)
         with self._translated("", "ask for free space"):
-            found = os.statvfs(path)
+            numbers = os.statvfs(path)
         # Some network file systems do not know their size, and say 0.
-        return found.f_bavail * found.f_frsize if found.f_blocks else None
+        return numbers.f_bavail * numbers.f_frsize if numbers.f_blocks else None
 
     def _make_directory(self, path: str) -> None:
-        """Create `path` and its parents in this client's view; whoever else creates them is welcome."""
+        """Create `path` and its parents; another client may do so meanwhile."""
         parent = os.path.dirname(path)
         try:
             os.mkdir(path)
@@ -269,9 +277,15 @@ class PosixStore(Store):
     def _path(self, key: str) -> str:
         return os.path.join(self._root, *check_key(key).split("/"))
 
+    def _folder(self, prefix: str) -> str:
+        return self._path(prefix) if prefix else self._root
+
+    def _key(self, path: str) -> str:
+        return os.path.relpath(path, self._root).replace(os.sep, "/")
+
     @contextlib.contextmanager
     def _opened(self, key: str, action: str, flags: int) -> Iterator[int]:
-        """The file behind `key`; a link that leads out of the root is refused, what is no file is not found."""
+        """Open the regular file behind `key`. A link that leads out of the root is refused."""
         path = self._path(key)
         with self._translated(key, action):
             fd = self._open(path, flags | os.O_CLOEXEC)
@@ -289,8 +303,8 @@ class PosixStore(Store):
         except FileNotFoundError:
             if self.capabilities.cross_client_visibility:
                 raise
-        # This client may only remember that the name was missing when it looked before (s3fs for 15 minutes).
-        # What it lists, it knows again.
+        # This client may only remember that the name was missing when it looked before (s3fs for 15
+        # minutes). A name that it lists, it knows again.
         list_way_to(path)
         return os.open(path, flags)
 
@@ -305,26 +319,23 @@ class PosixStore(Store):
 
     @contextlib.contextmanager
     def _translated(self, key: str, action: str, *, settled: bool | None = None) -> Iterator[None]:
-        """`settled`: of the errors raised, where it does not depend on their kind."""
+        """Turn OSErrors into ours. `settled`: of those, unless it depends on their kind."""
         try:
             yield
         except OSError as error:
             kind = _ERRORS.get(error.errno or 0, StorageError)
             if settled is None:
-                # Over NFS, a rename can work, its reply get lost, and its repetition find nothing left to
-                # rename.
+                # Over NFS, a rename can work, its reply get lost, and its repetition find nothing
+                # left to rename.
                 settled = kind not in (StorageUnavailable, NotFound)
             text = f"cannot {action}: {error.strerror or error}"
             raise kind(text, url=self.url, key=key, settled=settled) from error
 
 
-def _stat(key: str, found: os.stat_result) -> ObjectStat:
-    return ObjectStat(key, found.st_size, f"{found.st_ino}-{found.st_mtime_ns}", _changed_at_s(found))
-
-
-def _changed_at_s(found: os.stat_result) -> float:
-    """Since when it is here: `cp -a`, `rsync -a`, `tar` and `mv` give a new file the time of the old one."""
-    return max(found.st_mtime, found.st_ctime)
+def _stat(key: str, facts: os.stat_result) -> ObjectStat:
+    # `cp -a`, `rsync -a`, `tar` and `mv` give a new file the modification time of the old one.
+    changed_at_s = max(facts.st_mtime, facts.st_ctime)
+    return ObjectStat(key, facts.st_size, f"{facts.st_ino}-{facts.st_mtime_ns}", changed_at_s)
 
 
 def _publish(temporary: str, path: str, mode: PutMode) -> None:
@@ -335,7 +346,8 @@ def _publish(temporary: str, path: str, mode: PutMode) -> None:
     try:
         os.link(temporary, path)
     except FileExistsError:
-        # Over NFS the reply to a link that worked can get lost and its repetition finds the name taken.
+        # Over NFS the reply to a link that worked can get lost and its repetition finds the name
+        # taken.
         if os.stat(temporary).st_nlink != 2 or not os.path.samefile(temporary, path):
             raise
     except OSError as error:
@@ -352,9 +364,9 @@ def _publish(temporary: str, path: str, mode: PutMode) -> None:
 
 
 def _begin_writeback(fd: int, start: int, nbytes: int) -> None:
-    """Let the disk begin with what was just written, so that the fsync at the end finds little left to do.
+    """Have the disk begin with the bytes just written, so that the fsync at the end is short.
 
-    The advice drops clean pages only, and these are dirty: a load that follows still finds them in memory.
+    The advice drops only clean pages, and these are dirty: a load that follows still finds them.
     """
     with contextlib.suppress(OSError, AttributeError):  # not on every system, and never needed
         os.posix_fadvise(fd, start, nbytes, os.POSIX_FADV_DONTNEED)
@@ -380,7 +392,7 @@ def _read_all(fd: int, offset: int, buffers: Sequence[memoryview]) -> int:
 
 
 def _read_through(fd: int, offset: int, buffers: Sequence[memoryview], read: Read) -> int:
-    """`_read_all` through memory of our own: what the kernel holds cannot be interrupted, but the copy can be left out."""
+    """Read through memory of our own: the kernel cannot be interrupted, but the copy left out."""
     pending, total = [buffer for buffer in buffers if buffer.nbytes], 0
     through = memoryview(bytearray(min(sum(buffer.nbytes for buffer in pending), _READ_THROUGH_BYTES)))
     while pending:
@@ -396,8 +408,8 @@ def _read_through(fd: int, offset: int, buffers: Sequence[memoryview], read: Rea
 
 
 def _fsync_directory(path: str) -> None:
-    # A directory may allow making files and forbid looking; and some network and FUSE file systems know no
-    # fsync of a directory. The names there are durable or not whatever we do.
+    # A directory may allow making files and forbid looking; and some network and FUSE file systems
+    # cannot fsync a directory. Names in it are durable or not, whatever we do.
     with contextlib.suppress(PermissionError):
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:

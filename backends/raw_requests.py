@@ -1,4 +1,4 @@
-"""Single requests to a server, for probes that measure how it answers; not part of the contract of stores."""
+"""Single requests to a server, for probes; not part of the contract of stores."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ class Condition(enum.Enum):
 
 
 class RawRequests(Protocol):
-    """Requests as they are: nothing is checked before, and nothing replaces a request that is refused.
+    """Requests as they are.
 
-    All raise `ckpt.errors`; keys are those of the store.
+    Nothing is checked before, and nothing replaces a request that is refused. All raise
+    `ckpt.errors`; keys are those of the store.
     """
 
     bucket_url: str
     """Endpoint and bucket: for all keys in it, the server answers alike."""
 
     def put(self, key: str, body: Body, *, create: bool = False, part_size_bytes: int | None = None) -> bool:
-        """Put an object, in parts if their size is given. Returns False if the server cannot do that.
+        """Put an object, in parts if their size is given; False if the server cannot.
 
         Raises:
             AlreadyExists: with `create`, if the server says so.

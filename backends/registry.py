@@ -1,4 +1,4 @@
-"""From a URL to the store behind it."""
+"""Open the store behind a URL."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ _registered: dict[str, StoreFactory] = {}
 def register(scheme: str, factory: StoreFactory) -> None:
     """Serve `scheme://` in this process through `factory(url, storage_options, threads=...)`.
 
-    A package does the same for every process with an entry point of that name in the group `ckpt.backends`.
+    A package does the same for every process with an entry point of that name in the group
+    `ckpt.backends`.
     """
     _registered[scheme] = factory
 
@@ -42,10 +43,14 @@ def open_store(
     *,
     threads: int | None = None,
 ) -> Store:
-    """The store rooted at `url`: a plain path, `file://`, `s3://`, `cos://`, `memory://`, a registered scheme,
-    or any fsspec protocol (`fsspec+s3://` takes fsspec's file system where this library has a store of its own).
+    """Open the store rooted at `url`. No request is sent and no directory is made.
 
-    No request is sent and no directory is made.
+    Args:
+        url: a plain path, `file://`, `s3://`, `cos://`, `memory://`, a registered scheme, or any
+            fsspec protocol (`fsspec+s3://` takes fsspec's file system instead of this library's
+            store).
+        storage_options: of that store; see its class.
+        threads: how many operations may run at the same time.
 
     Raises:
         ConfigurationError: the URL or an option is wrong, or its package is not installed.
@@ -67,7 +72,7 @@ def open_store(
 
 
 def default_threads() -> int:
-    """Transfers wait more than they compute, so twice the cores, but no crowd on a large machine."""
+    """Return twice the number of cores, from 4 to 16: transfers wait more than they compute."""
     return max(4, min(16, 2 * (os.cpu_count() or 4)))
 
 
@@ -77,15 +82,15 @@ def _factory(scheme: str) -> StoreFactory:
     if scheme in _BUILT_IN:
         module, _, name = _BUILT_IN[scheme].partition(":")
         return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
-    for found in entry_points(group=ENTRY_POINT_GROUP, name=scheme):
-        return found.load()  # type: ignore[no-any-return]
+    for entry_point in entry_points(group=ENTRY_POINT_GROUP, name=scheme):
+        return entry_point.load()  # type: ignore[no-any-return]
     from ckpt.backends.fsspec_store import FsspecStore
 
     return FsspecStore
 
 
 def _refuse_mangled(path: str) -> None:
-    """`pathlib.Path("s3://b/k")` is the relative path `s3:/b/k`; writing there would help nobody."""
+    """Raise ConfigurationError for a URL that `pathlib.Path` made a relative path (`s3:/b/k`)."""
     scheme, colon, rest = path.partition(":")
     if not colon or not rest.startswith("/") or not scheme.replace("+", "").isalnum():
         return

@@ -9,7 +9,7 @@ from typing import Any
 from ckpt.backends.base import transfer_size_bytes
 from ckpt.backends.options import take_options
 from ckpt.backends.s3_protocol.options import (
-    TRANSFER_DEFAULTS,
+    DEFAULTS,
     client_settings,
     with_shared_models,
 )
@@ -20,14 +20,10 @@ from ckpt.errors import ConfigurationError
 __all__ = ["S3Store"]
 
 _DEFAULTS: Mapping[str, Any] = {
-    **TRANSFER_DEFAULTS,
-    "key": None,
-    "secret": None,
+    **DEFAULTS,
     "token": None,
     "anon": False,
     "profile": None,
-    "region": None,
-    "endpoint_url": None,
 }
 
 
@@ -35,18 +31,18 @@ class S3Store(S3ApiStore):
     """`s3://bucket/prefix`.
 
     Options, named as s3fs names them where it has them:
-        key, secret, token: credentials; without them boto3's own chain (environment, profile, instance)
-            applies.
+        key, secret, token: credentials; without them boto3's own chain (environment, profile,
+            instance) applies.
         anon: send unsigned requests (public buckets).
-        profile, region, endpoint_url: as in boto3; `AWS_PROFILE`, `AWS_REGION`, `AWS_ENDPOINT_URL` work
-            too.
+        profile, region, endpoint_url: as in boto3; `AWS_PROFILE`, `AWS_REGION`, `AWS_ENDPOINT_URL`
+            work too.
         client_kwargs, config_kwargs: passed on to `Session.client` and `botocore.config.Config`.
         s3_additional_kwargs: passed on with every object written (`ServerSideEncryption`, ...).
         part_size_bytes: size of multipart parts, raised for large objects (default 32 to
             64 MiB, by the number of threads).
         max_attempts, connect_timeout_s, read_timeout_s: bound every request.
-        checksum: "crc64nvme" sends a checksum with every part for the server to verify; "none" sends
-            none.
+        checksum: "crc64nvme" sends a checksum with every part for the server to verify; "none"
+            sends none.
     """
 
     def __init__(self, url: str, options: Mapping[str, Any] | None = None, *, threads: int = 8) -> None:

@@ -13,7 +13,7 @@ __all__ = ["WrappedStore"]
 
 
 class WrappedStore(Store):
-    """Forwards every operation to `inner`. A subclass overrides what it changes, and forgets none."""
+    """Forwards every operation to `inner`, so that no subclass forgets one."""
 
     def __init__(self, inner: Store) -> None:
         self.url, self.threads, self.directory = inner.url, inner.threads, inner.directory

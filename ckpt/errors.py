@@ -20,8 +20,8 @@ CheckpointError
 ├── SaveFailed                a save failed on one rank or more (`failures`: rank -> error)
 └── LoadFailed                a load failed on one rank or more (`failures`: rank -> error)
 
-Errors cross process boundaries, so they hold plain values only: `args` is the message, the context are
-attributes (`url`, `key`, `rank`, `start`, `stop`), and pickling keeps them all.
+Errors cross process boundaries, so they hold plain values only: `args` is the message, the context
+are attributes (`url`, `key`, `rank`, `start`, `stop`), and pickling keeps them all.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ class StorageError(CheckpointError):
     """A storage operation failed.
 
     Attributes:
-        settled: the operation surely was not carried out. Otherwise it may have been, and only its reply got
-            lost, or it may still be on its way.
+        settled: the operation surely was not carried out. Otherwise it may have been, and only its
+            reply got lost, or it may still be on its way.
     """
 
     settled: bool = False
@@ -182,14 +182,15 @@ class CommitError(CheckpointError):
     """The commit record could not be written; what was committed before still loads.
 
     Attributes:
-        keeps_data: `.metadata` could not be put back and names this save's data, which must stay for stock readers.
+        keeps_data: `.metadata` could not be put back and names this save's data, which must stay
+            for stock readers.
     """
 
     keeps_data: bool = False
 
 
 class CommitConflict(CommitError):
-    """Another save was committed at this place while this one was running, or while it was being read."""
+    """Another save was committed at this place during this save or load."""
 
 
 class CommitUnknown(CommitError):
@@ -197,7 +198,7 @@ class CommitUnknown(CommitError):
 
 
 class _RankFailures(CheckpointError):
-    """What several ranks reported; `failures` maps each failing rank to its error."""
+    """The errors of several ranks; `failures` maps each failing rank to its error."""
 
     failures: Mapping[int, BaseException]
 
@@ -212,8 +213,11 @@ class _RankFailures(CheckpointError):
 
 
 class SaveFailed(_RankFailures):
-    """A save failed on one rank or more; nothing was committed unless a `CommitUnknown` is among `failures`."""
+    """A save failed on one rank or more.
+
+    Nothing was committed unless a `CommitUnknown` is among `failures`.
+    """
 
 
 class LoadFailed(_RankFailures):
-    """A load failed on one rank or more; the state dict may be partly filled and must not be used."""
+    """A load failed on one rank or more. The state dict may be partly filled: do not use it."""

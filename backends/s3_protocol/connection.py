@@ -55,7 +55,7 @@ class S3Connection(ABC):
         """Make a boto3-like client; the caller translates errors."""
 
     def create_condition(self, operation: str) -> contextlib.AbstractContextManager[dict[str, Any]]:
-        """Have the requests sent inside ask for "only if absent"; yields extra arguments for them."""
+        """Have requests sent inside ask for "only if absent"; yields arguments for them."""
         return contextlib.nullcontext({"IfNoneMatch": "*"})
 
     def close(self) -> None:
@@ -134,17 +134,12 @@ class S3Connection(ABC):
     def writing(
         self, key: str, action: str, operation: str, create: bool, *signals: type[Signal]
     ) -> Iterator[dict[str, Any]]:
-        """Translate errors of a request that makes an object; yields the arguments of its condition."""
-        if not create:
-            with self.translated(key, action, *signals):
-                yield {}
-            return
-        conditional = (NotImplementedByServer, Conflict)
-        with (
-            self.translated(key, action, *signals, *conditional),
-            self.create_condition(operation) as extra,
-        ):
-            yield extra
+        """Translate errors of a request that makes an object; yields arguments for it."""
+        if create:
+            signals = (*signals, NotImplementedByServer, Conflict)
+        condition = self.create_condition(operation) if create else contextlib.nullcontext({})
+        with self.translated(key, action, *signals), condition as arguments:
+            yield arguments
 
     @contextlib.contextmanager
     def translated(

@@ -1,7 +1,7 @@
 """Translate the exceptions of boto3 and ibm-cos-sdk into this library's.
 
-Servers leave out any part of an error reply (code, message, the whole body), so nothing here relies on
-one.
+Servers leave out any part of an error reply (code, message, the whole body), so nothing here relies
+on one.
 """
 
 from __future__ import annotations

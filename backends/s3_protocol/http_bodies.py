@@ -1,4 +1,4 @@
-"""How the bytes of S3 requests and replies move: between the callers' own buffers and the socket."""
+"""Move the bytes of S3 requests and replies between the callers' own buffers and the socket."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _PACED_SEND_SIZE_BYTES = MIB // 4
 
 
 class PartReader:
-    """The buffers of a part as the readable, seekable body that boto3 asks for; nothing is copied."""
+    """The buffers of a part as the readable, seekable body that boto3 asks for, not copied."""
 
     def __init__(self, part: Part) -> None:
         self._buffers = [buffer for buffer in part.buffers if buffer.nbytes]
@@ -51,7 +51,7 @@ class PartReader:
         return self._size
 
     def read(self, size: int | None = -1) -> memoryview | bytes:
-        """At most `size` bytes, fewer where a buffer ends; all that is left, copied, for None or -1."""
+        """Return at most `size` bytes, fewer where a buffer ends; by default a copy of the rest."""
         if size is None or size < 0:
             return b"".join(self.pieces())
         if self._position >= self._size:
@@ -64,7 +64,7 @@ class PartReader:
         return piece
 
     def pieces(self) -> Iterator[memoryview | bytes]:
-        """What is left, in pieces as large as the buffers allow."""
+        """Yield the rest, in pieces as large as the buffers allow."""
         while self._position < self._size:
             if self._pace is None:
                 yield self.read(_SEND_SIZE_BYTES)
@@ -94,15 +94,15 @@ class _Pieces:
         return self._reader.pieces()
 
     def seek(self, offset: int) -> None:
-        """The SDKs rewind what they sent before they try again."""
+        """Rewind the reader, as the SDKs do before they try again."""
         self._reader.seek(offset)
 
 
 def send_whole_buffers(request: Any, **_: Any) -> None:
-    """Handler of the SDKs' `before-send` event.
+    """Handle the SDKs' `before-send` event: have the body sent in pieces of 4 MiB.
 
-    The HTTP stack reads bodies in blocks of 16 KiB, each a system call; as pieces they are 4 MiB. By now the
-    request is signed, and a retry is signed anew, from the reader.
+    The HTTP stack would read it in blocks of 16 KiB, each a system call. By now the request is
+    signed, and a retry is signed anew, from the reader.
     """
     if isinstance(request.body, PartReader):
         request.body = _Pieces(request.body)
@@ -111,8 +111,8 @@ def send_whole_buffers(request: Any, **_: Any) -> None:
 class RawBody:
     """A response body read straight into the destination.
 
-    boto3's StreamingBody and urllib3 read into fresh `bytes` and copy; the `http.client` response below
-    them fills our memory. Where that is out of reach, their own `read` serves.
+    boto3's StreamingBody and urllib3 read into fresh `bytes` and copy; the `http.client` response
+    below them fills our memory. If that is out of reach, their own `read` serves.
     """
 
     def __init__(self, body: Any) -> None:
@@ -121,8 +121,8 @@ class RawBody:
         response = getattr(self._raw, "_fp", None)
         self._response = response if isinstance(response, http.client.HTTPResponse) else None
         # Taken now: when the reply has come whole, the response lets go of it.
-        found = getattr(getattr(getattr(response, "fp", None), "raw", None), "_sock", None)
-        self._socket: socket.socket | None = found if isinstance(found, socket.socket) else None
+        sock = getattr(getattr(getattr(response, "fp", None), "raw", None), "_sock", None)
+        self._socket: socket.socket | None = sock if isinstance(sock, socket.socket) else None
 
     def readinto(self, view: memoryview, read: Read) -> int:
         if self._response is not None and self._socket is not None:
@@ -142,19 +142,20 @@ class RawBody:
 
 
 def _interrupt(connection: socket.socket) -> None:
-    """End a connection, from another thread: whoever waits for its bytes gets none."""
+    """End a connection, from another thread: a read that waits for its bytes gets none."""
     with contextlib.suppress(OSError):
         socket.socket.shutdown(connection, socket.SHUT_RDWR)  # below TLS, which would take its leave first
 
 
 def drain(body: RawBody, buffers: Sequence[memoryview], read: Read) -> tuple[int, Exception | None]:
-    """Fill `buffers`; returns the number of bytes that came and what stopped them, if anything did."""
+    """Fill `buffers`; returns the number of bytes that came, and the error that ended them."""
     total = 0
     try:
         for buffer in buffers:
             filled = 0
             while filled < buffer.nbytes:
-                # In slices: when the connection breaks, all but the last slice is known to have come.
+                # In slices: when the connection breaks, all but the last slice is known to have
+                # come.
                 got = body.readinto(buffer[filled : filled + MIB], read)
                 if not got:
                     return total, None
@@ -171,18 +172,18 @@ _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
 
 
 def content_range(reply: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Which bytes `[start, stop)` of the object a reply says it holds; None where it does not say."""
-    found = _CONTENT_RANGE.fullmatch(str(reply.get("ContentRange") or ""))
-    return (int(found[1]), int(found[2]) + 1) if found else None
+    """Return the bytes `[start, stop)` that a reply says it holds; None if it does not say."""
+    match = _CONTENT_RANGE.fullmatch(str(reply.get("ContentRange") or ""))
+    return (int(match[1]), int(match[2]) + 1) if match else None
 
 
 def etag_of(reply: Mapping[str, Any]) -> str | None:
-    """The reply's ETag without quotes, None where it has none."""
+    """Return the reply's ETag without quotes; None if it has none."""
     return str(reply.get("ETag") or "").strip('"') or None
 
 
 def server_time(reply: Mapping[str, Any]) -> datetime | None:
-    """When the reply was sent, by the server's clock; None where it does not say."""
+    """Return when the reply was sent, by the server's clock; None if it does not say."""
     try:
         sent = parsedate_to_datetime(reply["ResponseMetadata"]["HTTPHeaders"]["date"])
     except (KeyError, TypeError, ValueError):
@@ -191,12 +192,12 @@ def server_time(reply: Mapping[str, Any]) -> datetime | None:
 
 
 def encode_crc(crc64nvme: int) -> str:
-    """A checksum as S3 writes it."""
+    """Write a checksum as S3 does."""
     return base64.b64encode(crc64nvme.to_bytes(8, "big")).decode()
 
 
 def composite_etag(parts: Sequence[Mapping[str, Any]]) -> str:
-    """What S3 calls an object made of these parts, or an empty string where their ETags are not MD5s."""
+    """Return the ETag of an object made of these parts; empty if their own are not MD5s."""
     try:
         digests = b"".join(bytes.fromhex(etag_of(part) or "-") for part in parts)
     except ValueError:

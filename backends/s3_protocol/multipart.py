@@ -39,8 +39,8 @@ def put_in_parts(s3: S3Requests, key: str, body: Body, part_size_bytes: int, *, 
                 s3.lists_checksums = False
                 s3.complete_upload(key, upload_id, parts, crc, create=create)
         except (UploadGone, StorageError) as error:
-            # Any try but the last may have worked with its reply lost: a retry then finds no upload, or
-            # (with a condition) the object that it made itself.
+            # Any try but the last may have worked with its reply lost: a retry then finds no
+            # upload, or (with a condition) the object that it made itself.
             settled = isinstance(error, StorageError) and error.settled
             if settled or not _is_ours(s3, key, body.nbytes, parts, crc):
                 raise
@@ -81,7 +81,8 @@ def _abort_twins(s3: S3Requests, key: str, upload_id: str, took_s: float) -> Non
 
 
 def _try_to_abort(s3: S3Requests, key: str, upload_id: str) -> None:
-    # Best effort: the error that brought us here is the one to report, and `abandon` finds the rest.
+    # Best effort: the error that brought us here is the one to report, and `abandon` finds the
+    # rest.
     with contextlib.suppress(StorageError, UploadGone):
         s3.abort_upload(key, upload_id, UploadGone)
 

@@ -1,4 +1,4 @@
-"""The URL and the options that all stores of the S3 protocol share."""
+"""Check the URL and the options that all stores of the S3 protocol share."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ckpt.backends.options import redact_url
 from ckpt.errors import ConfigurationError
 
 __all__ = [
+    "DEFAULTS",
     "MAX_PART_SIZE_BYTES",
-    "TRANSFER_DEFAULTS",
     "check_options",
     "client_settings",
     "split_bucket_url",
@@ -22,7 +22,11 @@ __all__ = [
 ]
 
 MAX_PART_SIZE_BYTES = 5 << 30
-TRANSFER_DEFAULTS: Mapping[str, Any] = {
+DEFAULTS: Mapping[str, Any] = {
+    "key": None,
+    "secret": None,
+    "region": None,
+    "endpoint_url": None,
     "part_size_bytes": 0,  # by the number of threads
     "max_attempts": 8,
     "connect_timeout_s": 10.0,
@@ -35,7 +39,7 @@ TRANSFER_DEFAULTS: Mapping[str, Any] = {
 
 
 def split_bucket_url(url: str) -> tuple[str, str]:
-    """Bucket and key prefix (empty, or ending in `/`) of `scheme://bucket/prefix`.
+    """Split `scheme://bucket/prefix` into bucket and key prefix (empty, or ending in `/`).
 
     Raises:
         ConfigurationError: there is no bucket, or the URL carries credentials.
@@ -44,7 +48,7 @@ def split_bucket_url(url: str) -> tuple[str, str]:
     bucket, _, prefix = rest.partition("/")
     # A password with a slash in it ends up in both.
     if "@" in bucket or (":" in bucket and not bucket.startswith("arn:")):
-        raise ConfigurationError(f"{scheme}://: credentials belong into storage_options, not into the URL")
+        raise ConfigurationError(f"{scheme}://: credentials belong in storage_options, not in the URL")
     if not bucket:
         raise ConfigurationError(f"{url!r}: write {scheme}://bucket/prefix")
     prefix = prefix.strip("/")
@@ -52,9 +56,9 @@ def split_bucket_url(url: str) -> tuple[str, str]:
 
 
 def client_settings(options: Mapping[str, Any], threads: int) -> dict[str, Any]:
-    """Arguments for the SDK's `Config` that both SDKs share, with the user's on top, also inside `s3` and `retries`."""
+    """Return the arguments of the SDK's `Config`, the user's on top, also in `s3` and `retries`."""
     settings: dict[str, Any] = {
-        # Said once: the SDKs build theirs anew for each request, a fifth of its cost.
+        # Made once: the SDKs build theirs anew for each request, a fifth of its cost.
         "user_agent": _user_agent(),
         "connect_timeout": options["connect_timeout_s"],
         "read_timeout": options["read_timeout_s"],
@@ -75,7 +79,7 @@ def client_settings(options: Mapping[str, Any], threads: int) -> dict[str, Any]:
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Raise ConfigurationError where an option's value makes no sense; types are known to be right."""
+    """Raise ConfigurationError if an option's value makes no sense; types are known to be right."""
     for endpoint in (options["endpoint_url"], options["client_kwargs"].get("endpoint_url")):
         if endpoint is not None and redact_url(endpoint) != endpoint:
             raise ConfigurationError(
@@ -104,7 +108,7 @@ _loaders: dict[type, Any] = {}
 
 
 def with_shared_models(session: Any) -> Any:
-    """A botocore session that does not read the SDK's descriptions of the service anew.
+    """Have a botocore session share the SDK's descriptions of the service with others.
 
     They are megabytes of JSON and cost 80 ms of CPU for each client; a process needs them once.
     """

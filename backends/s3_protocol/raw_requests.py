@@ -20,7 +20,8 @@ class S3RawRequests:
 
     def __init__(self, s3: S3Requests) -> None:
         self._s3 = s3
-        # The endpoint in use, which may come from the environment or from the SDK's configuration files.
+        # The endpoint in use, which may come from the environment or from the SDK's configuration
+        # files.
         self.bucket_url = f"{s3.client.meta.endpoint_url}/{s3.bucket}"
 
     def put(self, key: str, body: Body, *, create: bool = False, part_size_bytes: int | None = None) -> bool:

@@ -1,4 +1,4 @@
-"""The requests of the S3 protocol, one method each; errors are ours, or signals for the caller to act upon."""
+"""The requests of the S3 protocol, one method each; their errors are ours, or signals."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class S3Requests(S3Connection):
     def complete_upload(
         self, key: str, upload_id: str, parts: Sequence[Mapping[str, Any]], crc: int | None, *, create: bool
     ) -> None:
-        """Complete a multipart upload; `crc` is the checksum of the whole object, if there is one."""
+        """Complete a multipart upload; `crc` is the checksum of the whole object, if any."""
         checksum: dict[str, str] = {}
         signals: list[type[Signal]] = [UploadGone]
         if crc is not None:
@@ -174,7 +174,7 @@ class S3Requests(S3Connection):
             self.client.delete_object(**self.object(key))
 
     def delete_batch(self, keys: Sequence[str]) -> bool:
-        """Delete objects in one request. Returns False if the server cannot do that, or not for all."""
+        """Delete objects in one request. Returns False if the server cannot, or not for all."""
         try:
             with self.translated(keys[0], "delete", NotImplementedByServer):
                 reply = self.client.delete_objects(
@@ -202,8 +202,8 @@ def stat_of(key: str, entry: Mapping[str, Any], size: Any) -> ObjectStat:
 def _range_problem(reply: Mapping[str, Any], start: int, stop: int) -> CheckpointError | None:
     """Find out why a reply is not bytes `[start, stop)` of the object; None if it is.
 
-    Judged by what the reply says about itself, not by its status: some servers answer 200 to a range,
-    and caches answer 206 with another one.
+    Judged by what the reply says about itself, not by its status: some servers answer 200 to a
+    range, and caches answer 206 with another one.
     """
     length = int(reply["ContentLength"])
     answered = content_range(reply)

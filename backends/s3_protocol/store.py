@@ -1,8 +1,8 @@
 """A store over the S3 protocol; `s3` and `cos` differ only in how they build their clients.
 
-The settings here were measured. Bodies hand out the callers' own buffers; the caller computes checksums,
-which are sent as headers; payloads are not signed; reads go from the socket straight into the
-destination. That costs a fifth of TransferManager or `StreamingBody.read`.
+The settings here were measured. Bodies hand out the callers' own buffers; the caller computes
+checksums, which are sent as headers; payloads are not signed; reads go from the socket straight
+into the destination. That costs a fifth of TransferManager or `StreamingBody.read`.
 """
 
 from __future__ import annotations
@@ -76,14 +76,14 @@ class S3ApiStore(Store):
         create, s3 = mode is PutMode.CREATE, self._s3
         size = part_size_bytes(body.nbytes, s3.options["part_size_bytes"], self.capabilities)
         if create and not (s3.condition is Condition.HONOURED and body.nbytes <= size):
-            # The condition is sent all the same, but a server may ignore it; some do so for uploads in
-            # parts only.
+            # The condition is sent all the same, but a server may ignore it; some do so for uploads
+            # in parts only.
             refuse_existing(self, key)
         try:
             self._put(key, body, size, create and s3.condition is not Condition.REFUSED)
         except NotImplementedByServer:
-            # The server has no conditional requests: look, then write. Not atomic, and the capabilities
-            # say so.
+            # The server has no conditional requests: look, then write. Not atomic, and the
+            # capabilities say so.
             s3.condition = Condition.REFUSED
             refuse_existing(self, key)
             self._put(key, body, size, create=False)
@@ -102,8 +102,9 @@ class S3ApiStore(Store):
                     self._s3.put(key, part, create=create)
                 return
             except (UploadGone, Conflict) as error:
-                # The server forgot the upload, as some do in a restart; or another conditional write of
-                # this key was in flight, and S3 wants ours begun anew. Either way nothing of it is left.
+                # The server forgot the upload, as some do in a restart; or another conditional
+                # write of this key was in flight, and S3 wants ours begun anew. Either way nothing
+                # of it is left.
                 failure = error
         raise StorageUnavailable(
             f"cannot put: refused {_PUT_ATTEMPTS} times: {failure}", url=self.url, key=key

@@ -22,7 +22,7 @@ __all__ = ["DeadlineStore"]
 T = TypeVar("T")
 
 _GRACE = 0.1
-"""The part of the limit that each operation still gets once it is reached: to clean up, or to look."""
+"""The part of the limit that each operation gets once it is reached: to clean up, or to look."""
 
 _LAST = 0.02
 """The part that each gets when that is used up too."""
@@ -35,19 +35,19 @@ _PAGE_ITEMS = 1000
 
 
 class DeadlineStore(WrappedStore):
-    """Bounds every operation of another store that touches the storage, and reports it to `progress`.
+    """Bounds the time of every operation of another store, and reports it to `progress`.
 
-    Operations that do not touch the caller's memory run in a thread of their own. They are given up, with
-    StorageUnavailable, after `limit_s` without progress (None: never). A thread that the kernel or a
-    server holds ends when it is let go; it then finds that its operation was cancelled, and undoes it. A
-    listing is bounded page by page.
+    Operations that do not touch the caller's memory run in a thread of their own. They are given
+    up, with StorageUnavailable, after `limit_s` without progress (None: never). A thread that the
+    kernel or a server holds ends when it is let go; it then finds that its operation was cancelled,
+    and undoes it. A listing is bounded page by page.
 
-    Reads are cancelled then, as what arrives late would change memory that is in use again. Reads of a
-    store that cannot cancel them (`Store.reads`) are not given up.
+    Reads are cancelled then, as what arrives late would change memory that is in use again. Reads
+    of a store that cannot cancel them (`Store.reads`) are not given up.
 
     Args:
-        own_memory: only this library reads from the store, into memory that nobody else uses: all reads
-            are given up.
+        own_memory: only this library reads from the store, into memory that nobody else uses: all
+            reads are given up.
     """
 
     def __init__(
@@ -116,9 +116,9 @@ class DeadlineStore(WrappedStore):
         return None if inner is None else _BoundedRequests(inner, self)
 
     def close(self) -> None:
-        held = [thread for thread in self._given_up if thread.is_alive()]
+        blocked = any(thread.is_alive() for thread in self._given_up)
         self._given_up = []
-        if held:  # closing would wait for them
+        if blocked:  # closing would wait for them
             threading.Thread(target=self._inner.close, name="ckpt-store", daemon=True).start()
         else:
             self._inner.close()

@@ -1,4 +1,4 @@
-"""The progress of this rank in a save or a load: its step, its operations, and how long it has been idle."""
+"""The progress of this rank in a save or a load: its step, its operations, its idle time."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class Operation:
 class Progress:
     """Steps of a save or load, and operations of the store within them.
 
-    These are progress: a step that begins, an operation that the storage answered, a part of one that was
-    sent. A byte is not: a server that takes or gives one every ten seconds makes none. Nor is anything
-    after a failure: all of it has to fit into the time that is left.
+    These are progress: a step that begins, an operation that the storage answered, a part of one
+    that was sent. A byte is not: a server that takes or gives one every ten seconds makes none. Nor
+    is work after a failure: all of it has to fit into the time that is left.
 
     Attributes:
         given_up: why this save or load has failed elsewhere, so that this rank need not go on.
@@ -70,7 +70,7 @@ class Progress:
         self.moved()
 
     def clean_up(self) -> None:
-        """Begin to clean up in the time that is left, also on a rank that had no part in the failure."""
+        """Begin to clean up in the time that is left, on ranks without a failure too."""
         self._step, self.is_waiting = "cleaning up", False
         self._failing = self.is_ending = True
 
