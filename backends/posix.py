@@ -23,6 +23,7 @@ from ckpt.backends.base import (
     ObjectStat,
     PutMode,
     Store,
+    check_kept,
     check_key,
     is_key,
     part_size_bytes,
@@ -45,7 +46,6 @@ from ckpt.errors import (
     AccessDenied,
     AlreadyExists,
     ConfigurationError,
-    IntegrityError,
     NotFound,
     StorageError,
     StorageFull,
@@ -132,15 +132,16 @@ class PosixStore(Store):
                 _fsync_directory(directory)
 
     def _write(self, temporary: str, body: Body, key: str) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         try:
-            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            fd = os.open(temporary, flags, 0o666)
         except FileNotFoundError:
             self._make_directory(os.path.dirname(temporary))
-            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            fd = os.open(temporary, flags, 0o666)
         try:
             size = part_size_bytes(body.nbytes, WRITE_SIZE_BYTES, self.capabilities)
             if self._fsync and self._filesystem == "fuse.rclone":
-                self._refuse_write_back(fd, key)
+                _refuse_write_back(fd, self.url, key)
             for start in range(0, body.nbytes, size):
                 with open_part(body, start, min(start + size, body.nbytes)) as part:
                     if part.pace is not None:
@@ -153,30 +154,7 @@ class PosixStore(Store):
             written = os.fstat(fd).st_size
         finally:
             os.close(fd)
-        if written != body.nbytes:
-            raise IntegrityError(
-                f"the file system kept {written} of {body.nbytes} bytes written", url=self.url, key=key
-            )
-
-    def _refuse_write_back(self, fd: int, key: str) -> None:
-        """Raise ConfigurationError if this rclone mount acknowledges files before it stores them.
-
-        Its fsync does nothing. Without a cache of writes, closing a file stores it; with one,
-        storing comes later and may fail unseen. No mount table tells which, but only a cache can
-        make an empty file longer.
-        """
-        try:
-            os.ftruncate(fd, 1)
-        except PermissionError:
-            return
-        raise ConfigurationError(
-            "this rclone mount caches writes (--vfs-cache-mode): its fsync returns before anything is stored, "
-            "so it cannot promise that a save is durable, or visible elsewhere; save to the bucket itself "
-            "(s3://...), mount it with --vfs-cache-mode off, or give up durability with the storage option "
-            "fsync=False",
-            url=self.url,
-            key=key,
-        )
+        check_kept(written, body.nbytes, url=self.url, key=key)
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
         # Without O_NONBLOCK, a pipe that stands under a file's name would be waited for.
@@ -336,6 +314,26 @@ def _stat(key: str, facts: os.stat_result) -> ObjectStat:
     # `cp -a`, `rsync -a`, `tar` and `mv` give a new file the modification time of the old one.
     changed_at_s = max(facts.st_mtime, facts.st_ctime)
     return ObjectStat(key, facts.st_size, f"{facts.st_ino}-{facts.st_mtime_ns}", changed_at_s)
+
+
+def _refuse_write_back(fd: int, url: str, key: str) -> None:
+    """Raise ConfigurationError if this rclone mount acknowledges files before it stores them.
+
+    Its fsync does nothing. Without a cache of writes, closing a file stores it; with one, storing comes
+    later and may fail unseen. No mount table tells which, but only a cache can make an empty file
+    longer.
+    """
+    try:
+        os.ftruncate(fd, 1)
+    except PermissionError:
+        return
+    raise ConfigurationError(
+        "this rclone mount caches writes (--vfs-cache-mode): its fsync returns before anything is stored, so it "
+        "cannot promise that a save is durable, or visible elsewhere; save to the bucket itself (s3://...), "
+        "mount it with --vfs-cache-mode off, or give up durability with the storage option fsync=False",
+        url=url,
+        key=key,
+    )
 
 
 def _publish(temporary: str, path: str, mode: PutMode) -> None:
