@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -18,6 +19,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from ckpt.backends.options import redact_url
 from ckpt.consistency.commit import proves_no_commit
+from ckpt.dcp_storage import Context, DcpStorage
 from ckpt.errors import CheckpointError, CommitUnknown, ConfigurationError, LoadFailed, SaveFailed
 from ckpt.format.names import last_segment
 from ckpt.ranks.group import DEFAULT_TIMEOUT_S, Ranks, RanksFailed, portable
@@ -34,7 +36,7 @@ _logger = logging.getLogger(__name__)
 _background = Background()
 _stager = Stager()
 
-T = TypeVar("T")
+S = TypeVar("S", bound=DcpStorage)
 
 
 def save(
@@ -64,21 +66,9 @@ def save(
         SaveFailed: on every rank, whichever failed; its `failures` say which and why.
         ConfigurationError: an argument is wrong.
     """
-
-    def make_writer() -> CheckpointWriter:
-        return CheckpointWriter(
-            url,
-            storage_options=storage_options,
-            overwrite=overwrite,
-            threads=threads,
-            memory_budget_bytes=memory_budget_bytes,
-            max_bandwidth_bytes_per_s=max_bandwidth_bytes_per_s,
-            tags=tags,
-            timeout_s=timeout_s,
-        )
-
+    arguments = locals()
     with closing(Ranks(process_group, no_dist=no_dist, timeout_s=timeout_s)) as ranks:
-        writer, values = _prepare_save(state_dict, url, make_writer, ranks, copy=False)
+        writer, values = _prepare_save(arguments, ranks, copy=False)
         return _save(values, writer, planner, ranks)
 
 
@@ -105,25 +95,14 @@ def async_save(
 
     A program that ends waits for the save that is running. A failure is also logged.
     """
-
-    def make_writer() -> CheckpointWriter:
-        return CheckpointWriter(
-            url,
-            storage_options=storage_options,
-            overwrite=overwrite,
-            threads=threads,
-            memory_budget_bytes=memory_budget_bytes,
-            max_bandwidth_bytes_per_s=max_bandwidth_bytes_per_s,
-            tags=tags,
-            timeout_s=timeout_s,
-        )
+    arguments = locals()
 
     def prepare() -> Callable[[], Metadata]:
         # In the thread in which all ranks do the same things in the same order.
         ranks = Ranks(process_group, no_dist=no_dist, purpose="background", timeout_s=timeout_s)
         with ExitStack() as stack:
             stack.callback(ranks.close)
-            writer, staged = _prepare_save(state_dict, url, make_writer, ranks, copy=True)
+            writer, staged = _prepare_save(arguments, ranks, copy=True)
             stack.pop_all()
         return lambda: _save_copy(staged, writer, planner or DefaultSavePlanner(), ranks)
 
@@ -155,28 +134,16 @@ def load(
         NotFound, NotCommitted, IntegrityError, UnsafeContent, ...: as the first failing rank met it.
         LoadFailed: anything else, such as a key that the checkpoint does not have.
     """
-
-    def make_reader() -> CheckpointReader:
-        return CheckpointReader(
-            url,
-            storage_options=storage_options,
-            verify=verify,
-            visibility_timeout_s=visibility_timeout_s,
-            threads=threads,
-            memory_budget_bytes=memory_budget_bytes,
-            trusted_objects=trusted_objects,
-            timeout_s=timeout_s,
-        )
-
+    arguments = locals()
     place = place_of(url)
     with (
         closing(Ranks(process_group, no_dist=no_dist, timeout_s=timeout_s)) as ranks,
         _load_errors(place, ranks),
     ):
         reader, values = ranks.together(
-            f"load of {last_segment(place)}", lambda: (make_reader(), values_of(state_dict))
+            f"load of {last_segment(place)}",
+            lambda: (_make(CheckpointReader, arguments, ranks), values_of(state_dict)),
         )
-        ranks.progress = reader.progress
         try:
             _open_together(reader, ranks)
             load_state_dict(
@@ -191,26 +158,28 @@ def load(
         ranks.together(f"load of {last_segment(place)}", lambda: _put_back(state_dict, values))
 
 
+def _make(kind: Callable[..., S], arguments: Mapping[str, Any], ranks: Ranks) -> S:
+    """Make the writer or reader of a call, from those of the call's arguments that it takes."""
+    taken = {name: arguments[name] for name in inspect.signature(kind).parameters}
+    return Context(ranks.progress).make(kind, **taken)
+
+
 def _prepare_save(
-    state_dict: dict[str, Any],
-    url: str | os.PathLike[str],
-    make_writer: Callable[[], CheckpointWriter],
-    ranks: Ranks,
-    *,
-    copy: bool,
+    arguments: Mapping[str, Any], ranks: Ranks, *, copy: bool
 ) -> tuple[CheckpointWriter, dict[str, Any]]:
-    """A writer and the state on every rank, or the same error on every rank: DCP waits for ranks that fail here."""
+    """Make the writer and resolve the state on every rank, or raise the same error on every rank.
+
+    DCP would wait for ranks that fail here.
+    """
 
     def work() -> tuple[CheckpointWriter, dict[str, Any]]:
-        writer = make_writer()
-        values = values_of(state_dict)
+        writer = _make(CheckpointWriter, arguments, ranks)
+        values = values_of(arguments["state_dict"])
         return writer, _stager.stage(values) if copy else values
 
-    place = place_of(url)
+    place = place_of(arguments["url"])
     try:
-        writer, values = ranks.together(f"save of {last_segment(place)}", work)
-        ranks.progress = writer.progress
-        return writer, values
+        return ranks.together(f"save of {last_segment(place)}", work)
     except RanksFailed as error:
         raise _refused(error, ranks) or SaveFailed(
             summary("save", error.failures), url=place, failures=error.failures

@@ -32,13 +32,13 @@ class Counts:
 
 
 class Counted(WrappedStore):
-    """`store`, counted. `moved` is told the bytes of every part that was sent and of every read, as they are done."""
+    """`store`, counted in `counts`. `moved` is told the bytes of every part sent and of every read, as they are done."""
 
-    def __init__(self, store: Store, moved: Callable[[int], None]) -> None:
+    def __init__(self, store: Store, counts: Counts, moved: Callable[[int], None]) -> None:
         super().__init__(store)
         self._moved = moved
         self._lock = threading.Lock()
-        self.counts = Counts()
+        self.counts = counts
 
     def put(self, key: str, body: Body, *, mode: PutMode = PutMode.OVERWRITE) -> None:
         super().put(key, _CountedBody(body, self._sent), mode=mode)

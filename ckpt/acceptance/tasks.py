@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint.planner import SavePlan
@@ -15,12 +15,14 @@ from torch.distributed.checkpoint.storage import WriteResult
 from ckpt.acceptance.counted_store import Counted, Counts
 from ckpt.acceptance.known_values import compare, fill
 from ckpt.acceptance.plans import LoadShard, SaveShard, Shard, load_plan, shard_of, views_of
+from ckpt.dcp_storage import Context
 from ckpt.format.names import rank_directory
 from ckpt.reading.reader import CheckpointReader
 from ckpt.writing.writer import CheckpointWriter
 
 __all__ = ["LoadTask", "RankFigures", "SaveTask", "Setup"]
 
+S = TypeVar("S", CheckpointWriter, CheckpointReader)
 Tell = Callable[[int | str], None]
 """Told the bytes that were moved, as they are, and the prefix of the keys that a rank is about to write."""
 
@@ -34,6 +36,12 @@ class Setup:
     threads: int | None
     dtype: torch.dtype
     seed: int
+
+    def make(self, kind: type[S], counts: Counts, tell: Tell) -> S:
+        """Make a writer or reader whose store is counted."""
+        context = Context(wrap=lambda store: Counted(store, counts, tell))
+        options = {"storage_options": self.storage_options, "threads": self.threads}
+        return context.make(kind, self.url, **options)
 
 
 @dataclass
@@ -78,8 +86,7 @@ class SaveTask:
         with _timed(found, "values_s"):
             for fqn, tensor in tensors.items():
                 fill(tensor, fqn, *shard[fqn], seed=setup.seed)
-        writer = CheckpointWriter(setup.url, storage_options=setup.storage_options, threads=setup.threads)
-        store = writer._store = Counted(writer._store, tell)
+        writer = setup.make(CheckpointWriter, found.counts, tell)
         try:
             with _timed(found, "transfer_s"):
                 writer.set_up_storage_writer(False, rank=self.rank, use_collectives=True)
@@ -88,7 +95,7 @@ class SaveTask:
                 found.results = writer.write_data(self.plan, SaveShard(tensors)).wait()
         finally:
             writer.close()
-        found.shard_bytes, found.counts = _nbytes(tensors), store.counts
+        found.shard_bytes = _nbytes(tensors)
         return found
 
 
@@ -102,8 +109,7 @@ class LoadTask:
     def run(self, setup: Setup, arena: torch.Tensor, tell: Tell) -> RankFigures:
         found = RankFigures(self.rank)
         tensors = dict(views_of(self.shard, arena, setup.dtype))
-        reader = CheckpointReader(setup.url, storage_options=setup.storage_options, threads=setup.threads)
-        store = reader._store = Counted(reader._store, tell)
+        reader = setup.make(CheckpointReader, found.counts, tell)
         try:
             with _timed(found, "transfer_s"):
                 metadata = reader.read_metadata()
@@ -116,7 +122,7 @@ class LoadTask:
             for fqn, tensor in tensors.items():
                 if wrong := compare(tensor, fqn, *self.shard[fqn], seed=setup.seed):
                     found.wrong[fqn] = wrong
-        found.shard_bytes, found.counts = _nbytes(tensors), store.counts
+        found.shard_bytes = _nbytes(tensors)
         return found
 
 

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from ckpt.backends.base import exists
 from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY, proves_no_commit
-from ckpt.conversion.job import Job, deal, is_settled
+from ckpt.conversion.job import Job, is_settled
 from ckpt.conversion.output_files import OutputFiles
 from ckpt.conversion.selection import ChosenTensor
 from ckpt.conversion.stock_files import StockFiles
@@ -33,7 +33,7 @@ from ckpt.stock.metadata_writer import pickled_metadata
 from ckpt.transfer.boxes import split_box
 from ckpt.transfer.file_body import BytesPayload
 from ckpt.writing.coordinator import Coordinator
-from ckpt.writing.layout import Entry, spread
+from ckpt.writing.layout import Entry, pack, spread
 from ckpt.writing.rank_files import RankFiles
 from ckpt.writing.receipts import RankReceipt, collect
 from ckpt.writing.save_objects import SaveObjects
@@ -151,7 +151,7 @@ def _chunks(job: Job) -> list[_Chunk]:
 
 def _share(job: Job, chunks: Sequence[_Chunk]) -> list[_Chunk]:
     """What this rank writes."""
-    return [chunks[n] for n in deal([chunk.nbytes for chunk in chunks], job.ranks.size)[job.ranks.rank]]
+    return [chunks[n] for n in pack([chunk.nbytes for chunk in chunks], job.ranks.size)[job.ranks.rank]]
 
 
 def _put(job: Job, chunks: Sequence[_Chunk], put: Callable[[Sequence[Sequence[Entry]]], None]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from ckpt.backends.base import exists
@@ -23,7 +23,7 @@ from ckpt.errors import (
 from ckpt.ranks.group import Ranks, RanksFailed
 from ckpt.transfer.buffer_pool import StagingPool
 
-__all__ = ["Job", "deal", "is_settled"]
+__all__ = ["Job", "is_settled"]
 
 
 @dataclass
@@ -83,11 +83,9 @@ class Job:
         try:
             yield
         except BaseException:
-            progress = self.ranks.progress
-            # Where the others have given this rank up, its stores do nothing any more.
-            given_up, progress.given_up = progress.given_up, None
-            discard()
-            progress.given_up = given_up
+            # Where the others have given this rank up, its stores do nothing else any more.
+            with self.ranks.progress.cleaning_up():
+                discard()
             raise
 
     def publish(
@@ -124,17 +122,6 @@ class Job:
 
     def wrote(self, files: int, nbytes: int) -> None:
         self.files, self.sent_bytes = self.files + files, self.sent_bytes + nbytes
-
-
-def deal(sizes: Sequence[int], hands: int) -> list[list[int]]:
-    """Numbers of items by hand, such that all hands have about the same size; in order within each."""
-    held = [0] * hands
-    dealt: list[list[int]] = [[] for _ in range(hands)]
-    for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
-        smallest = held.index(min(held))
-        held[smallest] += max(sizes[number], 1)
-        dealt[smallest].append(number)
-    return [sorted(numbers) for numbers in dealt]
 
 
 def is_settled(error: BaseException) -> bool:

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 
 from ckpt.backends.base import exists, read_bytes
-from ckpt.conversion.job import Job, deal, is_settled
+from ckpt.conversion.job import Job, is_settled
 from ckpt.conversion.output_files import OutputFile, OutputFiles
 from ckpt.conversion.safetensors_format import DTYPES, INDEX_SUFFIX, METADATA, encode_header, encode_index
 from ckpt.conversion.selection import ChosenTensor
 from ckpt.errors import AlreadyExists, ConfigurationError
 from ckpt.format.stored_tensor import dtype_name
 from ckpt.transfer.file_body import BytesPayload, FileItem
+from ckpt.writing.layout import pack
 
 __all__ = ["write_safetensors"]
 
@@ -35,7 +36,7 @@ def write_safetensors(job: Job, dtype: torch.dtype | None) -> None:
     shards = _shards(job.choice.tensors, job.max_shard_bytes if in_folder else None)
     names = [job.place.key] if job.place.key is not None else _names(len(shards))
     files = [_file(job, name, shard) for name, shard in zip(names, shards, strict=True)]
-    mine = [files[number] for number in deal([f.nbytes for f in files], job.ranks.size)[job.ranks.rank]]
+    mine = [files[number] for number in pack([f.nbytes for f in files], job.ranks.size)[job.ranks.rank]]
     counter = job.counter(sum(file.nbytes for file in mine))
     output = OutputFiles(job.place.folder, job.pool, replace=job.overwrite, pace=counter.add)
     first = job.ranks.rank == 0

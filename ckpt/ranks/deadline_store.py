@@ -188,8 +188,8 @@ class DeadlineStore(WrappedStore):
             return outcome.result()
 
     def _raise_if_given_up(self, key: str, *, settled: bool) -> None:
-        if self._progress.given_up is not None:
-            text = f"not carried out: {self._progress.given_up}"
+        if self._progress.refusal is not None:
+            text = f"not carried out: {self._progress.refusal}"
             raise StorageError(text, url=self.url, key=key, settled=settled)
 
     def _raise_if_stalled(self, operation: Operation, limit_s: float) -> None:

@@ -199,7 +199,7 @@ class Ranks:
             size=len(members),
             call=call,
             limits=self._limits,
-            progress=lambda: self.progress,
+            progress=self.progress,
             break_off=self._break_off,
         )
 

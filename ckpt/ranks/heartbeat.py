@@ -111,7 +111,7 @@ class Watch:
         size: int,
         call: int,
         limits: Limits,
-        progress: Callable[[], Progress],
+        progress: Progress,
         break_off: Callable[[], None],
     ) -> None:
         self._store, self._name, self._rank, self._size, self._call = store, name, rank, size, call
@@ -169,7 +169,7 @@ class Watch:
             reason = self._reason()
             if reason is not None:
                 self._failure = self._failure or f"{LOST_CONTACT}: {reason}"
-                self._progress().given_up = reason
+                self._progress.given_up = reason
                 self._wake.set()
                 self._break_off()
                 break
@@ -179,7 +179,7 @@ class Watch:
                 "%s; rank %d was told to give up, and is still %s. If it does not end, end this process",
                 self._failure,
                 self._rank,
-                self._progress(),
+                self._progress,
             )
 
     def _reason(self) -> str | None:
@@ -204,7 +204,7 @@ class Watch:
         missing = [rank for rank in self._listened() if rank not in self._heard]
         if missing and now_s - self._begun_at_s > limits.stall_s:
             return f"rank {missing[0]} has never been heard of"
-        progress = self._progress()
+        progress = self._progress
         everywhere = not missing and self._rank == 0 and progress.is_waiting
         idle_s = min([progress.idle_s, *(beat.idle_s for beat in beats)])
         if everywhere and idle_s > limits.stuck_s and all(beat.is_waiting for beat in beats):
@@ -258,7 +258,7 @@ class Watch:
             _logger.warning("the rendezvous store does not answer any more: %s", error)
 
     def _say(self, store: Any, number: int, failure: str | None) -> None:
-        progress = self._progress()
+        progress = self._progress
         said = [self._call, number, progress.idle_s, progress.is_waiting, str(progress), failure]
         store.set(self._key(self._rank), json.dumps(said))
 

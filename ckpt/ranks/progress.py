@@ -56,6 +56,7 @@ class Progress:
 
     def __init__(self) -> None:
         self._operations: dict[int, Operation] = {}
+        self._overlooked: str | None = None
         self.restart()
 
     def begin(self, step: str) -> None:
@@ -73,6 +74,20 @@ class Progress:
         """Begin to clean up in the time that is left, on ranks without a failure too."""
         self._step, self.is_waiting = "cleaning up", False
         self._failing = self.is_ending = True
+
+    @contextlib.contextmanager
+    def cleaning_up(self) -> Iterator[None]:
+        """Let operations run although the call was given up before; a reason given from now on ends these too."""
+        self._overlooked = self.given_up
+        try:
+            yield
+        finally:
+            self._overlooked = None
+
+    @property
+    def refusal(self) -> str | None:
+        """Why operations must not run any more; None if they may."""
+        return None if self.given_up is self._overlooked else self.given_up
 
     def restart(self) -> None:
         """Begin a new save or load."""

@@ -6,11 +6,10 @@ can be checked. It never runs code from a checkpoint unless told to.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import uuid
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -20,15 +19,10 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from ckpt.backends.base import Store
-from ckpt.backends.options import redact_url
-from ckpt.backends.registry import open_store
 from ckpt.consistency.commit import COMMIT_KEY
+from ckpt.dcp_storage import DcpStorage
 from ckpt.errors import CheckpointError, CommitConflict, ConfigurationError, NotCommitted, NotFound
-from ckpt.ranks.deadline_store import DeadlineStore
-from ckpt.ranks.group import DEFAULT_TIMEOUT_S, check_timeout
-from ckpt.ranks.heartbeat import Limits
-from ckpt.ranks.progress import Progress
+from ckpt.ranks.group import DEFAULT_TIMEOUT_S
 from ckpt.reading.checkpoint import (
     Checkpoint,
     ReadSettings,
@@ -37,14 +31,13 @@ from ckpt.reading.checkpoint import (
     open_rank_local,
 )
 from ckpt.reading.loader import Loader
-from ckpt.transfer.buffer_pool import DEFAULT_MEMORY_BUDGET_BYTES, StagingPool
 from ckpt.transfer.fetcher import Fetcher
 from ckpt.transfer.threads import workers
 
 __all__ = ["CheckpointReader"]
 
 
-class CheckpointReader(StorageReader):
+class CheckpointReader(DcpStorage, StorageReader):
     """Reads a committed checkpoint, or one of stock PyTorch.
 
     Args:
@@ -76,24 +69,13 @@ class CheckpointReader(StorageReader):
         trusted_objects: Collection[str] = (),
         timeout_s: float | None = DEFAULT_TIMEOUT_S,
     ) -> None:
-        super().__init__()
         if isinstance(trusted_objects, str):
-            raise ConfigurationError("trusted_objects is a list of names, not one str")
+            raise ConfigurationError("trusted_objects must be a list of names, not a single str")
         if visibility_timeout_s is not None and not visibility_timeout_s >= 0:
             raise ConfigurationError(f"visibility_timeout_s must not be negative: {visibility_timeout_s}")
-        self._storage_options = dict(storage_options or {})
         self._settings = ReadSettings(verify, visibility_timeout_s)
-        self._threads = threads
         self._trusted_objects = tuple(trusted_objects)
-        self._budget_bytes = (
-            DEFAULT_MEMORY_BUDGET_BYTES if memory_budget_bytes is None else memory_budget_bytes
-        )
-        self._pool = StagingPool(self._budget_bytes, pinned=torch.cuda.is_available())
-        self._url = os.fspath(url)
-        self._limit_s = None if timeout_s is None else Limits(check_timeout(timeout_s)).stall_s
-        self.progress = Progress()
-        self._store = self._open_store(url)
-        self._rank = 0
+        super().__init__(url, storage_options, threads, memory_budget_bytes, timeout_s)
         # Whose part of a checkpoint that was saved without collectives is open.
         self._part: int | None = None
         self._checkpoint: Checkpoint | None = None
@@ -106,10 +88,7 @@ class CheckpointReader(StorageReader):
         """Begin a load, from another place if one is given."""
         self._checkpoint, self._opened_ahead, self._failure = None, False, None
         self.progress.restart()
-        if checkpoint_id is not None and os.fspath(checkpoint_id) != self._url:
-            self._store.close()
-            self._url = os.fspath(checkpoint_id)
-            self._store = self._open_store(checkpoint_id)
+        super().reset(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The checkpoint's metadata.
@@ -178,19 +157,6 @@ class CheckpointReader(StorageReader):
         future.set_result(None)
         return future
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        try:
-            open_store(checkpoint_id)
-        except CheckpointError:
-            return False
-        return True
-
-    @property
-    def checkpoint_id(self) -> str:
-        """The checkpoint's place, without credentials."""
-        return self._store.url
-
     # -- beyond DCP ----------------------------------------------------------------------------------------
 
     def open(self) -> Checkpoint | None:
@@ -214,23 +180,8 @@ class CheckpointReader(StorageReader):
         self._checkpoint = Checkpoint.adopt(self._store, self._settings, shared)
         self._opened_ahead = True
 
-    def close(self) -> None:
-        """Release connections and threads. The reader can be used again; it then opens new ones."""
-        self._store.close()
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({redact_url(self._url)!r})"
-
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_pool": None, "_checkpoint": None, "_opened_ahead": False}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._pool = StagingPool(self._budget_bytes, pinned=torch.cuda.is_available())
-
-    def _open_store(self, url: str | os.PathLike[str]) -> Store:
-        store = open_store(url, self._storage_options, threads=self._threads)
-        return DeadlineStore(store, self.progress, self._limit_s)
+        return {**super().__getstate__(), "_checkpoint": None, "_opened_ahead": False}
 
     def _open_any(self, rank: int | None) -> None:
         """Open what is there, also one rank's part of what stock PyTorch saved with `use_collectives=False`.
@@ -263,20 +214,6 @@ class CheckpointReader(StorageReader):
         if torch.accelerator.is_available():
             # Copies were queued by other threads.
             torch.accelerator.synchronize()
-
-    @contextlib.contextmanager
-    def _errors_named(self) -> Iterator[None]:
-        """Every error leaves with the rank and the place, and able to travel to the other ranks."""
-        try:
-            yield
-        except CheckpointError as error:
-            error.rank = self._rank if error.rank is None else error.rank
-            error.url = error.url or self.checkpoint_id
-            raise
-        except Exception as error:
-            raise CheckpointError(
-                f"{type(error).__name__}: {error}", url=self.checkpoint_id, rank=self._rank
-            ) from error
 
 
 def _global_rank() -> int:

@@ -5,6 +5,7 @@ Sizes are known from the plan, so files are laid out before any tensor's bytes a
 
 from __future__ import annotations
 
+import heapq
 import io
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,6 +23,7 @@ from ckpt.transfer.tensor_memory import plain
 __all__ = [
     "Entry",
     "object_entries",
+    "pack",
     "pickled_entries",
     "place",
     "refuse_layouts",
@@ -128,13 +130,22 @@ def spread(entries: Sequence[Entry], files: int) -> list[list[Entry]]:
     files = max(min(files, large // MIN_FILE_BYTES), math.ceil(sum(lengths) / MAX_FILE_BYTES), 1)
     if files == 1:
         return [list(entries)] if entries else []
-    sizes = [0] * files
-    chosen: list[list[int]] = [[] for _ in range(files)]
-    for number in sorted(range(len(entries)), key=lambda number: -lengths[number]):
-        smallest = sizes.index(min(sizes))
-        sizes[smallest] += lengths[number]
-        chosen[smallest].append(number)
-    return [[entries[number] for number in sorted(numbers)] for numbers in chosen if numbers]
+    packed = pack(lengths, files)
+    return [[entries[number] for number in numbers] for numbers in packed if numbers]
+
+
+def pack(sizes: Sequence[int], bins: int) -> list[list[int]]:
+    """Pack items into bins of about the same size: the largest first, each into the smallest bin.
+
+    Returns the numbers of the items in each bin, in order.
+    """
+    filled = [(0, number) for number in range(bins)]
+    packed: list[list[int]] = [[] for _ in range(bins)]
+    for item in sorted(range(len(sizes)), key=lambda item: -sizes[item]):
+        size, smallest = filled[0]
+        heapq.heapreplace(filled, (size + max(sizes[item], 1), smallest))
+        packed[smallest].append(item)
+    return [sorted(items) for items in packed]
 
 
 def place(entries: Iterable[Entry]) -> list[FileItem]:

@@ -7,12 +7,11 @@ another rank wrote, so none depends on seeing it.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,20 +21,14 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from ckpt.backends.base import Store
-from ckpt.backends.options import redact_url
-from ckpt.backends.registry import open_store
 from ckpt.consistency import environment
 from ckpt.consistency.commit import proves_no_commit
+from ckpt.dcp_storage import DcpStorage
 from ckpt.errors import CheckpointError, CommitUnknown, ConfigurationError
 from ckpt.format.names import last_segment, rank_directory
 from ckpt.gc_pause import no_gc
-from ckpt.ranks.deadline_store import DeadlineStore
-from ckpt.ranks.group import DEFAULT_TIMEOUT_S, check_timeout
-from ckpt.ranks.heartbeat import Limits
-from ckpt.ranks.progress import Progress
+from ckpt.ranks.group import DEFAULT_TIMEOUT_S
 from ckpt.transfer.bandwidth import Pacer
-from ckpt.transfer.buffer_pool import DEFAULT_MEMORY_BUDGET_BYTES, StagingPool
 from ckpt.writing.coordinator import Coordinator
 from ckpt.writing.layout import (
     Entry,
@@ -70,7 +63,7 @@ class SaveMeta(StorageMeta):
     retries: int = 0
 
 
-class CheckpointWriter(StorageWriter):
+class CheckpointWriter(DcpStorage, StorageWriter):
     """Writes checkpoints that are committed whole or not at all.
 
     Args:
@@ -89,6 +82,8 @@ class CheckpointWriter(StorageWriter):
         ConfigurationError: an argument is wrong.
     """
 
+    _own_memory = True
+
     def __init__(
         self,
         url: str | os.PathLike[str],
@@ -101,35 +96,17 @@ class CheckpointWriter(StorageWriter):
         tags: Mapping[str, str] | None = None,
         timeout_s: float | None = DEFAULT_TIMEOUT_S,
     ) -> None:
-        super().__init__()
-        self._storage_options = dict(storage_options or {})
-        self._overwrite = overwrite
-        self._threads = threads
         self._tags = _checked_tags(tags)
+        self._overwrite = overwrite
         self._bandwidth_bytes_per_s = max_bandwidth_bytes_per_s
         self._pacer = _pacer(max_bandwidth_bytes_per_s)
-        self._budget_bytes = (
-            DEFAULT_MEMORY_BUDGET_BYTES if memory_budget_bytes is None else memory_budget_bytes
-        )
-        self._pool = StagingPool(self._budget_bytes, pinned=torch.cuda.is_available())
-        self._url = os.fspath(url)
-        self._limit_s = None if timeout_s is None else Limits(check_timeout(timeout_s)).stall_s
-        self.progress = Progress()
-        self._store = self._open(url)
-        self._rank = 0
+        super().__init__(url, storage_options, threads, memory_budget_bytes, timeout_s)
         self._objects = SaveObjects()
         self._began_at_s: dict[str, float] = {}
         self._retries_before = 0
         self._coordinator: Coordinator | None = None
 
     # -- what DCP calls, in this order ---------------------------------------------------------------------
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin a save, at another place if one is given."""
-        if checkpoint_id is not None and os.fspath(checkpoint_id) != self._url:
-            store = self._open(checkpoint_id)
-            self._store.close()
-            self._url, self._store = os.fspath(checkpoint_id), store
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._objects.token)
@@ -208,19 +185,6 @@ class CheckpointWriter(StorageWriter):
                 retries=self._retries() + sum(r.retries for r in receipts if r.rank != self._rank),
             )
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        try:
-            open_store(checkpoint_id)
-        except CheckpointError:
-            return False
-        return True
-
-    @property
-    def checkpoint_id(self) -> str:
-        """The checkpoint's place, without credentials."""
-        return self._store.url
-
     # -- beyond DCP ----------------------------------------------------------------------------------------
 
     def discard(self) -> None:
@@ -228,24 +192,12 @@ class CheckpointWriter(StorageWriter):
         self.progress.clean_up()
         self._objects.discard(self._store)
 
-    def close(self) -> None:
-        """Release connections and threads. The writer can be used again; it then opens new ones."""
-        self._store.close()
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({redact_url(self._url)!r})"
-
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_pool": None, "_pacer": None, "_coordinator": None}
+        return {**super().__getstate__(), "_pacer": None, "_coordinator": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._pool = StagingPool(self._budget_bytes, pinned=torch.cuda.is_available())
+        super().__setstate__(state)
         self._pacer = _pacer(self._bandwidth_bytes_per_s)
-
-    def _open(self, url: str | os.PathLike[str]) -> Store:
-        store = open_store(url, self._storage_options, threads=self._threads)
-        return DeadlineStore(store, self.progress, self._limit_s, own_memory=True)
 
     # -- writing -------------------------------------------------------------------------------------------
 
@@ -283,20 +235,6 @@ class CheckpointWriter(StorageWriter):
     def _retries(self) -> int:
         """Of this rank, since the save began."""
         return self._store.retries - self._retries_before
-
-    @contextlib.contextmanager
-    def _errors_named(self) -> Iterator[None]:
-        """Every error leaves with the rank and the place, and able to travel to the other ranks."""
-        try:
-            yield
-        except CheckpointError as error:
-            error.rank = self._rank if error.rank is None else error.rank
-            error.url = error.url or self.checkpoint_id
-            raise
-        except Exception as error:
-            raise CheckpointError(
-                f"{type(error).__name__}: {error}", url=self.checkpoint_id, rank=self._rank
-            ) from error
 
 
 def _wait_for_devices() -> None:

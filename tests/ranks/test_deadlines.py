@@ -166,7 +166,7 @@ def test_a_roll_call_after_one_of_another_rank() -> None:
             size=2,
             call=1,
             limits=Limits(20.0),
-            progress=Progress,
+            progress=Progress(),
             break_off=lambda: None,
         )
         for rank in (0, 1)
@@ -229,7 +229,7 @@ def test_a_rank_that_cannot_give_up_says_so(caplog: pytest.LogCaptureFixture) ->
     progress, told = Progress(), threading.Event()
     progress.wait_for("all ranks to have read")
     watch = Watch(
-        store, "stuck", rank=0, size=2, call=1, limits=Limits(1.0), progress=lambda: progress, break_off=told.set
+        store, "stuck", rank=0, size=2, call=1, limits=Limits(1.0), progress=progress, break_off=told.set
     )  # fmt: skip
     watch.start()
     assert told.wait(30)
@@ -251,7 +251,7 @@ def test_the_last_words_of_a_dead_rank_are_no_sign_of_life() -> None:
         store.set("ckpt/beat/test/1", json.dumps([1, number, 0.1 * number, False, "saving", None]))
 
     watch = Watch(
-        store, "test", rank=0, size=2, call=1, limits=Limits(TIMEOUT_S), progress=Progress, break_off=lambda: None
+        store, "test", rank=0, size=2, call=1, limits=Limits(TIMEOUT_S), progress=Progress(), break_off=lambda: None
     )  # fmt: skip
     say(1)
     watch.start()

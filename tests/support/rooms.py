@@ -68,13 +68,16 @@ ROOMS: Mapping[str, Room] = {
     ),
     "ckpt.stock": Room("what stock PyTorch stores, read without running code", (*_FLOOR, "ckpt.format")),
     "ckpt.transfer": Room("bytes between memory and stores", (*_FLOOR, "ckpt.format")),
+    "ckpt.dcp_storage": Room(
+        "what DCP's writer and reader have in common", (*_FLOOR, "ckpt.transfer", "ckpt.ranks", _REGISTRY)
+    ),
     "ckpt.writing": Room(
         "a save, from DCP's plan to the commit",
-        (*_FLOOR, "ckpt.format", "ckpt.stock", "ckpt.transfer", "ckpt.ranks", _REGISTRY),
+        (*_FLOOR, "ckpt.dcp_storage", "ckpt.format", "ckpt.stock", "ckpt.transfer", "ckpt.ranks"),
     ),
     "ckpt.reading": Room(
         "a load, from the commit to the last element",
-        (*_FLOOR, "ckpt.format", "ckpt.stock", "ckpt.transfer", "ckpt.ranks", _REGISTRY),
+        (*_FLOOR, "ckpt.dcp_storage", "ckpt.format", "ckpt.stock", "ckpt.transfer", "ckpt.ranks", _REGISTRY),
     ),
     "ckpt.tools": Room(
         "one file for each verb: ls, inspect, verify, copy, gc, ...",
@@ -107,7 +110,7 @@ ROOMS: Mapping[str, Room] = {
     ),
     "ckpt.api": Room(
         "ckpt.save, ckpt.load, ckpt.async_save",
-        (*_FLOOR, "ckpt.format.names", "ckpt.ranks", "ckpt.writing", "ckpt.reading"),
+        (*_FLOOR, "ckpt.dcp_storage", "ckpt.format.names", "ckpt.ranks", "ckpt.writing", "ckpt.reading"),
     ),
     "ckpt.dcp_hook": Room(
         "ckpt.install()", ("ckpt.errors", "ckpt.torch_private", "ckpt.writing", "ckpt.reading")
@@ -116,6 +119,7 @@ ROOMS: Mapping[str, Room] = {
         "a model's worth of known values saved, loaded, compared",
         (
             *_FLOOR,
+            "ckpt.dcp_storage",
             _REGISTRY,
             "ckpt.backends.wrapper",
             "ckpt.format",

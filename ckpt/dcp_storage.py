@@ -1,0 +1,136 @@
+"""Share what a storage writer and a storage reader both need: a guarded store, a budget, errors that travel."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+from ckpt.backends.base import Store
+from ckpt.backends.options import redact_url
+from ckpt.backends.registry import open_store
+from ckpt.errors import CheckpointError
+from ckpt.ranks.deadline_store import DeadlineStore
+from ckpt.ranks.group import check_timeout
+from ckpt.ranks.heartbeat import Limits
+from ckpt.ranks.progress import Progress
+from ckpt.transfer.buffer_pool import DEFAULT_MEMORY_BUDGET_BYTES, StagingPool
+
+__all__ = ["Context", "DcpStorage"]
+
+P = ParamSpec("P")
+S = TypeVar("S", bound="DcpStorage")
+
+
+@dataclass(frozen=True)
+class Context:
+    """The part of a writer's or reader's surroundings that only this library sets.
+
+    Attributes:
+        progress: is told what the writer or reader does.
+        wrap: wraps each store that it opens.
+    """
+
+    progress: Progress = field(default_factory=Progress)
+    wrap: Callable[[Store], Store] | None = None
+
+    def make(self, kind: Callable[P, S], *args: P.args, **kwargs: P.kwargs) -> S:
+        """Make a writer or reader of the class `kind` in this context."""
+        cls: Any = kind
+        storage: S = cls.__new__(cls)
+        storage._context = self  # before the constructor opens a store
+        cls.__init__(storage, *args, **kwargs)
+        return storage
+
+
+class DcpStorage:
+    """The base of `CheckpointWriter` and `CheckpointReader`.
+
+    Attributes:
+        progress: what this rank is doing now.
+    """
+
+    _own_memory = False
+    _context: Context | None = None
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str],
+        storage_options: Mapping[str, Any] | None,
+        threads: int | None,
+        memory_budget_bytes: int | None,
+        timeout_s: float | None,
+    ) -> None:
+        super().__init__()
+        self._context = self._context or Context()
+        self._storage_options, self._threads = dict(storage_options or {}), threads
+        self._budget_bytes = (
+            DEFAULT_MEMORY_BUDGET_BYTES if memory_budget_bytes is None else memory_budget_bytes
+        )
+        self._pool = self._new_pool()
+        self._limit_s = None if timeout_s is None else Limits(check_timeout(timeout_s)).stall_s
+        self.progress = self._context.progress
+        self._url, self._store = os.fspath(url), self._open(url)
+        self._rank = 0
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin a save or load, at another place if one is given."""
+        if checkpoint_id is not None and os.fspath(checkpoint_id) != self._url:
+            store = self._open(checkpoint_id)
+            self._store.close()
+            self._url, self._store = os.fspath(checkpoint_id), store
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Tell whether a store can be opened at this place."""
+        try:
+            open_store(checkpoint_id)
+        except CheckpointError:
+            return False
+        return True
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The checkpoint's place, without credentials."""
+        return self._store.url
+
+    def close(self) -> None:
+        """Release connections and threads. It can be used again; it then opens new ones."""
+        self._store.close()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({redact_url(self._url)!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_pool": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._pool = self._new_pool()
+
+    def _open(self, url: str | os.PathLike[str]) -> Store:
+        assert self._context is not None
+        store = open_store(url, self._storage_options, threads=self._threads)
+        guarded = DeadlineStore(store, self.progress, self._limit_s, own_memory=self._own_memory)
+        return guarded if self._context.wrap is None else self._context.wrap(guarded)
+
+    def _new_pool(self) -> StagingPool:
+        return StagingPool(self._budget_bytes, pinned=torch.cuda.is_available())
+
+    @contextlib.contextmanager
+    def _errors_named(self) -> Iterator[None]:
+        """Give every error the rank and the place, in a form that can travel to the other ranks."""
+        try:
+            yield
+        except CheckpointError as error:
+            error.rank = self._rank if error.rank is None else error.rank
+            error.url = error.url or self.checkpoint_id
+            raise
+        except Exception as error:
+            raise CheckpointError(
+                f"{type(error).__name__}: {error}", url=self.checkpoint_id, rank=self._rank
+            ) from error
