@@ -1,4 +1,4 @@
-"""Opening a checkpoint: from a place to what is committed there, and to the facts about its files."""
+"""Open a checkpoint: its records first, and facts about its files when a load needs them."""
 
 from __future__ import annotations
 
@@ -64,18 +64,19 @@ _LAGGING_STORE_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class ReadSettings:
-    """How a checkpoint is read.
+    """Say how to read a checkpoint.
 
     Attributes:
         verify: check blocks against their checksums.
-        visibility_timeout_s: how long to wait for what must exist but is not visible yet; None goes by whether
-            the store may lag.
+        visibility_timeout_s: how long to wait for an object that must exist but is not visible yet; None: 60 s on
+            storage that may lag, else 5 s.
     """
 
     verify: bool = True
     visibility_timeout_s: float | None = None
 
     def timeout_s(self, store: Store) -> float:
+        """Return how long to wait for an object of this store."""
         if self.visibility_timeout_s is not None:
             return self.visibility_timeout_s
         prompt = store.capabilities.cross_client_visibility
@@ -83,7 +84,7 @@ class ReadSettings:
 
 
 class _Shared(NamedTuple):
-    commit: bytes  # empty: a foreign checkpoint
+    commit: bytes  # empty: a stock checkpoint
     metadata_key: str
     metadata: bytes
 
@@ -92,9 +93,12 @@ _SHARED = msgspec.msgpack.Decoder(_Shared)  # made once, before there are thread
 
 
 class Checkpoint:
-    """What stands at a place: a committed checkpoint of ours (`commit` is set), or one of stock PyTorch.
+    """An open checkpoint: one that this library committed, or one of stock PyTorch.
 
-    It holds the records; facts about files are fetched by `prepare` when a load knows which ones it needs.
+    Attributes:
+        stored_commit, commit: the commit record, as read and decoded; None in a stock checkpoint.
+        metadata_key, metadata_bytes: the index (in a stock checkpoint `.metadata`), as it is stored.
+        metadata: DCP's view of it.
     """
 
     def __init__(
@@ -116,7 +120,7 @@ class Checkpoint:
 
     @property
     def identity(self) -> str:
-        """What tells this checkpoint from another one at the same place, on every rank alike."""
+        """Tell this checkpoint from others at the same place; every rank has the same answer."""
         if self.commit is not None:
             return self.commit.id
         if self.metadata_key != STOCK_METADATA_KEY:
@@ -124,24 +128,24 @@ class Checkpoint:
         return crc_text(crc64nvme(self.metadata_bytes))
 
     def share(self) -> bytes:
-        """Everything another rank needs to hold the same checkpoint without reading it from storage."""
+        """Encode the records, so that another rank can `adopt` them without reading storage."""
         commit = b"" if self.stored_commit is None else self.stored_commit.raw
         shared = _Shared(commit, self.metadata_key, self.metadata_bytes)
         return zlib.compress(msgspec.msgpack.encode(shared), 1)
 
     @staticmethod
     def adopt(store: Store, settings: ReadSettings, shared: bytes) -> Checkpoint:
-        """The checkpoint that `share` described on another rank."""
+        """Make the checkpoint that another rank encoded with `share`."""
         raw, metadata_key, metadata = _SHARED.decode(zlib.decompress(shared))
         commit = StoredCommit(raw, store.url) if raw else None
         return Checkpoint(store, settings, commit, metadata_key, metadata)
 
     def when_visible(self, read: Callable[[], T]) -> T:
-        """`read()` of one of its objects, which is given time to become visible.
+        """Call `read` for one of its objects again until the object is visible.
 
         Raises:
-            NotVisible: it did not in time.
-            CommitConflict: another save has replaced this checkpoint, whose objects then go away.
+            NotVisible: it did not become visible in time.
+            CommitConflict: another save has replaced this checkpoint and deletes its objects.
         """
         return when_visible(
             read, timeout_s=self._settings.timeout_s(self._store), still_expected=self._check_current
@@ -152,10 +156,10 @@ class Checkpoint:
             _check_current(self._store, self.stored_commit)
 
     def prepare(self, infos: Iterable[StorageInfo], threads: Executor) -> None:
-        """Fetch the facts about the files of these items: our manifests, or the sizes of foreign files."""
+        """Fetch facts about the files of these items: manifests, or in a stock checkpoint the files' sizes."""
         if self.commit is None:
             keys = {info.relative_path for info in infos} - self._files.keys()
-            self._files |= {file.key: file for file in threads.map(self._foreign_file, sorted(keys))}
+            self._files |= {file.key: file for file in threads.map(self._stock_file, sorted(keys))}
             return
         missing = (info for info in infos if info.relative_path not in self._files)
         for manifest in threads.map(
@@ -167,36 +171,36 @@ class Checkpoint:
                 self._items[manifest.files[item.file].path, item.offset] = item
 
     def chunk(self, index: MetadataIndex) -> tuple[torch.Size, torch.dtype]:
-        """Shape and dtype of a stored chunk.
+        """Return the shape and dtype of a stored chunk.
 
         Raises:
             FormatError: there is no such chunk.
         """
-        found = self.metadata.state_dict_metadata.get(index.fqn)
-        if not isinstance(found, TensorStorageMetadata):
+        tensor = self.metadata.state_dict_metadata.get(index.fqn)
+        if not isinstance(tensor, TensorStorageMetadata):
             raise FormatError(f"{index.fqn!r} is not a tensor in this checkpoint", url=self._store.url)
         shape: torch.Size | None
-        if isinstance(found.chunks, Chunks):
-            shape = found.chunks.size_at(index)
+        if isinstance(tensor.chunks, Chunks):
+            shape = tensor.chunks.size_at(index)
         else:
             if index.fqn not in self._chunks:
-                self._chunks[index.fqn] = {packed(chunk.offsets): chunk.sizes for chunk in found.chunks}
+                self._chunks[index.fqn] = {packed(chunk.offsets): chunk.sizes for chunk in tensor.chunks}
             shape = self._chunks[index.fqn].get(packed(index.offset or ()))
         if shape is None:
             raise FormatError(f"{index.fqn!r} has no chunk at {index.offset}", url=self._store.url)
-        return shape, found.properties.dtype
+        return shape, tensor.properties.dtype
 
     def file(self, info: StorageInfo) -> StoredFile:
-        """The file of an item, after `prepare`.
+        """Return the file of an item, after `prepare`.
 
         Raises:
             Truncated: the file ends before the item does.
-            FormatError: the manifest knows no such file.
+            FormatError: no manifest lists it.
         """
         file = self._files.get(info.relative_path)
         if file is None:
             raise FormatError(
-                "the metadata name this file, but the rank's manifest does not list it",
+                "the metadata names this file, but the manifest of its rank does not list it",
                 url=self._store.url,
                 key=info.relative_path,
             )
@@ -212,33 +216,33 @@ class Checkpoint:
         return file
 
     def item(self, info: StorageInfo) -> ItemRecord | None:
-        """The manifest's word on an item, after `prepare`; None in a foreign checkpoint.
+        """Return the manifest's record of an item, after `prepare`; None in a stock checkpoint.
 
         Raises:
-            FormatError: the manifest knows no such item.
+            FormatError: the manifest has no such item.
         """
         if self.commit is None:
             return None
-        found = self._items.get((info.relative_path, info.offset))
-        if found is None or found.length != info.length:
+        item = self._items.get((info.relative_path, info.offset))
+        if item is None or item.length != info.length:
             raise FormatError(
-                f"metadata and manifest disagree on the item at byte {info.offset}",
+                f"the metadata and the manifest disagree on the item at byte {info.offset}",
                 url=self._store.url,
                 key=info.relative_path,
             )
-        return found
+        return item
 
     def _our_file(self, file: FileRecord, block_size_bytes: int) -> StoredFile:
         if not self._settings.verify:
             return StoredFile(file.path, file.size_bytes)
         return StoredFile(file.path, file.size_bytes, block_size_bytes, file.block_crcs())
 
-    def _foreign_file(self, key: str) -> StoredFile:
+    def _stock_file(self, key: str) -> StoredFile:
         try:
             check_key(key)
         except ConfigurationError as error:
             raise UnsafeContent(
-                f"the metadata name a file outside of the checkpoint: {key[:80]!r}", url=self._store.url
+                f"the metadata names a file outside of the checkpoint: {key[:80]!r}", url=self._store.url
             ) from error
         return StoredFile(key, self._store.stat(key).size_bytes)
 
@@ -247,7 +251,7 @@ class Checkpoint:
         key = manifest_key(name.rank, name.token) if name is not None and name.kind == "distcp" else ""
         if key not in self._refs:
             raise FormatError(
-                f"the metadata name a file that the commit does not cover: {info.relative_path[:80]!r}",
+                f"the metadata names a file that no manifest of this commit can list: {info.relative_path[:80]!r}",
                 url=self._store.url,
                 key=COMMIT_KEY,
             )
@@ -258,7 +262,9 @@ class Checkpoint:
         data = read_listed(self._store, self._settings, self._refs[key], self.stored_commit)
         manifest = decode_manifest(data, url=self._store.url, key=key)
         if not all(is_data_key(file.path) for file in manifest.files):
-            raise FormatError("names a file that no rank of a save would write", url=self._store.url, key=key)
+            raise FormatError(
+                "lists a data file under a name that this library does not give", url=self._store.url, key=key
+            )
         return manifest
 
 
@@ -271,11 +277,11 @@ def _decode(commit: CommitRecord | None, data: bytes, *, url: str, key: str) -> 
 
 
 def open_checkpoint(store: Store, settings: ReadSettings) -> Checkpoint:
-    """What is committed at the store's root, or the stock checkpoint that stands there.
+    """Open the committed checkpoint at the store's root, or the stock checkpoint there.
 
     Raises:
-        NotFound: there is nothing at all.
-        NotCommitted: there is something, but no checkpoint (yet).
+        NotFound: nothing is stored there.
+        NotCommitted: there are objects, but not (yet) a checkpoint.
         IntegrityError, FormatError, UnsafeContent: a record is damaged, not understood, or not safe.
         NotVisible: a listed object did not appear in time.
     """
@@ -288,16 +294,16 @@ def open_checkpoint(store: Store, settings: ReadSettings) -> Checkpoint:
             metadata = read_listed(store, settings, ref, commit)
             return Checkpoint(store, settings, commit, ref.path, bytes(metadata))
         except (IntegrityError, CommitConflict):
-            # A save that replaces the checkpoint right now can make us read half of each record.
+            # A save that replaces the checkpoint meanwhile can leave us with records of both.
             again = read_commit(store)
             if again == commit or attempt == _OPEN_ATTEMPTS:
                 raise
             commit = again
-    return _open_foreign(store, settings)
+    return _open_stock(store, settings)
 
 
 def open_parts(store: Store, settings: ReadSettings) -> list[Checkpoint]:
-    """What stands at a place: one checkpoint, or a part per rank where stock saved with `use_collectives=False`.
+    """Open a checkpoint; one part for each rank where stock PyTorch saved with `use_collectives=False`.
 
     Raises:
         NotFound, NotCommitted, IntegrityError, FormatError, UnsafeContent, NotVisible: as `open_checkpoint`.
@@ -317,34 +323,34 @@ def open_parts(store: Store, settings: ReadSettings) -> list[Checkpoint]:
 
 
 def open_rank_local(store: Store, settings: ReadSettings, rank: int) -> Checkpoint:
-    """One rank's part of a stock checkpoint that was saved with `use_collectives=False`."""
+    """Open one rank's part of a stock checkpoint that was saved with `use_collectives=False`."""
     key = f"__{rank}{STOCK_METADATA_KEY}"
     return Checkpoint(store, settings, None, key, _read_replaceable(store, key))
 
 
 def is_rank_local(store: Store) -> bool:
-    """Whether the place holds such a checkpoint."""
+    """Tell whether a stock checkpoint in parts is there."""
     return exists(store, f"__0{STOCK_METADATA_KEY}")
 
 
-def _open_foreign(store: Store, settings: ReadSettings) -> Checkpoint:
+def _open_stock(store: Store, settings: ReadSettings) -> Checkpoint:
     key = STOCK_METADATA_KEY
     if is_foreign(store):
-        found = Checkpoint(store, settings, None, key, _read_replaceable(store, key))
+        checkpoint = Checkpoint(store, settings, None, key, _read_replaceable(store, key))
         # A tool may have cut off the seal, but the names of the files are ours.
-        if not any(is_data_key(info.relative_path) for info in found.metadata.storage_data.values()):
-            return found
+        if not any(is_data_key(info.relative_path) for info in checkpoint.metadata.storage_data.values()):
+            return checkpoint
     elif next(iter(store.list()), None) is None:
         raise NotFound("there is nothing here", url=store.url)
     raise NotCommitted(
         "no checkpoint is committed here: there are objects, but no commit.json; "
-        "the save did not finish, or the copy is not complete",
+        "the save or copy did not finish, or is still running",
         url=store.url,
     )
 
 
 def _read_replaceable(store: Store, key: str) -> bytes:
-    """An object without a checksum that may be replaced at any time: all of one version, never half of two."""
+    """Read an object that has no checksum and may be replaced meanwhile: all of one version, never half of two."""
     for attempt in range(1, _OPEN_ATTEMPTS + 1):
         before = store.stat(key)
         try:
@@ -355,25 +361,23 @@ def _read_replaceable(store: Store, key: str) -> bytes:
             continue
         if store.stat(key) == before:
             return data
-    raise IntegrityError("it changes while it is read", url=store.url, key=key)
+    raise IntegrityError("keeps changing while it is read; is a save running here?", url=store.url, key=key)
 
 
 def _await_commit(store: Store, settings: ReadSettings) -> StoredCommit | None:
-    """The commit record. Storage that may lag is given time to show it; elsewhere its absence is an answer."""
+    """Read the commit record. Storage that may lag is given time to show it; elsewhere there is one attempt."""
     may_lag = not store.capabilities.cross_client_visibility
     backoff = environment.Backoff(settings.timeout_s(store) if may_lag else 0.0, first_pause_s=0.25)
-    while True:
-        commit = read_commit(store)
-        if commit is not None or backoff.is_over or is_foreign(store):
-            return commit
+    while (commit := read_commit(store)) is None and not backoff.is_over and not is_foreign(store):
         backoff.pause()
+    return commit
 
 
 def read_listed(store: Store, settings: ReadSettings, ref: ObjectRef, commit: StoredCommit) -> bytearray:
-    """An object that the commit lists, checked against it.
+    """Read an object that the commit lists, and check it.
 
     Raises:
-        IntegrityError: it is not what the commit says.
+        IntegrityError: its bytes are not those that were committed.
         NotVisible: it did not appear in time.
         CommitConflict: another save has replaced the checkpoint.
     """
@@ -396,7 +400,7 @@ def read_listed(store: Store, settings: ReadSettings, ref: ObjectRef, commit: St
 def _check_current(store: Store, commit: StoredCommit) -> None:
     if read_commit(store) not in (commit, None):
         raise CommitConflict(
-            "this checkpoint was replaced by another save while it was being read; load again",
+            "another save replaced this checkpoint while it was being read; load again",
             url=store.url,
             key=COMMIT_KEY,
         )
