@@ -1,7 +1,7 @@
-"""Whether a load plan fills everything that it is meant to fill.
+"""Check that a load plan fills all of its destinations.
 
-DCP's planner plans a read wherever a destination and a stored chunk overlap. Where the metadata lack a chunk
-it plans nothing, and the destination would silently keep what it held before the load.
+DCP's planner plans a read wherever a destination and a stored chunk overlap. Where the metadata lacks a
+chunk it plans nothing, and the destination would silently keep its values from before the load.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ __all__ = ["check_coverage", "filled_boxes"]
 
 
 def filled_boxes(items: Iterable[ReadItem]) -> dict[MetadataIndex, Box | None]:
-    """For each destination of a plan, the box of it that its reads fill, each element once; None if there is none."""
+    """Find for each destination of a plan the box that its reads fill, each element once; None if there is none."""
     boxes: dict[MetadataIndex, list[Box]] = defaultdict(list)
     for item in items:
         if item.type != LoadItemType.BYTE_IO:
             begin = tuple(item.dest_offsets)
             end = tuple(o + n for o, n in zip(begin, item.lengths, strict=True))
             boxes[item.dest_index].append((begin, end))
-    return {index: tiled_box(found) for index, found in boxes.items()}
+    return {index: tiled_box(parts) for index, parts in boxes.items()}
 
 
 def check_coverage(
     planner: LoadPlanner, metadata: Metadata, filled: Mapping[MetadataIndex, Box | None], *, url: str
 ) -> None:
-    """See that every destination of DCP's own planner is filled whole, each element by one read.
+    """Check that every destination of DCP's own planner is filled whole, each element by one read.
 
-    A planner that makes another plan than DCP's knows itself what it leaves out.
+    Other planners may leave parts out on purpose.
 
     Raises:
         FormatError: the checkpoint lacks a part of a tensor, or has it twice.
@@ -45,16 +45,16 @@ def check_coverage(
     for index, sizes in _destinations(planner, metadata):
         if 0 in sizes or filled.get(index) == ((0,) * len(sizes), sizes):
             continue
-        what = "holds no chunk" if index not in filled else "has no chunks that together make up the part"
+        lack = "holds no chunk" if index not in filled else "has no chunks that together make up the part"
         raise FormatError(
-            f"the checkpoint {what} of {index.fqn!r} at {tuple(index.offset or ())} of size {sizes}", url=url
+            f"the checkpoint {lack} of {index.fqn!r} at {tuple(index.offset or ())} of size {sizes}", url=url
         )
 
 
 def _destinations(
     planner: LoadPlanner, metadata: Metadata
 ) -> Iterator[tuple[MetadataIndex, tuple[int, ...]]]:
-    """What DCP's own planner has to fill on this rank: every chunk and its size."""
+    """List the chunks that DCP's own planner has to fill on this rank, and their sizes."""
     if not isinstance(planner, DefaultLoadPlanner) or any(
         getattr(type(planner), name) is not getattr(DefaultLoadPlanner, name) for name in _PLANNING
     ):

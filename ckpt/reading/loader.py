@@ -1,4 +1,4 @@
-"""One rank's part of a load: from the planner's read items to filled tensors, in bounded memory."""
+"""Carry out one rank's load plan: from read items to filled tensors, in bounded memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from ckpt.transfer.tensor_memory import plain
 __all__ = ["Loader"]
 
 _SMALL_ITEM_BYTES = 1 << 20
-"""A foreign item smaller than this is read whole: one request less than finding its payload."""
+"""A stock item smaller than this is read whole: one request less than finding its payload."""
 
 _MAX_EXPANDED_BYTES = 256 << 20
 _MAX_EXPANSION = 16
@@ -42,11 +42,11 @@ _FRAME_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class _Target:
-    """Where a tensor item goes.
+    """A tensor that an item is read into.
 
     Attributes:
-        given: what the planner gave, and gets back.
-        memory: the same as a plain tensor that can be read into; None if `given` has no memory of its own.
+        given: the tensor that the planner gave, and gets back.
+        memory: the same as a plain tensor; None if `given` has no memory that can be read into.
         owner: targets of one owner share no element; None if that is not known.
     """
 
@@ -56,11 +56,11 @@ class _Target:
 
 
 class Loader:
-    """Carries out a rank's load plan.
+    """Read a rank's items and give them to its planner.
 
     Args:
         trusted_objects: FQN patterns of objects that the planner may unpickle as they were stored.
-        located: where payloads in foreign files were found to be, kept from one load of a checkpoint to the next.
+        located: where payloads are in stock files, kept from one load of a checkpoint to the next.
     """
 
     def __init__(
@@ -70,7 +70,6 @@ class Loader:
         planner: LoadPlanner,
         fetcher: Fetcher,
         threads: Executor,
-        *,
         trusted_objects: Collection[str],
         located: dict[tuple[str, int], StoredTensor | None] | None = None,
     ) -> None:
@@ -81,14 +80,14 @@ class Loader:
         self._filled: Mapping[MetadataIndex, Box | None] = {}
 
     def run(self, items: Sequence[ReadItem]) -> None:
-        """Read everything that `items` ask for and hand it to the planner."""
+        """Read all `items` and give them to the planner."""
         self._filled = filled_boxes(items)
         check_coverage(self._planner, self._checkpoint.metadata, self._filled, url=self._store.url)
         infos = [self._info(item.storage_index) for item in items]
         self._checkpoint.prepare(infos, self._threads)
         if self._checkpoint.commit is None:
             self._locate(items, infos)
-        # In the order of the files, whatever order the planner has.
+        # In the order of the files, whatever the planner's order is.
         order = sorted(range(len(items)), key=lambda i: (infos[i].relative_path, infos[i].offset))
         for window in self._windows([(items[i], infos[i]) for i in order]):
             self._fetcher.run(window.pieces, self._threads)
@@ -110,7 +109,8 @@ class Loader:
         given = self._planner.resolve_tensor(item)
         if given.size() != item.lengths:
             raise FormatError(
-                f"{item.dest_index.fqn!r} wants {tuple(given.size())} where {tuple(item.lengths)} are stored"
+                f"{item.dest_index.fqn!r} is to be loaded into a tensor of {tuple(given.size())}, but "
+                f"{tuple(item.lengths)} is stored"
             )
         try:
             memory = plain(given)
@@ -148,23 +148,23 @@ class Loader:
         self, window: Window, file: StoredFile, info: StorageInfo, then: Callable[[bytearray], None]
     ) -> None:
         if info.length > _SMALL_ITEM_BYTES:
-            # Before memory is set aside for it: the records say it is that long, does the store?
+            # Before memory is set aside: the records say that it is that long, and may be wrong.
             self._checkpoint.when_visible(lambda: self._check_length(info))
         window.read_whole(file, info, then)
 
     def _check_length(self, info: StorageInfo) -> None:
-        found = self._store.stat(info.relative_path).size_bytes
+        size_bytes = self._store.stat(info.relative_path).size_bytes
         stop = info.offset + info.length
-        if found < stop:
+        if size_bytes < stop:
             raise Truncated(
-                f"holds {found} bytes, fewer than its records say",
+                f"has {size_bytes} bytes, fewer than the checkpoint's records say",
                 url=self._store.url,
                 key=info.relative_path,
                 start=info.offset,
                 stop=stop,
             )
 
-    # -- what is read whole ----------------------------------------------------------------------------
+    # -- items that are read whole ----------------------------------------------------------------------------
 
     def _load_object(self, item: ReadItem, info: StorageInfo, data: bytearray) -> None:
         fqn = item.dest_index.fqn
@@ -183,7 +183,7 @@ class Loader:
         tensor = load_tensor_item(plain_data, fqn=fqn, url=self._store.url, key=info.relative_path)
         if tensor.size() != shape:
             raise FormatError(
-                f"{fqn!r} is {tuple(tensor.size())} where the metadata say {tuple(shape)}",
+                f"{fqn!r} is {tuple(tensor.size())} where the metadata says {tuple(shape)}",
                 url=self._store.url,
                 key=info.relative_path,
             )
@@ -212,17 +212,17 @@ class Loader:
             key=info.relative_path,
         )
 
-    # -- where tensors lie -----------------------------------------------------------------------------
+    # -- the tensors in items -----------------------------------------------------------------------------
 
     def _stored_tensor(self, index: MetadataIndex, info: StorageInfo) -> StoredTensor | None:
-        """The dense tensor in an item, or None if the item has to be read as a whole."""
+        """Find the dense tensor in an item; None if the item has to be read as a whole."""
         shape, dtype = self._checkpoint.chunk(index)
         item = self._checkpoint.item(info)
         if item is None:
             located = self._located.get((info.relative_path, info.offset))
             if located is not None and located.shape != tuple(shape):
                 raise FormatError(
-                    f"{index.fqn!r} is {located.shape} where the metadata say {tuple(shape)}",
+                    f"{index.fqn!r} is {located.shape} where the metadata says {tuple(shape)}",
                     url=self._store.url,
                     key=info.relative_path,
                 )
@@ -232,7 +232,7 @@ class Loader:
         stored = StoredTensor.row_major(item.payload_offset, dtype, shape)
         if stored.payload_bytes != item.payload_bytes:
             raise FormatError(
-                f"{index.fqn!r}: metadata and manifest disagree on its size",
+                f"{index.fqn!r}: the metadata and the manifest disagree on its size",
                 url=self._store.url,
                 key=info.relative_path,
             )
@@ -241,11 +241,11 @@ class Loader:
     def _info(self, index: MetadataIndex) -> StorageInfo:
         info = self._checkpoint.metadata.storage_data.get(index)
         if info is None:
-            raise FormatError(f"the metadata do not say where {index.fqn!r} is", url=self._store.url)
+            raise FormatError(f"the metadata does not say where {index.fqn!r} is stored", url=self._store.url)
         return info  # type: ignore[no-any-return]
 
     def _locate(self, items: Sequence[ReadItem], infos: Sequence[StorageInfo]) -> None:
-        """Find the payloads of large tensors in a foreign checkpoint."""
+        """Find the payloads of large tensors in a stock checkpoint."""
         wanted = {
             (info.relative_path, info.offset): info
             for item, info in zip(items, infos, strict=True)
@@ -267,14 +267,14 @@ class Loader:
 
 
 def _has_room(window: Window, target: _Target | None) -> bool:
-    """Take the target's memory into the window, or return False if another item of it fills the same memory."""
+    """Add the target's memory to the window, or return False if another item of it fills the same memory."""
     return target is None or target.memory is None or window.memory.add(target.memory, target.owner)
 
 
 def _frame_pieces(info: StorageInfo, stored: StoredTensor, block_bytes: int) -> Iterator[Piece]:
-    """The parts of an item's frame that lie in blocks of their own.
+    """List the parts of an item's frame that are in blocks of their own.
 
-    Nothing in them is needed, but whoever loads all of an item learns of any damage to it.
+    They are read only to be checked: a load of a whole item reports any damage to it.
     """
     begin, end = stored.first_byte, stored.first_byte + stored.payload_bytes
     stop = info.offset + info.length

@@ -1,7 +1,7 @@
-"""The storage reader: `dcp.load(state, storage_reader=ckpt.CheckpointReader(url))`.
+"""Read checkpoints under DCP: `dcp.load(state, storage_reader=ckpt.CheckpointReader(url))`.
 
-It reads what `CheckpointWriter` committed, every byte checked, and what stock PyTorch wrote, as far as that
-can be checked. It never runs code from a checkpoint unless told to.
+The reader checks every byte of checkpoints that `CheckpointWriter` committed, and those of stock PyTorch as
+far as they can be checked. It never runs code from a checkpoint unless told to.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class CheckpointReader(DcpStorage, StorageReader):
         self._settings = ReadSettings(verify, visibility_timeout_s)
         self._trusted_objects = tuple(trusted_objects)
         super().__init__(url, storage_options, threads, memory_budget_bytes, timeout_s)
-        # Whose part of a checkpoint that was saved without collectives is open.
+        # The rank whose part is open, of a checkpoint that was saved without collectives.
         self._part: int | None = None
         self._checkpoint: Checkpoint | None = None
         self._opened_ahead = False
@@ -91,10 +91,10 @@ class CheckpointReader(DcpStorage, StorageReader):
         super().reset(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The checkpoint's metadata.
+        """Open the checkpoint and return its metadata.
 
-        DCP keeps only the text of what is raised here. So a typed error waits until `set_up_storage_reader`,
-        which DCP calls next, and the metadata returned meanwhile are empty.
+        DCP keeps only the text of an error that is raised here. So a typed error waits until
+        `set_up_storage_reader`, which DCP calls next, and the metadata returned meanwhile is empty.
         """
         if not self._opened_ahead:
             # DCP need not call `reset` between two loads.
@@ -136,10 +136,10 @@ class CheckpointReader(DcpStorage, StorageReader):
         return dataclasses.replace(plan, storage_data=self._checkpoint.identity)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """See that all ranks opened the same checkpoint: each did so by itself, perhaps while a save replaced it."""
-        found = {plan.storage_data for plan in plans if isinstance(plan.storage_data, str)}
+        """Check that all ranks opened the same checkpoint: a save may have replaced it meanwhile."""
+        identities = {plan.storage_data for plan in plans if isinstance(plan.storage_data, str)}
         with self._errors_named():
-            if len(found) > 1:
+            if len(identities) > 1:
                 raise CommitConflict(
                     "the ranks opened different checkpoints: another save replaced this one meanwhile; load again",
                     key=COMMIT_KEY,
@@ -160,9 +160,10 @@ class CheckpointReader(DcpStorage, StorageReader):
     # -- beyond DCP ----------------------------------------------------------------------------------------
 
     def open(self) -> Checkpoint | None:
-        """Open the checkpoint now; the load that follows uses what was found.
+        """Open the checkpoint now; the next load uses it.
 
-        None for a stock checkpoint that was saved with `use_collectives=False`: each rank opens its own part.
+        Returns None for a stock checkpoint that was saved with `use_collectives=False`: each rank opens its
+        own part later.
 
         Raises:
             NotFound, NotCommitted, IntegrityError, FormatError, UnsafeContent, NotVisible.
@@ -176,7 +177,7 @@ class CheckpointReader(DcpStorage, StorageReader):
         return self._checkpoint
 
     def adopt(self, shared: bytes) -> None:
-        """Use what `open().share()` gave on another rank instead of opening the checkpoint here."""
+        """Use the checkpoint that another rank encoded with `open().share()` instead of opening it here."""
         self._checkpoint = Checkpoint.adopt(self._store, self._settings, shared)
         self._opened_ahead = True
 
@@ -184,10 +185,10 @@ class CheckpointReader(DcpStorage, StorageReader):
         return {**super().__getstate__(), "_checkpoint": None, "_opened_ahead": False}
 
     def _open_any(self, rank: int | None) -> None:
-        """Open what is there, also one rank's part of what stock PyTorch saved with `use_collectives=False`.
+        """Open the checkpoint, or one rank's part of a stock one saved with `use_collectives=False`.
 
-        DCP would say which rank this is if asked to load such parts its own way, in which a rank that fails
-        leaves the others waiting. So the rank is guessed, and put right as soon as DCP does say it.
+        DCP would tell the rank if such parts were loaded its own way, in which a rank that fails leaves the
+        others waiting. So the rank is guessed, and corrected as soon as DCP does tell it.
         """
         try:
             self._checkpoint = open_checkpoint(self._store, self._settings)
@@ -203,16 +204,10 @@ class CheckpointReader(DcpStorage, StorageReader):
             raise CheckpointError("read_data was called before set_up_storage_reader")
         fetcher = Fetcher(self._store, self._pool, checkpoint.when_visible)
         with workers(self._store.threads, "ckpt-read") as threads:
-            Loader(
-                self._store,
-                checkpoint,
-                planner,
-                fetcher,
-                threads,
-                trusted_objects=self._trusted_objects,
-            ).run(plan.items)
+            loader = Loader(self._store, checkpoint, planner, fetcher, threads, self._trusted_objects)
+            loader.run(plan.items)
         if torch.accelerator.is_available():
-            # Copies were queued by other threads.
+            # Other threads have queued copies.
             torch.accelerator.synchronize()
 
 

@@ -1,4 +1,4 @@
-"""Parts of stored tensors, read through the loader: only their bytes, checked as in any load."""
+"""Read parts of stored tensors through the loader: only their bytes, checked as in any load."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["OpenCheckpoint"]
 
 
 class OpenCheckpoint:
-    """A checkpoint of which parts are read. Names are those that `ckpt.inspect` shows.
+    """Read parts of a checkpoint by the names that `ckpt.inspect` shows.
 
     Raises:
         NotFound, NotCommitted, IntegrityError, FormatError, UnsafeContent, NotVisible: as `ckpt.inspect`.
@@ -55,7 +55,7 @@ class OpenCheckpoint:
 
     @property
     def parts(self) -> list[Checkpoint]:
-        """What stands there: one checkpoint, or a part a rank."""
+        """The checkpoint, or its parts where each rank saved one."""
         return [part for part, _ in self._parts]
 
     @property
@@ -67,7 +67,7 @@ class OpenCheckpoint:
         ]
 
     def find(self, name: str) -> tuple[Checkpoint, Columns, str, TensorColumns | ObjectRow]:
-        """Where a name is: its part of the checkpoint, and its FQN and entry there.
+        """Find a name: its part of the checkpoint, and its FQN and entry there.
 
         Raises:
             NotFound: there is no such name.
@@ -80,19 +80,19 @@ class OpenCheckpoint:
         raise NotFound(f"there is no {name[:200]!r} in this checkpoint", url=self.store.url)
 
     def tensor(self, name: str) -> TensorColumns:
-        """Raises NotFound: there is no tensor of that name."""
+        """Return the columns of a tensor. Raises NotFound if there is no tensor of that name."""
         entry = self.find(name)[3]
         if isinstance(entry, ObjectRow):
             raise NotFound(f"{name[:200]!r} is an object, not a tensor", url=self.store.url)
         return entry
 
     def read(self, name: str, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
-        """The region of a tensor at `offsets`, of size `lengths`, in its own dtype.
+        """Read the region of a tensor at `offsets`, of size `lengths`, in its own dtype.
 
         Raises:
             FormatError: the stored chunks do not cover it, each element once.
             IntegrityError: its bytes are damaged.
-            ConfigurationError: a quantized tensor, which has no values without its scales.
+            ConfigurationError: the tensor is quantized and has no values without its scales.
         """
         part, items = self._plan(name, offsets, lengths, 0)
         target = torch.empty(tuple(lengths), dtype=self.tensor(name).dtype, device="cpu")
@@ -112,7 +112,7 @@ class OpenCheckpoint:
     def _plan(
         self, name: str, offsets: Sequence[int], lengths: Sequence[int], number: int
     ) -> tuple[Checkpoint, list[ReadItem]]:
-        """What to read for target `number`; found to be there before any memory is set aside for it."""
+        """Plan the reads for target `number`, and check that all is stored before memory is set aside for it."""
         part, _, fqn, entry = self.find(name)
         assert isinstance(entry, TensorColumns)
         if is_quantized(entry.dtype):
@@ -124,13 +124,15 @@ class OpenCheckpoint:
             (tuple(i.dest_offsets), tuple(o + n for o, n in zip(i.dest_offsets, i.lengths, strict=True)))
             for i in items
         ]
-        fault = tiling_fault(boxes, lengths)
-        if fault is not None:
-            raise FormatError(f"of this part of {name[:200]!r} {fault}", url=self.store.url)
+        if (fault := tiling_fault(boxes, lengths)) is not None:
+            raise FormatError(
+                f"the requested region of {name[:200]!r} cannot be read from this checkpoint: {fault}",
+                url=self.store.url,
+            )
         return part, items
 
     def read_object(self, name: str) -> Any:
-        """An object, loaded with `weights_only=True`.
+        """Load an object with `weights_only=True`.
 
         Raises:
             UnsafeContent: loading it needs more than torch's safe types.
@@ -139,7 +141,7 @@ class OpenCheckpoint:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
     def stored_object(self, name: str) -> bytes:
-        """The bytes of an object as it was saved, which nobody has looked at."""
+        """Return the bytes of an object as it was saved, unchecked."""
         return self._read_object(name, trusted=True)
 
     def _read_object(self, name: str, *, trusted: bool) -> bytes:
@@ -159,15 +161,7 @@ class OpenCheckpoint:
     ) -> None:
         fetcher = Fetcher(self.store, self._pool, part.when_visible)
         located = self._located.setdefault(id(part), {})
-        loader = Loader(
-            self.store,
-            part,
-            planner,
-            fetcher,
-            self.threads,
-            trusted_objects=trusted_objects,
-            located=located,
-        )
+        loader = Loader(self.store, part, planner, fetcher, self.threads, trusted_objects, located)
         loader.run(items)
 
     def _prefix(self, number: int) -> str:
@@ -189,7 +183,7 @@ class OpenCheckpoint:
 def _read_items(
     fqn: str, entry: TensorColumns, offsets: Sequence[int], lengths: Sequence[int], target: str
 ) -> Iterator[ReadItem]:
-    """What of each chunk is in a region."""
+    """List the part of each chunk that is in a region."""
     first = np.array(offsets, dtype=np.int64)
     last = first + np.array(lengths, dtype=np.int64)
     begin = np.maximum(entry.offsets, first)
@@ -206,19 +200,19 @@ def _read_items(
 
 
 class _Planner(LoadPlanner):
-    """Hands out tensors by their number, and keeps the bytes of an object."""
+    """Give the loader tensors by their number, and keep the bytes of an object."""
 
     def __init__(self, targets: Sequence[torch.Tensor]) -> None:
         self._targets = targets
         self.data = b""
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        found = self._targets[int(read_item.dest_index.fqn)]
+        target = self._targets[int(read_item.dest_index.fqn)]
         for dimension, (start, length) in enumerate(
             zip(read_item.dest_offsets, read_item.lengths, strict=True)
         ):
-            found = found.narrow(dimension, start, length)
-        return found
+            target = target.narrow(dimension, start, length)
+        return target
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         pass

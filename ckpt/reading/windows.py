@@ -1,4 +1,4 @@
-"""What is read at the same time: enough items to keep storage busy, few enough to keep memory bounded."""
+"""Batch reads: enough items at a time to keep storage busy, few enough to keep memory bounded."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from ckpt.transfer.read_pieces import MemorySink, Piece
 __all__ = ["TargetMemory", "Window"]
 
 _TENSOR_BYTES = 4 << 30
-"""Reads are planned for this much at a time, so that a planner that allocates per item stays bounded."""
+"""Of targets in one window, so that a planner that allocates for each item stays bounded."""
 
 _EXTRA_BYTES = 64 << 20
 
 
 class TargetMemory:
-    """The memory that the targets of a window fill.
+    """Keep track of the memory that the targets of a window fill.
 
-    A planner may return one buffer for many items and empty it whenever an item is committed, and tied weights
-    are two names for one memory. Such targets must not be open at the same time.
+    A planner may return one buffer for many items and empty it whenever an item is committed, and tied
+    weights are two names for one memory. Such targets must not be open at the same time.
     """
 
     def __init__(self) -> None:
-        # By device: disjoint runs of addresses in order, and whose they are.
+        # By device: disjoint runs of addresses in order, and their owners.
         self._starts: dict[torch.device, list[int]] = defaultdict(list)
         self._runs: dict[torch.device, list[tuple[int, int, Hashable]]] = defaultdict(list)
 
     def add(self, tensor: torch.Tensor, owner: Hashable) -> bool:
-        """Take in `tensor`'s memory, or return False because some of it is another target's already.
+        """Add the memory of `tensor`, or return False if some of it is another target's already.
 
-        Targets of one `owner` (unless None) are known to share no element, even where they interleave.
+        Targets of one `owner` (unless None) share no element, even where they interleave.
         """
         begin, end = _extent(tensor)
         if begin == end:
@@ -46,17 +46,17 @@ class TargetMemory:
         if first and runs[first - 1][1] > begin:
             first -= 1
         last = bisect.bisect_left(starts, end)
-        met = runs[first:last]
-        if any(owner is None or other != owner for _, _, other in met):
+        touched = runs[first:last]
+        if any(owner is None or neighbour != owner for _, _, neighbour in touched):
             return False
-        if met:
-            begin, end = min(begin, met[0][0]), max(end, met[-1][1])
+        if touched:
+            begin, end = min(begin, touched[0][0]), max(end, touched[-1][1])
         starts[first:last], runs[first:last] = [begin], [(begin, end, owner)]
         return True
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """The addresses from the first element to behind the last."""
+    """Return the address of the first element, and the one behind the last."""
     if tensor.numel() == 0 or tensor.device.type == "meta":
         return 0, 0
     steps = zip(tensor.shape, tensor.stride(), strict=True)
@@ -66,14 +66,19 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 @dataclass
 class Window:
-    """Items that are read together: their pieces by file, and what to do once all have arrived."""
+    """Hold the items that are read together.
+
+    Attributes:
+        pieces: what to read, by file.
+        then: called in order once everything is read.
+        extra_bytes: memory that the window itself takes, beyond the targets.
+    """
 
     pieces: dict[StoredFile, list[Piece]] = field(default_factory=lambda: defaultdict(list))
     then: list[Callable[[], None]] = field(default_factory=list)
     memory: TargetMemory = field(default_factory=TargetMemory)
     tensor_bytes: int = 0
     extra_bytes: int = 0
-    """Memory that the window itself takes, beyond the targets."""
 
     @property
     def is_full(self) -> bool:
@@ -88,7 +93,7 @@ class Window:
         self.extra_bytes += info.length
 
     def scratch(self, target: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor to read into for a target without memory of its own, which gets a copy."""
+        """Make a tensor to read into, for a target without memory of its own; it gets a copy later."""
         memory = torch.empty(target.size(), dtype=dtype, device="cpu")
 
         def copy() -> None:

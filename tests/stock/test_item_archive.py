@@ -110,7 +110,7 @@ def test_a_tensor_of_another_shape(tmp_path: Path, shape: tuple[int, ...], small
     other = torch.zeros(*(size // divisor if size in (500, 700 * 500) else size for size in shape))
     buffer = io.BytesIO()
     torch.save(other, buffer)
-    with pytest.raises(FormatError, match="where the metadata say"):
+    with pytest.raises(FormatError, match="where the metadata says"):
         loaded(stock_with(tmp_path, value, buffer.getvalue()), value)
 
 
