@@ -1,4 +1,4 @@
-"""`ckpt.save`, `ckpt.load` and `ckpt.async_save`: DCP's functions with this library's storage and errors."""
+"""Save and load as DCP does, with this library's storage and errors."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ def save(
     `planner`, `process_group` and `no_dist` are those of `dcp.save`, the others those of `CheckpointWriter`.
     Without a `process_group` the ranks talk over a gloo group of this library's own.
 
-    When a rank stops, or its storage does, all ranks have failed within `timeout_s` seconds, and say which rank
-    it was and what it was doing. A rank that is slow, but gets on, is waited for.
+    When a rank or its storage hangs, all ranks fail within `timeout_s` seconds, and their errors name the rank
+    and what it was doing. A rank that is slow, but makes progress, is waited for.
 
     Raises:
-        SaveFailed: on every rank, whichever failed; its `failures` say which and why.
+        SaveFailed: on every rank, whichever failed; its `failures` are the errors by rank.
         ConfigurationError: an argument is wrong.
     """
     arguments = locals()
@@ -89,11 +89,9 @@ def async_save(
 ) -> Future[Metadata]:
     """Like `save`, but returns once the state is copied to CPU memory, and saves the copy in the background.
 
-    What happens to the tensors afterwards does not reach the checkpoint. One save runs at a time: a call
-    during an earlier one waits for it first. Only when the future's `result()` returns is the checkpoint
-    committed; it raises what `save` would raise.
-
-    A program that ends waits for the save that is running. A failure is also logged.
+    Later changes of the tensors do not reach the checkpoint. One save runs at a time: a call during an earlier
+    one waits for that first. The checkpoint is committed when the future's `result()` returns; it raises what
+    `save` would raise. A failure is also logged. A program that ends waits for a running save.
     """
     arguments = locals()
 
@@ -126,8 +124,8 @@ def load(
 ) -> None:
     """Load a checkpoint into `state_dict` in place, on any number of ranks.
 
-    The first rank opens the checkpoint and tells the others, so all load the same one or none does. When a rank
-    makes no progress, the others have failed within `timeout_s` seconds, and say which rank it was.
+    The first rank opens the checkpoint and tells the others, so that all load the same one or none does. When a
+    rank makes no progress, the others fail within `timeout_s` seconds, and their errors name it.
     `planner`, `process_group` and `no_dist` are those of `dcp.load`, the others those of `CheckpointReader`.
 
     Raises:
@@ -211,11 +209,11 @@ def _save(
         message, failures = lost("save", ranks, error)
         why = failures[rank].args[0] if rank in failures else "this rank lost contact with the others"
         unknown = CommitUnknown(
-            f"{why}, before it was told whether the save was committed; a load will tell",
+            f"{why}, before it heard whether the save was committed; try to load it to find out",
             url=writer.checkpoint_id,
             rank=rank,
         )
-        message += "; whether it was committed is not known here, a load will tell"
+        message += "; whether it was committed is not known here, try to load it to find out"
         raise SaveFailed(message, url=writer.checkpoint_id, failures={**failures, rank: unknown}) from error
     finally:
         writer.close()
@@ -224,7 +222,7 @@ def _save(
 def _save_copy(
     staged: dict[str, Any], writer: CheckpointWriter, planner: SavePlanner, ranks: Ranks
 ) -> Metadata:
-    """`_save` of a copy, whose memory is free again when this returns, whoever still holds on to the dict."""
+    """Save a copy, and free its memory even if someone still holds the dict."""
     try:
         with closing(ranks):
             return _save(staged, writer, planner, ranks)
@@ -235,7 +233,7 @@ def _save_copy(
 
 
 def values_of(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """The state with every Stateful replaced by its state dict, on all ranks in the same order."""
+    """Replace every Stateful by its state dict, on all ranks in the same order."""
     return {key: _value(state_dict[key]) for key in sorted(state_dict)}
 
 
@@ -245,7 +243,7 @@ def _value(value: Any) -> Any:
 
 
 def _put_back(state_dict: dict[str, Any], values: dict[str, Any]) -> None:
-    """What was loaded, where the caller looks for it (as DCP does)."""
+    """Put the loaded values where the caller looks for them (as DCP does)."""
     for key, loaded in values.items():
         target = state_dict.get(key)
         if isinstance(target, Stateful):
@@ -255,12 +253,12 @@ def _put_back(state_dict: dict[str, Any], values: dict[str, Any]) -> None:
 
 
 def place_of(url: str | os.PathLike[str]) -> str:
-    """Fit for messages, also when `url` is not fit for anything else."""
+    """Make `url` fit for messages, even if it is not a valid one."""
     return redact_url(str(url))
 
 
 def _open_together(reader: CheckpointReader, ranks: Ranks) -> None:
-    """Open the checkpoint on the first rank; all ranks then hold it, or raise the same error."""
+    """Open the checkpoint on the first rank, and share it or its error with all ranks."""
     answer: bytes | CheckpointError | None = None
     reader.progress.wait_for("rank 0 to open the checkpoint")
     if ranks.rank == 0:
@@ -279,7 +277,7 @@ def _open_together(reader: CheckpointReader, ranks: Ranks) -> None:
 
 @contextmanager
 def _load_errors(place: str, ranks: Ranks) -> Iterator[None]:
-    """Whatever goes wrong in a load, as one of our errors, the same kind on every rank."""
+    """Turn any failure of a load into one of our errors, of the same kind on every rank."""
     try:
         yield
     except CheckpointException as error:
@@ -304,7 +302,7 @@ def _first_of_ours(failures: Mapping[int, BaseException]) -> CheckpointError | N
 
 
 def _refused(error: RanksFailed, ranks: Ranks) -> ConfigurationError | None:
-    """This rank's error if an argument was wrong on all ranks: no rank is at fault then, the call is."""
+    """Return this rank's error if an argument was wrong on all ranks: the call is at fault, not a rank."""
     own = error.failures.get(ranks.rank)
     alike = all(isinstance(failure, ConfigurationError) for failure in error.failures.values())
     everywhere = alike and len(error.failures) == ranks.size

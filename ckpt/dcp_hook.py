@@ -1,4 +1,4 @@
-"""`ckpt.install`: DCP's own functions with this library's storage, in programs that only pass a `checkpoint_id`."""
+"""Let DCP's own functions use this library's storage, in programs that only pass a `checkpoint_id`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Work that runs behind the trainer: one save at a time, waited for at the program's end."""
+"""Run saves behind the trainer: one at a time, waited for at the program's end."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Background:
     def start(self, prepare: Callable[[], Callable[[], T]]) -> Future[T]:
         """Wait for the save before this one, call `prepare`, and run what it returns in a thread."""
         with self._lock:
-            self._wait_for_the_last()
+            self._wait_for_previous()
             work = prepare()
             future: Future[T] = Future()
             future.set_running_or_notify_cancel()
@@ -44,18 +44,19 @@ class Background:
             return future
 
     def _forget(self) -> None:
-        """In a forked child, which has none of the threads."""
+        """Start afresh in a forked child, which has none of the threads."""
         self._lock, self._running = threading.Lock(), None
 
-    def _wait_for_the_last(self) -> None:
+    def _wait_for_previous(self) -> None:
         if self._running is None or self._running.done():
             return
         started_s = time.monotonic()
-        # Its outcome belongs to whoever holds its future.
+        # Its outcome is for the holder of its future.
         self._running.exception()
         waited_s = time.monotonic() - started_s
         _logger.warning(
-            "async_save waited %.1f s for the save before it; save less often or faster", waited_s
+            "async_save waited %.1f s for the previous save to finish; save less often, or to faster storage",
+            waited_s,
         )
 
     def _wait_at_exit(self) -> None:
@@ -65,13 +66,12 @@ class Background:
 
 
 def _run(works: list[Callable[[], T]], future: Future[T]) -> None:
-    """Run the one of `works`, which is let go of before the future tells that it has ended."""
+    """Run the one item of `works`, and drop it before the future is set."""
     work = works.pop()
     try:
         result = work()
     except BaseException as error:
-        # Told here too: a future that nobody asks keeps the failure to itself.
-        # As text: a handler may keep the record.
+        # Logged too, as nobody may ask the future; as text, as a handler may keep the record.
         _logger.error("a save in the background failed: %s", "".join(traceback.format_exception(error)))
         # The future may live long, and must not keep the copied state alive.
         del work
@@ -83,15 +83,15 @@ def _run(works: list[Callable[[], T]], future: Future[T]) -> None:
 
 
 def _without_frames(error: BaseException) -> None:
-    """Take the tracebacks from an error and from all that it came from: their frames hold what they worked on."""
+    """Drop the tracebacks of an error and of its causes: their frames keep the copied state alive."""
     seen: set[int] = set()
     todo: list[BaseException | None] = [error]
     while todo:
-        found = todo.pop()
-        if found is None or id(found) in seen:
+        cause = todo.pop()
+        if cause is None or id(cause) in seen:
             continue
-        seen.add(id(found))
-        found.__traceback__ = None
-        failures = getattr(found, "failures", {}).values()
-        todo += [found.__cause__, found.__context__]
+        seen.add(id(cause))
+        cause.__traceback__ = None
+        failures = getattr(cause, "failures", {}).values()
+        todo += [cause.__cause__, cause.__context__]
         todo += [failure[0] if isinstance(failure, tuple) else failure for failure in failures]

@@ -1,4 +1,4 @@
-"""What only the coordinator does: look at the place before a save, commit it, and clear away what it replaced."""
+"""Do the coordinator's part of a save: look at the place first, commit, delete what the save replaced."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Coordinator:
-    """One save, seen from the coordinating rank."""
+    """Commit one save, on the coordinating rank."""
 
     def __init__(
         self,
@@ -76,10 +76,10 @@ class Coordinator:
         self._stock_seal = b""
 
     def look(self, *, overwrite: bool) -> None:
-        """See what stands at the place before anything is written.
+        """Look at the place before anything is written.
 
         Raises:
-            AlreadyExists: a checkpoint that must not be replaced.
+            AlreadyExists: a checkpoint is there that must not be replaced.
         """
         previous = read_commit(self._store)
         if previous is not None and not previous.is_ours:
@@ -88,14 +88,16 @@ class Coordinator:
             raise self._foreign(STOCK_METADATA_KEY)
         if previous is not None and not overwrite:
             raise AlreadyExists(
-                "a checkpoint is committed here and overwrite=False", url=self._store.url, key=COMMIT_KEY
+                "a checkpoint is committed here already, and overwrite=False",
+                url=self._store.url,
+                key=COMMIT_KEY,
             )
         self._previous = previous
 
     def _foreign(self, key: str) -> AlreadyExists:
         return AlreadyExists(
-            "something that another program wrote (stock PyTorch?) is here; "
-            "this library replaces only its own: choose another place, or move that one away",
+            "another program (stock PyTorch?) wrote this; only checkpoints of this library are replaced: "
+            "save to another place, or move it away first",
             url=self._store.url,
             key=key,
         )
@@ -108,11 +110,11 @@ class Coordinator:
         world_size: int,
         tags: Mapping[str, str],
     ) -> Metadata:
-        """Commit what the receipts describe; returns DCP's view of it.
+        """Commit the checkpoint that the receipts describe; return DCP's view of it.
 
         Raises:
             CommitError: nothing was committed (CommitUnknown: perhaps it was); what was here before still is.
-            ConfigurationError: the planner describes, or wants to keep, what this format cannot hold.
+            ConfigurationError: the planner describes, or wants to keep, something that cannot be stored.
         """
         with no_gc():
             columns = self._columns(metadata, receipts, world_size)
@@ -121,7 +123,7 @@ class Coordinator:
         return described
 
     def commit_columns(self, columns: Columns, record: CommitRecord) -> None:
-        """Write the index of `columns` and commit `record`, which lacks it. Raises as `commit`."""
+        """Write the index of `columns` and commit `record` with it. Raises as `commit`."""
         with no_gc():
             index, stock_metadata = self._index(columns), self._stock_metadata(columns)
         key = index_key(self._objects.rank, self._objects.token)
@@ -157,7 +159,7 @@ class Coordinator:
         return columns
 
     def _index(self, columns: Columns) -> CheckedBody:
-        """The index, of columns that readers will accept."""
+        """Encode the index, once it is sure that readers will accept it."""
         try:
             check_columns(columns)
             return CheckedBody(encode_index(columns))
@@ -197,16 +199,16 @@ class Coordinator:
             )
         except CheckpointError:
             raise
-        except Exception as error:  # a store that breaks its contract has told us nothing
+        except Exception as error:  # a store that breaks its contract: anything may have happened
             raise CommitUnknown(
                 f"the commit may or may not have happened: {type(error).__name__}: {error}",
                 url=self._store.url,
             ) from error
 
     def _restore_stock_metadata(self) -> bool:
-        """Make `.metadata` again what belongs to the record that stands here now, unless another save's stand there.
+        """Write the `.metadata` of the checkpoint that is committed here now, in place of this save's.
 
-        Returns whether this save's stood there.
+        Returns False, and changes nothing, if `.metadata` is not this save's.
         """
         if stock_metadata_seal(self._store) != self._stock_seal:
             return False
@@ -219,16 +221,18 @@ class Coordinator:
         return True
 
     def _retire(self, previous: StoredCommit) -> None:
-        """Delete what the replaced commit listed. Best effort: the new checkpoint does not depend on it."""
+        """Delete the objects of the replaced checkpoint. Best effort: the new one does not depend on it."""
         try:
             commit = previous.record
             with workers(self._store.threads, "ckpt-retire") as pool:
                 data_keys = [key for keys in pool.map(self._files_of, commit.manifests) for key in keys]
             keys = [*data_keys, *(ref.path for ref in commit.manifests), commit.described_by.path]
-            # A record may be damaged or forged; only names that this library gives are ever deleted.
+            # A record may be damaged or forged: only names that this library gives are deleted.
             self._store.delete([key for key in keys if is_our_name(key)])
         except Exception as error:  # nothing after the commit may make the save look failed
-            _logger.warning("the replaced checkpoint's objects could not all be deleted: %s", error)
+            _logger.warning(
+                "the replaced checkpoint's objects could not all be deleted (`ckpt gc` can): %s", error
+            )
 
     def _files_of(self, ref: ManifestRef) -> list[str]:
         try:
@@ -239,7 +243,7 @@ class Coordinator:
 
 
 def stock_metadata_of(store: Store, record: CommitRecord) -> bytes:
-    """What `.metadata` has to be beside a commit record."""
+    """Make the `.metadata` that belongs to a commit record."""
     ref = record.described_by
     data = bytes(read_bytes(store, ref.path, size_bytes=ref.size_bytes))
     if not record.has_index:  # format version 1 kept a copy
@@ -248,15 +252,17 @@ def stock_metadata_of(store: Store, record: CommitRecord) -> bytes:
 
 
 def _check_ranks(receipts: Sequence[RankReceipt], world_size: int) -> None:
-    """DCP accepts whatever a writer reports, also nothing."""
+    """Check that every rank has reported once, about the same save. DCP accepts any report, or none."""
     ranks = sorted(receipt.rank for receipt in receipts)
     if ranks != list(range(world_size)):
         missing = sorted(set(range(world_size)) - set(ranks))
-        raise CommitError(f"nothing was committed: no (or a double) report from ranks, missing are {missing}")
+        raise CommitError(
+            f"nothing was committed: expected one report from each of {world_size} ranks; missing: {missing}"
+        )
     places = sorted({receipt.place for receipt in receipts})
     if len(places) > 1:
         raise CommitError(
-            f"nothing was committed: the ranks are in different saves, at {' and '.join(places[:3])}"
+            f"nothing was committed: the ranks save to different places: {' and '.join(places[:3])}"
         )
 
 

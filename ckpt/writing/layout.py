@@ -1,6 +1,6 @@
-"""What a rank writes, and where: items framed, spread over files, each with its place.
+"""Lay out a rank's files: frame items, spread them over files, give each its place.
 
-Sizes are known from the plan, so files are laid out before any tensor's bytes are touched.
+The plan gives all sizes, so files are laid out before any tensor's bytes are touched.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def tensor_entries(items: Iterable[WriteItem], planner: SavePlanner) -> tuple[li
 
 
 def pickled_entries(items: Iterable[WriteItem], planner: SavePlanner) -> Iterator[Entry]:
-    """Tensors that are not plain ones (quantized, subclasses with a dispatch of their own), one at a time.
+    """Pickle tensors that are not plain (quantized, subclasses with a dispatch of their own), one at a time.
 
     Raises:
         CheckpointError: the planner failed, or torch cannot save one.
@@ -105,7 +105,7 @@ def pickled_entries(items: Iterable[WriteItem], planner: SavePlanner) -> Iterato
 
 
 def object_entries(items: Iterable[WriteItem], planner: SavePlanner) -> Iterator[Entry]:
-    """The non-tensor objects of a plan, pickled by the planner one at a time.
+    """Let the planner pickle the non-tensor objects of a plan, one at a time.
 
     Raises:
         CheckpointError: the planner failed.
@@ -114,7 +114,7 @@ def object_entries(items: Iterable[WriteItem], planner: SavePlanner) -> Iterator
         data = _resolve(planner, item)
         if not isinstance(data, io.BytesIO):
             raise CheckpointError(
-                f"the planner gave a {type(data).__name__} for {item.index.fqn!r} where it planned bytes"
+                f"the planner planned bytes for {item.index.fqn!r} but returned a {type(data).__name__}"
             )
         yield Entry(item.index, b"", BytesPayload(data.getbuffer()), b"", False)
 
@@ -122,8 +122,8 @@ def object_entries(items: Iterable[WriteItem], planner: SavePlanner) -> Iterator
 def spread(entries: Sequence[Entry], files: int) -> list[list[Entry]]:
     """Spread entries over at most `files` files of about the same size (more where one would be too large).
 
-    Largest first onto the smallest file; within a file the plan's order is kept. Small items are Python's work
-    more than the disk's, which threads only get in each other's way with: they count for no more files.
+    Within a file the plan's order is kept. Small items are more work for Python than for the disk, and threads
+    only slow each other down with them: they count for no more files.
     """
     lengths = [entry.length for entry in entries]
     large = sum(length for length in lengths if length >= SMALL_ITEM_BYTES)
@@ -163,7 +163,9 @@ def _payload(planner: SavePlanner, item: WriteItem, nbytes: int) -> TensorPayloa
     def resolve() -> torch.Tensor:
         tensor = _plain(_resolve_tensor(planner, item), item)
         if tensor is None or tensor.numel() * tensor.element_size() != nbytes:
-            raise CheckpointError(f"the planner gave {item.index.fqn!r} another shape or dtype than before")
+            raise CheckpointError(
+                f"the planner returned {item.index.fqn!r} with another shape or dtype than before"
+            )
         return tensor
 
     return TensorPayload(resolve, nbytes)
@@ -179,12 +181,12 @@ def _resolve(planner: SavePlanner, item: WriteItem) -> object:
 
 
 def _resolve_tensor(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
-    """The tensor of an item, checked against the plan: the metadata that readers get is made from that."""
+    """Get the tensor of an item and check it against the plan, from which the readers' metadata is made."""
     tensor = _resolve(planner, item)
     fqn = item.index.fqn
     if item.type == WriteItemType.BYTE_IO or item.tensor_data is None or not isinstance(tensor, torch.Tensor):
         raise CheckpointError(
-            f"the planner gave a {type(tensor).__name__} for {fqn!r} where it planned a tensor"
+            f"the planner planned a tensor for {fqn!r} but returned a {type(tensor).__name__}"
         )
     planned = (item.tensor_data.properties.dtype, item.tensor_data.chunk.sizes)
     if (tensor.dtype, tensor.shape) != planned:
@@ -205,7 +207,7 @@ def _plain(tensor: torch.Tensor, item: WriteItem) -> torch.Tensor | None:
 
 
 def _pickled(tensor: torch.Tensor, item: WriteItem) -> memoryview:
-    """A tensor that is not a plain one, as stock PyTorch would save it."""
+    """Pickle a tensor that is not plain, as stock PyTorch would save it."""
     buffer = io.BytesIO()
     try:
         torch.save(tensor.detach().cpu().clone(), buffer)

@@ -1,4 +1,4 @@
-"""What a rank writes in a save: its data files and its manifest."""
+"""Write one rank's part of a save: its data files and its manifest."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["RankFiles"]
 
 
 class RankFiles:
-    """Writes the files of one rank in one save, and keeps the record of them.
+    """Write the files of one rank in one save, and record what they hold.
 
     Args:
         objects: gets the name of every object before it exists.

@@ -1,4 +1,4 @@
-"""From what the ranks report to the columns of the whole checkpoint, with nothing missing."""
+"""Make the columns of a checkpoint from the ranks' reports, with nothing missing."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class PlacedItem(msgspec.Struct, array_like=True):
     """An item that a rank has written.
 
     Attributes:
-        fqn, chunk_offsets: which (offsets are None for an object).
-        hint: the chunk's number in DCP's metadata, where the plan says it.
+        fqn, chunk_offsets: its name (offsets are None for an object).
+        hint: the chunk's number in DCP's metadata, if the plan says it.
         file: index into the rank's files.
         offset, length: its place in the file, in bytes.
     """
@@ -43,15 +43,14 @@ class PlacedItem(msgspec.Struct, array_like=True):
 
 @dataclass(frozen=True)
 class RankReceipt:
-    """What a rank tells the coordinator, through DCP's collectives.
+    """One rank's report to the coordinator, through DCP's collectives.
 
     Attributes:
-        rank: who.
-        place: the last segment of the place it saves to. The rest may differ: each rank may have its own
+        place: the last segment of the URL that it saves to. The rest may differ: each rank may have its own
             view of the same storage.
-        manifest: what it wrote; None if it had nothing to write.
+        manifest: None if it had nothing to write.
         files: the names of its data files.
-        items: what is in them, packed: half a million objects would take seconds to unpickle.
+        items: the items in them, packed: half a million objects would take seconds to unpickle.
         retries: requests that it has sent again so far in this save.
     """
 
@@ -67,15 +66,16 @@ _ITEMS = msgspec.msgpack.Decoder(list[PlacedItem])  # made once, before there ar
 
 
 def pack_items(items: Sequence[PlacedItem]) -> bytes:
+    """Encode items for a receipt."""
     return msgspec.msgpack.encode(items)
 
 
 def collect(metadata: Metadata, receipts: Iterable[RankReceipt]) -> Columns:
-    """The columns of what DCP planned, placed as the ranks report.
+    """Make the columns of the items that DCP planned, placed as the ranks report.
 
     Raises:
         CommitError: something was planned and not written, or the other way round.
-        ConfigurationError: the planner describes what this format cannot hold.
+        ConfigurationError: the planner describes something that this format cannot hold.
     """
     table = _Table(metadata)
     files: list[str] = []
@@ -95,7 +95,7 @@ def collect(metadata: Metadata, receipts: Iterable[RankReceipt]) -> Columns:
 
 
 class _Table:
-    """The rows that DCP planned, and where each is found to be."""
+    """The rows that DCP planned, and where each was written."""
 
     def __init__(self, metadata: Metadata) -> None:
         self._described = metadata.state_dict_metadata
@@ -134,7 +134,7 @@ class _Table:
         return None if number is None or item.chunk_offsets is None else first + number
 
     def missing(self) -> Iterator[str]:
-        """The names of planned rows that nobody wrote. A chunk that was planned twice is written once."""
+        """List the names of planned rows that no rank wrote. A chunk that was planned twice is written once."""
         for fqn, stored in self._described.items():
             first = self._first[fqn]
             if not isinstance(stored, TensorStorageMetadata):
@@ -157,7 +157,7 @@ class _Table:
     def entries(self) -> dict[str, TensorColumns | ObjectRow]:
         file, offset, length = (np.array(c, dtype=np.int64) for c in (self._file, self._offset, self._length))
         offsets, sizes = _flat_chunks(self._described)
-        found: dict[str, TensorColumns | ObjectRow] = {}
+        entries: dict[str, TensorColumns | ObjectRow] = {}
         cell = 0
         for fqn, stored in self._described.items():
             row = self._first[fqn]
@@ -165,20 +165,20 @@ class _Table:
                 shape = (len(stored.chunks), len(stored.size))
                 rows, cells = slice(row, row + shape[0]), slice(cell, cell + shape[0] * shape[1])
                 cell = cells.stop
-                found[fqn] = TensorColumns(
+                entries[fqn] = TensorColumns(
                     stored.properties.dtype, tuple(stored.size), bool(stored.properties.requires_grad),
                     offsets[cells].reshape(shape), sizes[cells].reshape(shape),
                     file[rows], offset[rows], length[rows],
                 )  # fmt: skip
             elif isinstance(stored, BytesStorageMetadata):
-                found[fqn] = ObjectRow(self._file[row], self._offset[row], self._length[row])
+                entries[fqn] = ObjectRow(self._file[row], self._offset[row], self._length[row])
             else:
                 raise ConfigurationError(f"the planner describes {fqn!r} by a {type(stored).__name__}")
-        return found
+        return entries
 
 
 def _flat_chunks(described: Mapping[str, STORAGE_TYPES]) -> tuple[Integers, Integers]:
-    """The offsets and the sizes of all chunks of all tensors, one after the other."""
+    """Concatenate the offsets, and the sizes, of all chunks of all tensors."""
     tensors = [stored for stored in described.values() if isinstance(stored, TensorStorageMetadata)]
     for fqn, stored in described.items():
         if isinstance(stored, TensorStorageMetadata):

@@ -1,8 +1,7 @@
-"""Staging for asynchronous saves: a copy of the state that later changes cannot reach, in memory that is reused.
+"""Stage states for asynchronous saves: copy them into memory that is reused.
 
 Memory fresh from the system costs five times the copy into it (page faults), and pinned memory far more. So a
-copy goes into one block that is kept: a block is handed out, and comes back by itself when the last staged
-tensor in it is gone.
+copy goes into one block that is kept. A block is free again when the last staged tensor in it is gone.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _Run = tuple[int, int, int]
 
 
 class Stager(AsyncStager):
-    """Copies states to CPU memory that it reuses; `dcp.async_save(..., async_stager=stager)` takes one too.
+    """Copy states to CPU memory that is reused; `dcp.async_save(..., async_stager=stager)` takes one too.
 
     Only the bytes of each tensor are copied, whatever the size of the storage it is a view of; tensors that are
     the same view of the same memory are copied once. Two staged states can exist at a time, so that one can be
@@ -60,7 +59,7 @@ class Stager(AsyncStager):
         self._blocks: _Blocks = _SharedBlock() if shared_memory else _Blocks()
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """A copy of `state_dict`: tensors in CPU memory, everything else by `copy.deepcopy`.
+        """Copy `state_dict`: tensors to CPU memory, everything else by `copy.deepcopy`.
 
         Raises:
             CheckpointError: both copies made before are still in use.
@@ -71,7 +70,7 @@ class Stager(AsyncStager):
         return copies.carried_out(staged, memory)  # type: ignore[no-any-return]
 
     def synchronize_staging(self) -> None:
-        """Nothing: the copy is complete when `stage` returns."""
+        """Do nothing: the copy is complete when `stage` returns."""
 
     def close(self) -> None:
         """Release the memory that no staged state uses; harmless to call twice."""
@@ -89,7 +88,7 @@ class _Blocks:
         os.register_at_fork(after_in_child=self._forget)
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """A uint8 tensor whose memory becomes free again when nothing refers to its storage any more."""
+        """Lend a uint8 tensor. Its memory is free again when nothing refers to its storage any more."""
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8, device="cpu")
         block = self._acquire(nbytes)
@@ -115,7 +114,7 @@ class _Blocks:
                 )
             self._in_use += 1
             fitting = [block for block in self._free if nbytes <= block.numel() <= 2 * nbytes]
-            self._free = [block for block in self._free if any(block is other for other in fitting[1:])]
+            self._free = [block for block in self._free if any(block is spare for spare in fitting[1:])]
             if fitting:
                 return fitting[0]
         try:
@@ -136,7 +135,7 @@ class _Blocks:
                 self._free.append(block)
 
     def _forget(self) -> None:
-        """In a forked child, where another thread may have held the lock for ever."""
+        """Replace the lock in a forked child, where another thread may have held it for ever."""
         self._lock = threading.Lock()
 
 
@@ -148,7 +147,7 @@ class _SharedBlock(_Blocks):
         self._block: torch.Tensor | None = None
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """A uint8 tensor of the memory that the last state was in, if that fits."""
+        """Lend a uint8 tensor in the memory of the last state, if that fits."""
         if self._block is None or not nbytes <= self._block.numel() <= 2 * nbytes:
             self._block = None
             storage = shared_storage(max(1, nbytes))
@@ -167,7 +166,7 @@ class _Place:
         self.copy: torch.Tensor | None = None
 
     def copy_into(self, memory: torch.Tensor) -> Iterator[_Run]:
-        """Make or begin the copy; what is left are the runs of memory to be moved.
+        """Make or begin the copy, and list the runs of memory that remain to be moved.
 
         A copy by torch uses all cores for each tensor and waits for the last of them, so memory is moved by
         threads that do not wait for each other. Copies from a device belong into the caller's stream.
@@ -184,14 +183,14 @@ class _Place:
 
 
 class _Copies:
-    """The copies that a state needs, first placed, then carried out together."""
+    """The copies that a state needs: first placed, then made together."""
 
     def __init__(self) -> None:
         self.nbytes = 0
         self._places: dict[Any, _Place] = {}
 
     def placed(self, value: Any) -> Any:
-        """`value` with a place in the stead of every tensor, and copies of everything else."""
+        """Replace every tensor in `value` by a place, and everything else by a copy."""
         if isinstance(value, ShardedTensor | DTensor):
             return _Rebuilt(value, [self.placed(local) for local in _locals(value)])
         if isinstance(value, torch.Tensor):
@@ -203,7 +202,7 @@ class _Copies:
         return copy.deepcopy(value)
 
     def carried_out(self, value: Any, memory: torch.Tensor) -> Any:
-        """`placed`'s result with the copies in place, in `memory`."""
+        """Make the copies in `memory`, and put them into the result of `placed`."""
         runs = [run for place in self._places.values() for run in place.copy_into(memory)]
         with thread_pool(_copy_threads(), "ckpt-stage") as threads:
             run_all(threads, lambda run: ctypes.memmove(*run), runs)
@@ -238,7 +237,7 @@ class _Rebuilt:
         original = self.original
         if isinstance(original, DTensor):
             return dtensor_like(original, parts[0])
-        # A shallow copy: made anew, it would have to be on the device that its metadata name.
+        # A shallow copy: a new one would have to be on the device that its metadata names.
         rebuilt = copy.copy(original)
         pairs = zip(parts, original.local_shards(), strict=True)
         set_local_shards(rebuilt, [Shard(part, _on_cpu(shard.metadata)) for part, shard in pairs])
@@ -264,7 +263,7 @@ def _locals(value: ShardedTensor | DTensor) -> list[torch.Tensor]:
 
 
 def _finished(value: Any) -> Any:
-    """The state that `placed` prepared, once the copies are made."""
+    """Replace every place in the result of `placed` by its copy."""
     if isinstance(value, _Place):
         return value.copy
     if isinstance(value, _Rebuilt):
@@ -277,7 +276,7 @@ def _finished(value: Any) -> Any:
 
 
 def _like(original: list[Any] | tuple[Any, ...], items: list[Any]) -> Any:
-    """A list, a tuple or a named tuple of `items`."""
+    """Make a list, tuple or named tuple like `original` of `items`."""
     if isinstance(original, list):
         return items
     return type(original)(*items) if hasattr(original, "_fields") else tuple(items)

@@ -1,8 +1,8 @@
-"""The storage writer: `dcp.save(state, storage_writer=ckpt.CheckpointWriter(url))`.
+"""Write checkpoints under DCP: `dcp.save(state, storage_writer=ckpt.CheckpointWriter(url))`.
 
-Every rank writes only into its own directory, under names it draws anew for each save, and tells the
-coordinator through DCP's collectives what it wrote. The coordinator commits. No rank ever looks at what
-another rank wrote, so none depends on seeing it.
+Every rank writes only into its own directory, under names that it draws anew for each save, and tells the
+coordinator through DCP's collectives what it wrote. The coordinator commits. No rank reads what another rank
+wrote, so none depends on seeing it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _RECEIPT = MetadataIndex("ckpt.receipt")
 
 @dataclass
 class SaveMeta(StorageMeta):
-    """About a save that was committed, with the metadata that a save returns; it is not stored.
+    """Figures of a committed save, in the metadata that a save returns; they are not stored.
 
     Attributes:
         seconds: on the coordinator: `plan_s`, `write_s` (until all ranks have written) and `commit_s`.
@@ -64,16 +64,16 @@ class SaveMeta(StorageMeta):
 
 
 class CheckpointWriter(DcpStorage, StorageWriter):
-    """Writes checkpoints that are committed whole or not at all.
+    """Write checkpoints that are committed whole or not at all.
 
     Args:
         url: the checkpoint's place: a path, `s3://bucket/key`, `cos://bucket/key`, or any fsspec URL.
         storage_options: credentials, endpoint and settings of the store, as with fsspec and pandas.
         overwrite: replace a checkpoint of this library at the same place; until the commit the old one stays
-            loadable. Otherwise, and for checkpoints that something else wrote, it is an error.
+            loadable. Otherwise that is an error; checkpoints of other programs are never replaced.
         threads: transfers at the same time; default by the number of cores, 4 to 16.
         memory_budget_bytes: memory this rank may use beyond the tensors themselves (default 256 MiB).
-        max_bandwidth_bytes_per_s: what this rank may send at most, on average; None is no cap.
+        max_bandwidth_bytes_per_s: the most that this rank sends, on average; None is no cap.
         tags: short texts kept in the commit record.
         timeout_s: a storage operation of this rank that makes no progress for most of it is given up, so that all
             ranks fail within it; None waits as long as the store does. (`ckpt.save` watches the other ranks too.)
@@ -114,8 +114,8 @@ class CheckpointWriter(DcpStorage, StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if not kwargs.get("use_collectives", True):
             raise ConfigurationError(
-                "use_collectives=False leaves nobody to see that all ranks have finished; "
-                "a checkpoint that cannot be torn needs the ranks' collectives",
+                "use_collectives=False is not supported: without collectives no rank knows when all have "
+                "finished, and the checkpoint could be torn",
                 url=self.checkpoint_id,
             )
         self._rank = kwargs.get("rank") or 0
@@ -126,7 +126,7 @@ class CheckpointWriter(DcpStorage, StorageWriter):
         self.progress.restart()
         self.progress.begin("planning")
         if is_coordinator:
-            # With what went before, less than it takes the other ranks to give this one up.
+            # Together with what went before, less than it takes the other ranks to give this one up.
             confirm_s = None if self._limit_s is None else self._limit_s / 8
             self._coordinator = Coordinator(self._store, self._objects, confirm_s)
 
@@ -140,7 +140,7 @@ class CheckpointWriter(DcpStorage, StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        # Nothing may be put into the plans: DCP's plan caching would hand it to later saves.
+        # Unchanged: DCP's plan caching would give what is added to later saves.
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -174,9 +174,9 @@ class CheckpointWriter(DcpStorage, StorageWriter):
                 if proves_no_commit(error):
                     self.discard()
                 raise
-            except Exception as error:  # which proves nothing: no rank may delete what it wrote
+            except Exception as error:  # proves nothing: no rank may delete its objects
                 raise CommitUnknown(f"{type(error).__name__}: {error}") from error
-            # This very object is what DCP sends to all ranks and hands to its caller.
+            # DCP sends this very object to all ranks and returns it to its caller.
             metadata.__dict__.update(described.__dict__)
             metadata.storage_meta = SaveMeta(
                 self.checkpoint_id,
@@ -188,7 +188,7 @@ class CheckpointWriter(DcpStorage, StorageWriter):
     # -- beyond DCP ----------------------------------------------------------------------------------------
 
     def discard(self) -> None:
-        """Delete what this rank wrote in the current save. Only for a save that surely was not committed."""
+        """Delete what this rank wrote in the current save. Only for a save that was surely not committed."""
         self.progress.clean_up()
         self._objects.discard(self._store)
 
@@ -213,17 +213,16 @@ class CheckpointWriter(DcpStorage, StorageWriter):
         with no_gc():
             tensors, others = tensor_entries(tensor_items, planner)
         for entry in itertools.chain(object_entries(byte_items, planner), pickled_entries(others, planner)):
-            # What is pickled is memory of ours: a large number of objects leaves batch by batch.
+            # Pickled objects take memory of this library's: they are written batch by batch.
             if objects and objects_bytes + entry.length > _OBJECT_BATCH_BYTES:
                 files.put([objects])
                 objects, objects_bytes = [], 0
             objects.append(entry)
             objects_bytes += entry.length
         wanted = 1 if self._store.capabilities.parallel_parts else self._store.threads
-        spread_out = spread(tensors, wanted)
-        if objects:
-            spread_out = [[*objects, *spread_out[0]], *spread_out[1:]] if spread_out else [objects]
-        files.put(spread_out)
+        first, *more = spread(tensors, wanted) or [[]]
+        if objects or first:
+            files.put([[*objects, *first], *more])
         manifest = files.put_manifest()
         receipt = replace(files.receipt(last_segment(self._url), manifest), retries=self._retries())
         nbytes, seconds = files.data_bytes, time.monotonic() - started_s
@@ -233,12 +232,12 @@ class CheckpointWriter(DcpStorage, StorageWriter):
         return [WriteResult(_RECEIPT, nbytes, receipt)]
 
     def _retries(self) -> int:
-        """Of this rank, since the save began."""
+        """Count this rank's repeated requests since the save began."""
         return self._store.retries - self._retries_before
 
 
 def _wait_for_devices() -> None:
-    """The tensors' values may still be on their way in the caller's stream; copies run in other threads."""
+    """Wait for the caller's stream, which may still compute the tensors; copies run in other threads."""
     if torch.accelerator.is_available():
         torch.accelerator.current_stream().synchronize()
 
@@ -248,7 +247,7 @@ def _pacer(bytes_per_s: float | None) -> Pacer | None:
 
 
 def _durations(began_at_s: Mapping[str, float]) -> dict[str, float]:
-    """How long phases took that follow one another, the last of which ends now."""
+    """Compute how long phases took that follow one another; the last ends now."""
     edges = [*began_at_s.values(), environment.monotonic()]
     return {
         name: end - start for name, (start, end) in zip(began_at_s, itertools.pairwise(edges), strict=True)
@@ -259,7 +258,7 @@ def _checked_tags(tags: Mapping[str, str] | None) -> dict[str, str]:
     checked = dict(tags or {})
     for name, value in checked.items():
         if not isinstance(name, str) or not isinstance(value, str):
-            raise ConfigurationError(f"tags are texts by name; {name!r} is not")
+            raise ConfigurationError(f"tags map str to str; the tag {name!r} does not")
         try:
             f"{name}{value}".encode()
         except UnicodeEncodeError as error:

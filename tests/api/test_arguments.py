@@ -103,7 +103,7 @@ def test_wrong_options_elsewhere(tmp_path: Path) -> None:
         ckpt.CheckpointReader(tmp_path, visibility_timeout_s=-1)
     with pytest.raises(ConfigurationError, match="visibility_timeout_s must not be negative"):
         ckpt.CheckpointReader(tmp_path, visibility_timeout_s=float("nan"))
-    with pytest.raises(ConfigurationError, match="tags are texts"):
+    with pytest.raises(ConfigurationError, match="tags map str to str"):
         ckpt.CheckpointWriter(tmp_path, tags={"step": 5})  # type: ignore[dict-item]
 
 
