@@ -96,7 +96,7 @@ class Coordinator:
 
     def _foreign(self, key: str) -> AlreadyExists:
         return AlreadyExists(
-            "another program (stock PyTorch?) wrote this; only checkpoints of this library are replaced: "
+            "another program wrote this (stock PyTorch?); only checkpoints of this library are replaced: "
             "save to another place, or move it away first",
             url=self._store.url,
             key=key,

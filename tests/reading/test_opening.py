@@ -138,7 +138,7 @@ def test_ours_without_a_commit_is_no_stock_checkpoint(tmp_path: Path, cut: int) 
     data = path.read_bytes()
     path.write_bytes(data[: len(data) - cut])
     pickle.loads(path.read_bytes())
-    with pytest.raises(NotCommitted, match="the copy is not complete"):
+    with pytest.raises(NotCommitted, match="the save or copy did not finish"):
         ckpt.load({"t": torch.zeros(10)}, tmp_path)
 
 
