@@ -45,9 +45,9 @@ def proxy(server: StrictS3) -> Iterator[FaultProxy]:
         yield proxy
 
 
-@pytest.fixture(params=["s3", "cos"])
+@pytest.fixture(params=["s3", pytest.param("cos", marks=pytest.mark.server)])
 def store(request: pytest.FixtureRequest, server: StrictS3) -> Iterator[Store]:
-    """A client of `server`, once of each kind."""
+    """A client of `server`, once of each kind: `make test` runs the second kind only in tests marked `smoke`."""
     store = open_store(f"{request.param}://bucket/root", server.options, threads=3)
     yield store
     store.close()

@@ -55,6 +55,7 @@ def read(store: Store, start: int, stop: int) -> bytes:
 # -- writing -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("mode", list(PutMode))
 @pytest.mark.parametrize("size", [0, 1000, len(DATA)])
 def test_every_byte_is_sent_with_a_checksum(server: StrictS3, store: Store, size: int, mode: PutMode) -> None:
@@ -385,6 +386,7 @@ def test_uploads_are_large_sends(server: StrictS3, store: Store, monkeypatch: py
     assert len(sends) < 12
 
 
+@pytest.mark.smoke
 def test_small_objects(server: StrictS3, store: Store) -> None:
     server.requires_checksums = False
     put_bytes(store, "k", b"abc")

@@ -20,7 +20,7 @@ from support.clock import SkippingClock
 from support.commands import options_of, run, run_process
 from support.proxy import Call, FaultProxy, fault_proxy
 from support.servers import SECRET_KEY, S3Server, rclone_binary, rclone_server
-from support.strict_s3 import Request, StrictS3, strict_s3
+from support.strict_s3 import Request, StrictS3
 
 import ckpt
 from ckpt.backends import memory
@@ -389,28 +389,27 @@ def test_moto(s3: S3Server, scheme: str) -> None:
 
 
 @pytest.fixture
-def server() -> Iterator[StrictS3]:
-    with strict_s3() as server:
-        server.requires_checksums = False
-        yield server
-        assert not server.objects
-        assert not server.uploads
+def server(server: StrictS3) -> Iterator[StrictS3]:
+    """A server on which nothing is left behind."""
+    server.requires_checksums = False
+    yield server
+    assert not server.objects
+    assert not server.uploads
 
 
-def examined(server: StrictS3, **options: Any) -> Diagnosis:
-    """It lists no objects, so there is no use in waiting for that."""
-    return ckpt.doctor("s3://bucket/x", storage_options={**server.options, **options}, wait_s=0.1)
+def diagnose(server: StrictS3, **options: Any) -> Diagnosis:
+    return ckpt.doctor("s3://bucket/x", storage_options={**server.options, **options})
 
 
 def test_a_server_that_verifies(server: StrictS3) -> None:
-    diagnosis = examined(server)
+    diagnosis = diagnose(server)
     assert finding_of(diagnosis, "checksums sent along").measured == {"single put": True, "part": True}
     assert finding_of(diagnosis, "conditional put").measured == {"if_none_match": "honoured"}
 
 
 def test_a_server_that_ignores_conditions(server: StrictS3) -> None:
     server.knows_conditions = False
-    diagnosis = examined(server)
+    diagnosis = diagnose(server)
     finding = finding_of(diagnosis, "conditional put")
     assert finding.measured == {"if_none_match": "ignored"}
     assert finding.verdict is Verdict.CAREFUL
@@ -425,7 +424,7 @@ def test_a_server_that_ignores_them_on_completion(server: StrictS3) -> None:
         return "pass"
 
     server.rule = rule
-    diagnosis = examined(server)
+    diagnosis = diagnose(server)
     assert finding_of(diagnosis, "conditional put").measured == {"if_none_match": "honoured"}
     assert finding_of(diagnosis, "conditional upload in parts").measured == {"if_none_match": "ignored"}
     assert diagnosis.capabilities.conditional_create
@@ -434,7 +433,7 @@ def test_a_server_that_ignores_them_on_completion(server: StrictS3) -> None:
 def test_a_server_that_refuses_conditions(server: StrictS3) -> None:
     """As Swift does."""
     server.rule = lambda request: (501, "NotImplemented") if "if-none-match" in request.headers else "pass"
-    diagnosis = examined(server)
+    diagnosis = diagnose(server)
     assert finding_of(diagnosis, "conditional put").measured == {"if_none_match": "refused"}
     assert diagnosis.verdict is Verdict.CAREFUL
 
@@ -444,7 +443,7 @@ def test_a_failure_in_between_leaves_nothing(server: StrictS3) -> None:
         return (500, "InternalError") if request.operation == "CompleteMultipartUpload" else "pass"
 
     server.rule = rule
-    diagnosis = examined(server, max_attempts=1)
+    diagnosis = diagnose(server, max_attempts=1)
     assert finding_of(diagnosis, "throughput").verdict is Verdict.PROBLEM
     assert diagnosis.verdict is Verdict.PROBLEM
 
