@@ -75,8 +75,8 @@ def _die_in_mid_upload(url: str, options: Options) -> None:
     store = open_store(url, options)
     began: list[ObjectStat] = []
 
-    def note(found: ObjectStat) -> bool:
-        began.append(found)
+    def note(stat: ObjectStat) -> bool:
+        began.append(stat)
         return False
 
     while (
@@ -125,14 +125,14 @@ def compete(rank: int, url: str, options: Options, seeds: Sequence[int]) -> str:
         return " ".join(sorted({type(failure).__name__ for failure in error.failures.values()}))
 
 
-def found_seeds(url: str, options: Options, seeds: Sequence[int]) -> list[int]:
+def stored_seeds(url: str, options: Options, seeds: Sequence[int]) -> list[int]:
     """Which of the saves of two ranks it is that loads in this process; none, if it is a mixture."""
-    found = []
+    stored = []
     for seed in seeds:
         wanted = {**state_of(0, seed), **state_of(1, seed)}
         loaded = emptied(wanted)
         with contextlib.suppress(CheckpointError):
             ckpt.load(loaded, url, storage_options=options, no_dist=True)
         if digest(loaded) == digest(wanted):
-            found.append(seed)
-    return found
+            stored.append(seed)
+    return stored

@@ -1,4 +1,4 @@
-"""What every S3 server has to pass: the conformance suite, and the life of a run of several processes."""
+"""The tests that every S3 server has to pass: the conformance suite, and runs of several processes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class SystemTests(BucketTests):
             assert ended[2] == ended[3]
             assert "saved" in ended
             assert set(ended) <= {"saved", "CommitConflict"}
-            (seed,) = jobs.found_seeds(url, self.options, seeds)
+            (seed,) = jobs.stored_seeds(url, self.options, seeds)
             assert ended[2 * seeds.index(seed)] == "saved"
 
     def test_latest_rm_and_gc(self, store: Store) -> None:
@@ -59,17 +59,19 @@ class SystemTests(BucketTests):
         assert run_ranks(2, jobs.loads, self._places("run/step-1"), self.options, 1) == [True, True]
 
     def doctor(self, monkeypatch: pytest.MonkeyPatch) -> dict[str, Finding]:
-        """What `ckpt doctor` finds, by the name of the check; nothing of it is left behind."""
+        """Run `ckpt doctor`, which leaves nothing behind; returns its findings by the name of the check."""
         monkeypatch.setattr(speed, "_SIZES_BYTES", (1 << 20, 6 << 20))
         url = f"s3://{self.bucket}/doctor"
         diagnosis = ckpt.doctor(url, storage_options=self.options, second_client=True)
         self.eventually(lambda: "Contents" not in self.client.list_objects_v2(Bucket=self.bucket))
-        found = {finding.check: finding for finding in diagnosis.findings}
-        assert all(finding.verdict is Verdict.FINE for check, finding in found.items() if "others" in check)
-        assert found["unfinished uploads"].verdict is Verdict.FINE
-        careful = [finding for finding in found.values() if finding.verdict is Verdict.CAREFUL]
+        findings = {finding.check: finding for finding in diagnosis.findings}
+        assert all(
+            finding.verdict is Verdict.FINE for check, finding in findings.items() if "others" in check
+        )
+        assert findings["unfinished uploads"].verdict is Verdict.FINE
+        careful = [finding for finding in findings.values() if finding.verdict is Verdict.CAREFUL]
         assert all(finding.advice for finding in careful)
-        return found
+        return findings
 
     def _places(self, key: str) -> list[str]:
         return [f"s3://{self.bucket}/{key}"] * 2
@@ -79,14 +81,14 @@ class SystemTests(BucketTests):
         items: list[GarbageItem] = []
         deadline = time.monotonic() + 10
         while True:
-            found = ckpt.collect_garbage(root, storage_options=self.options, grace_s=0)
-            items += found.items
-            if not found.young:
+            report = ckpt.collect_garbage(root, storage_options=self.options, grace_s=0)
+            items += report.items
+            if not report.young:
                 break
             assert time.monotonic() < deadline
             time.sleep(0.5)
         assert {(item.place, item.unfinished) for item in items} == {("step-3", True), ("step-3", False)}
 
     def _states(self, root: str) -> dict[int | None, str]:
-        found = ckpt.list_checkpoints(root, storage_options=self.options)
-        return {each.step: each.state + (" latest" if each.latest else "") for each in found}
+        checkpoints = ckpt.list_checkpoints(root, storage_options=self.options)
+        return {each.step: each.state + (" latest" if each.latest else "") for each in checkpoints}

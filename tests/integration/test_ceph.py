@@ -46,13 +46,13 @@ class TestCeph(SystemTests):
         assert self.client.get_object(**here)["Body"].read() == b"new"
 
     def test_doctor(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        found = self.doctor(monkeypatch)
-        assert found["conditional put"].measured["if_none_match"] == "honoured"
-        assert found["conditional upload in parts"].measured["if_none_match"] == "ignored"
-        assert "looked for before" in found["conditional upload in parts"].advice
-        assert found["create races with another process"].verdict is Verdict.FINE
-        assert found["checksums sent along"].verdict is Verdict.CAREFUL
-        assert found["uploads in parts"].verdict is Verdict.FINE
+        findings = self.doctor(monkeypatch)
+        assert findings["conditional put"].measured["if_none_match"] == "honoured"
+        assert findings["conditional upload in parts"].measured["if_none_match"] == "ignored"
+        assert "looked for before" in findings["conditional upload in parts"].advice
+        assert findings["create races with another process"].verdict is Verdict.FINE
+        assert findings["checksums sent along"].verdict is Verdict.CAREFUL
+        assert findings["uploads in parts"].verdict is Verdict.FINE
 
 
 # -- the gateway dies ------------------------------------------------------------------------------------

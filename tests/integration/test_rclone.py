@@ -58,9 +58,9 @@ def test_an_object_of_more_than_4_gib(tmp_path: Path) -> None:
             file.write(b"behind")
         store = open_store(f"s3://{bucket}", server.options)
         assert store.stat("long").size_bytes == (1 << 32) + 6
-        found = bytearray(9)
-        store.read_into("long", (1 << 32) - 3, [memoryview(found)[:4], memoryview(found)[4:]])
-        assert found == b"\0\0\0behind"
+        stored = bytearray(9)
+        store.read_into("long", (1 << 32) - 3, [memoryview(stored)[:4], memoryview(stored)[4:]])
+        assert stored == b"\0\0\0behind"
         store.close()
 
 

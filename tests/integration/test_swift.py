@@ -43,12 +43,12 @@ class TestSwift(SystemTests):
 
     def test_doctor(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """501 to a put with a condition; one that completes an upload in parts is honoured, of 1,000 parts at most."""
-        found = self.doctor(monkeypatch)
-        assert found["conditional put"].measured["if_none_match"] == "refused"
-        assert "one writer at a time" in found["conditional put"].advice
-        assert found["conditional upload in parts"].measured["if_none_match"] == "honoured"
-        assert found["checksums sent along"].verdict is Verdict.CAREFUL
-        parts = found["uploads in parts"]
+        findings = self.doctor(monkeypatch)
+        assert findings["conditional put"].measured["if_none_match"] == "refused"
+        assert "one writer at a time" in findings["conditional put"].advice
+        assert findings["conditional upload in parts"].measured["if_none_match"] == "honoured"
+        assert findings["checksums sent along"].verdict is Verdict.CAREFUL
+        parts = findings["uploads in parts"]
         assert (parts.measured["part_1000"], parts.measured["part_10000"]) == (True, False)
         assert "give the storage option part_size_bytes" in parts.advice
 
@@ -81,5 +81,5 @@ def test_listings_that_lag(swift: Swift) -> None:
 
 
 def _listed(root: str, options: jobs.Options) -> list[tuple[int | None, bool]]:
-    found = ckpt.list_checkpoints(root, storage_options=options)
-    return [(each.step, each.latest) for each in found if each.state == "committed"]
+    checkpoints = ckpt.list_checkpoints(root, storage_options=options)
+    return [(each.step, each.latest) for each in checkpoints if each.state == "committed"]
