@@ -291,27 +291,22 @@ def _zeros(count: int) -> bytes:
     return b"".join(packer.compress(bytes(1 << 20)) for _ in range(count >> 20)) + packer.flush()
 
 
-def _set(index: dict[str, Any], **values: Any) -> None:
-    index.update(values)
-
-
 INDICES: dict[str, Callable[[dict[str, Any]], None]] = {
-    "a tensor of 2**60 elements": lambda index: _set(index, entries=[["t", "float32", [1 << 30, 1 << 30], False, 0]]),
-    "chunks of 2**20": lambda index: _set(
-        index,
+    "a tensor of 2**60 elements": lambda index: index.update(entries=[["t", "float32", [1 << 30, 1 << 30], False, 0]]),
+    "chunks of 2**20": lambda index: index.update(
         entries=[["t", "float32", [1], False, 1 << 20]],
         **dict.fromkeys(("offsets", "sizes", "file", "offset", "length"), _zeros(8 << 20)),
     ),
-    "chunks beyond counting": lambda index: _set(index, entries=[["t", "float32", [1], False, 1 << 40]]),
-    "dimensions": lambda index: _set(index, entries=[["t", "float32", [1] * 65, False, 1]]),
-    "sizes that overflow": lambda index: _set(index, entries=[["t", "float32", [(1 << 62) - 1] * 60, False, 0]]),
-    "a column that expands": lambda index: _set(index, offset=_zeros(256 << 20)),
-    "names twice": lambda index: _set(index, entries=index["entries"] + index["entries"]),
-    "a name of dots": lambda index: _set(
-        index, entries=[[("." * 5000 if n == 0 else e[0]), *e[1:]] for n, e in enumerate(index["entries"])]
+    "chunks beyond counting": lambda index: index.update(entries=[["t", "float32", [1], False, 1 << 40]]),
+    "dimensions": lambda index: index.update(entries=[["t", "float32", [1] * 65, False, 1]]),
+    "sizes that overflow": lambda index: index.update(entries=[["t", "float32", [(1 << 62) - 1] * 60, False, 0]]),
+    "a column that expands": lambda index: index.update(offset=_zeros(256 << 20)),
+    "names twice": lambda index: index.update(entries=index["entries"] + index["entries"]),
+    "a name of dots": lambda index: index.update(
+        entries=[["." * 5000, *index["entries"][0][1:]], *index["entries"][1:]]
     ),
-    "a dtype that is a function": lambda index: _set(index, entries=[["t", "load", [1], False, 0]]),
-    "nested planner data": lambda index: _set(index, planner_data=msgspec.Raw(b"\x92\xa1l\x91" * 50_000 + b"\xc0")),
+    "a dtype that is a function": lambda index: index.update(entries=[["t", "load", [1], False, 0]]),
+    "nested planner data": lambda index: index.update(planner_data=msgspec.Raw(b"\x92\xa1l\x91" * 50_000 + b"\xc0")),
 }  # fmt: skip
 
 
