@@ -90,9 +90,12 @@ class PosixStore(Store):
     def __init__(self, url: str, options: Mapping[str, Any] | None = None, *, threads: int = 4) -> None:
         self._fsync = bool(take_options("file", options or {}, {"fsync": True})["fsync"])
         self._root = path_of(url)
-        self._real_root = os.path.realpath(self._root)
         self.url = self.directory = self._root
         self.threads = threads
+
+    @cached_property
+    def _real_root(self) -> str:
+        return os.path.realpath(self._root)  # not when the store is made: a mount can hang
 
     @cached_property
     def _filesystem(self) -> str:

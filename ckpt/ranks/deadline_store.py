@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from ckpt.backends.base import ObjectStat, PutMode, Store
 from ckpt.backends.bodies import Body, Part
-from ckpt.backends.raw_requests import Condition, RawRequests
+from ckpt.backends.raw_requests import Condition, RawRequests, raw_requests_of
 from ckpt.backends.wrapper import WrappedStore
 from ckpt.consistency import environment
 from ckpt.errors import StorageError, StorageUnavailable
@@ -56,8 +56,10 @@ class DeadlineStore(WrappedStore):
         super().__init__(inner)
         self._progress, self._limit_s, self._own_memory = progress, limit_s, own_memory
         self._given_up: list[threading.Thread] = []
-        if inner.reads is not None:
-            inner.reads.report_to(progress.moved)
+        # A mount that hangs can hang even the question of which file system it is.
+        self._reads = self.run("opening", "", lambda _: inner.reads)
+        if self._reads is not None:
+            self._reads.report_to(progress.moved)
 
     def put(self, key: str, body: Body, *, mode: PutMode = PutMode.OVERWRITE) -> None:
         def work(operation: Operation) -> None:
@@ -69,7 +71,7 @@ class DeadlineStore(WrappedStore):
         def work(_: Operation) -> None:
             self._inner.read_into(key, offset, buffers)
 
-        reads = self._inner.reads
+        reads = self._reads
         if self._own_memory or reads is not None:
             self.run("reading", key, work, cancel=None if reads is None else reads.cancel)
         else:
@@ -112,7 +114,7 @@ class DeadlineStore(WrappedStore):
         return self.run("asking for free space", "", lambda _: self._inner.free_bytes())
 
     def raw_requests(self) -> RawRequests | None:
-        inner = super().raw_requests()
+        inner = self.run("connecting", "", lambda _: raw_requests_of(self._inner))
         return None if inner is None else _BoundedRequests(inner, self)
 
     def close(self) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +17,9 @@ from ckpt.backends.base import Store, put_bytes
 from ckpt.backends.bodies import BytesBody
 from ckpt.backends.cancellable_reads import Reads
 from ckpt.backends.memory import MemoryStore
+from ckpt.backends.posix import PosixStore
 from ckpt.backends.prefix import PrefixStore
-from ckpt.backends.raw_requests import RawRequests, SupportsRawRequests
+from ckpt.backends.raw_requests import RawRequests, SupportsRawRequests, raw_requests_of
 from ckpt.backends.wrapper import WrappedStore
 from ckpt.errors import StorageError, StorageUnavailable
 from ckpt.ranks.deadline_store import DeadlineStore
@@ -35,6 +38,7 @@ BOUNDED: dict[str, Callable[[Store], object]] = {
     "abandon": lambda store: store.abandon(),
     "remove_empty": lambda store: store.remove_empty(),
     "free_bytes": lambda store: store.free_bytes(),
+    "raw_requests": raw_requests_of,
 }
 BOUNDED_REQUESTS: dict[str, Callable[[RawRequests], object]] = {
     "put": lambda raw: raw.put("k", BytesBody(b"x")),
@@ -45,9 +49,8 @@ BOUNDED_REQUESTS: dict[str, Callable[[RawRequests], object]] = {
 }
 NOT_BOUNDED = {
     "capabilities": "known without asking the storage",
-    "reads": "a list in memory",
+    "reads": "a list in memory; whether there is one is asked once, when the store is wrapped",
     "retries": "a counter in memory",
-    "raw_requests": "makes an object; its requests are bounded",
     "close": "waits for running operations, but not for those that were given up",
 }
 
@@ -66,9 +69,6 @@ class Hung:
     def __init__(self, freed: threading.Event) -> None:
         self.url, self.threads, self.directory, self.bucket_url = "hung://", 1, None, "hung"
         self.reads, self.retries, self.freed = Reads(), 0, freed
-
-    def raw_requests(self) -> Any:
-        return self
 
     def close(self) -> None:
         pass
@@ -102,6 +102,8 @@ def test_an_operation_that_hangs_is_given_up(operation: str, hung: DeadlineStore
 
 @pytest.mark.parametrize("operation", BOUNDED_REQUESTS)
 def test_a_raw_request_that_hangs_is_given_up(operation: str, hung: DeadlineStore) -> None:
+    inner = hung._inner
+    inner.raw_requests = lambda: inner  # type: ignore[attr-defined]
     raw = hung.raw_requests()
     assert raw is not None
     with pytest.raises(StorageUnavailable, match="given up after 0 s without progress"):
@@ -114,6 +116,14 @@ def test_nothing_is_carried_out_after_a_failure_elsewhere(operation: str, hung: 
     with pytest.raises(StorageError, match="not carried out: rank 1 says: no") as caught:
         BOUNDED[operation](hung)
     assert caught.value.settled
+
+
+def test_a_mount_that_hangs_when_it_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    freed = threading.Event()
+    monkeypatch.setattr(os.path, "realpath", lambda path: freed.wait() and path)
+    with pytest.raises(StorageUnavailable, match="without progress: opening"):
+        DeadlineStore(PosixStore(str(tmp_path)), Progress(), LIMIT_S)
+    freed.set()
 
 
 class Slow(MemoryStore):
