@@ -1,4 +1,4 @@
-"""Checkpoints of this library and of stock DCP as a source."""
+"""Read checkpoints of this library and of stock DCP as a source of tensors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from ckpt.backends.base import exists, read_bytes
 from ckpt.conversion.locations import Guard
-from ckpt.conversion.source import Region, Source, TensorFacts
+from ckpt.conversion.source import Region, TensorFacts, TensorSource
 from ckpt.errors import CommitConflict, ConfigurationError, UnsafeContent
 from ckpt.format.columns import ObjectRow, is_quantized
 from ckpt.format.fqns import paths_of
@@ -19,12 +19,13 @@ from ckpt.stock.metadata_reader import MAX_METADATA_BYTES
 __all__ = ["CheckpointSource"]
 
 
-class CheckpointSource(Source):
-    """Opened at a checkpoint's place.
+class CheckpointSource(TensorSource):
+    """A checkpoint as a source.
 
     Raises:
-        NotFound, NotCommitted, IntegrityError, FormatError, UnsafeContent, NotVisible: as `ckpt.inspect`.
-        ConfigurationError: it is a part a rank, which only those ranks can put together.
+        NotFound, NotCommitted, IntegrityError, FormatError, UnsafeContent, NotVisible: as
+            `ckpt.inspect`.
+        ConfigurationError: each rank saved a part, which only those ranks can put together.
     """
 
     def __init__(
@@ -34,8 +35,8 @@ class CheckpointSource(Source):
         try:
             if len(self._open.parts) > 1:
                 raise ConfigurationError(
-                    f"{len(self._open.parts)} ranks saved with use_collectives=False, each a part of its own; load it "
-                    "on as many ranks and save it again",
+                    f"{len(self._open.parts)} ranks saved a part each (use_collectives=False); load it on as "
+                    "many ranks, save it again with collectives, and convert that",
                     url=self._open.store.url,
                 )
         except BaseException:
@@ -57,12 +58,12 @@ class CheckpointSource(Source):
         for name, facts in self.tensors.items():
             if name in names and is_quantized(facts.dtype):
                 raise ConfigurationError(
-                    f"{name[:200]!r} is quantized, which cannot be converted; --exclude it, or load and save it",
+                    f"{name[:200]!r} is quantized and cannot be converted; --exclude it, or dequantize and save it",
                     url=self.url,
                 )
-        part, wanted = self._open.parts[0], set(names)
+        part, fqns = self._open.parts[0], set(names)
         storage = part.metadata.storage_data
-        part.prepare((info for index, info in storage.items() if index.fqn in wanted), self._open.threads)
+        part.prepare((info for index, info in storage.items() if index.fqn in fqns), self._open.threads)
 
     def read(self, regions: Sequence[Region]) -> None:
         self._open.read_into([(region.name, region.offsets, region.target) for region in regions])
@@ -82,17 +83,17 @@ class CheckpointSource(Source):
         return self._open.stored_object(name)
 
     def holds(self, url: str) -> bool:
-        """Anything in its folder that is there."""
-        root, found = os.path.realpath(self.url), os.path.realpath(url)
-        return found.startswith(f"{root}/") and exists(self._open.store, found.removeprefix(f"{root}/"))
+        """Tell whether a file exists in the checkpoint's folder."""
+        root, path = os.path.realpath(self.url), os.path.realpath(url)
+        return path.startswith(f"{root}/") and exists(self._open.store, path.removeprefix(f"{root}/"))
 
     def check_unchanged(self) -> None:
         part, store = self._open.parts[0], self._open.store
         if part.commit is not None:
             unchanged = read_commit(store) == part.stored_commit
         else:
-            found = read_bytes(store, part.metadata_key, max_bytes=MAX_METADATA_BYTES)
-            unchanged = bytes(found) == part.metadata_bytes
+            metadata = read_bytes(store, part.metadata_key, max_bytes=MAX_METADATA_BYTES)
+            unchanged = bytes(metadata) == part.metadata_bytes
         if not unchanged:
             raise CommitConflict("was replaced while it was being converted", url=self.url)
 

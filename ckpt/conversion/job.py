@@ -1,66 +1,65 @@
-"""One conversion, as every writer of a format is given it."""
+"""Run one conversion on all ranks: agree, write, publish, clean up after a failure."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from ckpt.backends.base import exists
-from ckpt.conversion.locations import Place
-from ckpt.conversion.selection import Choice
-from ckpt.conversion.source import Source
-from ckpt.conversion.streams import Counter, Stream
-from ckpt.errors import (
-    AlreadyExists,
-    CheckpointError,
-    CommitConflict,
-    CommitUnknown,
-    IntegrityError,
-    StorageError,
-)
+from ckpt.conversion.locations import Location
+from ckpt.conversion.selection import Rules, Selection
+from ckpt.conversion.source import TensorSource, TensorStream
+from ckpt.errors import AlreadyExists, CheckpointError, CommitConflict, CommitUnknown
 from ckpt.ranks.group import Ranks, RanksFailed
 from ckpt.transfer.buffer_pool import StagingPool
 
-__all__ = ["Job", "is_settled"]
+__all__ = ["ConversionJob", "SentBytes"]
 
 
 @dataclass
-class Job:
-    """What to convert, where to, and with whom.
+class ConversionJob:
+    """One conversion: from a source to a destination, with these ranks.
 
     Attributes:
-        files, sent_bytes: what this rank has written.
+        call: names the conversion for the other ranks.
+        progress: called with the bytes that this rank has sent, and will send in all.
+        files, sent_bytes: written by this rank.
     """
 
-    source: Source
-    choice: Choice
-    place: Place
+    source: TensorSource
+    selection: Selection
+    rules: Rules
+    destination: Location
     ranks: Ranks
     call: str
     overwrite: bool
     max_shard_bytes: int
-    progress: Callable[[int, int], None]
+    progress: Callable[[int, int], None] | None
     pool: StagingPool = field(default_factory=StagingPool)
     files: int = 0
     sent_bytes: int = 0
 
     @property
     def replaces_file(self) -> bool:
-        """Whether what is written, one file, may replace another one. It is not taken away again: that one is gone."""
-        return self.overwrite and self.place.key is not None
+        """True if the single output file may overwrite an existing one.
+
+        It is then kept on failure, because the old file is already lost.
+        """
+        return self.overwrite and self.destination.key is not None
 
     @functools.cached_property
-    def stream(self) -> Stream:
-        return Stream(self.source)
+    def stream(self) -> TensorStream:
+        return TensorStream(self.source)
 
-    def counter(self, total_bytes: int) -> Counter:
-        return Counter(total_bytes, self.progress)
+    def counter(self, total_bytes: int) -> SentBytes:
+        return SentBytes(total_bytes, self.progress)
 
     def agree(self) -> None:
-        """Make sure that all ranks see the same source. Raises CommitConflict on all of them."""
-        seen = self.ranks.gather((self.source.identity, self.choice.nbytes, len(self.choice.tensors)))
+        """Check that all ranks see the same source. Raises CommitConflict on all of them."""
+        seen = self.ranks.gather((self.source.identity, self.selection.nbytes, len(self.selection.tensors)))
         if len(set(seen)) > 1:
             raise CommitConflict(
                 "the ranks see different sources; is it being replaced, or is it not the same place for all?",
@@ -68,23 +67,22 @@ class Job:
             )
 
     def refuse_existing_file(self) -> None:
-        """Raise AlreadyExists where the one file that is written stands already, before it costs anything."""
-        assert self.place.key is not None
-        if not self.overwrite and exists(self.place.folder, self.place.key):
+        """Raise AlreadyExists if the single output file exists, before anything is written."""
+        assert self.destination.key is not None
+        if not self.overwrite and exists(self.destination.folder, self.destination.key):
             raise AlreadyExists(
-                "there is such a file already; choose another name, or pass --overwrite to replace it",
-                url=self.place.folder.url,
-                key=self.place.key,
+                "this file exists already; choose another name, or pass --overwrite to replace it",
+                url=self.destination.folder.url,
+                key=self.destination.key,
             )
 
     @contextlib.contextmanager
     def discarding(self, discard: Callable[[], None]) -> Iterator[None]:
-        """Take away what this rank has written if what is done here fails."""
+        """Call `discard`, which deletes this rank's files, if the block fails."""
         try:
             yield
         except BaseException:
-            # Where the others have given this rank up, its stores do nothing else any more.
-            with self.ranks.progress.cleaning_up():
+            with self.ranks.progress.cleaning_up():  # also where others have given up this rank
                 discard()
             raise
 
@@ -94,11 +92,11 @@ class Job:
         discard: Callable[[], None],
         proves_failure: Callable[[BaseException], bool],
     ) -> None:
-        """The last step, by which the output appears. The first rank takes it, the others wait.
+        """Run the last step, by which the output appears, on the first rank; the others wait.
 
         Args:
-            discard: takes away what this rank has written. Not done where the step may have worked all the same.
-            proves_failure: whether an error of the step means that nothing has appeared.
+            discard: deletes this rank's files; not called if the step may have worked all the same.
+            proves_failure: tells whether an error of the step proves that no output has appeared.
         """
 
         def work() -> None:
@@ -109,8 +107,8 @@ class Job:
                 raise
             except BaseException as error:
                 raise CommitUnknown(
-                    f"{type(error).__name__} in the last step: whether the output is complete is not known",
-                    url=self.place.url,
+                    f"{type(error).__name__} in the last step: the output may or may not be complete",
+                    url=self.destination.url,
                 ) from error
 
         try:
@@ -121,11 +119,20 @@ class Job:
             raise
 
     def wrote(self, files: int, nbytes: int) -> None:
+        """Count files and bytes of this rank."""
         self.files, self.sent_bytes = self.files + files, self.sent_bytes + nbytes
 
 
-def is_settled(error: BaseException) -> bool:
-    """Whether a put that failed so was surely not carried out."""
-    if isinstance(error, StorageError):
-        return error.settled
-    return isinstance(error, CheckpointError) and not isinstance(error, CommitUnknown | IntegrityError)
+class SentBytes:
+    """Count the bytes sent, for a display of progress. Bytes sent again never exceed the total."""
+
+    def __init__(self, total_bytes: int, progress: Callable[[int, int], None] | None) -> None:
+        self._total_bytes, self._progress = total_bytes, progress
+        self._done_bytes = 0
+        self._lock = threading.Lock()
+
+    def add(self, nbytes: int) -> None:
+        if self._progress is not None:
+            with self._lock:
+                self._done_bytes = min(self._done_bytes + nbytes, self._total_bytes)
+                self._progress(self._done_bytes, self._total_bytes)

@@ -1,4 +1,4 @@
-"""What a URL names: a file in a store, or a folder."""
+"""Open the file or folder that a URL names."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from ckpt.backends.prefix import PrefixStore
 from ckpt.backends.registry import open_store
 from ckpt.errors import AccessDenied, ConfigurationError, NotFound
 
-__all__ = ["Guard", "Place", "file_name", "open_file", "open_source"]
+__all__ = ["Guard", "Location", "file_name", "open_file", "open_source"]
 
 
 @dataclass
-class Place:
-    """A folder, or one file of a folder (`key`, with its facts where it is there). Closing it closes the store."""
+class Location:
+    """A folder, or one file of a folder (`key`, with its `stat` if it exists).
+
+    Closing it closes the store, or the store `base` that `folder` is a part of.
+    """
 
     folder: Store
     key: str | None = None
@@ -29,11 +32,12 @@ class Place:
         return self.folder.url if self.key is None else f"{self.folder.url.rstrip('/')}/{self.key}"
 
     def close(self) -> None:
+        """Close the store."""
         (self.base or self.folder).close()
 
 
 Guard = Callable[[Store], Store]
-"""Puts a store around another one, which it closes."""
+"""Wraps a store; closing the wrapper closes the store."""
 
 
 def _bare(store: Store) -> Store:
@@ -41,7 +45,7 @@ def _bare(store: Store) -> Store:
 
 
 def file_name(url: str | os.PathLike[str]) -> str:
-    """The last segment of a URL; empty where it ends in a slash."""
+    """Return the last segment of a URL; empty if it ends in a slash."""
     return os.fspath(url).rpartition("/")[2]
 
 
@@ -51,57 +55,58 @@ def open_file(
     *,
     threads: int | None = None,
     guard: Guard = _bare,
-) -> Place:
-    """The file that `url` names, which need not be there.
+) -> Location:
+    """Open the file that `url` names, which need not exist.
 
     Raises:
-        ConfigurationError: it names no file, or an option is wrong.
+        ConfigurationError: `url` does not name a file, or an option is wrong.
     """
     text = os.fspath(url)
     parent, slash, name = text.rpartition("/")
     if not is_key(name) or (slash and parent.endswith(":/")):
-        raise ConfigurationError(f"{text!r} names no file")
+        raise ConfigurationError(f"{text!r} does not name a file")
     if not slash:
         parent = "."
     elif not parent or parent.endswith("://"):  # the root of a file system
         parent += "/"
-    return Place(guard(open_store(parent, storage_options, threads=threads)), name)
+    return Location(guard(open_store(parent, storage_options, threads=threads)), name)
 
 
 def open_source(
     url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None, *, guard: Guard = _bare
-) -> Place:
-    """The file or folder that `url` names, to be read.
+) -> Location:
+    """Open the file or folder that `url` names, for reading.
 
-    A link that the caller names is followed, and so are those of a Hugging Face cache, whose files are all links to
-    the `blobs` beside its `snapshots`. Other links out of a folder are the store's to refuse.
+    A link that the caller names is followed, and so are those of a Hugging Face cache, whose files
+    are all links to the `blobs` beside its `snapshots`. The store refuses other links out of a
+    folder.
     """
     text = os.fspath(url)
     if "://" not in text and os.path.isfile(text):
         text = os.path.realpath(text)
-    found = _as_file(text, storage_options, guard)
-    if found is not None:
-        return found
+    file = _existing_file(text, storage_options, guard)
+    if file is not None:
+        return file
     repository, name = os.path.split(os.path.abspath(text))
     repository, snapshots = os.path.split(repository)
     if "://" not in text and snapshots == "snapshots" and os.path.isdir(os.path.join(repository, "blobs")):
         base = guard(open_store(repository, storage_options))
-        return Place(PrefixStore(base, f"{snapshots}/{name}"), base=base)
-    return Place(guard(open_store(text, storage_options)))
+        return Location(PrefixStore(base, f"{snapshots}/{name}"), base=base)
+    return Location(guard(open_store(text, storage_options)))
 
 
-def _as_file(url: str, storage_options: Mapping[str, Any] | None, guard: Guard) -> Place | None:
+def _existing_file(url: str, storage_options: Mapping[str, Any] | None, guard: Guard) -> Location | None:
     try:
-        place = open_file(url, storage_options, guard=guard)
+        location = open_file(url, storage_options, guard=guard)
     except ConfigurationError:
         return None
-    assert place.key is not None
+    assert location.key is not None
     try:
-        place.stat = place.folder.stat(place.key)
-    except (NotFound, AccessDenied):  # who may not list is refused what is not there
-        place.close()
+        location.stat = location.folder.stat(location.key)
+    except (NotFound, AccessDenied):  # without permission to list, a missing file is refused
+        location.close()
         return None
     except BaseException:
-        place.close()
+        location.close()
         raise
-    return place
+    return location

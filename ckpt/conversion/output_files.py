@@ -1,4 +1,4 @@
-"""Files that a conversion writes: streamed, a few at a time, and taken away again if it fails."""
+"""Write the files of a conversion: streamed, a few at a time, and deleted again if it fails."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from dataclasses import dataclass
 
 from ckpt.backends.base import PutMode, Store
 from ckpt.backends.bodies import Body, CheckedBody, Part
-from ckpt.conversion.job import is_settled
-from ckpt.errors import CheckpointError, StorageError
+from ckpt.errors import CheckpointError, CommitUnknown, IntegrityError, StorageError
 from ckpt.transfer.buffer_pool import StagingPool
 from ckpt.transfer.file_body import FileBody, FileItem
 from ckpt.transfer.threads import in_order, thread_pool
 
-__all__ = ["OutputFile", "OutputFiles"]
+__all__ = ["OutputFile", "OutputFiles", "is_settled"]
 
 _logger = logging.getLogger(__name__)
 
@@ -26,7 +25,7 @@ _FILES_AT_ONCE = 4
 
 @dataclass(frozen=True)
 class OutputFile:
-    """A file, and what it is made of."""
+    """A file, and the items that it is made of."""
 
     key: str
     items: Sequence[FileItem]
@@ -37,10 +36,10 @@ class OutputFile:
 
 
 class OutputFiles:
-    """Puts files into a store and remembers them.
+    """Put files into a store, and note their names.
 
     Args:
-        replace: take the place of files of the same name. Otherwise they are an error, and stay.
+        replace: replace files of the same name. Otherwise they are an error, and stay.
         pace: called with the number of bytes right before they are sent.
     """
 
@@ -53,16 +52,17 @@ class OutputFiles:
         self._unsettled: list[str] = []
         self._stop = threading.Event()
 
-    def put_all(self, files: Sequence[OutputFile], *, vouch: Callable[[], None] | None = None) -> None:
+    def put_all(self, files: Sequence[OutputFile], *, check_source: Callable[[], None] | None = None) -> None:
         """Put these files; the first error, or an interrupt, stops them all.
 
         Args:
-            vouch: called for each file once all its bytes have been read, and before it appears; raises if it must not.
+            check_source: called for each file when all its bytes have been read, before it appears;
+                raises if the source has changed.
         """
         parallel = self._store.capabilities.parallel_parts  # then one file keeps all threads busy
         at_once = 1 if parallel or len(files) == 1 else min(_FILES_AT_ONCE, self._store.threads)
         with thread_pool(at_once, "ckpt-file") as threads:
-            work = functools.partial(self._put_file, vouch=vouch)
+            work = functools.partial(self._put_file, check_source=check_source)
             for _ in in_order(threads, work, files, ahead=2 * at_once, stop=self._stop):
                 pass
 
@@ -71,28 +71,29 @@ class OutputFiles:
         self._put(key, CheckedBody(data))
 
     def discard(self) -> None:
-        """Delete what was written: nothing of it is of use to anyone."""
+        """Delete the files that were written."""
         written, self._written = self._written, []
         try:
             self._store.delete(written)
         except Exception as error:  # a failed conversion has an error of its own to report
-            _logger.warning("what the conversion had written could not be deleted: %s", error)
-        if self._unsettled:
-            # It may be somebody else's: then a delete would be wrong.
             _logger.warning(
-                "whether these were written at %s is not known, remove them if so: %s",
+                "the files of a failed conversion could not be deleted from %s: %s", self._store.url, error
+            )
+        if self._unsettled:  # such a file may be somebody else's: then a delete would be wrong
+            _logger.warning(
+                "it is not known whether these files were written to %s; delete them if they are there: %s",
                 self._store.url, ", ".join(self._unsettled),
             )  # fmt: skip
 
-    def _put_file(self, file: OutputFile, vouch: Callable[[], None] | None) -> None:
+    def _put_file(self, file: OutputFile, check_source: Callable[[], None] | None) -> None:
         body = FileBody(file.items, self._pool, self._check, self._pace)
-        self._put(file.key, body if vouch is None else _VouchedBody(body, vouch))
+        self._put(file.key, body if check_source is None else _SourceCheckedBody(body, check_source))
 
     def _put(self, key: str, body: Body) -> None:
         try:
             self._store.put(key, body, mode=self._mode)
         except CheckpointError as error:
-            # What reading the source raises comes through here too.
+            # Errors of reading the source come through here too.
             if error.url == self._store.url and not is_settled(error):
                 self._unsettled.append(key)
             raise
@@ -103,11 +104,18 @@ class OutputFiles:
             raise StorageError("stopped: another file failed, or the conversion was interrupted")
 
 
-class _VouchedBody:
-    """A body of which nobody gets the last bytes before `vouch` has been asked."""
+def is_settled(error: BaseException) -> bool:
+    """Tell whether a put that failed with `error` was surely not carried out."""
+    if isinstance(error, StorageError):
+        return error.settled
+    return isinstance(error, CheckpointError) and not isinstance(error, CommitUnknown | IntegrityError)
 
-    def __init__(self, body: FileBody, vouch: Callable[[], None]) -> None:
-        self._body, self._vouch = body, vouch
+
+class _SourceCheckedBody:
+    """A body that calls `check_source` before it releases its last bytes."""
+
+    def __init__(self, body: FileBody, check_source: Callable[[], None]) -> None:
+        self._body, self._check_source = body, check_source
         self.nbytes, self.has_checksums = body.nbytes, body.has_checksums
         self._read: dict[int, int] = {}
         self._lock = threading.Lock()
@@ -119,7 +127,7 @@ class _VouchedBody:
                 self._read[start] = stop
                 is_last = sum(end - begin for begin, end in self._read.items()) >= self.nbytes
             if is_last:
-                self._vouch()
+                self._check_source()
             yield part
 
     def crc64nvme(self) -> int:

@@ -1,8 +1,8 @@
-"""The safetensors format: a header of JSON, then the tensors' bytes. Headers are read as if they came from an enemy.
+"""Read and write headers and indices of safetensors files; those that are read may be hostile.
 
-A file is the header's length (8 bytes, little endian), the header, and the data. The header maps names to dtype, shape
-and place in the data; `__metadata__` holds texts. A model in several files has an index, JSON too, that says which
-tensor is in which file.
+A file is the header's length (8 bytes, little endian), the header in JSON, and the data. The header
+maps names to dtype, shape and place in the data; `__metadata__` holds texts. A model in several
+files has an index, JSON too, that maps tensors to files.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = [
 INDEX_SUFFIX = ".safetensors.index.json"
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 32 << 20
-"""A quarter of a million tensors in one file. The format's own limit is 100 MB; parsed, that can be a gigabyte."""
+"""Enough for 250,000 tensors in a file. The format's own limit, 100 MB, can parse to 1 GB."""
 MAX_INDEX_BYTES = 64 << 20
 
 DTYPES = {
@@ -56,7 +56,7 @@ METADATA = "__metadata__"
 
 @dataclass(frozen=True)
 class HeaderEntry:
-    """A tensor; `start` and `stop` count from the beginning of the data."""
+    """A tensor in a header; `start` and `stop` count from the beginning of the data."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -65,27 +65,27 @@ class HeaderEntry:
 
 
 def header_bytes(raw: bytes | bytearray, file_bytes: int) -> int:
-    """The length of the header, from the first 8 bytes of a file. Raises ValueError."""
+    """Read the length of the header from the first 8 bytes of a file. Raises ValueError."""
     if len(raw) < LENGTH_BYTES:
-        raise ValueError(f"a file of {file_bytes} bytes is no safetensors file")
+        raise ValueError(f"it has only {file_bytes} bytes")
     length = int.from_bytes(raw[:LENGTH_BYTES], "little")
     if length > min(MAX_HEADER_BYTES, file_bytes - LENGTH_BYTES):
-        raise ValueError(f"a header of {length} bytes in a file of {file_bytes}")
+        raise ValueError(f"it declares a header of {length} bytes in a file of {file_bytes}")
     return length
 
 
 def parse_header(raw: bytes | bytearray, data_bytes: int) -> dict[str, HeaderEntry]:
-    """The tensors of a file whose header is `raw` and whose data have `data_bytes`, in the order of their places.
+    """Read the tensors of a header, in the order of their places in the `data_bytes` of data.
 
     Raises:
         ValueError: it is not valid. Tensors must fill the data, one after the other.
     """
     # Three brackets a tensor: its own, and those of shape and place.
-    found = _strict_json(raw, brackets=3 * raw.count(b"data_offsets"))
-    metadata = found.pop(METADATA, {})
+    header = _strict_json(raw, brackets=3 * raw.count(b"data_offsets"))
+    metadata = header.pop(METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise ValueError("the header's metadata are no texts")
-    entries = {name: _entry(name, described) for name, described in found.items()}
+        raise ValueError(f"{METADATA} in the header does not map to texts")
+    entries = {name: _entry(name, described) for name, described in header.items()}
     ordered = sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop))
     end = 0
     for name, entry in ordered:
@@ -94,7 +94,7 @@ def parse_header(raw: bytes | bytearray, data_bytes: int) -> dict[str, HeaderEnt
             raise ValueError(f"{name[:200]!r} {fault}")
         end = entry.stop
     if end != data_bytes:
-        raise ValueError(f"the tensors take {end} bytes, the data have {data_bytes}")
+        raise ValueError(f"the tensors take {end} bytes, but the data {data_bytes}")
     return dict(ordered)
 
 
@@ -103,15 +103,14 @@ def _entry(name: str, described: Any) -> HeaderEntry:
         raise ValueError(f"{name[:200]!r} is not described by dtype, shape and data_offsets")
     dtype, shape, places = described["dtype"], described["shape"], described["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise ValueError(f"{name[:200]!r} has the dtype {str(dtype)[:40]!r}, which torch has no equal of")
+        raise ValueError(f"{name[:200]!r} has the dtype {str(dtype)[:40]!r}, which torch does not have")
     if not _are_sizes(shape) or len(shape) > _MAX_DIMENSIONS:
-        raise ValueError(f"{name[:200]!r} has an absurd shape")
+        raise ValueError(f"{name[:200]!r} has an impossible shape")
     if not _are_sizes(places) or len(places) != 2:
-        raise ValueError(f"{name[:200]!r} has no place")
-    found = DTYPES[dtype]
-    if places[1] - places[0] != math.prod(shape) * found.itemsize:
-        raise ValueError(f"{name[:200]!r} has a place of another size than its shape and dtype take")
-    return HeaderEntry(found, tuple(shape), *places)
+        raise ValueError(f"{name[:200]!r} has impossible data_offsets")
+    if places[1] - places[0] != math.prod(shape) * DTYPES[dtype].itemsize:
+        raise ValueError(f"{name[:200]!r} has data_offsets that do not fit its shape and dtype")
+    return HeaderEntry(DTYPES[dtype], tuple(shape), *places)
 
 
 def _are_sizes(values: Any) -> bool:
@@ -119,10 +118,10 @@ def _are_sizes(values: Any) -> bool:
 
 
 def encode_header(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> bytes:
-    """What comes before the data of a file that holds `tensors` in this order.
+    """Encode the header of a file that holds `tensors` in this order, with its length.
 
     Raises:
-        KeyError: a dtype that the format does not have.
+        KeyError: the format does not have a dtype.
     """
     described: dict[str, Any] = {METADATA: {"format": "pt"}}
     end = 0
@@ -135,18 +134,14 @@ def encode_header(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> b
 
 
 def encode_index(files: Mapping[str, str], total_bytes: int, parameters: int) -> bytes:
-    """The index of a model in several files; `files` maps tensors to them."""
+    """Encode the index of a model in several files; `files` maps tensors to them."""
     metadata = {"total_parameters": parameters, "total_size": total_bytes}
-    return (
-        json.dumps(
-            {"metadata": metadata, "weight_map": dict(sorted(files.items()))}, indent=2, ensure_ascii=False
-        )
-        + "\n"
-    ).encode()
+    index = {"metadata": metadata, "weight_map": dict(sorted(files.items()))}
+    return (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def parse_index(raw: bytes | bytearray, *, url: str, key: str) -> dict[str, str]:
-    """Which file each tensor is in.
+    """Read the file of each tensor from an index.
 
     Raises:
         FormatError: it is not valid, or names a file outside of the folder.
@@ -157,37 +152,40 @@ def parse_index(raw: bytes | bytearray, *, url: str, key: str) -> dict[str, str]
             raise ValueError("it has no weight_map")
         for file in files.values():
             if not isinstance(file, str) or "/" in file or not is_key(file):
-                raise ValueError(f"its weight_map names {str(file)[:80]!r}, which is no file of this folder")
+                raise ValueError(
+                    f"its weight_map names {str(file)[:80]!r}, which is not a name in this folder"
+                )
     except ValueError as error:
         raise FormatError(f"not a valid index: {error}", url=url, key=key) from None
     return files
 
 
 def _strict_json(raw: bytes | bytearray, brackets: int) -> dict[str, Any]:
-    """An object in which no name comes twice. Raises ValueError.
+    """Parse an object in which no name comes twice. Raises ValueError.
 
     Args:
-        brackets: about how many lists and objects it may hold; an empty one takes thirty times as much memory as text.
+        brackets: about the number of lists and objects that it may hold; an empty one takes thirty
+            times as much memory as text.
     """
     if raw.count(b"[") + raw.count(b"{") > brackets + _SPARE_BRACKETS:
         raise ValueError("JSON with far more lists and objects than it needs")
     try:
-        found = json.loads(raw.decode(), object_pairs_hook=_unique)
+        value = json.loads(raw.decode(), object_pairs_hook=_unique)
     except RecursionError:
-        raise ValueError("JSON that is nested without end") from None
+        raise ValueError("JSON that is nested too deeply") from None
     except UnicodeDecodeError:
-        raise ValueError("no UTF-8 text") from None
+        raise ValueError("not UTF-8 text") from None
     except json.JSONDecodeError as error:
-        raise ValueError(f"no valid JSON ({error.msg} at character {error.pos})") from None
-    if isinstance(found, dict):
-        return found
-    raise ValueError("no JSON object")
+        raise ValueError(f"not valid JSON ({error.msg} at character {error.pos})") from None
+    if isinstance(value, dict):
+        return value
+    raise ValueError("not a JSON object")
 
 
 def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    named: dict[str, Any] = {}
     for name, value in pairs:
-        if name in found:
+        if name in named:
             raise ValueError(f"{name[:200]!r} comes twice")
-        found[name] = value
-    return found
+        named[name] = value
+    return named

@@ -1,12 +1,12 @@
-"""Models in the safetensors format as a source: one file, or several with an index, with what stands beside them."""
+"""Read safetensors models as a source of tensors: one file, or several with an index."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from ckpt.backends.base import ObjectStat, Store, read_bytes
-from ckpt.conversion.locations import Place
+from ckpt.backends.base import ObjectStat, Store, exists, read_bytes
+from ckpt.conversion.locations import Location
 from ckpt.conversion.safetensors_format import (
     INDEX_SUFFIX,
     LENGTH_BYTES,
@@ -17,53 +17,43 @@ from ckpt.conversion.safetensors_format import (
     parse_index,
 )
 from ckpt.conversion.source import FileSource, TensorFacts
-from ckpt.errors import ConfigurationError, FormatError, NotFound, Truncated
+from ckpt.errors import ConfigurationError, FormatError, Truncated
 from ckpt.format.stored_tensor import StoredTensor
 from ckpt.transfer.threads import in_order, thread_pool
 
-__all__ = ["SafetensorsSource", "belongs_to_model", "find_model"]
+__all__ = ["SafetensorsSource", "find_model"]
 
-_WEIGHTS = (
-    ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".ot", ".index.json",
-    ".distcp", ".ckpt-tmp",
-)  # fmt: skip
-_MAX_OTHER_BYTES = 256 << 20
-_MAX_OTHER_FILES = 1000
 _FILES_AT_ONCE = 4
 
 
 class SafetensorsSource(FileSource):
-    """Opened from one file or from an index; `key` names it where `place` is a folder.
+    """A model as a source; `key` names its file or index if `location` is a folder.
 
     Raises:
         FormatError: a header or the index is not valid, or they disagree.
-        NotFound: a file of the index is not there.
+        NotFound: a file of the index is missing.
     """
 
-    def __init__(self, place: Place, key: str | None = None) -> None:
-        store, key = place.folder, key or place.key
+    def __init__(self, location: Location, key: str | None = None) -> None:
+        store, key = location.folder, key or location.key
         assert key is not None
-        self._place, self._has_folder = place, place.key is None
-        files, wanted = _files(store, key)
-        url = place.url if place.key is not None else store.url
-        super().__init__(store, files, format="safetensors", url=url)
+        stats, index = _stats(store, key)
+        in_folder = location.key is None
+        super().__init__(location, stats, format="safetensors", url=location.url, has_folder=in_folder)
         try:
-            for file, (data_start, entries) in zip(files, self._headers(list(files)), strict=True):
-                self._take(file, data_start, entries, wanted)
-            missing = [name for name, file in (wanted or {}).items() if name not in self.tensors]
-            if missing:
-                raise FormatError(
-                    f"the index names {missing[0][:200]!r}, which is not there",
-                    url=store.url, key=wanted[missing[0]] if wanted else None,
-                )  # fmt: skip
+            with thread_pool(_FILES_AT_ONCE, "ckpt-header") as threads:
+                headers = in_order(threads, self._header, list(stats), ahead=_FILES_AT_ONCE)
+                for file, (data_start, entries) in zip(stats, headers, strict=True):
+                    self._add(file, data_start, entries, index)
+            for name, file in (index or {}).items():
+                if name not in self.tensors:
+                    text = f"the index names {name[:200]!r}, which this file does not hold"
+                    raise FormatError(text, url=store.url, key=file)
         except BaseException:
             self._threads.shutdown(wait=True, cancel_futures=True)
             raise
-        self._sort()
-
-    def _headers(self, files: Sequence[str]) -> Iterator[tuple[int, dict[str, HeaderEntry]]]:
-        with thread_pool(_FILES_AT_ONCE, "ckpt-header") as threads:
-            yield from in_order(threads, self._header, files, ahead=_FILES_AT_ONCE)
+        # The order in a file is that of dtypes, and says nothing.
+        self.tensors = dict(sorted(self.tensors.items(), key=lambda item: _natural(item[0])))
 
     def _header(self, file: str) -> tuple[int, dict[str, HeaderEntry]]:
         size = self._stats[file].size_bytes
@@ -78,81 +68,58 @@ class SafetensorsSource(FileSource):
             if isinstance(error, ConfigurationError):
                 raise
             text = error.message if isinstance(error, Truncated) else str(error)
-            raise FormatError(f"no valid safetensors file: {text}", url=self._store.url, key=file) from None
+            raise FormatError(
+                f"is not a valid safetensors file: {text}", url=self._store.url, key=file
+            ) from None
 
-    def _take(
-        self, file: str, data_start: int, entries: Mapping[str, HeaderEntry], wanted: Mapping[str, str] | None
+    def _add(
+        self, file: str, data_start: int, entries: Mapping[str, HeaderEntry], index: Mapping[str, str] | None
     ) -> None:
+        """Add the tensors of a file, but for those that the index assigns to another one."""
         for name, entry in entries.items():
-            if wanted is not None and wanted.get(name) != file:
-                continue
-            self.tensors[name] = TensorFacts(entry.dtype, entry.shape)
-            stored = StoredTensor.row_major(data_start + entry.start, entry.dtype, entry.shape)
-            self._places[name] = (file, stored)
-            self.paths[name] = (name,)
-
-    def _sort(self) -> None:
-        """By name: the order in a file is that of dtypes, and says nothing."""
-        self.tensors = dict(sorted(self.tensors.items(), key=lambda item: _natural(item[0])))
+            if index is None or index.get(name) == file:
+                self.tensors[name] = TensorFacts(entry.dtype, entry.shape)
+                stored = StoredTensor.row_major(data_start + entry.start, entry.dtype, entry.shape)
+                self._stored[name] = (file, stored)
+                self.paths[name] = (name,)
 
     def load_object(self, name: str) -> Any:
-        raise AssertionError("safetensors hold no objects")
+        raise AssertionError("safetensors files hold no objects")
 
     def stored_object(self, name: str) -> bytes:
-        raise AssertionError("safetensors hold no objects")
-
-    def other_files(self) -> Iterator[tuple[Store, ObjectStat]]:
-        if self._has_folder:
-            yield from belongs_to_model(self._store)
-
-    def close(self) -> None:
-        super().close()
-        self._place.close()
+        raise AssertionError("safetensors files hold no objects")
 
 
 def _natural(name: str) -> list[tuple[int, int | str]]:
-    """A key that sorts `layers.2` before `layers.10`."""
+    """Make a key that sorts `layers.2` before `layers.10`."""
     return [(0, int(part)) if part.isdecimal() and len(part) < 19 else (1, part) for part in name.split(".")]
 
 
-def belongs_to_model(store: Store) -> Iterator[tuple[Store, ObjectStat]]:
-    """Small files directly in a folder of a model that are no weights: configuration, tokenizer, licence."""
-    found = [stat for stat in store.list() if "/" not in stat.key and not stat.key.startswith(".")]
-    for stat in sorted(found, key=lambda stat: stat.key)[:_MAX_OTHER_FILES]:
-        if not stat.key.endswith(_WEIGHTS) and stat.key != "commit.json":
-            # A listing tells of a link, not of what it leads to.
-            facts = store.stat(stat.key)
-            if facts.size_bytes <= _MAX_OTHER_BYTES:
-                yield store, facts
-
-
 def find_model(store: Store) -> str | None:
-    """The index of a folder, or its only file of the format; None if there is neither.
+    """Find the index of a folder, or its only safetensors file; None if it has neither.
 
     Raises:
-        ConfigurationError: there are several.
+        ConfigurationError: it has several.
     """
     for key in (f"model{INDEX_SUFFIX}", "model.safetensors"):
-        try:
-            store.stat(key)
-        except NotFound:
-            continue
-        return key
-    names = [stat.key for stat in store.list() if "/" not in stat.key]
+        if exists(store, key):
+            return key
+    keys = [stat.key for stat in store.list() if "/" not in stat.key]
     for suffix in (INDEX_SUFFIX, ".safetensors"):
-        found = [name for name in names if name.endswith(suffix)]
-        if len(found) == 1:
-            return found[0]
-        if found:
+        matching = [key for key in keys if key.endswith(suffix)]
+        if len(matching) > 1:
             raise ConfigurationError(
-                f"there are {len(found)} {suffix} files here; name the one that is meant", url=store.url
+                f"there are {len(matching)} {suffix} files here; name one of them as the source",
+                url=store.url,
             )
+        if matching:
+            return matching[0]
     return None
 
 
-def _files(store: Store, key: str) -> tuple[dict[str, ObjectStat], dict[str, str] | None]:
-    """The files of a model, and which tensor is in which where an index says so."""
+def _stats(store: Store, key: str) -> tuple[dict[str, ObjectStat], dict[str, str] | None]:
+    """Return the files of a model, and the index (tensor -> file) if it has one."""
     if not key.endswith(INDEX_SUFFIX):
         return {key: store.stat(key)}, None
-    wanted = parse_index(read_bytes(store, key, max_bytes=MAX_INDEX_BYTES), url=store.url, key=key)
-    return {file: store.stat(file) for file in dict.fromkeys(wanted.values())}, wanted
+    index = parse_index(read_bytes(store, key, max_bytes=MAX_INDEX_BYTES), url=store.url, key=key)
+    return {file: store.stat(file) for file in dict.fromkeys(index.values())}, index

@@ -1,6 +1,6 @@
-"""Conversions to safetensors: one file, or a folder as `save_pretrained` writes it.
+"""Write safetensors: one file, or a folder as `save_pretrained` writes it.
 
-Of a model in several files, each rank writes some; the index, which makes them a model, comes last.
+Each rank writes some files of a model in several; the index, which makes them a model, comes last.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from ckpt.backends.base import exists, read_bytes
-from ckpt.conversion.job import Job, is_settled
-from ckpt.conversion.output_files import OutputFile, OutputFiles
+from ckpt.conversion.job import ConversionJob
+from ckpt.conversion.output_files import OutputFile, OutputFiles, is_settled
 from ckpt.conversion.safetensors_format import DTYPES, INDEX_SUFFIX, METADATA, encode_header, encode_index
 from ckpt.conversion.selection import ChosenTensor
 from ckpt.errors import AlreadyExists, ConfigurationError
@@ -29,55 +29,56 @@ _CONFIG = "config.json"
 _MAX_CONFIG_BYTES = 16 << 20
 
 
-def write_safetensors(job: Job, dtype: torch.dtype | None) -> None:
-    """Write the tensors of `job`; `dtype` is what the weights were converted to, for the model's configuration."""
+def write_safetensors(job: ConversionJob) -> None:
+    """Write the tensors of `job`."""
     _drop(job)
-    in_folder = job.place.key is None
-    shards = _shards(job.choice.tensors, job.max_shard_bytes if in_folder else None)
-    names = [job.place.key] if job.place.key is not None else _names(len(shards))
+    selection, ranks, key = job.selection, job.ranks, job.destination.key
+    shards = _shards(selection.tensors, job.max_shard_bytes if key is None else None)
+    names = _names(len(shards)) if key is None else [key]
     files = [_file(job, name, shard) for name, shard in zip(names, shards, strict=True)]
-    mine = [files[number] for number in pack([f.nbytes for f in files], job.ranks.size)[job.ranks.rank]]
-    counter = job.counter(sum(file.nbytes for file in mine))
-    output = OutputFiles(job.place.folder, job.pool, replace=job.overwrite, pace=counter.add)
-    first = job.ranks.rank == 0
+    own = [files[number] for number in pack([file.nbytes for file in files], ranks.size)[ranks.rank]]
+    counter = job.counter(sum(file.nbytes for file in own))
+    output = OutputFiles(job.destination.folder, job.pool, replace=job.overwrite, pace=counter.add)
     with job.discarding(output.discard if not job.replaces_file else lambda: None):
-        job.ranks.together(job.call, lambda: _begin(job, output, names, dtype) if first else None)
-        job.ranks.together(job.call, lambda: _put(job, output, mine, appears=len(files) == 1))
+        ranks.together(job.call, lambda: _begin(job, output, names) if ranks.rank == 0 else None)
+        ranks.together(job.call, lambda: _put(job, output, own, is_model=len(files) == 1))
     if len(files) > 1:
         index = encode_index(
             {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard},
-            job.choice.nbytes,
-            sum(tensor.elements for tensor in job.choice.tensors),
+            selection.nbytes,
+            sum(tensor.elements for tensor in selection.tensors),
         )
         job.publish(lambda: output.put_bytes(_INDEX, index), output.discard, is_settled)
 
 
-def _drop(job: Job) -> None:
-    """Leave out what the format cannot hold, or holds once. Raises ConfigurationError for a dtype that it lacks."""
-    choice = job.choice
+def _drop(job: ConversionJob) -> None:
+    """Drop objects, and all but one of tied tensors. Raises ConfigurationError for a dtype."""
+    selection = job.selection
     kept: dict[str, str] = {}
-    for tensor in choice.tensors:
+    for tensor in selection.tensors:
         if tensor.name == METADATA:
-            raise ConfigurationError(f"{METADATA!r} is no name for a tensor in safetensors; --rename it")
+            raise ConfigurationError(
+                f"safetensors files cannot hold a tensor named {METADATA!r}; --rename it"
+            )
         if tensor.facts.dtype not in DTYPES.values():
             raise ConfigurationError(
-                f"{tensor.name[:200]!r} is {str(tensor.facts.dtype).removeprefix('torch.')}, which safetensors cannot "
-                "hold; --exclude it, or convert to ckpt, dcp or torch"
+                f"{tensor.name[:200]!r} is {dtype_name(tensor.facts.dtype)}, which "
+                "safetensors cannot hold; --exclude it, or convert to ckpt, dcp or torch"
             )
-        # The first name is kept, as `save_pretrained` keeps the embedding and not the head that is tied to it.
+        # The first name is kept, as `save_pretrained` keeps the embedding and not the tied head.
         first = kept.setdefault(job.source.aliases.get(tensor.source, tensor.source), tensor.name)
         if first != tensor.name:
-            choice.dropped[tensor.name] = f"the same memory as {first!r}, which is kept"
-    choice.tensors = [tensor for tensor in choice.tensors if tensor.name not in choice.dropped]
-    for found in choice.objects:
-        choice.dropped[found.name] = "no tensor; safetensors hold nothing else"
-    choice.objects = []
-    if not choice.tensors:
-        raise ConfigurationError("there is no tensor to convert")
+            selection.dropped[tensor.name] = f"it shares the memory of {first!r}, which is kept"
+    selection.tensors = [tensor for tensor in selection.tensors if tensor.name not in selection.dropped]
+    for chosen in selection.objects:
+        selection.dropped[chosen.name] = "not a tensor; safetensors files hold tensors only"
+    selection.objects = []
+    if not selection.tensors:
+        raise ConfigurationError("the selection has no tensor, and safetensors files hold tensors only")
 
 
 def _shards(tensors: Sequence[ChosenTensor], max_bytes: int | None) -> list[list[ChosenTensor]]:
-    """Tensors by file: in order, as many as fit."""
+    """Assign tensors to files: in order, as many as fit."""
     shards: list[list[ChosenTensor]] = [[]]
     size = 0
     for tensor in tensors:
@@ -95,8 +96,8 @@ def _names(count: int) -> list[str]:
     return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
 
-def _file(job: Job, key: str, tensors: Sequence[ChosenTensor]) -> OutputFile:
-    """Wide elements first, so that all are aligned."""
+def _file(job: ConversionJob, key: str, tensors: Sequence[ChosenTensor]) -> OutputFile:
+    """Lay out a file: wide elements first, so that all are aligned."""
     ordered = sorted(tensors, key=lambda tensor: (-tensor.facts.dtype.itemsize, tensor.name))
     header = encode_header({t.name: (t.facts.dtype, t.facts.shape) for t in ordered})
     items = [FileItem(0, b"", BytesPayload(header), b"")]
@@ -108,10 +109,10 @@ def _file(job: Job, key: str, tensors: Sequence[ChosenTensor]) -> OutputFile:
     return OutputFile(key, items)
 
 
-def _begin(job: Job, output: OutputFiles, names: Sequence[str], dtype: torch.dtype | None) -> None:
-    """See that nothing is in the way, and bring along what belongs to the model."""
-    store = job.place.folder
-    if job.place.key is not None:
+def _begin(job: ConversionJob, output: OutputFiles, names: Sequence[str]) -> None:
+    """Check that no output exists, and copy the other files of the model."""
+    store = job.destination.folder
+    if job.destination.key is not None:
         job.refuse_existing_file()
         return
     store.prepare("")
@@ -124,18 +125,18 @@ def _begin(job: Job, output: OutputFiles, names: Sequence[str], dtype: torch.dty
     for key in names:
         if not job.overwrite and exists(store, key):
             raise AlreadyExists(
-                "an interrupted conversion has left this; remove it, or pass --overwrite to replace it",
+                "an interrupted conversion has left this file; remove it, or pass --overwrite to replace it",
                 url=store.url, key=key,
             )  # fmt: skip
-    for other, stat in job.source.other_files():
-        if exists(store, stat.key):
-            continue  # somebody's own: it stays
-        data = read_bytes(other, stat.key, size_bytes=stat.size_bytes)
-        output.put_bytes(stat.key, _with_dtype(data, dtype) if stat.key == _CONFIG else data)
+    for folder, stat in job.source.other_files():
+        if not exists(store, stat.key):  # else it is somebody's own, and stays
+            data = read_bytes(folder, stat.key, size_bytes=stat.size_bytes)
+            is_config = stat.key == _CONFIG
+            output.put_bytes(stat.key, _with_dtype(data, job.rules.dtype) if is_config else data)
 
 
 def _with_dtype(data: bytearray, dtype: torch.dtype | None) -> bytearray | bytes:
-    """A model's configuration that says what its weights are now."""
+    """Set the dtype in a model's configuration to that of the converted weights."""
     if dtype is None or len(data) > _MAX_CONFIG_BYTES:
         return data
     try:
@@ -149,9 +150,9 @@ def _with_dtype(data: bytearray, dtype: torch.dtype | None) -> bytearray | bytes
     return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def _put(job: Job, output: OutputFiles, files: Sequence[OutputFile], *, appears: bool) -> None:
-    """Args: appears: a file is a model as soon as it is there, not only with the index."""
-    output.put_all(files, vouch=job.source.check_unchanged if appears else None)
-    if not appears:
+def _put(job: ConversionJob, output: OutputFiles, files: Sequence[OutputFile], *, is_model: bool) -> None:
+    """Write this rank's files; one that `is_model`, without an index, must appear checked."""
+    output.put_all(files, check_source=job.source.check_unchanged if is_model else None)
+    if not is_model:
         job.source.check_unchanged()
     job.wrote(len(files), sum(file.nbytes for file in files))

@@ -1,7 +1,8 @@
-"""What of a source is converted, under which names, and as which dtypes."""
+"""Select the tensors and objects to convert, their new names and their dtypes."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -9,22 +10,23 @@ from fnmatch import fnmatchcase
 
 import torch
 
-from ckpt.conversion.source import Source, TensorFacts
+from ckpt.conversion.source import TensorFacts, TensorSource
 from ckpt.errors import ConfigurationError
 from ckpt.format.fqns import Path, has_model, part_of
 
-__all__ = ["Choice", "ChosenObject", "ChosenTensor", "Rules", "choose", "parse_dtype"]
+__all__ = ["ChosenObject", "ChosenTensor", "Rules", "Selection", "parse_dtype", "select"]
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What the caller wants.
+    """The caller's rules for a selection.
 
     Attributes:
         include, exclude: globs over the source's names; without `include`, all are.
-        rename: regular expressions and what their matches are replaced by, one after the other.
-        weights_only: leave out what looks like optimizer state, or is no tensor.
-        dtype: of all weights that are signed floating-point numbers. (Others are scales, or packed.)
+        rename: regular expressions and replacements for their matches, one after the other.
+        weights_only: leave out objects, and tensors whose names look like optimizer state.
+        dtype: of all weights that are signed floating-point numbers. (Others are scales, or
+            packed.)
     """
 
     include: Sequence[str] = ()
@@ -36,7 +38,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class ChosenTensor:
-    """A tensor: its new name, dtype and place in the nested state, and its name in the source."""
+    """A tensor to convert: its new name, dtype and path, and its name in the source."""
 
     name: str
     source: str
@@ -49,15 +51,12 @@ class ChosenTensor:
 
     @property
     def elements(self) -> int:
-        count = 1
-        for size in self.facts.shape:
-            count *= size
-        return count
+        return math.prod(self.facts.shape)
 
 
 @dataclass(frozen=True)
 class ChosenObject:
-    """A value that is no tensor."""
+    """A value to convert that is not a tensor."""
 
     name: str
     source: str
@@ -65,8 +64,13 @@ class ChosenObject:
 
 
 @dataclass
-class Choice:
-    """What is converted, in the order of the source; `dropped` says of the rest that would surprise why it is not."""
+class Selection:
+    """The tensors and objects to convert, in the order of the source.
+
+    Attributes:
+        dropped: names that a caller might miss, and the reason for each.
+        renamed: some name is not that of the source.
+    """
 
     tensors: list[ChosenTensor] = field(default_factory=list)
     objects: list[ChosenObject] = field(default_factory=list)
@@ -79,12 +83,11 @@ class Choice:
 
     @property
     def paths(self) -> dict[str, Path]:
-        """Where each is in the nested state, by its new name."""
-        everything: list[ChosenTensor | ChosenObject] = [*self.tensors, *self.objects]
-        return {found.name: found.path for found in everything}
+        """Map new names to paths in the nested state."""
+        return {chosen.name: chosen.path for chosen in self._everything}
 
     def check_paths(self) -> None:
-        """Raise ConfigurationError where a value would be in the place of a dict, or of another value."""
+        """Raise ConfigurationError if two values cannot both be in one nested state."""
         paths = self.paths
         names = {path: name for name, path in paths.items()}
         for name, path in paths.items():
@@ -92,46 +95,54 @@ class Choice:
             if above is not None or names[path] != name:
                 other = names[path if above is None else above]
                 raise ConfigurationError(
-                    f"{other[:200]!r} and {name[:200]!r} cannot both be in one nested state; --rename or --exclude one"
+                    f"{other[:200]!r} and {name[:200]!r} cannot both be in one nested state; "
+                    "--rename or --exclude one of them"
                 )
 
     @property
     def sources(self) -> set[str]:
-        """All their names in the source."""
-        return {tensor.source for tensor in self.tensors} | {found.source for found in self.objects}
+        """Collect the source's names of everything selected."""
+        return {chosen.source for chosen in self._everything}
+
+    @property
+    def _everything(self) -> list[ChosenTensor | ChosenObject]:
+        return [*self.tensors, *self.objects]
 
 
-def choose(source: Source, rules: Rules) -> Choice:
+def select(source: TensorSource, rules: Rules) -> Selection:
     """Apply the rules.
 
     Raises:
-        ConfigurationError: nothing is left, two names become one, a rule is no valid pattern, or a dtype not one of weights.
+        ConfigurationError: nothing is left, two names become one, a pattern is not valid, or
+            `dtype` is not one for weights.
     """
     if rules.dtype is not None and not _is_weight_dtype(rules.dtype):
         raise _no_dtype(str(rules.dtype))
     renaming = _Renaming(rules.rename)
     with_model = has_model(source.paths.values())
-    found = Choice()
+    selection = Selection()
     for name, facts in source.tensors.items():
         part = part_of(name, is_tensor=True, has_model=with_model)
         if not _is_wanted(name, rules):
             continue
         if rules.weights_only and part != "weights":
             if part == "other":
-                found.dropped[name] = "by its name no weight, but beside the model"
+                selection.dropped[name] = "--weights-only: the name does not look like a model weight"
             continue
         if rules.dtype is not None and part == "weights" and _is_weight_dtype(facts.dtype):
             facts = replace(facts, dtype=rules.dtype)
         new = renaming.apply(name)
-        found.tensors.append(ChosenTensor(new, name, facts, _path(source, name, new)))
+        selection.tensors.append(ChosenTensor(new, name, facts, _path(source, name, new)))
     for name in source.objects:
         if _is_wanted(name, rules) and not rules.weights_only:
             new = renaming.apply(name)
-            found.objects.append(ChosenObject(new, name, _path(source, name, new)))
-    if not found.tensors and not found.objects:
-        raise ConfigurationError("nothing is left to convert; see --include, --exclude and --weights-only")
-    found.renamed = renaming.changed
-    return found
+            selection.objects.append(ChosenObject(new, name, _path(source, name, new)))
+    if not selection.tensors and not selection.objects:
+        raise ConfigurationError(
+            "no tensor or object is left to convert; check --include, --exclude and --weights-only"
+        )
+    selection.renamed = renaming.changed
+    return selection
 
 
 def _is_wanted(name: str, rules: Rules) -> bool:
@@ -147,7 +158,9 @@ class _Renaming:
             try:
                 self._rules.append((re.compile(pattern), new))
             except re.error as error:
-                raise ConfigurationError(f"{pattern!r} is no regular expression: {error}") from None
+                raise ConfigurationError(
+                    f"--rename: {pattern!r} is not a valid regular expression: {error}"
+                ) from None
         self._taken: dict[str, str] = {}
         self.changed = False
 
@@ -158,10 +171,10 @@ class _Renaming:
                 new = pattern.sub(replacement, new)
             except (re.error, IndexError) as error:
                 raise ConfigurationError(
-                    f"{replacement!r} does not fit {pattern.pattern!r}: {error}"
+                    f"--rename: {replacement!r} does not fit {pattern.pattern!r}: {error}"
                 ) from None
         if not new:
-            raise ConfigurationError(f"{name[:200]!r} would have no name left")
+            raise ConfigurationError(f"--rename leaves no name for {name[:200]!r}")
         try:
             new.encode()
         except UnicodeEncodeError:
@@ -170,14 +183,14 @@ class _Renaming:
             ) from None
         if self._taken.setdefault(new, name) != name:
             raise ConfigurationError(
-                f"{self._taken[new][:200]!r} and {name[:200]!r} would both be {new[:200]!r}"
+                f"{self._taken[new][:200]!r} and {name[:200]!r} would both be named {new[:200]!r}; change --rename"
             )
         self.changed |= new != name
         return new
 
 
-def _path(source: Source, name: str, new: str) -> Path:
-    """Where the value goes in a nested state: into the same dicts as far as the new name begins with theirs."""
+def _path(source: TensorSource, name: str, new: str) -> Path:
+    """Make the new path: through the same dicts as far as the new name begins with theirs."""
     path = source.paths.get(name, (name,))
     if new == name:
         return path
@@ -192,26 +205,22 @@ def _path(source: Source, name: str, new: str) -> Path:
 
 
 def parse_dtype(text: str) -> torch.dtype:
-    """A floating-point dtype by torch's name, or a usual short one.
-
-    Raises:
-        ConfigurationError: there is none of that name.
-    """
+    """Parse a floating-point dtype by torch's name or a short one. Raises ConfigurationError."""
     name = text.removeprefix("torch.").lower()
     name = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "half": "float16", "fp32": "float32",
             "f32": "float32", "float": "float32", "fp64": "float64", "f64": "float64", "double": "float64"}.get(name, name)  # fmt: skip
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype) or not _is_weight_dtype(found):
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not _is_weight_dtype(dtype):
         raise _no_dtype(text)
-    return found
+    return dtype
 
 
 def _is_weight_dtype(dtype: torch.dtype) -> bool:
-    """Whether it has values of both signs, one in each element: not the scales and packed halves of quantized weights."""
+    """Tell whether elements are signed values, not scales or packed halves."""
     return dtype.is_floating_point and dtype not in (torch.float8_e8m0fnu, torch.float4_e2m1fn_x2)
 
 
 def _no_dtype(text: str) -> ConfigurationError:
     return ConfigurationError(
-        f"{text!r} is no floating-point dtype for weights; write bfloat16, float16, float32 or another of torch's"
+        f"{text!r} is not a floating-point dtype for weights; use bfloat16, float16, float32 or another of torch's"
     )

@@ -1,18 +1,16 @@
-"""A file that `torch.save` wrote as a source: its pickle is read once, under fake tensors; the data are left where they lie."""
+"""Read a `torch.save` file as a source: the pickle once, data when asked for."""
 
 from __future__ import annotations
 
 import io
 import pickle
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from ckpt.backends.base import ObjectStat, Store
-from ckpt.conversion.locations import Place
-from ckpt.conversion.safetensors_source import belongs_to_model
+from ckpt.conversion.locations import Location
 from ckpt.conversion.source import FileSource, Region, TensorFacts
 from ckpt.errors import ConfigurationError, FormatError, UnsafeContent
 from ckpt.format.stored_tensor import StoredTensor
@@ -30,29 +28,27 @@ _SLACK_BYTES = 1 << 30
 
 
 class TorchFileSource(FileSource):
-    """Opened from one file.
+    """A `torch.save` file as a source.
 
     Raises:
-        FormatError: it is no archive of `torch.save`, or a damaged one, or holds no dict.
+        FormatError: it is not an archive of `torch.save`, or damaged, or does not hold a dict.
         UnsafeContent: loading it would run code, or take far more memory than is stored.
     """
 
-    def __init__(self, place: Place, *, has_folder: bool = False) -> None:
-        assert place.key is not None
-        self._place, self._has_folder, self._key = place, has_folder, place.key
-        stat = place.stat or place.folder.stat(place.key)
-        super().__init__(place.folder, {place.key: stat}, format="torch", url=place.url)
+    def __init__(self, location: Location, *, has_folder: bool = False) -> None:
+        assert location.key is not None
+        self._key = location.key
+        stats = {self._key: location.stat or location.folder.stat(self._key)}
+        super().__init__(location, stats, format="torch", url=location.url, has_folder=has_folder)
         self._lazy: dict[str, tuple[bool, bool]] = {}  # is_conj, is_neg
         self._refused: dict[str, str] = {}
         self._values: dict[str, Any] = {}
         try:
             self._state = self._load()
-            self._take(self._state)
+            self._add_all(self._state)
         except BaseException:
             self._threads.shutdown(wait=True, cancel_futures=True)
             raise
-
-    # -- opening ---------------------------------------------------------------------------------------
 
     def _load(self) -> dict[str, Any]:
         size = self._stats[self._key].size_bytes
@@ -63,16 +59,19 @@ class TorchFileSource(FileSource):
             # The headers of all records, many at a time: torch then reads them one by one.
             window.prefetch([reader.get_record_header_offset(name) for name in records], self._threads)
             if not all(is_stored_as_it_is(reader, window, name) for name in records):
-                raise FormatError("a torch.save file of another byte order, or with compressed records")
+                raise FormatError(
+                    "has another byte order, or compressed records; save it again with torch.save"
+                )
             window.seek(0)
             with FakeTensorMode():
-                found = torch.load(window, map_location="cpu", weights_only=True)  # type: ignore[arg-type]
+                state = torch.load(window, map_location="cpu", weights_only=True)  # type: ignore[arg-type]
         except pickle.UnpicklingError as error:
             raise UnsafeContent(
-                f"holds what loading could run code by ({reason(error)}); load it where it is trusted, and save tensors "
-                "and plain values",
-                url=self._store.url, key=self._key,
-            ) from None  # fmt: skip
+                f"contains a pickle that could run code when loaded ({reason(error)})",
+                advice="if you trust it, load it with torch.load, and save only tensors and plain values",
+                url=self._store.url,
+                key=self._key,
+            ) from None
         except (FormatError, UnsafeContent) as error:
             raise type(error)(error.message, url=self._store.url, key=self._key) from None
         except Exception as error:
@@ -82,42 +81,38 @@ class TorchFileSource(FileSource):
                 f"cannot be read as a torch.save archive (of torch 1.6 or newer): {first_line(error)}",
                 url=self._store.url, key=self._key,
             ) from None  # fmt: skip
-        if isinstance(found, dict):
-            return found
-        raise self._format_error(f"holds a {type(found).__name__}, not a dict with a model's state")
+        if isinstance(state, dict):
+            return state
+        raise self._format_error(f"holds a {type(state).__name__}, not a dict with a model's state")
 
     def _read_at(self, offset: int, buffer: memoryview) -> None:
         self._store.read_into(self._key, offset, [buffer])
 
-    def _take(self, state: dict[str, Any]) -> None:
+    def _add_all(self, state: dict[str, Any]) -> None:
         try:
             flat, paths = flatten_state_dict(state)
         except (ValueError, RecursionError) as error:
             raise self._format_error(f"holds a state that cannot be flattened: {first_line(error)}") from None
         self.paths = dict(paths)
-        known: dict[tuple[Any, ...], str] = {}
+        names: dict[tuple[Any, ...], str] = {}
         total = 0
         for name, value in flat.items():
             if not isinstance(value, torch.Tensor):
                 self.objects[name] = None
                 self._values[name] = value
                 continue
-            place = self._add(name, value)
+            memory = self._add(name, value)
             if name in self._refused:
                 continue
             total += value.numel() * value.element_size()
-            if value.numel():
-                self.aliases |= {name: known[place]} if place in known else {}
-                known.setdefault(place, name)
+            if value.numel() and names.setdefault(memory, name) != name:
+                self.aliases[name] = names[memory]
         if total > _MAX_GROWTH * self._stats[self._key].size_bytes + _SLACK_BYTES:
-            raise UnsafeContent(
-                f"has tensors of {total} bytes in all, far more than are stored",
-                url=self._store.url,
-                key=self._key,
-            )
+            text = f"has tensors of {total} bytes in all, far more than are stored"
+            raise UnsafeContent(text, url=self._store.url, key=self._key)
 
     def _add(self, name: str, tensor: torch.Tensor) -> tuple[Any, ...]:
-        """Note where a tensor is; returns what tells whether another one is the same memory."""
+        """Note the place of a tensor; return a key that is equal for tensors of the same memory."""
         shape, strides = tuple(tensor.shape), tuple(tensor.stride()) if _is_plain(tensor) else ()
         self.tensors[name] = TensorFacts(tensor.dtype, shape, tensor.requires_grad)
         offset = checkpoint_offset(tensor) if _is_plain(tensor) else None
@@ -133,41 +128,40 @@ class TorchFileSource(FileSource):
         reach = sum((n - 1) * step for n, step in zip(stored_shape, stored_strides, strict=True))
         if tensor.numel() and first + (reach + 1) * tensor.element_size() > self._stats[self._key].size_bytes:
             raise self._format_error(f"{name[:200]!r} reaches beyond the end of the file")
-        self._places[name] = (self._key, StoredTensor(first, tensor.dtype, stored_shape, stored_strides))
+        self._stored[name] = (self._key, StoredTensor(first, tensor.dtype, stored_shape, stored_strides))
         if tensor.is_conj() or tensor.is_neg():
             self._lazy[name] = (tensor.is_conj(), tensor.is_neg())
         return first, tensor.dtype, shape, strides, self._lazy.get(name)
 
     def prepare(self, names: Collection[str]) -> None:
-        for name, what in self._refused.items():
+        for name, kind in self._refused.items():
             if name in names:
                 raise ConfigurationError(
-                    f"{name[:200]!r} is {what}, which cannot be converted; --exclude it, or load and save it dense",
-                    url=self._store.url, key=self._key,
-                )  # fmt: skip
+                    f"{name[:200]!r} is {kind} and cannot be converted; --exclude it, or save it dense",
+                    url=self._store.url,
+                    key=self._key,
+                )
 
     def _format_error(self, text: str) -> FormatError:
         return FormatError(text, url=self._store.url, key=self._key)
 
-    # -- reading ---------------------------------------------------------------------------------------
-
     def read(self, regions: Sequence[Region]) -> None:
-        rows: list[Region] = []
+        stored_regions: list[Region] = []
         later: list[tuple[Region, torch.Tensor]] = []
         for region in regions:
-            stored = self._places[region.name][1]
-            shape = [1 if one == 1 else n for one, n in zip(stored.shape, region.target.shape, strict=True)]
+            stored = self._stored[region.name][1]
+            shape = [1 if n == 1 else size for n, size in zip(stored.shape, region.target.shape, strict=True)]
             if tuple(shape) == tuple(region.target.shape) and region.name not in self._lazy:
-                rows.append(region)
+                stored_regions.append(region)
                 continue
-            offsets = [0 if one == 1 else o for one, o in zip(stored.shape, region.offsets, strict=True)]
-            row = torch.empty(shape, dtype=stored.dtype, device="cpu")
-            rows.append(Region(region.name, offsets, row))
-            later.append((region, row))
-        super().read(rows)
-        for region, row in later:
+            offsets = [0 if n == 1 else first for n, first in zip(stored.shape, region.offsets, strict=True)]
+            tensor = torch.empty(shape, dtype=stored.dtype, device="cpu")
+            stored_regions.append(Region(region.name, offsets, tensor))
+            later.append((region, tensor))
+        super().read(stored_regions)
+        for region, tensor in later:
             conj, neg = self._lazy.get(region.name, (False, False))
-            value = row.conj() if conj else row
+            value = tensor.conj() if conj else tensor
             region.target.copy_((value.neg() if neg else value).expand(region.target.shape))
 
     def load_object(self, name: str) -> Any:
@@ -179,12 +173,12 @@ class TorchFileSource(FileSource):
         return buffer.getvalue()
 
     def _real(self, value: Any, name: str) -> Any:
-        """A value with the tensors in it read: those in tuples are part of an object."""
+        """Replace the fake tensors in an object, which come from tuples, by real ones."""
         if isinstance(value, torch.Tensor):
             inner = f"{name} (a tensor in it)"
             if value.numel() * value.element_size() > _MAX_OBJECT_BYTES:
                 raise self._format_error(
-                    f"{name[:200]!r} holds a tensor of {value.numel()} elements in a tuple"
+                    f"{name[:200]!r} holds a tensor of {value.numel()} elements in a tuple, too large for an object"
                 )
             self._add(inner, value)
             del self.tensors[inner]
@@ -201,20 +195,12 @@ class TorchFileSource(FileSource):
     def nested(self, values: Mapping[str, Any]) -> Any:
         return _rebuilt(self._state, (), values)
 
-    def other_files(self) -> Iterator[tuple[Store, ObjectStat]]:
-        if self._has_folder:
-            yield from belongs_to_model(self._store)
-
-    def close(self) -> None:
-        super().close()
-        self._place.close()
-
 
 _GONE = object()
 
 
 def _rebuilt(value: Any, path: tuple[str | int, ...], values: Mapping[str, Any]) -> Any:
-    """The same dicts and lists around the values that are left, each under the name it has when flattened."""
+    """Rebuild the dicts and lists around the values, which have flattened names."""
     name = ".".join(map(str, path))
     if path and name in values:
         return values[name]
@@ -234,7 +220,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _is_nested(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether no two elements share memory: each step goes beyond all that the smaller ones reach."""
+    """Tell whether no two elements share memory: each step exceeds the smaller ones' reach."""
     reach = 1
     for stride, size in sorted((s, n) for s, n in zip(strides, shape, strict=True) if n > 1):
         if stride < reach:

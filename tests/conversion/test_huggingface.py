@@ -148,6 +148,6 @@ def test_a_file_named_otherwise(tmp_path: Path) -> None:
     assert digest(read(tmp_path / "a.pt", "torch")) == expected
     (tmp_path / "hf" / "other.safetensors").write_text("")
     assert (
-        "name the one that is meant"
+        "name one of them as the source"
         in convert(tmp_path / "hf", tmp_path / "b.pt", code=2)["error"]["message"]
     )

@@ -48,7 +48,7 @@ def test_globs(place: Path, tmp_path: Path) -> None:
         "model.layers.0.weight", "model.layers.1.bias", "model.count",
     }  # fmt: skip
     error = convert(place, next(files), "--include", "nothing*", code=2)["error"]
-    assert "nothing is left" in error["message"]
+    assert "no tensor or object is left to convert" in error["message"]
 
 
 def test_weights_of_an_app_state(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_what_is_left_out_is_said(place: Path, tmp_path: Path) -> None:
     done = convert(place, tmp_path / "a.safetensors")
     assert set(done["dropped"]) == {"step", "optim.lr"}
     ran = run("convert", place, tmp_path / "b.safetensors")
-    assert "left out step: no tensor" in ran.out
+    assert "left out step: not a tensor" in ran.out
     assert (done["tensors"], done["objects"]) == (5, 0)
     torch.save({"model": {"w": torch.ones(3)}, "scales": torch.ones(2)}, tmp_path / "a.pt")
     done = convert(tmp_path / "a.pt", tmp_path / "b.pt", "--weights-only")
@@ -80,11 +80,11 @@ def test_renaming(place: Path, tmp_path: Path) -> None:
     assert set(state["model"]) == {"layers.0.kernel", "layers.1.bias", "count"}
     assert state["step"] == 12
     for rule, text in [
-        ("layers.*=x", "would both be 'model.x'"),
-        ("(=x", "is no regular expression"),
+        ("layers.*=x", "would both be named 'model.x'"),
+        ("(=x", "is not a valid regular expression"),
         ("w=\\7", "does not fit"),
         ("no rule", "is no REGEX=NEW"),
-        (".*=", "would have no name left"),
+        (".*=", "--rename leaves no name for"),
         ("^step$=model", "'model' and 'model.layers.0.weight' cannot both be in one nested state"),
     ]:
         error = convert(place, tmp_path / "c.pt", "--rename", rule, code=2)["error"]
@@ -108,10 +108,10 @@ def test_dtypes_of_weights_change_and_of_nothing_else(place: Path, tmp_path: Pat
     assert digest(torch.load(tmp_path / "a.pt", weights_only=True)) == digest(expected)
     for wrong in ("int8", "Tensor", "complex64", "nothing", "float8_e8m0fnu", "float4_e2m1fn_x2"):
         assert (
-            "is no floating-point dtype"
+            "is not a floating-point dtype"
             in convert(place, tmp_path / "b.pt", "--dtype", wrong, code=2)["error"]["message"]
         )
-    with pytest.raises(ckpt.errors.ConfigurationError, match="is no floating-point dtype"):
+    with pytest.raises(ckpt.errors.ConfigurationError, match="is not a floating-point dtype"):
         ckpt.convert(place, tmp_path / "b.pt", dtype=torch.int8)
 
 
@@ -148,9 +148,11 @@ def test_formats_that_nobody_named(place: Path, tmp_path: Path) -> None:
     assert convert(tmp_path / "a.pt", tmp_path / "a.safetensors")["format"] == "safetensors"
     assert convert(tmp_path / "a.safetensors", tmp_path / "ours")["format"] == "ckpt"
     assert "--to" in convert(place, tmp_path / "folder", code=2)["error"]["message"]
-    assert "no format" in convert(place, tmp_path / "folder", "--to", "gguf", code=2)["error"]["message"]
+    assert (
+        "is not a format" in convert(place, tmp_path / "folder", "--to", "gguf", code=2)["error"]["message"]
+    )
     assert convert(place, tmp_path / "again", "--to", "ckpt")["source_format"] == "ckpt"
-    assert "same place" in convert(place, place, "--to", "ckpt", "--overwrite", code=2)["error"]["message"]
+    assert "are the same" in convert(place, place, "--to", "ckpt", "--overwrite", code=2)["error"]["message"]
 
 
 def test_nothing_is_replaced_unasked(place: Path, tmp_path: Path) -> None:
@@ -188,7 +190,7 @@ def test_no_file_of_the_source_is_replaced(source: str, place: Path, tmp_path: P
     target = tmp_path / targets.get(source, "sharded/model-00002-of-00005.safetensors")
     form = "safetensors" if target.suffix == ".safetensors" else "torch"
     error = convert(tmp_path / source, target, "--to", form, "--overwrite", code=2)["error"]
-    assert "the destination is a file of the source" in error["message"] or "same place" in error["message"]
+    assert "the destination is a file of the source" in error["message"] or "are the same" in error["message"]
     assert {p: p.read_bytes() for p in sorted(tmp_path.rglob("*")) if p.is_file()} == before
 
 
@@ -239,7 +241,7 @@ def test_exit_codes(place: Path, tmp_path: Path) -> None:
     assert message.isprintable()
     (tmp_path / "text.txt").write_text("no checkpoint")
     assert (
-        "no torch.save archive"
+        "is not a torch.save archive"
         in convert(tmp_path / "text.txt", tmp_path / "a.pt", code=1)["error"]["message"]
     )
     convert(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import re
 import shutil
 import signal
 import subprocess
@@ -16,20 +14,17 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from support.commands import flip, run
 from support.conversions import ENDINGS, FORMATS, convert, read
-from support.ranks import run_ranks
 from support.servers import S3Server
-from support.states import digest, random_tensor
+from support.states import random_tensor
 
 import ckpt
 from ckpt.backends.posix import PosixStore
-from ckpt.conversion import streams as streaming
-from ckpt.conversion.job import Job
+from ckpt.conversion import source as sources
 from ckpt.conversion.safetensors_format import encode_header
 from ckpt.conversion.torch_source import TorchFileSource
-from ckpt.errors import CheckpointError, CommitConflict, StorageUnavailable
+from ckpt.errors import CommitConflict, StorageUnavailable
 
 MIB = 1 << 20
 
@@ -108,7 +103,7 @@ def test_very_many_small_tensors_are_read_some_at_a_time(
         original(self, regions)
 
     monkeypatch.setattr(TorchFileSource, "read", noted)
-    monkeypatch.setattr(streaming, "_REGIONS_AT_ONCE", 300)
+    monkeypatch.setattr(sources, "_REGIONS_AT_ONCE", 300)
     target = tmp_path / f"out{ENDINGS[form]}"
     convert(tmp_path / "a.pt", target, "--to", form)
     assert max(read_at_once) == 300
@@ -126,7 +121,7 @@ def state() -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "form",
-    ["dcp", "safetensors", *(pytest.param(form, marks=pytest.mark.long) for form in ("ckpt", "torch"))],
+    ["dcp", *(pytest.param(form, marks=pytest.mark.long) for form in ("ckpt", "torch", "safetensors"))],
 )
 def test_ctrl_c(form: str, tmp_path: Path) -> None:
     """A real signal in the middle of a file; nothing is left, and the same command works again."""
@@ -254,159 +249,4 @@ def test_a_put_of_which_nobody_knows_is_named(
     monkeypatch.setattr(PosixStore, "put", put)
     convert(tmp_path / "a.pt", tmp_path / "hf", "--to", "safetensors", "--max-shard-size", "3MB", code=4)
     assert [path.name for path in (tmp_path / "hf").iterdir()] == ["model-00002-of-00002.safetensors"]
-    assert "not known, remove them if so: model-00002-of-00002.safetensors" in caplog.text
-
-
-# -- ranks ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("form", FORMATS)
-def test_ranks_share_the_work(form: str, tmp_path: Path) -> None:
-    saved = {f"w{n}": random_tensor(1000 + n, 100, seed=n) for n in range(6)} | {
-        "half": random_tensor(9, dtype=torch.float16)
-    }
-    torch.save(saved, tmp_path / "a.pt")
-    target = tmp_path / f"out{ENDINGS[form]}"
-    results = run_ranks(
-        3, _convert, str(tmp_path / "a.pt"), str(target), {"to": form, "max_shard_bytes": 500_000}
-    )
-    assert digest(read(target, form)) == digest(saved)
-    assert results[0] == results[1] == results[2]
-    assert (results[0]["tensors"], results[0]["sent_bytes"] > 2_400_000) == (7, True)
-    if form == "ckpt":
-        commit = ckpt.inspect(target).commit
-        assert commit is not None
-        assert commit.world_size == 3
-        assert len({path.parts[-2] for path in target.rglob("*.distcp")}) == 3
-    if form == "dcp":
-        assert {path.name[:3] for path in target.rglob("*.distcp")} == {"__0", "__1", "__2"}
-
-
-def test_a_large_tensor_is_shared_too(tmp_path: Path) -> None:
-    saved = {"w": random_tensor(50_000, 1000)}
-    torch.save(saved, tmp_path / "a.pt")
-    run_ranks(2, _convert, str(tmp_path / "a.pt"), str(tmp_path / "out"), {})
-    assert ckpt.inspect(tmp_path / "out").tensors["w"].chunks == 3
-    assert digest(read(tmp_path / "out", "dcp")) == digest(saved)
-
-
-def _convert(rank: int, source: str, target: str, options: dict[str, Any]) -> dict[str, Any]:
-    return vars(ckpt.convert(source, target, **options))
-
-
-@pytest.mark.parametrize("form", ["ckpt", "dcp", "safetensors"])
-def test_one_rank_fails(form: str, tmp_path: Path) -> None:
-    torch.save({f"w{n}": random_tensor(1000, 100, seed=n) for n in range(4)}, tmp_path / "a.pt")
-    options = {"to": form, "max_shard_bytes": 300_000}
-    texts = run_ranks(2, _failing_convert, str(tmp_path / "a.pt"), str(tmp_path / "out"), options)
-    assert all("rank 1" in text and "disk of rank 1" in text for text in texts)
-    assert not [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
-
-
-def _failing_convert(rank: int, source: str, target: str, options: dict[str, Any]) -> str:
-    if rank == 1:
-        failing_put(pytest.MonkeyPatch(), "", StorageUnavailable("disk of rank 1"))
-    try:
-        ckpt.convert(source, target, **options)
-    except CheckpointError as error:
-        return str(error)
-    return "it worked"
-
-
-def test_under_torchrun(tmp_path: Path) -> None:
-    """As a user does it; one process speaks."""
-    saved = {f"w{n}": random_tensor(300, 100, seed=n) for n in range(4)}
-    torch.save(saved, tmp_path / "a.pt")
-    folder = Path(sys.executable).parent
-    command = [str(folder / "torchrun"), "--standalone", "--nproc-per-node", "2", "--no-python"]
-    more = [
-        "convert",
-        str(tmp_path / "a.pt"),
-        str(tmp_path / "hf"),
-        "--to",
-        "safetensors",
-        "--max-shard-size",
-        "130KB",
-        "--json",
-    ]
-    done = subprocess.run(
-        [*command, str(folder / "ckpt"), *more], capture_output=True, text=True, check=False, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    (line,) = done.stdout.splitlines()
-    assert (json.loads(line)["files"], json.loads(line)["tensors"]) == (4, 4)
-    assert digest(read(tmp_path / "hf", "safetensors")) == digest(saved)
-
-
-def test_under_torchrun_an_error_is_one_json_object(tmp_path: Path) -> None:
-    folder = Path(sys.executable).parent
-    command = [str(folder / "torchrun"), "--standalone", "--nproc-per-node", "2", "--no-python"]
-    more = ["convert", str(tmp_path / "nothing"), str(tmp_path / "a.pt"), "--json"]
-    done = subprocess.run(
-        [*command, str(folder / "ckpt"), *more], capture_output=True, text=True, check=False, timeout=120
-    )
-    assert done.returncode != 0
-    (line,) = done.stdout.splitlines()
-    assert json.loads(line)["exit_code"] == 3
-
-
-@pytest.mark.parametrize(
-    ("form", "way"),
-    [
-        ("ckpt", "killed"),
-        ("dcp", "stopped"),
-        ("safetensors", "killed"),
-        pytest.param("torch", "stopped", marks=pytest.mark.long),
-    ],
-)
-def test_a_rank_that_is_gone_is_named(form: str, way: str, tmp_path: Path) -> None:
-    """The others fail in time; of what they wrote nothing is left."""
-    torch.save({f"w{n}": random_tensor(1000, 100, seed=n) for n in range(4)}, tmp_path / "a.pt")
-    target = tmp_path / f"out{ENDINGS[form]}"
-    options = {"to": form, "max_shard_bytes": 300_000, "timeout_s": 8.0}
-    killed, stopped = ([1], []) if way == "killed" else ([], [1])
-    arguments = (str(tmp_path / "a.pt"), str(target), options, way)
-    message, _ = run_ranks(2, _gone_convert, *arguments, killed=killed, stopped=stopped)
-    assert "rank 1 does not answer" in message
-    left = {path.relative_to(tmp_path).as_posix() for path in target.rglob("*") if path.is_file()}
-    of_rank_1 = {
-        "ckpt": "out/rank-00001/",
-        "dcp": "out/__1_",
-        "safetensors": "out/model-0000[24]-of",
-        "torch": "nothing",
-    }
-    assert all(re.match(of_rank_1[form], name) for name in left), left
-
-
-def _gone_convert(rank: int, source: str, target: str, options: dict[str, Any], way: str) -> str:
-    def go(self: object) -> None:
-        time.sleep(1)  # the others have written theirs
-        os.kill(os.getpid(), signal.SIGKILL if way == "killed" else signal.SIGSTOP)
-
-    if rank == 1:
-        # It is asked once this rank has written all that is its own; of one file that is nothing.
-        whole = options["to"] == "torch"
-        pytest.MonkeyPatch().setattr(
-            Job if whole else TorchFileSource, "agree" if whole else "check_unchanged", go
-        )
-    return _failing_convert(0, source, target, options)
-
-
-def test_ranks_that_see_different_sources(tmp_path: Path) -> None:
-    for rank in range(2):
-        (tmp_path / str(rank)).mkdir()
-        dcp.save(
-            {"w": random_tensor(50, seed=rank)},
-            storage_writer=dcp.FileSystemWriter(tmp_path / str(rank)),
-            no_dist=True,
-        )
-    texts = run_ranks(2, _convert_own, str(tmp_path), str(tmp_path / "out"))
-    assert all("different sources" in text for text in texts)
-
-
-def _convert_own(rank: int, sources: str, target: str) -> str:
-    try:
-        ckpt.convert(f"{sources}/{rank}", target)
-    except CheckpointError as error:
-        return str(error)
-    return "it worked"
+    assert "delete them if they are there: model-00002-of-00002.safetensors" in caplog.text

@@ -187,6 +187,7 @@ print(child.exitcode, manager.durable_step)
 """
 
 
+@pytest.mark.long
 def test_a_program_that_ends_without_closing_loses_nothing(tmp_path: Path) -> None:
     """What is in flight becomes durable, and the rules for keeping are followed; nor does a forked child wait for it."""
     ended = subprocess.run(

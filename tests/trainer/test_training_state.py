@@ -187,45 +187,69 @@ def trained(wrap: Wrap, seed: int, steps: int) -> tuple[nn.Module, torch.optim.O
     return model, optimizer
 
 
-def save_and_load(rank: int, way: str, root: str) -> None:
-    """Save under one way of sharding; then load what another saved into another model of it, and save that too."""
-    _, wrap = WAYS[way]
-    other = BEFORE[way]
-    model, optimizer = trained(wrap, seed=1, steps=2)
-    with ckpt.CheckpointManager(f"{root}/{way}", **OPTIONS) as manager:
-        manager.save(5, model=model, optimizer=optimizer)
-    model, optimizer = trained(wrap, seed=2, steps=0)
-    with ckpt.CheckpointManager(f"{root}/{other}", **OPTIONS) as manager:
-        restored = manager.restore(model=model, optimizer=optimizer)
-        assert restored is not None
-        assert restored.step == 5
-    state = training_state(model=model, optimizer=optimizer)
-    ckpt.save(state, f"{root}/{way}-loaded-{other}", storage_options={"fsync": False})
+def save_ways(rank: int, ways: list[str], root: str) -> None:
+    for way in ways:
+        model, optimizer = trained(WAYS[way][1], seed=1, steps=2)
+        with ckpt.CheckpointManager(f"{root}/{way}", **OPTIONS) as manager:
+            manager.save(5, model=model, optimizer=optimizer)
+
+
+def load_ways(rank: int, others: dict[str, str], root: str) -> None:
+    """Load, under each way of sharding, what another one saved into another model; and save that too."""
+    for way, other in others.items():
+        model, optimizer = trained(WAYS[way][1], seed=2, steps=0)
+        with ckpt.CheckpointManager(f"{root}/{other}", **OPTIONS) as manager:
+            restored = manager.restore(model=model, optimizer=optimizer)
+            assert restored is not None
+            assert restored.step == 5
+        state = training_state(model=model, optimizer=optimizer)
+        ckpt.save(state, f"{root}/{way}-loaded-{other}", storage_options={"fsync": False})
 
 
 @pytest.fixture(scope="module")
 def saved_by_all(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every way saves, and also loads what the one before it saved."""
+    """Every way saves, and also loads what the one before it saved: one job of ranks for each number of them."""
     root = tmp_path_factory.mktemp("ways")
-    for way, (world_size, _) in WAYS.items():
-        run_ranks(world_size, save_and_load, way, str(root))
+    by_size = {size: [way for way, (ranks, _) in WAYS.items() if ranks == size] for size in (1, 2, 3, 4)}
+    for size, ways in by_size.items():
+        run_ranks(size, save_ways, ways, str(root))
+    for size, ways in by_size.items():
+        run_ranks(size, load_ways, {way: BEFORE[way] for way in ways}, str(root))
     return root
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_names_are_the_same_however_the_model_is_wrapped(way: str, saved_by_all: Path) -> None:
-    names, expected = (set(content(saved_by_all / each / "step-00000005")) for each in (way, "plain"))
+def check_names(way: str, root: Path) -> None:
+    names, expected = (set(content(root / each / "step-00000005")) for each in (way, "plain"))
     assert names == expected
     assert not [name for name in names if "_orig_mod" in name or "module" in name]
     assert {"model.frozen", "model.head.weight", "optimizer.state.blocks.1.up.weight.exp_avg"} <= names
 
 
+def check_values(way: str, other: str, root: Path) -> None:
+    assert content(root / f"{way}-loaded-{other}") == content(root / other / "step-00000005")
+
+
+@pytest.mark.smoke
+def test_two_ways_load_what_the_other_saved(tmp_path: Path) -> None:
+    """The two that differ most, a plain model among them: all others have a tier of their own."""
+    save_ways(0, ["plain"], str(tmp_path))
+    run_ranks(2, save_ways, ["fsdp2_compiled", "ddp"], str(tmp_path))
+    run_ranks(2, load_ways, {"ddp": "fsdp2_compiled", "fsdp2_compiled": "plain"}, str(tmp_path))
+    load_ways(0, {"plain": "ddp"}, str(tmp_path))
+    for way, other in (("ddp", "fsdp2_compiled"), ("fsdp2_compiled", "plain"), ("plain", "ddp")):
+        check_names(way, tmp_path)
+        check_values(way, other, tmp_path)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_names_are_the_same_however_the_model_is_wrapped(way: str, saved_by_all: Path) -> None:
+    check_names(way, saved_by_all)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_each_way_loads_what_another_saved(way: str, saved_by_all: Path) -> None:
     """Bit for bit, model and optimizer, on another number of ranks and another mesh."""
-    other = BEFORE[way]
-    original = content(saved_by_all / other / "step-00000005")
-    assert content(saved_by_all / f"{way}-loaded-{other}") == original
+    check_values(way, BEFORE[way], saved_by_all)
 
 
 def content(place: Path) -> dict[str, Any]:
@@ -360,16 +384,15 @@ def test_projected_size(tmp_path: Path) -> None:
     assert projected == pytest.approx(parameters + moments, rel=0.05)
 
 
-def sizes(rank: int, way: str) -> int:
-    model, optimizer = trained(WAYS[way][1], seed=1, steps=1)
-    return size_bytes(training_state(model=model, optimizer=optimizer))
+def sizes(rank: int, *ways: str) -> list[int]:
+    states = (trained(WAYS[way][1], seed=1, steps=1) for way in ways)
+    return [size_bytes(training_state(model=model, optimizer=optimizer)) for model, optimizer in states]
 
 
 def test_projected_size_is_that_of_all_ranks(tmp_path: Path) -> None:
-    (whole,) = run_ranks(1, sizes, "plain")
-    for way in ("fsdp1", "fsdp2"):
-        for found in run_ranks(2, sizes, way):
-            assert found == pytest.approx(whole, rel=0.2)
+    (whole,) = sizes(0, "plain")
+    for of_rank in run_ranks(2, sizes, "fsdp1", "fsdp2"):
+        assert of_rank == pytest.approx([whole, whole], rel=0.2)
 
 
 class Odd(nn.Module):
@@ -478,16 +501,20 @@ class LargestSent(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-def largest_sent(rank: int, way: str, root: str) -> tuple[int, int, int]:
-    """When saving, when loading, and, to know that it would show, when gathering on purpose."""
+def largest_sent(rank: int, ways: list[str], root: str) -> list[tuple[int, int, int]]:
+    """Of each way: when saving, when loading, and, to know that it would show, when gathering on purpose."""
+    return [_largest_sent(way, f"{root}/{way}") for way in ways]
+
+
+def _largest_sent(way: str, place: str) -> tuple[int, int, int]:
     sent = []
     model = WAYS[way][1](Net(1, width=256))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
     state = training_state(model=model, optimizer=optimizer)
     gather = StateDictOptions(full_state_dict=True)
     for work in (
-        lambda: ckpt.save(state, root),
-        lambda: ckpt.load(state, root),
+        lambda: ckpt.save(state, place),
+        lambda: ckpt.load(state, place),
         lambda: get_model_state_dict(model, options=gather),
     ):
         with LargestSent() as largest:
@@ -496,13 +523,13 @@ def largest_sent(rank: int, way: str, root: str) -> tuple[int, int, int]:
     return sent[0], sent[1], sent[2]
 
 
-@pytest.mark.parametrize("way", ["fsdp1", "fsdp2", "fsdp2_compiled", "hsdp", "tp_fsdp"])
-def test_no_tensor_is_gathered(way: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ways", [["fsdp1", "fsdp2_compiled"], ["fsdp2"], ["hsdp", "tp_fsdp"]])
+def test_no_tensor_is_gathered(ways: list[str], tmp_path: Path) -> None:
     """FSDP1, where torch gathers unit by unit, is the exception: never more than one of them."""
     shard_bytes = 256 * 512 * 4 // 4  # of the largest tensor, among four ranks
     unit_bytes = (2 * 256 * 512 + 256 + 512) * 4
-    for saving_bytes, loading_bytes, gathering_bytes in run_ranks(
-        WAYS[way][0], largest_sent, way, str(tmp_path)
-    ):
-        assert gathering_bytes >= 2 * shard_bytes
-        assert max(saving_bytes, loading_bytes) <= (unit_bytes + 64 if way == "fsdp1" else shard_bytes // 2)
+    for of_rank in run_ranks(WAYS[ways[0]][0], largest_sent, ways, str(tmp_path)):
+        for way, (saving_bytes, loading_bytes, gathering_bytes) in zip(ways, of_rank, strict=True):
+            assert gathering_bytes >= 2 * shard_bytes
+            limit_bytes = unit_bytes + 64 if way == "fsdp1" else shard_bytes // 2
+            assert max(saving_bytes, loading_bytes) <= limit_bytes, way
