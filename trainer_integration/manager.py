@@ -42,14 +42,12 @@ class CheckpointManager:
 
     Every rank makes one at the same point of the program, and calls the same methods with the same
     steps. A save is *staged* when the method returns: the steps can go on. It is *durable* when the
-    checkpoint is committed; only durable ones are restored or counted by rules for keeping. Leaving
-    the `with` block waits for the save in flight.
+    checkpoint is committed; only durable ones are restored or counted by rules for keeping.
 
     Args:
         root: the run's folder: a path or URL. Checkpoints are its folders `step-<number>`.
         save: when to save (`ckpt.trainer_integration.saving`).
-        keep: which durable checkpoints to keep (`ckpt.trainer_integration.keeping`); None keeps
-            all.
+        keep: durable checkpoints to keep (`ckpt.trainer_integration.keeping`); default all.
         async_mode: upload while the steps go on in a `thread`, or in a `process`, which the steps
             notice less; `off` waits for each save.
         on_busy: if the last save is still in flight, `wait` for it, `skip` the new one, or `fail`.
@@ -60,8 +58,7 @@ class CheckpointManager:
         preflight: check the root before the first step: write, read, create, delete, free space.
         events: called with each `Event`, such as `JsonLines(path)` and `OpenTelemetry(meter)`.
         process_group: the ranks that save together; default all.
-        storage_options, threads, memory_budget_bytes, max_bandwidth_bytes_per_s: as for
-            `ckpt.save`.
+        storage_options and all others: as for `ckpt.save`.
 
     Raises:
         ConfigurationError: an argument is wrong.
@@ -122,8 +119,7 @@ class CheckpointManager:
             step: `latest-valid` is the newest durable checkpoint that passes its checks. Newer ones
                 that do not are reported, and left as they are. `best` is that of the keep rule
                 `best`. A number is that step.
-            strict: keys that are missing in the checkpoint, or left over, are an error that names
-                them.
+            strict: keys that the checkpoint lacks, or that are left over, are an error.
 
         Returns:
             The step, URL and state that were loaded; None if `latest-valid` found that no
@@ -224,7 +220,7 @@ class CheckpointManager:
         return self.durable_step
 
     def close(self) -> None:
-        """Wait for the save in flight, and release everything; a second call does nothing.
+        """Wait for the save in flight, as the end of the `with` block does, and release everything.
 
         Raises:
             SaveFailed: that save failed.
