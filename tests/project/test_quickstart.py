@@ -10,7 +10,7 @@ from support.rooms import ROOT
 
 
 def test_the_quickstart_runs_twice_and_goes_on(tmp_path: Path) -> None:
-    command = [sys.executable, ROOT / "examples" / "quickstart.py", tmp_path]
+    command = [sys.executable, str(ROOT / "examples" / "quickstart.py"), str(tmp_path)]
     for _ in range(2):
         run = subprocess.run(command, check=True, capture_output=True, text=True)
         assert "first: committed" in run.stdout
