@@ -238,7 +238,7 @@ def _decode(kind: type[Record], data: bytes | bytearray, url: str, key: str) -> 
             )
         found: Record = _DECODERS[kind].decode(body)
         return found
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FormatError(f"not a valid record: {error}", url=url, key=key) from error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import io
 import pickle
 import struct
@@ -184,6 +185,7 @@ def _many_keys(keys: bytes) -> bytes:
     return b"\x80\x04}(" + keys + b"u."
 
 
+@functools.cache
 def _growing_pickles() -> dict[str, bytes]:
     """Small ones that would take all memory, all time, or all of the stack."""
     path = _named("pathlib", "PosixPath")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import io
 import struct
 import time
@@ -76,6 +77,7 @@ COLLIDING = b"".join(number(7 + n * ((1 << 61) - 1)) for n in range(50_000))
 REPEATED = b"(" + text("x" * 50_000) + b"q\x01"
 
 
+@functools.cache
 def _hostile() -> dict[str, bytes]:
     v2 = "torch._utils._rebuild_tensor_v2"
     encoded = call("_codecs.encode", b"h\x01", text("latin1"))
