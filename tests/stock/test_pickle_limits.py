@@ -112,13 +112,17 @@ def _hostile() -> dict[str, bytes]:
         "complex numbers of one hash as keys": b"}(" + b"".join(call("builtins.complex", number(-1000003 * n), number(n)) + b"N" for n in range(5000)) + b"u",
         "a key that is a tuple of a tuple twice": b"})" + b"".join(b"q%ch%c\x86" % (n, n) for n in range(30)) + b"Ns",
         "a slow encoding": call("_codecs.encode", text("".join(map(chr, range(0x4E00, 0x9E00))) * 20), text("punycode")),
-        "a deep key": b"}N" + b"\x85" * 1_000_000 + b"Ns",
+        "a deep key": b"}N" + b"\x85" * 100_000 + b"Ns",
+        "a very deep key": b"}N" + b"\x85" * 1_000_000 + b"Ns",
         "a state for a tensor class": name("torch.FloatTensor") + b"Nb",
         "fills a class": name("builtins.set") + b"K\x01a",
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", list(_hostile()))
+@pytest.mark.parametrize(
+    "what",
+    [pytest.param(name, marks=pytest.mark.long if name == "a very deep key" else ()) for name in _hostile()],
+)
 def test_hostile_pickles(what: str) -> None:
     data = archive(b"\x80\x02" + _hostile()[what] + b".", _0=bytes(16))
     tracemalloc.start()
