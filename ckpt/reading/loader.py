@@ -138,7 +138,7 @@ class Loader:
         try:
             window.pieces[file] += region_pieces(stored, item.storage_offsets, item.lengths, memory)
         except ValueError as error:
-            raise FormatError(f"{item.storage_index.fqn!r}: {error}", key=info.relative_path) from error
+            raise self._wrong(info, f"{item.storage_index.fqn!r}: {error}") from error
         if file.block_crcs is not None and item.lengths == self._checkpoint.chunk(item.storage_index)[0]:
             window.pieces[file] += _frame_pieces(info, stored, file.block_size_bytes)
         window.tensor_bytes += target.given.numel() * stored.dtype.itemsize
@@ -164,6 +164,9 @@ class Loader:
                 stop=stop,
             )
 
+    def _wrong(self, info: StorageInfo, message: str) -> FormatError:
+        return FormatError(message, url=self._store.url, key=info.relative_path)
+
     # -- items that are read whole ----------------------------------------------------------------------------
 
     def _load_object(self, item: ReadItem, info: StorageInfo, data: bytearray) -> None:
@@ -182,10 +185,8 @@ class Loader:
         plain_data = MemoryFile(self._untransformed(item, info, data, max_bytes))
         tensor = load_tensor_item(plain_data, fqn=fqn, url=self._store.url, key=info.relative_path)
         if tensor.size() != shape:
-            raise FormatError(
-                f"{fqn!r} is {tuple(tensor.size())} where the metadata says {tuple(shape)}",
-                url=self._store.url,
-                key=info.relative_path,
+            raise self._wrong(
+                info, f"{fqn!r} is {tuple(tensor.size())} where the metadata says {tuple(shape)}"
             )
         try:
             for dimension, (offset, length) in enumerate(
@@ -195,7 +196,7 @@ class Loader:
                 if (offset, length) != (0, tensor.size(dimension)):
                     tensor = tensor.narrow(dimension, offset, length)
         except (IndexError, RuntimeError, ValueError) as error:
-            raise FormatError(f"{fqn!r}: {error}", url=self._store.url, key=info.relative_path) from error
+            raise self._wrong(info, f"{fqn!r}: {error}") from error
         with torch.no_grad():
             target.given.copy_(tensor)
         self._planner.commit_tensor(item, target.given)
@@ -221,21 +222,15 @@ class Loader:
         if item is None:
             located = self._located.get((info.relative_path, info.offset))
             if located is not None and located.shape != tuple(shape):
-                raise FormatError(
-                    f"{index.fqn!r} is {located.shape} where the metadata says {tuple(shape)}",
-                    url=self._store.url,
-                    key=info.relative_path,
+                raise self._wrong(
+                    info, f"{index.fqn!r} is {located.shape} where the metadata says {tuple(shape)}"
                 )
             return located
         if item.payload_offset < 0:
             return None
         stored = StoredTensor.row_major(item.payload_offset, dtype, shape)
         if stored.payload_bytes != item.payload_bytes:
-            raise FormatError(
-                f"{index.fqn!r}: the metadata and the manifest disagree on its size",
-                url=self._store.url,
-                key=info.relative_path,
-            )
+            raise self._wrong(info, f"{index.fqn!r}: the metadata and the manifest disagree on its size")
         return stored
 
     def _info(self, index: MetadataIndex) -> StorageInfo:

@@ -23,13 +23,7 @@ from ckpt.consistency.commit import COMMIT_KEY
 from ckpt.dcp_storage import DcpStorage
 from ckpt.errors import CheckpointError, CommitConflict, ConfigurationError, NotCommitted, NotFound
 from ckpt.ranks.group import DEFAULT_TIMEOUT_S
-from ckpt.reading.checkpoint import (
-    Checkpoint,
-    ReadSettings,
-    is_rank_local,
-    open_checkpoint,
-    open_rank_local,
-)
+from ckpt.reading.checkpoint import Checkpoint, ReadSettings, is_rank_local, open_checkpoint, open_rank_local
 from ckpt.reading.loader import Loader
 from ckpt.transfer.fetcher import Fetcher
 from ckpt.transfer.threads import workers

@@ -18,13 +18,7 @@ from ckpt.backends.base import Store, read_bytes
 from ckpt.backends.bodies import CheckedBody
 from ckpt.consistency import environment
 from ckpt.consistency.checksums import crc_text
-from ckpt.consistency.commit import (
-    COMMIT_KEY,
-    STOCK_METADATA_KEY,
-    is_foreign,
-    publish,
-    stock_metadata_seal,
-)
+from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY, is_foreign, publish, stock_metadata_seal
 from ckpt.consistency.conditional_create import learn_condition
 from ckpt.consistency.seal import PICKLE_SEAL_BYTES, seal_pickle
 from ckpt.errors import (
@@ -63,12 +57,7 @@ _logger = logging.getLogger(__name__)
 class Coordinator:
     """Commit one save, on the coordinating rank."""
 
-    def __init__(
-        self,
-        store: Store,
-        objects: SaveObjects,
-        confirm_timeout_s: float | None = None,
-    ) -> None:
+    def __init__(self, store: Store, objects: SaveObjects, confirm_timeout_s: float | None = None) -> None:
         """`objects` gets the name of what is written, before it exists; the commit releases them all."""
         self._store, self._objects = store, objects
         self._confirm_timeout_s = confirm_timeout_s
@@ -103,12 +92,7 @@ class Coordinator:
         )
 
     def commit(
-        self,
-        metadata: Metadata,
-        receipts: Sequence[RankReceipt],
-        *,
-        world_size: int,
-        tags: Mapping[str, str],
+        self, metadata: Metadata, receipts: Sequence[RankReceipt], *, world_size: int, tags: Mapping[str, str]
     ) -> Metadata:
         """Commit the checkpoint that the receipts describe; return DCP's view of it.
 

@@ -31,11 +31,7 @@ class RankFiles:
     """
 
     def __init__(
-        self,
-        store: Store,
-        objects: SaveObjects,
-        pool: StagingPool,
-        pace: Callable[[int], None] | None,
+        self, store: Store, objects: SaveObjects, pool: StagingPool, pace: Callable[[int], None] | None
     ) -> None:
         self.data_bytes = 0
         self._store, self._objects, self._pool, self._pace = store, objects, pool, pace
@@ -52,25 +48,19 @@ class RankFiles:
                 raise StorageError("stopped: another file of this rank failed")
 
         first = len(self._records)
-        keys = [
-            data_key(self._objects.rank, self._objects.token, first + number) for number in range(len(files))
-        ]
+        numbers = range(first, first + len(files))
+        keys = [data_key(self._objects.rank, self._objects.token, number) for number in numbers]
         with no_gc():
             placed = [place(entries) for entries in files]
         bodies = [FileBody(items, self._pool, check, self._pace) for items in placed]
         self._objects.add(*keys)
         with workers(max(len(files), 1), "ckpt-file") as threads:
-            run_all(
-                threads,
-                lambda number: self._store.put(keys[number], bodies[number]),
-                range(len(files)),
-                stop=stop,
-            )
+            run_all(threads, lambda file: self._store.put(*file), zip(keys, bodies, strict=True), stop=stop)
         with no_gc():
-            for number, (key, body) in enumerate(zip(keys, bodies, strict=True)):
+            for number, key, body, items, entries in zip(numbers, keys, bodies, placed, files, strict=True):
                 self._records.append(FileRecord(path=key, size_bytes=body.nbytes, blocks=body.blocks()))
                 self.data_bytes += body.nbytes
-                self._note(first + number, placed[number], files[number])
+                self._note(number, items, entries)
 
     def _note(self, file: int, items: Sequence[FileItem], entries: Sequence[Entry]) -> None:
         for item, entry in zip(items, entries, strict=True):
@@ -82,6 +72,7 @@ class RankFiles:
             self._placed.append(PlacedItem(index.fqn, chunk, index.index, file, item.offset, length))
 
     def receipt(self, place: str, manifest: ManifestRef | None) -> RankReceipt:
+        """Make the report on all that was written, at the place with this last segment."""
         names = [record.path for record in self._records]
         return RankReceipt(self._objects.rank, place, manifest, names, pack_items(self._placed))
 

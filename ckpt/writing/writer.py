@@ -30,14 +30,7 @@ from ckpt.gc_pause import no_gc
 from ckpt.ranks.group import DEFAULT_TIMEOUT_S
 from ckpt.transfer.bandwidth import Pacer
 from ckpt.writing.coordinator import Coordinator
-from ckpt.writing.layout import (
-    Entry,
-    object_entries,
-    pickled_entries,
-    refuse_layouts,
-    spread,
-    tensor_entries,
-)
+from ckpt.writing.layout import Entry, object_entries, pickled_entries, refuse_layouts, spread, tensor_entries
 from ckpt.writing.rank_files import RankFiles
 from ckpt.writing.receipts import RankReceipt
 from ckpt.writing.save_objects import SaveObjects

@@ -13,7 +13,24 @@ import ckpt
 def test_importing_is_light() -> None:
     code = "import sys, ckpt; heavy = {'torch', 'boto3', 'fsspec', 'msgspec', 'numpy'} & set(sys.modules); assert not heavy, heavy"
     subprocess.run([sys.executable, "-c", code], check=True)
+    code = "import sys, ckpt; ours = {m for m in sys.modules if m.startswith('ckpt.')} | {'typer', 'rich'} & set(sys.modules); assert not ours, ours"
+    subprocess.run([sys.executable, "-c", code], check=True)
     code = "import sys, ckpt.api; heavy = {'boto3', 'ibm_boto3', 's3fs'} & set(sys.modules); assert not heavy, heavy"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_help_is_light() -> None:
+    """No library that moves bytes, and none of our modules but the commands, before a command needs it."""
+    code = """
+import contextlib, io, sys
+from ckpt.cli.app import app
+with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+    app(["--help"])
+heavy = {"torch", "numpy", "msgspec", "boto3", "ibm_boto3", "fsspec", "s3fs", "safetensors"} & set(sys.modules)
+assert not heavy, heavy
+ours = {name for name in sys.modules if name.startswith("ckpt.") and not name.startswith("ckpt.cli")}
+assert ours <= {"ckpt.errors", "ckpt.backends", "ckpt.backends.options"}, ours
+"""
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
