@@ -56,17 +56,18 @@ def save(
 ) -> Metadata:
     """Save `state_dict` from all ranks; when this returns, the checkpoint is committed and durable.
 
-    `planner`, `process_group` and `no_dist` are those of `dcp.save`, the others those of `CheckpointWriter`.
-    Without a `process_group` the ranks talk over a gloo group of this library's own.
+    `planner`, `process_group` and `no_dist` are those of `dcp.save`, the others those of
+    `CheckpointWriter`. Without a `process_group` the ranks talk over a gloo group of this library's
+    own.
 
-    When a rank or its storage hangs, all ranks fail within `timeout_s` seconds, and their errors name the rank
-    and what it was doing. A rank that is slow, but makes progress, is waited for.
+    When a rank or its storage hangs, all ranks fail within `timeout_s` seconds, and their errors
+    name the rank and what it was doing. A rank that is slow, but makes progress, is waited for.
 
     Raises:
         SaveFailed: on every rank, whichever failed; its `failures` are the errors by rank.
         ConfigurationError: an argument is wrong.
     """
-    arguments = locals()
+    arguments = locals()  # for `_make`
     with closing(Ranks(process_group, no_dist=no_dist, timeout_s=timeout_s)) as ranks:
         writer, values = _prepare_save(arguments, ranks, copy=False)
         return _save(values, writer, planner, ranks)
@@ -87,13 +88,14 @@ def async_save(
     tags: Mapping[str, str] | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> Future[Metadata]:
-    """Like `save`, but returns once the state is copied to CPU memory, and saves the copy in the background.
+    """Copy the state to CPU memory, return, and save the copy in the background as `save` does.
 
-    Later changes of the tensors do not reach the checkpoint. One save runs at a time: a call during an earlier
-    one waits for that first. The checkpoint is committed when the future's `result()` returns; it raises what
-    `save` would raise. A failure is also logged. A program that ends waits for a running save.
+    Later changes of the tensors do not reach the checkpoint. One save runs at a time: a call during
+    an earlier one waits for that first. The checkpoint is committed when the future's `result()`
+    returns; it raises what `save` would raise. A failure is also logged. A program that ends waits
+    for a running save.
     """
-    arguments = locals()
+    arguments = locals()  # for `_make`
 
     def prepare() -> Callable[[], Metadata]:
         # In the thread in which all ranks do the same things in the same order.
@@ -124,15 +126,17 @@ def load(
 ) -> None:
     """Load a checkpoint into `state_dict` in place, on any number of ranks.
 
-    The first rank opens the checkpoint and tells the others, so that all load the same one or none does. When a
-    rank makes no progress, the others fail within `timeout_s` seconds, and their errors name it.
-    `planner`, `process_group` and `no_dist` are those of `dcp.load`, the others those of `CheckpointReader`.
+    The first rank opens the checkpoint and tells the others, so that all load the same one or none
+    does. When a rank makes no progress, the others fail within `timeout_s` seconds, and their
+    errors name it. `planner`, `process_group` and `no_dist` are those of `dcp.load`, the others
+    those of `CheckpointReader`.
 
     Raises:
-        NotFound, NotCommitted, IntegrityError, UnsafeContent, ...: as the first failing rank met it.
+        NotFound, NotCommitted, IntegrityError, UnsafeContent, ...: as the first failing rank met
+        it.
         LoadFailed: anything else, such as a key that the checkpoint does not have.
     """
-    arguments = locals()
+    arguments = locals()  # for `_make`
     place = place_of(url)
     with (
         closing(Ranks(process_group, no_dist=no_dist, timeout_s=timeout_s)) as ranks,
@@ -144,20 +148,15 @@ def load(
         )
         try:
             _open_together(reader, ranks)
-            load_state_dict(
-                values,
-                storage_reader=reader,
-                planner=planner,
-                process_group=ranks.group,
-                no_dist=ranks.no_dist,
-            )
+            group = {"process_group": ranks.group, "no_dist": ranks.no_dist}
+            load_state_dict(values, storage_reader=reader, planner=planner, **group)
         finally:
             reader.close()
         ranks.together(f"load of {last_segment(place)}", lambda: _put_back(state_dict, values))
 
 
 def _make(kind: Callable[..., S], arguments: Mapping[str, Any], ranks: Ranks) -> S:
-    """Make the writer or reader of a call, from those of the call's arguments that it takes."""
+    """Make the writer or reader of a call from the arguments of the same names."""
     taken = {name: arguments[name] for name in inspect.signature(kind).parameters}
     return Context(ranks.progress).make(kind, **taken)
 
@@ -190,19 +189,13 @@ def _prepare_save(
 def _save(
     state_dict: dict[str, Any], writer: CheckpointWriter, planner: SavePlanner | None, ranks: Ranks
 ) -> Metadata:
+    group = {"process_group": ranks.group, "no_dist": ranks.no_dist}
     try:
-        return save_state_dict(
-            state_dict,
-            storage_writer=writer,
-            planner=planner,
-            process_group=ranks.group,
-            no_dist=ranks.no_dist,
-        )
+        return save_state_dict(state_dict, storage_writer=writer, planner=planner, **group)
     except CheckpointException as error:
         failures = {rank: wrapped[0] for rank, wrapped in error.failures.items()}
         if all(proves_no_commit(failure) for failure in failures.values()):
-            # On all ranks alike: what each wrote is of no use to anyone.
-            writer.discard()
+            writer.discard()  # every rank comes to this conclusion
         raise SaveFailed(summary("save", failures), url=writer.checkpoint_id, failures=failures) from error
     except Exception as error:
         rank = ranks.rank
@@ -302,7 +295,7 @@ def _first_of_ours(failures: Mapping[int, BaseException]) -> CheckpointError | N
 
 
 def _refused(error: RanksFailed, ranks: Ranks) -> ConfigurationError | None:
-    """Return this rank's error if an argument was wrong on all ranks: the call is at fault, not a rank."""
+    """Return this rank's error if an argument was wrong on all ranks: then no rank is at fault."""
     own = error.failures.get(ranks.rank)
     alike = all(isinstance(failure, ConfigurationError) for failure in error.failures.values())
     everywhere = alike and len(error.failures) == ranks.size

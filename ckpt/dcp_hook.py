@@ -1,4 +1,4 @@
-"""Let DCP's own functions use this library's storage, in programs that only pass a `checkpoint_id`."""
+"""Let DCP's own functions use this library's storage, without another line changed."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ _stock_execute_save: Callable[..., Any] = process_executor().execute_save
 
 
 def install(*, storage_options: Mapping[str, Any] | None = None) -> None:
-    """Let `dcp.save`, `dcp.load` and `dcp.async_save` with a `checkpoint_id` use this library, in this process.
+    """Let `dcp.save`, `dcp.load` and `dcp.async_save` with a `checkpoint_id` use this library.
 
-    A path, `s3://`, `cos://`, or any other place that `ckpt.save` takes. A `storage_writer` or `storage_reader` that
-    is passed explicitly is used as it is. Called again, it takes the new options.
+    For this process only. The `checkpoint_id` is any place that `ckpt.save` takes. A
+    `storage_writer` or `storage_reader` that is passed explicitly is used as it is. A second call
+    replaces the options.
 
     Args:
         storage_options: for all places, as for `ckpt.save`.
@@ -47,7 +48,7 @@ def install(*, storage_options: Mapping[str, Any] | None = None) -> None:
 
 
 def uninstall() -> None:
-    """Undo `install`; harmless without it."""
+    """Undo `install`; does nothing without it."""
     for module in _MODULES:
         setattr(module, STORAGE_SETUP, _stock_choice)
     process_executor().execute_save = _stock_execute_save

@@ -1,4 +1,4 @@
-"""Share what a storage writer and a storage reader both need: a guarded store, a budget, errors that travel."""
+"""Share what DCP's writer and reader both need: a store, a budget, errors that travel."""
 
 from __future__ import annotations
 

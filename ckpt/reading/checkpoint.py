@@ -61,8 +61,8 @@ class ReadSettings:
 
     Attributes:
         verify: check blocks against their checksums.
-        visibility_timeout_s: how long to wait for an object that must exist but is not visible yet; None: 60 s on
-            storage that may lag, else 5 s.
+        visibility_timeout_s: how long to wait for an object that must exist but is not visible yet;
+            None: 60 s on storage that may lag, else 5 s.
     """
 
     verify: bool = True
@@ -90,7 +90,8 @@ class Checkpoint:
 
     Attributes:
         stored_commit, commit: the commit record, as read and decoded; None in a stock checkpoint.
-        metadata_key, metadata_bytes: the index (in a stock checkpoint `.metadata`), as it is stored.
+        metadata_key, metadata_bytes: the index (in a stock checkpoint `.metadata`), as it is
+            stored.
         metadata: DCP's view of it.
     """
 
@@ -149,7 +150,7 @@ class Checkpoint:
             _check_current(self._store, self.stored_commit)
 
     def prepare(self, infos: Iterable[StorageInfo], threads: Executor) -> None:
-        """Fetch facts about the files of these items: manifests, or in a stock checkpoint the files' sizes."""
+        """Fetch facts about the files of these items: manifests, or sizes of stock files."""
         if self.commit is None:
             keys = {info.relative_path for info in infos} - self._files.keys()
             self._files |= {file.key: file for file in threads.map(self._stock_file, sorted(keys))}
@@ -275,7 +276,8 @@ def open_checkpoint(store: Store, settings: ReadSettings) -> Checkpoint:
     Raises:
         NotFound: nothing is stored there.
         NotCommitted: there are objects, but not (yet) a checkpoint.
-        IntegrityError, FormatError, UnsafeContent: a record is damaged, not understood, or not safe.
+        IntegrityError, FormatError, UnsafeContent: a record is damaged, not understood, or not
+            safe.
         NotVisible: a listed object did not appear in time.
     """
     commit = _await_commit(store, settings)
@@ -296,10 +298,11 @@ def open_checkpoint(store: Store, settings: ReadSettings) -> Checkpoint:
 
 
 def open_parts(store: Store, settings: ReadSettings) -> list[Checkpoint]:
-    """Open a checkpoint; one part for each rank where stock PyTorch saved with `use_collectives=False`.
+    """Open a checkpoint; one part a rank if stock PyTorch saved with `use_collectives=False`.
 
     Raises:
-        NotFound, NotCommitted, IntegrityError, FormatError, UnsafeContent, NotVisible: as `open_checkpoint`.
+        NotFound, NotCommitted, IntegrityError, FormatError, UnsafeContent, NotVisible: as
+            `open_checkpoint`.
     """
     try:
         return [open_checkpoint(store, settings)]
@@ -343,7 +346,7 @@ def _open_stock(store: Store, settings: ReadSettings) -> Checkpoint:
 
 
 def _read_replaceable(store: Store, key: str) -> bytes:
-    """Read an object that has no checksum and may be replaced meanwhile: all of one version, never half of two."""
+    """Read an object without a checksum: all of one version, though it may be replaced meanwhile."""
     for attempt in range(1, _OPEN_ATTEMPTS + 1):
         before = store.stat(key)
         try:
@@ -358,7 +361,7 @@ def _read_replaceable(store: Store, key: str) -> bytes:
 
 
 def _await_commit(store: Store, settings: ReadSettings) -> StoredCommit | None:
-    """Read the commit record. Storage that may lag is given time to show it; elsewhere there is one attempt."""
+    """Read the commit record; storage that may lag is given time to show it."""
     may_lag = not store.capabilities.cross_client_visibility
     backoff = environment.Backoff(settings.timeout_s(store) if may_lag else 0.0, first_pause_s=0.25)
     while (commit := read_commit(store)) is None and not backoff.is_over and not is_foreign(store):

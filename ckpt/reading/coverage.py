@@ -1,7 +1,8 @@
 """Check that a load plan fills all of its destinations.
 
-DCP's planner plans a read wherever a destination and a stored chunk overlap. Where the metadata lacks a
-chunk it plans nothing, and the destination would silently keep its values from before the load.
+DCP's planner plans a read wherever a destination and a stored chunk overlap. Where the metadata
+lacks a chunk it plans nothing, and the destination would silently keep its values from before the
+load.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ __all__ = ["check_coverage", "filled_boxes"]
 
 
 def filled_boxes(items: Iterable[ReadItem]) -> dict[MetadataIndex, Box | None]:
-    """Find for each destination of a plan the box that its reads fill, each element once; None if there is none."""
+    """Find the box of each destination that its reads fill, each element once; None if none."""
     boxes: dict[MetadataIndex, list[Box]] = defaultdict(list)
     for item in items:
         if item.type != LoadItemType.BYTE_IO:

@@ -120,7 +120,7 @@ class Loader:
             given = given.detach()  # as stock does; others need not see what their alias gets
         if memory is None or self._filled[item.dest_index] is None:
             return _Target(given, memory, None)
-        # Boxes of one array that do not overlap: all steps have its strides and lead back to its first element.
+        # Boxes of one array that do not overlap: all have its strides, and lead to its first element.
         steps = zip(item.dest_offsets, memory.stride(), strict=True)
         skipped = sum(offset * stride for offset, stride in steps) * memory.element_size()
         return _Target(given, memory, (item.dest_index, memory.data_ptr() - skipped, memory.stride()))
@@ -262,7 +262,7 @@ class Loader:
 
 
 def _has_room(window: Window, target: _Target | None) -> bool:
-    """Add the target's memory to the window, or return False if another item of it fills the same memory."""
+    """Add the target's memory to the window; False if another item fills some of it already."""
     return target is None or target.memory is None or window.memory.add(target.memory, target.owner)
 
 

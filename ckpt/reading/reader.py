@@ -1,7 +1,7 @@
 """Read checkpoints under DCP: `dcp.load(state, storage_reader=ckpt.CheckpointReader(url))`.
 
-The reader checks every byte of checkpoints that `CheckpointWriter` committed, and those of stock PyTorch as
-far as they can be checked. It never runs code from a checkpoint unless told to.
+The reader checks every byte of checkpoints that `CheckpointWriter` committed, and those of stock
+PyTorch as far as they can be checked. It never runs code from a checkpoint unless told to.
 """
 
 from __future__ import annotations
@@ -37,15 +37,20 @@ class CheckpointReader(DcpStorage, StorageReader):
     Args:
         url: the checkpoint's place, as for `CheckpointWriter`.
         storage_options: credentials, endpoint and settings of the store.
-        verify: check every block that is read against its checksum (checkpoints of this library have them).
-        visibility_timeout_s: how long to wait for an object that is known to be committed but is not visible
-            yet, and, on storage that may lag, for the commit itself. Default 60 s on such storage, else 5 s.
+        verify: check every block that is read against its checksum (checkpoints of this library
+            have them).
+        visibility_timeout_s: how long to wait for an object that is known to be committed but is
+            not visible yet, and, on storage that may lag, for the commit itself. Default 60 s on
+            such storage, else 5 s.
         threads: transfers at the same time; default by the number of cores, 4 to 16.
-        memory_budget_bytes: memory this rank may use beyond the tensors themselves (default 256 MiB).
-        trusted_objects: names (FQNs, `*` allowed) of non-tensor objects that may be unpickled as they are, which
-            runs code of whoever wrote the checkpoint. All others load with `weights_only=True`.
-        timeout_s: a storage operation of this rank that makes no progress for most of it is given up, so that all
-            ranks fail within it; None waits as long as the store does. (`ckpt.load` watches the other ranks too.)
+        memory_budget_bytes: memory this rank may use beyond the tensors themselves (default 256
+            MiB).
+        trusted_objects: names (FQNs, `*` allowed) of non-tensor objects that may be unpickled as
+            they are, which runs code of whoever wrote the checkpoint. All others load with
+            `weights_only=True`.
+        timeout_s: a storage operation of this rank that makes no progress for most of it is given
+            up, so that all ranks fail within it; None waits as long as the store does. (`ckpt.load`
+            watches the other ranks too.)
 
     Raises:
         ConfigurationError: an argument is wrong.
@@ -130,7 +135,7 @@ class CheckpointReader(DcpStorage, StorageReader):
         return dataclasses.replace(plan, storage_data=self._checkpoint.identity)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Check that all ranks opened the same checkpoint: a save may have replaced it meanwhile."""
+        """Check that all ranks opened the same checkpoint: a save may just have replaced it."""
         identities = {plan.storage_data for plan in plans if isinstance(plan.storage_data, str)}
         with self._errors_named():
             if len(identities) > 1:
@@ -156,8 +161,8 @@ class CheckpointReader(DcpStorage, StorageReader):
     def open(self) -> Checkpoint | None:
         """Open the checkpoint now; the next load uses it.
 
-        Returns None for a stock checkpoint that was saved with `use_collectives=False`: each rank opens its
-        own part later.
+        Returns None for a stock checkpoint that was saved with `use_collectives=False`: each rank
+        opens its own part later.
 
         Raises:
             NotFound, NotCommitted, IntegrityError, FormatError, UnsafeContent, NotVisible.
@@ -171,7 +176,7 @@ class CheckpointReader(DcpStorage, StorageReader):
         return self._checkpoint
 
     def adopt(self, shared: bytes) -> None:
-        """Use the checkpoint that another rank encoded with `open().share()` instead of opening it here."""
+        """Use the checkpoint that another rank encoded with `open().share()`."""
         self._checkpoint = Checkpoint.adopt(self._store, self._settings, shared)
         self._opened_ahead = True
 
@@ -179,10 +184,11 @@ class CheckpointReader(DcpStorage, StorageReader):
         return {**super().__getstate__(), "_checkpoint": None, "_opened_ahead": False}
 
     def _open_any(self, rank: int | None) -> None:
-        """Open the checkpoint, or one rank's part of a stock one saved with `use_collectives=False`.
+        """Open the checkpoint, or this rank's part if stock saved with `use_collectives=False`.
 
-        DCP would tell the rank if such parts were loaded its own way, in which a rank that fails leaves the
-        others waiting. So the rank is guessed, and corrected as soon as DCP does tell it.
+        DCP would tell the rank if such parts were loaded its own way, in which a rank that fails
+        leaves the others waiting. So the rank is guessed, and corrected as soon as DCP does tell
+        it.
         """
         try:
             self._checkpoint = open_checkpoint(self._store, self._settings)

@@ -32,7 +32,8 @@ class OpenCheckpoint:
     """Read parts of a checkpoint by the names that `ckpt.inspect` shows.
 
     Raises:
-        NotFound, NotCommitted, IntegrityError, FormatError, UnsafeContent, NotVisible: as `ckpt.inspect`.
+        NotFound, NotCommitted, IntegrityError, FormatError, UnsafeContent, NotVisible: as
+            `ckpt.inspect`.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class OpenCheckpoint:
 
     @property
     def parts(self) -> list[Checkpoint]:
-        """The checkpoint, or its parts where each rank saved one."""
+        """The checkpoint, or its parts if each rank saved one."""
         return [part for part, _ in self._parts]
 
     @property
@@ -100,7 +101,7 @@ class OpenCheckpoint:
         return target
 
     def read_into(self, wanted: Sequence[tuple[str, Sequence[int], torch.Tensor]]) -> None:
-        """Fill each target with the region of its tensor at the offsets given, cast to its dtype. Raises as `read`."""
+        """Fill each target from its tensor at the given offsets, cast to its dtype. Raises as `read`."""
         todo: dict[int, tuple[Checkpoint, list[ReadItem]]] = {}
         for number, (name, offsets, target) in enumerate(wanted):
             part, items = self._plan(name, offsets, target.shape, number)
@@ -112,7 +113,7 @@ class OpenCheckpoint:
     def _plan(
         self, name: str, offsets: Sequence[int], lengths: Sequence[int], number: int
     ) -> tuple[Checkpoint, list[ReadItem]]:
-        """Plan the reads for target `number`, and check that all is stored before memory is set aside for it."""
+        """Plan the reads for target `number`; all of them must be stored."""
         part, _, fqn, entry = self.find(name)
         assert isinstance(entry, TensorColumns)
         if is_quantized(entry.dtype):

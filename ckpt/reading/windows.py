@@ -24,8 +24,8 @@ _EXTRA_BYTES = 64 << 20
 class TargetMemory:
     """Keep track of the memory that the targets of a window fill.
 
-    A planner may return one buffer for many items and empty it whenever an item is committed, and tied
-    weights are two names for one memory. Such targets must not be open at the same time.
+    A planner may return one buffer for many items and empty it whenever an item is committed, and
+    tied weights are two names for one memory. Such targets must not be open at the same time.
     """
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class Window:
         self.extra_bytes += info.length
 
     def scratch(self, target: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Make a tensor to read into, for a target without memory of its own; it gets a copy later."""
+        """Make a tensor to read into, for a target without memory of its own; it is copied later."""
         memory = torch.empty(target.size(), dtype=dtype, device="cpu")
 
         def copy() -> None:

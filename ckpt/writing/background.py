@@ -22,7 +22,8 @@ T = TypeVar("T")
 class Background:
     """The one save that may run in the background.
 
-    A program that ends waits for it. The interpreter lets no new thread start once it is ending, so the wait
+    A program that ends waits for it. The interpreter lets no new thread start once it is ending, so
+    the wait
     comes before that: at the moment at which `concurrent.futures` waits for its own threads.
     """
 
@@ -33,7 +34,7 @@ class Background:
         threading._register_atexit(self._wait_at_exit)  # type: ignore[attr-defined]
 
     def start(self, prepare: Callable[[], Callable[[], T]]) -> Future[T]:
-        """Wait for the save before this one, call `prepare`, and run what it returns in a thread."""
+        """Wait for the previous save, call `prepare`, and run the function it returns in a thread."""
         with self._lock:
             self._wait_for_previous()
             work = prepare()
@@ -83,7 +84,7 @@ def _run(works: list[Callable[[], T]], future: Future[T]) -> None:
 
 
 def _without_frames(error: BaseException) -> None:
-    """Drop the tracebacks of an error and of its causes: their frames keep the copied state alive."""
+    """Drop the tracebacks of an error and its causes: their frames keep the copied state alive."""
     seen: set[int] = set()
     todo: list[BaseException | None] = [error]
     while todo:

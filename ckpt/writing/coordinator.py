@@ -1,4 +1,4 @@
-"""Do the coordinator's part of a save: look at the place first, commit, delete what the save replaced."""
+"""Coordinate a save: look at the place first, commit, delete the replaced checkpoint."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Coordinator:
     """Commit one save, on the coordinating rank."""
 
     def __init__(self, store: Store, objects: SaveObjects, confirm_timeout_s: float | None = None) -> None:
-        """`objects` gets the name of what is written, before it exists; the commit releases them all."""
+        """Add each object to `objects` before it exists; the commit releases them all."""
         self._store, self._objects = store, objects
         self._confirm_timeout_s = confirm_timeout_s
         self._previous: StoredCommit | None = None
@@ -97,8 +97,10 @@ class Coordinator:
         """Commit the checkpoint that the receipts describe; return DCP's view of it.
 
         Raises:
-            CommitError: nothing was committed (CommitUnknown: perhaps it was); what was here before still is.
-            ConfigurationError: the planner describes, or wants to keep, something that cannot be stored.
+            CommitError: nothing was committed (CommitUnknown: perhaps it was); what was here before
+                still is.
+            ConfigurationError: the planner describes, or wants to keep, something that cannot be
+                stored.
         """
         with no_gc():
             columns = self._columns(metadata, receipts, world_size)
@@ -190,7 +192,7 @@ class Coordinator:
             ) from error
 
     def _restore_stock_metadata(self) -> bool:
-        """Write the `.metadata` of the checkpoint that is committed here now, in place of this save's.
+        """Replace this save's `.metadata` by that of the checkpoint that is committed here now.
 
         Returns False, and changes nothing, if `.metadata` is not this save's.
         """
@@ -205,7 +207,7 @@ class Coordinator:
         return True
 
     def _retire(self, previous: StoredCommit) -> None:
-        """Delete the objects of the replaced checkpoint. Best effort: the new one does not depend on it."""
+        """Delete the objects of the replaced checkpoint, as well as it goes."""
         try:
             commit = previous.record
             with workers(self._store.threads, "ckpt-retire") as pool:
@@ -236,7 +238,7 @@ def stock_metadata_of(store: Store, record: CommitRecord) -> bytes:
 
 
 def _check_ranks(receipts: Sequence[RankReceipt], world_size: int) -> None:
-    """Check that every rank has reported once, about the same save. DCP accepts any report, or none."""
+    """Check that every rank has reported once, about the same save: DCP does not check."""
     ranks = sorted(receipt.rank for receipt in receipts)
     if ranks != list(range(world_size)):
         missing = sorted(set(range(world_size)) - set(ranks))

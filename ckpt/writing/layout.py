@@ -41,7 +41,7 @@ MIN_FILE_BYTES = 32 << 20
 
 @dataclass(frozen=True)
 class Entry:
-    """An item of the plan, framed. `is_plain` if its payload is the tensor's dense row-major bytes."""
+    """An item of the plan, framed; `is_plain`: the payload is dense row-major bytes."""
 
     index: MetadataIndex
     head: bytes
@@ -70,7 +70,7 @@ def refuse_layouts(items: Iterable[WriteItem]) -> None:
 
 
 def tensor_entries(items: Iterable[WriteItem], planner: SavePlanner) -> tuple[list[Entry], list[WriteItem]]:
-    """The plain tensors of a plan, framed, and the items of those that have to be pickled.
+    """Frame the plain tensors of a plan; return them, and the items that have to be pickled.
 
     Each is looked at once now and asked for again when its bytes are due.
 
@@ -94,7 +94,7 @@ def tensor_entries(items: Iterable[WriteItem], planner: SavePlanner) -> tuple[li
 
 
 def pickled_entries(items: Iterable[WriteItem], planner: SavePlanner) -> Iterator[Entry]:
-    """Pickle tensors that are not plain (quantized, subclasses with a dispatch of their own), one at a time.
+    """Pickle, one at a time, tensors that are not plain (quantized, subclasses with a dispatch).
 
     Raises:
         CheckpointError: the planner failed, or torch cannot save one.
@@ -120,9 +120,10 @@ def object_entries(items: Iterable[WriteItem], planner: SavePlanner) -> Iterator
 
 
 def spread(entries: Sequence[Entry], files: int) -> list[list[Entry]]:
-    """Spread entries over at most `files` files of about the same size (more where one would be too large).
+    """Spread entries over at most `files` files of about one size (more if one got too large).
 
-    Within a file the plan's order is kept. Small items are more work for Python than for the disk, and threads
+    Within a file the plan's order is kept. Small items are more work for Python than for the disk,
+    and threads
     only slow each other down with them: they count for no more files.
     """
     lengths = [entry.length for entry in entries]
@@ -181,7 +182,7 @@ def _resolve(planner: SavePlanner, item: WriteItem) -> object:
 
 
 def _resolve_tensor(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
-    """Get the tensor of an item and check it against the plan, from which the readers' metadata is made."""
+    """Get the tensor of an item and check it against the plan, which the metadata is made of."""
     tensor = _resolve(planner, item)
     fqn = item.index.fqn
     if item.type == WriteItemType.BYTE_IO or item.tensor_data is None or not isinstance(tensor, torch.Tensor):

@@ -46,8 +46,8 @@ class RankReceipt:
     """One rank's report to the coordinator, through DCP's collectives.
 
     Attributes:
-        place: the last segment of the URL that it saves to. The rest may differ: each rank may have its own
-            view of the same storage.
+        place: the last segment of the URL that it saves to. The rest may differ: each rank may have
+            its own view of the same storage.
         manifest: None if it had nothing to write.
         files: the names of its data files.
         items: the items in them, packed: half a million objects would take seconds to unpickle.
@@ -134,7 +134,7 @@ class _Table:
         return None if number is None or item.chunk_offsets is None else first + number
 
     def missing(self) -> Iterator[str]:
-        """List the names of planned rows that no rank wrote. A chunk that was planned twice is written once."""
+        """List the planned rows that no rank wrote. A chunk that was planned twice is written once."""
         for fqn, stored in self._described.items():
             first = self._first[fqn]
             if not isinstance(stored, TensorStorageMetadata):

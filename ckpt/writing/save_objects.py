@@ -1,4 +1,4 @@
-"""Keep the names of what one rank writes in one save, so that a failed save leaves nothing behind."""
+"""Keep the names of the objects of a save, so that a failed save leaves none behind."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ class SaveObjects:
     """The objects of one rank in one save that no checkpoint lists yet.
 
     Attributes:
-        token: drawn for each save. No name is ever written twice, so a store that lags can only show "not there".
+        token: drawn for each save. No name is ever written twice, so a store that lags can only
+            show "not there".
     """
 
     rank: int = 0

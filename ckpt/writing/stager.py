@@ -1,7 +1,8 @@
 """Stage states for asynchronous saves: copy them into memory that is reused.
 
-Memory fresh from the system costs five times the copy into it (page faults), and pinned memory far more. So a
-copy goes into one block that is kept. A block is free again when the last staged tensor in it is gone.
+Memory fresh from the system costs five times the copy into it (page faults), and pinned memory far
+more. So a copy goes into one block that is kept. A block is free again when the last staged tensor
+in it is gone.
 """
 
 from __future__ import annotations
@@ -44,15 +45,16 @@ _Run = tuple[int, int, int]
 
 
 class Stager(AsyncStager):
-    """Copy states to CPU memory that is reused; `dcp.async_save(..., async_stager=stager)` takes one too.
+    """Copy states to CPU memory that is reused; also for `dcp.async_save(async_stager=...)`.
 
-    Only the bytes of each tensor are copied, whatever the size of the storage it is a view of; tensors that are
-    the same view of the same memory are copied once. Two staged states can exist at a time, so that one can be
-    copied while another is still being written.
+    Only the bytes of each tensor are copied, whatever the size of the storage it is a view of;
+    tensors that are the same view of the same memory are copied once. Two staged states can exist
+    at a time, so that one can be copied while another is still being written.
 
     Args:
-        shared_memory: for saves by another process: copies are in one block of shared memory, which costs one open
-            file however many tensors there are. Only one staged state can exist at a time then.
+        shared_memory: for saves by another process: copies are in one block of shared memory, which
+            costs one open file however many tensors there are. Only one staged state can exist at a
+            time then.
     """
 
     def __init__(self, *, shared_memory: bool = False) -> None:
@@ -88,7 +90,7 @@ class _Blocks:
         os.register_at_fork(after_in_child=self._forget)
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """Lend a uint8 tensor. Its memory is free again when nothing refers to its storage any more."""
+        """Lend a uint8 tensor, whose memory is free again when nothing refers to its storage."""
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8, device="cpu")
         block = self._acquire(nbytes)
@@ -140,7 +142,7 @@ class _Blocks:
 
 
 class _SharedBlock(_Blocks):
-    """A block of shared memory. torch would move any other memory there when it is sent, and pays for new pages."""
+    """A block of shared memory: torch would move other memory there when it is sent."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,8 +170,9 @@ class _Place:
     def copy_into(self, memory: torch.Tensor) -> Iterator[_Run]:
         """Make or begin the copy, and list the runs of memory that remain to be moved.
 
-        A copy by torch uses all cores for each tensor and waits for the last of them, so memory is moved by
-        threads that do not wait for each other. Copies from a device belong into the caller's stream.
+        A copy by torch uses all cores for each tensor and waits for the last of them, so memory is
+        moved by threads that do not wait for each other. Copies from a device belong into the
+        caller's stream.
         """
         nbytes = self.source.numel() * self.source.element_size()
         target = memory[self.offset : self.offset + nbytes]

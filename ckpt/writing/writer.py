@@ -1,8 +1,8 @@
 """Write checkpoints under DCP: `dcp.save(state, storage_writer=ckpt.CheckpointWriter(url))`.
 
-Every rank writes only into its own directory, under names that it draws anew for each save, and tells the
-coordinator through DCP's collectives what it wrote. The coordinator commits. No rank reads what another rank
-wrote, so none depends on seeing it.
+Every rank writes only into its own directory, under names that it draws anew for each save, and
+tells the coordinator through DCP's collectives what it wrote. The coordinator commits. No rank
+reads what another rank wrote, so none depends on seeing it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class SaveMeta(StorageMeta):
     """Figures of a committed save, in the metadata that a save returns; they are not stored.
 
     Attributes:
-        seconds: on the coordinator: `plan_s`, `write_s` (until all ranks have written) and `commit_s`.
+        seconds: on the coordinator: `plan_s`, `write_s` (until all ranks have written) and
+            `commit_s`.
         retries: requests to the storage that were sent again, by all ranks.
     """
 
@@ -60,16 +61,20 @@ class CheckpointWriter(DcpStorage, StorageWriter):
     """Write checkpoints that are committed whole or not at all.
 
     Args:
-        url: the checkpoint's place: a path, `s3://bucket/key`, `cos://bucket/key`, or any fsspec URL.
+        url: the checkpoint's place: a path, `s3://bucket/key`, `cos://bucket/key`, or any fsspec
+            URL.
         storage_options: credentials, endpoint and settings of the store, as with fsspec and pandas.
-        overwrite: replace a checkpoint of this library at the same place; until the commit the old one stays
-            loadable. Otherwise that is an error; checkpoints of other programs are never replaced.
+        overwrite: replace a checkpoint of this library at the same place; until the commit the old
+            one stays loadable. Otherwise that is an error; checkpoints of other programs are never
+            replaced.
         threads: transfers at the same time; default by the number of cores, 4 to 16.
-        memory_budget_bytes: memory this rank may use beyond the tensors themselves (default 256 MiB).
+        memory_budget_bytes: memory this rank may use beyond the tensors themselves (default 256
+            MiB).
         max_bandwidth_bytes_per_s: the most that this rank sends, on average; None is no cap.
         tags: short texts kept in the commit record.
-        timeout_s: a storage operation of this rank that makes no progress for most of it is given up, so that all
-            ranks fail within it; None waits as long as the store does. (`ckpt.save` watches the other ranks too.)
+        timeout_s: a storage operation of this rank that makes no progress for most of it is given
+            up, so that all ranks fail within it; None waits as long as the store does. (`ckpt.save`
+            watches the other ranks too.)
 
     Raises:
         ConfigurationError: an argument is wrong.
@@ -181,7 +186,7 @@ class CheckpointWriter(DcpStorage, StorageWriter):
     # -- beyond DCP ----------------------------------------------------------------------------------------
 
     def discard(self) -> None:
-        """Delete what this rank wrote in the current save. Only for a save that was surely not committed."""
+        """Delete this rank's objects of the current save, which must surely not be committed."""
         self.progress.clean_up()
         self._objects.discard(self._store)
 
@@ -230,7 +235,7 @@ class CheckpointWriter(DcpStorage, StorageWriter):
 
 
 def _wait_for_devices() -> None:
-    """Wait for the caller's stream, which may still compute the tensors; copies run in other threads."""
+    """Wait for the caller's stream: it may still compute the tensors that threads will copy."""
     if torch.accelerator.is_available():
         torch.accelerator.current_stream().synchronize()
 
