@@ -1,1 +1,1 @@
-"""Acceptance of a storage: a model's worth of known values saved by some ranks, loaded by others, compared element by element."""
+"""Acceptance of a storage: some ranks save known values, others load and compare every element."""

@@ -1,4 +1,4 @@
-"""A store that counts what goes through it."""
+"""Count the operations on a store, and the bytes through it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ckpt.backends.base import ObjectStat, PutMode, Store
 from ckpt.backends.bodies import Body, Part
 from ckpt.backends.wrapper import WrappedStore
 
-__all__ = ["Counted", "Counts"]
+__all__ = ["CountedStore", "Counts"]
 
 
 @dataclass
@@ -27,12 +27,13 @@ class Counts:
     others: int = 0
 
     def add(self, other: Counts) -> None:
+        """Add the numbers of `other`."""
         for field in fields(self):
             setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
 
-class Counted(WrappedStore):
-    """`store`, counted in `counts`. `moved` is told the bytes of every part sent and of every read, as they are done."""
+class CountedStore(WrappedStore):
+    """Wrap `store` and count in `counts`; call `moved` with the bytes of each part and read."""
 
     def __init__(self, store: Store, counts: Counts, moved: Callable[[int], None]) -> None:
         super().__init__(store)

@@ -1,8 +1,9 @@
-"""Values that follow from a tensor's name and the element's place in it, so that any rank can compute any slice.
+"""Compute values that follow from a tensor's name and an element's position in it.
 
-Bits, not numbers: every pattern that a dtype has may appear, NaNs too, and all comparisons are of bits. Within
-a run of 2^18 elements they are those of a random table, begun at a place and shifted by a number that are drawn from
-name and run: an element that is missing, repeated, moved, or of another tensor shows.
+So any rank can compute any slice. They are bits, not numbers: every pattern of a dtype may appear,
+NaNs too, and bits are compared. A run of 2^18 elements is a random table, rotated and shifted by
+numbers drawn from name and run. So an element that is missing, repeated, moved, or of another
+tensor shows.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def fill(tensor: torch.Tensor, fqn: str, shape: tuple[int, ...], box: Box, seed: int = 0) -> None:
-    """Make contiguous `tensor` the slice `box` of the tensor `fqn` of `shape`."""
+    """Fill contiguous `tensor` with the slice `box` of the tensor `fqn` of `shape`."""
     for target, start, stop, inside in _runs(tensor, shape, box):
         if inside is None:
             _values(target, fqn, start, stop, seed)
@@ -36,30 +37,33 @@ def fill(tensor: torch.Tensor, fqn: str, shape: tuple[int, ...], box: Box, seed:
 
 
 def compare(tensor: torch.Tensor, fqn: str, shape: tuple[int, ...], box: Box, seed: int = 0) -> int:
-    """Number of elements of `tensor` that are not what `fill` would make them."""
+    """Count the elements of `tensor` that differ from those of `fill`."""
     wrong = 0
-    for found, start, stop, inside in _runs(tensor, shape, box):
-        scratch = torch.empty(stop - start, dtype=found.dtype)
+    for bits, start, stop, inside in _runs(tensor, shape, box):
+        scratch = torch.empty(stop - start, dtype=bits.dtype)
         _values(scratch, fqn, start, stop, seed)
         expected = scratch if inside is None else scratch.view(-1, *shape[1:])[inside]
-        if not _are_equal(found, expected):
-            wrong += int((found != expected).sum())
+        if not _are_equal(bits, expected):
+            wrong += int((bits != expected).sum())
     return wrong
 
 
-def _are_equal(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """`torch.equal`, eight bytes at a time where it can be: of small elements it compares 1 GB/s, of large ones 6."""
-    both = (found, expected)
-    if all(bits.is_contiguous() and bits.nbytes % 8 == bits.data_ptr() % 8 == 0 for bits in both):
-        found, expected = (bits.view(-1).view(torch.int64) for bits in both)
-    return torch.equal(found, expected)
+def _are_equal(bits: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Compare bits, eight bytes at a time if possible: then `torch.equal` is six times faster."""
+    both = (bits, expected)
+    if all(each.is_contiguous() and each.nbytes % 8 == each.data_ptr() % 8 == 0 for each in both):
+        bits, expected = (each.view(-1).view(torch.int64) for each in both)
+    return torch.equal(bits, expected)
 
 
 def _runs(
     tensor: torch.Tensor, shape: tuple[int, ...], box: Box
 ) -> Iterator[tuple[torch.Tensor, int, int, tuple[slice, ...] | None]]:
-    """`tensor` in pieces: its bits, the elements `[start, stop)` of the whole tensor that hold them, and where in
-    those, as rows, they are; None if they are all of them."""
+    """Split `tensor` into pieces.
+
+    Yields the bits of a piece, a range `[start, stop)` of elements of the whole tensor that
+    contains it, and the piece's slice of that range seen as rows; None if it is the whole range.
+    """
     bits = tensor.view(_BITS[tensor.element_size()])
     begin, end = box
     row = math.prod(shape[1:])
@@ -78,28 +82,28 @@ def _runs(
 
 
 def _values(target: torch.Tensor, fqn: str, start: int, stop: int, seed: int) -> None:
-    """The bits of elements `[start, stop)`."""
+    """Compute the bits of elements `[start, stop)`."""
     table = _table(target.dtype)
     at = start
     while at < stop:
-        run, place = divmod(at, _RUN_ELEMENTS)
-        count = min(_RUN_ELEMENTS - place, stop - at)
-        turn, shift = _drawn(fqn, run, seed, target.dtype)
-        first = turn + place
+        run, position = divmod(at, _RUN_ELEMENTS)
+        count = min(_RUN_ELEMENTS - position, stop - at)
+        rotation, shift = _draw(fqn, run, seed, target.dtype)
+        first = rotation + position
         torch.add(table[first : first + count], shift, out=target[at - start : at - start + count])
         at += count
 
 
-def _drawn(fqn: str, run: int, seed: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Where in the table a run begins, and what is added to it."""
-    drawn = hashlib.blake2b(f"{seed} {run} {fqn}".encode(), digest_size=16).digest()
-    shift = int.from_bytes(drawn[: dtype.itemsize], "little", signed=dtype != torch.uint8)
-    return int.from_bytes(drawn[8:], "little") % _RUN_ELEMENTS, shift
+def _draw(fqn: str, run: int, seed: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Draw where in the table a run begins, and the number that is added to it."""
+    digest = hashlib.blake2b(f"{seed} {run} {fqn}".encode(), digest_size=16).digest()
+    shift = int.from_bytes(digest[: dtype.itemsize], "little", signed=dtype != torch.uint8)
+    return int.from_bytes(digest[8:], "little") % _RUN_ELEMENTS, shift
 
 
 @functools.cache
 def _table(dtype: torch.dtype) -> torch.Tensor:
-    """Two runs long: a run may begin anywhere in the first."""
+    """Make the random table: two equal halves, so that a run may begin anywhere in the first."""
     generator = torch.Generator().manual_seed(20)
     table = torch.randint(0, 256, (_RUN_ELEMENTS * dtype.itemsize,), dtype=torch.uint8, generator=generator)
     return table.view(dtype).repeat(2)

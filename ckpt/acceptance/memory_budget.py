@@ -1,4 +1,4 @@
-"""How many ranks fit into memory at the same time, before anything is begun."""
+"""Decide how many ranks fit into memory at the same time."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ckpt.errors import ConfigurationError
 __all__ = ["BEYOND_SHARD_BYTES", "check_memory"]
 
 BEYOND_SHARD_BYTES = 512 << 20
-"""What a rank's process takes beside its tensors: torch, the library's budget, records."""
+"""Memory of a rank's process beside its tensors: torch, the library's budget, records."""
 
 
 def check_memory(shard_bytes: Sequence[int], processes: int | None) -> int:
-    """How many ranks fit into memory at the same time: at most `processes`, else as many as there are cores.
+    """Choose how many ranks run at the same time, by `processes` or by cores and memory.
 
     Raises:
-        ConfigurationError: not even one, or not so many.
+        ConfigurationError: memory is too small for `processes` ranks, or for one.
     """
     if processes is not None and processes < 1:
         raise ConfigurationError(f"processes must be at least 1, not {processes}")
@@ -29,14 +29,14 @@ def check_memory(shard_bytes: Sequence[int], processes: int | None) -> int:
     wanted = processes or len(os.sched_getaffinity(0))
     if fitting < 1 or (processes is not None and fitting < min(processes, len(shard_bytes))):
         raise ConfigurationError(
-            f"{processes or 'one'} rank(s) at a time need {(largest + BEYOND_SHARD_BYTES) / 2**30:.1f} GiB each, "
-            f"and {(free_bytes or 0) / 2**30:.1f} GiB of memory are free: take a larger world size, or fewer processes"
+            f"{processes or 1} rank(s) at a time need {(largest + BEYOND_SHARD_BYTES) / 2**30:.1f} GiB of memory each, "
+            f"but only {(free_bytes or 0) / 2**30:.1f} GiB is free; choose a larger world size or fewer processes"
         )
     return min(fitting, wanted, len(shard_bytes))
 
 
 def _available_bytes() -> int | None:
-    """Memory that can be had without swapping; None where the system does not tell."""
+    """Read how much memory is available without swapping; None if the system does not tell."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:

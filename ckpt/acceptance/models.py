@@ -1,6 +1,6 @@
-"""The parameters of well-known models: names, shapes, and along which dimension tensor parallelism cuts them.
+"""Compute the parameters of well-known models: names, shapes, tensor-parallel dimensions.
 
-Computed from published hyper-parameters; no weights are needed or read.
+They follow from published hyper-parameters; no weights are needed or read.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Parameter:
 
 
 def t5(vocab: int, d_model: int, d_kv: int, d_ff: int, heads: int, layers: int) -> Iterator[Parameter]:
-    """T5 1.0 as `transformers` names it; embeddings are tied.
+    """Compute the parameters of T5 1.0 as `transformers` names them; embeddings are tied.
 
     Source: Raffel et al. 2020 (arXiv:1910.10683), section 3.7; config.json of t5-small and t5-11b.
     """
@@ -60,10 +60,10 @@ def t5(vocab: int, d_model: int, d_kv: int, d_ff: int, heads: int, layers: int) 
 
 
 def llama(vocab: int, hidden: int, inner: int, layers: int) -> Iterator[Parameter]:
-    """Llama 2 without grouped queries, as `transformers` names it.
+    """Compute the parameters of Llama 2 without grouped queries, as `transformers` names them.
 
-    Source: Touvron et al. 2023 (arXiv:2307.09288); config.json of Llama-2-7b and Llama-2-13b. Granite 7B has the
-    architecture of Llama 2 7B (model card of ibm-granite/granite-7b-base).
+    Source: Touvron et al. 2023 (arXiv:2307.09288); config.json of Llama-2-7b and Llama-2-13b.
+    Granite 7B has the architecture of Llama 2 7B (model card of ibm-granite/granite-7b-base).
     """
     yield Parameter("model.embed_tokens.weight", (vocab, hidden), 0)
     for layer in range(layers):
@@ -81,10 +81,10 @@ def llama(vocab: int, hidden: int, inner: int, layers: int) -> Iterator[Paramete
 
 
 def gpt(hidden: int, layers: int, vocab: int = 51200, positions: int = 2048) -> Iterator[Parameter]:
-    """Megatron-LM's GPT; the output layer is tied to the embedding.
+    """Compute the parameters of Megatron-LM's GPT; the output layer is tied to the embedding.
 
-    Source: Korthikanti et al. 2022 (arXiv:2205.05198), table 3: 22B, 175B (GPT-3) and 1T; vocabulary 51,200,
-    sequences of 2,048.
+    Source: Korthikanti et al. 2022 (arXiv:2205.05198), table 3: 22B, 175B (GPT-3) and 1T;
+    vocabulary 51,200, sequences of 2,048.
     """
     yield Parameter("embedding.word_embeddings.weight", (vocab, hidden), 0)
     yield Parameter("embedding.position_embeddings.weight", (positions, hidden))
@@ -121,13 +121,13 @@ _OPTIMIZERS = {"none": (), "adamw": ("exp_avg", "exp_avg_sq")}
 
 
 def parameters_of(model: str, optimizer: str = "none") -> list[Parameter]:
-    """The state dict of a preset: its weights, and with an optimizer the states of each, by FQN.
+    """Compute the entries of a model's state dict: weights, then optimizer states.
 
     Raises:
-        ConfigurationError: there is no such preset or optimizer.
+        ConfigurationError: there is no such model or optimizer.
     """
     if model not in MODELS:
-        raise ConfigurationError(f"there is no preset {model[:80]!r}; there are {', '.join(MODELS)}")
+        raise ConfigurationError(f"model must be one of {', '.join(MODELS)}, not {model[:80]!r}")
     if optimizer not in _OPTIMIZERS:
         raise ConfigurationError(f"optimizer must be one of {', '.join(_OPTIMIZERS)}, not {optimizer[:80]!r}")
     weights = list(MODELS[model]())

@@ -1,4 +1,4 @@
-"""What each rank saves and loads, as DCP plans it: the items that FSDP's tensors would give its planners."""
+"""Plan each rank's save and load as DCP's planners do for FSDP's tensors."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from ckpt.transfer.boxes import Box
 
 __all__ = [
     "LoadShard",
+    "RankShard",
     "SaveShard",
-    "Shard",
-    "held_by",
+    "shard_on",
     "load_plan",
     "save_plans",
     "shard_nbytes",
@@ -36,14 +36,14 @@ __all__ = [
 
 ALIGNMENT_BYTES = 64
 
-Shard = dict[str, tuple[tuple[int, ...], Box]]
-"""By FQN: the shape of the whole tensor, and the slice of it."""
+RankShard = dict[str, tuple[tuple[int, ...], Box]]
+"""By FQN: the shape of the whole tensor, and the slice that a rank holds."""
 
 
 def save_plans(
     parameters: Sequence[Parameter], mesh: Mesh, dtype: torch.dtype
 ) -> tuple[list[SavePlan], Metadata]:
-    """The plan of every rank once DCP's own planner has seen them all, and the metadata."""
+    """Make the plan of every rank and the metadata, with DCP's own planner."""
     properties = TensorProperties(dtype=dtype)
     plans = []
     for rank in range(mesh.world_size):
@@ -58,28 +58,28 @@ def save_plans(
     return planner.create_global_plan(plans)
 
 
-def shard_of(plan: SavePlan) -> Shard:
-    """What a rank saves."""
-    found: Shard = {}
+def shard_of(plan: SavePlan) -> RankShard:
+    """List the slices that a rank saves."""
+    shard: RankShard = {}
     for item in plan.items:
         assert item.tensor_data is not None
         chunk = item.tensor_data.chunk
         end = tuple(o + n for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
-        found[item.index.fqn] = tuple(item.tensor_data.size), (tuple(chunk.offsets), end)
-    return found
+        shard[item.index.fqn] = tuple(item.tensor_data.size), (tuple(chunk.offsets), end)
+    return shard
 
 
-def held_by(parameters: Sequence[Parameter], mesh: Mesh, rank: int) -> Shard:
-    """What a rank loads."""
+def shard_on(parameters: Sequence[Parameter], mesh: Mesh, rank: int) -> RankShard:
+    """List the slices that a rank loads."""
     boxes = ((parameter, mesh.box(parameter, rank)) for parameter in parameters)
     return {parameter.fqn: (parameter.shape, box) for parameter, box in boxes if box is not None}
 
 
-def load_plan(shard: Shard, metadata: Metadata) -> LoadPlan:
-    """The reads of a shard.
+def load_plan(shard: RankShard, metadata: Metadata) -> LoadPlan:
+    """Plan the reads of a shard.
 
     Raises:
-        FormatError: the checkpoint lacks a tensor, or has it in another shape.
+        FormatError: the checkpoint lacks a tensor, or its shape is another one.
     """
     items = []
     for fqn, (shape, (begin, end)) in shard.items():
@@ -91,16 +91,16 @@ def load_plan(shard: Shard, metadata: Metadata) -> LoadPlan:
     return LoadPlan(items)
 
 
-def shard_nbytes(shard: Shard, itemsize: int) -> int:
-    """Memory for a shard, each tensor aligned."""
+def shard_nbytes(shard: RankShard, itemsize: int) -> int:
+    """Compute the memory for a shard, each tensor aligned."""
     return sum(
         -(-math.prod(_lengths(*box)) * itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         for _, box in shard.values()
     )
 
 
-def views_of(shard: Shard, arena: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """The shard's tensors, in the memory of `arena`, uint8."""
+def views_of(shard: RankShard, arena: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the shard's tensors by FQN, in the memory of `arena` (uint8)."""
     at = 0
     for fqn, (_, box) in shard.items():
         lengths = _lengths(*box)
@@ -110,7 +110,7 @@ def views_of(shard: Shard, arena: torch.Tensor, dtype: torch.dtype) -> Iterator[
 
 
 class SaveShard(DefaultSavePlanner):
-    """Finds the tensor of an item by its name."""
+    """Find the tensor of a write item by its name."""
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class SaveShard(DefaultSavePlanner):
 
 
 class LoadShard(DefaultLoadPlanner):
-    """Hands out the tensor of an item by its name."""
+    """Find the tensor of a read item by its name."""
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         super().__init__()

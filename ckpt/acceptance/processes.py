@@ -1,4 +1,4 @@
-"""Worker processes, each of which runs one rank after another in the same memory."""
+"""Run ranks in worker processes, one after another in the same memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ckpt.acceptance.tasks import LoadTask, RankFigures, SaveTask, Setup
+from ckpt.acceptance.tasks import LoadTask, RankFigures, Report, SaveTask, Setup
 from ckpt.errors import CheckpointError
 
 __all__ = ["Processes", "resident_bytes"]
@@ -27,9 +27,9 @@ Task = SaveTask | LoadTask
 
 
 class Processes:
-    """`count` processes with memory for one shard of up to `arena_bytes` each.
+    """Hold `count` processes, each with memory for one shard of up to `arena_bytes`.
 
-    Use as a context manager; its end ends the processes, whatever they do.
+    It is a context manager; its end kills the processes.
     """
 
     def __init__(self, setup: Setup, count: int, arena_bytes: int) -> None:
@@ -57,22 +57,20 @@ class Processes:
     ) -> None:
         self._end()
 
-    def run(
-        self, tasks: Sequence[Task], told: Callable[[int | str], None], tick: Callable[[int], None]
-    ) -> list[RankFigures]:
-        """Run tasks, each process one at a time; the figures in the order of the tasks.
+    def run(self, tasks: Sequence[Task], report: Report, tick: Callable[[int], None]) -> list[RankFigures]:
+        """Run tasks, one at a time in each process; return their figures in the order of the tasks.
 
         Args:
-            told: what the tasks tell.
-            tick: called every half second with the processes' resident bytes.
+            report: called for the tasks, in this process.
+            tick: called every half second with the resident bytes of all processes.
 
         Raises:
-            CheckpointError: what a rank raised, or that its process is gone. Others may still be running.
+            CheckpointError: a rank failed, or its process ended. Others may still be running.
         """
         waiting = list(enumerate(tasks))
         busy: dict[Connection, int] = {}
         idle = list(self._processes)
-        found: dict[int, RankFigures] = {}
+        figures: dict[int, RankFigures] = {}
         next_tick_s = time.monotonic()
         while waiting or busy:
             while waiting and idle:
@@ -84,14 +82,14 @@ class Processes:
                 assert isinstance(ready, Connection)
                 answer = self._receive(ready, tasks[busy[ready]])
                 if isinstance(answer, int | str):
-                    told(answer)
+                    report(answer)
                 else:
-                    found[busy.pop(ready)] = answer
+                    figures[busy.pop(ready)] = answer
                     idle.append(ready)
             if time.monotonic() >= next_tick_s:
                 next_tick_s = time.monotonic() + _TICK_S
                 tick(sum(resident_bytes(process.pid) for process in self._processes.values()))
-        return [found[number] for number in range(len(tasks))]
+        return [figures[number] for number in range(len(tasks))]
 
     def _receive(self, connection: Connection, task: Task) -> int | str | RankFigures:
         try:
@@ -99,15 +97,11 @@ class Processes:
         except (EOFError, OSError):
             process = self._processes[connection]
             process.join(_END_TIMEOUT_S)
-            raise CheckpointError(
-                f"the process of rank {task.rank} ended with status {process.exitcode}"
-                + (
-                    " (killed: perhaps by the system, which was out of memory)"
-                    if process.exitcode == -9
-                    else ""
-                ),
-                rank=task.rank,
-            ) from None
+            reason = (
+                " (killed, perhaps because the system ran out of memory)" if process.exitcode == -9 else ""
+            )
+            text = f"the process of rank {task.rank} ended with status {process.exitcode}{reason}"
+            raise CheckpointError(text, rank=task.rank) from None
         if isinstance(answer, CheckpointError):
             raise answer
         assert isinstance(answer, int | str | RankFigures)
@@ -122,7 +116,7 @@ class Processes:
 
 
 def resident_bytes(pid: int | None, name: str = "VmRSS") -> int:
-    """Resident memory of a process, or with `VmHWM` its peak; 0 where the system does not tell."""
+    """Read a process's resident memory, or its peak (`VmHWM`); 0 if the system does not tell."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
@@ -131,13 +125,13 @@ def resident_bytes(pid: int | None, name: str = "VmRSS") -> int:
 
 
 def _serve(connection: Connection, setup: Setup, arena_bytes: int) -> None:
-    torch.set_num_threads(1)  # pieces are small: threads that wait for one another cost more than they gain
+    torch.set_num_threads(1)  # tensors are compared in small pieces, which threads only slow down
     arena = torch.empty(arena_bytes, dtype=torch.uint8)
     lock = threading.Lock()
 
-    def send(what: Any) -> None:
+    def send(message: Any) -> None:
         with lock:
-            connection.send(what)
+            connection.send(message)
 
     while True:
         try:

@@ -1,4 +1,4 @@
-"""`ckpt.roundtrip`: save known values as some ranks, load them as others, compare every element."""
+"""Save known values as some ranks, load them as others, compare every element: `ckpt.roundtrip`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ckpt.acceptance.counted_store import Counts
 from ckpt.acceptance.memory_budget import check_memory
 from ckpt.acceptance.meshes import Mesh, parse_mesh
 from ckpt.acceptance.models import Parameter, parameters_of
-from ckpt.acceptance.plans import held_by, save_plans, shard_nbytes
+from ckpt.acceptance.plans import save_plans, shard_nbytes, shard_on
 from ckpt.acceptance.processes import Processes, Task
 from ckpt.acceptance.tasks import LoadTask, RankFigures, SaveTask, Setup
 from ckpt.backends.options import redact_url
@@ -30,7 +30,7 @@ from ckpt.tools.preflight import check_place
 from ckpt.tools.remove import remove
 from ckpt.writing.writer import CheckpointWriter
 
-__all__ = ["DTYPES", "Part", "Roundtrip", "roundtrip"]
+__all__ = ["DTYPES", "PhaseResult", "Roundtrip", "roundtrip"]
 
 _logger = logging.getLogger(__name__)
 
@@ -43,21 +43,21 @@ DTYPES = {
 }
 
 _SPACE_FACTOR = 1.01
-"""Of a checkpoint's tensors: what it takes with records, checksums and framing."""
+"""Size of a checkpoint with records, checksums and framing, relative to its tensors."""
 
-Progress = Callable[[str, int, int], None]
+ReportPhase = Callable[[str, int, int], None]
+"""Called with `saving` or `loading`, the bytes moved so far and those in all."""
 
 
 @dataclass
-class Part:
-    """The save, or the load.
+class PhaseResult:
+    """Measurements of the save or of the load.
 
     Attributes:
-        ranks: figures of each.
         processes: how many ranks ran at the same time.
-        wall_s: of all ranks, values included.
-        commit_s: the coordinator's part of the save, after.
-        counts: what went through the ranks' stores and the coordinator's.
+        wall_s: seconds for all ranks, including the computation of values.
+        commit_s: seconds for the commit, after the ranks were done.
+        counts: operations on the stores of all ranks.
     """
 
     ranks: list[RankFigures]
@@ -68,34 +68,34 @@ class Part:
 
     @property
     def nbytes(self) -> int:
-        """Of all ranks' tensors."""
+        """Size of all ranks' tensors."""
         return sum(rank.shard_bytes for rank in self.ranks)
 
     @property
     def bytes_per_s(self) -> float:
-        """Values and commit included."""
+        """Bytes per second, including the computation of values and the commit."""
         return self.nbytes / max(self.wall_s + self.commit_s, 1e-9)
 
     @property
     def transfer_share(self) -> float:
-        """Of the ranks' seconds, those spent in the writer or reader, not with values."""
+        """Share of the ranks' time spent in the writer or reader; the rest went into values."""
         transfer_s = sum(rank.transfer_s for rank in self.ranks)
         return transfer_s / max(transfer_s + sum(rank.values_s for rank in self.ranks), 1e-9)
 
     @property
     def peak_beyond_shard_bytes(self) -> int:
-        """The most that a process held beyond the largest shard it had memory for."""
+        """Largest memory of a process, beyond the largest shard that it had memory for."""
         shard = max((rank.shard_bytes for rank in self.ranks), default=0)
         return max((rank.peak_bytes for rank in self.ranks), default=0) - shard
 
 
 @dataclass
 class Planned:
-    """What DCP's planner made of the save.
+    """The save as DCP's planner planned it.
 
     Attributes:
-        items: slices that are written, of all ranks.
-        shard_bytes: that each rank writes.
+        items: number of slices that all ranks write.
+        shard_bytes: bytes that each rank writes.
     """
 
     items: int
@@ -108,10 +108,10 @@ class Roundtrip:
     """The result of `ckpt.roundtrip`.
 
     Attributes:
-        payload_bytes: of all tensors, once.
-        plan, save, load: None for a part that was not run.
+        payload_bytes: size of all tensors, each counted once.
+        plan, save, load: None if that phase was not run.
         timeline: seconds, bytes moved, resident bytes of all processes; every half second.
-        kept: whether the checkpoint is still there.
+        kept: True if the checkpoint was left in place.
     """
 
     url: str
@@ -119,26 +119,28 @@ class Roundtrip:
     parameters: int
     payload_bytes: int
     plan: Planned | None = None
-    save: Part | None = None
-    load: Part | None = None
+    save: PhaseResult | None = None
+    load: PhaseResult | None = None
     timeline: list[tuple[float, int, int]] = field(default_factory=list)
     kept: bool = False
 
     @property
     def wrong(self) -> dict[str, int]:
-        """Elements that were not loaded as they were saved, by FQN."""
-        found: dict[str, int] = {}
+        """Number of elements that were not loaded as they were saved, by FQN."""
+        wrong: dict[str, int] = {}
         for rank in self.load.ranks if self.load else ():
             for fqn, count in rank.wrong.items():
-                found[fqn] = found.get(fqn, 0) + count
-        return found
+                wrong[fqn] = wrong.get(fqn, 0) + count
+        return wrong
 
     @property
     def sent_per_payload(self) -> float | None:
+        """Bytes sent per byte of the tensors."""
         return None if self.save is None else self.save.counts.sent_bytes / max(self.payload_bytes, 1)
 
     @property
     def read_per_needed(self) -> float | None:
+        """Bytes read per byte that the ranks needed."""
         return None if self.load is None else self.load.counts.read_bytes / max(self.load.nbytes, 1)
 
 
@@ -158,31 +160,33 @@ def roundtrip(
     phase: str = "both",
     keep: bool = False,
     seed: int = 0,
-    progress: Progress | None = None,
+    progress: ReportPhase | None = None,
 ) -> Roundtrip:
-    """Save a model's shapes with known values as `world_size` ranks, load as others, and compare every element.
+    """Save known values in a model's shapes, load them as other ranks, and compare every element.
 
-    Ranks are simulated: each in a process of its own memory, with its own writer or reader, a few at a time. Plans,
+    Ranks are simulated, a few at a time, each in a process with its own writer or reader. Plans,
     metadata and commit are those that DCP's planner and this library make for so many ranks.
 
     Args:
-        model, optimizer: presets of `ckpt.acceptance.models`.
-        load_world_size: default half of `world_size`.
-        dtype: `bf16`, `fp16`, `fp32`, `fp64` or `fp8`, of weights and optimizer states.
-        mesh, load_mesh: `fsdp`, `hsdp`, `hsdp2xfsdp4`, `tp2xfsdp4`.
-        processes: ranks at the same time; default by cores and free memory.
-        threads: transfers at the same time of each rank.
-        phase: `both`, `save` (which keeps the checkpoint), `load` (of one that was saved so), or `plan`: what each
-            rank would save, and nothing is written.
-        keep: leave the checkpoint there.
-        seed: of the values.
-        progress: called with `saving` or `loading`, the bytes moved and the bytes in all.
+        model, optimizer: names from `ckpt.acceptance.models`.
+        load_world_size: ranks that load; by default half of `world_size`.
+        dtype: `bf16`, `fp16`, `fp32`, `fp64` or `fp8`, for weights and optimizer states.
+        mesh, load_mesh: `fsdp`, `hsdp`, `hsdp2xfsdp4` or `tp2xfsdp4`.
+        processes: ranks that run at the same time; the default depends on cores and free memory.
+        threads: parallel transfers of each rank.
+        phase: `both`, `save` (which keeps the checkpoint), `load` (of a kept one), or `plan`, which
+            computes what each rank would save and writes nothing.
+        keep: do not remove the checkpoint.
+        progress: called with `saving` or `loading`, the bytes moved so far and those in all.
 
     Raises:
-        ConfigurationError: an argument is wrong, or memory is too little. Nothing was written.
-        StorageError: the storage has too little room, or refused; what it refused first was a small object.
+        ConfigurationError: an argument is wrong, or there is too little memory. Nothing was
+            written.
+        StorageError: the storage refused, or has too little room. Small objects were tried before
+            the first shard.
         AlreadyExists: something is at `url` already.
-        CheckpointError: the save or the load failed. What was saved is removed unless it was committed.
+        CheckpointError: the save or the load failed. What was saved is removed unless it was
+            committed.
     """
     if phase not in ("both", "save", "load", "plan"):
         raise ConfigurationError(f"phase must be both, save, load or plan, not {phase!r}")
@@ -192,41 +196,41 @@ def roundtrip(
     half = max(1, world_size // 2) if load_world_size is None else load_world_size
     saving, loading = parse_mesh(mesh, world_size), parse_mesh(load_mesh, half)
     setup = Setup(os.fspath(url), dict(storage_options or {}), threads, DTYPES[dtype], seed)
-    run = _Run(setup, parameters, processes, progress or (lambda what, done, total: None))
+    run = _RoundtripRun(setup, parameters, processes, progress or (lambda what, done, total: None))
     elements = sum(parameter.elements for parameter in parameters)
     payload_bytes = elements * DTYPES[dtype].itemsize
-    found = Roundtrip(redact_url(setup.url), model, elements, payload_bytes, timeline=run.timeline)
-    load_tasks = [LoadTask(rank, held_by(parameters, loading, rank)) for rank in range(half)]
+    result = Roundtrip(redact_url(setup.url), model, elements, payload_bytes, timeline=run.timeline)
+    load_tasks = [LoadTask(rank, shard_on(parameters, loading, rank)) for rank in range(half)]
     load_count = run.count(load_tasks) if phase in ("both", "load") else 0
     if phase != "load":
-        tasks, metadata, found.plan = run.plan(saving)
+        tasks, metadata, result.plan = run.plan(saving)
         if phase == "plan":
-            return found
-        found.save = run.save(tasks, metadata, payload_bytes)
-    found.kept = phase != "both" or keep
-    with contextlib.nullcontext() if found.kept else _removing(setup):
+            return result
+        result.save = run.save(tasks, metadata, payload_bytes)
+    result.kept = phase != "both" or keep
+    with contextlib.nullcontext() if result.kept else _removing(setup):
         if phase != "save":
-            found.load = run.load(load_tasks, load_count)
-    return found
+            result.load = run.load(load_tasks, load_count)
+    return result
 
 
 @contextlib.contextmanager
 def _removing(setup: Setup) -> Iterator[None]:
-    """Remove the checkpoint at the end, also after an error, which is then the one to report."""
+    """Remove the checkpoint at the end. After an error, a second one is only logged."""
     try:
         yield
     except BaseException:
         try:
             remove(setup.url, storage_options=setup.storage_options)
         except Exception as error:
-            _logger.warning("the checkpoint is still there (ckpt rm removes it): %s", error)
+            _logger.warning("the checkpoint could not be removed (`ckpt rm` can): %s", error)
         raise
     remove(setup.url, storage_options=setup.storage_options)
 
 
-class _Run:
+class _RoundtripRun:
     def __init__(
-        self, setup: Setup, parameters: Sequence[Parameter], processes: int | None, progress: Progress
+        self, setup: Setup, parameters: Sequence[Parameter], processes: int | None, progress: ReportPhase
     ) -> None:
         self._setup, self._parameters = setup, parameters
         self._processes, self._progress = processes, progress
@@ -236,7 +240,7 @@ class _Run:
         self.timeline: list[tuple[float, int, int]] = []
 
     def count(self, tasks: Sequence[Task]) -> int:
-        """How many ranks run at the same time."""
+        """Choose how many ranks run at the same time."""
         return check_memory([self._shard_bytes(task) for task in tasks], self._processes)
 
     def plan(self, mesh: Mesh) -> tuple[list[SaveTask], Metadata, Planned]:
@@ -247,7 +251,7 @@ class _Run:
         items = sum(len(plan.items) for plan in plans)
         return tasks, metadata, Planned(items, [self._shard_bytes(task) for task in tasks], took_s)
 
-    def save(self, tasks: Sequence[SaveTask], metadata: Metadata, payload_bytes: int) -> Part:
+    def save(self, tasks: Sequence[SaveTask], metadata: Metadata, payload_bytes: int) -> PhaseResult:
         count = self.count(tasks)
         needed_bytes = int(_SPACE_FACTOR * payload_bytes)
         check_place(self._setup.url, storage_options=self._setup.storage_options, needed_bytes=needed_bytes)
@@ -258,74 +262,69 @@ class _Run:
             writer.set_up_storage_writer(True, rank=0, use_collectives=True)
             writer.prepare_local_plan(SavePlan([]))
             try:
-                part = self._run(tasks, count, "saving", payload_bytes)
+                phase = self._run(tasks, count, "saving", payload_bytes)
             except BaseException:
                 self._clean()
                 raise
-            self._commit(writer, metadata, part)
-            return part
+            self._commit(writer, metadata, phase)
+            return phase
         finally:
             writer.close()
 
-    def _commit(self, writer: CheckpointWriter, metadata: Metadata, part: Part) -> None:
+    def _commit(self, writer: CheckpointWriter, metadata: Metadata, phase: PhaseResult) -> None:
         started_s = time.monotonic()
         try:
-            writer.finish(metadata, [rank.results for rank in part.ranks])
+            writer.finish(metadata, [rank.results for rank in phase.ranks])
         except CheckpointError as error:
             if proves_no_commit(error):
                 self._clean()
             raise
-        part.commit_s = time.monotonic() - started_s
-        for rank in part.ranks:
+        phase.commit_s = time.monotonic() - started_s
+        for rank in phase.ranks:
             rank.results = []
 
-    def load(self, tasks: Sequence[LoadTask], count: int) -> Part:
+    def load(self, tasks: Sequence[LoadTask], count: int) -> PhaseResult:
         total = sum(self._shard_bytes(task) for task in tasks)
         return self._run(tasks, count, "loading", total)
 
-    def _run(self, tasks: Sequence[Task], count: int, what: str, total_bytes: int) -> Part:
+    def _run(self, tasks: Sequence[Task], count: int, phase: str, total_bytes: int) -> PhaseResult:
         arena_bytes = max(self._shard_bytes(task) for task in tasks)
         done = 0
 
-        def told(news: int | str) -> None:
+        def report(news: int | str) -> None:
             nonlocal done
             if isinstance(news, str):
                 self._prefixes.append(news)
                 return
             done += news
             self._moved_bytes += news
-            self._progress(what, min(done, total_bytes), total_bytes)
+            self._progress(phase, min(done, total_bytes), total_bytes)
 
         def tick(resident_bytes: int) -> None:
             self.timeline.append((time.monotonic() - self._started_s, self._moved_bytes, resident_bytes))
 
         with Processes(self._setup, count, arena_bytes) as processes:
             started_s = time.monotonic()
-            ranks = processes.run(tasks, told, tick)
-            part = Part(ranks, count, time.monotonic() - started_s)
+            ranks = processes.run(tasks, report, tick)
+            result = PhaseResult(ranks, count, time.monotonic() - started_s)
         for rank in ranks:
-            part.counts.add(rank.counts)
-        return part
+            result.counts.add(rank.counts)
+        return result
 
     def _shard_bytes(self, task: Task) -> int:
         return shard_nbytes(task.shard, self._setup.dtype.itemsize)
 
     def _clean(self) -> None:
-        """Delete what the ranks of a save wrote that was surely not committed. Best effort: it has an error to report."""
+        """Delete what the ranks of an uncommitted save wrote; log what cannot be deleted."""
         mine = tuple(self._prefixes)
         try:
             store = open_store(self._setup.url, self._setup.storage_options)
             try:
-                store.delete(
-                    [
-                        found.key
-                        for found in store.list()
-                        if found.key.startswith(mine) and is_our_name(found.key)
-                    ]
-                )
-                store.abandon(choose=lambda found: found.key.startswith(mine))
+                keys = [stat.key for stat in store.list() if stat.key.startswith(mine)]
+                store.delete(filter(is_our_name, keys))
+                store.abandon(choose=lambda stat: stat.key.startswith(mine))
                 store.remove_empty()
             finally:
                 store.close()
         except Exception as error:
-            _logger.warning("what the failed save left could not be deleted (ckpt gc can): %s", error)
+            _logger.warning("files of the failed save could not be deleted (`ckpt gc` can): %s", error)

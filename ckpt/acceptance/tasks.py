@@ -1,4 +1,4 @@
-"""What one rank does: fill its shard and save it; load its shard and compare it."""
+"""Run one rank: fill its shard and save it, or load its shard and compare it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
-from ckpt.acceptance.counted_store import Counted, Counts
+from ckpt.acceptance.counted_store import CountedStore, Counts
 from ckpt.acceptance.known_values import compare, fill
-from ckpt.acceptance.plans import LoadShard, SaveShard, Shard, load_plan, shard_of, views_of
+from ckpt.acceptance.plans import LoadShard, RankShard, SaveShard, load_plan, shard_of, views_of
 from ckpt.dcp_storage import Context
 from ckpt.format.names import rank_directory
 from ckpt.reading.reader import CheckpointReader
@@ -23,13 +23,13 @@ from ckpt.writing.writer import CheckpointWriter
 __all__ = ["LoadTask", "RankFigures", "SaveTask", "Setup"]
 
 S = TypeVar("S", CheckpointWriter, CheckpointReader)
-Tell = Callable[[int | str], None]
-"""Told the bytes that were moved, as they are, and the prefix of the keys that a rank is about to write."""
+Report = Callable[[int | str], None]
+"""Called with bytes as they are moved, and once with the prefix of the keys to be written."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What all ranks have in common."""
+    """Settings that all ranks share."""
 
     url: str
     storage_options: Mapping[str, Any]
@@ -37,25 +37,25 @@ class Setup:
     dtype: torch.dtype
     seed: int
 
-    def make(self, kind: type[S], counts: Counts, tell: Tell) -> S:
+    def make(self, kind: type[S], counts: Counts, report: Report) -> S:
         """Make a writer or reader whose store is counted."""
-        context = Context(wrap=lambda store: Counted(store, counts, tell))
+        context = Context(wrap=lambda store: CountedStore(store, counts, report))
         options = {"storage_options": self.storage_options, "threads": self.threads}
         return context.make(kind, self.url, **options)
 
 
 @dataclass
 class RankFigures:
-    """What one rank's part took.
+    """Measurements of one rank.
 
     Attributes:
-        shard_bytes: of its tensors.
-        values_s: seconds computing values, or comparing them.
-        transfer_s: seconds in the writer, or in the reader.
-        counts: what went through its store.
-        peak_bytes: the process's peak resident memory until then.
-        wrong: elements that are not what was saved, by FQN.
-        results: for DCP's `finish`.
+        shard_bytes: size of its tensors.
+        values_s: seconds spent computing values, or comparing them.
+        transfer_s: seconds spent in the writer or reader.
+        counts: operations on its store.
+        peak_bytes: peak resident memory of its process until its end.
+        wrong: number of elements that differ from what was saved, by FQN.
+        results: arguments of DCP's `finish`.
     """
 
     rank: int
@@ -70,65 +70,65 @@ class RankFigures:
 
 @dataclass(frozen=True)
 class SaveTask:
-    """Save what `plan` says, as `rank`."""
+    """Save the items of `plan` as `rank`."""
 
     rank: int
     plan: SavePlan
 
     @property
-    def shard(self) -> Shard:
+    def shard(self) -> RankShard:
         return shard_of(self.plan)
 
-    def run(self, setup: Setup, arena: torch.Tensor, tell: Tell) -> RankFigures:
-        found = RankFigures(self.rank)
+    def run(self, setup: Setup, arena: torch.Tensor, report: Report) -> RankFigures:
+        figures = RankFigures(self.rank)
         shard = self.shard
         tensors = dict(views_of(shard, arena, setup.dtype))
-        with _timed(found, "values_s"):
+        with _timed(figures, "values_s"):
             for fqn, tensor in tensors.items():
                 fill(tensor, fqn, *shard[fqn], seed=setup.seed)
-        writer = setup.make(CheckpointWriter, found.counts, tell)
+        writer = setup.make(CheckpointWriter, figures.counts, report)
         try:
-            with _timed(found, "transfer_s"):
+            with _timed(figures, "transfer_s"):
                 writer.set_up_storage_writer(False, rank=self.rank, use_collectives=True)
-                tell(f"{rank_directory(self.rank)}/{writer.storage_meta().save_id}")
+                report(f"{rank_directory(self.rank)}/{writer.storage_meta().save_id}")
                 writer.prepare_local_plan(SavePlan([]))
-                found.results = writer.write_data(self.plan, SaveShard(tensors)).wait()
+                figures.results = writer.write_data(self.plan, SaveShard(tensors)).wait()
         finally:
             writer.close()
-        found.shard_bytes = _nbytes(tensors)
-        return found
+        figures.shard_bytes = _nbytes(tensors)
+        return figures
 
 
 @dataclass(frozen=True)
 class LoadTask:
-    """Load `shard`, as `rank`."""
+    """Load `shard` as `rank`, and compare it."""
 
     rank: int
-    shard: Shard
+    shard: RankShard
 
-    def run(self, setup: Setup, arena: torch.Tensor, tell: Tell) -> RankFigures:
-        found = RankFigures(self.rank)
+    def run(self, setup: Setup, arena: torch.Tensor, report: Report) -> RankFigures:
+        figures = RankFigures(self.rank)
         tensors = dict(views_of(self.shard, arena, setup.dtype))
-        reader = setup.make(CheckpointReader, found.counts, tell)
+        reader = setup.make(CheckpointReader, figures.counts, report)
         try:
-            with _timed(found, "transfer_s"):
+            with _timed(figures, "transfer_s"):
                 metadata = reader.read_metadata()
                 reader.set_up_storage_reader(metadata, self.rank == 0, rank=self.rank)
                 plan = reader.prepare_local_plan(load_plan(self.shard, metadata))
                 reader.read_data(reader.prepare_global_plan([plan])[0], LoadShard(tensors)).wait()
         finally:
             reader.close()
-        with _timed(found, "values_s"):
+        with _timed(figures, "values_s"):
             for fqn, tensor in tensors.items():
                 if wrong := compare(tensor, fqn, *self.shard[fqn], seed=setup.seed):
-                    found.wrong[fqn] = wrong
-        found.shard_bytes = _nbytes(tensors)
-        return found
+                    figures.wrong[fqn] = wrong
+        figures.shard_bytes = _nbytes(tensors)
+        return figures
 
 
 @contextlib.contextmanager
 def _timed(figures: RankFigures, name: str) -> Iterator[None]:
-    """Adds the seconds of a block to an attribute."""
+    """Add the seconds of a block to an attribute."""
     started_s = time.perf_counter()
     yield
     setattr(figures, name, getattr(figures, name) + time.perf_counter() - started_s)

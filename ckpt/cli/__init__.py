@@ -1,1 +1,1 @@
-"""The `ckpt` command: one file a command; the work itself is done by the library's modules."""
+"""The `ckpt` command: one file a command; the library's modules do the work."""

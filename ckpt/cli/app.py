@@ -1,4 +1,4 @@
-"""The command itself: its name, its help, its commands."""
+"""Put the commands together."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ __all__ = ["app", "main"]
 
 app = typer.Typer(
     name="ckpt",
-    help="See, check, convert, copy and remove checkpoints, on any storage.",
-    epilog="Exit codes: 0 fine, 1 a problem was found, 2 usage, 3 not found or not committed, "
-    "4 the storage refused or cannot be reached.",
+    help="List, inspect, check, convert, copy and remove checkpoints on any storage.",
+    epilog="Exit codes: 0 fine; 1 a problem was found; 2 wrong usage; 3 not found, or not committed; "
+    "4 the storage refused, or cannot be reached; 130 interrupted.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    rich_markup_mode=None,  # rich's help takes as long to import as all the rest
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 for _module in (ls, inspect, cat, verify, diff, convert, cp, rm, gc, doctor, roundtrip):
     app.command()(getattr(_module, _module.__name__.rpartition(".")[2]))
 
 
-def _version(wanted: bool) -> None:
+def _print_version(wanted: bool) -> None:
     if wanted:
         from importlib.metadata import version
 
@@ -34,7 +35,7 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     pass

@@ -1,4 +1,4 @@
-"""`ckpt cat`: values of one tensor, or of a slice of it."""
+"""`ckpt cat`: show the values of a tensor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from ckpt.cli.common import Json, Output, StorageOptions, Url, command, parse_st
 
 if TYPE_CHECKING:
     from ckpt.reading.slices import OpenCheckpoint
-    from ckpt.tools.cat import Selection
 
 __all__ = ["cat"]
 
@@ -22,29 +21,34 @@ _MAX_TEXT = 10_000
 
 def cat(
     url: Url,
-    what: Annotated[
-        str, typer.Argument(metavar="FQN[SLICE]", help="As in 'model.head.weight[:10, -1]'; quote it.")
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="FQN[SLICE]",
+            help="A tensor, or a slice of one: 'model.head.weight[:10, -1]' (in quotes).",
+        ),
     ],
-    stats: Annotated[bool, typer.Option("--stats", help="Statistics, however few values there are.")] = False,
+    stats: Annotated[bool, typer.Option("--stats", help="Show statistics, not values.")] = False,
     npy: Annotated[
         str | None, typer.Option("--npy", metavar="FILE", help="Write the values to a NumPy file.")
     ] = None,
     storage_options: StorageOptions = None,
     json: Json = False,
 ) -> None:
-    """Show the values of a tensor or slice, or statistics where there are more than 1,024; reads only its bytes.
+    """Show the values of a tensor or of a slice of it.
 
-    A non-tensor object is shown if it loads with torch's safe types alone.
+    Shows statistics instead if there are more than 1,024 values. Reads only the bytes it needs. An
+    object is shown if it loads with torch's safe types alone.
     """
-    with command(json, to_go_on="Nothing was written.") as output:
+    with command(json, if_interrupted="Nothing was written.") as output:
         from ckpt.format.columns import ObjectRow
         from ckpt.reading.slices import OpenCheckpoint
 
         with OpenCheckpoint(url, parse_storage_options(storage_options)) as checkpoint:
-            if what in checkpoint.names and isinstance(checkpoint.find(what)[3], ObjectRow):
-                _show_object(output, what, checkpoint.read_object(what))
+            if name in checkpoint.names and isinstance(checkpoint.find(name)[3], ObjectRow):
+                _show_object(output, name, checkpoint.read_object(name))
             else:
-                _show_tensor(output, checkpoint, what, stats, npy)
+                _show_tensor(output, checkpoint, name, stats, npy)
 
 
 def _show_object(output: Output, name: str, value: object) -> None:
@@ -58,57 +62,45 @@ def _show_object(output: Output, name: str, value: object) -> None:
         output.print(shown(text))
 
 
-def _show_tensor(output: Output, checkpoint: OpenCheckpoint, what: str, stats: bool, npy: str | None) -> None:
+def _show_tensor(output: Output, checkpoint: OpenCheckpoint, name: str, stats: bool, npy: str | None) -> None:
     from ckpt.format.stored_tensor import dtype_name
-    from ckpt.tools import cat as values
+    from ckpt.tools import cat as tensor_values
 
-    selection = values.select(checkpoint, what)
+    selection = tensor_values.select(checkpoint, name)
     dtype = dtype_name(checkpoint.tensor(selection.name).dtype)
-    facts = {
+    facts: dict[str, Any] = {
         "fqn": selection.name, "kind": "tensor", "dtype": dtype, "shape": list(selection.shape),
         "offsets": list(selection.offsets), "lengths": list(selection.lengths),
     }  # fmt: skip
+    title = f"{dtype} {tuple(selection.shape)}"
     if npy is not None:
-        values.write_npy(checkpoint, selection, npy)
-        if output.as_json:
-            output.json({**facts, "npy": npy})
-        else:
-            output.print(f"{dtype} {tuple(selection.shape)} written to {shown(npy)}")
+        tensor_values.write_npy(checkpoint, selection, npy)
+        facts["npy"] = npy
+        lines = [f"{title} written to {npy}"]
     elif stats or math.prod(selection.lengths) > _MAX_VALUES:
-        _show_statistics(output, checkpoint, selection, facts)
+        statistics = tensor_values.statistics(checkpoint, selection)
+        facts["statistics"] = {key: _for_json(value) for key, value in vars(statistics).items()}
+        numbers = facts["statistics"].items()
+        lines = [title, *(f"{key:<6}{'-' if value is None else value}" for key, value in numbers)]
     else:
-        found = values.as_numpy(values.read(checkpoint, selection))
-        if output.as_json:
-            output.json({**facts, "values": _plain(found.tolist())})
-        else:
-            import numpy as np
+        import numpy as np
 
-            output.print(f"{dtype} {tuple(selection.shape)}")
-            for line in np.array2string(found, threshold=_MAX_VALUES + 1, max_line_width=100).split("\n"):
-                output.print(shown(line))
-
-
-def _show_statistics(
-    output: Output, checkpoint: OpenCheckpoint, selection: Selection, facts: dict[str, Any]
-) -> None:
-    from ckpt.tools import cat as values
-
-    found = values.statistics(checkpoint, selection)
-    described = {name: _plain(value) for name, value in vars(found).items()}
+        array = tensor_values.as_numpy(tensor_values.read(checkpoint, selection))
+        facts["values"] = _for_json(array.tolist())
+        text = np.array2string(array, threshold=_MAX_VALUES + 1, max_line_width=100)
+        lines = [title, *text.split("\n")]
     if output.as_json:
-        output.json({**facts, "statistics": described})
-        return
-    output.print(f"{facts['dtype']} {tuple(selection.shape)}")
-    for name, value in described.items():
-        output.print(f"{name:<6}{'-' if value is None else value}")
+        output.json(facts)
+    else:
+        output.print(*map(shown, lines))
 
 
-def _plain(value: Any) -> Any:
-    """Values for JSON, which knows no NaN and no complex numbers: those become texts, and pairs."""
+def _for_json(value: Any) -> Any:
+    """Replace what JSON cannot hold: NaN and Inf become texts, complex numbers pairs."""
     if isinstance(value, list):
-        return [_plain(item) for item in value]
+        return [_for_json(item) for item in value]
     if isinstance(value, complex):
-        return [_plain(value.real), _plain(value.imag)]
+        return [_for_json(value.real), _for_json(value.imag)]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value

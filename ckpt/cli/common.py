@@ -1,18 +1,18 @@
-"""What all commands share: options, output, progress, and from errors to exit codes."""
+"""Share options, output, progress and exit codes between all commands."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
+import re
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated, Any, NoReturn
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 
 from ckpt.errors import (
     AlreadyExists,
@@ -23,7 +23,13 @@ from ckpt.errors import (
     StorageError,
 )
 
+if TYPE_CHECKING:  # rich takes longer to import than most commands take to run
+    from rich.console import Console
+    from rich.table import Table
+
 __all__ = [
+    "Depth",
+    "DestinationOptions",
     "DryRun",
     "EXIT_FINE",
     "EXIT_INTERRUPTED",
@@ -33,64 +39,83 @@ __all__ = [
     "EXIT_USAGE",
     "Json",
     "Output",
-    "Progress",
     "Root",
+    "SourceOptions",
     "StorageOptions",
+    "Threads",
     "Url",
     "age",
     "command",
     "count",
-    "ended_as_by_ctrl_c",
     "exit_code",
+    "parse_quantity",
     "parse_storage_options",
     "shown",
+    "sigterm_as_ctrl_c",
     "size",
+    "storage_options_of",
+    "table",
 ]
 
 EXIT_FINE, EXIT_PROBLEM, EXIT_USAGE, EXIT_MISSING, EXIT_STORAGE = range(5)
 EXIT_INTERRUPTED = 130
 
 _WIDE = 1 << 16
-"""Columns of an output that is no terminal: nothing is cut or wrapped."""
+"""Columns of an output that is not a terminal: nothing is cut or wrapped."""
 
-Progress = Callable[[int, int], None]
-"""Called with the bytes done so far and the bytes in all."""
+
+def storage_options_of(storage: str, name: str = "--storage-options") -> Any:
+    """Declare the option for the storage options of one argument."""
+    text = f"Option of {storage}. Repeat it, or give a JSON object."
+    return typer.Option(name, metavar="KEY=VALUE|JSON", help=text)
+
 
 Url = Annotated[
-    str, typer.Argument(metavar="URL", help="The checkpoint: a path, s3://bucket/key, or any other URL.")
+    str, typer.Argument(metavar="URL", help="The checkpoint: a path, s3://bucket/key or another URL.")
 ]
 Root = Annotated[str, typer.Argument(metavar="ROOT", help="A folder of checkpoints: a path or URL.")]
-StorageOptions = Annotated[
-    list[str] | None,
+Depth = Annotated[
+    int, typer.Option("--depth", metavar="N", min=0, max=8, help="Levels of folders below ROOT to search.")
+]
+Threads = Annotated[
+    int | None,
     typer.Option(
-        "--storage-options",
-        metavar="KEY=VALUE|JSON",
-        help="An option of the storage, or a JSON object of them. Can be repeated.",
+        "--threads", metavar="N", min=1, help="Parallel transfers; by default twice the cores, 4 to 16."
     ),
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and do nothing.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, with the fields of docs/cli.md.")]
+StorageOptions = Annotated[list[str] | None, storage_options_of("the storage")]
+SourceOptions = Annotated[
+    list[str] | None, storage_options_of("SRC's storage, and of DST's unless it has its own")
+]
+DestinationOptions = Annotated[list[str] | None, storage_options_of("DST's storage", "--dst-storage-options")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be removed, and remove nothing.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object; docs/cli.md lists its fields.")]
 
 
-def parse_storage_options(given: Sequence[str] | None) -> dict[str, Any]:
-    """Options as `KEY=VALUE` or JSON objects, later ones first. A value that is JSON but no text is what it says.
+def parse_storage_options(given: Sequence[str] | None) -> dict[str, Any] | None:
+    """Merge options written as `KEY=VALUE` or JSON objects; None if there are none.
+
+    The last one wins. A value that is JSON is decoded (`true`, `8388608`); any other value stays a
+    str.
 
     Raises:
-        ConfigurationError: neither. Values never appear in the text.
+        ConfigurationError: an option is neither. The message shows no value, as it may be a secret.
     """
+    if not given:
+        return None
     options: dict[str, Any] = {}
-    for text in given or ():
+    for text in given:
         if text.lstrip().startswith("{"):
-            found = _json_or_none(text)
-            if not isinstance(found, dict):
-                raise ConfigurationError("--storage-options is not valid JSON")
-            options |= found
+            decoded = _json_or_none(text)
+            if not isinstance(decoded, dict):
+                raise ConfigurationError("--storage-options: this JSON object is not valid")
+            options |= decoded
             continue
         name, separator, value = text.partition("=")
         if not separator or not name:
-            raise ConfigurationError("--storage-options: write KEY=VALUE, or a JSON object")
-        parsed = _json_or_none(value)
-        options[name] = value if parsed is None and value != "null" else parsed
+            raise ConfigurationError("--storage-options: write KEY=VALUE or a JSON object")
+        decoded = _json_or_none(value)
+        options[name] = value if decoded is None and value != "null" else decoded
     return options
 
 
@@ -101,8 +126,22 @@ def _json_or_none(text: str) -> Any:
         return None
 
 
+def parse_quantity(option: str, text: str, units: Mapping[str, float], examples: str) -> float:
+    """Parse a number with a unit.
+
+    Raises:
+        ConfigurationError: it is not a number, or its unit is not one of `units` (in lower case).
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
+    if match is None or match[2] not in units:
+        raise ConfigurationError(f"{option}: {text!r} is not understood; write {examples}")
+    return float(match[1]) * units[match[2]]
+
+
 def shown(text: object) -> str:
-    """A text from a checkpoint, fit for a terminal: no control characters, no markup of rich's."""
+    """Make a text fit for a terminal: without control characters, and without rich's markup."""
+    from rich.markup import escape
+
     plain = (
         c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in str(text)
     )
@@ -110,7 +149,7 @@ def shown(text: object) -> str:
 
 
 def size(nbytes: float) -> str:
-    """Bytes for people."""
+    """Write a number of bytes for people."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if abs(nbytes) < 1024 or unit == "TiB":
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.2f} {unit}"
@@ -118,13 +157,13 @@ def size(nbytes: float) -> str:
     raise AssertionError
 
 
-def count(number: int, what: str) -> str:
-    """`1 file`, `2 files`."""
-    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
+def count(number: int, noun: str) -> str:
+    """Write `1 file`, `2 files`."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def age(seconds: float | None) -> str:
-    """A span of time for people: its largest unit."""
+    """Write a span of time in its largest unit."""
     if seconds is None:
         return "?"
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
@@ -133,31 +172,49 @@ def age(seconds: float | None) -> str:
     return f"{max(0.0, seconds):.0f} s"
 
 
+def table(*columns: str, header: bool = True) -> Table:
+    """Make a table without lines around its cells."""
+    from rich.table import Table
+
+    return Table(*columns, box=None, pad_edge=False, show_header=header)
+
+
 class Output:
-    """Where a command's result goes: standard output, as text or as one JSON object."""
+    """Print a command's result to standard output, as text or as one JSON object."""
 
     def __init__(self, *, as_json: bool) -> None:
         self.as_json = as_json
-        self.console = _console(sys.stdout)
 
-    def json(self, data: dict[str, Any]) -> None:
+    @functools.cached_property
+    def _console(self) -> Console:
+        return _console(sys.stdout)
+
+    def json(self, data: Mapping[str, Any]) -> None:
         """Print the result. Texts that are not valid Unicode are escaped."""
         sys.stdout.write(json.dumps(data, allow_nan=False) + "\n")
 
-    def print(self, *what: Any) -> None:
-        """Print for people: rich's markup and tables."""
-        for line in what:
-            if self.console.is_terminal:
-                self.console.print(line, highlight=False, soft_wrap=isinstance(line, str))
+    def print(self, *lines: Any) -> None:
+        """Print for people: text with rich's markup, tables, trees."""
+        for line in lines:
+            if self._console.is_terminal:
+                self._console.print(line, highlight=False, soft_wrap=isinstance(line, str))
                 continue
-            with self.console.capture() as captured:
-                self.console.print(line, highlight=False, soft_wrap=isinstance(line, str))
+            with self._console.capture() as captured:
+                self._console.print(line, highlight=False, soft_wrap=isinstance(line, str))
             # Tables are padded to their width.
             sys.stdout.writelines(f"{text.rstrip()}\n" for text in captured.get().split("\n")[:-1])
 
+    def print_hidden(self, number: int) -> None:
+        """Say how many lines are left out, if any."""
+        if number > 0:
+            self.print(f"... and {number:,} more; --json shows them")
+
     @contextlib.contextmanager
-    def progress(self, what: str) -> Iterator[Progress]:
-        """A bar on standard error while work in bytes goes on, if that is a terminal."""
+    def progress(self, action: str) -> Iterator[Callable[[int, int], None]]:
+        """Draw a bar on standard error, if that is a terminal.
+
+        Yields a function to call with the bytes done so far and those in all.
+        """
         if not sys.stderr.isatty():
             yield lambda done, total: None
             return
@@ -171,20 +228,22 @@ class Output:
             bars.TimeRemainingColumn(),
         )
         with bars.Progress(*columns, console=_console(sys.stderr), transient=True) as bar:
-            task = bar.add_task(shown(what), total=None)
+            task = bar.add_task(shown(action), total=None)
             yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def _console(file: Any) -> Console:
+    from rich.console import Console
+
     return Console(file=file, width=None if file.isatty() else _WIDE)
 
 
 @contextlib.contextmanager
-def command(as_json: bool, *, to_go_on: str = "Nothing was changed.") -> Iterator[Output]:
-    """Run a command: its errors become one line and an exit code, never a traceback.
+def command(as_json: bool, *, if_interrupted: str = "Nothing was changed.") -> Iterator[Output]:
+    """Run a command: an error becomes one line and an exit code, never a traceback.
 
     Args:
-        to_go_on: what to tell who interrupts it.
+        if_interrupted: what to tell the user after Ctrl-C.
     """
     output = Output(as_json=as_json)
     try:
@@ -197,7 +256,7 @@ def command(as_json: bool, *, to_go_on: str = "Nothing was changed.") -> Iterato
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(EXIT_FINE) from None
     except KeyboardInterrupt:
-        _fail(output, "Interrupted", f"interrupted. {to_go_on}", EXIT_INTERRUPTED)
+        _fail(output, "Interrupted", f"interrupted. {if_interrupted}", EXIT_INTERRUPTED)
     except CheckpointError as error:
         _fail(output, type(error).__name__, str(error), exit_code(error), error)
     except (MemoryError, RecursionError) as error:
@@ -210,8 +269,8 @@ def command(as_json: bool, *, to_go_on: str = "Nothing was changed.") -> Iterato
 
 
 @contextlib.contextmanager
-def ended_as_by_ctrl_c() -> Iterator[None]:
-    """SIGTERM (as of `timeout`, or of torchrun when another rank has failed) cleans up too."""
+def sigterm_as_ctrl_c() -> Iterator[None]:
+    """Let SIGTERM (from `timeout`, or from torchrun when another rank has failed) clean up too."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
@@ -220,7 +279,7 @@ def ended_as_by_ctrl_c() -> Iterator[None]:
 
 
 def exit_code(error: CheckpointError) -> int:
-    """The exit code that goes with an error."""
+    """Choose the exit code for an error."""
     if isinstance(error, ConfigurationError):
         return EXIT_USAGE
     if isinstance(error, NotFound | NotCommitted):
@@ -237,6 +296,6 @@ def _fail(output: Output, kind: str, text: str, code: int, error: CheckpointErro
         if error is not None:
             facts |= {"url": error.url, "key": error.key, "start": error.start, "stop": error.stop}
         output.json({"error": facts, "exit_code": code})
-    console = _console(sys.stderr)
-    console.print(f"[bold red]error:[/] {shown(text)}", highlight=False, soft_wrap=True)
+    line = f"[bold red]error:[/] {shown(text)}"
+    _console(sys.stderr).print(line, highlight=False, soft_wrap=True)
     raise typer.Exit(code) from None

@@ -1,14 +1,25 @@
-"""`ckpt diff`: what differs between two checkpoints."""
+"""`ckpt diff`: compare two checkpoints."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
-from ckpt.cli.common import EXIT_PROBLEM, Json, Output, command, count, parse_storage_options, shown, size
+from ckpt.cli.common import (
+    EXIT_PROBLEM,
+    Json,
+    Output,
+    command,
+    count,
+    parse_storage_options,
+    shown,
+    size,
+    storage_options_of,
+    table,
+)
 
 if TYPE_CHECKING:
     from ckpt.tools.diff import Comparison, Difference
@@ -20,82 +31,62 @@ _MAX_LINES = 1000
 
 def diff(
     a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint.")],
-    b: Annotated[str, typer.Argument(metavar="B", help="Another.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="Another checkpoint.")],
     storage_options: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--storage-options", metavar="KEY=VALUE|JSON", help="Options of A; of both, without those of B."
-        ),
+        list[str] | None, storage_options_of("A's storage, and of B's unless it has its own")
     ] = None,
     b_storage_options: Annotated[
-        list[str] | None,
-        typer.Option("--b-storage-options", metavar="KEY=VALUE|JSON", help="Options of B; '{}' for none."),
+        list[str] | None, storage_options_of("B's storage", "--b-storage-options")
     ] = None,
     json: Json = False,
 ) -> None:
-    """Compare two checkpoints: names, shapes, dtypes, values. Exit code 1 if anything differs.
+    """Compare two checkpoints: names, shapes, dtypes, values.
 
-    Whoever wrote them and however they are sharded. Where both are stored alike, equal tensors are known by their
-    checksums, without reading them.
+    They may be written by anyone and sharded in any way. Where both are stored alike, equal
+    checksums show that tensors are equal, without reading them. Exit code 1 if anything differs.
     """
     with command(json) as output:
         from ckpt.tools.diff import diff as compare
 
-        options = parse_storage_options(storage_options)
-        b_options = None if b_storage_options is None else parse_storage_options(b_storage_options)
+        options, b_options = parse_storage_options(storage_options), parse_storage_options(b_storage_options)
         with output.progress("comparing") as progress:
-            found = compare(a, b, storage_options=options, b_storage_options=b_options, progress=progress)
+            result = compare(a, b, storage_options=options, b_storage_options=b_options, progress=progress)
         if output.as_json:
-            output.json(_as_json(found))
+            facts = dataclasses.asdict(result)
+            for difference in facts["differences"]:
+                for name in ("max_abs", "max_rel"):
+                    if difference[name] == math.inf:
+                        difference[name] = "inf"
+            output.json({**facts, "same": result.same})
         else:
-            _print(output, found)
-        if not found.same:
+            _print(output, result)
+        if not result.same:
             raise typer.Exit(EXIT_PROBLEM)
 
 
-def _as_json(found: Comparison) -> dict[str, Any]:
-    return {
-        "a": found.a,
-        "b": found.b,
-        "same": found.same,
-        "tensors": found.tensors,
-        "objects": found.objects,
-        "equal_by_checksum": found.equal_by_checksum,
-        "read_bytes": found.read_bytes,
-        "differences": [
-            {name: "inf" if value == math.inf else value for name, value in vars(difference).items()}
-            for difference in found.differences
-        ],
-    }
-
-
-def _print(output: Output, found: Comparison) -> None:
-    if found.differences:
-        table = Table("", "name", "what", "differing", "max abs", "max rel", box=None, pad_edge=False)
-        for difference in found.differences[:_MAX_LINES]:
-            table.add_row(*_row(difference))
-        output.print(table)
-    if len(found.differences) > _MAX_LINES:
-        output.print(f"... and {len(found.differences) - _MAX_LINES:,} more; --json shows them")
-    what = f"{count(found.tensors, 'tensor')} and {count(found.objects, 'object')} compared, {found.equal_by_checksum:,} of them by "
-    what += f"checksum alone, {size(found.read_bytes)} read from each"
-    verdict = "[green]same[/]" if found.same else f"[red]{count(len(found.differences), 'difference')}[/]"
-    output.print(f"{verdict}: {what}")
+def _print(output: Output, result: Comparison) -> None:
+    if result.differences:
+        rows = table("", "name", "difference", "elements", "max abs", "max rel")
+        for difference in result.differences[:_MAX_LINES]:
+            rows.add_row(*_row(difference))
+        output.print(rows)
+    output.print_hidden(len(result.differences) - _MAX_LINES)
+    verdict = "[green]same[/]" if result.same else f"[red]{count(len(result.differences), 'difference')}[/]"
+    output.print(
+        f"{verdict}: {count(result.tensors, 'tensor')} and {count(result.objects, 'object')} compared, "
+        f"{result.equal_by_checksum:,} of them by checksum alone, {size(result.read_bytes)} read from each"
+    )
 
 
 def _row(difference: Difference) -> list[str]:
-    sign = {"only_a": "-", "only_b": "+"}.get(difference.kind, "~")
-    what = {
-        "only_a": f"only in A: {difference.a}",
-        "only_b": f"only in B: {difference.b}",
-        "values": difference.a,
-    }.get(difference.kind, f"{difference.a} -> {difference.b}")
-    numbers = ["", "", ""]
+    sign, text = {
+        "only_a": ("-", f"only in A: {difference.a}"),
+        "only_b": ("+", f"only in B: {difference.b}"),
+        "values": ("~", difference.a),
+        "object": ("~", "objects with different values"),
+    }.get(difference.kind, ("~", f"{difference.a} -> {difference.b}"))
+    row = [sign, shown(difference.fqn), shown(text)]
     if difference.differing:
         nans = f" ({difference.nan:,} NaN)" if difference.nan else ""
-        numbers = [
-            f"{difference.differing:,}{nans}",
-            f"{difference.max_abs:.3g}",
-            f"{difference.max_rel:.3g}",
-        ]
-    return [sign, shown(difference.fqn), shown(what), *numbers]
+        row += [f"{difference.differing:,}{nans}", f"{difference.max_abs:.3g}", f"{difference.max_rel:.3g}"]
+    return row

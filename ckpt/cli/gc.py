@@ -1,14 +1,14 @@
-"""`ckpt gc`: remove what saves that did not finish have left."""
+"""`ckpt gc`: remove leftovers of interrupted saves."""
 
 from __future__ import annotations
 
-import re
+import dataclasses
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from ckpt.cli.common import (
+    Depth,
     DryRun,
     Json,
     Root,
@@ -16,11 +16,12 @@ from ckpt.cli.common import (
     age,
     command,
     count,
+    parse_quantity,
     parse_storage_options,
     shown,
     size,
+    table,
 )
-from ckpt.errors import ConfigurationError
 
 __all__ = ["gc"]
 
@@ -31,65 +32,45 @@ def gc(
     root: Root,
     grace: Annotated[
         str,
-        typer.Option("--grace", metavar="TIME", help="Leave alone what is younger: 90s, 30m, 24h, 7d."),
+        typer.Option("--grace", metavar="TIME", help="Keep what is younger than this: 90s, 30m, 24h, 7d."),
     ] = "24h",
-    depth: Annotated[int, typer.Option("--depth", min=0, max=8, help="How many folders deep to look.")] = 3,
+    depth: Depth = 3,
     dry_run: DryRun = False,
     storage_options: StorageOptions = None,
     json: Json = False,
 ) -> None:
-    """Remove leftovers of saves that did not finish: files that no commit lists, and unfinished uploads.
+    """Remove leftovers of interrupted saves.
 
-    Only names that this library gives, and only what is older than the grace period, which has to be longer than
-    any save takes.
+    Leftovers are files that no commit record lists, and unfinished uploads. Only names that this
+    library gives are removed, and only what is older than --grace, which must be longer than any
+    save takes.
     """
-    with command(json, to_go_on="Run it again to go on; checkpoints are not touched.") as output:
+    with command(json, if_interrupted="Checkpoints were not touched; run it again to go on.") as output:
         from ckpt.tools.gc import collect_garbage
 
-        found = collect_garbage(
+        garbage = collect_garbage(
             root,
             storage_options=parse_storage_options(storage_options),
-            grace_s=_seconds(grace),
+            grace_s=parse_quantity("--grace", grace, _UNITS, "90s, 30m, 24h or 7d"),
             depth=depth,
             dry_run=dry_run,
         )
         if output.as_json:
-            output.json(
-                {
-                    "root": found.url,
-                    "dry_run": dry_run,
-                    "freed_bytes": found.freed_bytes,
-                    "items": [
-                        {
-                            "place": item.place, "key": item.key, "size_bytes": item.size_bytes,
-                            "age_s": item.age_s, "unfinished": item.unfinished,
-                        }
-                        for item in found.items
-                    ],
-                    "young": found.young,
-                    "restored": found.restored,
-                    "skipped": found.skipped,
-                }
-            )  # fmt: skip
+            facts = dataclasses.asdict(garbage)
+            url = facts.pop("url")
+            output.json({"root": url, "dry_run": dry_run, "freed_bytes": garbage.freed_bytes, **facts})
             return
-        table = Table("place", "leftover", "bytes", "age", box=None, pad_edge=False)
-        for item in found.items:
+        rows = table("checkpoint", "leftover", "bytes", "age")
+        for item in garbage.items:
             nbytes = "upload" if item.unfinished else size(item.size_bytes)
-            table.add_row(shown(item.place or "."), shown(item.key), nbytes, age(item.age_s))
-        if found.items:
-            output.print(table)
-        for place in found.restored:
-            output.print(f"{shown(place or '.')}: .metadata put back to what is committed")
-        for place, reason in found.skipped.items():
-            output.print(f"[yellow]left alone[/] {shown(place or '.')}: {shown(reason)}")
-        if found.young:
-            output.print(f"{count(found.young, 'leftover')} younger than {shown(grace)} left alone")
+            rows.add_row(shown(item.place or "."), shown(item.key), nbytes, age(item.age_s))
+        if garbage.items:
+            output.print(rows)
+        for place in garbage.restored:
+            output.print(f"{shown(place or '.')}: .metadata restored to the committed one")
+        for place, reason in garbage.skipped.items():
+            output.print(f"[yellow]skipped[/] {shown(place or '.')}: {shown(reason)}")
+        if garbage.young:
+            output.print(f"kept {count(garbage.young, 'leftover')} younger than {shown(grace)}")
         verb = "would remove" if dry_run else "removed"
-        output.print(f"{verb} {count(len(found.items), 'leftover')}, {size(found.freed_bytes)}")
-
-
-def _seconds(text: str) -> float:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
-    if found is None or found[2] not in _UNITS:
-        raise ConfigurationError(f"--grace: {text!r} is no time; write 90s, 30m, 24h or 7d")
-    return float(found[1]) * _UNITS[found[2]]
+        output.print(f"{verb} {count(len(garbage.items), 'leftover')}, {size(garbage.freed_bytes)}")

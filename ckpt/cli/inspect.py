@@ -1,4 +1,4 @@
-"""`ckpt inspect`: what is in a checkpoint."""
+"""`ckpt inspect`: show the contents of a checkpoint."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
-from rich.tree import Tree
 
 from ckpt.cli.common import (
     Json,
@@ -21,9 +19,13 @@ from ckpt.cli.common import (
     parse_storage_options,
     shown,
     size,
+    table,
 )
 
 if TYPE_CHECKING:
+    from rich.table import Table
+    from rich.tree import Tree
+
     from ckpt.tools.inspect import Inspection, ObjectInfo, TensorInfo
 
 __all__ = ["inspect"]
@@ -31,6 +33,7 @@ __all__ = ["inspect"]
 _MAX_TREE_LINES = 2000
 _MAX_SLICES = 1 << 15
 """Of one tensor: more than any job has ranks, and than anybody reads."""
+_COMMIT_FACTS = ("id", "created_at", "library", "torch", "world_size", "data_bytes", "tags")
 
 
 def inspect(
@@ -38,111 +41,77 @@ def inspect(
     tensor: Annotated[
         str | None,
         typer.Option(
-            "--tensor", metavar="GLOB", help="Show the slices of these tensors, and who holds each."
+            "--tensor", metavar="GLOB", help="Show the stored slices of these tensors, and the rank of each."
         ),
     ] = None,
     storage_options: StorageOptions = None,
     json: Json = False,
 ) -> None:
-    """Show what is in a checkpoint: tensors, shapes, dtypes, sharding, sizes, files, facts of the commit.
+    """Show the contents of a checkpoint: tensors, files, commit.
 
-    Reads its records only, no data, and runs nothing of it.
+    Shows shapes, dtypes, sharding and sizes. Reads the records only, no data, and runs no code of
+    the checkpoint.
     """
     with command(json) as output:
-        from ckpt.tools.inspect import inspect as look
+        from ckpt.tools.inspect import inspect as read_records
 
-        found = look(url, storage_options=parse_storage_options(storage_options))
+        inspection = read_records(url, storage_options=parse_storage_options(storage_options))
         chosen = None
         if tensor is not None:
-            chosen = [info for fqn, info in found.tensors.items() if fnmatchcase(fqn, tensor)]
+            chosen = [info for fqn, info in inspection.tensors.items() if fnmatchcase(fqn, tensor)]
         if output.as_json:
-            output.json(_as_json(found, chosen))
+            output.json(_as_json(inspection, chosen))
         elif chosen is not None:
             _print_slices(output, chosen)
         else:
-            _print(output, found)
+            _print(output, inspection)
 
 
-def _as_json(found: Inspection, chosen: Sequence[TensorInfo] | None) -> dict[str, Any]:
-    tensors = found.tensors.values() if chosen is None else chosen
+def _as_json(inspection: Inspection, chosen: Sequence[TensorInfo] | None) -> dict[str, Any]:
+    commit = inspection.commit
+    tensors = inspection.tensors.values() if chosen is None else chosen
     return {
-        "url": found.url,
-        "format": found.format,
-        "version": found.version,
-        "commit": _commit(found),
-        "parameters": found.parameters,
-        "stored_bytes": found.stored_bytes,
-        "bytes_by_dtype": found.bytes_by_dtype(),
-        "bytes_by_part": found.bytes_by_part(),
+        "url": inspection.url,
+        "format": inspection.format,
+        "version": inspection.version,
+        "commit": None if commit is None else {name: getattr(commit, name) for name in _COMMIT_FACTS},
+        "parameters": inspection.parameters,
+        "stored_bytes": inspection.stored_bytes,
+        "bytes_by_dtype": inspection.bytes_by_dtype(),
+        "bytes_by_part": inspection.bytes_by_part(),
         "tensors": [_tensor(info, with_slices=chosen is not None) for info in tensors],
-        "objects": [
-            {
-                "fqn": o.fqn,
-                "part": o.part,
-                "rank": o.rank,
-                "file": o.file,
-                "offset": o.offset,
-                "length": o.length,
-            }
-            for o in found.objects.values()
-        ],
+        "objects": [vars(info) for info in inspection.objects.values()],
         "files": [
             {"path": path, "items": items, "item_bytes": nbytes}
-            for path, (items, nbytes) in found.files.items()
+            for path, (items, nbytes) in inspection.files.items()
         ],
-    }
-
-
-def _commit(found: Inspection) -> dict[str, Any] | None:
-    commit = found.commit
-    if commit is None:
-        return None
-    return {
-        "id": commit.id,
-        "created_at": commit.created_at,
-        "library": commit.library,
-        "torch": commit.torch,
-        "world_size": commit.world_size,
-        "data_bytes": commit.data_bytes,
-        "tags": commit.tags,
     }
 
 
 def _tensor(info: TensorInfo, *, with_slices: bool) -> dict[str, Any]:
-    described: dict[str, Any] = {
-        "fqn": info.fqn,
-        "shape": list(info.shape),
-        "dtype": info.dtype,
-        "part": info.part,
-        "nbytes": info.nbytes,
-        "chunks": info.chunks,
-        "sharding": info.sharding,
-    }
+    facts: dict[str, Any] = {
+        "fqn": info.fqn, "shape": list(info.shape), "dtype": info.dtype, "part": info.part,
+        "nbytes": info.nbytes, "chunks": info.chunks, "sharding": info.sharding,
+    }  # fmt: skip
     if with_slices:
-        described["slices"] = [
-            {
-                "offsets": list(s.offsets), "sizes": list(s.sizes), "rank": s.rank,
-                "file": s.file, "offset": s.offset, "length": s.length,
-            }
-            for s in itertools.islice(info.slices(), _MAX_SLICES)
-        ]  # fmt: skip
-    return described
+        facts["slices"] = [vars(each) for each in itertools.islice(info.slices(), _MAX_SLICES)]
+    return facts
 
 
 # -- for people ----------------------------------------------------------------------------------------
 
 
-def _print(output: Output, found: Inspection) -> None:
-    output.print(f"[bold]{shown(found.url)}[/]", _facts(found), "", _tree(found), "")
-    files = Table("file", "items", "bytes", box=None, pad_edge=False)
-    for path, (items, nbytes) in found.files.items():
+def _print(output: Output, inspection: Inspection) -> None:
+    files = table("file", "items", "bytes")
+    for path, (items, nbytes) in inspection.files.items():
         files.add_row(shown(path), str(items), size(nbytes))
-    output.print(files)
+    title = f"[bold]{shown(inspection.url)}[/]"
+    output.print(title, _facts(inspection), "", _tree(inspection), "", files)
 
 
-def _facts(found: Inspection) -> Table:
-    facts = Table(box=None, show_header=False, pad_edge=False)
-    commit = found.commit
+def _facts(inspection: Inspection) -> Table:
+    facts = table(header=False)
+    commit = inspection.commit
     if commit is None:
         facts.add_row("format", "stock PyTorch (no checksums, no commit record)")
     else:
@@ -152,11 +121,12 @@ def _facts(found: Inspection) -> Table:
         facts.add_row("world size", str(commit.world_size))
         for name, value in commit.tags.items():
             facts.add_row("tag", f"{shown(name)} = {shown(value)}")
-    facts.add_row("parameters", f"{found.parameters:,}")
-    facts.add_row("tensors", f"{len(found.tensors):,}, objects {len(found.objects):,}")
-    facts.add_row("stored", f"{size(found.stored_bytes)} in {count(len(found.files), 'file')}")
-    facts.add_row("by part", _listed(found.bytes_by_part()))
-    facts.add_row("by dtype", _listed(found.bytes_by_dtype()))
+    facts.add_row("parameters", f"{inspection.parameters:,}")
+    facts.add_row("tensors", f"{len(inspection.tensors):,}")
+    facts.add_row("objects", f"{len(inspection.objects):,}")
+    facts.add_row("stored", f"{size(inspection.stored_bytes)} in {count(len(inspection.files), 'file')}")
+    facts.add_row("by part", _listed(inspection.bytes_by_part()))
+    facts.add_row("by dtype", _listed(inspection.bytes_by_dtype()))
     return facts
 
 
@@ -164,11 +134,13 @@ def _listed(sizes: dict[str, int]) -> str:
     return ", ".join(f"{shown(name)} {size(nbytes)}" for name, nbytes in sizes.items() if nbytes) or "-"
 
 
-def _tree(found: Inspection) -> Tree:
-    """Entries by module path; folders are made for the parts of a name between its dots."""
+def _tree(inspection: Inspection) -> Tree:
+    """Arrange entries by module path; folders are the parts of a name between its dots."""
+    from rich.tree import Tree
+
     tree = Tree("", hide_root=True)
     folders: dict[str, Tree] = {"": tree}
-    entries: list[TensorInfo | ObjectInfo] = [*found.tensors.values(), *found.objects.values()]
+    entries: list[TensorInfo | ObjectInfo] = [*inspection.tensors.values(), *inspection.objects.values()]
     for info in entries[:_MAX_TREE_LINES]:
         path, _, name = info.fqn.rpartition(".")
         _folder(folders, path).add(f"{shown(name)}  [dim]{_summary(info)}[/]")
@@ -199,13 +171,13 @@ def _summary(info: TensorInfo | ObjectInfo) -> str:
 
 def _print_slices(output: Output, chosen: Iterable[TensorInfo]) -> None:
     for info in chosen:
-        output.print(f"[bold]{shown(info.fqn)}[/]  {_summary(info)}")
-        table = Table("rank", "slice", "file", "bytes", box=None, pad_edge=False)
-        for piece in itertools.islice(info.slices(), _MAX_SLICES):
-            spans = ", ".join(f"{o}:{o + n}" for o, n in zip(piece.offsets, piece.sizes, strict=True))
-            rank = "?" if piece.rank is None else str(piece.rank)
-            where = f"{piece.offset}-{piece.offset + piece.length}"
-            table.add_row(rank, shown(f"[{spans}]"), shown(piece.file), where)
-        output.print(table, "")
+        rows = table("rank", "slice", "file", "bytes")
+        for each in itertools.islice(info.slices(), _MAX_SLICES):
+            spans = ", ".join(f"{o}:{o + n}" for o, n in zip(each.offsets, each.sizes, strict=True))
+            rank = "?" if each.rank is None else str(each.rank)
+            rows.add_row(
+                rank, shown(f"[{spans}]"), shown(each.file), f"{each.offset}-{each.offset + each.length}"
+            )
+        output.print(f"[bold]{shown(info.fqn)}[/]  {_summary(info)}", rows, "")
         if info.chunks > _MAX_SLICES:
             output.print(f"... and {info.chunks - _MAX_SLICES:,} more slices")

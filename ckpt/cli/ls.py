@@ -1,14 +1,12 @@
-"""`ckpt ls`: the checkpoints under a root."""
+"""`ckpt ls`: list checkpoints."""
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
-from rich.table import Table
+from typing import TYPE_CHECKING
 
 from ckpt.cli.common import (
+    Depth,
     Json,
     Output,
     Root,
@@ -18,78 +16,63 @@ from ckpt.cli.common import (
     parse_storage_options,
     shown,
     size,
+    table,
 )
 
 if TYPE_CHECKING:
-    from ckpt.tools.ls import Found
+    from ckpt.tools.ls import ListedCheckpoint
 
 __all__ = ["ls"]
 
 _COLORS = {"committed": "green", "incomplete": "yellow", "foreign": "cyan", "damaged": "red"}
 
 
-def ls(
-    root: Root,
-    depth: Annotated[int, typer.Option("--depth", min=0, max=8, help="How many folders deep to look.")] = 3,
-    storage_options: StorageOptions = None,
-    json: Json = False,
-) -> None:
-    """List the checkpoints under a root: step, state, size, age, world size, tags; * is the latest that is whole."""
+def ls(root: Root, depth: Depth = 3, storage_options: StorageOptions = None, json: Json = False) -> None:
+    """List the checkpoints in a folder and below it.
+
+    Shows step, state, size, age, number of ranks and tags. An asterisk marks the latest complete
+    checkpoint.
+    """
     with command(json) as output:
         from ckpt.tools.ls import list_checkpoints
 
         options = parse_storage_options(storage_options)
-        found = list_checkpoints(root, storage_options=options, depth=depth)
+        checkpoints = list_checkpoints(root, storage_options=options, depth=depth)
         if output.as_json:
-            output.json({"root": root_url(found, root), "checkpoints": [_as_json(what) for what in found]})
+            output.json(
+                {"root": _root_url(checkpoints, root), "checkpoints": [vars(each) for each in checkpoints]}
+            )
         else:
-            _print(output, found)
+            _print(output, checkpoints)
 
 
-def root_url(found: list[Found], root: str) -> str:
-    """The root without credentials, as the store names it."""
+def _root_url(checkpoints: list[ListedCheckpoint], root: str) -> str:
+    """Name the root as the store does, without credentials."""
     from ckpt.backends.options import redact_url
 
-    if found:
-        path = found[0].path
-        return found[0].url.removesuffix(f"/{path}") if path else found[0].url
-    return redact_url(root)
+    if not checkpoints:
+        return redact_url(root)
+    first = checkpoints[0]
+    return first.url.removesuffix(f"/{first.path}") if first.path else first.url
 
 
-def _as_json(found: Found) -> dict[str, Any]:
-    return {
-        "path": found.path,
-        "url": found.url,
-        "state": found.state,
-        "step": found.step,
-        "size_bytes": found.size_bytes,
-        "created_at_s": found.created_at_s,
-        "world_size": found.world_size,
-        "id": found.id,
-        "tags": dict(found.tags),
-        "problem": found.problem,
-        "latest": found.latest,
-    }
-
-
-def _print(output: Output, found: list[Found]) -> None:
-    if not found:
+def _print(output: Output, checkpoints: list[ListedCheckpoint]) -> None:
+    if not checkpoints:
         output.print("no checkpoints")
         return
-    table = Table("", "checkpoint", "step", "state", "size", "age", "ranks", "tags", box=None, pad_edge=False)
-    for what in found:
-        since = None if what.created_at_s is None else time.time() - what.created_at_s
-        table.add_row(
-            "*" if what.latest else "",
-            shown(what.path or "."),
-            "" if what.step is None else str(what.step),
-            f"[{_COLORS[what.state]}]{what.state}[/]",
-            "" if what.size_bytes is None else size(what.size_bytes),
-            age(since),
-            "" if what.world_size is None else str(what.world_size),
-            ", ".join(f"{shown(name)}={shown(value)}" for name, value in what.tags.items()),
+    rows = table("", "checkpoint", "step", "state", "size", "age", "ranks", "tags")
+    for each in checkpoints:
+        rows.add_row(
+            "*" if each.latest else "",
+            shown(each.path or "."),
+            "" if each.step is None else str(each.step),
+            f"[{_COLORS[each.state]}]{each.state}[/]",
+            "" if each.size_bytes is None else size(each.size_bytes),
+            age(None if each.created_at_s is None else time.time() - each.created_at_s),
+            "" if each.world_size is None else str(each.world_size),
+            ", ".join(f"{shown(name)}={shown(value)}" for name, value in each.tags.items()),
         )
-    output.print(table)
-    for what in found:
-        if what.problem is not None:
-            output.print(f"[red]{shown(what.path or '.')}:[/] {shown(what.problem)}")
+    output.print(rows)
+    for each in checkpoints:
+        if each.problem is not None:
+            output.print(f"[red]{shown(each.path or '.')}:[/] {shown(each.problem)}")

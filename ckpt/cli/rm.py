@@ -18,26 +18,20 @@ __all__ = ["rm"]
 
 
 def rm(url: Url, dry_run: DryRun = False, storage_options: StorageOptions = None, json: Json = False) -> None:
-    """Remove a checkpoint: its commit record first, then what that lists. Nothing else is touched."""
-    to_go_on = "If the removal had begun, this is no checkpoint any more; `ckpt gc` removes the rest."
-    with command(json, to_go_on=to_go_on) as output:
+    """Remove a checkpoint: its commit record first, then its data.
+
+    Only objects that the commit record lists are removed.
+    """
+    interrupted = "If the removal had begun, the checkpoint is gone; `ckpt gc` removes what is left of it."
+    with command(json, if_interrupted=interrupted) as output:
         from ckpt.tools.remove import remove
 
-        found = remove(url, storage_options=parse_storage_options(storage_options), dry_run=dry_run)
+        removed = remove(url, storage_options=parse_storage_options(storage_options), dry_run=dry_run)
         if output.as_json:
-            output.json(
-                {
-                    "url": found.url,
-                    "id": found.id,
-                    "dry_run": dry_run,
-                    "data_bytes": found.data_bytes,
-                    "keys": list(found.keys),
-                }
-            )
+            output.json({**vars(removed), "dry_run": dry_run})
             return
         if dry_run:
-            output.print(*(shown(key) for key in found.keys))
+            output.print(*map(shown, removed.keys))
         verb = "would remove" if dry_run else "removed"
-        output.print(
-            f"{verb} {shown(found.url)}: {count(len(found.keys), 'object')}, {size(found.data_bytes)}"
-        )
+        amount = f"{count(len(removed.keys), 'object')}, {size(removed.data_bytes)}"
+        output.print(f"{verb} {shown(removed.url)}: {amount}")

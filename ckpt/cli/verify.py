@@ -1,18 +1,19 @@
-"""`ckpt verify`: is a checkpoint what was saved?"""
+"""`ckpt verify`: check that a checkpoint is what was saved."""
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
 from ckpt.cli.common import (
     EXIT_PROBLEM,
     Json,
     Output,
     StorageOptions,
+    Threads,
     Url,
     age,
     command,
@@ -20,10 +21,11 @@ from ckpt.cli.common import (
     parse_storage_options,
     shown,
     size,
+    table,
 )
 
 if TYPE_CHECKING:
-    from ckpt.tools.findings import Damage, Verification
+    from ckpt.tools.findings import Damage, Stray, Verification
 
 __all__ = ["verify"]
 
@@ -33,112 +35,76 @@ _MAX_LINES = 100
 def verify(
     url: Url,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Read records only, no data: sizes, coverage, strays.")
+        bool, typer.Option("--quick", help="Check records and file sizes only; read no data.")
     ] = False,
-    threads: Annotated[
-        int | None, typer.Option("--threads", min=1, help="Reads at the same time; default by the cores.")
-    ] = None,
+    threads: Threads = None,
     storage_options: StorageOptions = None,
     json: Json = False,
 ) -> None:
-    """Check a checkpoint: every byte, every record, every tensor's coverage; look for strays.
+    """Check every byte and every record of a checkpoint.
 
-    Of a stock checkpoint what is possible: sizes, coverage, the CRCs in its items. Changes nothing.
+    Also checks that the stored slices cover every tensor, and lists objects that do not belong to
+    the checkpoint. Of a stock PyTorch checkpoint it checks sizes, coverage and the CRCs in the
+    files. Changes nothing.
     """
-    with command(json, to_go_on="Nothing was changed; verify again from the start.") as output:
+    with command(json, if_interrupted="Nothing was changed; verify starts over.") as output:
         from ckpt.tools.verify import verify as check
 
         options = parse_storage_options(storage_options)
         with output.progress("verifying") as progress:
-            found = check(url, storage_options=options, quick=quick, threads=threads, progress=progress)
+            result = check(url, storage_options=options, quick=quick, threads=threads, progress=progress)
         if output.as_json:
-            output.json(_as_json(found))
+            output.json({**dataclasses.asdict(result), "ok": result.ok})
         else:
-            _print(output, found)
-        if not found.ok:
+            _print(output, result)
+        if not result.ok:
             raise typer.Exit(EXIT_PROBLEM)
 
 
-def _as_json(found: Verification) -> dict[str, Any]:
-    return {
-        "url": found.url,
-        "ok": found.ok,
-        "format": found.format,
-        "id": found.id,
-        "quick": found.quick,
-        "checked_files": found.checked_files,
-        "checked_bytes": found.checked_bytes,
-        "unchecked_items": found.unchecked_items,
-        "damages": [
-            {
-                "kind": d.kind, "message": d.message, "key": d.key, "start": d.start, "stop": d.stop,
-                "fqns": list(d.fqns), "fqn_count": d.fqn_count,
-            }
-            for d in found.damages
-        ],
-        "damages_omitted": found.damages_omitted,
-        "strays": None if found.strays is None else [
-            {
-                "key": s.key, "size_bytes": s.size_bytes, "modified_at_s": s.modified_at_s,
-                "ours": s.ours, "unfinished": s.unfinished,
-            }
-            for s in found.strays
-        ],
-    }  # fmt: skip
-
-
-def _print(output: Output, found: Verification) -> None:
-    for damage in found.damages[:_MAX_LINES]:
-        output.print(f"[bold red]damaged:[/] {_line(damage)}")
-    hidden = len(found.damages) - _MAX_LINES + found.damages_omitted
-    if len(found.damages) > _MAX_LINES:
-        output.print(f"... and {hidden:,} more; --json shows them")
-    _print_strays(output, found)
-    if found.unchecked_items:
-        output.print(f"{count(found.unchecked_items, 'item')} without CRCs, whose bytes could not be checked")
-    what = count(found.checked_files, "file")
-    what += ", sizes and records only" if found.quick else f", {size(found.checked_bytes)} read and compared"
-    if found.ok:
-        output.print(f"[bold green]ok:[/] {shown(found.url)} ({what})")
-    else:
+def _print(output: Output, result: Verification) -> None:
+    damages = len(result.damages) + result.damages_omitted
+    output.print(*(f"[bold red]damaged:[/] {_line(damage)}" for damage in result.damages[:_MAX_LINES]))
+    output.print_hidden(damages - _MAX_LINES)
+    if result.strays is None:
         output.print(
-            f"[bold red]{count(len(found.damages) + found.damages_omitted, 'damage')}[/] in {shown(found.url)} ({what})"
+            "the storage did not list the folder, so objects that do not belong here were not looked for"
         )
+    elif result.strays:
+        _print_strays(output, result.strays)
+    if result.unchecked_items:
+        output.print(
+            f"{count(result.unchecked_items, 'item')} without CRCs: their bytes could not be checked"
+        )
+    amount = count(result.checked_files, "file")
+    amount += (
+        ", sizes and records only" if result.quick else f", {size(result.checked_bytes)} read and compared"
+    )
+    verdict = f"[bold red]{count(damages, 'damage')}[/] in" if damages else "[bold green]ok:[/]"
+    output.print(f"{verdict} {shown(result.url)} ({amount})")
 
 
 def _line(damage: Damage) -> str:
-    where = [shown(damage.key)] if damage.key else []
+    parts = [shown(damage.key)] if damage.key else []
     if damage.start is not None and damage.stop is not None:
-        where.append(f"bytes {damage.start}-{damage.stop}")
-    text = ": ".join([*where, shown(damage.message)])
+        parts.append(f"bytes {damage.start}-{damage.stop}")
+    text = ": ".join([*parts, shown(damage.message)])
     if damage.fqns and damage.kind != "coverage":
-        names = ", ".join(map(shown, damage.fqns))
-        more = (
-            f" and {damage.fqn_count - len(damage.fqns):,} more"
-            if damage.fqn_count > len(damage.fqns)
-            else ""
-        )
-        text += f" (holds {names}{more})"
+        hidden = damage.fqn_count - len(damage.fqns)
+        more = f" and {hidden:,} more" if hidden > 0 else ""
+        text += f" (affects {', '.join(map(shown, damage.fqns))}{more})"
     return text
 
 
-def _print_strays(output: Output, found: Verification) -> None:
-    if found.strays is None:
-        output.print("the storage would not list the folder: strays could not be looked for")
-        return
-    if not found.strays:
-        return
-    table = Table("stray", "bytes", "age", "", box=None, pad_edge=False)
-    for stray in found.strays[:_MAX_LINES]:
-        since = None if stray.modified_at_s is None else time.time() - stray.modified_at_s
-        what = (
-            "unfinished put"
-            if stray.unfinished
-            else "left by a save"
-            if stray.ours
-            else "not of this library"
+def _print_strays(output: Output, strays: list[Stray]) -> None:
+    rows = table("stray", "bytes", "age", "")
+    for stray in strays[:_MAX_LINES]:
+        origin = "left by a save" if stray.ours else "not written by this library"
+        rows.add_row(
+            shown(stray.key),
+            "?" if stray.unfinished else size(stray.size_bytes),
+            age(None if stray.modified_at_s is None else time.time() - stray.modified_at_s),
+            "unfinished upload" if stray.unfinished else origin,
         )
-        table.add_row(shown(stray.key), "?" if stray.unfinished else size(stray.size_bytes), age(since), what)
-    output.print(
-        table, f"{count(len(found.strays), 'object')} that the checkpoint does not need; they do no harm"
-    )
+    output.print(rows)
+    output.print_hidden(len(strays) - _MAX_LINES)
+    output.print(f"{count(len(strays), 'stray')}: not needed by the checkpoint, and harmless")

@@ -9,7 +9,10 @@ from typing import Protocol
 from ckpt.backends.base import ObjectStat
 from ckpt.testing.choices import Choices
 
-__all__ = ["Actor", "Model", "Objects", "Upload", "Version"]
+__all__ = ["EPOCH_S", "Actor", "Model", "Objects", "Upload", "Version"]
+
+EPOCH_S = 1_700_000_000.0
+"""When simulated time begins, in seconds since 1970."""
 
 
 @dataclass(frozen=True)
@@ -86,10 +89,15 @@ class Version:
     process: Actor | None
     seen_at_s: dict[str, float] = field(default_factory=dict)
 
+    def stat(self, key: str) -> ObjectStat:
+        """Describe it, unless it is deleted."""
+        return ObjectStat(key, len(self.data or b""), str(self.number), EPOCH_S + self.at_s)
+
 
 @dataclass
 class Upload:
     name: str
+    begun_at_s: float
     parts: dict[int, bytes] = field(default_factory=dict)
 
 
@@ -153,7 +161,7 @@ class Objects:
         version = self.seen(node, name)
         if version is None or version.data is None:
             return None
-        found = ObjectStat(key, len(version.data), str(version.number))
+        found = version.stat(key)
         if self.model.attribute_cache_s:
             kept_s = self.model.attribute_cache_s * self.choices.fraction("attributes")
             self._attributes[node, name] = (self.now_s + kept_s, found)
@@ -184,10 +192,10 @@ class Objects:
         return found
 
     def begin_upload(self, number: int, name: str) -> None:
-        self.uploads[number] = Upload(name)
+        self.uploads[number] = Upload(name, EPOCH_S + self.now_s)
 
-    def abort_uploads(self, chosen: Callable[[str], bool]) -> int:
-        found = [number for number, upload in self.uploads.items() if chosen(upload.name)]
+    def abort_uploads(self, chosen: Callable[[Upload], bool]) -> int:
+        found = [number for number, upload in self.uploads.items() if chosen(upload)]
         for number in found:
             del self.uploads[number]
         return len(found)

@@ -114,7 +114,7 @@ class SimulatedStore(Store):
             if name.startswith(self._prefix + prefix) and is_key(key := name[len(self._prefix) :]):
                 version = self._world.seen_in_listing(self._node, name)
                 if version is not None and version.data is not None:
-                    yield ObjectStat(key, len(version.data), str(version.number))
+                    yield version.stat(key)
 
     def delete(self, keys: Iterable[str]) -> None:
         for key in keys:
@@ -126,10 +126,11 @@ class SimulatedStore(Store):
             self._make_directory(self._prefix + prefix)
 
     def abandon(self, prefix: str = "", *, choose: Callable[[ObjectStat], bool] | None = None) -> int:
-        def chosen(name: str) -> bool:
-            if not name.startswith(self._prefix + prefix):
+        def chosen(upload: Upload) -> bool:
+            if not upload.name.startswith(self._prefix + prefix):
                 return False
-            return choose is None or choose(ObjectStat(name.removeprefix(self._prefix), 0))
+            key = upload.name.removeprefix(self._prefix)
+            return choose is None or choose(ObjectStat(key, 0, modified_at_s=upload.begun_at_s))
 
         return self._request("abandon", prefix, lambda: self._world.abort_uploads(chosen), writes=True)
 

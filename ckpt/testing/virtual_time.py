@@ -16,7 +16,7 @@ from greenlet import getcurrent, greenlet
 
 from ckpt.consistency.environment import Environment
 from ckpt.testing.choices import Choices
-from ckpt.testing.simulated_objects import Version
+from ckpt.testing.simulated_objects import EPOCH_S, Version
 
 __all__ = ["Crashed", "Process", "Stuck", "VirtualTime"]
 
@@ -120,7 +120,7 @@ class VirtualTime(Environment):
         self.start(f"{process.name} {name}", process.node, work)
 
     def now(self) -> float:
-        return 1_700_000_000 + self.now_s
+        return EPOCH_S + self.now_s
 
     def token(self) -> str:
         self._tokens += 1

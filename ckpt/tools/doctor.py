@@ -1,11 +1,10 @@
-"""`ckpt.doctor`: what a bucket or a mount really gives, and what that means for checkpoints."""
+"""Measure what a bucket or a mount guarantees, and advise: `ckpt.doctor`."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
-import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ _logger = logging.getLogger(__name__)
 _FOLDER = ".ckpt-doctor-"
 _LONGEST_SETTLING_S = 10.0
 _IMPATIENT = {"max_attempts": 3, "connect_timeout_s": 5.0, "read_timeout_s": 20.0}
-"""For stores that know these options: an answer that takes longer is one."""
+"""Options for stores that know them: no answer within this time is an answer."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +33,11 @@ class Diagnosis:
     """The result of `doctor`.
 
     Attributes:
-        url, second: the clients that were compared; None: there was one only.
-        findings: one for each question, in order.
-        capabilities: what the library goes by at this place from now on.
-        left_behind: names below the URL that could not be removed, or why.
-        took_s: seconds.
+        url, second: the clients that were compared; `second` is None if there was one only.
+        findings: the answers, in the order of the checks.
+        capabilities: the capabilities that the library assumes at this place.
+        left_behind: names below the URL that could not be removed, or the reason.
+        took_s: duration in seconds.
     """
 
     url: str
@@ -51,15 +50,13 @@ class Diagnosis:
     @property
     def verdict(self) -> Verdict:
         """The worst of all findings: FINE, CAREFUL or PROBLEM."""
-        found = {finding.verdict for finding in self.findings}
-        for verdict in (Verdict.PROBLEM, Verdict.CAREFUL):
-            if verdict in found:
-                return verdict
-        return Verdict.FINE
+        verdicts = {finding.verdict for finding in self.findings}
+        worst = (verdict for verdict in (Verdict.PROBLEM, Verdict.CAREFUL) if verdict in verdicts)
+        return next(worst, Verdict.FINE)
 
     @property
     def may_put(self) -> bool:
-        """Whether the storage allowed to write anything."""
+        """True if the storage allowed a put."""
         return not any(finding.check == "permission to put" for finding in self.findings)
 
 
@@ -74,26 +71,27 @@ def doctor(
     timeout_s: float = 300.0,
     progress: Callable[[str], None] | None = None,
 ) -> Diagnosis:
-    """Measure what the storage at `url` gives: a folder of its own is written there, and removed.
+    """Measure what the storage at `url` guarantees, in a folder that is removed afterwards.
 
     Args:
-        second_url: the same place as another mount, or through another gateway, shows it.
-        second_storage_options: for `second_url`; default `storage_options`.
-        second_client: compare with another process that has connections of its own.
-        wait_s: how long to wait for what one client wrote to be seen by the other, for each kind.
-        timeout_s: for everything; what does not fit is not measured.
-        progress: called with what is being looked at.
+        second_url: the same place as another mount or gateway shows it.
+        second_storage_options: for `second_url`; by default `storage_options`.
+        second_client: compare with another process that has its own connections.
+        wait_s: how long to wait until one client sees a change by the other, for each kind of
+            change.
+        timeout_s: limit for all checks; those that do not fit are not measured.
+        progress: called with the name of each check.
 
     Raises:
         ConfigurationError: a URL, an option or an argument is wrong.
-        NotFound: there is no such directory, or bucket.
+        NotFound: the directory or bucket does not exist.
         StorageError: the storage cannot be reached, or failed the very first put.
     """
     if second_client and second_url is not None:
-        raise ConfigurationError("give a second URL or ask for a second client, not both")
+        raise ConfigurationError("give a second URL or a second client, not both")
     if not (wait_s > 0 and timeout_s > 0):
         raise ConfigurationError("wait_s and timeout_s must be positive")
-    began_s, folder = environment.monotonic(), _FOLDER + secrets.token_hex(8)
+    began_s, folder = environment.monotonic(), _FOLDER + environment.token()
     left_behind: list[str] = []
     with contextlib.ExitStack() as clients:
         store = _open(url, folder, storage_options)
@@ -126,7 +124,6 @@ def _parent(url: str) -> str:
 
 
 def _probes(wait_s: float) -> list[Probe]:
-
     watching_s = 3 * wait_s + 30.0
     return [
         Probe("permissions", access.permissions, needs=frozenset(), vital=True),
@@ -147,13 +144,13 @@ def _probes(wait_s: float) -> list[Probe]:
 
 
 def _open(url: str | os.PathLike[str], folder: str, options: Mapping[str, Any] | None) -> Store:
-    """The store of a folder at `url` that is not there yet."""
+    """Open the store of a new folder at `url`."""
     text = os.fspath(url)
     impatient = _IMPATIENT if text.partition("://")[0] in ("s3", "cos") else {}
     store = open_store(f"{text.rstrip('/')}/{folder}", {**impatient, **(options or {})})
     if store.directory is not None and not os.path.isdir(os.path.dirname(store.directory)):
         raise NotFound(
-            "there is no such directory; doctor makes none, as it would look at what lies below a mount that is missing",
+            "there is no such directory; create it, or mount the file system (doctor creates no mount point)",
             url=os.path.dirname(store.directory),
         )
     return store
@@ -175,13 +172,13 @@ def _second(
     if not second_client:
         return None
     if os.fspath(url).startswith("memory://"):
-        raise ConfigurationError("memory:// is this process's own: no other process can look at it")
+        raise ConfigurationError("memory:// is this process's own memory: another process cannot see it")
     return ProcessClient(store, "another process")
 
 
 @contextlib.contextmanager
 def _cleaning(subject: Subject, left_behind: list[str]) -> Iterator[None]:
-    """Remove all that the clients wrote, whatever happens; `left_behind` gets what is there all the same."""
+    """Remove all that the clients wrote, whatever happens; put into `left_behind` what remains."""
     try:
         yield
     finally:
@@ -191,19 +188,24 @@ def _cleaning(subject: Subject, left_behind: list[str]) -> Iterator[None]:
         cleaner.start()
         cleaner.join(CLEANING_LIMIT_S + _LONGEST_SETTLING_S)
         if cleaner.is_alive():
-            left_behind.append(f"the storage did not answer in {CLEANING_LIMIT_S:.0f} s")
+            left_behind.append(f"the storage did not answer within {CLEANING_LIMIT_S:.0f} s")
         if left_behind:
-            _logger.warning("could not be removed at %s: %s", subject.first.store.url, ", ".join(left_behind))
+            _logger.warning(
+                "doctor could not remove these objects at %s: %s",
+                subject.first.store.url,
+                ", ".join(left_behind),
+            )
 
 
 def _clean(subject: Subject, left_behind: list[str]) -> None:
     names = set().union(*(client.written for client in subject.clients))
     with contextlib.suppress(Exception):
-        # First each what it wrote itself: another client may not see it yet.
+        # Each client first removes its own objects: others may not see them yet.
         for client in subject.clients:
             client.clean(client.written)
         if subject.lag_s:
-            # A cache that writes back late can bring back what was removed (rclone, after a rename).
+            # A cache that writes back late can bring back a removed object (rclone, after a
+            # rename).
             environment.sleep(min(2 * subject.lag_s, _LONGEST_SETTLING_S))
     try:
         left_behind += subject.first.clean(names)
@@ -215,13 +217,6 @@ def _remains(left_behind: Sequence[str]) -> list[Finding]:
     if not left_behind:
         return []
     shown = ", ".join(left_behind[:3]) + (f" and {len(left_behind) - 3} more" if len(left_behind) > 3 else "")
-    advice = f"remove the folder that begins with {_FOLDER} at the URL"
-    return [
-        Finding(
-            "what doctor wrote",
-            Verdict.CAREFUL,
-            f"could not be removed: {shown}",
-            advice,
-            {"left": [*left_behind]},
-        )
-    ]
+    advice = f"remove the folder at the URL whose name begins with {_FOLDER}"
+    result = f"could not be removed: {shown}"
+    return [Finding("what doctor wrote", Verdict.CAREFUL, result, advice, {"left": [*left_behind]})]

@@ -10,7 +10,7 @@ from ckpt.backends.base import ObjectStat, Store
 from ckpt.errors import CheckpointError, StorageError
 from ckpt.format.names import is_our_name
 
-__all__ = ["Damage", "Stray", "Verification", "concerned", "find_strays"]
+__all__ = ["Damage", "Stray", "Verification", "affected", "find_strays"]
 
 _MAX_DAMAGES = 10_000
 _MAX_STRAYS = 10_000
@@ -19,14 +19,14 @@ _MAX_FQNS = 20
 
 @dataclass(frozen=True)
 class Damage:
-    """One thing that is wrong.
+    """One damage of a checkpoint.
 
     Attributes:
-        kind: `record` (commit, index, manifest), `missing`, `size`, `checksum`, `disagreement` (between records),
-            `coverage`, `stock_metadata` or `archive`.
+        kind: `record` (commit, index, manifest), `missing`, `size`, `checksum`, `disagreement`
+            (between records), `coverage`, `stock_metadata` or `archive`.
         key: the object.
-        start, stop: bytes concerned, half open.
-        fqns: the tensors and objects concerned, at most 20 of them; `fqn_count` is how many.
+        start, stop: affected bytes, half open.
+        fqns: affected tensors and objects, at most 20 of them; `fqn_count` counts all.
     """
 
     kind: str
@@ -39,16 +39,17 @@ class Damage:
 
     @staticmethod
     def of(kind: str, error: CheckpointError, fqns: Sequence[str] = ()) -> Damage:
-        return Damage(kind, error.message, error.key, error.start, error.stop, *concerned(fqns))
+        """Describe an error that a check met."""
+        return Damage(kind, error.message, error.key, error.start, error.stop, *affected(fqns))
 
 
 @dataclass(frozen=True)
 class Stray:
-    """An object in the checkpoint's folder that is no part of it.
+    """An object in the checkpoint's folder that does not belong to the checkpoint.
 
     Attributes:
-        ours: its name is one that this library gives: what a save left that did not finish.
-        unfinished: not an object yet: an upload, or a temporary file; its size is not known.
+        ours: its name is one that this library gives: an interrupted save left it.
+        unfinished: it is an upload or a temporary file, of unknown size.
     """
 
     key: str
@@ -64,11 +65,12 @@ class Verification:
 
     Attributes:
         format: `ckpt-storage` or `stock`.
-        quick: no data were read.
-        damages: at most 10,000; `damages_omitted` is how many more there are.
-        strays: objects that are no part of the checkpoint. They do no harm; None if the storage would not list them.
-        checked_files, checked_bytes: data files looked at, and bytes of them read and compared.
-        unchecked_items: items of a stock checkpoint whose bytes cannot be checked (saved without CRCs, transformed).
+        quick: no data was read.
+        damages: at most 10,000; `damages_omitted` counts the others.
+        strays: objects that do not belong to the checkpoint, and do no harm; None if the storage
+            did not list them.
+        checked_files, checked_bytes: data files checked, and bytes of them read and compared.
+        unchecked_items: items of a stock checkpoint without CRCs (saved so, or transformed).
     """
 
     url: str
@@ -84,38 +86,39 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Whether no damage was found."""
+        """True if no damage was found."""
         return not self.damages
 
     def add(self, damage: Damage) -> None:
+        """Add a damage, or only count it if there are very many."""
         if len(self.damages) < _MAX_DAMAGES:
             self.damages.append(damage)
         else:
             self.damages_omitted += 1
 
 
-def concerned(fqns: Sequence[str]) -> tuple[tuple[str, ...], int]:
-    """The first of some names, and how many they are."""
+def affected(fqns: Sequence[str]) -> tuple[tuple[str, ...], int]:
+    """Take the first 20 of some names, and count them all."""
     distinct = list(dict.fromkeys(fqns))
     return tuple(distinct[:_MAX_FQNS]), len(distinct)
 
 
 def find_strays(store: Store, known: Collection[str]) -> list[Stray] | None:
-    """Objects and unfinished puts at a place that are not `known`; None if the storage would not list them."""
+    """Find objects and uploads that are not `known`; None if the storage does not list them."""
     try:
         unknown = (stat for stat in store.list() if stat.key not in known)
-        found = [
+        strays = [
             Stray(stat.key, stat.size_bytes, stat.modified_at_s, is_our_name(stat.key))
             for stat in itertools.islice(unknown, _MAX_STRAYS)
         ]
 
         def note(stat: ObjectStat) -> bool:
             ours = is_our_name(stat.key)
-            if len(found) < 2 * _MAX_STRAYS:
-                found.append(Stray(stat.key, stat.size_bytes, stat.modified_at_s, ours, unfinished=True))
+            if len(strays) < 2 * _MAX_STRAYS:
+                strays.append(Stray(stat.key, stat.size_bytes, stat.modified_at_s, ours, unfinished=True))
             return False
 
         store.abandon(choose=note)
-        return found
+        return strays
     except StorageError:
         return None

@@ -1,18 +1,18 @@
-"""`ckpt.collect_garbage`: what saves that did not finish have left behind.
+"""Remove the leftovers of interrupted saves: `ckpt.collect_garbage`.
 
-Such objects do no harm: no commit lists them, and their names are never used again. They go when they have the name
-that only this library gives, no commit at their place lists them or anything of their token, and they are older than
-a grace period. A save that runs longer than the grace period is not told from one that died.
+Leftovers do no harm: no commit lists them, and their names are never used again. An object is
+removed if its name is one that only this library gives, if no commit of its checkpoint lists it or
+anything of its token, and if it is older than a grace period. A save that runs longer than the
+grace period looks like an interrupted one.
 
-On storage that lags, a commit may be there and not be seen yet: all places are looked at, then they are given time,
-and looked at again before anything is deleted.
+On storage that lags, a commit may exist and not be seen yet. So all folders are looked at, then
+they are given time, and looked at again before anything is deleted.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,8 +25,8 @@ from ckpt.consistency.commit import STOCK_METADATA_KEY, is_foreign
 from ckpt.errors import CheckpointError, FormatError, NotFound, StorageError
 from ckpt.format.names import ObjectName, is_our_name, split_place
 from ckpt.format.records import CommitRecord, StoredCommit, read_commit
-from ckpt.tools.ls import find_places
-from ckpt.transfer.threads import thread_pool
+from ckpt.tools.ls import find_folders
+from ckpt.transfer.threads import workers
 
 __all__ = ["DEFAULT_GRACE_S", "Garbage", "GarbageItem", "collect_garbage"]
 
@@ -35,7 +35,12 @@ DEFAULT_GRACE_S = 24 * 3600.0
 
 @dataclass(frozen=True)
 class GarbageItem:
-    """An object that was removed, or would be; `unfinished`: an upload or a temporary file, of unknown size."""
+    """A leftover that was removed, or would be.
+
+    Attributes:
+        place: the checkpoint's folder, relative to the root.
+        unfinished: it is an upload or a temporary file, of unknown size.
+    """
 
     place: str
     key: str
@@ -49,10 +54,10 @@ class Garbage:
     """The result of `collect_garbage`.
 
     Attributes:
-        items: what was removed, or would be.
-        young: number of leftovers that are still within the grace period, or whose age the storage does not tell.
-        restored: places whose `.metadata` named leftovers, and was put back to what is committed.
-        skipped: places that were left alone, and why.
+        items: the leftovers that were removed, or would be.
+        young: number of leftovers that are younger than the grace period, or of unknown age.
+        restored: folders whose `.metadata` named leftovers; it was restored to the committed one.
+        skipped: folders in which nothing was removed, and why.
     """
 
     url: str
@@ -63,6 +68,7 @@ class Garbage:
 
     @property
     def freed_bytes(self) -> int:
+        """Sum the sizes of all items; those of uploads are unknown."""
         return sum(item.size_bytes for item in self.items)
 
 
@@ -74,65 +80,66 @@ def collect_garbage(
     depth: int = 3,
     dry_run: bool = False,
 ) -> Garbage:
-    """Remove what saves that did not finish have left at and below `root`. Nothing of another program is touched.
+    """Remove the leftovers of interrupted saves at and below `root`, and no other files.
 
     Args:
-        grace_s: seconds since it was written before an object is taken for left behind. Choose it longer than any
-            save takes.
-        depth: how many folders below the root to look.
+        grace_s: seconds since an object was written until it counts as a leftover. Choose it longer
+            than any save takes.
+        depth: levels of folders below the root to search.
 
     Raises:
-        NotFound: there is nothing at all.
+        NotFound: the root is empty, or does not exist.
         StorageError: the storage refused, or could not be reached.
     """
     store = open_store(root, storage_options)
-    found = Garbage(store.url)
+    garbage = Garbage(store.url)
     base = os.fspath(root).rstrip("/")
-    collector = _Collector(found, time.time() - grace_s, dry_run)
+    collector = _Collector(garbage, environment.now() - grace_s, dry_run)
     ours: set[str] = set()
-    leftovers: list[_Leftovers] = []
+    leftovers: list[_OldObjects] = []
     try:
-        with thread_pool(store.threads, "ckpt-gc") as threads:
-            places = list(find_places(store, threads, depth=depth))
-        if not places and next(iter(store.list()), None) is None and not _has_unfinished(store):
+        with workers(store.threads, "ckpt-gc") as threads:
+            folders = list(find_folders(store, threads, depth=depth))
+        if not folders and next(iter(store.list()), None) is None and not _has_uploads(store):
             raise NotFound("there is nothing here", url=store.url)
-        for place, what in places:
-            if what.state == "damaged":
-                found.skipped[what.path] = f"its commit record cannot be read: {what.problem}"
-            elif what.state != "foreign":
-                ours.add(what.path)
-                leftovers += collector.look(place)
+        for folder, listed in folders:
+            if listed.state == "damaged":
+                garbage.skipped[listed.path] = f"its commit record cannot be read: {listed.problem}"
+            elif listed.state != "foreign":
+                ours.add(listed.path)
+                leftovers += collector.look(folder)
         if leftovers and not dry_run and not store.capabilities.cross_client_visibility:
             from ckpt.reading.checkpoint import ReadSettings
 
             environment.sleep(ReadSettings().timeout_s(store))
-        for left in leftovers:
-            # As a store of its own: there a link that leads out of the place, into another checkpoint, is refused.
-            own = open_store(f"{base}/{left.path}" if left.path else root, storage_options)
+        for old in leftovers:
+            # As a store of its own, which refuses a link that leads out of the folder, into another
+            # checkpoint.
+            own = open_store(f"{base}/{old.path}" if old.path else root, storage_options)
             try:
-                collector.clean(own, left)
+                collector.clean(own, old)
             finally:
                 own.close()
         collector.abandon(store, ours)
     finally:
         store.close()
-    return found
+    return garbage
 
 
-def _has_unfinished(store: Store) -> bool:
-    seen: list[ObjectStat] = []
+def _has_uploads(store: Store) -> bool:
+    uploads: list[ObjectStat] = []
 
     def note(stat: ObjectStat) -> bool:
-        seen.append(stat)
+        uploads.append(stat)
         return False
 
     store.abandon(choose=note)
-    return bool(seen)
+    return bool(uploads)
 
 
 @dataclass(frozen=True)
-class _Leftovers:
-    """What is to go at a place, where `commit` stood when it was looked at."""
+class _OldObjects:
+    """The leftovers of a folder, and its commit when it was looked at."""
 
     path: str
     commit: StoredCommit | None
@@ -140,18 +147,20 @@ class _Leftovers:
 
 
 class _Collector:
-    def __init__(self, found: Garbage, before_s: float, dry_run: bool) -> None:
-        """`before_s`: what was modified after this moment stays."""
-        self._found, self._before_s, self._dry_run = found, before_s, dry_run
+    """Find and remove leftovers last modified before `before_s`; note them in `garbage`."""
 
-    def look(self, place: PrefixStore) -> list[_Leftovers]:
-        """What is left at a place, and old."""
-        found: list[_Leftovers] = []
-        with self._skipping(place.path):
-            # The listing first: what it shows and the commit does not list was written by a save that is not this one.
-            listed = list(place.list())
-            commit = read_commit(place)
-            kept = _tokens(self._record(place, commit))
+    def __init__(self, garbage: Garbage, before_s: float, dry_run: bool) -> None:
+        self._garbage, self._before_s, self._dry_run = garbage, before_s, dry_run
+
+    def look(self, folder: PrefixStore) -> list[_OldObjects]:
+        """Find the old leftovers of a folder."""
+        leftovers: list[_OldObjects] = []
+        with self._skipping(folder.path):
+            # List first: an object that is listed and that the commit does not name belongs to
+            # another save.
+            listed = list(folder.list())
+            commit = read_commit(folder)
+            kept = _stems(self._record(folder, commit))
             left = [
                 stat
                 for stat in listed
@@ -162,34 +171,36 @@ class _Collector:
             if commit is None:
                 left += [stat for stat in listed if stat.key == STOCK_METADATA_KEY]
             old = [stat for stat in left if self._is_old(stat)]
-            self._found.young += len(left) - len(old)
+            self._garbage.young += len(left) - len(old)
             if old:
-                found.append(_Leftovers(place.path, commit, old))
-        return found
+                leftovers.append(_OldObjects(folder.path, commit, old))
+        return leftovers
 
-    def clean(self, store: Store, left: _Leftovers) -> None:
-        """Remove leftovers, unless something was committed or written at their place meanwhile."""
-        with self._skipping(left.path):
+    def clean(self, store: Store, old: _OldObjects) -> None:
+        """Remove leftovers, unless a save was committed or wrote there meanwhile."""
+        with self._skipping(old.path):
             commit = read_commit(store)
-            if commit != left.commit:
-                self._found.skipped[left.path] = "a save was committed meanwhile"
+            if commit != old.commit:
+                self._garbage.skipped[old.path] = "a save was committed meanwhile"
                 return
             record = self._record(store, commit)
             metadata = self._old_metadata(store)
             if record is not None and metadata is not None:
-                self._restore(store, left.path, record, metadata)
-            going = [stat for stat in left.stats if stat.key != STOCK_METADATA_KEY or metadata is not None]
+                self._restore(store, old.path, record, metadata)
+            going = [stat for stat in old.stats if stat.key != STOCK_METADATA_KEY or metadata is not None]
             if not self._dry_run:
                 store.delete([stat.key for stat in going])
                 store.remove_empty()
-            self._found.items += [self._item(left.path, stat) for stat in going]
+            self._garbage.items += [
+                GarbageItem(old.path, stat.key, stat.size_bytes, _age_s(stat)) for stat in going
+            ]
 
     def _record(self, store: Store, commit: StoredCommit | None) -> CommitRecord | None:
-        """Raises FormatError where another program's checkpoint stands."""
+        """Decode the commit record. Raises FormatError if another program wrote the checkpoint."""
         if commit is not None:
             return commit.record
         if is_foreign(store):
-            raise FormatError("what stands here was written by another program")
+            raise FormatError("the checkpoint here was written by another program")
         return None
 
     @contextlib.contextmanager
@@ -199,10 +210,10 @@ class _Collector:
         except StorageError:
             raise
         except CheckpointError as error:
-            self._found.skipped[path] = error.message
+            self._garbage.skipped[path] = error.message
 
     def _old_metadata(self, store: Store) -> ObjectStat | None:
-        """`.metadata` as they stand now, if a save of this library wrote them and does not run any more."""
+        """Find `.metadata`, if a save of this library wrote it and is long over."""
         try:
             stat = store.stat(STOCK_METADATA_KEY)
         except NotFound:
@@ -210,7 +221,7 @@ class _Collector:
         return stat if self._is_old(stat) and not is_foreign(store) else None
 
     def abandon(self, store: Store, ours: set[str]) -> None:
-        """Abort uploads, and remove temporary files, that have names of this library."""
+        """Abort uploads and remove temporary files whose names are this library's."""
 
         def choose(stat: ObjectStat) -> bool:
             parts = split_place(stat.key)
@@ -220,9 +231,9 @@ class _Collector:
             if not is_our_name(key) and path not in ours:
                 return False
             if not self._is_old(stat):
-                self._found.young += 1
+                self._garbage.young += 1
                 return False
-            self._found.items.append(self._item(path, stat, key))
+            self._garbage.items.append(GarbageItem(path, key, 0, _age_s(stat), unfinished=True))
             return not self._dry_run
 
         store.abandon(choose=choose)
@@ -230,25 +241,23 @@ class _Collector:
     def _is_old(self, stat: ObjectStat) -> bool:
         return stat.modified_at_s is not None and stat.modified_at_s < self._before_s
 
-    def _item(self, path: str, stat: ObjectStat, key: str | None = None) -> GarbageItem:
-        age_s = time.time() - (stat.modified_at_s or 0.0)
-        if key is None:
-            return GarbageItem(path, stat.key, stat.size_bytes, age_s)
-        return GarbageItem(path, key, 0, age_s, unfinished=True)
-
     def _restore(self, store: Store, path: str, record: CommitRecord, stat: ObjectStat) -> None:
-        """See that `.metadata` does not name what is about to go: a save died right before its commit."""
+        """Restore the committed `.metadata`, if a save that died before its commit replaced it."""
         from ckpt.writing.coordinator import stock_metadata_of
 
         expected = stock_metadata_of(store, record)
         if stat.size_bytes == len(expected) and bytes(read_bytes(store, stat.key)) == expected:
             return
-        self._found.restored.append(path)
+        self._garbage.restored.append(path)
         if not self._dry_run:
             put_bytes(store, STOCK_METADATA_KEY, expected)
 
 
-def _tokens(record: CommitRecord | None) -> set[str]:
-    """What a commit keeps: everything of a rank's token, whatever its manifest says."""
+def _age_s(stat: ObjectStat) -> float:
+    return environment.now() - (stat.modified_at_s or 0.0)
+
+
+def _stems(record: CommitRecord | None) -> set[str]:
+    """List the stems of a commit's objects; any object with one of them belongs to it."""
     refs = [] if record is None else record.refs
     return {name.stem for ref in refs if (name := ObjectName.parse(ref.path)) is not None}

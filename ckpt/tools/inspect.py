@@ -1,4 +1,4 @@
-"""`ckpt.inspect`: what is in a checkpoint and where, from its records alone."""
+"""Describe the contents of a checkpoint, from its records alone: `ckpt.inspect`."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class SliceInfo:
     """A stored chunk of a tensor.
 
     Attributes:
-        offsets, sizes: where it is in the tensor, in elements.
-        rank: who wrote it, where the file's name tells.
+        offsets, sizes: its place in the tensor, in elements.
+        rank: the rank that wrote it; None if the file's name does not tell.
         file, offset, length: its item, in bytes.
     """
 
@@ -43,11 +43,11 @@ class SliceInfo:
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor.
+    """A stored tensor.
 
     Attributes:
-        part: `weights`, `optimizer` or `other`; a guess by the name.
-        nbytes: of its elements, stored once.
+        part: `weights`, `optimizer` or `other`, guessed from the name.
+        nbytes: size of its elements, each counted once.
     """
 
     fqn: str
@@ -65,7 +65,7 @@ class TensorInfo:
 
     @property
     def sharding(self) -> str:
-        """How it is cut: `whole`, or the number of parts of each dimension that is cut, as in `dim 0: 8`."""
+        """Describe the sharding: `whole`, or the parts of each sharded dimension (`dim 0: 8`)."""
         cuts = [
             f"dim {dimension}: {parts}"
             for dimension in range(len(self.shape))
@@ -74,7 +74,7 @@ class TensorInfo:
         return ", ".join(cuts) or "whole"
 
     def slices(self) -> Iterator[SliceInfo]:
-        """Every stored chunk, in the order of the records."""
+        """Yield every stored chunk, in the order of the records."""
         columns = self._columns
         for row in range(self.chunks):
             file = self._files[int(columns.file[row])]
@@ -90,7 +90,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class ObjectInfo:
-    """Something stored that is not a tensor: its item, in bytes."""
+    """A stored object that is not a tensor: its item, in bytes."""
 
     fqn: str
     part: str
@@ -102,14 +102,14 @@ class ObjectInfo:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What is in a checkpoint.
+    """The contents of a checkpoint.
 
     Attributes:
         format: `ckpt-storage` or `stock`.
-        version: of the format; None for stock.
+        version: version of the format; None for stock.
         commit: the commit record; None for stock.
         tensors, objects: by FQN, in the order of the records.
-        files: number of items and of bytes in them, by data file.
+        files: by data file, the number of its items and their bytes.
     """
 
     url: str
@@ -123,21 +123,21 @@ class Inspection:
     @property
     def parameters(self) -> int:
         """Number of elements of the weights."""
-        return sum(math.prod(found.shape) for found in self.tensors.values() if found.part == "weights")
+        return sum(math.prod(info.shape) for info in self.tensors.values() if info.part == "weights")
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of all items, as stored."""
+        """Size of all items, as stored."""
         return sum(nbytes for _, nbytes in self.files.values())
 
     def bytes_by_dtype(self) -> dict[str, int]:
-        """Bytes of the tensors' elements by dtype, the most first."""
-        return _summed((found.dtype, found.nbytes) for found in self.tensors.values())
+        """Sum the tensors' bytes by dtype, the largest first."""
+        return _summed((info.dtype, info.nbytes) for info in self.tensors.values())
 
     def bytes_by_part(self) -> dict[str, int]:
-        """Bytes of `weights`, `optimizer` and `other`: tensors' elements, and objects as stored."""
-        tensors = ((found.part, found.nbytes) for found in self.tensors.values())
-        objects = ((found.part, found.length) for found in self.objects.values())
+        """Sum the bytes of tensors and objects by part: `weights`, `optimizer` and `other`."""
+        tensors = ((info.part, info.nbytes) for info in self.tensors.values())
+        objects = ((info.part, info.length) for info in self.objects.values())
         return {"weights": 0, "optimizer": 0, "other": 0} | _summed([*tensors, *objects])
 
 
@@ -147,11 +147,11 @@ def inspect(
     storage_options: Mapping[str, Any] | None = None,
     visibility_timeout_s: float | None = None,
 ) -> Inspection:
-    """What is in the checkpoint at `url`. Reads its records, no data.
+    """Describe the contents of the checkpoint at `url`. Reads its records, no data.
 
     Raises:
         NotFound, NotCommitted: there is no checkpoint.
-        IntegrityError, FormatError, UnsafeContent: a record is damaged, not understood, or not safe.
+        IntegrityError, FormatError, UnsafeContent: a record is damaged, unknown or unsafe.
         StorageError: the storage refused, or could not be reached.
     """
     store = open_store(url, storage_options)
@@ -162,7 +162,7 @@ def inspect(
 
 
 def inspect_store(store: Store, settings: ReadSettings) -> Inspection:
-    """`inspect` of an open store."""
+    """Describe the contents of the checkpoint in an open store."""
     parts = open_parts(store, settings)
     commit = parts[0].commit
     tensors: dict[str, TensorInfo] = {}
@@ -203,12 +203,12 @@ def _collect(
             nbytes = math.prod(entry.size) * entry.dtype.itemsize
             tensors[name] = TensorInfo(name, entry.size, dtype, part, nbytes, entry, columns.files)
     for file, (items, nbytes) in _file_sizes(columns).items():
-        known = files.get(file, (0, 0))
-        files[file] = (known[0] + items, known[1] + nbytes)
+        items_before, nbytes_before = files.get(file, (0, 0))
+        files[file] = (items_before + items, nbytes_before + nbytes)
 
 
 def _file_sizes(columns: Columns) -> dict[str, tuple[int, int]]:
-    """Number of items in each file, and their bytes. An index can list very many: they are not visited one by one."""
+    """Sum items and bytes by file, in columns: an index can list very many items."""
     items: Counter[int] = Counter()
     nbytes: Counter[int] = Counter()
     for entry in columns.entries.values():
@@ -230,7 +230,7 @@ def _file_sizes(columns: Columns) -> dict[str, tuple[int, int]]:
 
 
 def _summed(pairs: Any) -> dict[str, int]:
-    found: Counter[str] = Counter()
+    sums: Counter[str] = Counter()
     for name, nbytes in pairs:
-        found[name] += nbytes
-    return dict(found.most_common())
+        sums[name] += nbytes
+    return dict(sums.most_common())

@@ -1,7 +1,7 @@
-"""Checkpoints under a root: which there are, in what state, and which is the latest that can be loaded.
+"""List the checkpoints under a root, their state, and the latest that can be loaded.
 
-Listing only suggests where to look. What a place is, its commit record says: a listing that lags can hide a
-checkpoint, but never make one look committed or not.
+A listing only suggests where to look; the commit record decides. So a listing that lags can hide a
+checkpoint, but never changes whether one looks committed.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from ckpt.backends.registry import open_store
 from ckpt.consistency.commit import STOCK_METADATA_KEY, is_foreign
 from ckpt.errors import AccessDenied, CheckpointError, NotFound, StorageError
 from ckpt.format.names import DATA_KEY_IN_BYTES, is_rank_directory
-from ckpt.format.records import CommitRecord, read_commit
-from ckpt.transfer.threads import in_order, thread_pool
+from ckpt.format.records import CommitRecord, ObjectRef, read_commit
+from ckpt.transfer.threads import in_order, workers
 
-__all__ = ["Found", "find_places", "is_stock", "list_checkpoints", "look_at", "step_of"]
+__all__ = ["ListedCheckpoint", "classify", "find_folders", "is_stock", "list_checkpoints", "step_of"]
 
 _STEP = re.compile(r"(?:.*[^0-9])?(\d{1,18})(?:\.[a-z]+)?")
 _HEAD_BYTES = 4 << 20
@@ -31,17 +31,17 @@ _MAX_DEPTH = 8
 
 
 @dataclass(frozen=True)
-class Found:
-    """A checkpoint, or what is left of one.
+class ListedCheckpoint:
+    """A checkpoint, or the remains of one.
 
     Attributes:
         path: relative to the root; empty for the root itself.
-        state: `committed`, `incomplete` (a save that did not finish, or still runs), `foreign` (stock PyTorch wrote
-            it), or `damaged` (its commit record cannot be read; `problem` says why).
-        step: from the tag `step`, or the last number in the path.
-        size_bytes: data of a committed checkpoint; of others all that is listed.
-        created_at_s: seconds since 1970, by whoever wrote it.
-        latest: it is the latest that has all its records.
+        state: `committed`, `incomplete` (an interrupted or running save), `foreign` (written by
+            stock PyTorch), or `damaged` (its commit record cannot be read; `problem` says why).
+        step: the tag `step`, or the last number in the path.
+        size_bytes: data of a committed checkpoint; of others the sum of all objects.
+        created_at_s: seconds since 1970, by the clock of the process that wrote it.
+        latest: it is the latest committed checkpoint with all its records.
     """
 
     path: str
@@ -63,86 +63,92 @@ def list_checkpoints(
     storage_options: Mapping[str, Any] | None = None,
     depth: int = 3,
     threads: int | None = None,
-) -> list[Found]:
-    """The checkpoints at and below `root`, by step, then age; folders inside of a checkpoint are not looked at.
+) -> list[ListedCheckpoint]:
+    """List the checkpoints at and below `root`, by step, then age.
 
     Args:
-        depth: how many folders below the root to look for checkpoints.
+        depth: levels of folders below the root to search.
 
     Raises:
-        NotFound: there is nothing at all.
+        NotFound: the root is empty, or does not exist.
         StorageError: the storage refused, or could not be reached.
     """
     store = open_store(root, storage_options, threads=threads)
     try:
-        with thread_pool(store.threads, "ckpt-ls") as workers:
-            found = [what for _, what in find_places(store, workers, depth=depth)]
-            if not found and next(iter(store.list()), None) is None:
-                raise NotFound("there is nothing here", url=store.url)
-            return _with_latest(store, sorted(found, key=_order))
+        with workers(store.threads, "ckpt-ls") as pool:
+            checkpoints = [listed for _, listed in find_folders(store, pool, depth=depth)]
+        if not checkpoints and next(iter(store.list()), None) is None:
+            raise NotFound("there is nothing here", url=store.url)
+        checkpoints.sort(
+            key=lambda each: (-1 if each.step is None else each.step, each.created_at_s or 0.0, each.path)
+        )
+        return _with_latest(store, checkpoints)
     finally:
         store.close()
 
 
-def find_places(store: Store, threads: Executor, *, depth: int = 3) -> Iterator[tuple[PrefixStore, Found]]:
-    """Every place at or below the store's root where a checkpoint is, or was begun."""
+def find_folders(
+    store: Store, threads: Executor, *, depth: int = 3
+) -> Iterator[tuple[PrefixStore, ListedCheckpoint]]:
+    """Find every folder at or below the root that holds a checkpoint, or the start of one."""
     level = [""]
     for _ in range(min(depth, _MAX_DEPTH) + 1):
         below: list[str] = []
 
-        def look(path: str) -> tuple[PrefixStore, Found | None, list[str]]:
-            place = PrefixStore(store, path)
-            folders: list[str] = []
+        def look(path: str) -> tuple[PrefixStore, ListedCheckpoint | None, list[str]]:
+            folder = PrefixStore(store, path)
+            names: list[str] = []
             try:
-                folders += place.folders()
-                return place, look_at(place, path, folders), folders
+                names += folder.folders()
+                return folder, classify(folder, path, names), names
             except CheckpointError as error:
-                # One bad place (a link out of the root, a folder that only root may list) hides no others.
+                # One bad folder (a link out of the root, one that only the superuser may list)
+                # hides no others.
                 if not path or (isinstance(error, StorageError) and not isinstance(error, AccessDenied)):
                     raise
-                found = Found(path, place.url, "damaged", step_of(path), problem=error.message)
-                return place, found, folders
+                damaged = ListedCheckpoint(path, folder.url, "damaged", step_of(path), problem=error.message)
+                return folder, damaged, names
 
-        for place, found, folders in in_order(threads, look, level, ahead=4 * store.threads):
-            if found is not None:
-                yield place, found
-            # A place may be a run's folder and hold a checkpoint of its own too.
-            prefix = f"{place.path}/" if place.path else ""
-            below += [prefix + name for name in folders if not is_rank_directory(name)]
+        for folder, listed, names in in_order(threads, look, level, ahead=4 * store.threads):
+            if listed is not None:
+                yield folder, listed
+            # The folder of a run may also hold a checkpoint of its own.
+            prefix = f"{folder.path}/" if folder.path else ""
+            below += [prefix + name for name in names if not is_rank_directory(name)]
         level = sorted(below)
 
 
-def look_at(place: PrefixStore, path: str, folders: Iterable[str]) -> Found | None:
-    """What stands at a place; None if it is no checkpoint and was not going to be one.
+def classify(folder: PrefixStore, path: str, names: Iterable[str]) -> ListedCheckpoint | None:
+    """Classify one folder; None if it neither holds a checkpoint nor the start of one.
 
     Args:
-        folders: those listed there: the only sign of a save that did not finish.
+        names: the folders in it, as listed: the only sign of an interrupted save.
     """
-    begun = any(map(is_rank_directory, folders))
-    base = Found(path, place.url, "incomplete", step_of(path or place.url))
-    commit = read_commit(place)
+    begun = any(map(is_rank_directory, names))
+    base = ListedCheckpoint(path, folder.url, "incomplete", step_of(path or folder.url))
+    commit = read_commit(folder)
     if commit is not None and (commit.is_ours or begun):
         try:
             return _committed(base, commit.record)
         except CheckpointError as error:
-            return _listed(place, replace(base, state="damaged", problem=error.message))
-    if exists(place, f"__0{STOCK_METADATA_KEY}") or is_stock(place):
-        return _listed(place, replace(base, state="foreign"))
-    if (begun and next(iter(place.list()), None) is not None) or exists(place, STOCK_METADATA_KEY):
-        return _listed(place, base)
+            return _summed(folder, replace(base, state="damaged", problem=error.message))
+    if exists(folder, f"__0{STOCK_METADATA_KEY}") or is_stock(folder):
+        return _summed(folder, replace(base, state="foreign"))
+    if (begun and next(iter(folder.list()), None) is not None) or exists(folder, STOCK_METADATA_KEY):
+        return _summed(folder, base)
     return None  # folders may stay empty where uploads were aborted (`rclone serve s3`)
 
 
-def is_stock(place: Store) -> bool:
-    """Whether `.metadata` there is another program's, and not one of ours whose seal a tool has cut off."""
-    if not is_foreign(place):
+def is_stock(folder: Store) -> bool:
+    """Tell whether another program wrote `.metadata`, and not this one, with its seal cut off."""
+    if not is_foreign(folder):
         return False
-    head = bytearray(min(_HEAD_BYTES, place.stat(STOCK_METADATA_KEY).size_bytes))
-    place.read_into(STOCK_METADATA_KEY, 0, [memoryview(head)])
+    head = bytearray(min(_HEAD_BYTES, folder.stat(STOCK_METADATA_KEY).size_bytes))
+    folder.read_into(STOCK_METADATA_KEY, 0, [memoryview(head)])
     return DATA_KEY_IN_BYTES.search(head) is None
 
 
-def _committed(base: Found, record: CommitRecord) -> Found:
+def _committed(base: ListedCheckpoint, record: CommitRecord) -> ListedCheckpoint:
     step = record.tags.get("step", "")
     return replace(
         base,
@@ -156,9 +162,10 @@ def _committed(base: Found, record: CommitRecord) -> Found:
     )
 
 
-def _listed(place: Store, base: Found) -> Found:
+def _summed(folder: Store, base: ListedCheckpoint) -> ListedCheckpoint:
+    """Add the size of all objects, and the time of the newest."""
     size, newest = 0, None
-    for stat in place.list():
+    for stat in folder.list():
         size += stat.size_bytes
         if stat.modified_at_s is not None:
             newest = max(newest or 0.0, stat.modified_at_s)
@@ -166,36 +173,31 @@ def _listed(place: Store, base: Found) -> Found:
 
 
 def step_of(path: str) -> int | None:
-    """The step that a folder is named after: `100`, `step-100`, `epoch=3-step=100`; None if it has no number."""
-    found = _STEP.fullmatch(path.rstrip("/").rpartition("/")[2])
-    return int(found[1]) if found else None
+    """Parse the step in a folder's name (`100`, `epoch=3-step=100`); None if there is none."""
+    match = _STEP.fullmatch(path.rstrip("/").rpartition("/")[2])
+    return int(match[1]) if match else None
 
 
 def _seconds(created_at: str) -> float | None:
     try:
-        moment = datetime.datetime.fromisoformat(created_at)
-        return moment.timestamp()
+        return datetime.datetime.fromisoformat(created_at).timestamp()
     except (ValueError, OverflowError, OSError):
         return None
 
 
-def _order(found: Found) -> tuple[int, float, str]:
-    step = -1 if found.step is None else found.step
-    return step, found.created_at_s or 0.0, found.path
-
-
-def _with_latest(store: Store, found: list[Found]) -> list[Found]:
-    """Mark the latest committed checkpoint whose records are all there."""
-    for number in reversed(range(len(found))):
-        if found[number].state == "committed" and _is_whole(PrefixStore(store, found[number].path)):
-            found[number] = replace(found[number], latest=True)
+def _with_latest(store: Store, checkpoints: list[ListedCheckpoint]) -> list[ListedCheckpoint]:
+    """Mark the latest committed checkpoint that has all its records."""
+    for number in reversed(range(len(checkpoints))):
+        listed = checkpoints[number]
+        if listed.state == "committed" and _has_all_records(PrefixStore(store, listed.path)):
+            checkpoints[number] = replace(listed, latest=True)
             break
-    return found
+    return checkpoints
 
 
-def _is_whole(place: PrefixStore) -> bool:
-    """Whether the index and all manifests are there, as long as the commit says. Data are not looked at."""
-    commit = read_commit(place)
+def _has_all_records(folder: PrefixStore) -> bool:
+    """Check that the index and all manifests exist, with the sizes in the commit record."""
+    commit = read_commit(folder)
     if commit is None:
         return False
     try:
@@ -203,15 +205,15 @@ def _is_whole(place: PrefixStore) -> bool:
     except CheckpointError:
         return False
 
-    def fits(ref: Any) -> bool:
+    def fits(ref: ObjectRef) -> bool:
         try:
-            return bool(place.stat(ref.path).size_bytes == ref.size_bytes)
+            return folder.stat(ref.path).size_bytes == ref.size_bytes
         except NotFound:
             return False
         except StorageError:
-            raise  # what cannot be seen may be whole all the same
+            raise  # the record may exist, though it cannot be seen now
         except CheckpointError:
             return False
 
-    with thread_pool(place.threads, "ckpt-ls") as threads:
-        return all(in_order(threads, fits, record.refs, ahead=4 * place.threads))
+    with workers(folder.threads, "ckpt-ls") as threads:
+        return all(in_order(threads, fits, record.refs, ahead=4 * folder.threads))

@@ -1,15 +1,15 @@
-"""Trying a place out before it is needed: whether this process may write, read, create and delete there."""
+"""Try a place out before it is needed: may this process write, read, create and delete there?"""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 from collections.abc import Mapping
 from typing import Any
 
 from ckpt.backends.base import PutMode, Store, put_bytes, read_bytes
 from ckpt.backends.registry import open_store
+from ckpt.consistency import environment
 from ckpt.errors import AlreadyExists, IntegrityError, StorageError, StorageFull
 
 __all__ = ["check_place"]
@@ -18,18 +18,21 @@ __all__ = ["check_place"]
 def check_place(
     url: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None, needed_bytes: int = 0
 ) -> int | None:
-    """Write, create, read back and delete a small object below `url`; returns the free bytes there, if known.
+    """Try a small object below `url`: write, read back, create, delete.
+
+    Returns:
+        the free bytes, if known.
 
     Raises:
-        StorageFull: less than `needed_bytes` are free. Nothing was written.
-        IntegrityError: what was read is not what was written.
-        StorageError: the storage refused, or could not be reached; the text says what was tried.
+        StorageFull: less than `needed_bytes` is free. Nothing was written.
+        IntegrityError: other bytes were read than had been written.
+        StorageError: the storage refused, or could not be reached; the text names the action.
     """
     store = open_store(url, storage_options)
     try:
         free = store.free_bytes()
         if free is not None and free < needed_bytes:
-            text = f"{_gib(free)} are free, and the checkpoint takes {_gib(needed_bytes)}"
+            text = f"only {_gib(free)} are free, but the checkpoint takes {_gib(needed_bytes)}"
             raise StorageFull(text, url=store.url)
         _try_out(store)
         return free
@@ -38,8 +41,9 @@ def check_place(
 
 
 def _try_out(store: Store) -> None:
-    # A folder of its own: other ranks try at the same time, and remove theirs.
-    folder, data = f"ckpt-preflight-{secrets.token_hex(8)}", secrets.token_bytes(1024)
+    # A folder of its own, as other ranks try at the same time and remove theirs.
+    token = environment.token()
+    folder, data = f"ckpt-preflight-{token}", 64 * token.encode()
     key = f"{folder}/object"
     action = "make a folder"
     try:
@@ -49,8 +53,10 @@ def _try_out(store: Store) -> None:
             put_bytes(store, key, data)
             action = "read back"
             if read_bytes(store, key) != data:
-                raise IntegrityError("what is read is not what was written", url=store.url, key=key)
-            action = "create only if absent"
+                raise IntegrityError(
+                    "the storage returned other bytes than had been written", url=store.url, key=key
+                )
+            action = "create an object that exists already"
             _create_again(store, key)
         except BaseException:
             with contextlib.suppress(Exception):
@@ -63,13 +69,17 @@ def _try_out(store: Store) -> None:
 
 
 def _create_again(store: Store, key: str) -> None:
-    """A first commit is such a put. Where the store does not promise to refuse it, nothing depends on that."""
+    """Try a put as of a first commit. It must fail if the store declares `conditional_create`."""
     try:
         put_bytes(store, key, b"again", mode=PutMode.CREATE)
     except AlreadyExists:
         return
     if store.capabilities.conditional_create:
-        raise StorageError("a put that has to be refused was carried out", url=store.url, key=key)
+        raise StorageError(
+            "a conditional create overwrote an existing object, although the store declares conditional_create",
+            url=store.url,
+            key=key,
+        )
 
 
 def _remove(store: Store, folder: str, key: str) -> None:

@@ -1,7 +1,8 @@
-"""`ckpt.remove`: a checkpoint ends as it began, with its commit record."""
+"""Remove a checkpoint, beginning with its commit record: `ckpt.remove`."""
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,18 +14,18 @@ from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY, is_foreign
 from ckpt.errors import CommitConflict, FormatError, IntegrityError, NotCommitted, NotFound
 from ckpt.format.names import is_our_name
 from ckpt.format.records import CommitRecord, ManifestRef, StoredCommit, decode_manifest, read_commit
-from ckpt.transfer.threads import in_order, thread_pool
+from ckpt.transfer.threads import in_order, workers
 
 __all__ = ["Removed", "remove"]
 
 
 @dataclass(frozen=True)
 class Removed:
-    """What was removed, or would be.
+    """The checkpoint that was removed, or would be.
 
     Attributes:
-        keys: the objects, in the order in which they go: the commit record first.
-        data_bytes: of the data files, by the commit record.
+        keys: its objects in the order of their removal, the commit record first.
+        data_bytes: size of the data files, by the commit record.
     """
 
     url: str
@@ -36,10 +37,11 @@ class Removed:
 def remove(
     url: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None, dry_run: bool = False
 ) -> Removed:
-    """Remove the checkpoint that is committed at `url`: the commit record first, then all that it lists.
+    """Remove the checkpoint at `url`: the commit record first, then all that it lists.
 
-    From the first deletion on it is no checkpoint any more, whatever happens next. Only what the record lists
-    goes, and only names that this library gives; `collect_garbage` finds what an interruption leaves.
+    From the first deletion on it is not a checkpoint any more. Only objects that the record lists
+    are removed, and only names that this library gives. `collect_garbage` finds what an
+    interruption leaves.
 
     Raises:
         NotFound, NotCommitted: there is no checkpoint of this library.
@@ -78,30 +80,28 @@ def _remove(store: Store, dry_run: bool) -> Removed:
 
 
 def _nothing_to_remove(store: Store, commit: StoredCommit | None) -> NotFound | NotCommitted:
-    if commit is not None or is_foreign(store):
-        what = "what stands here was written by another program (stock PyTorch?); only checkpoints of this library are removed"
-    elif next(iter(store.list()), None) is None:
-        return NotFound("there is nothing here", url=store.url)
+    if commit is None and not is_foreign(store):
+        if next(iter(store.list()), None) is None:
+            return NotFound("there is nothing here", url=store.url)
+        text = "no checkpoint is committed here; `ckpt gc` removes the leftovers of interrupted saves"
     else:
-        what = "no checkpoint is committed here; `ckpt gc` removes what saves that did not finish have left"
-    return NotCommitted(what, url=store.url)
+        text = (
+            "another program wrote this checkpoint (stock PyTorch?); only those of this library are removed"
+        )
+    return NotCommitted(text, url=store.url)
 
 
 def _listed(store: Store, record: CommitRecord) -> list[str]:
-    """Everything the record lists, data first."""
+    """List all objects of a checkpoint but the commit record, data first."""
 
     def files_of(ref: ManifestRef) -> list[str]:
         try:
             data = read_bytes(store, ref.path, size_bytes=ref.size_bytes)
             return [file.path for file in decode_manifest(data, url=store.url, key=ref.path).files]
         except (NotFound, IntegrityError, FormatError):
-            # Its data files have its name; the listing has to do.
+            # The manifest is damaged: a listing finds its data files by their names.
             return [stat.key for stat in store.list(f"{ref.path.removesuffix('.json')}-")]
 
-    with thread_pool(store.threads, "ckpt-rm") as threads:
-        found = [
-            key
-            for keys in in_order(threads, files_of, record.manifests, ahead=4 * store.threads)
-            for key in keys
-        ]
-    return [*found, *(ref.path for ref in record.manifests), record.described_by.path]
+    with workers(store.threads, "ckpt-rm") as threads:
+        files = list(in_order(threads, files_of, record.manifests, ahead=4 * store.threads))
+    return [*itertools.chain(*files), *(ref.path for ref in record.manifests), record.described_by.path]

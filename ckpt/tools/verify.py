@@ -1,4 +1,4 @@
-"""`ckpt.verify`: every byte of a checkpoint against its checksum, and its records against each other."""
+"""Check every byte of a checkpoint against its checksum, and its records against each other."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from ckpt.backends.base import Store
@@ -34,21 +35,21 @@ from ckpt.format.records import (
     read_commit,
 )
 from ckpt.reading.checkpoint import Checkpoint, ReadSettings, open_parts, read_listed
-from ckpt.tools.findings import Damage, Verification, concerned, find_strays
-from ckpt.tools.record_checks import IndexedItems, check_coverage_of, check_stock_metadata
+from ckpt.tools.findings import Damage, Verification, affected, find_strays
+from ckpt.tools.record_checks import IndexedItems, check_coverage_of, check_stock_metadata, items_by_file
 from ckpt.transfer.buffer_pool import MIN_MEMORY_BUDGET_BYTES, StagingPool
 from ckpt.transfer.relay_bodies import RUN_BYTES
+from ckpt.transfer.reports import ReportBytes, no_report
 from ckpt.transfer.tensor_memory import memory_of
-from ckpt.transfer.threads import in_order, thread_pool
+from ckpt.transfer.threads import in_order, workers
 
 __all__ = ["verify"]
 
 _MAX_UNKNOWN_ITEMS = 1 << 16
 
-_UNREAD = "cannot be read, though the file is there"
-
 T = TypeVar("T")
-Progress = Callable[[int, int], None]
+Checked = tuple[list[Damage], int]
+"""Damages, and the number of bytes that were compared."""
 
 
 def verify(
@@ -57,32 +58,32 @@ def verify(
     storage_options: Mapping[str, Any] | None = None,
     quick: bool = False,
     threads: int | None = None,
-    progress: Progress | None = None,
+    progress: ReportBytes | None = None,
 ) -> Verification:
-    """Check the checkpoint at `url`: every byte, every record, every tensor's coverage; look for strays.
+    """Check every byte and record of the checkpoint at `url`; look for strays.
 
-    Memory stays below 128 MiB and the records'. Nothing is changed, and nothing of the checkpoint is run. What is
-    damaged is in the result, not raised.
+    Takes 128 MiB of memory beside the records. Changes nothing, and runs no code of the checkpoint.
+    Damages are in the result; they raise no error.
 
     Args:
-        quick: read records only, no data; sizes are compared.
-        threads: reads at the same time.
+        quick: read records only, no data; compare sizes.
+        threads: number of parallel reads.
         progress: called with the data bytes checked so far and those in all.
 
     Raises:
         NotFound, NotCommitted: there is no checkpoint.
-        CommitConflict: a save replaced it meanwhile.
+        CommitConflict: another save replaced it meanwhile.
         StorageError: the storage refused, or could not be reached.
     """
     store = open_store(url, storage_options, threads=threads)
     try:
-        with thread_pool(store.threads, "ckpt-verify") as workers:
-            return _verify(store, workers, quick, progress or (lambda done, total: None))
+        with workers(store.threads, "ckpt-verify") as pool:
+            return _verify(store, pool, quick, progress or no_report)
     finally:
         store.close()
 
 
-def _verify(store: Store, threads: Executor, quick: bool, progress: Progress) -> Verification:
+def _verify(store: Store, threads: Executor, quick: bool, progress: ReportBytes) -> Verification:
     prompt = store.capabilities.cross_client_visibility
     settings = ReadSettings(visibility_timeout_s=0.0 if prompt else None)
     try:
@@ -90,24 +91,27 @@ def _verify(store: Store, threads: Executor, quick: bool, progress: Progress) ->
     except (IntegrityError, FormatError, UnsafeContent, NotVisible) as error:
         commit = read_commit(store)
         format_name = "stock" if commit is None else "ckpt-storage"
-        found = Verification(store.url, format_name, quick, damages=[Damage.of("record", error)])
-        if commit is None or error.key == COMMIT_KEY:
-            return found
-        _OwnCheck(store, threads, settings, found, commit, None, progress).run()
-        return found
+        result = Verification(store.url, format_name, quick, damages=[Damage.of("record", error)])
+        if commit is not None and error.key != COMMIT_KEY:
+            _OwnCheck(store, threads, settings, result, commit, None, progress).run()
+        return result
     stored = parts[0].stored_commit
     if stored is None:
-        from ckpt.tools.verify_stock import verify_foreign
+        from ckpt.tools.verify_stock import verify_stock
 
-        return verify_foreign(store, parts, threads, quick=quick, progress=progress)
-    found = Verification(store.url, "ckpt-storage", quick)
-    _OwnCheck(store, threads, settings, found, stored, parts[0], progress).run()
-    return found
+        return verify_stock(store, parts, threads, quick=quick, progress=progress)
+    result = Verification(store.url, "ckpt-storage", quick)
+    _OwnCheck(store, threads, settings, result, stored, parts[0], progress).run()
+    return result
+
+
+class _UnreadBytes(Damage):
+    """Bytes that could not be read: no news if their file is known to be missing or too short."""
 
 
 @dataclass
 class _File:
-    """A data file under check: its record, and its items in order."""
+    """A data file under check: its record, its checksums, and its items by offset."""
 
     record: FileRecord
     block_size_bytes: int
@@ -120,30 +124,32 @@ class _File:
         self.offsets = [item.offset for item in self.items]
 
     def fqns(self, start: int, stop: int) -> list[str]:
-        """Whose bytes are in `[start, stop)`."""
+        """List the names whose bytes are in `[start, stop)`."""
         first = max(0, bisect_right(self.offsets, start) - 1)
         touched = self.items[first : bisect_left(self.offsets, stop)]
         return [item.fqn for item in touched if item.offset + item.length > start]
 
-    def damage(self, kind: str, message: str, start: int, stop: int) -> Damage:
-        return Damage(kind, message, self.record.path, start, stop, *concerned(self.fqns(start, stop)))
+    def damage(
+        self, kind: str, message: str, start: int, stop: int, damage_type: type[Damage] = Damage
+    ) -> Damage:
+        return damage_type(kind, message, self.record.path, start, stop, *affected(self.fqns(start, stop)))
 
 
 class _OwnCheck:
-    """The check of a checkpoint that this library committed."""
+    """Check a checkpoint that this library committed."""
 
     def __init__(
         self,
         store: Store,
         threads: Executor,
         settings: ReadSettings,
-        found: Verification,
+        result: Verification,
         commit: StoredCommit,
         checkpoint: Checkpoint | None,
-        progress: Progress,
+        progress: ReportBytes,
     ) -> None:
         """`checkpoint` is None where its index is damaged."""
-        self._store, self._threads, self._found = store, threads, found
+        self._store, self._threads, self._result = store, threads, result
         self._stored, self._progress = commit, progress
         self._commit = commit.record
         self._deadline_s = environment.monotonic() + settings.timeout_s(store)
@@ -157,20 +163,20 @@ class _OwnCheck:
         self._known = {COMMIT_KEY, STOCK_METADATA_KEY, self._commit.described_by.path}
 
     def run(self) -> None:
-        self._found.id = self._commit.id
+        self._result.id = self._commit.id
         if self._checkpoint is not None:
             self._check_index(self._checkpoint)
         for damages, nbytes in in_order(
-            self._threads, lambda work: work(), self._work(), ahead=4 * self._store.threads
+            self._threads, lambda step: step(), self._steps(), ahead=4 * self._store.threads
         ):
             for damage in damages:
-                if damage.message != _UNREAD or damage.key not in self._misfits:
+                if not (isinstance(damage, _UnreadBytes) and damage.key in self._misfits):
                     self._add(damage)
-            self._found.checked_bytes += nbytes
-            self._progress(self._found.checked_bytes, self._commit.data_bytes)
+            self._result.checked_bytes += nbytes
+            self._progress(self._result.checked_bytes, self._commit.data_bytes)
         if self._checkpoint is not None and self._indexed is not None and self._columns is not None:
-            self._check_contents(self._checkpoint, self._indexed, self._columns)
-        self._found.strays = find_strays(self._store, self._known)
+            self._check_index_contents(self._checkpoint, self._indexed, self._columns)
+        self._result.strays = find_strays(self._store, self._known)
         if read_commit(self._store) != self._stored:
             raise CommitConflict(
                 "this checkpoint was replaced or removed while it was being verified; verify again",
@@ -182,57 +188,55 @@ class _OwnCheck:
         try:
             columns = columns_of(checkpoint.metadata, url=self._store.url)
         except FormatError as error:
-            self._found.add(Damage.of("record", error))
+            self._result.add(Damage.of("record", error))
             return
         self._indexed, self._columns = IndexedItems(columns), columns
 
-    def _check_contents(self, checkpoint: Checkpoint, indexed: IndexedItems, columns: Columns) -> None:
-        """What takes time for every item of the index: once it is known that they are not more than are stored."""
+    def _check_index_contents(self, checkpoint: Checkpoint, indexed: IndexedItems, columns: Columns) -> None:
+        """Check every item of the index, unless it lists far more items than are stored."""
         for damage in indexed.left_over():
             self._add(damage)
         if indexed.count > 2 * self._items + _MAX_UNKNOWN_ITEMS:
-            message = f"the index lists {indexed.count:,} items, manifests that can be read {self._items:,}"
+            message = f"the index lists {indexed.count:,} items, the readable manifests only {self._items:,}"
             self._add(Damage("disagreement", message, checkpoint.metadata_key))
             return
         for damage in check_coverage_of(columns):
-            self._found.add(damage)
-        for damage in check_stock_metadata(self._store, self._commit, checkpoint, columns):
-            self._found.add(damage)
+            self._result.add(damage)
+        backoff = environment.Backoff(self._deadline_s - environment.monotonic())
+        while True:
+            damages = list(check_stock_metadata(self._store, self._commit, checkpoint, columns))
+            if not damages or backoff.is_over:
+                break
+            backoff.pause()  # storage that lags may show the commit before `.metadata`
+        for damage in damages:
+            self._result.add(damage)
 
     def _add(self, damage: Damage) -> None:
-        """Note a damage; one that goes on where the last one ended is the same."""
-        last = self._found.damages[-1] if self._found.damages else None
-        same = last is not None and (last.kind, last.key, last.stop) == (
-            damage.kind,
-            damage.key,
-            damage.start,
-        )
-        if last is None or not same or damage.start is None:
-            self._found.add(damage)
+        """Add a damage; extend the last one if this one begins where that ended."""
+        last = self._result.damages[-1] if self._result.damages else None
+        end = None if last is None else (last.kind, last.key, last.stop)
+        if last is None or damage.start is None or end != (damage.kind, damage.key, damage.start):
+            self._result.add(damage)
             return
-        fqns, count = concerned([*last.fqns, *damage.fqns])
-        # A name at the border is in both.
-        count = max(
-            count, last.fqn_count + damage.fqn_count - (1 if set(last.fqns) & set(damage.fqns) else 0)
-        )
-        self._found.damages[-1] = Damage(
-            last.kind, last.message, last.key, last.start, damage.stop, fqns, count
-        )
+        fqns, count = affected([*last.fqns, *damage.fqns])
+        shared = bool(set(last.fqns) & set(damage.fqns))  # a name at the border is in both
+        count = max(count, last.fqn_count + damage.fqn_count - shared)
+        self._result.damages[-1] = replace(last, stop=damage.stop, fqns=fqns, fqn_count=count)
 
     # -- data ------------------------------------------------------------------------------------------
 
-    def _work(self) -> Iterator[Callable[[], tuple[list[Damage], int]]]:
-        """Runs of files to read, lazily: only a few manifests are in memory at a time."""
-        with thread_pool(self._store.threads, "ckpt-manifest") as threads:
+    def _steps(self) -> Iterator[Callable[[], Checked]]:
+        """Yield the steps of the check, lazily: only a few manifests are in memory at a time."""
+        with workers(self._store.threads, "ckpt-manifest") as threads:
             manifests = in_order(
                 threads, self._manifest, self._commit.manifests, ahead=min(4, self._store.threads)
             )
             for ref, manifest in zip(self._commit.manifests, manifests, strict=True):
                 self._known.add(ref.path)
                 if isinstance(manifest, Damage):
-                    yield lambda damage=manifest: ([damage], 0)  # type: ignore[misc]
-                    continue
-                yield from self._files_of(manifest)
+                    yield partial(_known, [manifest])
+                else:
+                    yield from self._check_files(manifest)
 
     def _manifest(self, ref: ManifestRef) -> RankManifest | Damage:
         settings = ReadSettings(visibility_timeout_s=max(0.0, self._deadline_s - environment.monotonic()))
@@ -242,46 +246,40 @@ class _OwnCheck:
         except (IntegrityError, FormatError, UnsafeContent, NotVisible) as error:
             fqns = [] if self._indexed is None else self._indexed.fqns_beside(ref.path)
             kind = "missing" if isinstance(error, NotVisible) else "record"
-            damage = Damage.of(kind, error, fqns)
-            return Damage(
-                kind, damage.message, ref.path, damage.start, damage.stop, damage.fqns, damage.fqn_count
-            )
+            return replace(Damage.of(kind, error, fqns), key=ref.path)
 
-    def _files_of(self, manifest: RankManifest) -> Iterator[Callable[[], tuple[list[Damage], int]]]:
+    def _check_files(self, manifest: RankManifest) -> Iterator[Callable[[], Checked]]:
         self._items += len(manifest.items)
-        items: list[list[ItemRecord]] = [[] for _ in manifest.files]
-        for item in manifest.items:
-            items[item.file].append(item)
-        for record, held in zip(manifest.files, items, strict=True):
+        for record, items in zip(manifest.files, items_by_file(manifest), strict=True):
             self._known.add(record.path)
-            file = _File(record, manifest.block_size_bytes, record.block_crcs(), held)
+            file = _File(record, manifest.block_size_bytes, record.block_crcs(), items)
             if self._indexed is not None:
-                disagreements = self._indexed.compare(record.path, file.items)
-                if disagreements:
-                    yield lambda found=disagreements: (found, 0)  # type: ignore[misc]
-            self._found.checked_files += 1
-            yield lambda file=file: (self._check_size(file), 0)  # type: ignore[misc]
-            if not self._found.quick:
-                yield from self._runs(file)
+                yield partial(_known, self._indexed.compare(record.path, file.items))
+            self._result.checked_files += 1
+            yield partial(self._check_size, file)
+            if not self._result.quick:
+                step = max(RUN_BYTES // file.block_size_bytes, 1) * file.block_size_bytes
+                for start in range(0, record.size_bytes, step):
+                    yield partial(self._check_run, file, start, min(start + step, record.size_bytes))
 
-    def _check_size(self, file: _File) -> list[Damage]:
-        expected = file.record.size_bytes
+    def _check_size(self, file: _File) -> Checked:
+        path, expected = file.record.path, file.record.size_bytes
         try:
-            size = self._when_visible(lambda: self._store.stat(file.record.path).size_bytes)
+            size = self._when_visible(lambda: self._store.stat(path).size_bytes)
         except NotFound:
-            self._misfits.add(file.record.path)
-            return [file.damage("missing", "the commit lists this file, but it is not there", 0, expected)]
+            damage = file.damage("missing", "the commit lists this file, but it is not there", 0, expected)
         except UnsafeContent as error:
-            self._misfits.add(file.record.path)
-            return [Damage.of("missing", error, file.fqns(0, expected))]
-        if size == expected:
-            return []
-        self._misfits.add(file.record.path)
-        message = f"holds {size} bytes, {expected} were written"
-        return [file.damage("size", message, min(size, expected), max(size, expected))]
+            damage = Damage.of("missing", error, file.fqns(0, expected))
+        else:
+            if size == expected:
+                return [], 0
+            message = f"has {size} bytes, {expected} were written"
+            damage = file.damage("size", message, min(size, expected), max(size, expected))
+        self._misfits.add(path)
+        return [damage], 0
 
     def _when_visible(self, read: Callable[[], T]) -> T:
-        """`read`, again while storage that lags may still show the object. Raises NotFound."""
+        """Call `read` again until storage that lags must show the object. Raises NotFound."""
         backoff = environment.Backoff(self._deadline_s - environment.monotonic())
         while True:
             try:
@@ -291,13 +289,7 @@ class _OwnCheck:
                     raise
                 backoff.pause()
 
-    def _runs(self, file: _File) -> Iterator[Callable[[], tuple[list[Damage], int]]]:
-        step = max(RUN_BYTES // file.block_size_bytes, 1) * file.block_size_bytes
-        for start in range(0, file.record.size_bytes, step):
-            stop = min(start + step, file.record.size_bytes)
-            yield lambda start=start, stop=stop: self._check_run(file, start, stop)  # type: ignore[misc]
-
-    def _check_run(self, file: _File, start: int, stop: int) -> tuple[list[Damage], int]:
+    def _check_run(self, file: _File, start: int, stop: int) -> Checked:
         block = file.block_size_bytes
         with self._pool.take(stop - start) as scratch:
             memory = memory_of(scratch)
@@ -310,20 +302,25 @@ class _OwnCheck:
                 for at in range(start, stop, block)
                 if crc64nvme(memory[at - start : min(at + block, stop) - start]) != file.crcs[at // block]
             ]
-            # Perhaps they were only damaged on their way.
+            # Perhaps they were only damaged on the way: read them once more.
             damages = list(self._check_blocks(file, bad, stop, memory))
         return damages, stop - start
 
     def _check_blocks(
         self, file: _File, starts: Iterable[int], stop: int, memory: memoryview
     ) -> Iterator[Damage]:
-        """Read blocks one by one."""
+        """Read blocks one by one; yield those that are damaged."""
         for start in starts:
             end = min(start + file.block_size_bytes, stop)
             try:
                 self._store.read_into(file.record.path, start, [memory[: end - start]])
             except (Truncated, NotFound, UnsafeContent):
-                yield file.damage("missing", _UNREAD, start, end)
+                message = "the file exists, but these bytes cannot be read"
+                yield file.damage("missing", message, start, end, _UnreadBytes)
                 continue
             if crc64nvme(memory[: end - start]) != file.crcs[start // file.block_size_bytes]:
                 yield file.damage("checksum", "the stored bytes do not match their checksum", start, end)
+
+
+def _known(damages: list[Damage]) -> Checked:
+    return damages, 0

@@ -1,7 +1,7 @@
-"""What can be verified of a checkpoint that stock PyTorch wrote: sizes, coverage, and the CRCs in its items.
+"""Check a checkpoint that stock PyTorch wrote: sizes, coverage, and the CRCs in its items.
 
-Stock items are zip archives with a CRC-32 of every record, unless they were saved without. Nothing else covers
-their bytes.
+Stock items are zip archives with a CRC-32 of every record, unless they were saved without. No other
+checksum covers their bytes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import itertools
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
@@ -34,31 +34,32 @@ from ckpt.tools.findings import Damage, Verification, find_strays
 from ckpt.tools.record_checks import check_coverage_of
 from ckpt.torch_private import StorageInfo
 from ckpt.transfer.buffer_pool import MIN_MEMORY_BUDGET_BYTES, StagingPool
+from ckpt.transfer.reports import ReportBytes
 from ckpt.transfer.tensor_memory import memory_of
 from ckpt.transfer.threads import in_order
 
-__all__ = ["verify_foreign"]
+__all__ = ["verify_stock"]
 
 _STEP_BYTES = 4 << 20
 _LOCAL_HEADER = struct.Struct("<26xHH")
 _ZIP = b"PK\x03\x04"
 
 
-def verify_foreign(
+def verify_stock(
     store: Store,
     parts: Sequence[Checkpoint],
     threads: Executor,
     *,
     quick: bool,
-    progress: Callable[[int, int], None],
+    progress: ReportBytes,
 ) -> Verification:
-    """Check a stock checkpoint; `parts` are one, or one a rank."""
-    found = Verification(store.url, "stock", quick)
+    """Check a stock checkpoint, in one part or in one per rank."""
+    result = Verification(store.url, "stock", quick)
     known = {STOCK_METADATA_KEY, *(f"__{rank}{STOCK_METADATA_KEY}" for rank in range(len(parts)))}
     for part in parts:
-        _Check(store, part, threads, found, known, progress).run()
-    found.strays = find_strays(store, known)
-    return found
+        _StockCheck(store, part, threads, result, known, progress).run()
+    result.strays = find_strays(store, known)
+    return result
 
 
 @dataclass(frozen=True)
@@ -72,20 +73,20 @@ class _Item:
         return Damage(kind, message, self.info.relative_path, begin, end, (self.fqn,), 1)
 
 
-class _Check:
-    """The check of one set of metadata and the files it names."""
+class _StockCheck:
+    """Check one metadata object and the files that it names."""
 
     def __init__(
         self,
         store: Store,
         checkpoint: Checkpoint,
         threads: Executor,
-        found: Verification,
+        result: Verification,
         known: set[str],
-        progress: Callable[[int, int], None],
+        progress: ReportBytes,
     ) -> None:
         self._store, self._checkpoint, self._threads = store, checkpoint, threads
-        self._found, self._known, self._progress = found, known, progress
+        self._result, self._known, self._progress = result, known, progress
         self._pool = StagingPool(MIN_MEMORY_BUDGET_BYTES)
         self._sizes: dict[str, int | Damage] = {}
 
@@ -95,47 +96,47 @@ class _Check:
         items.sort(key=lambda item: (item.info.relative_path, item.info.offset))
         try:
             for damage in check_coverage_of(columns_of(self._checkpoint.metadata, url=self._store.url)):
-                self._found.add(damage)
+                self._result.add(damage)
         except FormatError as error:
-            self._found.add(Damage.of("record", error))
+            self._result.add(Damage.of("record", error))
         paths = sorted({item.info.relative_path for item in items})
         self._known |= set(paths)
         self._sizes = dict(zip(paths, self._threads.map(self._size, paths), strict=True))
-        self._found.checked_files += len(paths)
-        for path, held in itertools.groupby(items, lambda item: item.info.relative_path):
+        self._result.checked_files += len(paths)
+        for path, group in itertools.groupby(items, lambda item: item.info.relative_path):
             if isinstance(missing := self._sizes[path], Damage):
-                fqns = [item.fqn for item in held]
-                self._found.add(
+                fqns = [item.fqn for item in group]
+                self._result.add(
                     Damage(missing.kind, missing.message, path, None, None, tuple(fqns[:20]), len(fqns))
                 )
         total = sum(item.info.length for item in items)
         for damages, nbytes in in_order(self._threads, self._check, items, ahead=4 * self._store.threads):
             for damage in damages:
-                self._found.add(damage)
-            self._found.unchecked_items += nbytes is None
-            self._found.checked_bytes += nbytes or 0
-            self._progress(self._found.checked_bytes, total)
+                self._result.add(damage)
+            self._result.unchecked_items += nbytes is None
+            self._result.checked_bytes += nbytes or 0
+            self._progress(self._result.checked_bytes, total)
 
     def _size(self, path: str) -> int | Damage:
         try:
             return self._store.stat(check_key(path)).size_bytes
         except NotFound:
-            return Damage("missing", "the metadata name this file, but it is not there", path)
+            return Damage("missing", "the metadata names this file, but it is not there", path)
         except ConfigurationError:
-            return Damage("record", "the metadata name a file outside of the checkpoint", path)
+            return Damage("record", "the metadata names a file outside of the checkpoint", path)
         except UnsafeContent as error:
             return Damage.of("missing", error)
 
     def _check(self, item: _Item) -> tuple[list[Damage], int | None]:
-        """What is wrong with an item, and how many bytes of it were checked; None where they cannot be."""
+        """Check an item; return its damages, and its checked bytes, None if it has no CRCs."""
         size = self._sizes[item.info.relative_path]
         stop = item.info.offset + item.info.length
         if isinstance(size, Damage):
             return [], 0
         if size < stop:
-            message = f"the file ends at byte {size}, inside of or before this item"
+            message = f"the file ends at byte {size}, before the end of this item"
             return [item.damage("size", message)], 0
-        if self._found.quick:
+        if self._result.quick:
             return [], 0
         if item.info.transform_descriptors:
             return [], None
@@ -158,7 +159,7 @@ class _Check:
         except Exception as error:
             if isinstance(window.failure, CheckpointError):
                 raise window.failure from error
-            return [item.damage("archive", f"is no intact torch.save archive: {first_line(error)}")], 0
+            return [item.damage("archive", f"is not an intact torch.save archive: {first_line(error)}")], 0
         if all(record.CRC == 0 for record in records if record.file_size):
             return [], None
         damages = [damage for record in records for damage in self._check_record(item, window, record)]
@@ -168,12 +169,14 @@ class _Check:
         window.seek(record.header_offset)
         header = window.read(_LOCAL_HEADER.size)
         if len(header) < _LOCAL_HEADER.size or not header.startswith(_ZIP):
-            yield item.damage("archive", f"has no record {record.filename[:80]!r} where its directory says")
+            yield item.damage(
+                "archive", f"has no record {record.filename[:80]!r} at the place that its directory gives"
+            )
             return
         start = record.header_offset + _LOCAL_HEADER.size + sum(_LOCAL_HEADER.unpack(header))
         stop = start + record.file_size
         if stop > item.info.length or record.compress_type != zipfile.ZIP_STORED:
-            yield item.damage("archive", f"has a record {record.filename[:80]!r} that is not inside of it")
+            yield item.damage("archive", f"has a record {record.filename[:80]!r} that reaches beyond its end")
             return
         if self._crc32(item, start, stop) != record.CRC and self._crc32(item, start, stop) != record.CRC:
             message = f"the record {record.filename[:80]!r} does not match its CRC"

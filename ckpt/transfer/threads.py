@@ -58,6 +58,9 @@ def in_order(
     Unlike `Executor.map` it does not read all of `todo` at once. If it ends early, it waits for what has begun;
     `stop` is then set for work that can end early.
     """
+    if isinstance(threads, _Caller):  # nothing runs ahead
+        yield from map(work, todo)
+        return
     begun: deque[Future[R]] = deque()
     try:
         for item in todo:

@@ -25,7 +25,7 @@ from ckpt.acceptance import memory_budget
 from ckpt.acceptance.known_values import compare, fill
 from ckpt.acceptance.meshes import parse_mesh
 from ckpt.acceptance.models import Parameter, parameters_of
-from ckpt.acceptance.plans import Shard, held_by, save_plans, shard_nbytes
+from ckpt.acceptance.plans import RankShard, save_plans, shard_nbytes, shard_on
 from ckpt.acceptance.processes import Processes
 from ckpt.acceptance.tasks import LoadTask, RankFigures, SaveTask, Setup
 from ckpt.backends.posix import PosixStore
@@ -165,7 +165,7 @@ def saved(place: Path, mesh: str, ranks: int, dtype: torch.dtype = torch.bfloat1
 
 
 def load(setup: Setup, mesh: str, ranks: int) -> list[RankFigures]:
-    tasks = [LoadTask(rank, held_by(SMALL, parse_mesh(mesh, ranks), rank)) for rank in range(ranks)]
+    tasks = [LoadTask(rank, shard_on(SMALL, parse_mesh(mesh, ranks), rank)) for rank in range(ranks)]
     arena = torch.empty(max(shard_nbytes(t.shard, setup.dtype.itemsize) for t in tasks), dtype=torch.uint8)
     arena.fill_(0xA5)
     return [task.run(setup, arena, lambda news: None) for task in tasks]
@@ -201,7 +201,7 @@ def test_a_flipped_byte_and_other_values_are_found(tmp_path: Path) -> None:
 
 def test_another_model_is_not_taken_for_this_one(tmp_path: Path) -> None:
     setup = saved(tmp_path / "step", "fsdp", 2)
-    shard: Shard = {"model.a": ((36, 24), ((0, 0), (36, 24)))}
+    shard: RankShard = {"model.a": ((36, 24), ((0, 0), (36, 24)))}
     with pytest.raises(FormatError, match=r"model\.a"):
         LoadTask(0, shard).run(setup, torch.empty(36 * 24 * 2, dtype=torch.uint8), lambda news: None)
 
@@ -279,7 +279,7 @@ def test_as_a_user_on_s3(s3: S3Server) -> None:
     url, options = f"s3://{bucket}/step", options_of(s3.options)
     ran = run_process("roundtrip", url, "--dtype", "fp8", "--world-size", "2", *options)
     assert ran.code == 0, ran.err
-    assert "every element came back" in ran.out
+    assert "every element is what was saved" in ran.out
     assert "Contents" not in s3.client().list_objects_v2(Bucket=bucket)
 
 
@@ -289,11 +289,11 @@ def test_as_a_user_on_s3(s3: S3Server) -> None:
         (["--model", "gpt-5"], "t5-11b, llama"),
         (["--optimizer", "sgd"], "none, adamw"),
         (["--dtype", "int3"], "bf16, fp16"),
-        (["--mesh", "tp3xfsdp4"], "does not fit 8 ranks"),
-        (["--load-mesh", "hsdp", "--load-world-size", "3"], "does not fit 3 ranks"),
+        (["--mesh", "tp3xfsdp4"], "the world size is 8"),
+        (["--load-mesh", "hsdp", "--load-world-size", "3"], "the world size is 3"),
         (["--phase", "half"], "both, save, load or plan"),
         (["--model", "gpt-1t"], "larger world size"),
-        (["--processes", "4000", "--world-size", "4096", "--model", "gpt-1t"], "larger world size, or fewer"),
+        (["--processes", "4000", "--world-size", "4096", "--model", "gpt-1t"], "larger world size or fewer"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_written(
@@ -311,7 +311,7 @@ def test_too_little_space_is_an_error_at_once(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(PosixStore, "free_bytes", lambda store: 10**8)
     ran = run("roundtrip", tmp_path / "step", "--dtype", "fp32")
     assert ran.code == 4
-    assert "0.09 GiB are free, and the checkpoint takes 0.23 GiB" in ran.err
+    assert "0.09 GiB are free, but the checkpoint takes 0.23 GiB" in ran.err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -360,7 +360,7 @@ def test_the_error_of_a_failed_load_is_the_one_reported(
         raise CheckpointError("cannot load")
 
     monkeypatch.setattr(ckpt.acceptance.roundtrip, "remove", fails)
-    monkeypatch.setattr(ckpt.acceptance.roundtrip._Run, "load", unloadable)
+    monkeypatch.setattr(ckpt.acceptance.roundtrip._RoundtripRun, "load", unloadable)
     with pytest.raises(CheckpointError, match="cannot load"):
         ckpt.roundtrip(tmp_path / "step", "t5-small", world_size=1, dtype="fp8")
     assert ckpt.verify(tmp_path / "step").ok
