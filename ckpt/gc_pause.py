@@ -1,4 +1,4 @@
-"""Python's garbage collector, kept from walking over records while they are being made."""
+"""Keep Python's garbage collector from walking over records while they are being made."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["no_gc"]
 
 @contextlib.contextmanager
 def no_gc() -> Iterator[None]:
-    """For short work that makes very many small objects which all live on: they would be walked again and again."""
+    """Pause the collector for short work that makes very many objects which all live on."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -207,7 +207,7 @@ def packed(offsets: Sequence[int]) -> bytes:
 
 
 def columns_of(metadata: Metadata, *, url: str) -> Columns:
-    """The columns of any metadata.
+    """Make the columns of any metadata.
 
     Raises:
         FormatError: an item is listed without its place, or the other way round.
@@ -223,12 +223,14 @@ def columns_of(metadata: Metadata, *, url: str) -> Columns:
             found.entries[fqn] = _tensor(fqn, described, infos, files, url)
             continue
         if list(infos) != [None]:
-            raise FormatError(f"the metadata do not say where {fqn!r} is", url=url)
+            raise FormatError(f"the metadata does not say where {fqn!r} is", url=url)
         info = infos[None]
         row = files.setdefault(info.relative_path, len(files))
         found.entries[fqn] = ObjectRow(row, info.offset, info.length)
     if places:
-        raise FormatError(f"the metadata say where {next(iter(places))!r} is, but not what", url=url)
+        raise FormatError(
+            f"the metadata says where {next(iter(places))!r} is, but does not describe it", url=url
+        )
     found.files = list(files)
     return found
 
@@ -254,12 +256,12 @@ def _tensor(
         info = infos.pop(packed(chunk.offsets), None)
         if info is None:
             raise FormatError(
-                f"the metadata do not say where {fqn!r} at {tuple(chunk.offsets)} is, or list it twice",
+                f"the metadata does not say where {fqn!r} at {tuple(chunk.offsets)} is, or lists it twice",
                 url=url,
             )
         rows.append((files.setdefault(info.relative_path, len(files)), info.offset, info.length))
     if infos:
-        raise FormatError(f"the metadata say where a chunk of {fqn!r} is that they do not list", url=url)
+        raise FormatError(f"the metadata says where a chunk of {fqn!r} is that it does not list", url=url)
     shape = (len(rows), len(described.size))
     offsets = np.array([tuple(chunk.offsets) for chunk in described.chunks], dtype=np.int64).reshape(shape)
     sizes = np.array([tuple(chunk.sizes) for chunk in described.chunks], dtype=np.int64).reshape(shape)

@@ -1,4 +1,4 @@
-"""DCP's `Metadata` from a pickle, without ever running what it says.
+"""Read DCP's `Metadata` from a pickle without running any code of it.
 
 Stock PyTorch stores its metadata so. The pickle is read into inert stand-ins, which are then turned into DCP's
 classes field by field, each checked.
@@ -34,10 +34,10 @@ _LAYOUTS = {str(layout): layout for layout in vars(torch).values() if isinstance
 
 
 def decode_metadata(data: bytes | bytearray | memoryview, *, url: str, key: str) -> Metadata:
-    """The metadata in a pickle that may be hostile.
+    """Decode the metadata in a pickle that may be hostile.
 
     Raises:
-        UnsafeContent: the pickle asks for something that metadata never need.
+        UnsafeContent: the pickle asks for something that metadata never needs.
         FormatError: it does not describe metadata.
     """
     try:
