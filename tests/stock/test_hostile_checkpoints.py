@@ -95,7 +95,7 @@ def test_objects_can_be_trusted_by_name(tmp_path: Path) -> None:
         assert loaded == {"when": {"start": datetime.date(2026, 11, 21)}}
     with pytest.raises(UnsafeContent, match="bomb"):
         ckpt.load({"when": {"start": None}, "bomb": None}, tmp_path, trusted_objects=["when.*"])
-    with pytest.raises(ConfigurationError, match="not one str"):
+    with pytest.raises(ConfigurationError, match="not a single str"):
         ckpt.CheckpointReader(tmp_path, trusted_objects="when.start")
 
 
