@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from support.clock import skip_pauses_of_s3
 from support.proxy import Call, FaultProxy, fault_proxy
 from support.servers import S3Server
 
@@ -20,6 +21,11 @@ from ckpt.errors import AccessDenied, AlreadyExists, NotFound, SaveFailed, Stora
 from ckpt.writing.writer import SaveMeta
 
 DATA = secrets.token_bytes(13 * MIB + 5)
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    skip_pauses_of_s3(monkeypatch)
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from support.clock import skip_pauses_of_s3
 from support.strict_s3 import Request, StrictS3, Upload
 
 from ckpt.backends.base import MIB, PutMode, Store, put_bytes, read_bytes
@@ -32,6 +33,11 @@ from ckpt.testing import CheckedBody
 
 DATA = secrets.token_bytes(13 * MIB + 5)
 NAME = "root/k"  # the object behind key "k"
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    skip_pauses_of_s3(monkeypatch)
 
 
 def on(operation: str, *actions: str | tuple[int, str]) -> Callable[[Request], str | tuple[int, str]]:

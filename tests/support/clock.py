@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
+
 from ckpt.consistency.environment import Environment
 
 
@@ -33,3 +35,10 @@ class SkippingClock(Environment):
     def later(self, delay_s: float, action: Callable[[], object]) -> None:
         """Call `action` in the first sleep that ends `delay_s` seconds from now or later."""
         self._plans.append((self.monotonic() + delay_s, action))
+
+
+def skip_pauses_of_s3(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the S3 stores, and the SDKs below them, repeat a request at once."""
+    clock = SkippingClock()
+    for module in ("ckpt.backends.s3_protocol.store", "botocore.endpoint", "ibm_botocore.endpoint"):
+        monkeypatch.setattr(f"{module}.time", clock)
