@@ -607,8 +607,9 @@ def interrupt(
     return process.returncode, err
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "signal_number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)]
+)
 def test_interrupted_on_a_mount(mount: Path, tmp_path: Path, signal_number: int) -> None:
     """While it waits for what the other mount will never show."""
     (tmp_path / "other").mkdir()
