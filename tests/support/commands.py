@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import typer
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import ckpt
+from ckpt.backends import posix
+from ckpt.backends.base import ObjectStat
 from ckpt.cli.app import app
 from ckpt.consistency.checksums import crc64nvme
 from ckpt.consistency.seal import seal_json, unseal_json
@@ -28,7 +31,7 @@ from support.ranks import run_ranks
 from support.states import fsdp_model, random_tensor, sharded_state
 
 
-@dataclass
+@dataclasses.dataclass
 class Ran:
     """What a command did."""
 
@@ -124,6 +127,16 @@ def _save(rank: int, url: str, options: dict[str, Any], seed: int, stock: bool) 
 def file_names(place: Path) -> set[str]:
     """The names of all files below a folder, relative to it."""
     return {path.relative_to(place).as_posix() for path in place.rglob("*") if not path.is_dir()}
+
+
+def judge_age_by_mtime(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `os.utime` make files old for PosixStore, which also asks when their entry was changed."""
+    stat = posix._stat
+
+    def by_mtime(key: str, facts: os.stat_result) -> ObjectStat:
+        return dataclasses.replace(stat(key, facts), modified_at_s=facts.st_mtime)
+
+    monkeypatch.setattr(posix, "_stat", by_mtime)
 
 
 # -- damage --------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.commands import file_names, flip, options_of, run, run_json
+from support.commands import file_names, flip, judge_age_by_mtime, options_of, run, run_json
 from support.ranks import start
 from support.servers import S3Server
 from support.states import random_tensor
@@ -30,7 +30,7 @@ LEFTOVER = "rank-00000/0123456789abcdef-0.distcp"
 @pytest.fixture(autouse=True)
 def _ages_by_mtime(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that `make_old` can make files old."""
-    monkeypatch.setattr("ckpt.backends.posix._changed_at_s", lambda stat: stat.st_mtime)
+    judge_age_by_mtime(monkeypatch)
 
 
 def load(place: Path | str, **more: Any) -> torch.Tensor:
