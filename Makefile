@@ -17,7 +17,7 @@ RANKS := (ranks or server) and not (smoke or long or integration)
 LONG := (long or hypothesis) and not integration
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-ranks test-long test-integration test-faults demo bench bench-full check format lock clean
+.PHONY: help test test-ranks test-long test-integration test-faults wheel demo bench bench-full check format lock clean
 
 help:  ## Print this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,6 +41,11 @@ test-integration: $(VENV)/ready  ## Run on real storage systems, installed by ro
 
 test-faults: $(VENV)/ready  ## Run the fault campaign: ROUNDS of all faults, from SEED on.
 	$(RUN)/python tests/faults/campaign.py --rounds $(ROUNDS) --seed $(SEED) --json test-faults.json
+
+wheel: $(VENV)/ready  ## Build the wheel and the sdist into dist/, and use both in clean environments.
+	rm -rf dist
+	$(RUN)/python -m build --no-isolation --outdir dist
+	DIST=dist $(RUN)/python -m pytest tests/project/test_wheel.py
 
 demo: $(VENV)/ready  ## Train, kill, resume and verify, before your eyes.
 	$(RUN)/python tests/project/demo.py
