@@ -72,8 +72,8 @@ def test_it_works_in_a_clean_environment(dist: Path, kind: str, tmp_path: Path) 
     (home / "backends" / "__init__.py").write_text("raise ImportError('the wrong backends')")
     (home / "smoke.py").write_text(_SMOKE)
     _run(python, "smoke.py", cwd=home)
-    shown = json.loads(_run(python.parent / "ckpt", "inspect", "--json", "run/step-1", cwd=home))
-    assert shown["state"] == "committed", shown
+    checked = json.loads(_run(python.parent / "ckpt", "verify", "--json", "run/step-1", cwd=home))
+    assert checked["ok"], checked
 
 
 _SMOKE = """
