@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from ckpt.backends.base import ObjectStat, PutMode, Store
@@ -55,7 +55,7 @@ class DeadlineStore(WrappedStore):
     ) -> None:
         super().__init__(inner)
         self._progress, self._limit_s, self._own_memory = progress, limit_s, own_memory
-        self._given_up: list[threading.Thread] = []
+        self._given_up: list[threading.Event] = []
         # A mount that hangs can hang even the question of which file system it is.
         self._reads = self.run("opening", "", lambda _: inner.reads)
         if self._reads is not None:
@@ -118,10 +118,10 @@ class DeadlineStore(WrappedStore):
         return None if inner is None else _BoundedRequests(inner, self)
 
     def close(self) -> None:
-        blocked = any(thread.is_alive() for thread in self._given_up)
+        is_blocked = not all(done.is_set() for done in self._given_up)
         self._given_up = []
-        if blocked:  # closing would wait for them
-            threading.Thread(target=self._inner.close, name="ckpt-store", daemon=True).start()
+        if is_blocked:  # closing would wait
+            environment.start_thread(self._inner.close, "ckpt-store")
         else:
             self._inner.close()
 
@@ -168,24 +168,23 @@ class DeadlineStore(WrappedStore):
             if self._limit_s is None:
                 return work(operation)
             outcome: Future[T] = Future()
-            thread = threading.Thread(
-                target=_carry_out, args=(work, operation, outcome), name="ckpt-store", daemon=True
-            )
+            done = threading.Event()
+            outcome.add_done_callback(lambda _: done.set())
             try:
-                thread.start()
+                environment.start_thread(lambda: _carry_out(work, operation, outcome), "ckpt-store")
             except RuntimeError:  # Python starts no thread any more once it is ending
                 return work(operation)
             try:
-                while not wait([outcome], timeout=min(self._limit_s / 20, 1.0)).done:
+                while not environment.wait(done, min(self._limit_s / 20, 1.0)):
                     self._raise_if_given_up(key, settled=False)
                     self._raise_if_stalled(operation, self._limit_s)
             except BaseException as error:
                 operation.cancelled = True
-                self._given_up.append(thread)
+                self._given_up.append(done)
                 if cancel is not None:
                     cancel()
                 if not isinstance(error, Exception):  # an interrupt: the store itself works
-                    wait([outcome], timeout=_GRACE * self._limit_s)
+                    environment.wait(done, _GRACE * self._limit_s)
                 raise
             return outcome.result()
 

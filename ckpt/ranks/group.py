@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from ckpt.errors import CheckpointError, ConfigurationError
-from ckpt.ranks.heartbeat import Answer, Limits, Watch
+from ckpt.ranks.collective_errors import is_connection_error, is_gloo_timeout
+from ckpt.ranks.heartbeat import Answer, Cause, Limits, Watch
 from ckpt.ranks.progress import Progress
 from ckpt.torch_private import default_store, group_names, set_group_timeout
 
@@ -180,10 +181,11 @@ class Ranks:
         Gives the broken group up first, so that ranks still waiting in it wake up and answer. Returns None
         if nobody can be asked, because the rendezvous store is gone.
         """
+        cause: Cause = "connection" if is_connection_error(error) else "own"
         if len(self._members) == 1:
-            return {0: Answer(True, failure=_text(error))}
+            return {0: Answer(True, failure=_text(error), cause=cause)}
         self._give_up(error)
-        return None if self._watch is None else self._watch.roll_call(_text(error))
+        return None if self._watch is None else self._watch.roll_call(_text(error), cause)
 
     def close(self) -> None:
         """The end of the save or load: this rank has nothing more to say."""
@@ -219,7 +221,7 @@ class Ranks:
                 if work is not None:
                     work.wait(timedelta(milliseconds=1))
             except Exception as error:  # also where the connection to this one was closed before
-                if "imed out" in str(error):
+                if is_gloo_timeout(error):
                     return
 
     def _connect(self) -> None:

@@ -1,7 +1,7 @@
-"""Signs of life: each rank tells what it is doing, so that one that stopped is missed, and can be named.
+"""Exchange heartbeats: each rank tells what it is doing, so that one that stopped is missed, and named.
 
 Nothing is sent in the first seconds of a save or load. From then on a rank posts a beat to the rendezvous
-store once per period. The first rank listens to all, the others to the first; so the store carries two
+store once per period. The first rank listens to all, the others to the first; so the store carries three
 requests per rank and period, however many ranks there are.
 """
 
@@ -10,31 +10,30 @@ from __future__ import annotations
 import json
 import logging
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
+from ckpt.consistency import environment
 from ckpt.ranks.progress import Progress
 
-__all__ = ["LOST_CONTACT", "Answer", "Limits", "Watch"]
+__all__ = ["Answer", "Cause", "Limits", "Watch"]
 
-LOST_CONTACT = "lost contact"
-"""So begins the failure of a rank that failed because of another."""
+Cause = Literal["own", "connection", "watch"]
+"""Why a rank failed: by an error of its own, as a connection closed, or as its watch gave up others."""
 
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How the time until every rank has failed, `timeout_s`, is used.
+    """Divide `timeout_s`, the time until every rank has failed.
 
     Attributes:
-        stall_s: an operation of the storage without progress is given up; a rank without a beat is missed.
-        stuck_s: a rank that is alive, but makes no progress and gives nothing up, is given up by the others.
-        roll_call_s: how long to wait for the ranks' answers when contact is lost; on a machine that does more
-            than it can, twice as long.
+        stall_s: after so long without progress, a storage operation is given up; without a beat, a rank is.
+        stuck_s: after so long without progress, the others give up a rank that is alive.
+        roll_call_s: time for the ranks to answer when contact is lost; twice that on an overloaded machine.
         period_s: between two beats.
     """
 
@@ -65,23 +64,26 @@ class _Beat:
     is_waiting: bool
     doing: str
     failure: str | None
+    cause: Cause = "own"
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a rank is heard to say.
+    """A rank's answer in a roll call.
 
     Attributes:
-        is_alive: it has said anything since it was asked.
-        doing: what it was doing when last heard, if it ever was.
-        stuck_s: for how long it has made no progress with what it does itself; 0 while it waits for others.
-        failure: its error, if it knows of one.
+        is_alive: it said something after it was asked.
+        doing: its step when last heard; None if it was never heard.
+        stuck_s: time without progress in work of its own; 0 while it waits for others.
+        failure: its error, if it has one.
+        cause: of that.
     """
 
     is_alive: bool
     doing: str | None = None
     stuck_s: float = 0.0
     failure: str | None = None
+    cause: Cause = "own"
 
 
 @dataclass
@@ -91,14 +93,14 @@ class _Heard:
 
 
 class Watch:
-    """The beats of one rank in one save or load, and what it hears of the others.
+    """Post the beats of one rank in one save or load, and judge those of the others.
 
     Args:
         store: the rendezvous store.
-        name: of the group, and of the kind of call; the same on all ranks.
+        name: of the group and the kind of call; the same on all ranks.
         rank, size: in the group.
-        call: the number of this call, the same on all ranks; what was said in others is not listened to.
-        progress: what this rank is doing now.
+        call: the number of this call, the same on all ranks; beats of other calls do not count.
+        progress: returns this rank's progress.
         break_off: ends the collective in which this rank waits, with an error.
     """
 
@@ -118,6 +120,7 @@ class Watch:
         self._limits, self._progress, self._break_off = limits, progress, break_off
         self._heard: dict[int, _Heard] = {}
         self._failure: str | None = None
+        self._cause: Cause = "own"
         self._asked_at_s: float | None = None
         self._first_since_asked: dict[int, _Beat] = {}
         self._signed_in = False
@@ -128,23 +131,24 @@ class Watch:
         self._closed, self._wake = threading.Event(), threading.Event()
 
     def start(self) -> None:
-        threading.Thread(target=self._watch, name="ckpt-watch", daemon=True).start()
+        environment.start_thread(self._watch, "ckpt-watch")
 
     def close(self) -> None:
         self._closed.set()
         self._wake.set()
 
-    def roll_call(self, failure: str) -> dict[int, Answer] | None:
-        """Tell the others that this rank has lost contact, and hear what they say; None if the store is gone."""
+    def roll_call(self, failure: str, cause: Cause = "own") -> dict[int, Answer] | None:
+        """Tell the others of this rank's failure, and return their answers; None if the store is gone."""
         self._clock.tick()
-        self._failure, asked_at_s = failure, self._clock.now_s()
+        asked_at_s = self._clock.now_s()
+        self._cause, self._failure = cause, failure
         self._asked_at_s = asked_at_s
         self._talk()
         self._wake.set()
         limit_s, slept_s = self._limits.roll_call_s, 0.0
-        deadline = time.monotonic() + 2 * limit_s
-        # Only time in which this process was run counts, up to the deadline: nobody would be heard otherwise.
-        while slept_s < limit_s and time.monotonic() < deadline and not self._gone:
+        deadline = environment.monotonic() + 2 * limit_s
+        # Up to the deadline, only time in which this process ran counts: a starved one would hear nobody.
+        while slept_s < limit_s and environment.monotonic() < deadline and not self._gone:
             if (
                 self._signed_in
                 and self._answered_at_s >= asked_at_s
@@ -152,41 +156,42 @@ class Watch:
             ):
                 break
             tick_s = min(0.05, self._limits.period_s)
-            time.sleep(tick_s)
+            environment.sleep(tick_s)
             slept_s += tick_s
             self._clock.tick()
         if self._gone or self._answered_at_s < asked_at_s:
             return None
         answers = {rank: self._answer(rank) for rank in self._others()}
-        return {**answers, self._rank: Answer(True, failure=failure)}
+        return {**answers, self._rank: Answer(True, failure=failure, cause=cause)}
 
-    # -- judging: a thread that nothing can hold up ---------------------------------------------------------
+    # -- judge: in a thread that nothing can hold up --------------------------------------------------------
 
     def _watch(self) -> None:
-        while not self._closed.wait(self._limits.period_s):
+        while not environment.wait(self._closed, self._limits.period_s):
             self._clock.tick()
             self._talk()
             reason = self._reason()
             if reason is not None:
-                self._failure = self._failure or f"{LOST_CONTACT}: {reason}"
+                if self._failure is None:
+                    self._cause, self._failure = "watch", f"lost contact: {reason}"
                 self._progress.given_up = reason
                 self._wake.set()
                 self._break_off()
                 break
-        # gloo does not wake a rank that sends to ranks that have gone; nothing can be done but to say so.
-        if not self._closed.wait(3 * self._limits.roll_call_s):
+        # gloo does not wake a rank that sends to ranks that are gone; all that is left is to say so.
+        if not environment.wait(self._closed, 3 * self._limits.roll_call_s):
             _logger.error(
-                "%s; rank %d was told to give up, and is still %s. If it does not end, end this process",
+                "%s; rank %d was told to give up, but is still %s. If it does not end soon, kill this process",
                 self._failure,
                 self._rank,
                 self._progress,
             )
 
     def _reason(self) -> str | None:
-        """Why this rank must not wait any longer, if so."""
+        """Return why this rank must not wait any longer, or None."""
         limits, now_s = self._limits, self._clock.now_s()
         if self._gone:
-            return None  # there is nobody to ask any more; lost connections still tell
+            return None  # no beat can arrive any more; closed connections still end a collective
         if now_s - self._answered_at_s > limits.stall_s:
             return f"the rendezvous store has not answered for {now_s - self._answered_at_s:.0f} s"
         for rank, heard in sorted(self._heard.items()):
@@ -216,30 +221,30 @@ class Watch:
         if heard is None:
             return Answer(False)
         beat = heard.beat
-        # What is heard first after the question may have been said before; who says something else then is alive.
+        # The first beat heard after the question may be older than it; a second, different one is not.
         is_alive = beat.failure is not None or beat != self._first_since_asked.get(rank, beat)
         stuck_s = 0.0 if beat.is_waiting else beat.idle_s
-        return Answer(is_alive, beat.doing, stuck_s if stuck_s > self._limits.stall_s else 0.0, beat.failure)
+        stuck_s = stuck_s if stuck_s > self._limits.stall_s else 0.0
+        return Answer(is_alive, beat.doing, stuck_s, beat.failure, beat.cause)
 
     def _others(self) -> list[int]:
         return [rank for rank in range(self._size) if rank != self._rank]
 
     def _listened(self) -> list[int]:
-        """The ranks to listen to."""
-        everyone = self._rank == 0 or self._asked_at_s is not None
-        return self._others() if everyone else [0]
+        listens_to_all = self._rank == 0 or self._asked_at_s is not None
+        return self._others() if listens_to_all else [0]
 
-    # -- talking: a thread that a store can hold up ---------------------------------------------------------
+    # -- talk: in a thread that the rendezvous store can hold up --------------------------------------------
 
     def _talk(self) -> None:
         if not self._talking:
             self._talking = True
             self._answered_at_s = self._clock.now_s()
-            threading.Thread(target=self._beats, name="ckpt-beat", daemon=True).start()
+            environment.start_thread(self._beats, "ckpt-beat")
 
     def _beats(self) -> None:
         try:
-            # A connection of its own: on the shared one a long wait of someone else holds up everybody.
+            # A connection of its own: on the shared one, a long wait of another user holds up all requests.
             store = self._store.clone()
             store.set_timeout(timedelta(seconds=self._limits.timeout_s))
             number = 0
@@ -251,29 +256,30 @@ class Watch:
                 self._listen(store)
                 self._answered_at_s = self._clock.now_s()
                 self._signed_in = failure is not None
-                self._wake.wait(self._limits.period_s / (4 if self._asked_at_s is not None else 1))
+                period_s = self._limits.period_s / (4 if self._asked_at_s is not None else 1)
+                environment.wait(self._wake, period_s)
                 self._wake.clear()
         except Exception as error:
             self._gone = True
-            _logger.warning("the rendezvous store does not answer any more: %s", error)
+            _logger.warning("heartbeats end, as the rendezvous store does not answer: %s", error)
 
     def _say(self, store: Any, number: int, failure: str | None) -> None:
         progress = self._progress
-        said = [self._call, number, progress.idle_s, progress.is_waiting, str(progress), failure]
-        store.set(self._key(self._rank), json.dumps(said))
+        beat = [self._call, number, progress.idle_s, progress.is_waiting, str(progress), failure, self._cause]
+        store.set(self._key(self._rank), json.dumps(beat))
 
     def _listen(self, store: Any) -> None:
-        asked, ranks = self._asked_at_s is not None, self._listened()
+        is_asking, ranks = self._asked_at_s is not None, self._listened()
         if not store.check([self._key(rank) for rank in ranks]):
             ranks = [rank for rank in ranks if store.check([self._key(rank)])]
         if not ranks:
             return
         now_s = self._clock.now_s()
-        for rank, said in zip(ranks, store.multi_get([self._key(rank) for rank in ranks]), strict=True):
-            beat, heard = _Beat(*json.loads(said)), self._heard.get(rank)
+        for rank, text in zip(ranks, store.multi_get([self._key(rank) for rank in ranks]), strict=True):
+            beat, heard = _Beat(*json.loads(text)), self._heard.get(rank)
             if beat.call != self._call:
                 continue
-            if asked:
+            if is_asking:
                 self._first_since_asked.setdefault(rank, beat)
             if heard is None or beat != heard.beat:
                 self._heard[rank] = _Heard(beat, now_s)
@@ -284,20 +290,20 @@ class Watch:
 
 
 class _Clock:
-    """Time in which this process was run: while it is stopped, or kept from running, no silence of others grows.
+    """Count the time in which this process ran: while it is stopped, the silence of others does not grow.
 
     Args:
-        longest_s: more between two ticks does not count.
+        longest_s: more than this between two ticks does not count.
     """
 
     def __init__(self, longest_s: float) -> None:
         self._longest_s = longest_s
         self._lock = threading.Lock()
-        self._counted_s, self._ticked_at_s = 0.0, time.monotonic()
+        self._counted_s, self._ticked_at_s = 0.0, environment.monotonic()
 
     def tick(self) -> None:
         with self._lock:
-            self._counted_s, self._ticked_at_s = self.now_s(), time.monotonic()
+            self._counted_s, self._ticked_at_s = self.now_s(), environment.monotonic()
 
     def now_s(self) -> float:
-        return self._counted_s + min(time.monotonic() - self._ticked_at_s, self._longest_s)
+        return self._counted_s + min(environment.monotonic() - self._ticked_at_s, self._longest_s)

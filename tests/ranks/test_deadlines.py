@@ -240,7 +240,7 @@ def test_a_rank_that_cannot_give_up_says_so(caplog: pytest.LogCaptureFixture) ->
     (record,) = caplog.records
     assert record.levelname == "ERROR"
     assert "rank 1 has never been heard of" in record.message
-    assert "rank 0 was told to give up, and is still waiting for all ranks to have read" in record.message
+    assert "rank 0 was told to give up, but is still waiting for all ranks to have read" in record.message
 
 
 def test_the_last_words_of_a_dead_rank_are_no_sign_of_life() -> None:

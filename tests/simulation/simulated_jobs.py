@@ -28,6 +28,7 @@ from ckpt.consistency import environment
 from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY, proves_no_commit
 from ckpt.errors import CheckpointError, NotCommitted, NotFound, SaveFailed
 from ckpt.format.records import decode_manifest, read_commit
+from ckpt.ranks.collective_errors import is_connection_error
 from ckpt.ranks.heartbeat import Answer
 from ckpt.ranks.progress import Progress
 from ckpt.reading.reader import CheckpointReader
@@ -179,10 +180,8 @@ class Ranks:
     def roll_call(self, error: Exception) -> dict[int, Answer]:
         environment.sleep(10)
         silent = [member.crashed or member.stalled for member in self._group.members]
-        return {
-            rank: Answer(False) if silent[rank] else Answer(True, failure=str(error))
-            for rank in range(self.size)
-        }
+        alive = Answer(True, failure=str(error), cause="connection" if is_connection_error(error) else "own")
+        return {rank: Answer(False) if silent[rank] else alive for rank in range(self.size)}
 
 
 class _Failed:

@@ -1,0 +1,387 @@
+"""Heartbeats in virtual time: who is missed, when, and who is not. `test_deadlines.py` has real ranks and clocks."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+
+from ckpt.consistency import environment
+from ckpt.ranks.heartbeat import Answer, Limits, Watch
+from ckpt.ranks.progress import Progress
+from ckpt.testing.choices import Seeded
+from ckpt.testing.virtual_time import Process, VirtualTime
+
+HOUR_S = 3600.0
+
+
+class Rendezvous:
+    """A rendezvous store: requests take a moment, or for ever, or fail."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.requests: Counter[str] = Counter()
+        self.hangs = self.is_gone = False
+
+    def clone(self) -> Rendezvous:
+        return self
+
+    def set_timeout(self, timeout: object) -> None:
+        pass
+
+    def set(self, key: str, value: str) -> None:
+        self._request("set")
+        self.values[key] = value.encode()
+
+    def check(self, keys: Sequence[str]) -> bool:
+        self._request("check")
+        return all(key in self.values for key in keys)
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        self._request("multi_get")
+        return [self.values[key] for key in keys]
+
+    def _request(self, name: str) -> None:
+        self.requests[name] += 1
+        environment.sleep(0.001)
+        if self.hangs:
+            environment.sleep(50 * HOUR_S)
+        if self.hangs or self.is_gone:
+            raise ConnectionError("reset by peer")
+
+
+class Rank:
+    """A rank: its node has the program and the watch's threads."""
+
+    def __init__(self, job: Job, number: int, call: int = 1) -> None:
+        self.job, self.number = job, number
+        self.progress, self.broken = Progress(), threading.Event()
+        self.gave_up_at_s: float | None = None
+        self.answers: dict[int, Answer] | None = None
+        self.watch = Watch(
+            job.store, "test", rank=number, size=job.size, call=call, limits=job.limits,
+            progress=self.progress, break_off=self._break_off,
+        )  # fmt: skip
+
+    def _break_off(self) -> None:
+        self.gave_up_at_s = environment.monotonic()
+        self.broken.set()
+
+    def start(self, work: Callable[[Rank], None]) -> None:
+        def run() -> None:
+            self.watch.start()
+            work(self)
+            self.watch.close()
+
+        self.job.time.start("main", str(self.number), run)
+
+    def sleep(self, duration_s: float) -> bool:
+        """As in a collective: until that time has passed, or the watch breaks it off."""
+        return not environment.wait(self.broken, duration_s)
+
+    def call_roll(self) -> None:
+        self.answers = self.watch.roll_call("Connection closed", "connection")
+
+
+class Job:
+    def __init__(self, size: int, timeout_s: float = 100.0, seed: int = 0) -> None:
+        self.time, self.store = VirtualTime(Seeded(seed)), Rendezvous()
+        self.size, self.limits = size, Limits(timeout_s)
+        with environment.replaced(self.time):
+            self.ranks = [Rank(self, number) for number in range(size)]
+
+    def run(self, *programs: Callable[[Rank], None]) -> None:
+        with environment.replaced(self.time):
+            for rank, program in zip(self.ranks, programs, strict=True):
+                rank.start(program)
+            self.time.run()
+
+    def threads_of(self, rank: int) -> Iterator[Process]:
+        return (process for process in self.time.processes if process.node == str(rank) and not process.done)
+
+    def stop(self, *ranks: int, until_s: float = 50 * HOUR_S) -> None:
+        """As SIGSTOP does: no thread of theirs runs before that time."""
+        for rank in ranks:
+            for process in self.threads_of(rank):
+                process.wakes_at_s, process.until = until_s, None
+
+
+def works(duration_s: float, step_s: float = 1.0) -> Callable[[Rank], None]:
+    """Get on for so long, a step at a time, unless this rank is given up; then wait for the others."""
+
+    def program(rank: Rank) -> None:
+        for number in range(int(duration_s / step_s)):
+            rank.progress.begin(f"step {number}")
+            if not rank.sleep(step_s):
+                break
+        waits(rank)
+
+    return program
+
+
+def waits(rank: Rank) -> None:
+    """Wait for the others, as in a collective; call the roll when it breaks."""
+    rank.progress.wait_for("all ranks to have written")
+    if not rank.sleep(HOUR_S):
+        rank.call_roll()
+
+
+def does_not_get_on(rank: Rank) -> None:
+    """Live, and do nothing, until the others have given this rank up and long after."""
+    rank.progress.begin("writing c")
+    rank.sleep(HOUR_S)
+    rank.call_roll()
+
+
+# -- who is missed -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("timeout_s", [1.0, 10.0, 600.0])
+@pytest.mark.parametrize(("size", "stopped"), [(2, 0), (2, 1), (3, 2), (8, 0), (8, 5)])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_stopped_rank_is_named_in_time(size: int, stopped: int, timeout_s: float, seed: int) -> None:
+    job = Job(size, timeout_s, seed)
+    began_s = 2.5 * job.limits.period_s
+
+    def stop(rank: Rank) -> None:
+        rank.progress.begin("writing c")
+        rank.sleep(began_s)
+        job.stop(stopped)
+        environment.sleep(40 * HOUR_S)
+
+    job.run(*(stop if number == stopped else waits for number in range(size)))
+    for rank in job.ranks:
+        if rank.number == stopped:
+            continue
+        assert rank.gave_up_at_s is not None
+        assert rank.gave_up_at_s - began_s <= timeout_s
+        assert rank.answers is not None
+        assert not rank.answers[stopped].is_alive
+        assert rank.answers[stopped].doing == "writing c"
+        assert all(rank.answers[other].is_alive for other in range(size) if other != stopped)
+
+
+def test_a_rank_that_never_came_is_named() -> None:
+    job = Job(3)
+    job.run(waits, lambda rank: rank.watch.close(), waits)
+    assert job.ranks[0].progress.given_up == "rank 1 has never been heard of"
+    assert str(job.ranks[2].progress.given_up).startswith("rank 0 says: ")
+
+
+def test_a_rank_that_does_not_get_on_is_named() -> None:
+    job = Job(3)
+    job.run(waits, does_not_get_on, waits)
+    assert str(job.ranks[0].progress.given_up).startswith("rank 1 has made no progress for 7")
+    for rank in (job.ranks[0], job.ranks[2]):
+        assert rank.answers is not None
+        assert rank.answers[1].is_alive
+        assert rank.answers[1].stuck_s > job.limits.stall_s
+        assert rank.answers[1].doing == "writing c"
+
+
+def test_ranks_that_wait_for_each_other_are_noticed() -> None:
+    job = Job(4)
+    job.run(*[waits] * 4)
+    assert str(job.ranks[0].progress.given_up).startswith("all ranks have been waiting for each other for 7")
+    assert all(rank.gave_up_at_s is not None and rank.gave_up_at_s < 80 for rank in job.ranks)
+
+
+def test_the_failure_of_one_reaches_all() -> None:
+    job = Job(4)
+
+    def fails(rank: Rank) -> None:
+        rank.sleep(10)
+        rank.answers = rank.watch.roll_call("ValueError: no")
+
+    job.run(waits, waits, fails, waits)
+    assert job.ranks[0].progress.given_up == "rank 2 says: ValueError: no"
+    assert all(rank.gave_up_at_s is not None for rank in job.ranks if rank.number != 2)
+    for rank in job.ranks:
+        assert rank.answers is not None
+        assert {number: answer.cause for number, answer in rank.answers.items()}[2] == "own"
+
+
+def test_a_store_that_hangs_is_noticed() -> None:
+    job = Job(3)
+
+    def hang(rank: Rank) -> None:
+        rank.sleep(10)
+        job.store.hangs = True
+        waits(rank)
+
+    job.run(waits, hang, waits)
+    for rank in job.ranks:
+        assert str(rank.progress.given_up).startswith("the rendezvous store has not answered for 6")
+        assert rank.answers is None
+
+
+def test_a_store_that_is_gone_is_no_reason_by_itself(caplog: pytest.LogCaptureFixture) -> None:
+    """The rank that holds it may have ended well; a collective that needs it breaks by its connections."""
+    job = Job(2)
+
+    def lose(rank: Rank) -> None:
+        rank.sleep(10)
+        job.store.is_gone = True
+        rank.progress.wait_for("nothing")
+        rank.sleep(HOUR_S)
+        rank.call_roll()
+
+    job.run(lose, lose)
+    for rank in job.ranks:
+        assert rank.gave_up_at_s is None
+        assert rank.answers is None
+    assert "the rendezvous store does not answer: reset by peer" in caplog.text
+
+
+# -- who is not --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step_s", [1.0, 30.0, 60.0])
+def test_slow_is_not_stopped(step_s: float) -> None:
+    """However long it takes, and while the others wait."""
+    job = Job(3)
+
+    def works_long(rank: Rank) -> None:
+        works(1200, step_s)(rank)
+
+    def patient(rank: Rank) -> None:
+        rank.progress.wait_for("rank 1")
+        rank.sleep(1200)
+
+    job.run(patient, works_long, patient)
+    assert job.ranks[0].gave_up_at_s is None
+    assert job.ranks[2].gave_up_at_s is None
+
+
+@pytest.mark.parametrize("pause_s", [50.0, 5 * HOUR_S])
+def test_a_pause_of_the_whole_machine_is_no_silence(pause_s: float) -> None:
+    job = Job(3)
+
+    def program(rank: Rank) -> None:
+        for number in range(40):
+            rank.progress.begin(f"step {number}")
+            if number == 20 and rank.number == 0:
+                job.stop(0, 1, 2, until_s=environment.monotonic() + pause_s)
+            environment.sleep(1.0)
+
+    job.run(program, program, program)
+    assert [rank.gave_up_at_s for rank in job.ranks] == [None] * 3
+
+
+def test_who_was_stopped_and_goes_on_hears_of_it() -> None:
+    job = Job(3)
+
+    def stop(rank: Rank) -> None:
+        rank.sleep(10)
+        job.stop(1, until_s=200.0)
+        environment.sleep(1.0)
+        waits(rank)
+
+    def long_wait(rank: Rank) -> None:
+        waits(rank)
+        environment.sleep(400.0)  # its program lives on
+
+    job.run(long_wait, stop, long_wait)
+    assert str(job.ranks[1].progress.given_up).startswith("rank 0 says: ")
+    assert job.ranks[1].answers is not None
+    assert job.ranks[1].answers[0].cause == "connection"
+
+
+def test_the_last_words_of_a_dead_rank_are_no_sign_of_life() -> None:
+    """Said before anybody asked, heard only after."""
+    job = Job(2)
+
+    def dies(rank: Rank) -> None:
+        rank.progress.begin("writing c")
+        rank.sleep(3.9 * job.limits.period_s)
+        rank.watch.close()
+
+    def asks(rank: Rank) -> None:
+        rank.sleep(4.01 * job.limits.period_s)
+        rank.call_roll()
+
+    job.run(asks, dies)
+    assert job.ranks[0].answers is not None
+    assert not job.ranks[0].answers[1].is_alive
+
+
+def test_what_was_said_in_another_call_does_not_count() -> None:
+    job = Job(2)
+    with environment.replaced(job.time):
+        job.ranks[1] = Rank(job, 1, call=2)
+    job.run(waits, waits)
+    assert job.ranks[0].progress.given_up == "rank 1 has never been heard of"
+
+
+def test_a_roll_call_of_the_living_ends_at_once() -> None:
+    job = Job(8)
+
+    def asks(rank: Rank) -> None:
+        rank.sleep(20 + 0.01 * rank.number)
+        rank.call_roll()
+        rank.gave_up_at_s = environment.monotonic()
+
+    job.run(*[asks] * 8)
+    for rank in job.ranks:
+        assert rank.answers is not None
+        assert all(answer.is_alive for answer in rank.answers.values())
+        assert rank.gave_up_at_s is not None
+        assert rank.gave_up_at_s < 20 + job.limits.roll_call_s
+
+
+# -- what it costs -----------------------------------------------------------------------------------------
+
+
+def test_a_short_call_says_nothing() -> None:
+    job = Job(4)
+    job.run(*[lambda rank: environment.sleep(0.9 * job.limits.period_s)] * 4)
+    assert not job.store.requests
+
+
+@pytest.mark.parametrize("size", [2, 8, 24])
+def test_the_store_has_three_requests_per_rank_and_period(size: int) -> None:
+    job = Job(size)
+    periods = 20
+
+    def ends(rank: Rank) -> None:
+        for number in range(periods):
+            rank.progress.begin(f"step {number}")
+            environment.sleep(job.limits.period_s)
+
+    job.run(*[ends] * size)
+    assert job.store.requests["set"] <= size * periods
+    # At first a rank may look for the beats of the others one by one.
+    assert job.store.requests.total() <= 3 * size * periods + 2 * size
+
+
+def test_no_thread_stays() -> None:
+    job = Job(3)
+    job.run(*[lambda rank: environment.sleep(50.0)] * 3)
+    assert all(process.done for process in job.time.processes)
+    assert job.time.now_s < 50.0 + 2 * job.limits.timeout_s
+
+
+def test_a_rank_that_cannot_give_up_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    job = Job(2)
+
+    def holds(rank: Rank) -> None:
+        rank.progress.wait_for("all ranks to have read")
+        environment.sleep(HOUR_S)
+
+    with caplog.at_level(logging.ERROR):
+        job.run(holds, lambda rank: rank.watch.close())
+    (record,) = caplog.records
+    assert "rank 0 was told to give up, but is still waiting for all ranks to have read" in record.message
+    assert "rank 1 has never been heard of" in record.message
+
+
+def test_limits_fit_into_the_timeout() -> None:
+    for timeout_s in (1.0, 8.0, 600.0, 7 * 86400.0):
+        limits = Limits(timeout_s)
+        missed_s = max(limits.stall_s, limits.stuck_s) + 3 * limits.period_s
+        assert missed_s + limits.roll_call_s <= timeout_s
+        assert replace(limits, timeout_s=1.0).period_s == pytest.approx(1 / 30)
