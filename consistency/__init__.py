@@ -1,1 +1,1 @@
-"""What keeps a checkpoint whole: commit protocol, bounded waiting for visibility, digests."""
+"""Keep a checkpoint whole: commit protocol, bounded waiting for visibility, checksums."""

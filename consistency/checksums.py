@@ -1,4 +1,4 @@
-"""CRC64NVME of blocks, and of everything larger by combining them: no byte is read twice for a checksum.
+"""Compute the CRC64NVME of blocks, and combine them for anything larger: no byte is read twice.
 
 CRC64NVME because it runs at memory speed, can be combined, and is what S3 verifies for whole objects. It
 guards against damage, not against forgery.
@@ -13,11 +13,11 @@ from awscrt import checksums
 __all__ = ["BLOCK_SIZE_BYTES", "block_crcs", "combine", "combine_blocks", "crc64nvme", "crc_text"]
 
 BLOCK_SIZE_BYTES = 1 << 19
-"""What is verified as one: small, because a cut inside a block costs reading all of it."""
+"""The unit of verification: small, because a cut inside a block costs reading all of it."""
 
 
 def crc64nvme(data: bytes | bytearray | memoryview, seed: int = 0) -> int:
-    """The CRC64NVME of `data`, continuing from `seed`."""
+    """Return the CRC64NVME of `data`, continuing from `seed`."""
     return int(checksums.crc64nvme(data, seed))
 
 
@@ -27,12 +27,12 @@ def crc_text(crc: int) -> str:
 
 
 def combine(first: int, second: int, second_nbytes: int) -> int:
-    """The CRC of two runs of bytes, one after the other, from the CRC of each."""
+    """Return the CRC of two runs of bytes, one after the other, from the CRC of each."""
     return int(checksums.combine_crc64nvme(first, second, second_nbytes))
 
 
 def block_crcs(buffers: Iterable[memoryview], block_size_bytes: int) -> list[int]:
-    """The CRC of every block of the bytes in `buffers`, which start at a block's start."""
+    """Return the CRC of every block of the bytes in `buffers`, which start at a block's start."""
     crcs: list[int] = []
     crc, missing = 0, block_size_bytes
     for buffer in buffers:
@@ -51,7 +51,7 @@ def block_crcs(buffers: Iterable[memoryview], block_size_bytes: int) -> list[int
 
 
 def combine_blocks(crcs: Sequence[int], nbytes: int, block_size_bytes: int) -> int:
-    """The CRC of `nbytes` bytes whose blocks have the CRCs `crcs`."""
+    """Return the CRC of `nbytes` bytes whose blocks have the CRCs `crcs`."""
     total, remaining = 0, nbytes
     for crc in crcs:
         size = min(block_size_bytes, remaining)

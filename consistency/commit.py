@@ -64,13 +64,16 @@ def read_commit_bytes(store: Store) -> bytes | None:
 
 
 def is_foreign(store: Store) -> bool:
-    """Whether `.metadata` at this place was written by something else than this library (stock PyTorch)."""
+    """Return True if another program, such as stock PyTorch, wrote `.metadata` at this place."""
     seal = stock_metadata_seal(store)
     return seal is not None and not is_sealed_pickle(seal)
 
 
 def stock_metadata_seal(store: Store) -> bytes | None:
-    """How `.metadata` at this place end: in our seal, which tells one save's from another's, or not; None: there are none."""
+    """Read the last bytes of `.metadata` (our seal, if this library wrote it); None if there is no `.metadata`.
+
+    The seal tells one save's `.metadata` from another's.
+    """
 
     def read_tail() -> bytes:
         size = store.stat(STOCK_METADATA_KEY).size_bytes
@@ -82,8 +85,8 @@ def stock_metadata_seal(store: Store) -> bytes | None:
 
     try:
         return _read_sealed(store, read_tail, is_sealed_pickle)
-    except _Foreign as found:
-        return found.tail
+    except _Foreign as foreign:
+        return foreign.tail
     except NotFound:
         return None
 
@@ -102,19 +105,18 @@ def _ends_at(store: Store, key: str, size_bytes: int) -> bool:
 
 
 def _read_sealed(store: Store, read: Callable[[], bytes], is_sealed: Callable[[bytes], bool]) -> bytes:
-    """`read()` of an object that is to end in a seal, again while it does not.
+    """Call `read` until the object ends in a seal; in the end, return it as it is.
 
-    It can be replaced between the question for its size and the reading; and a client that remembers the
-    size of the one before reads part of this one, for as long as it remembers. In the end, what is there.
+    The object can be replaced between the request for its size and the read. A client that remembers the
+    size of the old object reads part of the new one, for as long as it remembers.
     """
     prompt = store.capabilities.cross_client_visibility
     backoff = environment.Backoff(0.0 if prompt else _STALE_SIZE_TIMEOUT_S)
     attempt = 0
     while True:
         attempt += 1
-        is_last = (
-            attempt >= _READ_ATTEMPTS and backoff.is_over
-        )  # of before the read: what it returns is not older
+        # Asked before the read, which then shows the object as it is when the time is up.
+        is_last = attempt >= _READ_ATTEMPTS and backoff.is_over
         try:
             data = read()
             if is_last or is_sealed(data):
@@ -196,14 +198,14 @@ def _put_record(store: Store, record: bytes, previous: bytes | None, confirm_tim
         _CONFIRM_TIMEOUT_S if confirm_timeout_s is None else min(confirm_timeout_s, _CONFIRM_TIMEOUT_S)
     )
     try:
-        found = _look_for(store, record, 0.0 if settled or refused else confirm_s)
+        commit = _look_for(store, record, 0.0 if settled or refused else confirm_s)
     except CheckpointError:
-        found = None
-    if found == record:
+        commit = None
+    if commit == record:
         return False
-    if refused and settled and found is not None:
+    if refused and settled and commit is not None:
         raise _conflict(store) from failure
-    # Refused by what an earlier try of this very put may have made, and which another save has replaced by now.
+    # An earlier try of this very put may have made the object that refused it; another save replaced it since.
     if not settled or refused:
         raise CommitUnknown(
             f"the commit may or may not have happened ({failure.message}); "
@@ -215,7 +217,7 @@ def _put_record(store: Store, record: bytes, previous: bytes | None, confirm_tim
 
 
 def _look_for(store: Store, record: bytes, timeout_s: float) -> bytes | None:
-    """The record at this place, read again until it is `record` or the time is up.
+    """Read the commit record at this place until it is `record` or the time is up; return the last one.
 
     Raises:
         CheckpointError: the last look failed.
@@ -242,10 +244,14 @@ def _conflict(store: Store) -> CommitConflict:
 
 
 def _restored(restore: Callable[[], bool]) -> bool | None:
-    """Whether ours stood there and the old are back; None if they could not be put back."""
+    """Restore the old `.metadata`.
+
+    Return True if our `.metadata` was there and the old one was restored, False if it was not ours, None if
+    restoring failed.
+    """
     try:
         return restore()
     except Exception as error:
-        # Only stock readers look there, and what they find is a complete save, as long as its data stay.
+        # Only stock readers look there; they find a complete save, as long as its data stays.
         _logger.warning("could not put the previous .metadata back: %s", error)
         return None

@@ -1,6 +1,6 @@
-"""Does this server carry out "only if absent"? Asked once, by trying, before the first commit that depends on it.
+"""Find out whether a server carries out "only if absent", once, before the first commit that depends on it.
 
-Servers honour `If-None-Match`, refuse it, or ignore it without a word, and neither name nor version tells which.
+Servers honour `If-None-Match`, refuse it, or ignore it silently; neither name nor version tells which.
 Three small requests do: put an object, put it again, delete it.
 """
 
@@ -24,9 +24,10 @@ _known: dict[str, Condition | None] = {}
 
 
 def learn_condition(store: Store, key: str) -> None:
-    """Let `store` go by what its server makes of "only if absent"; asked with an object at `key`, once for a bucket.
+    """Tell `store` how its server handles "only if absent", measured once for a bucket with an object at `key`.
 
-    Where there is nothing to ask, or no permission to, the store stays with its careful path: it looks before it puts.
+    A store without such a server, or without permission to ask, keeps its careful path: it looks before it
+    puts.
     """
     raw = raw_requests_of(store)
     if raw is None:
@@ -45,7 +46,7 @@ def learn_condition(store: Store, key: str) -> None:
 
 
 def measure_condition(store: Store, raw: RawRequests, key: str, *, in_parts: bool = False) -> Condition:
-    """What the server makes of "only if absent", tried with an object at `key`, a name of its own.
+    """Measure how the server handles "only if absent", with an object at `key`, a name of its own.
 
     Args:
         in_parts: try it on the completion of an upload in parts.

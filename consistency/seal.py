@@ -1,4 +1,4 @@
-"""Records that carry their own checksum, so that a flipped bit in one is found without a second file.
+"""Seal records with their own checksum, so that a flipped bit is found without a second file.
 
 A sealed JSON record stays JSON: its last member is the CRC64NVME of everything before that member. A sealed
 pickle stays what it was for `pickle.load`, which stops reading at its end; a line with the CRC follows it.
@@ -28,7 +28,7 @@ PICKLE_SEAL_BYTES = len(b"\n# ckpt-storage 0123456789abcdef\n")
 
 
 def seal_json(record: bytes) -> bytes:
-    """`record`, a JSON object with at least one member, with its checksum as the last member."""
+    """Add its checksum to `record`, a JSON object with at least one member, as the last member."""
     body = record.rstrip()
     if body[-1:] != b"}" or body == b"{}":
         raise ValueError("not a JSON object with members")
@@ -36,41 +36,41 @@ def seal_json(record: bytes) -> bytes:
 
 
 def is_sealed_json(data: bytes | bytearray) -> bool:
-    """Whether `data` bear our seal, damaged or not: a record of this library's, as opposed to anybody's JSON."""
+    """Return True if this library sealed `data`, damaged or not, and it is not another program's JSON."""
     return _JSON_SEAL.search(data, max(0, len(data) - _JSON_SEAL_BYTES)) is not None
 
 
 def unseal_json(data: bytes | bytearray, *, url: str, key: str) -> bytes:
-    """The record in `data` as it was before it was sealed.
+    """Return the record in `data` as it was before it was sealed.
 
     Raises:
-        IntegrityError: there is no seal, or it does not fit.
+        IntegrityError: there is no seal, or the checksum does not match.
     """
-    found = _JSON_SEAL.search(data, max(0, len(data) - _JSON_SEAL_BYTES))
+    seal = _JSON_SEAL.search(data, max(0, len(data) - _JSON_SEAL_BYTES))
     body = bytes(data[:-_JSON_SEAL_BYTES])
-    if found is None or int(found[1], 16) != crc64nvme(body):
+    if seal is None or int(seal[1], 16) != crc64nvme(body):
         raise IntegrityError("the record's checksum does not fit", url=url, key=key, start=0, stop=len(data))
     return body + b"}"
 
 
 def seal_pickle(data: bytes) -> bytes:
-    """`data`, a pickle, followed by its checksum."""
+    """Append its checksum to `data`, a pickle."""
     return b"%s\n# ckpt-storage %016x\n" % (data, crc64nvme(data))
 
 
 def is_sealed_pickle(tail: bytes | bytearray) -> bool:
-    """Whether something that ends in `tail` (its last `PICKLE_SEAL_BYTES` bytes) bears our seal."""
+    """Return True if this library sealed a pickle, given its last `PICKLE_SEAL_BYTES` bytes."""
     return _PICKLE_SEAL.search(tail) is not None
 
 
 def unseal_pickle(data: bytes | bytearray, *, url: str, key: str) -> memoryview:
-    """The pickle in `data`, without a copy.
+    """Return the pickle in `data`, without a copy.
 
     Raises:
-        IntegrityError: there is no seal, or it does not fit.
+        IntegrityError: there is no seal, or the checksum does not match.
     """
-    found = _PICKLE_SEAL.search(data, max(0, len(data) - PICKLE_SEAL_BYTES))
+    seal = _PICKLE_SEAL.search(data, max(0, len(data) - PICKLE_SEAL_BYTES))
     body = memoryview(data)[: max(0, len(data) - PICKLE_SEAL_BYTES)]
-    if found is None or int(found[1], 16) != crc64nvme(body):
+    if seal is None or int(seal[1], 16) != crc64nvme(body):
         raise IntegrityError("the checksum does not fit", url=url, key=key, start=0, stop=len(data))
     return body

@@ -1,4 +1,4 @@
-"""Waiting, within bounds, for what is known to exist but may not be visible to this client yet."""
+"""Wait, within bounds, for an object that exists but may not be visible to this client yet."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ T = TypeVar("T")
 def when_visible(
     read: Callable[[], T], *, timeout_s: float, still_expected: Callable[[], None] | None = None
 ) -> T:
-    """`read()`, tried again while it raises NotFound, until `timeout_s` seconds have passed.
+    """Call `read`, again while it raises NotFound, until `timeout_s` seconds have passed.
 
-    `still_expected` is asked before each new try and raises when there is nothing to wait for any more.
+    `still_expected` is called before each new attempt; it raises if waiting has become pointless.
 
     Raises:
         NotVisible: the object did not appear in time.

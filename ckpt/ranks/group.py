@@ -1,4 +1,4 @@
-"""The ranks that save or load together: how they agree, and what to say when they lose each other."""
+"""Let the ranks that save or load together agree, and notice that they lost each other."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _broken: set[_Name] = set()
 
 
 class RanksFailed(Exception):
-    """Some ranks failed where all had to succeed; `failures` are their errors, the same on every rank."""
+    """Some ranks failed where all had to succeed; `failures` maps them to their errors, on every rank alike."""
 
     def __init__(self, failures: Mapping[int, CheckpointError]) -> None:
         super().__init__(failures)
@@ -100,7 +100,7 @@ class Ranks:
         return len(self._members)
 
     def broadcast(self, value: Any) -> Any:
-        """The first rank's `value`, on all ranks."""
+        """Return the first rank's `value` on all ranks."""
         if len(self._members) == 1:
             return value
         box = [value]
@@ -108,23 +108,23 @@ class Ranks:
         return box[0]
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's `value`, in order, on all ranks."""
+        """Return every rank's `value`, in order, on all ranks."""
         values: list[Any] = [value] * len(self._members)
         if len(self._members) > 1:
             dist.all_gather_object(values, value, group=self.group)
         return values
 
     def most(self, values: Sequence[int]) -> list[int]:
-        """The largest of all ranks' `values`, place by place: a few integers, so it costs no more than a round trip."""
+        """Return the largest of all ranks' `values`, place by place, for the price of a round trip."""
         if len(self._members) == 1:
             return list(values)
         self._connect()
-        found = torch.tensor(values, dtype=torch.int64, device="cpu")
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.group)
-        return found.tolist()
+        largest = torch.tensor(values, dtype=torch.int64, device="cpu")
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
+        return largest.tolist()
 
     def from_first(self, work: Callable[[], T]) -> T:
-        """`work()` of the first rank on all ranks, or its error, as one of ours."""
+        """Run `work` on the first rank; return its result, or raise its error as one of ours, on all ranks."""
         self._connect()
         answer: tuple[bool, Any] | None = None
         if self.rank == 0:
@@ -138,7 +138,7 @@ class Ranks:
         return value  # type: ignore[no-any-return]
 
     def together(self, call: str, work: Callable[[], T]) -> T:
-        """`work()` of this rank, once that of every rank has worked.
+        """Run `work` on every rank; return this rank's result if all succeeded.
 
         Args:
             call: what this rank is doing; it has to be the same on all ranks.
@@ -168,7 +168,7 @@ class Ranks:
             dist.all_gather_object(outcomes, (call, failure), group=self.group)
         if interrupt is not None:
             raise interrupt
-        failures = {rank: found for rank, (_, found) in enumerate(outcomes) if found is not None}
+        failures = {rank: error for rank, (_, error) in enumerate(outcomes) if error is not None}
         if not failures:
             failures = _different_calls([other for other, _ in outcomes])
         if failures:
@@ -176,10 +176,10 @@ class Ranks:
         return value  # type: ignore[no-any-return]
 
     def roll_call(self, error: Exception) -> dict[int, Answer] | None:
-        """After a broken collective: what each rank says is the matter.
+        """Ask every rank, after a broken collective, what is the matter.
 
-        Gives the broken group up first, so that ranks still waiting in it wake up and answer. Returns None
-        if nobody can be asked, because the rendezvous store is gone.
+        This gives the broken group up first, so that ranks still waiting in it wake up and answer. Return None
+        if the rendezvous store is gone.
         """
         cause: Cause = "connection" if is_connection_error(error) else "own"
         if len(self._members) == 1:
@@ -188,7 +188,7 @@ class Ranks:
         return None if self._watch is None else self._watch.roll_call(_text(error), cause)
 
     def close(self) -> None:
-        """The end of the save or load: this rank has nothing more to say."""
+        """End the heartbeats of this rank with the save or load."""
         if self._watch is not None:
             self._watch.close()
 
@@ -208,7 +208,8 @@ class Ranks:
     def _break_off(self) -> None:
         """End the collective that this rank waits in, from another thread.
 
-        gloo closes all connections of a group when any wait in it times out: so wait for what nobody sends.
+        gloo closes all connections of a group when any wait in it times out: so wait for a message that nobody
+        sends.
         """
         group = self.group
         if group is None or not self._owned:
@@ -258,7 +259,7 @@ def _different_calls(calls: Sequence[str]) -> dict[int, CheckpointError]:
 
 
 def portable(error: Exception, rank: int) -> CheckpointError:
-    """`error` as one of ours that names its rank and can travel to another process."""
+    """Return `error` as one of ours that names its rank and can travel to another process."""
     if isinstance(error, CheckpointError):
         error.rank = rank if error.rank is None else error.rank
         with contextlib.suppress(Exception):
@@ -284,7 +285,7 @@ def _is_timeout(timeout_s: object) -> bool:
 
 
 def _own_group(name: _Name, process_group: Any, connect_timeout_s: float) -> Any:
-    """This library's gloo group over the named ranks, made once for each default group; None: use the caller's."""
+    """Return our gloo group over these ranks, made once for each default group; None to use the caller's."""
     world = dist.group.WORLD
     known = _own_groups.get(name)
     if known is not None and known[0] is world:
@@ -304,7 +305,7 @@ def _own_group(name: _Name, process_group: Any, connect_timeout_s: float) -> Any
 
 
 def _would_agree_on_a_name(process_group: Any, size: int) -> bool:
-    """Whether the ranks of a subgroup can make another group by themselves.
+    """Return True if the ranks of a subgroup can make another group by themselves.
 
     torch names such a group after its ranks and the number of groups each knows. If the numbers differ, the
     ranks would wait for each other under different names.

@@ -1,4 +1,4 @@
-"""Who decides what happens in a simulation: chance with a seed, or every possibility in turn."""
+"""Decide what happens in a simulation: by chance with a seed, or every possibility in turn."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ __all__ = ["Choices", "Exhaustive", "Seeded"]
 
 
 class Choices(ABC):
-    """Decides whatever a simulation leaves open."""
+    """Decide whatever a simulation leaves open."""
 
     @abstractmethod
     def pick(self, what: str, weights: Sequence[float]) -> int:
-        """One of `len(weights)` possibilities; the first is the uneventful one. Of weight 0: never."""
+        """Return the index of a possibility; the first is the uneventful one, one of weight 0 is never picked."""
 
     @abstractmethod
     def fraction(self, what: str) -> float:
-        """How much of a bound is used up, from 0 to 1."""
+        """Return how much of a bound is used up, from 0 to 1."""
 
     def duration(self) -> float:
-        """The same, for what matters little: a request's time."""
+        """Return how much of the longest time a request takes, from 0 to 1."""
         return 0.5
 
 
 class Seeded(Choices):
-    """By chance; the same seed decides the same."""
+    """Decide by chance; the same seed decides the same."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -41,7 +41,7 @@ class Seeded(Choices):
         return 0
 
     def fraction(self, what: str) -> float:
-        """The ends are where things go wrong, so they come up as often as all that lies between."""
+        """Return 0, 1, or a fraction: things go wrong at the ends, so each end is as likely as a quarter."""
         drawn = self.random.random()
         return 0.0 if drawn < 0.25 else 1.0 if drawn < 0.5 else 2 * drawn - 1
 
@@ -50,7 +50,7 @@ class Seeded(Choices):
 
 
 class Exhaustive(Choices):
-    """Every way a simulation can go in which at most `deviations` decisions differ from the uneventful one.
+    """Decide in every way in which at most `deviations` decisions differ from the uneventful one.
 
     Each round of `for choices in Exhaustive.all(...)` is another way; run the whole simulation anew in each.
     (Bounded search by re-execution, as CHESS does for the preemptions of threads.)
@@ -65,7 +65,10 @@ class Exhaustive(Choices):
 
     @staticmethod
     def all(deviations: int, *, usual_fraction: float = 0.0) -> Iterator[Exhaustive]:
-        """`usual_fraction`, 0 or 1: the uneventful answer to `fraction`; the other one is a deviation."""
+        """Yield the choices of one round after another.
+
+        `usual_fraction`, 0 or 1, is the uneventful answer to `fraction`; the other one is a deviation.
+        """
         path: list[int] = []
         while True:
             choices = Exhaustive(deviations, path, usual_fraction)
@@ -92,7 +95,7 @@ class Exhaustive(Choices):
         return abs(self._usual - self.pick(what, (1, 1)))
 
     def _next_path(self) -> list[int]:
-        """The path of the next round; empty after the last."""
+        """Return the path of the next round; empty after the last."""
         path = self.path[: self._made]
         while path and path[-1] + 1 == self._sizes[len(path) - 1]:
             path.pop()

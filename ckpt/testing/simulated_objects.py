@@ -1,4 +1,4 @@
-"""What a simulated storage system holds, and what each of its nodes sees of it."""
+"""Hold the objects of a simulated storage system, and decide what each of its nodes sees of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EPOCH_S = 1_700_000_000.0
 
 @dataclass(frozen=True)
 class Model:
-    """What a storage system may do to its clients.
+    """Bound what a storage system may do to its clients.
 
     Attributes:
         create_lag_s, overwrite_lag_s, delete_lag_s, list_lag_s: until other nodes see it, at most.
@@ -53,7 +53,7 @@ class Model:
 
     @property
     def visibility_s(self) -> float:
-        """After how long every node sees what was done, whatever it looked at before."""
+        """The time after which every node sees a change, whatever it looked at before."""
         lag_s = max(self.create_lag_s, self.overwrite_lag_s, self.delete_lag_s)
         return lag_s + self.negative_cache_s + self.attribute_cache_s
 
@@ -102,7 +102,7 @@ class Upload:
 
 
 class Objects:
-    """The versions of all names, and unfinished uploads; who sees what of them, and when.
+    """Keep the versions of all names and the unfinished uploads, and decide who sees them, and when.
 
     Attributes:
         now_s: the time, which somebody else counts.
@@ -121,12 +121,12 @@ class Objects:
         self._attributes: dict[tuple[str, str], tuple[float, ObjectStat | None]] = {}
 
     def truth(self, name: str) -> bytes | None:
-        """What `name` holds."""
+        """Return what `name` holds."""
         versions = self.versions.get(name)
         return versions[-1].data if versions else None
 
     def add(self, node: str, name: str, data: bytes | None, process: Actor | None) -> Version | None:
-        """`name` holds `data` from now on (None: is deleted); None if that changes nothing."""
+        """Have `name` hold `data` from now on (None: delete it); return None if that changes nothing."""
         versions = self.versions.setdefault(name, [])
         if data is None and self.truth(name) is None:
             return None
@@ -138,34 +138,34 @@ class Objects:
         return after
 
     def seen(self, node: str, name: str) -> Version | None:
-        """The version of `name` that `node` finds when it looks; None if it finds nothing."""
+        """Return the version of `name` that `node` sees; None if it sees none."""
         if self._missing_until_s.get((node, name), -1.0) > self.now_s:
             return None
-        found = self._newest_seen(node, name)
-        if found is not None and found.data is not None:
-            return found
+        version = self._newest_seen(node, name)
+        if version is not None and version.data is not None:
+            return version
         if self.model.negative_cache_s:
             believed_s = self.model.negative_cache_s * self.choices.fraction("negative cache")
             self._missing_until_s[node, name] = self.now_s + believed_s
         return None
 
     def seen_in_listing(self, node: str, name: str) -> Version | None:
-        found = self._newest_seen(node, name, in_listing=True)
-        return found if found is not None and found.data is not None else None
+        version = self._newest_seen(node, name, in_listing=True)
+        return version if version is not None and version.data is not None else None
 
     def attributes(self, node: str, name: str, key: str) -> ObjectStat | None:
-        """What `node` is told about `name`."""
+        """Return what `node` is told about `name`."""
         until_s, known = self._attributes.get((node, name), (-1.0, None))
         if until_s > self.now_s:
             return known
         version = self.seen(node, name)
         if version is None or version.data is None:
             return None
-        found = version.stat(key)
+        stat = version.stat(key)
         if self.model.attribute_cache_s:
             kept_s = self.model.attribute_cache_s * self.choices.fraction("attributes")
-            self._attributes[node, name] = (self.now_s + kept_s, found)
-        return found
+            self._attributes[node, name] = (self.now_s + kept_s, stat)
+        return stat
 
     def _newest_seen(self, node: str, name: str, *, in_listing: bool = False) -> Version | None:
         versions = self.versions.get(name, ())
@@ -186,19 +186,19 @@ class Objects:
         return self.model.create_lag_s if first else self.model.overwrite_lag_s
 
     def _visible_at_s(self, version: Version, view: str, bound_s: float) -> float:
-        found = version.seen_at_s.get(view)
-        if found is None:
-            found = version.seen_at_s[view] = version.at_s + bound_s * self.choices.fraction("lag")
-        return found
+        seen_at_s = version.seen_at_s.get(view)
+        if seen_at_s is None:
+            seen_at_s = version.seen_at_s[view] = version.at_s + bound_s * self.choices.fraction("lag")
+        return seen_at_s
 
     def begin_upload(self, number: int, name: str) -> None:
         self.uploads[number] = Upload(name, EPOCH_S + self.now_s)
 
     def abort_uploads(self, chosen: Callable[[Upload], bool]) -> int:
-        found = [number for number, upload in self.uploads.items() if chosen(upload)]
-        for number in found:
+        numbers = [number for number, upload in self.uploads.items() if chosen(upload)]
+        for number in numbers:
             del self.uploads[number]
-        return len(found)
+        return len(numbers)
 
     def new_upload(self) -> int:
         self._uploads_begun += 1
