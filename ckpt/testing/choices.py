@@ -41,7 +41,7 @@ class Seeded(Choices):
         return 0
 
     def fraction(self, what: str) -> float:
-        """Return 0, 1, or a fraction: things go wrong at the ends, so each end is as likely as a quarter."""
+        """Return a random fraction; half of the time 0 or 1, as things go wrong at the ends."""
         drawn = self.random.random()
         return 0.0 if drawn < 0.25 else 1.0 if drawn < 0.5 else 2 * drawn - 1
 

@@ -1,4 +1,4 @@
-"""Probes: what the credentials allow, and what works without the rest."""
+"""Probe what the credentials allow, and say what works without the rest."""
 
 from __future__ import annotations
 
@@ -37,11 +37,14 @@ _WITHOUT = {
 
 
 _OPTIONAL = frozenset({"list", "list uploads", "abort uploads"})
-"""Not every server offers them."""
+"""Not every server offers these."""
 
 
 def permissions(subject: Subject) -> Iterator[Finding]:
-    """Each operation once; `subject.allowed` gets those that were carried out. The storage's other errors are raised."""
+    """Try each operation once, and add those that were carried out to `subject.allowed`.
+
+    The storage's other errors are raised.
+    """
     first, key = subject.first, "access/object"
     refused: list[tuple[str, StorageError]] = []
 

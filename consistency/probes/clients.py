@@ -1,4 +1,4 @@
-"""The clients of a place that probes compare: this process, and perhaps another one, or another mount.
+"""Give probes clients of a place to compare: this process, and perhaps another one, or another mount.
 
 A client has connections and caches of its own. It stops working when its examination is over, and remembers
 what it may have written, so that it can be removed.
@@ -38,7 +38,7 @@ main({descriptor})
 
 
 class OutOfTime(Exception):
-    """The time for this probe is over, or it was interrupted."""
+    """The time of this probe is over, or it was interrupted."""
 
 
 class Client:
@@ -66,12 +66,12 @@ class Client:
             raise
 
     def read(self, key: str) -> bytes:
-        found: bytes = self._do("read", key)
-        return found
+        data: bytes = self._do("read", key)
+        return data
 
     def stat(self, key: str) -> ObjectStat:
-        found: ObjectStat = self._do("stat", key)
-        return found
+        stat: ObjectStat = self._do("stat", key)
+        return stat
 
     def exists(self, key: str) -> bool:
         return bool(self._do("exists", key))
@@ -89,9 +89,9 @@ class Client:
         self._do("prepare", prefix)
 
     def clean(self, keys: Iterable[str]) -> list[str]:
-        """Remove these objects, unfinished uploads, and what has become empty; returns what is there all the same.
+        """Remove these objects, unfinished uploads, and empty directories; return what could not be removed.
 
-        The deadline is for everything else.
+        This has time of its own, beside the deadline.
         """
         return list(self._carry_out("clean", [list(keys)], CLEANING_LIMIT_S))
 
@@ -109,7 +109,7 @@ class Client:
 
 
 class ProcessClient(Client):
-    """The same in a process of its own, with a copy of `store` that opens its own connections."""
+    """A client in a process of its own, with a copy of `store` that opens its own connections."""
 
     def __init__(self, store: Store, name: str) -> None:
         super().__init__(store, name)
@@ -175,7 +175,7 @@ def _clean(store: Store, keys: list[str]) -> list[str]:
         store.remove_empty()
     try:
         # A listing may lag.
-        left = [found.key for found in store.list() if exists(store, found.key)]
+        left = [stat.key for stat in store.list() if exists(store, stat.key)]
     except StorageError:
         left = []
         with contextlib.suppress(StorageError):
@@ -189,7 +189,7 @@ _OPERATIONS: Mapping[str, Callable[..., Any]] = {
     "read": lambda store, key: bytes(read_bytes(store, key, max_bytes=_MAX_BYTES)),
     "stat": lambda store, key: store.stat(key),
     "exists": exists,
-    "names": lambda store, prefix: [found.key for found in store.list(prefix)],
+    "names": lambda store, prefix: [stat.key for stat in store.list(prefix)],
     "folders": lambda store, prefix: list(store.folders(prefix)),
     "delete": lambda store, keys: store.delete(keys),
     "prepare": lambda store, prefix: store.prepare(prefix),

@@ -1,7 +1,7 @@
-"""What does this storage really do? Probes, each bounded in time, and what they found.
+"""Examine what a storage really does, by probes that are each bounded in time.
 
-A probe asks one question by trying, through the same stores that carry checkpoints. `examine` runs them, whatever
-becomes of one of them. All they write lies in one folder, whose names the clients remember.
+A probe answers one question by trying, through the same stores that carry checkpoints. `examine` runs them
+all, whatever becomes of one of them. All they write lies in one folder, whose names the clients remember.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _GRACE_S = 10.0
 
 
 class Verdict(enum.Enum):
-    """What a finding means for checkpoints."""
+    """The meaning of a finding for checkpoints."""
 
     FINE = "fine"
     CAREFUL = "careful"
@@ -35,13 +35,13 @@ class Verdict(enum.Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """What a probe found.
+    """A result of a probe.
 
     Attributes:
-        check: what was looked at.
-        result: what was seen.
-        advice: what it means, and what to do about it.
-        measured: the same in values; delays and times in seconds, None where something never came.
+        check: the subject of the probe.
+        result: the observation, in words.
+        advice: its meaning, and the remedy.
+        measured: the observation in values; times in seconds, None where something never came.
     """
 
     check: str
@@ -53,13 +53,13 @@ class Finding:
 
 @dataclass
 class Subject:
-    """What is examined.
+    """The place to examine.
 
     Attributes:
-        first, second: clients of one place; without a second one, nothing is said about what others see.
+        first, second: clients of the place; without a second one, visibility to others is not measured.
         wait_s: how long to wait for something to become visible.
         allowed: operations that the credentials allow, as far as known.
-        lag_s: the longest that one client took to see what the other did.
+        lag_s: the longest that one client took to see a change by the other.
     """
 
     first: Client
@@ -78,8 +78,8 @@ class Probe:
     """A probe.
 
     Attributes:
-        check: what it looks at.
-        run: yields what it finds.
+        check: its subject.
+        run: yields its findings.
         limit_s: the time it may take.
         needs: operations that have to be allowed.
         vital: without it the others make no sense: its error is raised.
@@ -97,8 +97,8 @@ def examine(
 ) -> list[Finding]:
     """Run the probes, one after the other, for `timeout_s` seconds in all.
 
-    A probe that does not come back in its time is a finding. If it does not come back at all, the storage hangs, and
-    the others are left out.
+    A probe that does not return in time is a finding. If it does not return at all, the storage hangs, and the
+    others are left out.
 
     Raises:
         CheckpointError: a vital probe failed so.
@@ -127,7 +127,7 @@ def examine(
 
 
 class _Run:
-    """A probe in a thread of its own: what hangs in a system call cannot be ended. If it comes back, its time is over."""
+    """Run a probe in a thread of its own: a system call that hangs cannot be ended, only left behind."""
 
     def __init__(self, probe: Probe, subject: Subject, limit_s: float) -> None:
         self._probe, self._subject = probe, subject

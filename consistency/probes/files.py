@@ -1,4 +1,4 @@
-"""Probes of a mount: the calls that a file gets its name with, their durability, and the space that is left."""
+"""Probe a mount: the calls that give a file its name, their durability, and the free space."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["durability", "names", "space"]
 
 _LOW_BYTES = 1 << 30
 _NOT_KNOWN_BYTES = 1 << 50
-"""What rclone says when it cannot know; s3fs says more."""
+"""The free space that rclone reports when it cannot know; s3fs reports more."""
 _ABSURD_BYTES = 1 << 60
 
 
 def names(subject: Subject) -> Iterator[Finding]:
-    """Hard links, with which a name is taken once; and renames, with which a file is replaced."""
+    """Try hard links, which take a name once, and renames, which replace a file."""
     directory = subject.first.store.directory
     if directory is None:
         return
@@ -51,7 +51,7 @@ def names(subject: Subject) -> Iterator[Finding]:
 
 
 def durability(subject: Subject) -> Iterator[Finding]:
-    """fsync of a file and of a directory: whether they work, and how long they take."""
+    """Time fsync of a file and of a directory."""
     directory = subject.first.store.directory
     if directory is None:
         return
@@ -80,22 +80,22 @@ def durability(subject: Subject) -> Iterator[Finding]:
 
 
 def space(subject: Subject) -> Iterator[Finding]:
-    """What is left for this user."""
+    """Measure the space that is left for this user."""
     directory = subject.first.store.directory
     if directory is None:
         yield Finding("free space", Verdict.UNKNOWN, "this storage does not tell")
         return
-    found = os.statvfs(directory)
-    free_bytes = found.f_bavail * found.f_frsize
-    measured = {"free_bytes": free_bytes, "free_files": found.f_favail if found.f_files else None}
+    stat = os.statvfs(directory)
+    free_bytes = stat.f_bavail * stat.f_frsize
+    measured = {"free_bytes": free_bytes, "free_files": stat.f_favail if stat.f_files else None}
     if free_bytes == _NOT_KNOWN_BYTES or free_bytes >= _ABSURD_BYTES:
         yield Finding("free space", Verdict.UNKNOWN, "this mount does not tell", measured=measured)
         return
     result = f"{free_bytes / 2**30:,.1f} GiB"
     advice = "a save needs room for the new checkpoint beside the one that it replaces"
-    if found.f_files and found.f_favail < 1000:
+    if stat.f_files and stat.f_favail < 1000:
         yield Finding(
-            "free space", Verdict.PROBLEM, f"{result}, but room for {found.f_favail} files", advice, measured
+            "free space", Verdict.PROBLEM, f"{result}, but room for {stat.f_favail} files", advice, measured
         )
     elif free_bytes < _LOW_BYTES:
         yield Finding("free space", Verdict.CAREFUL, result, advice, measured)
@@ -119,7 +119,7 @@ def _fsync(path: str) -> None:
 
 
 def _refused(call: Callable[[], object]) -> str | None:
-    """How the file system worded its refusal; None if it worked. What has to do with disks and networks is raised."""
+    """Return the file system's refusal of `call`; None if it worked. Errors of disks and networks are raised."""
     try:
         call()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Probe: of two clients that create the same name at the same moment, does exactly one win?"""
+"""Probe whether exactly one of two clients wins that create the same name at the same moment."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TIME_S = 10.0
 
 
 def exclusive_creates(subject: Subject) -> Iterator[Finding]:
-    """Rounds of two creates at once, as two jobs would commit to one place."""
+    """Run rounds of two creates at once, as two jobs would commit to one place."""
     first, second = subject.first, subject.second
     twin = None
     if second is None:
@@ -55,7 +55,7 @@ def _finding(winners: Counter[int], second: Client, *, claimed: bool) -> Finding
 
 
 def _rounds(first: Client, second: Client) -> Counter[int]:
-    """How often there were how many winners."""
+    """Count the rounds by their number of winners."""
     winners: Counter[int] = Counter()
     deadline = environment.monotonic() + _TIME_S
     for number in range(_ROUNDS):
@@ -66,14 +66,14 @@ def _rounds(first: Client, second: Client) -> Counter[int]:
 
 
 def _race(first: Client, second: Client, key: str) -> int:
-    """How many of them created `key`."""
+    """Let both create `key` at once; return how many did."""
     start = threading.Barrier(2)
     outcomes: list[bool | BaseException] = []
 
     def create(client: Client) -> None:
         try:
             start.wait(_TIME_S)
-            client.create(key, client.name.encode().ljust(32))  # of one size: who loses may look
+            client.create(key, client.name.encode().ljust(32))  # of one size: the loser may look
             outcomes.append(True)
         except AlreadyExists:
             outcomes.append(False)

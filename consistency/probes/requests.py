@@ -1,4 +1,4 @@
-"""Probes: what a server makes of conditions, of checksums, and of uploads in parts."""
+"""Probe how a server handles conditions, checksums, and uploads in parts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _RESULTS = {
 
 
 def conditions(subject: Subject) -> Iterator[Finding]:
-    """What "only if absent" comes to, on a single put and on the completion of an upload in parts."""
+    """Try "only if absent" on a single put and on the completion of an upload in parts."""
     store, raw = subject.first.store, raw_requests_of(subject.first.store)
     if raw is None:
         return
@@ -46,7 +46,7 @@ def conditions(subject: Subject) -> Iterator[Finding]:
 
 
 def checksums(subject: Subject) -> Iterator[Finding]:
-    """Whether the server refuses bytes that do not match the checksum sent along."""
+    """Find out whether the server refuses bytes that do not match the checksum sent along."""
     raw = raw_requests_of(subject.first.store)
     if raw is None:
         return
@@ -88,7 +88,7 @@ class _MislabelledBody(BytesBody):
 
 
 def limits(subject: Subject) -> Iterator[Finding]:
-    """Which parts of an upload the server takes."""
+    """Find out which parts of an upload the server takes."""
     raw = raw_requests_of(subject.first.store)
     if raw is None:
         return
@@ -142,7 +142,7 @@ def _takes_part(subject: Subject, raw: RawRequests, number: int) -> bool:
 
 
 def uploads(subject: Subject) -> Iterator[Finding]:
-    """Whether an upload that was begun and left can be found, and aborted."""
+    """Find out whether an unfinished upload can be found and aborted."""
     raw = raw_requests_of(subject.first.store)
     if raw is None:
         return

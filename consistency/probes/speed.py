@@ -1,4 +1,4 @@
-"""Probes: how long a request takes, how many bytes a second go through, and whether the clocks agree."""
+"""Probe the time of requests, the bytes per second, and whether the clocks agree."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SKEW_S, _REFUSED_SKEW_S = 5.0, 900.0
 
 
 def latency(subject: Subject) -> Iterator[Finding]:
-    """Small puts, looks and reads, one after the other."""
+    """Time small puts, looks and reads, one after the other."""
     first = subject.first
     took_s: dict[str, list[float]] = {"put": [], "look": [], "read": []}
     for number in range(_ROUNDS):
@@ -38,7 +38,7 @@ def latency(subject: Subject) -> Iterator[Finding]:
 
 
 def throughput(subject: Subject) -> Iterator[Finding]:
-    """One object, written and read back; a large one where a small one went fast."""
+    """Time one object, written and read back; a large one where a small one was fast."""
     store, key = subject.first.store, "throughput/object"
     subject.first.written.add(key)
     put_s = read_s = 0.0
@@ -65,7 +65,7 @@ def _through(subject: Subject, key: str, size_bytes: int) -> tuple[float, float]
 
 
 def clock(subject: Subject) -> Iterator[Finding]:
-    """The storage's clock against this machine's, by the date of an object just written."""
+    """Compare the storage's clock with this machine's, by the date of an object just written."""
     before_s = environment.now()
     subject.first.put("clock/object", b"x")
     after_s = environment.now()

@@ -1,4 +1,4 @@
-"""Probes: when does a client see what it wrote, and what another one wrote?
+"""Probe when a client sees its own writes, and those of another client.
 
 Everything is written once, and looked for until it is seen; the delay is that of the first look that saw it. What
 is looked for lies in folders of its own, so that one look does not refresh what another one remembers.
@@ -39,7 +39,7 @@ _HARMLESS = frozenset({_FOLDER, _LISTING, _DELETE})
 
 @dataclass
 class _Sight:
-    """Something that `observer` is to see. `after_s` is None as long as it has not; `trouble`: the last error of a look."""
+    """A change that `observer` is to see; `after_s` is None until it has, `trouble` the last error of a look."""
 
     what: str
     writer: Client
@@ -64,7 +64,7 @@ class _Sight:
 
 
 def own_writes(subject: Subject) -> Iterator[Finding]:
-    """What the first client sees of what it wrote itself."""
+    """Measure when the first client sees its own writes."""
     lists = "list" in subject.allowed
     sights = _watch_all(subject, [(subject.first, subject.first)], "own", lists=lists)
     late = [sight for sight in sights if not _is_fine(sight)]
@@ -80,7 +80,7 @@ def own_writes(subject: Subject) -> Iterator[Finding]:
 
 
 def writes_of_others(subject: Subject) -> Iterator[Finding]:
-    """What each client sees of what the other wrote."""
+    """Measure when each client sees the writes of the other."""
     if subject.second is None:
         advice = "name a second mount of the same place, or --second-client"
         yield Finding("others", Verdict.UNKNOWN, "there is one client only", advice)
@@ -142,7 +142,7 @@ def _seen(sight: _Sight, wait_s: float) -> str:
 def _watch_all(
     subject: Subject, pairs: Iterable[tuple[Client, Client]], tag: str, *, lists: bool
 ) -> list[_Sight]:
-    """Watch everything for each (writer, observer); what comes after something that was never seen is left out."""
+    """Watch everything for each (writer, observer), until something was never seen."""
     first: list[_Sight] = []
     then: list[_Sight] = []
     last: list[_Sight] = []
@@ -165,7 +165,7 @@ def _watch_all(
 
 
 def _new(writer: Client, observer: Client, where: str, *, lists: bool) -> list[_Sight]:
-    """Things that were not there before."""
+    """Return sights of objects that do not exist yet."""
     file, early = f"{where}-file/f", f"{where}-early/f"
     observer.exists(early)
     sights = [
@@ -189,7 +189,7 @@ def _new(writer: Client, observer: Client, where: str, *, lists: bool) -> list[_
 
 
 def _watch(sights: Sequence[_Sight], wait_s: float) -> None:
-    """Do what is to be seen, and look until all is seen, or `wait_s` seconds are over."""
+    """Make the changes, and look until all are seen or `wait_s` seconds are over."""
     for sight in sights:
         sight.act()
         sight.since_s = environment.monotonic()
