@@ -124,7 +124,8 @@ def test_large_bodies_are_dropped_and_counted(dropping: Endpoint) -> None:
     assert dropping.report()["sent_by_key"] == {f"{BUCKET}/small": 4}
 
 
-@pytest.mark.parametrize("contender", ["ours", "sockets"])
+@pytest.mark.ranks
+@pytest.mark.parametrize("contender", [pytest.param("ours", marks=pytest.mark.smoke), "sockets"])
 def test_save_and_load_are_measured(contender: str, keeping: Endpoint) -> None:
     task = Task("save", contender, f"s3://{BUCKET}/saved-{contender}", STATE, keeping)
     saved = figures(task)
@@ -138,11 +139,13 @@ def test_save_and_load_are_measured(contender: str, keeping: Endpoint) -> None:
         assert found["peak_mb"] >= 0
 
 
+@pytest.mark.ranks
 def test_a_save_to_the_dropping_endpoint(dropping: Endpoint) -> None:
     saved = figures(Task("save", "ours", f"s3://{BUCKET}/dropped", STATE, dropping))
     assert saved["sent_mb"] * 1e6 >= STATE.nbytes
 
 
+@pytest.mark.ranks
 def test_over_tls(tmp_path: Path) -> None:
     with sink(keep=True, tls_folder=tmp_path) as endpoint:
         for contender in ("ours", "sockets"):
@@ -151,6 +154,7 @@ def test_over_tls(tmp_path: Path) -> None:
             assert figures(Task("load", contender, task.place, STATE, endpoint))["read_bytes"] >= STATE.nbytes
 
 
+@pytest.mark.ranks
 def test_only_what_is_needed_is_read(keeping: Endpoint) -> None:
     place = f"s3://{BUCKET}/sharded"
     state = StateSpec(1, 2048, 4096)
@@ -163,6 +167,7 @@ def test_only_what_is_needed_is_read(keeping: Endpoint) -> None:
     assert some["read_data_bytes"] <= 2 * MIB
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("contender", ["files", "stock", "ours"])
 def test_files(contender: str, tmp_path: Path) -> None:
     task = Task("save", contender, str(tmp_path / "saved"), STATE, threads=2)
@@ -170,6 +175,7 @@ def test_files(contender: str, tmp_path: Path) -> None:
     assert figures(Task("load", contender, task.place, STATE, threads=2))["gb_per_s"] > 0
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("contender", ["stock", "ours"])
 def test_metadata_and_stalls(contender: str, tmp_path: Path) -> None:
     found = figures(Task("commit", contender, str(tmp_path / "metadata"), parameters={"ranks": 2}))
@@ -178,6 +184,7 @@ def test_metadata_and_stalls(contender: str, tmp_path: Path) -> None:
     assert figures(Task("async_save", contender, str(tmp_path / "stall"), STATE))["wall_s"] > 0
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("mode", ["thread", pytest.param("process", marks=pytest.mark.long)])
 def test_through_the_manager(mode: str, tmp_path: Path) -> None:
     """A save to a server that takes 4 MB/s lasts longer than a step, and is what the middle steps ran beside."""
@@ -213,6 +220,7 @@ def test_the_table_of_cases() -> None:
             assert entry.note
 
 
+@pytest.mark.ranks
 def test_a_failure_is_shown_and_stops_nothing(tmp_path: Path) -> None:
     entries = (
         Entry("good", "files", "floor", threads=1),
@@ -231,6 +239,7 @@ def test_a_failure_is_shown_and_stops_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.ranks
 def test_measuring_processes_that_hang_or_are_gone(tmp_path: Path) -> None:
     task = Task("save", "files", str(tmp_path / "place"), STATE, threads=1)
     (tmp_path / "task").write_text(task.to_json())
