@@ -12,9 +12,13 @@ from pathlib import Path
 import pytest
 
 _STARTS_ONE_AND_DIES = """
-import os, signal, subprocess
+import os, signal, subprocess, time
+from pathlib import Path
 from support.servers import spawn
-print(spawn(["sleep", "300"], stdout=subprocess.DEVNULL).pid, flush=True)
+pid = spawn(["sleep", "300"], stdout=subprocess.DEVNULL).pid
+while not Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"sleep"):
+    time.sleep(0.01)  # from then on the kernel knows with whom it ends
+print(pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 

@@ -487,7 +487,7 @@ def test_preflight_names_what_does_not_work(tmp_path: Path, monkeypatch: pytest.
                 buffer[:] = bytes(len(buffer))
 
         monkeypatch.setattr(PosixStore, "read_into", lossy)
-        with pytest.raises(IntegrityError, match="not what was written"):
+        with pytest.raises(IntegrityError, match="the storage returned other bytes than had been written"):
             manager.step(1, state_of(1))
         monkeypatch.undo()
         assert list(tmp_path.iterdir()) == [], "what was tried is removed"
