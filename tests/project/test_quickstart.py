@@ -6,9 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from support.rooms import ROOT
 
 
+@pytest.mark.ranks
 def test_the_quickstart_runs_twice_and_goes_on(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "examples" / "quickstart.py"), str(tmp_path)]
     for _ in range(2):

@@ -110,7 +110,7 @@ def test_every_reply_to_the_commit_is_lost(proxy: FaultProxy, proxied: Place, fi
     assert load_is(2, 0, *proxied)
 
 
-@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("first", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_the_commit_arrives_late(
     proxy: FaultProxy, server: StrictS3, proxied: Place, first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
