@@ -9,7 +9,7 @@ checkpoints that the run itself has recorded are ever removed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -54,12 +54,30 @@ class _AnyKeeps(KeepRule):
 
 
 @dataclass(frozen=True)
-class _Selection(KeepRule):
-    select: Callable[[Sequence[RunCheckpoint], float], Iterable[RunCheckpoint]]
-    reason: str
+class _Last(KeepRule):
+    count: int
 
     def keeps(self, checkpoints: Sequence[RunCheckpoint], now_s: float) -> dict[int, str]:
-        return {checkpoint.step: self.reason for checkpoint in self.select(checkpoints, now_s)}
+        newest = checkpoints[-self.count :]
+        return {checkpoint.step: f"of the last {self.count}" for checkpoint in newest}
+
+
+@dataclass(frozen=True)
+class _EverySteps(KeepRule):
+    steps: int
+
+    def keeps(self, checkpoints: Sequence[RunCheckpoint], now_s: float) -> dict[int, str]:
+        steps = [checkpoint.step for checkpoint in checkpoints if checkpoint.step % self.steps == 0]
+        return dict.fromkeys(steps, f"every {self.steps} steps")
+
+
+@dataclass(frozen=True)
+class _Within(KeepRule):
+    seconds: float
+
+    def keeps(self, checkpoints: Sequence[RunCheckpoint], now_s: float) -> dict[int, str]:
+        young = [old.step for old in checkpoints if now_s - old.saved_at_s <= self.seconds]
+        return dict.fromkeys(young, f"of the last {self.seconds:g} s")
 
 
 @dataclass(frozen=True)
@@ -89,16 +107,13 @@ class Best(KeepRule):
 def last(count: int) -> KeepRule:
     """Keep the last `count`; one is enough, as it goes only when the next is durable."""
     _check(count >= 1, "last takes a positive number of checkpoints")
-    return _Selection(lambda checkpoints, now_s: checkpoints[-count:], f"of the last {count}")
+    return _Last(count)
 
 
 def every_steps(steps: int) -> KeepRule:
     """Keep those of steps that are a multiple of `steps`."""
     _check(steps >= 1, "every_steps takes a positive number of steps")
-    return _Selection(
-        lambda checkpoints, now_s: [old for old in checkpoints if old.step % steps == 0],
-        f"every {steps} steps",
-    )
+    return _EverySteps(steps)
 
 
 def best(count: int, metric: str, mode: Literal["min", "max"] = "min") -> KeepRule:
@@ -111,10 +126,7 @@ def best(count: int, metric: str, mode: Literal["min", "max"] = "min") -> KeepRu
 def within(seconds: float) -> KeepRule:
     """Keep those of the last `seconds`."""
     _check(seconds > 0, "within takes a positive number of seconds")
-    return _Selection(
-        lambda checkpoints, now_s: [old for old in checkpoints if now_s - old.saved_at_s <= seconds],
-        f"of the last {seconds:g} s",
-    )
+    return _Within(seconds)
 
 
 def _check(holds: bool, text: str) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ckpt.errors import ConfigurationError
@@ -84,40 +84,77 @@ class _AnyDue(SaveRule):
 
 
 @dataclass(frozen=True)
-class _Condition(SaveRule):
-    """Save for `reason` when a condition holds."""
-
-    holds: Callable[[Moment], bool]
-    reason: str
-    needs_clock: bool = False
+class _EverySteps(SaveRule):
+    steps: int
 
     def due(self, moment: Moment) -> str | None:
-        return self.reason.format(moment.step) if self.holds(moment) else None
+        return f"every {self.steps} steps" if moment.step and moment.step % self.steps == 0 else None
 
 
 @dataclass(frozen=True)
-class _Interval(SaveRule):
-    """Save at an interval that follows from the mean stall of a save, once measured."""
+class _AtSteps(SaveRule):
+    steps: frozenset[int]
 
-    interval: Callable[[Moment, float], tuple[float, str]]
-    needs_clock: bool = True
+    def due(self, moment: Moment) -> str | None:
+        return f"step {moment.step} is listed in at_steps" if moment.step in self.steps else None
+
+
+@dataclass(frozen=True)
+class _FirstStep(SaveRule):
+    def due(self, moment: Moment) -> str | None:
+        return "the run has no checkpoint yet" if moment.is_first else None
+
+
+@dataclass(frozen=True)
+class _LastStep(SaveRule):
+    def due(self, moment: Moment) -> str | None:
+        return "the last step" if moment.is_last else None
+
+
+@dataclass(frozen=True)
+class _EverySeconds(SaveRule):
+    needs_clock = True
+    seconds: float
+
+    def due(self, moment: Moment) -> str | None:
+        return f"every {self.seconds:g} s" if moment.since_save_s >= self.seconds else None
+
+
+@dataclass(frozen=True)
+class _OverheadBudget(SaveRule):
+    needs_clock = True
+    fraction: float
 
     def due(self, moment: Moment) -> str | None:
         if moment.stall_s is None:
             return "to measure how long a save takes"
-        interval_s, reason = self.interval(moment, moment.stall_s)
+        interval_s = max(moment.stall_s / self.fraction, moment.upload_s or 0.0)
+        text = f"a save stops steps for {moment.stall_s:.3g} s, at most {self.fraction:.2%} of the time"
+        return text if moment.since_save_s >= interval_s else None
+
+
+@dataclass(frozen=True)
+class _YoungDaly(SaveRule):
+    needs_clock = True
+    mtbf_s: float | None
+
+    def due(self, moment: Moment) -> str | None:
+        if moment.stall_s is None:
+            return "to measure how long a save takes"
+        mtbf_s = moment.mtbf_s if self.mtbf_s is None else self.mtbf_s
         # More often than uploads take is not possible, however cheap the stall.
-        is_due = moment.since_save_s >= max(interval_s, moment.upload_s or 0.0)
-        return reason if is_due else None
+        interval_s = max(math.sqrt(2 * moment.stall_s * mtbf_s), moment.upload_s or 0.0)
+        text = f"Young-Daly: every {interval_s:.3g} s for a stall of {moment.stall_s:.3g} s and a failure every {mtbf_s:.3g} s"
+        return text if moment.since_save_s >= interval_s else None
 
 
 @dataclass(frozen=True)
 class OnPreemption(SaveRule):
     """Save when a signal reaches any rank. The manager looks for signals, so `due` returns None."""
 
+    needs_clock = True
     grace_s: float
     signals: tuple[signal.Signals, ...]
-    needs_clock: bool = True
 
     def due(self, moment: Moment) -> str | None:
         return None
@@ -126,40 +163,34 @@ class OnPreemption(SaveRule):
 def every_steps(steps: int) -> SaveRule:
     """Save after every step that is a multiple of `steps`."""
     _check(steps >= 1, "every_steps takes a positive number of steps")
-    return _Condition(lambda moment: moment.step > 0 and moment.step % steps == 0, f"every {steps} steps")
+    return _EverySteps(steps)
 
 
 def at_steps(steps: Iterable[int]) -> SaveRule:
     """Save after these steps."""
-    chosen = frozenset(steps)
-    return _Condition(lambda moment: moment.step in chosen, "step {} is listed in at_steps")
+    return _AtSteps(frozenset(steps))
 
 
 def first_step() -> SaveRule:
     """Save after the first step of a run without checkpoints: faults show in the first minute."""
-    return _Condition(lambda moment: moment.is_first, "the run has no checkpoint yet")
+    return _FirstStep()
 
 
 def last_step() -> SaveRule:
     """Save after the step for which the trainer says `last=True`."""
-    return _Condition(lambda moment: moment.is_last, "the last step")
+    return _LastStep()
 
 
 def every_seconds(seconds: float) -> SaveRule:
     """Save when so much time has passed since the last save began."""
     _check(seconds > 0, "every_seconds takes a positive number of seconds")
-    return _Condition(lambda moment: moment.since_save_s >= seconds, f"every {seconds:g} s", True)
+    return _EverySeconds(seconds)
 
 
 def overhead_budget(fraction: float) -> SaveRule:
     """Save as often as saves stop the steps for at most this fraction of the time."""
     _check(0 < fraction < 1, "overhead_budget takes a fraction between 0 and 1")
-
-    def interval(moment: Moment, stall_s: float) -> tuple[float, str]:
-        reason = f"a save stops steps for {stall_s:.3g} s, at most {fraction:.2%} of the time"
-        return stall_s / fraction, reason
-
-    return _Interval(interval)
+    return _OverheadBudget(fraction)
 
 
 def young_daly(mtbf_s: float | None = None) -> SaveRule:
@@ -170,16 +201,7 @@ def young_daly(mtbf_s: float | None = None) -> SaveRule:
             starts, beginning with one failure a day.
     """
     _check(mtbf_s is None or mtbf_s > 0, "young_daly takes a positive number of seconds")
-
-    def interval(moment: Moment, stall_s: float) -> tuple[float, str]:
-        failure_s = moment.mtbf_s if mtbf_s is None else mtbf_s
-        interval_s = math.sqrt(2 * stall_s * failure_s)
-        stated_s = max(interval_s, moment.upload_s or 0.0)
-        return interval_s, (
-            f"Young-Daly: every {stated_s:.3g} s for a stall of {stall_s:.3g} s and a failure every {failure_s:.3g} s"
-        )
-
-    return _Interval(interval)
+    return _YoungDaly(mtbf_s)
 
 
 def on_preemption(

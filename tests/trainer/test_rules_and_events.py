@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import pickle
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,6 +36,17 @@ def test_rules_of_the_step_alone() -> None:
     assert steps_saved(union, range(10)) == [4, 5, 8]
     assert union.due(Moment(4)) == "every 4 steps"
     assert not any(rule.needs_clock for rule in union.rules())
+
+
+def test_rules_travel_to_other_processes_and_say_what_they_are() -> None:
+    for rule in (
+        saving.every_steps(4) | saving.at_steps([5]) | saving.first_step() | saving.last_step(),
+        saving.every_seconds(60) | saving.overhead_budget(0.01) | saving.young_daly(),
+        saving.on_preemption(),
+        keeping.last(3) | keeping.every_steps(10) | keeping.within(60) | keeping.best(2, "loss"),
+    ):
+        assert pickle.loads(pickle.dumps(rule)) == rule
+    assert "steps=4" in repr(saving.every_steps(4))
 
 
 def test_rules_of_the_clock() -> None:
