@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from support import ranks
 from support.servers import moto_server
 
 _TESTS = Path(__file__).parents[1]
+_TESTS_PATH = f"{_TESTS}/"
 _RANKS = frozenset({ranks.run_ranks, ranks.Job, ranks.start})
 _SERVERS = frozenset({moto_server})
 
@@ -55,24 +57,34 @@ def mark_tiers(items: list[pytest.Item]) -> None:
 
 def uses(function: Callable[..., Any], targets: frozenset[Any]) -> bool:
     """Tell whether a function names one of `targets`, itself or through functions of the tests."""
-    todo, seen = [function], set()
+    return not targets.isdisjoint(_reached(_plain(function)))
+
+
+@functools.cache
+def _reached(function: Any) -> frozenset[Any]:
+    """Collect the functions and classes that a function names, itself or through functions of the tests."""
+    seen: set[Any] = set()
+    todo = [function]
     while todo:
-        unwrapped = inspect.unwrap(todo.pop())
-        inner = getattr(getattr(unwrapped, "hypothesis", None), "inner_test", unwrapped)
-        plain = getattr(inner, "__func__", inner)
-        if not isinstance(plain, FunctionType) or plain in seen:
-            continue
-        seen.add(plain)
-        for value in _named(plain):
-            if isinstance(value, FunctionType | type) and value in targets:
-                return True
-            if isinstance(value, FunctionType) and _is_of_the_tests(value):
-                todo.append(value)
-    return False
+        for value in _named(todo.pop()):
+            if isinstance(value, FunctionType | type) and value not in seen:
+                seen.add(value)
+                if isinstance(value, FunctionType) and value.__code__.co_filename.startswith(_TESTS_PATH):
+                    todo.append(_plain(value))
+    return frozenset(seen)
 
 
-def _named(function: FunctionType) -> Iterator[Any]:
+def _plain(function: Any) -> Any:
+    """Unwrap a function from fixtures, methods and Hypothesis."""
+    unwrapped = inspect.unwrap(function)
+    inner = getattr(getattr(unwrapped, "hypothesis", None), "inner_test", unwrapped)
+    return getattr(inner, "__func__", inner)
+
+
+def _named(function: Any) -> Iterator[Any]:
     """Yield the module-level values that the code of a function names, with those it takes out of modules."""
+    if not isinstance(function, FunctionType):
+        return
     names = set(_names(function.__code__))
     for name in names & function.__globals__.keys():
         value = function.__globals__[name]
@@ -87,7 +99,3 @@ def _names(code: CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _names(constant)
-
-
-def _is_of_the_tests(function: FunctionType) -> bool:
-    return _TESTS in Path(function.__code__.co_filename).parents
