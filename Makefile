@@ -40,7 +40,7 @@ test-integration: $(VENV)/ready  ## Run on real storage systems, installed by ro
 	$(PYTEST) --dist loadgroup --max-worker-restart 0 tests/integration
 
 test-faults: $(VENV)/ready  ## Run the fault campaign: ROUNDS of all faults, from SEED on.
-	$(RUN)/python tests/faults/campaign.py --rounds $(ROUNDS) --seed $(SEED) --json test-faults.json
+	PYTHONPATH=tests $(RUN)/python -m faults.campaign --rounds $(ROUNDS) --seed $(SEED) --json test-faults.json
 
 wheel: $(VENV)/ready  ## Build the wheel and the sdist into dist/, and use both in clean environments.
 	rm -rf dist

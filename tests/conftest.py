@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from support.commands import sharded_checkpoint, stock_checkpoint
 from support.proxy import FaultProxy, fault_proxy
+from support.saves import Place
 from support.servers import IamServer, S3Server, iam_server, moto_server
 from support.strict_s3 import StrictS3, strict_s3
 from support.tiers import load_profile, mark_tiers
@@ -43,6 +44,12 @@ def proxy(server: StrictS3) -> Iterator[FaultProxy]:
     """A network between client and `server` that fails on request."""
     with fault_proxy(server) as proxy:
         yield proxy
+
+
+@pytest.fixture
+def proxied(proxy: FaultProxy) -> Place:
+    """A place on `server` behind `proxy`."""
+    return "s3://bucket/c", proxy.options
 
 
 @pytest.fixture(params=["s3", pytest.param("cos", marks=pytest.mark.server)])

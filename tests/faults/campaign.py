@@ -1,7 +1,7 @@
 """Faults by chance: real ranks save or load over a real network, or on a real file system, and something goes wrong.
 
-    python tests/faults/campaign.py --rounds 20 --seed 1       # 20 times each class of faults
-    python tests/faults/campaign.py --replay 745               # one trial, in words
+    PYTHONPATH=tests python -m faults.campaign --rounds 20 --seed 1       # 20 times each class of faults
+    PYTHONPATH=tests python -m faults.campaign --replay 745               # one trial, in words
 
 After each fault: what was acknowledged loads, bit for bit; what surely was not committed does not, but what was
 there before does; a load that worked gave exactly what was saved; garbage collection leaves nothing but the checkpoint;

@@ -1,6 +1,6 @@
 """Every version reads what earlier ones wrote: checkpoints kept in `tests/data/`.
 
-Run as a script, this file writes those of the present version: `python tests/format/test_old_versions.py`.
+Run as a script, this file writes those of the present version: `PYTHONPATH=tests python tests/format/test_old_versions.py`.
 A format change bumps the version, keeps the old folders, and adds a new one.
 """
 

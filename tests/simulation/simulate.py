@@ -1,4 +1,4 @@
-"""Run simulated schedules and print what came of them: `python tests/simulation/simulate.py --schedules 100000 --seed 1`.
+"""Run simulated schedules and print what came of them: `PYTHONPATH=tests python -m simulation.simulate --schedules 100000 --seed 1`.
 
 `--seed N --trace` runs the one schedule of that seed and prints every request. `--deviations N` runs every schedule
 of two ranks and two saves in which at most N things are out of the ordinary (3 takes hours).

@@ -6,6 +6,7 @@ import functools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 from ckpt.consistency.checksums import crc64nvme
 from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY
@@ -80,7 +81,7 @@ class History:
         self.world, self.protocol = world, protocol
         self.writes: list[Write] = []
         self.loads: list[Load] = []
-        self._shared: dict[tuple[int, int], Write] = {}
+        self._shared: dict[tuple[Group, int], Write] = {}
         self.spoilt: set[str] = set()
         """Places that hold something of another program, where nothing of ours may come to be."""
         self.abandoned: set[str] = set()
@@ -90,9 +91,9 @@ class History:
 
     def save(self, url: str, group: Group, rank: int, number: int, content: Content) -> bool:
         """One rank's part of the `number`-th save of its job; returns whether it was acknowledged."""
-        write = self._shared.get((id(group), number))
+        write = self._shared.get((group, number))
         if write is None:
-            write = self._shared[id(group), number] = Write(
+            write = self._shared[group, number] = Write(
                 url, content, group.size, self.world.now_s, members=group.members
             )
             self.writes.append(write)
@@ -216,8 +217,8 @@ class Guard:
         self.commits = 0
         self._listed: dict[str, dict[str, bytes]] = {}  # by place: the objects of the checkpoint there
         self._once_listed: set[str] = set()
-        # By id: a dict with a running greenlet as its key is not tracked, so nothing it refers to is ever freed.
-        self._wrote_data: dict[int, int] = {}
+        # Weak: a dict with a running greenlet as its key is not tracked, so nothing it refers to is ever freed.
+        self._wrote_data: WeakKeyDictionary[Actor, int] = WeakKeyDictionary()
 
     def changed(self, world: World, name: str, before: Version | None, after: Version) -> None:
         place, _, key = name.partition("/")
@@ -230,7 +231,7 @@ class Guard:
             self._once_listed |= self._listed[place].keys()
             self.commits += after.data is not None
         elif after.process is not None and key.endswith(_DATA) and not world.is_late:
-            self._wrote_data[id(after.process)] = after.process.requests
+            self._wrote_data[after.process] = after.process.requests
         if (
             key != COMMIT_KEY
             and name in (listed := self._listed.get(place, {}))
@@ -241,7 +242,7 @@ class Guard:
     def _check_looked(self, world: World, process: Actor, name: str, before: Version | None) -> None:
         """A commit is put by who looked at the place once its data were durable, and found it as it should be."""
         request, was_there = process.looked.get(name, (-1, False))
-        if request < self._wrote_data.get(id(process), 0):
+        if request < self._wrote_data.get(process, 0):
             raise Violation(f"{process} committed {name} without another look after writing its data")
         replaced = before is not None and before.data is not None
         if replaced and not was_there and world.model.conditional_create:

@@ -237,7 +237,7 @@ def simulate(seed: int, protocol: Protocol | None = None) -> Tally:
         simulation.run()
     except Violation as error:
         raise Violation(
-            f"seed {seed}: {error}\nreplay: python tests/simulation/simulate.py --seed {seed} --trace"
+            f"seed {seed}: {error}\nreplay: PYTHONPATH=tests python -m simulation.simulate --seed {seed} --trace"
         ) from error
     return simulation.tally()
 

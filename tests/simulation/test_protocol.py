@@ -69,7 +69,7 @@ def _quiet() -> Iterator[None]:
 # -- every schedule up to a bound ------------------------------------------------------------------------
 
 # 2 ranks, 2 saves at one place, then a load from another node. `deviations` things are out of the ordinary: a
-# fault at a request, a rank overtaking another, a lag. `python tests/simulation/simulate.py --deviations 3` goes
+# fault at a request, a rank overtaking another, a lag. `PYTHONPATH=tests python -m simulation.simulate --deviations 3` goes
 # further, and prints how many schedules that were.
 
 

@@ -28,11 +28,6 @@ from ckpt.errors import (
 )
 
 
-@pytest.fixture
-def proxied(proxy: FaultProxy) -> Place:
-    return "s3://bucket/c", proxy.options
-
-
 @pytest.mark.parametrize("action", ["reset", pytest.param(503, marks=pytest.mark.smoke), 403])
 def test_uploads_of_one_rank_fail(
     proxy: FaultProxy, server: StrictS3, proxied: Place, action: str | int
