@@ -445,4 +445,4 @@ def main() -> int:
 
 if __name__ == "__main__":
     # Under its own name, which the ranks import.
-    sys.exit(importlib.import_module("campaign").main())
+    sys.exit(importlib.import_module("faults.campaign").main())
