@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from ckpt.backends.options import redact_url
 from ckpt.consistency.commit import proves_no_commit
-from ckpt.dcp_storage import Context, DcpStorage
+from ckpt.dcp_storage import DcpStorage
 from ckpt.errors import CheckpointError, CommitUnknown, ConfigurationError, LoadFailed, SaveFailed
 from ckpt.format.names import last_segment
 from ckpt.ranks.group import DEFAULT_TIMEOUT_S, Ranks, RanksFailed, portable
@@ -67,9 +67,19 @@ def save(
         SaveFailed: on every rank, whichever failed; its `failures` are the errors by rank.
         ConfigurationError: an argument is wrong.
     """
-    arguments = locals()  # for `_make`
+    make_writer = partial(
+        CheckpointWriter,
+        url,
+        storage_options=storage_options,
+        overwrite=overwrite,
+        threads=threads,
+        memory_budget_bytes=memory_budget_bytes,
+        max_bandwidth_bytes_per_s=max_bandwidth_bytes_per_s,
+        tags=tags,
+        timeout_s=timeout_s,
+    )
     with closing(Ranks(process_group, no_dist=no_dist, timeout_s=timeout_s)) as ranks:
-        writer, values = _prepare_save(arguments, ranks, copy=False)
+        writer, values = _prepare_save(state_dict, url, make_writer, ranks, copy=False)
         return _save(values, writer, planner, ranks)
 
 
@@ -95,14 +105,24 @@ def async_save(
     returns; it raises what `save` would raise. A failure is also logged. A program that ends waits
     for a running save.
     """
-    arguments = locals()  # for `_make`
+    make_writer = partial(
+        CheckpointWriter,
+        url,
+        storage_options=storage_options,
+        overwrite=overwrite,
+        threads=threads,
+        memory_budget_bytes=memory_budget_bytes,
+        max_bandwidth_bytes_per_s=max_bandwidth_bytes_per_s,
+        tags=tags,
+        timeout_s=timeout_s,
+    )
 
     def prepare() -> Callable[[], Metadata]:
         # In the thread in which all ranks do the same things in the same order.
         ranks = Ranks(process_group, no_dist=no_dist, purpose="background", timeout_s=timeout_s)
         with ExitStack() as stack:
             stack.callback(ranks.close)
-            writer, staged = _prepare_save(arguments, ranks, copy=True)
+            writer, staged = _prepare_save(state_dict, url, make_writer, ranks, copy=True)
             stack.pop_all()
         return lambda: _save_copy(staged, writer, planner or DefaultSavePlanner(), ranks)
 
@@ -136,7 +156,17 @@ def load(
         it.
         LoadFailed: anything else, such as a key that the checkpoint does not have.
     """
-    arguments = locals()  # for `_make`
+    make_reader = partial(
+        CheckpointReader,
+        url,
+        storage_options=storage_options,
+        verify=verify,
+        visibility_timeout_s=visibility_timeout_s,
+        threads=threads,
+        memory_budget_bytes=memory_budget_bytes,
+        trusted_objects=trusted_objects,
+        timeout_s=timeout_s,
+    )
     place = place_of(url)
     with (
         closing(Ranks(process_group, no_dist=no_dist, timeout_s=timeout_s)) as ranks,
@@ -144,7 +174,7 @@ def load(
     ):
         reader, values = ranks.together(
             f"load of {last_segment(place)}",
-            lambda: (_make(CheckpointReader, arguments, ranks), values_of(state_dict)),
+            lambda: (_make(make_reader, ranks), values_of(state_dict)),
         )
         try:
             _open_together(reader, ranks)
@@ -155,14 +185,20 @@ def load(
         ranks.together(f"load of {last_segment(place)}", lambda: _put_back(state_dict, values))
 
 
-def _make(kind: Callable[..., S], arguments: Mapping[str, Any], ranks: Ranks) -> S:
-    """Make the writer or reader of a call from the arguments of the same names."""
-    taken = {name: arguments[name] for name in inspect.signature(kind).parameters}
-    return Context(ranks.progress).make(kind, **taken)
+def _make(make: Callable[[], S], ranks: Ranks) -> S:
+    """Make the writer or reader of a call, which tells the other ranks how it gets on."""
+    storage = make()
+    storage.use(ranks.progress)
+    return storage
 
 
 def _prepare_save(
-    arguments: Mapping[str, Any], ranks: Ranks, *, copy: bool
+    state_dict: Mapping[str, Any],
+    url: str | os.PathLike[str],
+    make_writer: Callable[[], CheckpointWriter],
+    ranks: Ranks,
+    *,
+    copy: bool,
 ) -> tuple[CheckpointWriter, dict[str, Any]]:
     """Make the writer and resolve the state on every rank, or raise the same error on every rank.
 
@@ -170,11 +206,11 @@ def _prepare_save(
     """
 
     def work() -> tuple[CheckpointWriter, dict[str, Any]]:
-        writer = _make(CheckpointWriter, arguments, ranks)
-        values = values_of(arguments["state_dict"])
+        writer = _make(make_writer, ranks)
+        values = values_of(state_dict)
         return writer, _stager.stage(values) if copy else values
 
-    place = place_of(arguments["url"])
+    place = place_of(url)
     try:
         return ranks.together(f"save of {last_segment(place)}", work)
     except RanksFailed as error:

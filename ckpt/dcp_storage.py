@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 
@@ -20,31 +19,7 @@ from ckpt.ranks.heartbeat import Limits
 from ckpt.ranks.progress import Progress
 from ckpt.transfer.buffer_pool import DEFAULT_MEMORY_BUDGET_BYTES, StagingPool
 
-__all__ = ["Context", "DcpStorage"]
-
-P = ParamSpec("P")
-S = TypeVar("S", bound="DcpStorage")
-
-
-@dataclass(frozen=True)
-class Context:
-    """The part of a writer's or reader's surroundings that only this library sets.
-
-    Attributes:
-        progress: is told what the writer or reader does.
-        wrap: wraps each store that it opens.
-    """
-
-    progress: Progress = field(default_factory=Progress)
-    wrap: Callable[[Store], Store] | None = None
-
-    def make(self, kind: Callable[P, S], *args: P.args, **kwargs: P.kwargs) -> S:
-        """Make a writer or reader of the class `kind` in this context."""
-        cls: Any = kind
-        storage: S = cls.__new__(cls)
-        storage._context = self  # before the constructor opens a store
-        cls.__init__(storage, *args, **kwargs)
-        return storage
+__all__ = ["DcpStorage"]
 
 
 class DcpStorage:
@@ -55,7 +30,6 @@ class DcpStorage:
     """
 
     _own_memory = False
-    _context: Context | None = None
 
     def __init__(
         self,
@@ -66,23 +40,28 @@ class DcpStorage:
         timeout_s: float | None,
     ) -> None:
         super().__init__()
-        self._context = self._context or Context()
         self._storage_options, self._threads = dict(storage_options or {}), threads
         self._budget_bytes = (
             DEFAULT_MEMORY_BUDGET_BYTES if memory_budget_bytes is None else memory_budget_bytes
         )
         self._pool = self._new_pool()
         self._limit_s = None if timeout_s is None else Limits(check_timeout(timeout_s)).stall_s
-        self.progress = self._context.progress
-        self._url, self._store = os.fspath(url), self._open(url)
+        self.progress = Progress()
+        self._wrap: Callable[[Store], Store] | None = None
+        self._open(url)
         self._rank = 0
+
+    def use(self, progress: Progress, wrap: Callable[[Store], Store] | None = None) -> None:
+        """Report to `progress` from now on, and wrap each store: for callers inside this library."""
+        self.progress, self._wrap = progress, wrap or self._wrap
+        self._store = self._guarded(self._bare)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a save or load, at another place if one is given."""
         if checkpoint_id is not None and os.fspath(checkpoint_id) != self._url:
-            store = self._open(checkpoint_id)
-            self._store.close()
-            self._url, self._store = os.fspath(checkpoint_id), store
+            store = self._store
+            self._open(checkpoint_id)
+            store.close()
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -112,11 +91,13 @@ class DcpStorage:
         self.__dict__.update(state)
         self._pool = self._new_pool()
 
-    def _open(self, url: str | os.PathLike[str]) -> Store:
-        assert self._context is not None
-        store = open_store(url, self._storage_options, threads=self._threads)
+    def _open(self, url: str | os.PathLike[str]) -> None:
+        self._bare = open_store(url, self._storage_options, threads=self._threads)
+        self._url, self._store = os.fspath(url), self._guarded(self._bare)
+
+    def _guarded(self, store: Store) -> Store:
         guarded = DeadlineStore(store, self.progress, self._limit_s, own_memory=self._own_memory)
-        return guarded if self._context.wrap is None else self._context.wrap(guarded)
+        return guarded if self._wrap is None else self._wrap(guarded)
 
     def _new_pool(self) -> StagingPool:
         return StagingPool(self._budget_bytes, pinned=torch.cuda.is_available())

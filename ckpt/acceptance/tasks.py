@@ -15,7 +15,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 from ckpt.acceptance.counted_store import CountedStore, Counts
 from ckpt.acceptance.known_values import compare, fill
 from ckpt.acceptance.plans import LoadShard, RankShard, SaveShard, load_plan, shard_of, views_of
-from ckpt.dcp_storage import Context
 from ckpt.format.names import rank_directory
 from ckpt.reading.reader import CheckpointReader
 from ckpt.writing.writer import CheckpointWriter
@@ -39,9 +38,9 @@ class Setup:
 
     def make(self, kind: type[S], counts: Counts, report: Report) -> S:
         """Make a writer or reader whose store is counted."""
-        context = Context(wrap=lambda store: CountedStore(store, counts, report))
-        options = {"storage_options": self.storage_options, "threads": self.threads}
-        return context.make(kind, self.url, **options)
+        storage = kind(self.url, storage_options=self.storage_options, threads=self.threads)
+        storage.use(storage.progress, wrap=lambda store: CountedStore(store, counts, report))
+        return storage
 
 
 @dataclass

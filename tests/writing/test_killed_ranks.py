@@ -40,7 +40,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, server: StrictS3) -> P
 
 def test_one_rank_is_killed(place: Place) -> None:
     """The others are told which, and do not wait for it."""
-    results = run_ranks(3, _one_is_killed, place, killed=[1])
+    results = run_ranks(3, _one_is_killed, place, 1, killed=[1])
     for rank in (0, 2):
         failures, message = results[rank]
         assert failures == {1: "CheckpointError", rank: "CommitUnknown"}
@@ -49,7 +49,7 @@ def test_one_rank_is_killed(place: Place) -> None:
         assert load_is(1, rank, *place)
 
 
-def _one_is_killed(rank: int, place: Place) -> Any:
+def _one_is_killed(rank: int, place: Place, victim: int) -> Any:
     url, options = place
     ckpt.save(state_of(rank, 1), url, storage_options=options)
     with pytest.raises(SaveFailed) as caught:
@@ -57,7 +57,7 @@ def _one_is_killed(rank: int, place: Place) -> Any:
             state_of(rank, 2),
             url,
             storage_options=options,
-            planner=FailingPlanner(4 if rank == 1 else 100, kill_self),
+            planner=FailingPlanner(4 if rank == victim else 100, kill_self),
             timeout_s=20.0,
         )
     return _kinds(caught.value), str(caught.value)
@@ -68,25 +68,11 @@ def _kinds(error: SaveFailed) -> dict[int, str]:
 
 
 def test_the_coordinator_is_killed(place: Place) -> None:
-    results = run_ranks(2, _coordinator_is_killed, place, killed=[0])
+    results = run_ranks(2, _one_is_killed, place, 0, killed=[0])
     assert results[1][0] == {0: "CheckpointError", 1: "CommitUnknown"}
     assert "rank 0 does not answer" in results[1][1]
     for rank in range(2):
         assert load_is(1, rank, *place)
-
-
-def _coordinator_is_killed(rank: int, place: Place) -> Any:
-    url, options = place
-    ckpt.save(state_of(rank, 1), url, storage_options=options)
-    with pytest.raises(SaveFailed) as caught:
-        ckpt.save(
-            state_of(rank, 2),
-            url,
-            storage_options=options,
-            planner=FailingPlanner(4 if rank == 0 else 100, kill_self),
-            timeout_s=20.0,
-        )
-    return _kinds(caught.value), str(caught.value)
 
 
 @pytest.mark.parametrize(
