@@ -10,8 +10,6 @@ from ckpt.reading.reader import CheckpointReader
 from ckpt.torch_private import STORAGE_SETUP, modules_with_storage_setup, process_executor
 from ckpt.writing.writer import CheckpointWriter
 
-__all__ = ["install", "uninstall"]
-
 _MODULES = modules_with_storage_setup()
 _stock_choice: Callable[..., Any] = getattr(_MODULES[0], STORAGE_SETUP)
 _stock_execute_save: Callable[..., Any] = process_executor().execute_save

@@ -19,8 +19,6 @@ from ckpt.ranks.heartbeat import Limits
 from ckpt.ranks.progress import Progress
 from ckpt.transfer.buffer_pool import DEFAULT_MEMORY_BUDGET_BYTES, StagingPool
 
-__all__ = ["DcpStorage"]
-
 
 class DcpStorage:
     """The base of `CheckpointWriter` and `CheckpointReader`.

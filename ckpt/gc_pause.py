@@ -6,8 +6,6 @@ import contextlib
 import gc
 from collections.abc import Iterator
 
-__all__ = ["no_gc"]
-
 
 @contextlib.contextmanager
 def no_gc() -> Iterator[None]:

@@ -10,8 +10,6 @@ from collections.abc import Iterable, Sequence
 
 from awscrt import checksums
 
-__all__ = ["BLOCK_SIZE_BYTES", "block_crcs", "combine", "combine_blocks", "crc64nvme", "crc_text"]
-
 BLOCK_SIZE_BYTES = 1 << 19
 """The unit of verification: small, because a cut inside a block costs reading all of it."""
 

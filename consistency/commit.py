@@ -30,17 +30,6 @@ from ckpt.errors import (
     Truncated,
 )
 
-__all__ = [
-    "COMMIT_KEY",
-    "MAX_COMMIT_BYTES",
-    "STOCK_METADATA_KEY",
-    "is_foreign",
-    "proves_no_commit",
-    "publish",
-    "read_commit_bytes",
-    "stock_metadata_seal",
-]
-
 COMMIT_KEY = "commit.json"
 STOCK_METADATA_KEY = ".metadata"
 MAX_COMMIT_BYTES = 64 << 20

@@ -15,8 +15,6 @@ from ckpt.backends.bodies import CheckedBody
 from ckpt.backends.raw_requests import Condition, RawRequests, raw_requests_of
 from ckpt.errors import AlreadyExists, CheckpointError, StorageError, StorageUnavailable
 
-__all__ = ["learn_condition", "measure_condition"]
-
 _logger = logging.getLogger(__name__)
 _lock = threading.Lock()
 _known: dict[str, Condition | None] = {}

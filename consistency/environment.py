@@ -13,19 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-__all__ = [
-    "Backoff",
-    "Environment",
-    "jitter",
-    "monotonic",
-    "now",
-    "replaced",
-    "sleep",
-    "start_thread",
-    "token",
-    "wait",
-]
-
 
 class Environment:
     """The real one."""

@@ -11,16 +11,6 @@ import re
 from ckpt.consistency.checksums import crc64nvme
 from ckpt.errors import IntegrityError
 
-__all__ = [
-    "PICKLE_SEAL_BYTES",
-    "is_sealed_json",
-    "is_sealed_pickle",
-    "seal_json",
-    "seal_pickle",
-    "unseal_json",
-    "unseal_pickle",
-]
-
 _JSON_SEAL = re.compile(rb',"crc64nvme":"([0-9a-f]{16})"}\n\Z')
 _JSON_SEAL_BYTES = len(b',"crc64nvme":"0123456789abcdef"}\n')
 _PICKLE_SEAL = re.compile(rb"\n# ckpt-storage ([0-9a-f]{16})\n\Z")

@@ -8,8 +8,6 @@ from typing import TypeVar
 from ckpt.consistency import environment
 from ckpt.errors import NotFound, NotVisible
 
-__all__ = ["when_visible"]
-
 T = TypeVar("T")
 
 

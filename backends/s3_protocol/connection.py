@@ -25,8 +25,6 @@ from ckpt.backends.s3_protocol.http_bodies import send_whole_buffers
 from ckpt.backends.s3_protocol.options import check_options, split_bucket_url
 from ckpt.errors import AccessDenied, CheckpointError, ConfigurationError, StorageError
 
-__all__ = ["S3Connection"]
-
 _SECRET_NAMES = re.compile("key|secret|token|password", re.IGNORECASE)
 
 T = TypeVar("T")

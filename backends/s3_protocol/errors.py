@@ -19,20 +19,6 @@ from ckpt.errors import (
     StorageUnavailable,
 )
 
-__all__ = [
-    "CREDENTIAL_ERRORS",
-    "Conflict",
-    "Malformed",
-    "NotImplementedByServer",
-    "RangeRefused",
-    "Replaced",
-    "Signal",
-    "UploadGone",
-    "is_connection_error",
-    "text_of",
-    "translate",
-]
-
 
 class Signal(Exception):
     """An answer that the S3 store acts upon; it never leaves the store."""

@@ -21,18 +21,6 @@ from ckpt.backends.bodies import Part
 from ckpt.backends.cancellable_reads import Read
 from ckpt.backends.s3_protocol.errors import is_connection_error
 
-__all__ = [
-    "PartReader",
-    "RawBody",
-    "composite_etag",
-    "content_range",
-    "drain",
-    "encode_crc",
-    "etag_of",
-    "send_whole_buffers",
-    "server_time",
-]
-
 _SEND_SIZE_BYTES = 4 * MIB
 _PACED_SEND_SIZE_BYTES = MIB // 4
 

@@ -16,8 +16,6 @@ from ckpt.backends.s3_protocol.http_bodies import composite_etag, encode_crc, et
 from ckpt.backends.s3_protocol.requests import S3Requests
 from ckpt.errors import AccessDenied, StorageError, StorageUnavailable
 
-__all__ = ["begin_upload", "put_in_parts"]
-
 
 def put_in_parts(s3: S3Requests, key: str, body: Body, part_size_bytes: int, *, create: bool) -> None:
     """Put an object in parts. On any failure the upload is aborted.

@@ -12,15 +12,6 @@ from ckpt.backends.base import check_key
 from ckpt.backends.options import redact_url
 from ckpt.errors import ConfigurationError
 
-__all__ = [
-    "DEFAULTS",
-    "MAX_PART_SIZE_BYTES",
-    "check_options",
-    "client_settings",
-    "split_bucket_url",
-    "with_shared_models",
-]
-
 MAX_PART_SIZE_BYTES = 5 << 30
 DEFAULTS: Mapping[str, Any] = {
     "key": None,

@@ -12,8 +12,6 @@ from ckpt.backends.s3_protocol.multipart import begin_upload, put_in_parts
 from ckpt.backends.s3_protocol.requests import S3Requests
 from ckpt.errors import AlreadyExists, NotFound
 
-__all__ = ["S3RawRequests"]
-
 
 class S3RawRequests:
     """The `RawRequests` of an S3 store."""

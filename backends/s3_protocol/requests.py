@@ -28,8 +28,6 @@ from ckpt.errors import (
     Truncated,
 )
 
-__all__ = ["S3Requests", "stat_of"]
-
 
 class S3Requests(S3Connection):
     """Requests for one bucket and prefix. Keys are relative to the prefix.

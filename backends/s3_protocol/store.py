@@ -36,8 +36,6 @@ from ckpt.backends.s3_protocol.raw_requests import S3RawRequests
 from ckpt.backends.s3_protocol.requests import S3Requests, stat_of
 from ckpt.errors import StorageUnavailable
 
-__all__ = ["S3ApiStore"]
-
 _DELETE_BATCH = 1000
 _PUT_ATTEMPTS = 4
 _BODY_ATTEMPTS = 6

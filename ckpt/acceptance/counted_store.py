@@ -11,8 +11,6 @@ from ckpt.backends.base import ObjectStat, PutMode, Store
 from ckpt.backends.bodies import Body, Part
 from ckpt.backends.wrapper import WrappedStore
 
-__all__ = ["CountedStore", "Counts"]
-
 
 @dataclass
 class Counts:

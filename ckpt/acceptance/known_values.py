@@ -17,8 +17,6 @@ import torch
 
 from ckpt.transfer.boxes import Box
 
-__all__ = ["compare", "fill"]
-
 # Small enough that the table, and what is computed to be compared, stay in a core's cache.
 _RUN_ELEMENTS = 1 << 18
 _SCRATCH_ELEMENTS = 1 << 18

@@ -8,8 +8,6 @@ from pathlib import Path
 
 from ckpt.errors import ConfigurationError
 
-__all__ = ["BEYOND_SHARD_BYTES", "check_memory"]
-
 BEYOND_SHARD_BYTES = 512 << 20
 """Memory of a rank's process beside its tensors: torch, the library's budget, records."""
 

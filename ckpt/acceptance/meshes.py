@@ -10,8 +10,6 @@ from ckpt.acceptance.models import Parameter
 from ckpt.errors import ConfigurationError
 from ckpt.transfer.boxes import Box
 
-__all__ = ["Mesh", "parse_mesh"]
-
 
 @dataclass(frozen=True)
 class Mesh:

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 from ckpt.errors import ConfigurationError
 
-__all__ = ["MODELS", "Parameter", "parameters_of"]
-
 
 @dataclass(frozen=True)
 class Parameter:

@@ -22,18 +22,6 @@ from ckpt.acceptance.models import Parameter
 from ckpt.errors import FormatError
 from ckpt.transfer.boxes import Box
 
-__all__ = [
-    "LoadShard",
-    "RankShard",
-    "SaveShard",
-    "shard_on",
-    "load_plan",
-    "save_plans",
-    "shard_nbytes",
-    "shard_of",
-    "views_of",
-]
-
 ALIGNMENT_BYTES = 64
 
 RankShard = dict[str, tuple[tuple[int, ...], Box]]

@@ -18,8 +18,6 @@ import torch
 from ckpt.acceptance.tasks import LoadTask, RankFigures, Report, SaveTask, Setup
 from ckpt.errors import CheckpointError
 
-__all__ = ["Processes", "resident_bytes"]
-
 _TICK_S = 0.5
 _END_TIMEOUT_S = 10.0
 

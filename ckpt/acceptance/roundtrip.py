@@ -30,8 +30,6 @@ from ckpt.tools.preflight import check_place
 from ckpt.tools.remove import remove
 from ckpt.writing.writer import CheckpointWriter
 
-__all__ = ["DTYPES", "PhaseResult", "Roundtrip", "roundtrip"]
-
 _logger = logging.getLogger(__name__)
 
 DTYPES = {

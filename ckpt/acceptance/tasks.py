@@ -19,8 +19,6 @@ from ckpt.format.names import rank_directory
 from ckpt.reading.reader import CheckpointReader
 from ckpt.writing.writer import CheckpointWriter
 
-__all__ = ["LoadTask", "RankFigures", "SaveTask", "Setup"]
-
 S = TypeVar("S", CheckpointWriter, CheckpointReader)
 Report = Callable[[int | str], None]
 """Called with bytes as they are moved, and once with the prefix of the keys to be written."""

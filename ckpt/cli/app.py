@@ -8,8 +8,6 @@ import typer
 
 from ckpt.cli import cat, convert, cp, diff, doctor, gc, inspect, ls, rm, roundtrip, verify
 
-__all__ = ["app", "main"]
-
 app = typer.Typer(
     name="ckpt",
     help="List, inspect, check, convert, copy and remove checkpoints on any storage.",

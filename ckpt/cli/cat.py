@@ -13,8 +13,6 @@ from ckpt.cli.common import Json, Output, StorageOptions, Url, command, parse_st
 if TYPE_CHECKING:
     from ckpt.reading.slices import OpenCheckpoint
 
-__all__ = ["cat"]
-
 _MAX_VALUES = 1024
 _MAX_TEXT = 10_000
 

@@ -27,36 +27,6 @@ if TYPE_CHECKING:  # rich takes longer to import than most commands take to run
     from rich.console import Console
     from rich.table import Table
 
-__all__ = [
-    "Depth",
-    "DestinationOptions",
-    "DryRun",
-    "EXIT_FINE",
-    "EXIT_INTERRUPTED",
-    "EXIT_MISSING",
-    "EXIT_PROBLEM",
-    "EXIT_STORAGE",
-    "EXIT_USAGE",
-    "Json",
-    "Output",
-    "Root",
-    "SourceOptions",
-    "StorageOptions",
-    "Threads",
-    "Url",
-    "age",
-    "command",
-    "count",
-    "exit_code",
-    "parse_quantity",
-    "parse_storage_options",
-    "shown",
-    "sigterm_as_ctrl_c",
-    "size",
-    "storage_options_of",
-    "table",
-]
-
 EXIT_FINE, EXIT_PROBLEM, EXIT_USAGE, EXIT_MISSING, EXIT_STORAGE = range(5)
 EXIT_INTERRUPTED = 130
 

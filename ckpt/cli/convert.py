@@ -28,8 +28,6 @@ from ckpt.errors import ConfigurationError
 if TYPE_CHECKING:
     from ckpt.conversion.convert import Converted
 
-__all__ = ["convert"]
-
 _FACTORS = {
     "": 1,
     "k": 10**3,

@@ -18,8 +18,6 @@ from ckpt.cli.common import (
     size,
 )
 
-__all__ = ["cp"]
-
 
 def cp(
     source: Annotated[str, typer.Argument(metavar="SRC", help="The checkpoint to copy.")],

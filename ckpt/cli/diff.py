@@ -24,8 +24,6 @@ from ckpt.cli.common import (
 if TYPE_CHECKING:
     from ckpt.tools.diff import Comparison, Difference
 
-__all__ = ["diff"]
-
 _MAX_LINES = 1000
 
 

@@ -27,8 +27,6 @@ from ckpt.cli.common import (
 if TYPE_CHECKING:
     from ckpt.tools.doctor import Diagnosis
 
-__all__ = ["doctor"]
-
 _COLORS = {"fine": "green", "careful": "yellow", "problem": "red", "not measured": "dim"}
 _SUMMARY = {
     "fine": "fit for checkpoints",

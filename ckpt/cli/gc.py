@@ -23,8 +23,6 @@ from ckpt.cli.common import (
     table,
 )
 
-__all__ = ["gc"]
-
 _UNITS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 
 

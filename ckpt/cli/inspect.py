@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
     from ckpt.tools.inspect import Inspection, ObjectInfo, TensorInfo
 
-__all__ = ["inspect"]
-
 _MAX_TREE_LINES = 2000
 _MAX_SLICES = 1 << 15
 """Of one tensor: more than any job has ranks, and than anybody reads."""

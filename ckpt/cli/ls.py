@@ -22,8 +22,6 @@ from ckpt.cli.common import (
 if TYPE_CHECKING:
     from ckpt.tools.ls import ListedCheckpoint
 
-__all__ = ["ls"]
-
 _COLORS = {"committed": "green", "incomplete": "yellow", "foreign": "cyan", "damaged": "red"}
 
 

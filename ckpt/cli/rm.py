@@ -14,8 +14,6 @@ from ckpt.cli.common import (
     size,
 )
 
-__all__ = ["rm"]
-
 
 def rm(url: Url, dry_run: DryRun = False, storage_options: StorageOptions = None, json: Json = False) -> None:
     """Remove a checkpoint: its commit record first, then its data.

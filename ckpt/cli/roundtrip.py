@@ -22,8 +22,6 @@ from ckpt.cli.common import (
 if TYPE_CHECKING:
     from ckpt.acceptance.roundtrip import PhaseResult, Roundtrip
 
-__all__ = ["roundtrip"]
-
 _MAX_LINES = 20
 
 

@@ -27,8 +27,6 @@ from ckpt.cli.common import (
 if TYPE_CHECKING:
     from ckpt.tools.findings import Damage, Stray, Verification
 
-__all__ = ["verify"]
-
 _MAX_LINES = 100
 
 

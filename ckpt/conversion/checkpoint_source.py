@@ -16,8 +16,6 @@ from ckpt.format.records import read_commit
 from ckpt.reading.slices import OpenCheckpoint
 from ckpt.stock.metadata_reader import MAX_METADATA_BYTES
 
-__all__ = ["CheckpointSource"]
-
 
 class CheckpointSource(TensorSource):
     """A checkpoint as a source.

@@ -20,8 +20,6 @@ from ckpt.writing.rank_files import RankFiles
 from ckpt.writing.receipts import PlacedItem, RankReceipt, collect, pack_items
 from ckpt.writing.save_objects import SaveObjects
 
-__all__ = ["write_checkpoint", "write_stock_checkpoint"]
-
 
 def write_checkpoint(job: ConversionJob) -> None:
     """Write a checkpoint of this library. An existing one stays until this one is committed."""

@@ -27,8 +27,6 @@ from ckpt.transfer.boxes import split_box
 from ckpt.transfer.file_body import BytesPayload
 from ckpt.writing.layout import Entry, pack, spread
 
-__all__ = ["Chunks"]
-
 _MAX_CHUNK_BYTES = 4 << 30
 _MIN_CHUNK_BYTES = 64 << 20
 _CHUNKS_PER_RANK = 8

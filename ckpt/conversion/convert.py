@@ -29,8 +29,6 @@ from ckpt.ranks.group import DEFAULT_TIMEOUT_S, Ranks, RanksFailed, check_timeou
 from ckpt.ranks.heartbeat import Limits
 from ckpt.ranks.lost_ranks import lost
 
-__all__ = ["Converted", "convert"]
-
 _DEFAULT_SHARD_BYTES = 5_000_000_000
 
 

@@ -22,8 +22,6 @@ from ckpt.conversion.torch_target import write_torch_file
 from ckpt.errors import ConfigurationError, FormatError, NotFound
 from ckpt.reading.checkpoint import is_rank_local
 
-__all__ = ["WRITERS", "Format", "format_of", "open_tensors"]
-
 Format = Literal["ckpt", "dcp", "torch", "safetensors"]
 
 WRITERS: Mapping[Format, Callable[[ConversionJob], None]] = {

@@ -16,8 +16,6 @@ from ckpt.errors import AlreadyExists, CheckpointError, CommitConflict, CommitUn
 from ckpt.ranks.group import Ranks, RanksFailed
 from ckpt.transfer.buffer_pool import StagingPool
 
-__all__ = ["ConversionJob", "SentBytes"]
-
 
 @dataclass
 class ConversionJob:

@@ -12,8 +12,6 @@ from ckpt.backends.prefix import PrefixStore
 from ckpt.backends.registry import open_store
 from ckpt.errors import AccessDenied, ConfigurationError, NotFound
 
-__all__ = ["Guard", "Location", "file_name", "open_file", "open_source"]
-
 
 @dataclass
 class Location:

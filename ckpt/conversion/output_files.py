@@ -16,8 +16,6 @@ from ckpt.transfer.buffer_pool import StagingPool
 from ckpt.transfer.file_body import FileBody, FileItem
 from ckpt.transfer.threads import in_order, thread_pool
 
-__all__ = ["OutputFile", "OutputFiles", "is_settled"]
-
 _logger = logging.getLogger(__name__)
 
 _FILES_AT_ONCE = 4

@@ -18,21 +18,6 @@ import torch
 from ckpt.backends.base import is_key
 from ckpt.errors import FormatError
 
-__all__ = [
-    "DTYPES",
-    "INDEX_SUFFIX",
-    "LENGTH_BYTES",
-    "MAX_HEADER_BYTES",
-    "MAX_INDEX_BYTES",
-    "METADATA",
-    "HeaderEntry",
-    "encode_header",
-    "encode_index",
-    "header_bytes",
-    "parse_header",
-    "parse_index",
-]
-
 INDEX_SUFFIX = ".safetensors.index.json"
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 32 << 20

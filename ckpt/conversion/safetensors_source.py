@@ -21,8 +21,6 @@ from ckpt.errors import ConfigurationError, FormatError, Truncated
 from ckpt.format.stored_tensor import StoredTensor
 from ckpt.transfer.threads import in_order, thread_pool
 
-__all__ = ["SafetensorsSource", "find_model"]
-
 _FILES_AT_ONCE = 4
 
 

@@ -21,8 +21,6 @@ from ckpt.format.stored_tensor import dtype_name
 from ckpt.transfer.file_body import BytesPayload, FileItem
 from ckpt.writing.layout import pack
 
-__all__ = ["write_safetensors"]
-
 _INDEX = f"model{INDEX_SUFFIX}"
 _SINGLE = "model.safetensors"
 _CONFIG = "config.json"

@@ -14,8 +14,6 @@ from ckpt.conversion.source import TensorFacts, TensorSource
 from ckpt.errors import ConfigurationError
 from ckpt.format.fqns import Path, has_model, part_of
 
-__all__ = ["ChosenObject", "ChosenTensor", "Rules", "Selection", "parse_dtype", "select"]
-
 
 @dataclass(frozen=True)
 class Rules:

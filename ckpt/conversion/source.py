@@ -23,8 +23,6 @@ from ckpt.transfer.file_body import Due, StreamedPayload
 from ckpt.transfer.read_pieces import Piece, region_pieces
 from ckpt.transfer.threads import thread_pool
 
-__all__ = ["FileSource", "Region", "TensorFacts", "TensorSource", "TensorStream"]
-
 _REGIONS_AT_ONCE = 4096
 """Planning takes some kilobytes a region, and a part can hold very many small tensors."""
 

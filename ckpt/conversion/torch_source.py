@@ -19,8 +19,6 @@ from ckpt.stock.payload_finder import ItemWindow
 from ckpt.stock.safe_load import first_line, reason
 from ckpt.torch_private import FakeTensor, FakeTensorMode, checkpoint_offset, flatten_state_dict
 
-__all__ = ["TorchFileSource"]
-
 _MAX_FRAME_BYTES = 256 << 20
 _MAX_OBJECT_BYTES = 64 << 20
 _MAX_GROWTH = 16

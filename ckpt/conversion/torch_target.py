@@ -21,8 +21,6 @@ from ckpt.stock.item_frame import save_without_crc32, untouched_memory
 from ckpt.torch_private import unflatten_state_dict
 from ckpt.transfer.file_body import BytesPayload, FileItem
 
-__all__ = ["write_torch_file"]
-
 _STEP_BYTES = 64
 
 

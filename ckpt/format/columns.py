@@ -30,18 +30,6 @@ from ckpt.errors import FormatError
 from ckpt.format.stored_tensor import dtype_name
 from ckpt.torch_private import StorageInfo
 
-__all__ = [
-    "Chunks",
-    "Columns",
-    "Integers",
-    "ObjectRow",
-    "StorageTable",
-    "TensorColumns",
-    "columns_of",
-    "is_quantized",
-    "packed",
-]
-
 Integers = npt.NDArray[np.int64]
 
 

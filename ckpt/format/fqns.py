@@ -6,8 +6,6 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["Path", "has_model", "part_of", "paths_of"]
-
 Path = tuple[str | int, ...]
 """Where a value is in nested dicts (texts) and lists (numbers)."""
 

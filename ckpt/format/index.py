@@ -17,8 +17,6 @@ from ckpt.format.planner_data import PlainValue, check_planner_data, pack, unpac
 from ckpt.format.stored_tensor import dtype_name
 from ckpt.gc_pause import no_gc
 
-__all__ = ["INDEX_FORMAT", "check_columns", "decode_index", "encode_index"]
-
 INDEX_FORMAT = "ckpt-storage index"
 INDEX_VERSION = 1
 

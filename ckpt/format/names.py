@@ -14,22 +14,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-__all__ = [
-    "DATA_KEY_IN_BYTES",
-    "ObjectName",
-    "data_key",
-    "index_key",
-    "is_data_key",
-    "is_our_name",
-    "is_rank_directory",
-    "last_segment",
-    "manifest_key",
-    "probe_key",
-    "rank_directory",
-    "rank_of",
-    "split_place",
-]
-
 _RANK = r"rank-([0-9]{5}|[1-9][0-9]{5,})"
 _TOKEN = r"([0-9a-f]{16})"
 _NAME = re.compile(rf"{_RANK}/{_TOKEN}(?:-(0|[1-9][0-9]*)\.distcp|\.(json|index|metadata|probe))")

@@ -7,8 +7,6 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["HASH_MODULUS", "PlainValue", "check_planner_data", "pack", "unpack"]
-
 _MAX_PLAIN_NODES = 50_000_000
 _MAX_DEPTH = 128
 _MAX_PATH_PARTS = 128

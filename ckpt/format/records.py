@@ -17,22 +17,6 @@ from ckpt.consistency.commit import COMMIT_KEY, read_commit_bytes
 from ckpt.consistency.seal import is_sealed_json, seal_json, unseal_json
 from ckpt.errors import ConfigurationError, FormatError
 
-__all__ = [
-    "FORMAT_NAME",
-    "FORMAT_VERSION",
-    "CommitRecord",
-    "FileRecord",
-    "ItemRecord",
-    "ManifestRef",
-    "ObjectRef",
-    "RankManifest",
-    "StoredCommit",
-    "decode_commit",
-    "decode_manifest",
-    "encode",
-    "read_commit",
-]
-
 FORMAT_NAME = "ckpt-storage"
 FORMAT_VERSION = 2
 

@@ -11,8 +11,6 @@ from ckpt.backends.base import Store, is_key, put_bytes, read_bytes
 from ckpt.consistency.seal import seal_json, unseal_json
 from ckpt.errors import FormatError, NotFound
 
-__all__ = ["RUN_KEY", "RunCheckpoint", "RunRecord", "RunStart", "read_run", "write_run"]
-
 RUN_KEY = "ckpt-run.json"
 _FORMAT = "ckpt-storage-run"
 _MAX_BYTES = 64 << 20

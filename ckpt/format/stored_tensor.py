@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["StoredTensor", "dtype_name"]
-
 
 @dataclass(frozen=True)
 class StoredTensor:

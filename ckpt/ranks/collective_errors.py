@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-__all__ = ["is_connection_error", "is_gloo_timeout"]
-
 _WORDS = ("gloo", "connection", "timed out", "timeout")
 
 

@@ -17,8 +17,6 @@ from ckpt.consistency import environment
 from ckpt.errors import StorageError, StorageUnavailable
 from ckpt.ranks.progress import Operation, Progress
 
-__all__ = ["DeadlineStore"]
-
 T = TypeVar("T")
 
 _GRACE = 0.1

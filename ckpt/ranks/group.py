@@ -20,8 +20,6 @@ from ckpt.ranks.heartbeat import Answer, Cause, Limits, Watch
 from ckpt.ranks.progress import Progress
 from ckpt.torch_private import default_store, group_names, set_group_timeout
 
-__all__ = ["DEFAULT_TIMEOUT_S", "Ranks", "RanksFailed", "check_timeout", "portable"]
-
 DEFAULT_TIMEOUT_S = 600.0
 
 _MIN_TIMEOUT_S, _MAX_TIMEOUT_S = 1.0, 7 * 86400.0

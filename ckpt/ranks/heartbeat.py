@@ -18,8 +18,6 @@ from typing import Any, Literal
 from ckpt.consistency import environment
 from ckpt.ranks.progress import Progress
 
-__all__ = ["Answer", "Cause", "Limits", "Watch"]
-
 Cause = Literal["own", "connection", "watch"]
 """Why a rank failed: by an error of its own, as a connection closed, or as its watch gave up others."""
 

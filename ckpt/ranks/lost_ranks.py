@@ -8,8 +8,6 @@ from ckpt.errors import CheckpointError
 from ckpt.ranks.group import Ranks
 from ckpt.ranks.heartbeat import Answer
 
-__all__ = ["lost", "summary"]
-
 _SILENT = "does not answer: killed, crashed, or stuck"
 
 

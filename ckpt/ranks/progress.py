@@ -10,8 +10,6 @@ from ckpt.backends.cancellable_reads import CANCELLED
 from ckpt.consistency import environment
 from ckpt.errors import CheckpointError, StorageError, StorageUnavailable
 
-__all__ = ["Operation", "Progress"]
-
 _MIB = 1 << 20
 
 

@@ -45,8 +45,6 @@ from ckpt.stock.metadata_reader import MAX_METADATA_BYTES, decode_metadata
 from ckpt.torch_private import StorageInfo
 from ckpt.transfer.fetcher import StoredFile
 
-__all__ = ["Checkpoint", "ReadSettings", "is_rank_local", "open_checkpoint", "open_rank_local", "read_listed"]
-
 T = TypeVar("T")
 
 _OPEN_ATTEMPTS = 3

@@ -19,8 +19,6 @@ from ckpt.errors import FormatError
 from ckpt.torch_private import create_chunk_list
 from ckpt.transfer.boxes import Box, tiled_box
 
-__all__ = ["check_coverage", "filled_boxes"]
-
 
 def filled_boxes(items: Iterable[ReadItem]) -> dict[MetadataIndex, Box | None]:
     """Find the box of each destination that its reads fill, each element once; None if none."""

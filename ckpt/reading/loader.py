@@ -29,8 +29,6 @@ from ckpt.transfer.fetcher import Fetcher, StoredFile
 from ckpt.transfer.read_pieces import NoSink, Piece, region_pieces
 from ckpt.transfer.tensor_memory import plain
 
-__all__ = ["Loader"]
-
 _SMALL_ITEM_BYTES = 1 << 20
 """A stock item smaller than this is read whole: one request less than finding its payload."""
 

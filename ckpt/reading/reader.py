@@ -28,8 +28,6 @@ from ckpt.reading.loader import Loader
 from ckpt.transfer.fetcher import Fetcher
 from ckpt.transfer.threads import workers
 
-__all__ = ["CheckpointReader"]
-
 
 class CheckpointReader(DcpStorage, StorageReader):
     """Reads a committed checkpoint, or one of stock PyTorch.

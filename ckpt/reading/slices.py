@@ -25,8 +25,6 @@ from ckpt.transfer.buffer_pool import MIN_MEMORY_BUDGET_BYTES, StagingPool
 from ckpt.transfer.fetcher import Fetcher
 from ckpt.transfer.threads import thread_pool
 
-__all__ = ["OpenCheckpoint"]
-
 
 class OpenCheckpoint:
     """Read parts of a checkpoint by the names that `ckpt.inspect` shows.

@@ -9,8 +9,6 @@ from typing import IO
 from ckpt.errors import FormatError
 from ckpt.torch_private import ExtensionRegistry, StreamTransformExtension
 
-__all__ = ["untransformed"]
-
 _MAX_EXTENSIONS = 4
 _STEP_BYTES = 4 << 20
 

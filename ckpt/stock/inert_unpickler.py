@@ -21,8 +21,6 @@ from ckpt.errors import FormatError, UnsafeContent
 from ckpt.format.planner_data import HASH_MODULUS
 from ckpt.stock.pickle_opcodes import ARGUMENTS, codes
 
-__all__ = ["StandIn", "load_inert"]
-
 
 class StandIn:
     """An object of a pickle: its class's name, and the state it was given."""

@@ -17,8 +17,6 @@ from ckpt.errors import FormatError
 from ckpt.stock.pickle_limits import check_torch_pickle
 from ckpt.torch_private import archive_reader
 
-__all__ = ["MemoryFile", "check_archive", "is_stored_as_it_is"]
-
 _LOCAL_HEADER_BYTES = 30
 _MAX_RECORDS = 1 << 20
 

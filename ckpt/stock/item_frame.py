@@ -16,8 +16,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Frame", "frame", "save_without_crc32", "untouched_memory"]
-
 _MARK = 0xA5
 _SMALL_BYTES = 4096
 _NO_RESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)

@@ -25,8 +25,6 @@ from ckpt.gc_pause import no_gc
 from ckpt.stock.inert_unpickler import StandIn, load_inert
 from ckpt.torch_private import StorageInfo
 
-__all__ = ["MAX_METADATA_BYTES", "decode_metadata"]
-
 MAX_METADATA_BYTES = 8 << 30
 """The most that is read of `.metadata` or an index."""
 

@@ -27,8 +27,6 @@ from ckpt.format.columns import Columns, Integers, ObjectRow, TensorColumns
 from ckpt.format.stored_tensor import dtype_name
 from ckpt.torch_private import MemoryFormat, StorageInfo
 
-__all__ = ["pickled_metadata"]
-
 _TUPLES = {0: op.EMPTY_TUPLE, 1: op.TUPLE1, 2: op.TUPLE2, 3: op.TUPLE3}
 _BATCH_ROWS = 1 << 16
 _FEW_ROWS = 32

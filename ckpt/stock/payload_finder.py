@@ -17,8 +17,6 @@ from ckpt.format.stored_tensor import StoredTensor
 from ckpt.stock.item_archive import check_archive, is_stored_as_it_is
 from ckpt.torch_private import FakeTensor, FakeTensorMode, checkpoint_offset
 
-__all__ = ["ItemWindow", "ReadAt", "locate_payload"]
-
 _PAGE_BYTES = 4096
 _MAX_FRAME_BYTES = 4 << 20
 

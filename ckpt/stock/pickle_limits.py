@@ -21,8 +21,6 @@ from ckpt.format.planner_data import HASH_MODULUS
 from ckpt.stock.pickle_opcodes import ARGUMENTS, code, codes
 from ckpt.torch_private import allowed_globals, storage_dtype, user_allowed_globals
 
-__all__ = ["check_torch_pickle"]
-
 _MAX_GROWTH = 16
 _SLACK = 1 << 20
 _MAX_SAME_HASH = 1000

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pickletools
 
-__all__ = ["ARGUMENTS", "code", "codes"]
-
 _COUNT_BYTES = {
     pickletools.TAKEN_FROM_ARGUMENT1: 1,
     pickletools.TAKEN_FROM_ARGUMENT4: 4,

@@ -11,8 +11,6 @@ import torch
 from ckpt.errors import FormatError, UnsafeContent
 from ckpt.stock.item_archive import MemoryFile, check_archive
 
-__all__ = ["first_line", "load_tensor_item", "reason", "safe_object"]
-
 _MAX_GROWTH = 4
 _SLACK_BYTES = 1 << 20
 

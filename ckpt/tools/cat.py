@@ -19,8 +19,6 @@ from ckpt.errors import ConfigurationError, FormatError
 from ckpt.reading.slices import OpenCheckpoint
 from ckpt.transfer.boxes import Box, boxes_of, tiling_fault
 
-__all__ = ["Selection", "Statistics", "as_numpy", "select", "statistics", "write_npy"]
-
 _MAX_ELEMENTS = 1 << 22
 _SLICE = re.compile(r"(.*)\[([^\[\]]*)\]", re.DOTALL)
 

@@ -54,8 +54,6 @@ from ckpt.transfer.threads import in_order, workers
 from ckpt.writing.coordinator import Coordinator
 from ckpt.writing.save_objects import SaveObjects
 
-__all__ = ["Copied", "copy"]
-
 _BUDGET_BYTES = 256 << 20
 _FILES_AT_ONCE = 4
 _MAX_LEFTOVERS = 1 << 22

@@ -27,8 +27,6 @@ from ckpt.transfer.relay_bodies import RUN_BYTES, PlainBody, RunReader
 from ckpt.transfer.reports import ReportBytes, no_report
 from ckpt.transfer.threads import in_order, workers
 
-__all__ = ["copy_stock"]
-
 _BUDGET_BYTES = 256 << 20
 
 

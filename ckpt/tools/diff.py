@@ -22,8 +22,6 @@ from ckpt.torch_private import StorageInfo
 from ckpt.transfer.boxes import boxes_of
 from ckpt.transfer.reports import ReportBytes, no_report
 
-__all__ = ["Comparison", "Difference", "diff"]
-
 _MAX_ELEMENTS = 1 << 21
 _STEP_BYTES = 4 << 20
 

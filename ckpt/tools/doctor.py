@@ -18,8 +18,6 @@ from ckpt.consistency.probes.clients import CLEANING_LIMIT_S, Client, ProcessCli
 from ckpt.consistency.probes.examine import Finding, Probe, Subject, Verdict, examine
 from ckpt.errors import ConfigurationError, NotFound
 
-__all__ = ["Diagnosis", "doctor"]
-
 _logger = logging.getLogger(__name__)
 
 _FOLDER = ".ckpt-doctor-"

@@ -10,8 +10,6 @@ from ckpt.backends.base import ObjectStat, Store
 from ckpt.errors import CheckpointError, StorageError
 from ckpt.format.names import is_our_name
 
-__all__ = ["Damage", "Stray", "Verification", "affected", "find_strays"]
-
 _MAX_DAMAGES = 10_000
 _MAX_STRAYS = 10_000
 _MAX_FQNS = 20

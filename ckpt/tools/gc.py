@@ -28,8 +28,6 @@ from ckpt.format.records import CommitRecord, StoredCommit, read_commit
 from ckpt.tools.ls import find_folders
 from ckpt.transfer.threads import workers
 
-__all__ = ["DEFAULT_GRACE_S", "Garbage", "GarbageItem", "collect_garbage"]
-
 DEFAULT_GRACE_S = 24 * 3600.0
 
 

@@ -20,8 +20,6 @@ from ckpt.format.records import CommitRecord
 from ckpt.format.stored_tensor import dtype_name
 from ckpt.reading.checkpoint import Checkpoint, ReadSettings, open_parts
 
-__all__ = ["Inspection", "ObjectInfo", "SliceInfo", "TensorInfo", "inspect"]
-
 
 @dataclass(frozen=True)
 class SliceInfo:

@@ -23,8 +23,6 @@ from ckpt.format.names import DATA_KEY_IN_BYTES, is_rank_directory
 from ckpt.format.records import CommitRecord, ObjectRef, read_commit
 from ckpt.transfer.threads import in_order, workers
 
-__all__ = ["ListedCheckpoint", "classify", "find_folders", "is_stock", "list_checkpoints", "step_of"]
-
 _STEP = re.compile(r"(?:.*[^0-9])?(\d{1,18})(?:\.[a-z]+)?")
 _HEAD_BYTES = 4 << 20
 _MAX_DEPTH = 8

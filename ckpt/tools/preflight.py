@@ -12,8 +12,6 @@ from ckpt.backends.registry import open_store
 from ckpt.consistency import environment
 from ckpt.errors import AlreadyExists, IntegrityError, StorageError, StorageFull
 
-__all__ = ["check_place"]
-
 
 def check_place(
     url: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None, needed_bytes: int = 0

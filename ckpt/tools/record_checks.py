@@ -19,8 +19,6 @@ from ckpt.stock.metadata_writer import pickled_metadata
 from ckpt.tools.findings import Damage, affected
 from ckpt.transfer.boxes import tiling_fault
 
-__all__ = ["IndexedItems", "check_coverage_of", "check_stock_metadata", "items_by_file"]
-
 _MAX_NAMED = 100
 
 

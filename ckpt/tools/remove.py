@@ -16,8 +16,6 @@ from ckpt.format.names import is_our_name
 from ckpt.format.records import CommitRecord, ManifestRef, StoredCommit, decode_manifest, read_commit
 from ckpt.transfer.threads import in_order, workers
 
-__all__ = ["Removed", "remove"]
-
 
 @dataclass(frozen=True)
 class Removed:

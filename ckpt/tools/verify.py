@@ -43,8 +43,6 @@ from ckpt.transfer.reports import ReportBytes, no_report
 from ckpt.transfer.tensor_memory import memory_of
 from ckpt.transfer.threads import in_order, workers
 
-__all__ = ["verify"]
-
 _MAX_UNKNOWN_ITEMS = 1 << 16
 
 T = TypeVar("T")

@@ -38,8 +38,6 @@ from ckpt.transfer.reports import ReportBytes
 from ckpt.transfer.tensor_memory import memory_of
 from ckpt.transfer.threads import in_order
 
-__all__ = ["verify_stock"]
-
 _STEP_BYTES = 4 << 20
 _LOCAL_HEADER = struct.Struct("<26xHH")
 _ZIP = b"PK\x03\x04"

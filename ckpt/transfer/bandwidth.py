@@ -7,8 +7,6 @@ import time
 
 from ckpt.errors import ConfigurationError
 
-__all__ = ["Pacer"]
-
 MIN_BANDWIDTH_BYTES_PER_S = 1_000_000
 _BURST_S = 0.05
 

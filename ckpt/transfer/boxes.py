@@ -13,8 +13,6 @@ import numpy as np
 
 from ckpt.format.columns import TensorColumns
 
-__all__ = ["Box", "Slices", "boxes_of", "flat_boxes", "split_box", "tiled_box", "tiling_fault"]
-
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Where a region begins and where it ends (exclusive), dimension by dimension."""
 

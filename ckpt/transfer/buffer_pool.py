@@ -11,8 +11,6 @@ import torch
 
 from ckpt.errors import ConfigurationError, StorageUnavailable
 
-__all__ = ["DEFAULT_MEMORY_BUDGET_BYTES", "MIN_MEMORY_BUDGET_BYTES", "StagingPool"]
-
 DEFAULT_MEMORY_BUDGET_BYTES = 256 << 20
 MIN_MEMORY_BUDGET_BYTES = 128 << 20
 """Room for what is copied at once: two parts, or four reads."""

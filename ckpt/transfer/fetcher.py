@@ -18,8 +18,6 @@ from ckpt.transfer.read_requests import Request, Slice, plan_requests
 from ckpt.transfer.tensor_memory import memory_of
 from ckpt.transfer.threads import run_all
 
-__all__ = ["Fetcher", "StoredFile"]
-
 _logger = logging.getLogger(__name__)
 
 _DIRECT_BYTES = 64 << 10

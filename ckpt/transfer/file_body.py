@@ -24,17 +24,6 @@ from ckpt.gc_pause import no_gc
 from ckpt.transfer.buffer_pool import StagingPool
 from ckpt.transfer.tensor_memory import copy_flat, has_memory_view, memory_of
 
-__all__ = [
-    "ALIGNMENT_BYTES",
-    "BytesPayload",
-    "Due",
-    "FileBody",
-    "FileItem",
-    "Payload",
-    "StreamedPayload",
-    "TensorPayload",
-]
-
 ALIGNMENT_BYTES = 64
 """Where items start. Payloads then are aligned too, and no block boundary cuts an element in two."""
 

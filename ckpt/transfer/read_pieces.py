@@ -17,17 +17,6 @@ from ckpt.format.stored_tensor import StoredTensor
 from ckpt.transfer.boxes import flat_boxes
 from ckpt.transfer.tensor_memory import copy_elements, has_memory_view, memory_of
 
-__all__ = [
-    "FlatSink",
-    "MemorySink",
-    "NoSink",
-    "Piece",
-    "Sink",
-    "StoredTensor",
-    "StridedSink",
-    "region_pieces",
-]
-
 _STRIDED_BYTES = 4 << 20
 """Longest run of a file that is read whole for the rows that are wanted of it."""
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 
 from ckpt.transfer.read_pieces import Piece
 
-__all__ = ["Request", "Slice", "plan_requests"]
-
 
 @dataclass(frozen=True)
 class Slice:

@@ -17,8 +17,6 @@ from ckpt.transfer.buffer_pool import StagingPool
 from ckpt.transfer.tensor_memory import memory_of
 from ckpt.transfer.threads import in_order
 
-__all__ = ["RUN_BYTES", "PlainBody", "RunReader", "VerifiedBody"]
-
 RUN_BYTES = 8 << 20
 """The bytes that are read at once to check a file."""
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-__all__ = ["ReportBytes", "no_report"]
-
 ReportBytes = Callable[[int, int], None]
 """Called with the bytes done so far and those in all."""
 

@@ -9,8 +9,6 @@ import torch
 from ckpt.torch_private import is_zero_tensor
 from ckpt.transfer.boxes import flat_boxes
 
-__all__ = ["copy_elements", "copy_flat", "has_memory_view", "memory_of", "plain"]
-
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

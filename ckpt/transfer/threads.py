@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Executor, Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
-__all__ = ["in_order", "run_all", "thread_pool", "workers"]
-
 T = TypeVar("T")
 R = TypeVar("R")
 

@@ -12,8 +12,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-__all__ = ["Background"]
-
 _logger = logging.getLogger(__name__)
 
 T = TypeVar("T")

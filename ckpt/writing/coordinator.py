@@ -49,8 +49,6 @@ from ckpt.transfer.threads import workers
 from ckpt.writing.receipts import RankReceipt, collect
 from ckpt.writing.save_objects import SaveObjects
 
-__all__ = ["Coordinator", "stock_metadata_of"]
-
 _logger = logging.getLogger(__name__)
 
 

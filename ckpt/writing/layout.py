@@ -20,17 +20,6 @@ from ckpt.stock.item_frame import frame
 from ckpt.transfer.file_body import ALIGNMENT_BYTES, BytesPayload, FileItem, Payload, TensorPayload
 from ckpt.transfer.tensor_memory import plain
 
-__all__ = [
-    "Entry",
-    "object_entries",
-    "pack",
-    "pickled_entries",
-    "place",
-    "refuse_layouts",
-    "spread",
-    "tensor_entries",
-]
-
 MAX_FILE_BYTES = 128 << 30
 """Beyond it a rank begins another file, so that multipart parts stay small."""
 

@@ -19,8 +19,6 @@ from ckpt.writing.layout import Entry, place
 from ckpt.writing.receipts import PlacedItem, RankReceipt, pack_items
 from ckpt.writing.save_objects import SaveObjects
 
-__all__ = ["RankFiles"]
-
 
 class RankFiles:
     """Write the files of one rank in one save, and record what they hold.

@@ -20,8 +20,6 @@ from ckpt.errors import CommitError, ConfigurationError
 from ckpt.format.columns import Columns, Integers, ObjectRow, TensorColumns
 from ckpt.format.records import ManifestRef
 
-__all__ = ["PlacedItem", "RankReceipt", "collect", "pack_items"]
-
 
 class PlacedItem(msgspec.Struct, array_like=True):
     """An item that a rank has written.

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from ckpt.backends.base import Store
 from ckpt.consistency import environment
 
-__all__ = ["SaveObjects"]
-
 _logger = logging.getLogger(__name__)
 
 

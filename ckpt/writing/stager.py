@@ -34,8 +34,6 @@ from ckpt.torch_private import (
 from ckpt.transfer.tensor_memory import copy_elements, has_memory_view, plain
 from ckpt.transfer.threads import run_all, thread_pool
 
-__all__ = ["Stager"]
-
 _ALIGNMENT_BYTES = 64
 _MAX_BLOCKS = 2
 _RUN_BYTES = 16 << 20

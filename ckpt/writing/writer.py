@@ -35,8 +35,6 @@ from ckpt.writing.rank_files import RankFiles
 from ckpt.writing.receipts import RankReceipt
 from ckpt.writing.save_objects import SaveObjects
 
-__all__ = ["CheckpointWriter", "SaveMeta"]
-
 _logger = logging.getLogger(__name__)
 
 _OBJECT_BATCH_BYTES = 32 << 20

@@ -8,8 +8,6 @@ from ckpt.backends.raw_requests import raw_requests_of
 from ckpt.consistency.probes.examine import Finding, Subject, Verdict
 from ckpt.errors import AccessDenied, StorageError
 
-__all__ = ["permissions"]
-
 _WITHOUT = {
     "put": (Verdict.PROBLEM, "nothing can be saved; loads work"),
     "get": (Verdict.PROBLEM, "nothing can be loaded, nor saved: a save looks first at what is there"),

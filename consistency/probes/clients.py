@@ -21,8 +21,6 @@ from ckpt.backends.raw_requests import raw_requests_of
 from ckpt.consistency import environment
 from ckpt.errors import AlreadyExists, CheckpointError, StorageError, StorageUnavailable
 
-__all__ = ["CLEANING_LIMIT_S", "Client", "OutOfTime", "ProcessClient", "perform"]
-
 _MAX_BYTES = 1 << 20
 _LAST_WORD_S = 5.0
 _LONGEST_S = 3600.0

@@ -16,8 +16,6 @@ from ckpt.consistency import environment
 from ckpt.consistency.probes.clients import Client, OutOfTime
 from ckpt.errors import CheckpointError, StorageUnavailable
 
-__all__ = ["Finding", "Probe", "Subject", "Verdict", "examine"]
-
 _GRACE_S = 10.0
 """For a probe whose time is over to notice."""
 

@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator
 from ckpt.consistency import environment
 from ckpt.consistency.probes.examine import Finding, Subject, Verdict
 
-__all__ = ["durability", "names", "space"]
-
 _LOW_BYTES = 1 << 30
 _NOT_KNOWN_BYTES = 1 << 50
 """The free space that rclone reports when it cannot know; s3fs reports more."""

@@ -12,8 +12,6 @@ from ckpt.consistency.probes.clients import Client
 from ckpt.consistency.probes.examine import Finding, Subject, Verdict
 from ckpt.errors import AlreadyExists
 
-__all__ = ["exclusive_creates"]
-
 _ROUNDS = 30
 _TIME_S = 10.0
 

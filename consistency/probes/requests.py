@@ -12,8 +12,6 @@ from ckpt.consistency.conditional_create import measure_condition
 from ckpt.consistency.probes.examine import Finding, Subject, Verdict
 from ckpt.errors import AccessDenied, NotFound, StorageError, StorageUnavailable
 
-__all__ = ["checksums", "conditions", "limits", "uploads"]
-
 _LOOKS = "the library looks before it puts, which is not atomic: give every place one writer at a time"
 _RESULTS = {
     Condition.HONOURED: (Verdict.FINE, "honoured", ""),

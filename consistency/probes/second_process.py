@@ -7,8 +7,6 @@ from multiprocessing.connection import Connection
 from ckpt.consistency.probes.clients import perform
 from ckpt.errors import CheckpointError
 
-__all__ = ["main"]
-
 
 def main(descriptor: int) -> None:
     """Serve until the other side hangs up."""

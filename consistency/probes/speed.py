@@ -11,8 +11,6 @@ from ckpt.backends.bodies import CheckedBody
 from ckpt.consistency import environment
 from ckpt.consistency.probes.examine import Finding, Subject, Verdict
 
-__all__ = ["clock", "latency", "throughput"]
-
 _ROUNDS = 10
 _SIZES_BYTES = (4 * MIB, 64 * MIB)
 _LONGEST_PUT_S = 10.0

@@ -15,8 +15,6 @@ from ckpt.consistency.probes.clients import Client
 from ckpt.consistency.probes.examine import Finding, Subject, Verdict
 from ckpt.errors import AccessDenied, ConfigurationError, IntegrityError, NotFound, StorageError
 
-__all__ = ["own_writes", "writes_of_others"]
-
 _AT_ONCE_S = 0.5
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.5
 _OLD, _NEW = b"old", b"new, and longer"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import heapq
 
-__all__ = ["Turns"]
-
 
 class Turns:
     """Give each shard turns in proportion to its weight.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 
-__all__ = ["Permutation"]
-
 _ROUNDS = 4
 
 

@@ -11,8 +11,6 @@ import torch
 from ckpt.errors import ConfigurationError, FormatError
 from ckpt.trainer_integration.data_order.shards import Position, Shard
 
-__all__ = ["Positions"]
-
 
 class Positions:
     """Hold the positions of this rank's shards: a `Stateful` that reshards.

@@ -16,8 +16,6 @@ from ckpt.errors import ConfigurationError
 from ckpt.trainer_integration.data_order.permutation import Permutation
 from ckpt.trainer_integration.sources import Source, Tokens, as_tokens
 
-__all__ = ["Cursor", "Position", "Shard"]
-
 
 class Position(NamedTuple):
     """The begin of a shard's next sequence.

@@ -22,8 +22,6 @@ from ckpt.torch_private import async_save_process_is_alive, forget_async_save_pr
 from ckpt.writing.stager import Stager
 from ckpt.writing.writer import CheckpointWriter
 
-__all__ = ["AsyncMode", "Uploads"]
-
 AsyncMode = Literal["thread", "process", "off"]
 
 

@@ -20,8 +20,6 @@ from ckpt.tools.remove import remove
 from ckpt.tools.verify import verify
 from ckpt.trainer_integration.keeping import Best, KeepRule
 
-__all__ = ["History"]
-
 _logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"step-(\d{1,18})(?:\.again)?")

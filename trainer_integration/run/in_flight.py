@@ -25,8 +25,6 @@ from ckpt.trainer_integration.run.async_modes import Uploads
 from ckpt.trainer_integration.run.history import History, plain_metrics
 from ckpt.writing.writer import SaveMeta
 
-__all__ = ["OnBusy", "Saves"]
-
 _logger = logging.getLogger(__name__)
 
 _WEIGHT_OF_THE_LAST = 0.3

@@ -26,8 +26,6 @@ from ckpt.trainer_integration.run.in_flight import Saves
 from ckpt.trainer_integration.run.strict_planner import NamingLoadPlanner
 from ckpt.trainer_integration.training_state import OptimizerState
 
-__all__ = ["PassedOver", "Restored", "restore"]
-
 _DAMAGE = (IntegrityError, FormatError, NotVisible, NotCommitted, NotFound, CommitConflict)
 
 

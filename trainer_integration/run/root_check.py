@@ -12,8 +12,6 @@ from ckpt.tools.preflight import check_place
 from ckpt.trainer_integration.run.in_flight import Saves
 from ckpt.trainer_integration.training_state import size_bytes
 
-__all__ = ["RootCheck", "agreed"]
-
 T = TypeVar("T")
 
 

@@ -12,8 +12,6 @@ from ckpt.trainer_integration.run.in_flight import Saves
 from ckpt.trainer_integration.run.signals import Signals
 from ckpt.trainer_integration.saving import Moment, OnPreemption, SaveRule
 
-__all__ = ["Decisions"]
-
 
 class Decisions:
     """Apply the rules for saving.

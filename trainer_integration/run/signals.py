@@ -10,8 +10,6 @@ from typing import Any
 
 from ckpt.errors import ConfigurationError
 
-__all__ = ["Signals"]
-
 
 class Signals:
     """Note signals until `close`, in place of their default action, which ends the program.

@@ -14,8 +14,6 @@ from torch.distributed.checkpoint.planner import LoadPlan
 
 from ckpt.errors import LoadFailed
 
-__all__ = ["NamingLoadPlanner"]
-
 _logger = logging.getLogger(__name__)
 
 _MAX_NAMES = 20
