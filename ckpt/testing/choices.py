@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 __all__ = ["Choices", "Exhaustive", "Seeded"]
 
@@ -29,16 +30,10 @@ class Seeded(Choices):
     """Decide by chance; the same seed decides the same."""
 
     def __init__(self, seed: int) -> None:
-        self.seed = seed
         self.random = random.Random(seed)
 
     def pick(self, what: str, weights: Sequence[float]) -> int:
-        left = self.random.random() * sum(weights)
-        for index, weight in enumerate(weights):
-            left -= weight
-            if left < 0:
-                return index
-        return 0
+        return self.random.choices(range(len(weights)), weights)[0]
 
     def fraction(self, what: str) -> float:
         """Return a random fraction; half of the time 0 or 1, as things go wrong at the ends."""
@@ -49,54 +44,52 @@ class Seeded(Choices):
         return self.random.random()
 
 
+@dataclass
 class Exhaustive(Choices):
     """Decide in every way in which at most `deviations` decisions differ from the uneventful one.
 
     Each round of `for choices in Exhaustive.all(...)` is another way; run the whole simulation anew in each.
     (Bounded search by re-execution, as CHESS does for the preemptions of threads.)
+
+    Attributes:
+        deviations: how many more are allowed.
+        usual_fraction: the uneventful answer to `fraction`, 0 or 1; the other one is a deviation.
+        path: the decisions of this round.
     """
 
-    def __init__(self, deviations: int, path: list[int], usual_fraction: float = 0.0) -> None:
-        self._left = deviations
-        self._usual = usual_fraction
-        self.path = path
-        self._sizes: list[int] = []
-        self._made = 0
+    deviations: int
+    usual_fraction: float = 0.0
+    path: list[int] = field(default_factory=list)
+    _sizes: list[int] = field(init=False, default_factory=list)
 
     @staticmethod
     def all(deviations: int, *, usual_fraction: float = 0.0) -> Iterator[Exhaustive]:
-        """Yield the choices of one round after another.
-
-        `usual_fraction`, 0 or 1, is the uneventful answer to `fraction`; the other one is a deviation.
-        """
-        path: list[int] = []
-        while True:
-            choices = Exhaustive(deviations, path, usual_fraction)
+        """Yield the choices of one round after another."""
+        choices = Exhaustive(deviations, usual_fraction)
+        yield choices
+        while path := choices._next_path():
+            choices = Exhaustive(deviations, usual_fraction, path)
             yield choices
-            path = choices._next_path()
-            if not path:
-                return
 
     def pick(self, what: str, weights: Sequence[float]) -> int:
-        if self._left == 0:  # so it goes on as usual, to the end
+        if self.deviations == 0:  # so it goes on as usual, to the end
             return 0
         allowed = [index for index, weight in enumerate(weights) if index == 0 or weight > 0]
         if len(allowed) == 1:
             return 0
-        if self._made == len(self.path):
+        if len(self._sizes) == len(self.path):
             self.path.append(0)
-        made = self.path[self._made]
-        self._made += 1
+        decision = self.path[len(self._sizes)]
         self._sizes.append(len(allowed))
-        self._left -= made != 0
-        return allowed[made]
+        self.deviations -= decision != 0
+        return allowed[decision]
 
     def fraction(self, what: str) -> float:
-        return abs(self._usual - self.pick(what, (1, 1)))
+        return abs(self.usual_fraction - self.pick(what, (1, 1)))
 
     def _next_path(self) -> list[int]:
         """Return the path of the next round; empty after the last."""
-        path = self.path[: self._made]
+        path = self.path[: len(self._sizes)]
         while path and path[-1] + 1 == self._sizes[len(path) - 1]:
             path.pop()
         if path:

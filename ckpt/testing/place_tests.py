@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 
 import pytest
 
 from ckpt.backends.base import Store, put_bytes, read_bytes
-from ckpt.errors import (
-    CheckpointError,
-    ConfigurationError,
-    NotFound,
-)
+from ckpt.errors import CheckpointError, ConfigurationError, NotFound
 from ckpt.testing.store_contract import StoreUnderTest, run_all
 
 __all__ = ["PlaceTests"]
@@ -117,14 +114,11 @@ class PlaceTests(StoreUnderTest):
 
     def test_pickles(self, store: Store) -> None:
         put_bytes(store, "k", b"x")
-        other = pickle.loads(pickle.dumps(store))
-        try:
-            assert other.url == store.url
-            assert other.threads == store.threads
-            put_bytes(other, "from/the/copy", b"y")
+        with contextlib.closing(pickle.loads(pickle.dumps(store))) as copy:
+            assert copy.url == store.url
+            assert copy.threads == store.threads
+            put_bytes(copy, "from/the/copy", b"y")
             assert self.raw_get(store, "from/the/copy") == b"y"
-        finally:
-            other.close()
 
     def test_errors_pickle(self, store: Store) -> None:
         with pytest.raises(NotFound) as caught:
@@ -146,4 +140,4 @@ class PlaceTests(StoreUnderTest):
 
 
 def _listed(store: Store, prefix: str = "") -> dict[str, int]:
-    return {found.key: found.size_bytes for found in store.list(prefix)}
+    return {stat.key: stat.size_bytes for stat in store.list(prefix)}

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from ckpt.backends.base import ObjectStat
 from ckpt.testing.choices import Choices
+from ckpt.testing.virtual_time import EPOCH_S, Process
 
-__all__ = ["EPOCH_S", "Actor", "Model", "Objects", "Upload", "Version"]
-
-EPOCH_S = 1_700_000_000.0
-"""When simulated time begins, in seconds since 1970."""
+__all__ = ["Model", "Objects", "Upload", "Version"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +29,6 @@ class Model:
         late_s: how long after its client gave it up a request may be carried out.
         echo_s: how long after its answer a request may be carried out once more; 0 is never.
         faults: weight of each of `FAULTS` (that of "none" is 1).
-        echo: probability of an echo.
     """
 
     create_lag_s: float = 0.0
@@ -57,19 +53,6 @@ class Model:
         lag_s = max(self.create_lag_s, self.overwrite_lag_s, self.delete_lag_s)
         return lag_s + self.negative_cache_s + self.attribute_cache_s
 
-    def weights(self, faults: Iterable[str]) -> list[float]:
-        return [1.0 if fault == "none" else self.faults.get(fault, 0.0) for fault in faults]
-
-
-class Actor(Protocol):
-    """A program that changes objects: a process of the simulator."""
-
-    name: str
-    node: str
-    requests: int
-    read: dict[str, Version]
-    looked: dict[str, tuple[int, bool]]
-
 
 @dataclass(eq=False)
 class Version:
@@ -80,13 +63,16 @@ class Version:
         number: counts all changes of the world.
         at_s: when it took effect.
         node, process: who did it; process None: somebody outside.
+        replaces: there was something before it.
+        seen_at_s: when it comes to be seen, by node.
     """
 
     data: bytes | None
     number: int
     at_s: float
     node: str
-    process: Actor | None
+    process: Process | None
+    replaces: bool
     seen_at_s: dict[str, float] = field(default_factory=dict)
 
     def stat(self, key: str) -> ObjectStat:
@@ -94,10 +80,11 @@ class Version:
         return ObjectStat(key, len(self.data or b""), str(self.number), EPOCH_S + self.at_s)
 
 
-@dataclass
+@dataclass(eq=False)
 class Upload:
+    """An unfinished upload in parts."""
+
     name: str
-    begun_at_s: float
     parts: dict[int, bytes] = field(default_factory=dict)
 
 
@@ -107,7 +94,7 @@ class Objects:
     Attributes:
         now_s: the time, which somebody else counts.
         versions: those of every name, oldest first.
-        uploads: those begun and neither completed nor aborted, by number.
+        uploads: when each of the unfinished ones was begun, in seconds since 1970.
     """
 
     now_s: float
@@ -115,51 +102,55 @@ class Objects:
     def __init__(self, choices: Choices, model: Model) -> None:
         self.choices, self.model = choices, model
         self.versions: dict[str, list[Version]] = {}
-        self.uploads: dict[int, Upload] = {}
-        self._changes = self._uploads_begun = 0
+        self.uploads: dict[Upload, float] = {}
+        self._changes = 0
         self._missing_until_s: dict[tuple[str, str], float] = {}
-        self._attributes: dict[tuple[str, str], tuple[float, ObjectStat | None]] = {}
+        self._attributes: dict[tuple[str, str], tuple[float, ObjectStat]] = {}
 
     def truth(self, name: str) -> bytes | None:
         """Return what `name` holds."""
         versions = self.versions.get(name)
         return versions[-1].data if versions else None
 
-    def add(self, node: str, name: str, data: bytes | None, process: Actor | None) -> Version | None:
+    def add(self, node: str, name: str, data: bytes | None, process: Process | None) -> Version | None:
         """Have `name` hold `data` from now on (None: delete it); return None if that changes nothing."""
-        versions = self.versions.setdefault(name, [])
-        if data is None and self.truth(name) is None:
+        exists = self.truth(name) is not None
+        if data is None and not exists:
             return None
         self._changes += 1
-        after = Version(data, self._changes, self.now_s, node, process)
-        versions.append(after)
+        version = Version(data, self._changes, self.now_s, node, process, exists)
+        self.versions.setdefault(name, []).append(version)
         self._missing_until_s.pop((node, name), None)
         self._attributes.pop((node, name), None)
-        return after
+        return version
 
     def seen(self, node: str, name: str) -> Version | None:
-        """Return the version of `name` that `node` sees; None if it sees none."""
+        """Return the version of `name` that `node` sees; None if it sees none, or that it is deleted."""
         if self._missing_until_s.get((node, name), -1.0) > self.now_s:
             return None
-        version = self._newest_seen(node, name)
-        if version is not None and version.data is not None:
-            return version
+        for version in reversed(self.versions.get(name, ())):
+            if version.node == node or self._is_visible(version, node, self._lag_s(version)):
+                if version.data is not None:
+                    return version
+                break
         if self.model.negative_cache_s:
             believed_s = self.model.negative_cache_s * self.choices.fraction("negative cache")
             self._missing_until_s[node, name] = self.now_s + believed_s
         return None
 
     def seen_in_listing(self, node: str, name: str) -> Version | None:
-        version = self._newest_seen(node, name, in_listing=True)
-        return version if version is not None and version.data is not None else None
+        for version in reversed(self.versions[name]):
+            if self._is_visible(version, f"{node} lists", self.model.list_lag_s):
+                return version if version.data is not None else None
+        return None
 
     def attributes(self, node: str, name: str, key: str) -> ObjectStat | None:
         """Return what `node` is told about `name`."""
-        until_s, known = self._attributes.get((node, name), (-1.0, None))
+        until_s, stat = self._attributes.get((node, name), (-1.0, None))
         if until_s > self.now_s:
-            return known
+            return stat
         version = self.seen(node, name)
-        if version is None or version.data is None:
+        if version is None:
             return None
         stat = version.stat(key)
         if self.model.attribute_cache_s:
@@ -167,39 +158,14 @@ class Objects:
             self._attributes[node, name] = (self.now_s + kept_s, stat)
         return stat
 
-    def _newest_seen(self, node: str, name: str, *, in_listing: bool = False) -> Version | None:
-        versions = self.versions.get(name, ())
-        view = f"{node} lists" if in_listing else node
-        for number in range(len(versions) - 1, -1, -1):
-            version = versions[number]
-            if version.node == node and not in_listing:
-                return version
-            bound_s = self.model.list_lag_s if in_listing else self._lag_s(versions, number)
-            if not bound_s or self._visible_at_s(version, view, bound_s) <= self.now_s:
-                return version
-        return None
-
-    def _lag_s(self, versions: Sequence[Version], number: int) -> float:
-        if versions[number].data is None:
+    def _lag_s(self, version: Version) -> float:
+        if version.data is None:
             return self.model.delete_lag_s
-        first = number == 0 or versions[number - 1].data is None
-        return self.model.create_lag_s if first else self.model.overwrite_lag_s
+        return self.model.overwrite_lag_s if version.replaces else self.model.create_lag_s
 
-    def _visible_at_s(self, version: Version, view: str, bound_s: float) -> float:
-        seen_at_s = version.seen_at_s.get(view)
-        if seen_at_s is None:
-            seen_at_s = version.seen_at_s[view] = version.at_s + bound_s * self.choices.fraction("lag")
-        return seen_at_s
-
-    def begin_upload(self, number: int, name: str) -> None:
-        self.uploads[number] = Upload(name, EPOCH_S + self.now_s)
-
-    def abort_uploads(self, chosen: Callable[[Upload], bool]) -> int:
-        numbers = [number for number, upload in self.uploads.items() if chosen(upload)]
-        for number in numbers:
-            del self.uploads[number]
-        return len(numbers)
-
-    def new_upload(self) -> int:
-        self._uploads_begun += 1
-        return self._uploads_begun
+    def _is_visible(self, version: Version, view: str, bound_s: float) -> bool:
+        if not bound_s:
+            return True
+        if view not in version.seen_at_s:
+            version.seen_at_s[view] = version.at_s + bound_s * self.choices.fraction("lag")
+        return version.seen_at_s[view] <= self.now_s

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
@@ -13,7 +14,7 @@ from ckpt.backends.bodies import Body
 from ckpt.errors import AlreadyExists, NotFound, StorageError, Truncated
 from ckpt.testing.simulated_objects import Upload, Version
 from ckpt.testing.simulator import World
-from ckpt.testing.virtual_time import Process
+from ckpt.testing.virtual_time import EPOCH_S, Process
 
 __all__ = ["SimulatedStore"]
 
@@ -36,36 +37,41 @@ class SimulatedStore(Store):
         return self._world.capabilities
 
     def put(self, key: str, body: Body, *, mode: PutMode = PutMode.OVERWRITE) -> None:
-        name = self._name(key)
-        if self._world.model.directories:
+        name, world = self._name(key), self._world
+        if world.model.directories:
             self._make_directory(name.rpartition("/")[0])
-        if mode is PutMode.CREATE and not self._world.model.conditional_create:
-            self._request("look", key, lambda: self._refuse_existing(key, self._world.seen(self._node, name)))
+        if mode is PutMode.CREATE and not world.model.conditional_create:
+            self._request("look", key, lambda: self._refuse(key, world.seen(self._node, name)))
             mode = PutMode.OVERWRITE
-        if self._world.model.multipart and self._world.choices.pick("in parts", (0.7, 0.3)):
+        if world.model.multipart and world.choices.pick("in parts", (0.7, 0.3)):
             self._put_in_parts(key, name, body, mode)
         else:
             data = b"".join(self._parts(body))
             self._request("put", key, lambda: self._store(key, name, data, mode), writes=True)
 
     def _put_in_parts(self, key: str, name: str, body: Body, mode: PutMode) -> None:
-        number = self._world.new_upload()
+        uploads, upload = self._world.uploads, Upload(name)
 
-        def upload() -> Upload:
-            if number not in self._world.uploads:
+        def begin() -> None:
+            uploads[upload] = EPOCH_S + self._world.now_s
+
+        def parts() -> dict[int, bytes]:
+            if upload not in uploads:
                 raise NotFound("no such upload", url=self.url, key=key)
-            return self._world.uploads[number]
+            return upload.parts
+
+        def send(number: int, data: bytes) -> None:
+            parts()[number] = data
 
         def complete() -> None:
-            self._store(key, name, b"".join(data for _, data in sorted(upload().parts.items())), mode)
-            del self._world.uploads[number]
+            self._store(key, name, b"".join(data for _, data in sorted(parts().items())), mode)
+            del uploads[upload]
 
-        self._request("begin", key, lambda: self._world.begin_upload(number, name), writes=True)
+        self._request("begin", key, begin, writes=True)
         sent: list[bytes] = []
         try:
             for data in self._parts(body):
-                part = (len(sent), data)
-                self._request("part", key, lambda part=part: upload().parts.__setitem__(*part), writes=True)  # type: ignore[misc]
+                self._request("part", key, functools.partial(send, len(sent), data), writes=True)
                 sent.append(data)
             try:
                 self._request("complete", key, complete, writes=True)
@@ -74,16 +80,16 @@ class SimulatedStore(Store):
                     raise
         except Exception:
             with contextlib.suppress(StorageError):
-                self._request("abort", key, lambda: self._world.uploads.pop(number, None), writes=True)
+                self._request("abort", key, lambda: uploads.pop(upload, None), writes=True)
             raise
 
     def _is_ours(self, key: str, name: str, data: bytes) -> bool:
         """Whether a completion without answer worked, as the stores of this library find out."""
         try:
-            found = self._request("stat", key, lambda: self._world.seen(self._node, name))
+            version = self._request("stat", key, lambda: self._world.seen(self._node, name))
         except StorageError:
             return False
-        return found is not None and found.data == data
+        return version is not None and version.data == data
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
         name = self._name(key)
@@ -97,42 +103,47 @@ class SimulatedStore(Store):
 
     def stat(self, key: str) -> ObjectStat:
         name = self._name(key)
-        found = self._request("stat", key, lambda: self._world.attributes(self._node, name, key))
-        process = getcurrent()
-        if isinstance(process, Process):
-            process.looked[name] = process.requests, found is not None
-        if found is None:
+        stat = self._request("stat", key, lambda: self._world.attributes(self._node, name, key))
+        _remember_look(name, stat is not None)
+        if stat is None:
             raise NotFound("no such object", url=self.url, key=key)
-        return found
+        return stat
 
     def list(self, prefix: str = "") -> Iterator[ObjectStat]:
-        found = self._request("list", prefix, lambda: list(self._listed(prefix)))
-        yield from found
+        yield from self._request("list", prefix, lambda: list(self._listed(prefix)))
 
     def _listed(self, prefix: str) -> Iterator[ObjectStat]:
         for name in sorted(self._world.versions):
             if name.startswith(self._prefix + prefix) and is_key(key := name[len(self._prefix) :]):
                 version = self._world.seen_in_listing(self._node, name)
-                if version is not None and version.data is not None:
+                if version is not None:
                     yield version.stat(key)
 
     def delete(self, keys: Iterable[str]) -> None:
         for key in keys:
-            name = self._name(key)
-            self._request("delete", key, lambda name=name: self._change(name, None), writes=True)  # type: ignore[misc]
+            effect = functools.partial(self._world.change, self._node, self._name(key), None)
+            self._request("delete", key, effect, writes=True)
 
     def prepare(self, prefix: str) -> None:
         if self._world.model.directories:
             self._make_directory(self._prefix + prefix)
 
     def abandon(self, prefix: str = "", *, choose: Callable[[ObjectStat], bool] | None = None) -> int:
-        def chosen(upload: Upload) -> bool:
+        uploads = self._world.uploads
+
+        def is_chosen(upload: Upload) -> bool:
             if not upload.name.startswith(self._prefix + prefix):
                 return False
             key = upload.name.removeprefix(self._prefix)
-            return choose is None or choose(ObjectStat(key, 0, modified_at_s=upload.begun_at_s))
+            return choose is None or choose(ObjectStat(key, 0, modified_at_s=uploads[upload]))
 
-        return self._request("abandon", prefix, lambda: self._world.abort_uploads(chosen), writes=True)
+        def abort() -> int:
+            chosen = [upload for upload in uploads if is_chosen(upload)]
+            for upload in chosen:
+                del uploads[upload]
+            return len(chosen)
+
+        return self._request("abandon", prefix, abort, writes=True)
 
     # -- for protocols that are not ours -------------------------------------------------------------------
 
@@ -144,14 +155,15 @@ class SimulatedStore(Store):
             directory = name.rpartition("/")[0] + "/"
             if self._world.model.directories and self._world.seen(self._node, directory) is None:
                 raise NotFound("no such directory", url=self.url, key=key)
-            self._change(name, data)
+            self._world.change(self._node, name, data)
 
         self._request("put", key, write, writes=True)
 
     def _make_directory(self, directory: str) -> None:
         marker = f"{directory}/"
         if self._world.seen(self._node, marker) is None:
-            self._request("mkdir", directory, lambda: self._change(marker, b""), writes=True)
+            effect = functools.partial(self._world.change, self._node, marker, b"")
+            self._request("mkdir", directory, effect, writes=True)
 
     # -- effects -------------------------------------------------------------------------------------------
 
@@ -167,30 +179,29 @@ class SimulatedStore(Store):
                 yield b"".join(part.buffers)
 
     def _store(self, key: str, name: str, data: bytes, mode: PutMode) -> None:
-        if mode is PutMode.CREATE and self._world.truth(name) is not None:
-            self._refuse(key)
-        self._change(name, data)
-
-    def _change(self, name: str, data: bytes | None) -> None:
+        if mode is PutMode.CREATE:
+            self._refuse(key, self._world.truth(name))
         self._world.change(self._node, name, data)
 
-    def _refuse_existing(self, key: str, found: Version | None) -> None:
-        if found is not None:
-            self._refuse(key)
-
-    def _refuse(self, key: str) -> None:
-        raise AlreadyExists("exists already", url=self.url, key=key, settled=True)
+    def _refuse(self, key: str, existing: Version | bytes | None) -> None:
+        if existing is not None:
+            raise AlreadyExists("exists already", url=self.url, key=key, settled=True)
 
     def _read(self, key: str, name: str) -> bytes:
         version = self._world.seen(self._node, name)
-        process = getcurrent()
-        if isinstance(process, Process):
-            process.looked[name] = process.requests, version is not None and version.data is not None
-            if version is not None:
-                process.read[name] = version
+        _remember_look(name, version is not None)
         if version is None or version.data is None:
             raise NotFound("no such object", url=self.url, key=key)
+        process = getcurrent()
+        if isinstance(process, Process):
+            process.read[name] = version
         return version.data
 
     def _name(self, key: str) -> str:
         return self._prefix + check_key(key)
+
+
+def _remember_look(name: str, exists: bool) -> None:
+    process = getcurrent()
+    if isinstance(process, Process):
+        process.looked[name] = process.requests, exists

@@ -1,34 +1,14 @@
-"""A storage system that lies, and the clients that use it, in virtual time: one seed, one history.
+"""Simulate a storage system that lies, and the clients that use it, in virtual time: one seed, one history.
 
-A `World` holds objects and the processes that work on them. Each process is ordinary code over a
-`SimulatedStore`; whenever it sends a request, the world may let any other process go first, and then decides
-what becomes of the request. Nothing sleeps: when all processes wait, the clock jumps.
-
-What a world does to its clients is its `Model`:
-
-- **Visibility.** What a node did, it sees at once. Others see it after a lag of their own, drawn for each
-  version and node, up to the model's bound for creates, overwrites, deletes, and listings.
-- **Negative caching.** A name that was looked up too early stays missing on that node for a while.
-- **Stale attributes.** The answer to `stat` may be the one of a while ago, while a read gets newer bytes.
-- **Requests** (`FAULTS`) get lost; are carried out, but their reply is lost; are carried out long after their
-  client gave up, in another order; are sent twice, the first reply having been lost; are refused.
-- **Uploads** in parts, of which a crash or failure leaves some behind.
-- **Processes** crash between any two requests, for good, or stall and wake when others have gone on (zombies).
-- **Clocks** of nodes differ.
-
-Every decision is made by a `Choices`. A `Watcher` is told of every change the moment it takes effect.
-
-Assumed of any storage, in every model: a name shows the whole of one version or none; a version that a node has
-seen does not give way to an older one; a lag ends within its bound; a request that was answered is not
-carried out again later (`echo_s` lifts that).
-
-Processes are those of `virtual_time`.
+Whenever a process sends a request, the world may let any other one go first, and then decides what becomes of the
+request. A `Choices` makes every decision, within the bounds of a `Model`. docs/consistency.md says what is assumed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
+from collections import Counter
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
@@ -45,7 +25,7 @@ __all__ = ["FAULTS", "Escaped", "Watcher", "World"]
 FAULTS = ("none", "crash", "stall", "lost request", "lost reply", "late", "sent twice", "refused")
 """What can become of a request; the first is that it works."""
 
-_READ_FAULTS = ("crash", "stall", "lost request", "refused")
+_READ_FAULTS = ("none", "crash", "stall", "lost request", "refused")
 T = TypeVar("T")
 
 
@@ -74,7 +54,7 @@ class World(Objects, VirtualTime):
         VirtualTime.__init__(self, choices)
         Objects.__init__(self, choices, model or Model())
         self.watcher = watcher
-        self.counts: dict[str, int] = {}
+        self.counts: Counter[str] = Counter()
         self.trace: list[str] | None = None
         self.objection: Exception | None = None
         self.is_late = False
@@ -92,10 +72,9 @@ class World(Objects, VirtualTime):
             list_after_write=not model.list_lag_s,
             cross_client_visibility=not model.visibility_s,
         )
-        self._weights = model.weights(FAULTS)
-        self._read_weights = [
-            w if f == "none" or f in _READ_FAULTS else 0.0 for f, w in zip(FAULTS, self._weights, strict=True)
-        ]
+        weights = {**dict.fromkeys(FAULTS, 0.0), **model.faults, "none": 1.0}
+        self._weights = [weights[fault] for fault in FAULTS]
+        self._read_weights = [weights[fault] if fault in _READ_FAULTS else 0.0 for fault in FAULTS]
 
     def now(self) -> float:
         process = getcurrent()
@@ -109,6 +88,16 @@ class World(Objects, VirtualTime):
         super().run(lambda: self.objection is not None or until())
         if self.objection is not None:
             raise self.objection
+
+    def change(self, node: str, name: str, data: bytes | None) -> None:
+        """`name` holds `data` from now on (None: is deleted), by the process that acts, if any."""
+        before = next(reversed(self.versions.get(name, [])), None)
+        after = self.add(node, name, data, self._acting)
+        if after is not None and self.watcher is not None and self.objection is None:
+            try:
+                self.watcher.changed(self, name, before, after)
+            except Exception as error:
+                self.objection = error
 
     # -- requests ------------------------------------------------------------------------------------------
 
@@ -134,9 +123,13 @@ class World(Objects, VirtualTime):
         fault = FAULTS[self.choices.pick(text, self._weights if writes else self._read_weights)]
         self._note(f"{process}: {text} {key} {'' if fault == 'none' else fault.upper()}")
         if fault == "none":
-            return self._answered(process, effect, writes)
+            result = self._carry_out(process, effect)
+            if writes and self.model.echo_s and self.choices.pick("echo", (0.8, 0.2)):
+                self.counts["echo"] += 1
+                self._carry_out_in(self.model.echo_s * self.choices.fraction("late"), process, effect)
+            return result
         process.faults += 1
-        self.counts[fault] = self.counts.get(fault, 0) + 1
+        self.counts[fault] += 1
         return self._misfortune(process, fault, effect, url, key)
 
     def _misfortune(self, process: Process, fault: str, effect: Callable[[], T], url: str, key: str) -> T:
@@ -153,20 +146,17 @@ class World(Objects, VirtualTime):
             with contextlib.suppress(NotFound, AlreadyExists):
                 self._carry_out(process, effect)
             process.pause()
-            return _second_try(lambda: self._carry_out(process, effect))
+            try:
+                return self._carry_out(process, effect)
+            except AlreadyExists as error:
+                error.settled = False  # what is there may be its own work
+                raise
         if fault == "lost reply":
             with contextlib.suppress(CheckpointError):
                 self._carry_out(process, effect)
         elif fault == "late":
             self._carry_out_in(self.model.late_s * self.choices.fraction("late"), process, effect)
         raise StorageUnavailable(f"no answer ({fault})", url=url, key=key)
-
-    def _answered(self, process: Process, effect: Callable[[], T], writes: bool) -> T:
-        result = self._carry_out(process, effect)
-        if writes and self.model.echo_s and self.choices.pick("echo", (0.8, 0.2)):
-            self.counts["echo"] = self.counts.get("echo", 0) + 1
-            self._carry_out_in(self.model.echo_s * self.choices.fraction("late"), process, effect)
-        return result
 
     def _carry_out(self, process: Process, effect: Callable[[], T]) -> T:
         self._acting = process
@@ -188,22 +178,3 @@ class World(Objects, VirtualTime):
     def _note(self, text: str) -> None:
         if self.trace is not None:
             self.trace.append(f"{self.now_s:9.3f} {text}")
-
-    def change(self, node: str, name: str, data: bytes | None) -> None:
-        """`name` holds `data` from now on (None: is deleted), by the process that acts, if any."""
-        before = next(reversed(self.versions.get(name, [])), None)
-        after = self.add(node, name, data, self._acting)
-        if after is not None and self.watcher is not None and self.objection is None:
-            try:
-                self.watcher.changed(self, name, before, after)
-            except Exception as error:
-                self.objection = error
-
-
-def _second_try(effect: Callable[[], T]) -> T:
-    """The same request again; it does not know that what it finds may be its own work."""
-    try:
-        return effect()
-    except AlreadyExists as error:
-        error.settled = False
-        raise

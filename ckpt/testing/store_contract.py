@@ -31,22 +31,22 @@ class StoreUnderTest(ABC):
 
     @abstractmethod
     def make_store(self) -> Store:
-        """A store with an empty root of its own."""
+        """Make a store with an empty root of its own."""
 
     @abstractmethod
     def raw_get(self, store: Store, key: str) -> bytes | None:
-        """The object's bytes, or None, without going through the store."""
+        """Return the object's bytes, or None, without going through the store."""
 
     @abstractmethod
     def raw_put(self, store: Store, key: str, data: bytes) -> None:
         """Create an object without going through the store."""
 
     def raw_pending(self, store: Store) -> int:
-        """How many unfinished uploads or temporary files there are below the root."""
+        """Count the unfinished uploads or temporary files below the root."""
         return 0
 
     def creates_atomically(self, store: Store) -> bool:
-        """Whether one of many creators must win; override it where the store cannot know what its server does."""
+        """Tell whether one of many creators must win; override it where the server alone knows."""
         return store.capabilities.conditional_create
 
     def eventually(self, condition: Callable[[], bool]) -> None:
@@ -66,22 +66,18 @@ class StoreUnderTest(ABC):
 def run_all(function: Callable[[T], object], items: Sequence[T], timeout_s: float = 120) -> None:
     """Call `function` for all items at the same moment, one thread each (64 at most); first error raised."""
     errors: list[BaseException] = []
-    todo = iter(items)
-    lock, barrier = threading.Lock(), threading.Barrier(min(64, len(items)))
+    barrier = threading.Barrier(min(64, len(items)))
 
-    def work() -> None:
-        barrier.wait(30)
+    def work(share: Sequence[T]) -> None:
         try:
-            while True:
-                with lock:
-                    item = next(todo)
+            barrier.wait(30)
+            for item in share:
                 function(item)
-        except StopIteration:
-            pass
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=work, daemon=True) for _ in range(barrier.parties)]
+    shares = [items[first :: barrier.parties] for first in range(barrier.parties)]
+    threads = [threading.Thread(target=work, args=(share,), daemon=True) for share in shares]
     for thread in threads:
         thread.start()
     deadline = time.monotonic() + timeout_s

@@ -11,12 +11,7 @@ import pytest
 
 from ckpt.backends.base import MIB, PutMode, Store, exists, put_bytes, read_bytes
 from ckpt.backends.bodies import BytesBody, CheckedBody, Part
-from ckpt.errors import (
-    AlreadyExists,
-    IntegrityError,
-    NotFound,
-    Truncated,
-)
+from ckpt.errors import AlreadyExists, IntegrityError, NotFound, Truncated
 from ckpt.testing.store_contract import StoreUnderTest, run_all
 
 __all__ = ["TransferTests"]
@@ -40,8 +35,7 @@ class _BreakingBody(BytesBody):
 
     def __init__(self, data: bytes, good_bytes: int, error: Exception) -> None:
         super().__init__(data)
-        self._good_bytes = good_bytes
-        self._error = error
+        self._good_bytes, self._error = good_bytes, error
 
     def part(self, start: int, stop: int) -> contextlib.AbstractContextManager[Part]:
         if stop > self._good_bytes:
@@ -180,12 +174,11 @@ class TransferTests(StoreUnderTest):
 
     def test_stat(self, store: Store) -> None:
         self.raw_put(store, "d/s", b"12345")
-        found = store.stat("d/s")
-        assert (found.key, found.size_bytes) == ("d/s", 5)
-        with pytest.raises(NotFound):
-            store.stat("d/t")
-        with pytest.raises(NotFound):
-            store.stat("d")
+        stat = store.stat("d/s")
+        assert (stat.key, stat.size_bytes) == ("d/s", 5)
+        for key in ("d/t", "d"):
+            with pytest.raises(NotFound):
+                store.stat(key)
         with pytest.raises(NotFound):
             store.read_into("d", 0, [memoryview(bytearray(1))])
         assert exists(store, "d/s")
@@ -194,7 +187,6 @@ class TransferTests(StoreUnderTest):
     def test_read_bytes_checks_the_size(self, store: Store) -> None:
         self.raw_put(store, "s", b"12345")
         assert read_bytes(store, "s", size_bytes=5) == b"12345"
-        with pytest.raises(IntegrityError):
-            read_bytes(store, "s", size_bytes=6)
-        with pytest.raises(IntegrityError):
-            read_bytes(store, "s", max_bytes=4)
+        for limit in ({"size_bytes": 6}, {"max_bytes": 4}):
+            with pytest.raises(IntegrityError):
+                read_bytes(store, "s", **limit)

@@ -1,13 +1,15 @@
 """Run processes in virtual time: one goes on while all others wait, and nothing sleeps.
 
-Each process is ordinary code in a greenlet (package `greenlet`, in the extra `testing`). `VirtualTime` is an
-`Environment`: under `environment.replaced(it)`, what a process would sleep, wait for or start in a thread
-happens in virtual time, in an order that `Choices` decides. When all processes wait, the clock jumps.
+Each process is ordinary code in a greenlet. `VirtualTime` is an `Environment`: under `environment.replaced(it)`,
+what a process would sleep, wait for or start in a thread happens in virtual time, in an order that `Choices`
+decides. When all processes wait, the clock jumps.
 """
 
 from __future__ import annotations
 
 import functools
+import heapq
+import itertools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -16,9 +18,11 @@ from greenlet import getcurrent, greenlet
 
 from ckpt.consistency.environment import Environment
 from ckpt.testing.choices import Choices
-from ckpt.testing.simulated_objects import EPOCH_S, Version
 
-__all__ = ["Crashed", "Process", "Stuck", "VirtualTime"]
+__all__ = ["EPOCH_S", "Crashed", "Process", "Stuck", "VirtualTime"]
+
+EPOCH_S = 1_700_000_000.0
+"""When simulated time begins, in seconds since 1970."""
 
 
 class Crashed(BaseException):
@@ -41,7 +45,7 @@ class Process(greenlet):  # type: ignore[misc]
         stalled: it does nothing for a while.
         requests: how many it has sent to simulated storage.
         faults: how many of them did not simply work.
-        read: what it last read, by name.
+        read: the `Version` that it last read, by name.
         looked: at which request it last asked for a name, and whether it was told that there is one.
     """
 
@@ -55,7 +59,7 @@ class Process(greenlet):  # type: ignore[misc]
         self.wakes_at_s = time.now_s
         self.until: Callable[[], bool] | None = None
         self.requests = self.faults = 0
-        self.read: dict[str, Version] = {}
+        self.read: dict[str, Any] = {}
         self.looked: dict[str, tuple[int, bool]] = {}
 
     def _go(self, program: Callable[[], Any]) -> None:
@@ -97,7 +101,7 @@ class VirtualTime(Environment):
         self._alive: list[Process] = []
         self._last: Process | None = None
         self._due: list[tuple[float, int, Callable[[], object]]] = []
-        self._tokens = self._calls = 0
+        self._tokens, self._calls = itertools.count(1), itertools.count()
 
     # -- as an Environment ---------------------------------------------------------------------------------
 
@@ -123,8 +127,7 @@ class VirtualTime(Environment):
         return EPOCH_S + self.now_s
 
     def token(self) -> str:
-        self._tokens += 1
-        return f"{self._tokens:016x}"
+        return f"{next(self._tokens):016x}"
 
     def jitter(self) -> float:
         return 0.5
@@ -147,8 +150,7 @@ class VirtualTime(Environment):
 
     def call_later(self, delay_s: float, call: Callable[[], object]) -> None:
         """Have `call` made when that time has passed, by no process."""
-        self._calls += 1
-        self._due.append((self.now_s + delay_s, self._calls, call))
+        heapq.heappush(self._due, (self.now_s + delay_s, next(self._calls), call))
 
     def run(self, until: Callable[[], bool] = lambda: False) -> None:
         """Let processes run until all are done, or `until` holds.
@@ -173,7 +175,7 @@ class VirtualTime(Environment):
         """Kill a process that waits."""
         process.crashed = True
         if process in self._alive:
-            if process:
+            if process:  # it has begun
                 self._switch_to(process)
             process.done = True
             self._alive.remove(process)
@@ -186,17 +188,15 @@ class VirtualTime(Environment):
     def settle(self, duration_s: float) -> None:
         """Let time pass, in which no process goes on, and make the calls that are due."""
         end_s = self.now_s + duration_s
-        while self._due and min(self._due)[0] <= end_s:
-            self.now_s = max(self.now_s, min(self._due)[0])
+        while self._due and self._due[0][0] <= end_s:
+            self.now_s = max(self.now_s, self._due[0][0])
             self._make_calls()
         self.now_s = end_s
 
     def _choose(self, ready: list[Process]) -> Process:
         if len(ready) == 1:
             return ready[0]
-        if self._last in ready:  # going on is the uneventful choice
-            ready.remove(self._last)
-            ready.insert(0, self._last)
+        ready.sort(key=lambda process: process is not self._last)  # going on is the uneventful choice
         return ready[self.choices.pick("run", [1.0] * len(ready))]
 
     def _resume(self, process: Process) -> None:
@@ -215,8 +215,8 @@ class VirtualTime(Environment):
             self.running = None
 
     def _jump(self) -> None:
-        times = [process.wakes_at_s for process in self._alive] + [at_s for at_s, _, _ in self._due]
-        self.now_s = max(self.now_s, min(times))
+        times_s = [process.wakes_at_s for process in self._alive] + [at_s for at_s, _, _ in self._due]
+        self.now_s = max(self.now_s, min(times_s))
         if self.now_s == float("inf"):
             raise Stuck(f"all wait: {', '.join(map(str, self._alive))}")
 
@@ -225,7 +225,6 @@ class VirtualTime(Environment):
         process.pause()
 
     def _make_calls(self) -> None:
-        while self._due and min(self._due)[0] <= self.now_s:
-            due = min(self._due)
-            self._due.remove(due)
-            due[2]()
+        while self._due and self._due[0][0] <= self.now_s:
+            _, _, call = heapq.heappop(self._due)
+            call()

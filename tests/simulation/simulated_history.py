@@ -12,7 +12,7 @@ from ckpt.consistency.checksums import crc64nvme
 from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY
 from ckpt.errors import AlreadyExists, FormatError, IntegrityError, SaveFailed
 from ckpt.format.records import CommitRecord, decode_commit, decode_manifest
-from ckpt.testing.simulated_objects import Actor, Version
+from ckpt.testing.simulated_objects import Version
 from ckpt.testing.simulator import World
 from ckpt.testing.virtual_time import Process
 from simulation.simulated_jobs import Content, Group, Protocol, SurelyFailed, Uncommitted, this_process
@@ -218,7 +218,7 @@ class Guard:
         self._listed: dict[str, dict[str, bytes]] = {}  # by place: the objects of the checkpoint there
         self._once_listed: set[str] = set()
         # Weak: a dict with a running greenlet as its key is not tracked, so nothing it refers to is ever freed.
-        self._wrote_data: WeakKeyDictionary[Actor, int] = WeakKeyDictionary()
+        self._wrote_data: WeakKeyDictionary[Process, int] = WeakKeyDictionary()
 
     def changed(self, world: World, name: str, before: Version | None, after: Version) -> None:
         place, _, key = name.partition("/")
@@ -239,7 +239,7 @@ class Guard:
         ):
             raise Violation(f"{after.process} took {name} away from the checkpoint that is committed there")
 
-    def _check_looked(self, world: World, process: Actor, name: str, before: Version | None) -> None:
+    def _check_looked(self, world: World, process: Process, name: str, before: Version | None) -> None:
         """A commit is put by who looked at the place once its data were durable, and found it as it should be."""
         request, was_there = process.looked.get(name, (-1, False))
         if request < self._wrote_data.get(process, 0):
@@ -279,7 +279,7 @@ def _blames_others(error: SaveFailed) -> bool:
     return any(isinstance(failure, AlreadyExists) for failure in error.failures.values())
 
 
-def may_delete(process: Actor | None) -> bool:
+def may_delete(process: Process | None) -> bool:
     return process is not None and "delete" in process.name
 
 
