@@ -1,16 +1,12 @@
 """The commit protocol: how a save becomes a checkpoint in one step, or not at all.
 
-Every object that a commit lists is written under a name that was never used before, and is durable before
-the commit begins. `commit.json` is then written last, in one atomic put. Whoever reads it finds everything
-it lists, or (on storage that lags) waits for it; whoever does not find it has no checkpoint. So whatever
-happens to a save before that put, what was committed at the place before is untouched.
-
-`.metadata`, the name that stock readers look for, cannot be part of that step. It is replaced just before
-the commit and put back if the commit fails; nothing of ours is read from it.
+All objects that a commit lists have new names, and are durable before `commit.json` is put: last, and in one
+atomic step. `.metadata`, which only stock readers look for, is replaced just before, and put back on failure.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import pickle
 from collections.abc import Callable
@@ -44,12 +40,12 @@ _logger = logging.getLogger(__name__)
 
 def read_commit_bytes(store: Store) -> bytes | None:
     """Read the commit record at this place as it is stored, unchecked; None if there is none."""
-    try:
-        return _read_sealed(
-            store, lambda: bytes(read_bytes(store, COMMIT_KEY, max_bytes=MAX_COMMIT_BYTES)), is_sealed_json
-        )
-    except NotFound:
-        return None
+
+    def read() -> tuple[bytes, bool]:
+        data = bytes(read_bytes(store, COMMIT_KEY, max_bytes=MAX_COMMIT_BYTES))
+        return data, is_sealed_json(data)
+
+    return _read_whole(store, read)
 
 
 def is_foreign(store: Store) -> bool:
@@ -64,25 +60,14 @@ def stock_metadata_seal(store: Store) -> bytes | None:
     The seal tells one save's `.metadata` from another's.
     """
 
-    def read_tail() -> bytes:
-        size = store.stat(STOCK_METADATA_KEY).size_bytes
-        tail = bytearray(min(size, PICKLE_SEAL_BYTES))
-        store.read_into(STOCK_METADATA_KEY, size - len(tail), [memoryview(tail)])
-        if tail.endswith(pickle.STOP) and _ends_at(store, STOCK_METADATA_KEY, size):
-            raise _Foreign(bytes(tail))  # a whole pickle: another look would show the same
-        return bytes(tail)
+    def read() -> tuple[bytes, bool]:
+        size_bytes = store.stat(STOCK_METADATA_KEY).size_bytes
+        tail = bytearray(min(size_bytes, PICKLE_SEAL_BYTES))
+        store.read_into(STOCK_METADATA_KEY, size_bytes - len(tail), [memoryview(tail)])
+        is_stock = tail.endswith(pickle.STOP) and _ends_at(store, STOCK_METADATA_KEY, size_bytes)
+        return bytes(tail), is_stock or is_sealed_pickle(tail)
 
-    try:
-        return _read_sealed(store, read_tail, is_sealed_pickle)
-    except _Foreign as foreign:
-        return foreign.tail
-    except NotFound:
-        return None
-
-
-class _Foreign(Exception):
-    def __init__(self, tail: bytes) -> None:
-        self.tail = tail
+    return _read_whole(store, read)
 
 
 def _ends_at(store: Store, key: str, size_bytes: int) -> bool:
@@ -93,8 +78,8 @@ def _ends_at(store: Store, key: str, size_bytes: int) -> bool:
     return False
 
 
-def _read_sealed(store: Store, read: Callable[[], bytes], is_sealed: Callable[[bytes], bool]) -> bytes:
-    """Call `read` until the object ends in a seal; in the end, return it as it is.
+def _read_whole(store: Store, read: Callable[[], tuple[bytes, bool]]) -> bytes | None:
+    """Call `read` until it returns True beside the bytes; return the last bytes, or None if nothing is there.
 
     The object can be replaced between the request for its size and the read. A client that remembers the
     size of the old object reads part of the new one, for as long as it remembers.
@@ -107,9 +92,11 @@ def _read_sealed(store: Store, read: Callable[[], bytes], is_sealed: Callable[[b
         # Asked before the read, which then shows the object as it is when the time is up.
         is_last = attempt >= _READ_ATTEMPTS and backoff.is_over
         try:
-            data = read()
-            if is_last or is_sealed(data):
+            data, is_whole = read()
+            if is_whole or is_last:
                 return data
+        except NotFound:
+            return None
         except Truncated:
             if is_last:
                 raise
@@ -186,10 +173,7 @@ def _put_record(store: Store, record: bytes, previous: bytes | None, confirm_tim
     confirm_s = (
         _CONFIRM_TIMEOUT_S if confirm_timeout_s is None else min(confirm_timeout_s, _CONFIRM_TIMEOUT_S)
     )
-    try:
-        commit = _look_for(store, record, 0.0 if settled or refused else confirm_s)
-    except CheckpointError:
-        commit = None
+    commit = _look_for(store, record, 0.0 if settled or refused else confirm_s)
     if commit == record:
         return False
     if refused and settled and commit is not None:
@@ -206,20 +190,14 @@ def _put_record(store: Store, record: bytes, previous: bytes | None, confirm_tim
 
 
 def _look_for(store: Store, record: bytes, timeout_s: float) -> bytes | None:
-    """Read the commit record at this place until it is `record` or the time is up; return the last one.
-
-    Raises:
-        CheckpointError: the last look failed.
-    """
+    """Read the commit record at this place until it is `record` or the time is up; return what the last look saw."""
     backoff = environment.Backoff(timeout_s)
     while True:
-        try:
+        commit = None
+        with contextlib.suppress(CheckpointError):
             commit = read_commit_bytes(store)
-            if commit == record or backoff.is_over:
-                return commit
-        except CheckpointError:
-            if backoff.is_over:
-                raise
+        if commit == record or backoff.is_over:
+            return commit
         backoff.pause()
 
 
@@ -233,11 +211,7 @@ def _conflict(store: Store) -> CommitConflict:
 
 
 def _restored(restore: Callable[[], bool]) -> bool | None:
-    """Restore the old `.metadata`.
-
-    Return True if our `.metadata` was there and the old one was restored, False if it was not ours, None if
-    restoring failed.
-    """
+    """Restore the old `.metadata`; return False if the one there was not ours, None if restoring failed."""
     try:
         return restore()
     except Exception as error:

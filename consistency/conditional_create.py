@@ -20,6 +20,8 @@ _lock = threading.Lock()
 _known: dict[str, Condition | None] = {}
 """By endpoint and bucket, in this process; None where it could not be measured."""
 
+_VERBS: dict[Condition | None, str] = {Condition.IGNORED: "ignores", Condition.REFUSED: "refuses"}
+
 
 def learn_condition(store: Store, key: str) -> None:
     """Tell `store` how its server handles "only if absent", measured once for a bucket with an object at `key`.
@@ -30,17 +32,26 @@ def learn_condition(store: Store, key: str) -> None:
     raw = raw_requests_of(store)
     if raw is None:
         return
+    place = raw.bucket_url
     with _lock:
-        if raw.bucket_url not in _known:
+        if place not in _known:
+            condition = None
             try:
-                _known[raw.bucket_url] = measure_condition(store, raw, key)
+                condition = measure_condition(store, raw, key)
             except StorageUnavailable:
                 return  # not an answer; the next save asks again
             except CheckpointError as error:
-                _logger.info("%s: conditional puts could not be tried: %s", raw.bucket_url, error)
-                _known[raw.bucket_url] = None
-            _warn(raw.bucket_url, _known[raw.bucket_url])
-        raw.learn(_known[raw.bucket_url])
+                _logger.info("%s: conditional puts could not be tried: %s", place, error)
+            _known[place] = condition
+            if condition in _VERBS:
+                _logger.warning(
+                    '%s: the server %s "only if absent" (If-None-Match). Two jobs that save a first checkpoint at '
+                    "one place at the same moment can both report success, and one of them is lost: give every "
+                    "place one writer at a time",
+                    place,
+                    _VERBS[condition],
+                )
+        raw.learn(_known[place])
 
 
 def measure_condition(store: Store, raw: RawRequests, key: str, *, in_parts: bool = False) -> Condition:
@@ -68,13 +79,3 @@ def measure_condition(store: Store, raw: RawRequests, key: str, *, in_parts: boo
     finally:
         with contextlib.suppress(StorageError):
             store.delete([key])
-
-
-def _warn(place: str, condition: Condition | None) -> None:
-    if condition in (Condition.IGNORED, Condition.REFUSED):
-        _logger.warning(
-            '%s: the server %s "only if absent" (If-None-Match). Two jobs that save a first checkpoint at one place '
-            "at the same moment can both report success, and one of them is lost: give every place one writer at a time",
-            place,
-            "ignores" if condition is Condition.IGNORED else "refuses",
-        )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import secrets
-from collections.abc import Iterator
 
 import pytest
 
@@ -47,14 +46,11 @@ class _ScatteredBody(BytesBody):
     """Hands out many buffers of odd sizes, as the writer does."""
 
     def part(self, start: int, stop: int) -> contextlib.AbstractContextManager[Part]:
-        return contextlib.nullcontext(Part(list(_pieces(self._view[start:stop]))))
-
-
-def _pieces(view: memoryview) -> Iterator[memoryview]:
-    size, start = 1, 0
-    while start < view.nbytes:
-        yield view[start : start + size]
-        start, size = start + size, min(size * 3 + 1, 5 * MIB)
+        buffers, size = [], 1
+        while start < stop:
+            buffers.append(self._view[start : min(start + size, stop)])
+            start, size = start + size, min(size * 3 + 1, 5 * MIB)
+        return contextlib.nullcontext(Part(buffers))
 
 
 class TransferTests(StoreUnderTest):

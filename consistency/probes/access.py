@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from ckpt.backends.raw_requests import raw_requests_of
 from ckpt.consistency.probes.examine import Finding, Subject, Verdict
@@ -33,7 +34,6 @@ _WITHOUT = {
     ),
 }
 
-
 _OPTIONAL = frozenset({"list", "list uploads", "abort uploads"})
 """Not every server offers these."""
 
@@ -43,41 +43,39 @@ def permissions(subject: Subject) -> Iterator[Finding]:
 
     The storage's other errors are raised.
     """
-    first, key = subject.first, "access/object"
-    refused: list[tuple[str, StorageError]] = []
-
-    def allowed(operation: str, action: Callable[[], object]) -> bool:
+    for operation, carry_out in _operations(subject):
         try:
-            action()
+            carry_out()
         except StorageError as error:
             if not isinstance(error, AccessDenied) and operation not in _OPTIONAL:
                 raise
-            refused.append((operation, error))
-            return False
-        subject.allowed.add(operation)
-        return True
-
-    if allowed("put", lambda: _put(subject, key)):
-        allowed("get", lambda: first.read(key))
-        allowed("look for what is not there", lambda: first.exists("access/nothing"))
-        allowed("list", lambda: first.names("access/"))
-        allowed("delete", lambda: first.delete([key]))
-        raw = raw_requests_of(first.store)
-        if raw is not None:
-            upload_id = raw.begin(key)
-            allowed("list uploads", lambda: raw.uploads(key))
-            allowed("abort uploads", lambda: raw.abort(key, upload_id))
-    for operation, error in refused:
-        verdict, advice = _WITHOUT[operation]
-        yield Finding(
-            f"permission to {operation}", verdict, f"refused: {error.message}", advice, {"allowed": False}
-        )
+            verdict, advice = _WITHOUT[operation]
+            result = f"refused: {error.message}"
+            yield Finding(f"permission to {operation}", verdict, result, advice, {"allowed": False})
+        else:
+            subject.allowed.add(operation)
     granted = [operation for operation in _WITHOUT if operation in subject.allowed]
     if granted:
         yield Finding("permissions", Verdict.FINE, f"may {', '.join(granted)}", measured={"allowed": granted})
 
 
-def _put(subject: Subject, key: str) -> None:
-    for client in subject.clients:
-        client.prepare("")
-    subject.first.put(key, b"an object of ckpt doctor")
+def _operations(subject: Subject) -> Iterator[tuple[str, Callable[[], object]]]:
+    first, key = subject.first, "access/object"
+
+    def put() -> None:
+        for client in subject.clients:
+            client.prepare("")
+        first.put(key, b"an object of ckpt doctor")
+
+    yield "put", put
+    if "put" not in subject.allowed:
+        return
+    yield "get", partial(first.read, key)
+    yield "look for what is not there", partial(first.exists, "access/nothing")
+    yield "list", partial(first.names, "access/")
+    yield "delete", partial(first.delete, [key])
+    raw = raw_requests_of(first.store)
+    if raw is not None:
+        upload_id = raw.begin(key)
+        yield "list uploads", partial(raw.uploads, key)
+        yield "abort uploads", partial(raw.abort, key, upload_id)

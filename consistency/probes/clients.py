@@ -7,15 +7,17 @@ what it may have written, so that it can be removed.
 from __future__ import annotations
 
 import contextlib
-import socket
+import functools
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import Any
+from operator import methodcaller
+from typing import TypeVar
 
-from ckpt.backends.base import ObjectStat, PutMode, Store, exists, read_bytes
+from ckpt.backends.base import ObjectStat, PutMode, Store, exists, put_bytes, read_bytes
 from ckpt.backends.bodies import CheckedBody
 from ckpt.backends.raw_requests import raw_requests_of
 from ckpt.consistency import environment
@@ -29,10 +31,12 @@ CLEANING_LIMIT_S = 30.0
 _SERVE = """
 import sys
 sys.path[:] = {path!r}
-from ckpt.consistency.probes.second_process import main
-main({descriptor})
+from ckpt.consistency.probes.clients import serve
+serve({descriptor})
 """
 """The same modules as here: `python -m` would look for them in the working directory first."""
+
+T = TypeVar("T")
 
 
 class OutOfTime(Exception):
@@ -48,62 +52,61 @@ class Client:
         self.deadline = environment.monotonic() + _LONGEST_S
 
     def put(self, key: str, data: bytes) -> None:
-        self._write("put", key, data)
+        self._write(key, functools.partial(put_bytes, key=key, data=data))
 
     def create(self, key: str, data: bytes) -> None:
         """Put "only if absent", without a look before, where the server decides it."""
-        self._write("create", key, data)
+        self._write(key, functools.partial(_create, key=key, data=data))
 
-    def _write(self, operation: str, key: str, data: bytes) -> None:
+    def _write(self, key: str, operation: Callable[[Store], None]) -> None:
         self.written.add(key)
         try:
-            self._do(operation, key, data)
+            self._do(operation)
         except StorageError as error:
             if error.settled and not isinstance(error, AlreadyExists):
                 self.written.discard(key)
             raise
 
     def read(self, key: str) -> bytes:
-        data: bytes = self._do("read", key)
-        return data
+        return bytes(self._do(functools.partial(read_bytes, key=key, max_bytes=_MAX_BYTES)))
 
     def stat(self, key: str) -> ObjectStat:
-        stat: ObjectStat = self._do("stat", key)
+        stat: ObjectStat = self._do(methodcaller("stat", key))
         return stat
 
     def exists(self, key: str) -> bool:
-        return bool(self._do("exists", key))
+        return self._do(functools.partial(exists, key=key))
 
-    def names(self, prefix: str = "") -> list[str]:
-        return list(self._do("names", prefix))
+    def names(self, prefix: str) -> list[str]:
+        return self._do(functools.partial(_names, prefix=prefix))
 
     def folders(self, prefix: str) -> list[str]:
-        return list(self._do("folders", prefix))
+        return self._do(functools.partial(_folders, prefix=prefix))
 
     def delete(self, keys: Iterable[str]) -> None:
-        self._do("delete", list(keys))
+        self._do(methodcaller("delete", list(keys)))
 
     def prepare(self, prefix: str) -> None:
-        self._do("prepare", prefix)
+        self._do(methodcaller("prepare", prefix))
 
     def clean(self, keys: Iterable[str]) -> list[str]:
         """Remove these objects, unfinished uploads, and empty directories; return what could not be removed.
 
         This has time of its own, beside the deadline.
         """
-        return list(self._carry_out("clean", [list(keys)], CLEANING_LIMIT_S))
+        return self._carry_out(functools.partial(_clean, keys=list(keys)), CLEANING_LIMIT_S)
 
     def close(self) -> None:
         self.store.close()
 
-    def _do(self, operation: str, *arguments: Any) -> Any:
+    def _do(self, operation: Callable[[Store], T]) -> T:
         left_s = self.deadline - environment.monotonic()
         if left_s <= 0:
             raise OutOfTime
-        return self._carry_out(operation, arguments, left_s)
+        return self._carry_out(operation, left_s)
 
-    def _carry_out(self, operation: str, arguments: Iterable[Any], left_s: float) -> Any:
-        return perform(self.store, operation, arguments)
+    def _carry_out(self, operation: Callable[[Store], T], left_s: float) -> T:
+        return operation(self.store)
 
 
 class ProcessClient(Client):
@@ -111,7 +114,7 @@ class ProcessClient(Client):
 
     def __init__(self, store: Store, name: str) -> None:
         super().__init__(store, name)
-        ours, theirs = socket.socketpair()
+        self._connection, theirs = Pipe()
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _SERVE.format(path=sys.path, descriptor=theirs.fileno())],
@@ -120,7 +123,6 @@ class ProcessClient(Client):
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,  # out of Ctrl-C's reach: it ends when all is cleaned up
             )
-        self._connection = Connection(ours.detach())
         self._turn = threading.Lock()
         self._connection.send(store)
 
@@ -133,38 +135,54 @@ class ProcessClient(Client):
             with contextlib.suppress(subprocess.TimeoutExpired):  # in a system call that hangs
                 self._process.wait(_LAST_WORD_S)
 
-    def _carry_out(self, operation: str, arguments: Iterable[Any], left_s: float) -> Any:
+    def _carry_out(self, operation: Callable[[Store], T], left_s: float) -> T:
         with self._turn:
             try:
-                self._connection.send((operation, arguments))
+                self._connection.send(operation)
                 if not self._connection.poll(left_s):
                     self._process.kill()  # its answer would be taken for the next question's
                     raise OutOfTime
-                worked, result = self._connection.recv()
+                result: T | CheckpointError = self._connection.recv()
             except (OSError, EOFError) as error:
                 raise StorageUnavailable(
                     f"the second client's process has ended (status {self._process.poll()})",
                     url=self.store.url,
                 ) from error
-        if not worked:
+        if isinstance(result, CheckpointError):
             raise result
         return result
 
 
-def perform(store: Store, operation: str, arguments: Iterable[Any]) -> Any:
-    """Carry out one of a client's operations."""
-    return _OPERATIONS[operation](store, *arguments)
+def serve(descriptor: int) -> None:
+    """Carry out the operations that come over a socket, until the other side hangs up."""
+    with Connection(descriptor) as connection, contextlib.suppress(EOFError, OSError):
+        store = connection.recv()
+        while True:
+            operation = connection.recv()
+            try:
+                result = operation(store)
+            except CheckpointError as error:
+                result = error
+            connection.send(result)
 
 
 def _create(store: Store, key: str, data: bytes) -> None:
     raw = raw_requests_of(store)
     if raw is None or not raw.put(key, CheckedBody(data), create=True):
-        store.put(key, CheckedBody(data), mode=PutMode.CREATE)
+        put_bytes(store, key, data, mode=PutMode.CREATE)
+
+
+def _names(store: Store, prefix: str) -> list[str]:
+    return [stat.key for stat in store.list(prefix)]
+
+
+def _folders(store: Store, prefix: str) -> list[str]:
+    return list(store.folders(prefix))
 
 
 def _clean(store: Store, keys: list[str]) -> list[str]:
     problems: list[str] = []
-    for action in (lambda: store.delete(keys), lambda: store.abandon()):
+    for action in (lambda: store.delete(keys), store.abandon):
         try:
             action()
         except CheckpointError as error:
@@ -179,17 +197,3 @@ def _clean(store: Store, keys: list[str]) -> list[str]:
         with contextlib.suppress(StorageError):
             left = [key for key in keys if exists(store, key)]
     return left or (problems if keys else [])
-
-
-_OPERATIONS: Mapping[str, Callable[..., Any]] = {
-    "put": lambda store, key, data: store.put(key, CheckedBody(data)),
-    "create": _create,
-    "read": lambda store, key: bytes(read_bytes(store, key, max_bytes=_MAX_BYTES)),
-    "stat": lambda store, key: store.stat(key),
-    "exists": exists,
-    "names": lambda store, prefix: [stat.key for stat in store.list(prefix)],
-    "folders": lambda store, prefix: list(store.folders(prefix)),
-    "delete": lambda store, keys: store.delete(keys),
-    "prepare": lambda store, prefix: store.prepare(prefix),
-    "clean": _clean,
-}

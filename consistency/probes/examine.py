@@ -107,65 +107,57 @@ def examine(
     for probe in probes:
         left_s = deadline - environment.monotonic()
         missing = probe.needs - subject.allowed
-        reason = ""
         if missing:
             reason = f"needs permission to {' and '.join(sorted(missing))}"
         elif hangs:
             reason = "the storage hangs"
         elif left_s <= 0:
             reason = "out of time"
-        if reason:
-            findings.append(Finding(probe.check, Verdict.UNKNOWN, reason))
+        else:
+            progress(probe.check)
+            results, hangs = _run(probe, subject, min(left_s, probe.limit_s))
+            findings += results
             continue
-        progress(probe.check)
-        run = _Run(probe, subject, min(left_s, probe.limit_s))
-        findings += run.findings
-        hangs = hangs or run.hangs
+        findings.append(Finding(probe.check, Verdict.UNKNOWN, reason))
     return findings
 
 
-class _Run:
-    """Run a probe in a thread of its own: a system call that hangs cannot be ended, only left behind."""
+def _run(probe: Probe, subject: Subject, limit_s: float) -> tuple[list[Finding], bool]:
+    """Run a probe in a thread of its own; return its findings, and whether it hangs.
 
-    def __init__(self, probe: Probe, subject: Subject, limit_s: float) -> None:
-        self._probe, self._subject = probe, subject
-        self.findings: list[Finding] = []
-        self._error: CheckpointError | None = None
-        thread = threading.Thread(target=self._run, name="ckpt-probe", daemon=True)
-        _set_deadline(subject, environment.monotonic() + limit_s)
-        try:
-            thread.start()
-            thread.join(limit_s + _GRACE_S)
-        except BaseException:  # interrupted
-            _set_deadline(subject, 0.0)
-            thread.join(_GRACE_S)
-            raise
-        self.hangs = thread.is_alive()
-        if self.hangs:
-            self._error = StorageUnavailable(f"no answer in {limit_s:.0f} s", url=subject.first.store.url)
-        if self._error is not None:
-            if probe.vital:
-                raise self._error
-            self.findings.append(self._problem(self._error))
+    A system call that hangs cannot be ended, only left behind.
+    """
+    findings: list[Finding] = []
+    errors: list[CheckpointError] = []
 
-    def _run(self) -> None:
+    def work() -> None:
         try:
-            for finding in self._probe.run(self._subject):
-                self.findings.append(finding)
+            findings.extend(probe.run(subject))  # up to an error, if there is one
         except OutOfTime:
-            self.findings.append(Finding(self._probe.check, Verdict.UNKNOWN, "took too long"))
+            findings.append(Finding(probe.check, Verdict.UNKNOWN, "took too long"))
         except CheckpointError as error:
-            self._error = error
+            errors.append(error)
         except Exception as error:  # a store that breaks its contract
-            self._error = CheckpointError(f"unexpected {type(error).__name__}: {error}")
+            errors.append(CheckpointError(f"unexpected {type(error).__name__}: {error}"))
 
-    def _problem(self, error: CheckpointError) -> Finding:
-        return Finding(
-            self._probe.check,
-            Verdict.PROBLEM,
-            f"{type(error).__name__}: {error}",
-            "saves and loads can meet this too",
-        )
+    thread = threading.Thread(target=work, name="ckpt-probe", daemon=True)
+    _set_deadline(subject, environment.monotonic() + limit_s)
+    try:
+        thread.start()
+        thread.join(limit_s + _GRACE_S)
+    except BaseException:  # interrupted
+        _set_deadline(subject, 0.0)
+        thread.join(_GRACE_S)
+        raise
+    hangs = thread.is_alive()
+    if hangs:
+        errors.append(StorageUnavailable(f"no answer in {limit_s:.0f} s", url=subject.first.store.url))
+    for error in errors:
+        if probe.vital:
+            raise error
+        result, advice = f"{type(error).__name__}: {error}", "saves and loads can meet this too"
+        findings.append(Finding(probe.check, Verdict.PROBLEM, result, advice))
+    return [*findings], hangs  # what hangs may go on
 
 
 def _set_deadline(subject: Subject, deadline: float) -> None:

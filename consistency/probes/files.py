@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from ckpt.consistency import environment
 from ckpt.consistency.probes.examine import Finding, Subject, Verdict
@@ -17,31 +18,25 @@ _ABSURD_BYTES = 1 << 60
 
 def names(subject: Subject) -> Iterator[Finding]:
     """Try hard links, which take a name once, and renames, which replace a file."""
-    directory = subject.first.store.directory
-    if directory is None:
+    if subject.first.store.directory is None:
         return
-    old, new, name = (os.path.join(directory, "names", text) for text in ("old", "new", "name"))
-    for key, data in (("names/old", b"old"), ("names/new", b"new")):
-        subject.first.put(key, data)
+    folder = Path(subject.first.store.directory, "names")
+    old, new, name = folder / "old", folder / "new", folder / "name"
+    subject.first.put("names/old", b"old")
+    subject.first.put("names/new", b"new")
     subject.first.written.add("names/name")
-    refused = _refused(lambda: os.link(old, name))
-    if refused is not None:
-        yield Finding(
-            "hard links", Verdict.CAREFUL, f"refused: {refused}",
-            "the library looks, then renames, which is not atomic: give every place one writer at a time", {"works": False},
-        )  # fmt: skip
+    refusal = _refusal(lambda: os.link(old, name))
+    if refusal is not None:
+        advice = "the library looks, then renames, which is not atomic: give every place one writer at a time"
+        yield Finding("hard links", Verdict.CAREFUL, f"refused: {refusal}", advice, {"works": False})
         os.rename(old, name)
-    elif _refused(lambda: os.link(new, name)) is None:
-        yield Finding(
-            "hard links", Verdict.PROBLEM, "a name that was taken was taken again",
-            "two saves at one place replace each other", {"works": False},
-        )  # fmt: skip
+    elif _refusal(lambda: os.link(new, name)) is None:
+        result, advice = "a name that was taken was taken again", "two saves at one place replace each other"
+        yield Finding("hard links", Verdict.PROBLEM, result, advice, {"works": False})
     else:
         yield Finding("hard links", Verdict.FINE, "a name is taken once", measured={"works": True})
     os.rename(new, name)
-    with open(name, "rb") as file:
-        replaced = file.read() == b"new"
-    if replaced:
+    if name.read_bytes() == b"new":
         yield Finding("rename over a file", Verdict.FINE, "replaces it", measured={"works": True})
     else:
         advice = "saves that replace a checkpoint are not safe here"
@@ -50,31 +45,27 @@ def names(subject: Subject) -> Iterator[Finding]:
 
 def durability(subject: Subject) -> Iterator[Finding]:
     """Time fsync of a file and of a directory."""
-    directory = subject.first.store.directory
-    if directory is None:
+    if subject.first.store.directory is None:
         return
+    folder = Path(subject.first.store.directory, "durability")
     subject.first.put("durability/first", b"file")
     subject.first.written.add("durability/second")
-    path = os.path.join(directory, "durability")
-    for what, sync in (
-        ("a file", lambda: _write(os.path.join(path, "second"))),
-        ("a directory", lambda: _fsync(path)),
+    for kind, sync in (
+        ("a file", lambda: _write_durably(folder / "second")),
+        ("a directory", lambda: _fsync(folder)),
     ):
+        check = f"fsync of {kind}"
         began_s = environment.monotonic()
-        refused = _refused(sync)
+        refusal = _refusal(sync)
         took_s = environment.monotonic() - began_s
-        if refused is not None:
+        if refusal is None:
+            measured = {"works": True, "took_s": took_s}
+            yield Finding(check, Verdict.FINE, f"works, {1000 * took_s:.2g} ms", measured=measured)
+        else:
             advice = (
                 "after a power loss a name, or what is behind it, may be gone; ask what the mount promises"
             )
-            yield Finding(
-                f"fsync of {what}", Verdict.CAREFUL, f"refused: {refused}", advice, {"works": False}
-            )
-        else:
-            result = f"works, {1000 * took_s:.2g} ms"
-            yield Finding(
-                f"fsync of {what}", Verdict.FINE, result, measured={"works": True, "took_s": took_s}
-            )
+            yield Finding(check, Verdict.CAREFUL, f"refused: {refusal}", advice, {"works": False})
 
 
 def space(subject: Subject) -> Iterator[Finding]:
@@ -92,23 +83,21 @@ def space(subject: Subject) -> Iterator[Finding]:
     result = f"{free_bytes / 2**30:,.1f} GiB"
     advice = "a save needs room for the new checkpoint beside the one that it replaces"
     if stat.f_files and stat.f_favail < 1000:
-        yield Finding(
-            "free space", Verdict.PROBLEM, f"{result}, but room for {stat.f_favail} files", advice, measured
-        )
+        result += f", but room for {stat.f_favail} files"
+        yield Finding("free space", Verdict.PROBLEM, result, advice, measured)
     elif free_bytes < _LOW_BYTES:
         yield Finding("free space", Verdict.CAREFUL, result, advice, measured)
     else:
         yield Finding("free space", Verdict.FINE, result, measured=measured)
 
 
-def _write(path: str) -> None:
-    with open(path, "wb") as file:
+def _write_durably(path: Path) -> None:
+    with path.open("wb", buffering=0) as file:
         file.write(b"file")
-        file.flush()
         os.fsync(file.fileno())
 
 
-def _fsync(path: str) -> None:
+def _fsync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -116,7 +105,7 @@ def _fsync(path: str) -> None:
         os.close(descriptor)
 
 
-def _refused(call: Callable[[], object]) -> str | None:
+def _refusal(call: Callable[[], object]) -> str | None:
     """Return the file system's refusal of `call`; None if it worked. Errors of disks and networks are raised."""
     try:
         call()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import threading
 from collections import Counter
@@ -19,48 +20,38 @@ _TIME_S = 10.0
 def exclusive_creates(subject: Subject) -> Iterator[Finding]:
     """Run rounds of two creates at once, as two jobs would commit to one place."""
     first, second = subject.first, subject.second
-    twin = None
-    if second is None:
-        twin = second = Client(pickle.loads(pickle.dumps(first.store)), "a second connection")
-    try:
-        winners = _rounds(first, second)
-    finally:
-        if twin is not None:
-            twin.close()
+    winners: Counter[int] = Counter()  # rounds by their number of winners
+    with contextlib.ExitStack() as stack:
+        if second is None:
+            second = Client(pickle.loads(pickle.dumps(first.store)), "a second connection")
+            stack.callback(second.close)
+        deadline = environment.monotonic() + _TIME_S
+        for number in range(_ROUNDS):
+            if number and environment.monotonic() > deadline:
+                break
+            winners[_race(first, second, f"races/{number}")] += 1
     yield _finding(winners, second, claimed=first.store.capabilities.conditional_create)
 
 
 def _finding(winners: Counter[int], second: Client, *, claimed: bool) -> Finding:
-    rounds = winners.total()
+    rounds, check = winners.total(), f"create races with {second.name}"
     measured = {
         "rounds": rounds,
         "one_winner": winners[1],
         "two_winners": winners[2],
         "no_winner": winners[0],
     }
-    check = f"create races with {second.name}"
     if winners[1] == rounds:
         return Finding(check, Verdict.FINE, f"one winner in each of {rounds} rounds", measured=measured)
     if winners[2]:
         verdict = Verdict.PROBLEM if claimed else Verdict.CAREFUL
-        result = f"two winners in {winners[2]} of {rounds} rounds"
-        advice = "two jobs that save a first checkpoint at one place at the same moment both report success, and one is "
-        return Finding(
-            check, verdict, result, f"{advice}lost: give every place one writer at a time", measured
+        advice = (
+            "two jobs that save a first checkpoint at one place at the same moment both report success, and one is "
+            "lost: give every place one writer at a time"
         )
+        return Finding(check, verdict, f"two winners in {winners[2]} of {rounds} rounds", advice, measured)
     result = f"no winner in {winners[0]} of {rounds} rounds"
     return Finding(check, Verdict.CAREFUL, result, "both jobs of such a race fail; nothing is lost", measured)
-
-
-def _rounds(first: Client, second: Client) -> Counter[int]:
-    """Count the rounds by their number of winners."""
-    winners: Counter[int] = Counter()
-    deadline = environment.monotonic() + _TIME_S
-    for number in range(_ROUNDS):
-        if number and environment.monotonic() > deadline:
-            break
-        winners[_race(first, second, f"races/{number}")] += 1
-    return winners
 
 
 def _race(first: Client, second: Client, key: str) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from ckpt.backends.base import MIB, transfer_size_bytes
 from ckpt.backends.bodies import BytesBody, CheckedBody, Part
@@ -28,19 +28,17 @@ def conditions(subject: Subject) -> Iterator[Finding]:
     for in_parts, check in ((False, "conditional put"), (True, "conditional upload in parts")):
         key = f"conditions/{'parts' if in_parts else 'single'}"
         subject.first.written.add(key)
-        found = measure_condition(store, raw, key, in_parts=in_parts)
-        verdict, result, advice = _RESULTS[found]
-        if in_parts and found is not Condition.HONOURED:
-            verdict, advice = (
-                Verdict.FINE,
-                "commit records are not sent in parts, and what is, is looked for before",
-            )
+        condition = measure_condition(store, raw, key, in_parts=in_parts)
+        verdict, result, advice = _RESULTS[condition]
         if not in_parts:
             for client in subject.clients:
                 learner = raw_requests_of(client.store)
                 if learner is not None:
-                    learner.learn(found)
-        yield Finding(check, verdict, result, advice, {"if_none_match": found.value})
+                    learner.learn(condition)
+        elif condition is not Condition.HONOURED:
+            verdict = Verdict.FINE
+            advice = "commit records are not sent in parts, and what is, is looked for before"
+        yield Finding(check, verdict, result, advice, {"if_none_match": condition.value})
 
 
 def checksums(subject: Subject) -> Iterator[Finding]:
@@ -49,28 +47,24 @@ def checksums(subject: Subject) -> Iterator[Finding]:
     if raw is None:
         return
     verified = {}
-    for what, part_size_bytes in (("single put", None), ("part", MIB)):
-        key = f"checksums/{what.replace(' ', '-')}"
+    for unit, part_size_bytes in (("single put", None), ("part", MIB)):
+        key = f"checksums/{unit.replace(' ', '-')}"
         subject.first.written.add(key)
         try:
             raw.put(key, _MislabelledBody(b"other bytes"), part_size_bytes=part_size_bytes)
-            verified[what] = False
+            verified[unit] = False
         except (AccessDenied, StorageUnavailable, NotFound):
             raise
         except StorageError:
-            verified[what] = True
+            verified[unit] = True
+    check = "checksums sent along"
     if all(verified.values()):
-        yield Finding("checksums sent along", Verdict.FINE, "verified", measured=verified)
+        yield Finding(check, Verdict.FINE, "verified", measured=verified)
         return
-    ignored = " and ".join(f"of a {what}" for what, was in verified.items() if not was)
+    ignored = " and ".join(f"of a {unit}" for unit, is_verified in verified.items() if not is_verified)
+    result = f"not verified: a wrong one {ignored} was taken"
     advice = "damage on the way to the server is found when it is loaded, not when it is saved: use https"
-    yield Finding(
-        "checksums sent along",
-        Verdict.CAREFUL,
-        f"not verified: a wrong one {ignored} was taken",
-        advice,
-        verified,
-    )
+    yield Finding(check, Verdict.CAREFUL, result, advice, verified)
 
 
 class _MislabelledBody(BytesBody):
@@ -90,22 +84,23 @@ def limits(subject: Subject) -> Iterator[Finding]:
     raw = raw_requests_of(subject.first.store)
     if raw is None:
         return
-    small = _takes_small_parts(subject, raw)
-    last, beyond = _takes_part(subject, raw, 10_000), _takes_part(subject, raw, 10_001)
+    key = "limits/small-parts"
+    subject.first.written.add(key)
+    small = _is_taken(lambda: raw.put(key, CheckedBody(bytes(MIB + 1)), part_size_bytes=MIB))
+    last, beyond = _takes_part(raw, 10_000), _takes_part(raw, 10_001)
     measured = {"parts_under_5_mib": small, "part_10000": last, "part_10001": beyond}
     result = f"parts under 5 MiB {_taken(small)}, part number 10,000 {_taken(last)}, 10,001 {_taken(beyond)}"
     if last:
         yield Finding("uploads in parts", Verdict.FINE, result, measured=measured)
         return
-    thousand = _takes_part(subject, raw, 1000)
+    measured["part_1000"] = thousand = _takes_part(raw, 1000)
     size_bytes = transfer_size_bytes(subject.first.store.threads)
-    parts = "up to 1,000 parts" if thousand else "fewer than 1,000 parts"
     advice = (
-        f"files of {parts} can be stored, {1000 * size_bytes / 2**30:.0f} GiB at {size_bytes // MIB} MiB a part: "
+        f"files of {'up to' if thousand else 'fewer than'} 1,000 parts can be stored, "
+        f"{1000 * size_bytes / 2**30:.0f} GiB at {size_bytes // MIB} MiB a part: "
         "for larger ones give the storage option part_size_bytes"
     )
-    measured["part_1000"] = thousand
-    result = f"{result}, 1,000 {_taken(thousand)}"
+    result += f", 1,000 {_taken(thousand)}"
     yield Finding("uploads in parts", Verdict.CAREFUL, result, advice, measured)
 
 
@@ -113,30 +108,24 @@ def _taken(taken: bool) -> str:
     return "taken" if taken else "refused"
 
 
-def _takes_small_parts(subject: Subject, raw: RawRequests) -> bool:
-    key = "limits/small-parts"
-    subject.first.written.add(key)
-    try:
-        return raw.put(key, CheckedBody(bytes(MIB + 1)), part_size_bytes=MIB)
-    except (AccessDenied, StorageUnavailable):
-        raise
-    except StorageError:
-        return False
-
-
-def _takes_part(subject: Subject, raw: RawRequests, number: int) -> bool:
+def _takes_part(raw: RawRequests, number: int) -> bool:
     key = "limits/numbers"
     upload_id = raw.begin(key)
     try:
-        raw.send_part(key, upload_id, number, CheckedBody(b"part"))
-        return True
+        return _is_taken(lambda: raw.send_part(key, upload_id, number, CheckedBody(b"part")))
+    finally:
+        with contextlib.suppress(StorageError):
+            raw.abort(key, upload_id)
+
+
+def _is_taken(request: Callable[[], object]) -> bool:
+    """Return whether the server took a request; raise errors that are no answer."""
+    try:
+        return request() is not False  # as `put` says of a server that cannot
     except (AccessDenied, StorageUnavailable):
         raise
     except StorageError:
         return False
-    finally:
-        with contextlib.suppress(StorageError):
-            raw.abort(key, upload_id)
 
 
 def uploads(subject: Subject) -> Iterator[Finding]:
@@ -157,7 +146,7 @@ def uploads(subject: Subject) -> Iterator[Finding]:
     measured = {"listed": listed, "aborted": gone}
     if listed and gone:
         yield Finding("unfinished uploads", Verdict.FINE, "can be found and aborted", measured=measured)
-        return
-    seen = "are not listed" if not listed else "are listed after they were aborted"
-    advice = "ckpt gc cannot remove what dead uploads leave: add a lifecycle rule that aborts them"
-    yield Finding("unfinished uploads", Verdict.CAREFUL, seen, advice, measured)
+    else:
+        result = "are listed after they were aborted" if listed else "are not listed"
+        advice = "ckpt gc cannot remove what dead uploads leave: add a lifecycle rule that aborts them"
+        yield Finding("unfinished uploads", Verdict.CAREFUL, result, advice, measured)

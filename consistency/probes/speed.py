@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import statistics
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from ckpt.backends.base import MIB
 from ckpt.backends.bodies import CheckedBody
@@ -23,15 +24,12 @@ def latency(subject: Subject) -> Iterator[Finding]:
     took_s: dict[str, list[float]] = {"put": [], "look": [], "read": []}
     for number in range(_ROUNDS):
         key = f"latency/{number}"
-        for what, action in (
-            ("put", lambda key=key: first.put(key, b"x")),
-            ("look", lambda key=key: first.stat(key)),
-            ("read", lambda key=key: first.store.read_into(key, 0, [memoryview(bytearray(1))])),
-        ):
-            took_s[what].append(_timed(action))
-    medians = {what: statistics.median(times) for what, times in took_s.items()}
-    result = ", ".join(f"{what} {1000 * median_s:.2g} ms" for what, median_s in medians.items())
-    measured = {f"{what}_s": median_s for what, median_s in medians.items()}
+        took_s["put"].append(_timed(partial(first.put, key, b"x")))
+        took_s["look"].append(_timed(partial(first.stat, key)))
+        took_s["read"].append(_timed(partial(first.store.read_into, key, 0, [memoryview(bytearray(1))])))
+    medians_s = {operation: statistics.median(times_s) for operation, times_s in took_s.items()}
+    result = ", ".join(f"{operation} {1000 * median_s:.2g} ms" for operation, median_s in medians_s.items())
+    measured = {f"{operation}_s": median_s for operation, median_s in medians_s.items()}
     yield Finding("latency", Verdict.FINE, f"{result} (medians)", measured=measured)
 
 
@@ -45,21 +43,16 @@ def throughput(subject: Subject) -> Iterator[Finding]:
         if put_s * size_bytes / _SIZES_BYTES[0] > _LONGEST_PUT_S:
             break
         done_bytes = size_bytes
-        put_s, read_s = _through(subject, key, size_bytes)
-    measured = {
-        "size_bytes": done_bytes,
-        "put_bytes_per_s": done_bytes / put_s,
-        "read_bytes_per_s": done_bytes / read_s,
-    }
-    mib = done_bytes / MIB
-    result = f"put {mib / put_s:,.0f} MiB/s, read {mib / read_s:,.0f} MiB/s ({mib:.0f} MiB, {store.threads} threads)"
+        body, target = CheckedBody(secrets.token_bytes(size_bytes)), bytearray(size_bytes)
+        put_s = _timed(partial(store.put, key, body))
+        read_s = _timed(partial(store.read_into, key, 0, [memoryview(target)]))
+    put_rate, read_rate = done_bytes / put_s, done_bytes / read_s
+    result = (
+        f"put {put_rate / MIB:,.0f} MiB/s, read {read_rate / MIB:,.0f} MiB/s "
+        f"({done_bytes / MIB:.0f} MiB, {store.threads} threads)"
+    )
+    measured = {"size_bytes": done_bytes, "put_bytes_per_s": put_rate, "read_bytes_per_s": read_rate}
     yield Finding("throughput", Verdict.FINE, result, measured=measured)
-
-
-def _through(subject: Subject, key: str, size_bytes: int) -> tuple[float, float]:
-    body, target = CheckedBody(secrets.token_bytes(size_bytes)), bytearray(size_bytes)
-    put_s = _timed(lambda: subject.first.store.put(key, body))
-    return put_s, _timed(lambda: subject.first.store.read_into(key, 0, [memoryview(target)]))
 
 
 def clock(subject: Subject) -> Iterator[Finding]:

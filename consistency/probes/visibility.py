@@ -6,7 +6,6 @@ is looked for lies in folders of its own, so that one look does not refresh what
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -39,11 +38,11 @@ _HARMLESS = frozenset({_FOLDER, _LISTING, _DELETE})
 class _Sight:
     """A change that `observer` is to see; `after_s` is None until it has, `trouble` the last error of a look."""
 
-    what: str
+    kind: str
     writer: Client
     observer: Client
-    act: Callable[[], object]
-    seen: Callable[[], bool]
+    change: Callable[[], object]
+    is_seen: Callable[[], bool]
     since_s: float = 0.0
     after_s: float | None = None
     trouble: str = ""
@@ -51,7 +50,7 @@ class _Sight:
     def look(self) -> None:
         now_s = environment.monotonic()
         try:
-            if self.seen():
+            if self.is_seen():
                 self.after_s = max(0.0, now_s - self.since_s)
         except (NotFound, IntegrityError):  # not there, or a part of it: yet
             pass
@@ -60,136 +59,128 @@ class _Sight:
         except StorageError as error:
             self.trouble = error.message
 
+    @property
+    def is_fine(self) -> bool:
+        return self.after_s is not None and self.after_s <= _AT_ONCE_S and not self.trouble
+
+    def describe(self, wait_s: float) -> str:
+        if self.after_s is None:
+            text = f"not seen in {wait_s:g} s"
+        else:
+            text = "seen at once" if self.after_s <= _AT_ONCE_S else f"seen after {self.after_s:.1f} s"
+        return f"{text}, {self.trouble}" if self.trouble else text
+
 
 def own_writes(subject: Subject) -> Iterator[Finding]:
     """Measure when the first client sees its own writes."""
-    lists = "list" in subject.allowed
-    sights = _watch_all(subject, [(subject.first, subject.first)], "own", lists=lists)
-    late = [sight for sight in sights if not _is_fine(sight)]
-    measured = {sight.what: sight.after_s for sight in sights}
-    serious = [sight for sight in late if sight.what not in _HARMLESS]
+    sights = _watch_all(subject, [(subject.first, subject.first)], "own")
+    late = [sight for sight in sights if not sight.is_fine]
+    measured = {sight.kind: sight.after_s for sight in sights}
     if not late:
         yield Finding("own writes", Verdict.FINE, "read, listed and overwritten at once", measured=measured)
         return
-    verdict = Verdict.PROBLEM if serious else Verdict.CAREFUL
-    seen = ", ".join(f"{sight.what} {_seen(sight, subject.wait_s)}" for sight in late)
-    advice = "saves can fail: they look at what they wrote" if serious else _ADVICE[late[0].what]
-    yield Finding("own writes", verdict, seen, advice, measured)
+    verdict, advice = Verdict.CAREFUL, _ADVICE[late[0].kind]
+    if not _HARMLESS.issuperset(sight.kind for sight in late):
+        verdict, advice = Verdict.PROBLEM, "saves can fail: they look at what they wrote"
+    result = ", ".join(f"{sight.kind} {sight.describe(subject.wait_s)}" for sight in late)
+    yield Finding("own writes", verdict, result, advice, measured)
 
 
 def writes_of_others(subject: Subject) -> Iterator[Finding]:
     """Measure when each client sees the writes of the other."""
-    if subject.second is None:
+    first, second = subject.first, subject.second
+    if second is None:
         advice = "name a second mount of the same place, or --second-client"
         yield Finding("others", Verdict.UNKNOWN, "there is one client only", advice)
         return
-    pairs = [(subject.first, subject.second), (subject.second, subject.first)]
-    sights = _watch_all(subject, pairs, "others", lists="list" in subject.allowed)
-    late_s = [sight.after_s for sight in sights if not _is_fine(sight)]
+    sights = _watch_all(subject, [(first, second), (second, first)], "others")
+    late_s = [sight.after_s for sight in sights if not sight.is_fine]
     subject.lag_s = max((subject.wait_s if after_s is None else after_s for after_s in late_s), default=0.0)
-    prompt = subject.first.store.capabilities.cross_client_visibility
-    for what in dict.fromkeys(sight.what for sight in sights):
-        yield _finding([sight for sight in sights if sight.what == what], subject.wait_s, prompt)
-    here, there = (client.store.directory for client in subject.clients)
-    if here is not None and here == there and not prompt:
-        result, advice = (
-            "both clients are on one mount",
-            "name a second mount, of another machine or of this one",
-        )
-        yield Finding("others: other machines", Verdict.UNKNOWN, result, advice)
+    prompt = first.store.capabilities.cross_client_visibility
+    for kind in dict.fromkeys(sight.kind for sight in sights):
+        yield _finding([sight for sight in sights if sight.kind == kind], subject.wait_s, prompt)
+    if first.store.directory is not None and first.store.directory == second.store.directory and not prompt:
+        advice = "name a second mount, of another machine or of this one"
+        yield Finding("others: other machines", Verdict.UNKNOWN, "both clients are on one mount", advice)
 
 
 def _finding(sights: Sequence[_Sight], wait_s: float, prompt: bool) -> Finding:
-    what = sights[0].what
-    late = [sight for sight in sights if not _is_fine(sight)] or sights
+    kind = sights[0].kind
+    late = [sight for sight in sights if not sight.is_fine] or sights
     worst = max(late, key=lambda sight: float("inf") if sight.after_s is None else sight.after_s)
     measured = {f"{sight.writer.name} to {sight.observer.name}": sight.after_s for sight in sights}
-    result = _seen(worst, wait_s)
-    if _is_fine(worst):
-        return Finding(f"others: {what}", Verdict.FINE, result, measured=measured)
-    verdict, advice = Verdict.CAREFUL, _ADVICE[what]
-    if what not in _HARMLESS and worst.after_s is None:
+    result = worst.describe(wait_s)
+    if worst.is_fine:
+        return Finding(f"others: {kind}", Verdict.FINE, result, measured=measured)
+    verdict, advice = Verdict.CAREFUL, _ADVICE[kind]
+    if kind not in _HARMLESS and worst.after_s is None:
         verdict = Verdict.PROBLEM
-    elif what not in _HARMLESS and prompt:
+    elif kind not in _HARMLESS and prompt:
         verdict = Verdict.PROBLEM
         advice = (
             "loads do not expect this here and may find nothing, or what was there before: give ckpt.load a "
+            "visibility_timeout_s, and every save a place of its own"
         )
-        advice += "visibility_timeout_s, and every save a place of its own"
     if len(sights) > 1:
         result += f" ({worst.writer.name} to {worst.observer.name})"
-    return Finding(f"others: {what}", verdict, result, advice, measured)
-
-
-def _is_fine(sight: _Sight) -> bool:
-    return sight.after_s is not None and sight.after_s <= _AT_ONCE_S and not sight.trouble
-
-
-def _seen(sight: _Sight, wait_s: float) -> str:
-    trouble = f", {sight.trouble}" if sight.trouble else ""
-    if sight.after_s is None:
-        return f"not seen in {wait_s:g} s{trouble}"
-    if sight.after_s <= _AT_ONCE_S:
-        return f"seen at once{trouble}"
-    return f"seen after {sight.after_s:.1f} s{trouble}"
+    return Finding(f"others: {kind}", verdict, result, advice, measured)
 
 
 # -- looking -------------------------------------------------------------------------------------------
 
 
-def _watch_all(
-    subject: Subject, pairs: Iterable[tuple[Client, Client]], tag: str, *, lists: bool
-) -> list[_Sight]:
-    """Watch everything for each (writer, observer), until something was never seen."""
-    first: list[_Sight] = []
-    then: list[_Sight] = []
-    last: list[_Sight] = []
-    for number, (writer, observer) in enumerate(pairs):
-        where = f"{tag}-{number}"
-        key = f"{where}-file/f"
-        first += _new(writer, observer, where, lists=lists)
-        then.append(
-            _Sight(_OVERWRITE, writer, observer, _put(writer, key, _NEW), _reads(observer, key, _NEW))
-        )
-        if "delete" in subject.allowed:
-            last.append(_Sight(_DELETE, writer, observer, _delete(writer, key), _is_gone(observer, key)))
-    sights: list[_Sight] = []
-    for phase in (first, then, last):
-        _watch(phase, subject.wait_s)
-        sights += phase
-        if any(sight.after_s is None and sight.what == _FILE for sight in phase):
-            break
-    return sights
-
-
-def _new(writer: Client, observer: Client, where: str, *, lists: bool) -> list[_Sight]:
-    """Return sights of objects that do not exist yet."""
-    file, early = f"{where}-file/f", f"{where}-early/f"
-    observer.exists(early)
-    sights = [
-        _Sight(_FILE, writer, observer, _put(writer, file, _OLD), _reads(observer, file, _OLD)),
-        _Sight(_EARLY, writer, observer, _put(writer, early, _OLD), _reads(observer, early, _OLD)),
-    ]
-    if not lists:
-        return sights
-    prefix, folders = f"{where}-list/", f"{where}-folders/"
-    listed = f"{prefix}f"
-    sights.append(
-        _Sight(
-            _LISTING, writer, observer, _put(writer, listed, _OLD), lambda: listed in observer.names(prefix)
-        )
+def _watch_all(subject: Subject, pairs: Iterable[tuple[Client, Client]], tag: str) -> list[_Sight]:
+    """Watch everything for each (writer, observer), until a new file was never seen."""
+    phases = zip(
+        *(_phases(subject, *pair, f"{tag}-{number}") for number, pair in enumerate(pairs)), strict=True
     )
-    writer.prepare(f"{folders}d")
-    if "d" in writer.folders(folders):  # elsewhere folders are but parts of names
-        make = functools.partial(writer.prepare, f"{folders}e")
-        sights.append(_Sight(_FOLDER, writer, observer, make, lambda: "e" in observer.folders(folders)))
-    return sights
+    watched: list[_Sight] = []
+    for phase in phases:
+        sights = [sight for of_pair in phase for sight in of_pair]
+        _watch(sights, subject.wait_s)
+        watched += sights
+        if any(sight.after_s is None and sight.kind == _FILE for sight in sights):
+            break
+    return watched
+
+
+def _phases(subject: Subject, writer: Client, observer: Client, where: str) -> Sequence[list[_Sight]]:
+    """Return what to watch at first, then, and at last: new objects, an overwritten one, a deleted one."""
+    file, early, prefix, folders = (
+        f"{where}-file/f",
+        f"{where}-early/f",
+        f"{where}-list/",
+        f"{where}-folders/",
+    )
+
+    def sight(kind: str, change: Callable[[], object], is_seen: Callable[[], bool]) -> _Sight:
+        return _Sight(kind, writer, observer, change, is_seen)
+
+    def put(kind: str, key: str, data: bytes) -> _Sight:
+        return sight(kind, lambda: writer.put(key, data), lambda: observer.read(key) == data)
+
+    observer.exists(early)
+    new = [put(_FILE, file, _OLD), put(_EARLY, early, _OLD)]
+    if "list" in subject.allowed:
+        listed = f"{prefix}f"
+        new.append(
+            sight(_LISTING, lambda: writer.put(listed, _OLD), lambda: listed in observer.names(prefix))
+        )
+        writer.prepare(f"{folders}d")
+        if "d" in writer.folders(folders):  # elsewhere folders are but parts of names
+            new.append(
+                sight(
+                    _FOLDER, lambda: writer.prepare(f"{folders}e"), lambda: "e" in observer.folders(folders)
+                )
+            )
+    deleted = sight(_DELETE, lambda: writer.delete([file]), lambda: not observer.exists(file))
+    return new, [put(_OVERWRITE, file, _NEW)], [deleted] if "delete" in subject.allowed else []
 
 
 def _watch(sights: Sequence[_Sight], wait_s: float) -> None:
     """Make the changes, and look until all are seen or `wait_s` seconds are over."""
     for sight in sights:
-        sight.act()
+        sight.change()
         sight.since_s = environment.monotonic()
         sight.look()
     pause_s = _FIRST_PAUSE_S
@@ -202,19 +193,3 @@ def _watch(sights: Sequence[_Sight], wait_s: float) -> None:
         pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
         for sight in pending:
             sight.look()
-
-
-def _put(writer: Client, key: str, data: bytes) -> Callable[[], object]:
-    return lambda: writer.put(key, data)
-
-
-def _delete(writer: Client, key: str) -> Callable[[], object]:
-    return lambda: writer.delete([key])
-
-
-def _reads(observer: Client, key: str, data: bytes) -> Callable[[], bool]:
-    return lambda: observer.read(key) == data
-
-
-def _is_gone(observer: Client, key: str) -> Callable[[], bool]:
-    return lambda: not observer.exists(key)
