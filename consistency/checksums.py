@@ -1,7 +1,7 @@
 """Compute the CRC64NVME of blocks, and combine them for anything larger: no byte is read twice.
 
-CRC64NVME because it runs at memory speed, can be combined, and is what S3 verifies for whole objects. It
-guards against damage, not against forgery.
+CRC64NVME because it runs at memory speed, can be combined, and is what S3 verifies for whole
+objects. It guards against damage, not against forgery.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The commit protocol: how a save becomes a checkpoint in one step, or not at all.
 
-All objects that a commit lists have new names, and are durable before `commit.json` is put: last, and in one
-atomic step. `.metadata`, which only stock readers look for, is replaced just before, and put back on failure.
+All objects that a commit lists have new names, and are durable before `commit.json` is put in one
+atomic step. `.metadata`, which only stock readers look for, is replaced just before that.
 """
 
 from __future__ import annotations
@@ -55,10 +55,7 @@ def is_foreign(store: Store) -> bool:
 
 
 def stock_metadata_seal(store: Store) -> bytes | None:
-    """Read the last bytes of `.metadata` (our seal, if this library wrote it); None if there is no `.metadata`.
-
-    The seal tells one save's `.metadata` from another's.
-    """
+    """Read the end of `.metadata`, which tells one save's from another's; None if there is none."""
 
     def read() -> tuple[bytes, bool]:
         size_bytes = store.stat(STOCK_METADATA_KEY).size_bytes
@@ -79,10 +76,10 @@ def _ends_at(store: Store, key: str, size_bytes: int) -> bool:
 
 
 def _read_whole(store: Store, read: Callable[[], tuple[bytes, bool]]) -> bytes | None:
-    """Call `read` until it returns True beside the bytes; return the last bytes, or None if nothing is there.
+    """Call `read` until it tells that its bytes are whole; return the last ones, None if NotFound.
 
-    The object can be replaced between the request for its size and the read. A client that remembers the
-    size of the old object reads part of the new one, for as long as it remembers.
+    The object can be replaced between the request for its size and the read. A client that
+    remembers the size of the old object reads part of the new one, for as long as it remembers.
     """
     prompt = store.capabilities.cross_client_visibility
     backoff = environment.Backoff(0.0 if prompt else _STALE_SIZE_TIMEOUT_S)
@@ -115,20 +112,20 @@ def publish(
 ) -> bool:
     """Make the save described by `record` the checkpoint at this place.
 
-    Returns whether the store acknowledged it. If not, the record was seen at its place all the same.
+    Returns whether the store acknowledged it. If not, the record was seen at its place anyway.
 
     Args:
         record: the commit record, whose objects are all durable.
         previous: the commit record found here when the save began; it must still be there.
         stock_metadata: the new `.metadata`.
-        restore_stock_metadata: puts the old `.metadata` back if the new stand there, and returns whether they
-            did; called when the commit surely failed.
-        confirm_timeout_s: how long to look for the record after its put got no answer, at most (default 10 s).
+        restore_stock_metadata: puts the old `.metadata` back and returns True, if the new one is
+            there; called when the commit surely failed.
+        confirm_timeout_s: how long to look for a record whose put got no answer (10 s at most).
 
     Raises:
         CommitConflict: the place does not hold `previous` any more.
-        CommitUnknown: the put failed in a way that leaves it open whether it was, or will be, carried out,
-            and the record is not to be seen. It may still appear, so nothing that it lists may be deleted.
+        CommitUnknown: the put got no answer, and the record is not to be seen. It may still appear,
+            so nothing that it lists may be deleted.
         CommitError: the commit failed; what was committed before still is.
     """
     if read_commit_bytes(store) != previous:
@@ -138,7 +135,8 @@ def publish(
     except CheckpointError as error:
         failure = CommitError(f"nothing was committed: {error.message}", url=store.url, key=error.key)
         settled = isinstance(error, StorageError) and error.settled
-        failure.keeps_data = not (_restored(restore_stock_metadata) or settled)  # they may still arrive
+        # Unless it is settled, the new one may still arrive.
+        failure.keeps_data = not (_restored(restore_stock_metadata) or settled)
         raise failure from error
     try:
         return _put_record(store, record, previous, confirm_timeout_s)
@@ -150,10 +148,7 @@ def publish(
 
 
 def proves_no_commit(failure: BaseException) -> bool:
-    """Whether a save that failed so was surely not committed and is of no use to anyone.
-
-    Anything unexpected proves nothing.
-    """
+    """Tell whether a failed save was surely not committed. An unexpected error proves nothing."""
     if isinstance(failure, CommitError):
         return not isinstance(failure, CommitUnknown) and not failure.keeps_data
     return isinstance(failure, CheckpointError)
@@ -165,8 +160,8 @@ def _put_record(store: Store, record: bytes, previous: bytes | None, confirm_tim
         put_bytes(store, COMMIT_KEY, record, mode=mode)
         return True
     except CheckpointError as error:
-        # A retried put can fail, or find its own record, after a first try that worked but whose reply was
-        # lost. So whatever the error: if the place holds the record now, that is the answer.
+        # A retried put can fail, or find its own record, after a first try that worked but whose
+        # reply was lost. So whatever the error: if the place holds the record, that is the answer.
         failure = error
     refused = isinstance(failure, AlreadyExists)
     settled = isinstance(failure, StorageError) and failure.settled
@@ -178,7 +173,7 @@ def _put_record(store: Store, record: bytes, previous: bytes | None, confirm_tim
         return False
     if refused and settled and commit is not None:
         raise _conflict(store) from failure
-    # An earlier try of this very put may have made the object that refused it; another save replaced it since.
+    # An earlier try of this put may have made what refused it, and another save replaced it since.
     if not settled or refused:
         raise CommitUnknown(
             f"the commit may or may not have happened ({failure.message}); "
@@ -190,7 +185,7 @@ def _put_record(store: Store, record: bytes, previous: bytes | None, confirm_tim
 
 
 def _look_for(store: Store, record: bytes, timeout_s: float) -> bytes | None:
-    """Read the commit record at this place until it is `record` or the time is up; return what the last look saw."""
+    """Read the commit record until it is `record` or the time is up; return the last one seen."""
     backoff = environment.Backoff(timeout_s)
     while True:
         commit = None
@@ -211,7 +206,7 @@ def _conflict(store: Store) -> CommitConflict:
 
 
 def _restored(restore: Callable[[], bool]) -> bool | None:
-    """Restore the old `.metadata`; return False if the one there was not ours, None if restoring failed."""
+    """Restore `.metadata`; return False if what is there is not ours, None after an error."""
     try:
         return restore()
     except Exception as error:

@@ -1,7 +1,7 @@
-"""Find out whether a server carries out "only if absent", once, before the first commit that depends on it.
+"""Find out how a server handles "only if absent", before the first commit that depends on it.
 
-Servers honour `If-None-Match`, refuse it, or ignore it silently; neither name nor version tells which.
-Three small requests do: put an object, put it again, delete it.
+Servers honour `If-None-Match`, refuse it, or ignore it silently; neither name nor version tells
+which. Three small requests do: put an object, put it again, delete it.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _VERBS: dict[Condition | None, str] = {Condition.IGNORED: "ignores", Condition.R
 
 
 def learn_condition(store: Store, key: str) -> None:
-    """Tell `store` how its server handles "only if absent", measured once for a bucket with an object at `key`.
+    """Tell `store` how its server handles "only if absent", measured with an object at `key`.
 
-    A store without such a server, or without permission to ask, keeps its careful path: it looks before it
-    puts.
+    A store without such a server, or without permission to ask, keeps its careful path: it looks
+    before it puts.
     """
     raw = raw_requests_of(store)
     if raw is None:
@@ -57,11 +57,7 @@ def learn_condition(store: Store, key: str) -> None:
 def measure_condition(store: Store, raw: RawRequests, key: str, *, in_parts: bool = False) -> Condition:
     """Measure how the server handles "only if absent", with an object at `key`, a name of its own.
 
-    Args:
-        in_parts: try it on the completion of an upload in parts.
-
-    Raises:
-        StorageError: the server refused something else.
+    With `in_parts`, it is tried on the completion of an upload in parts.
     """
     part_size_bytes = 1 << 20 if in_parts else None
 

@@ -1,7 +1,7 @@
 """Take time, chance and threads from one place, so that a simulation can replace them.
 
-Everything that waits for storage or ranks, or names what is stored, goes through here. The simulator puts
-virtual time, a seeded source and its own processes in its place; the code that runs is the code that ships.
+Everything that waits for storage or ranks, or names what is stored, goes through here. The
+simulator puts virtual time, a seeded source and its own processes in its place.
 """
 
 from __future__ import annotations
@@ -29,11 +29,7 @@ class Environment:
         return event.wait(timeout_s)
 
     def start_thread(self, work: Callable[[], object], name: str) -> None:
-        """Run `work` in a thread that does not keep the program from ending.
-
-        Raises:
-            RuntimeError: Python is ending, and starts no thread any more.
-        """
+        """Run `work` in a daemon thread. Raises RuntimeError when Python is ending."""
         threading.Thread(target=work, name=name, daemon=True).start()
 
     def now(self) -> float:
@@ -100,7 +96,7 @@ class Backoff:
 
     def pause(self) -> None:
         """Sleep, but not past the end."""
-        pause_s = self._pause_s * (0.5 + jitter())  # so that ranks do not all ask at the same moment
+        pause_s = self._pause_s * (0.5 + jitter())  # so that ranks do not ask all at once
         sleep(max(0.0, min(pause_s, self._deadline - monotonic())))
         self._pause_s = min(2 * self._pause_s, self._longest_pause_s)
 

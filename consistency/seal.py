@@ -1,7 +1,7 @@
 """Seal records with their own checksum, so that a flipped bit is found without a second file.
 
-A sealed JSON record stays JSON: its last member is the CRC64NVME of everything before that member. A sealed
-pickle stays what it was for `pickle.load`, which stops reading at its end; a line with the CRC follows it.
+A sealed JSON record stays JSON: its last member is the CRC64NVME of all before it. A sealed
+pickle stays what it was for `pickle.load`, which stops at its end; a line with the CRC follows it.
 """
 
 from __future__ import annotations
@@ -26,16 +26,12 @@ def seal_json(record: bytes) -> bytes:
 
 
 def is_sealed_json(data: bytes | bytearray) -> bool:
-    """Return True if this library sealed `data`, damaged or not, and it is not another program's JSON."""
+    """Return True if this library sealed `data`, damaged or not."""
     return _JSON_SEAL.search(data, max(0, len(data) - _JSON_SEAL_BYTES)) is not None
 
 
 def unseal_json(data: bytes | bytearray, *, url: str, key: str) -> bytes:
-    """Return the record in `data` as it was before it was sealed.
-
-    Raises:
-        IntegrityError: there is no seal, or the checksum does not match.
-    """
+    """Return the record in `data` as it was before it was sealed. Raises IntegrityError."""
     seal = _JSON_SEAL.search(data, max(0, len(data) - _JSON_SEAL_BYTES))
     body = bytes(data[:-_JSON_SEAL_BYTES])
     if seal is None or int(seal[1], 16) != crc64nvme(body):
@@ -54,11 +50,7 @@ def is_sealed_pickle(tail: bytes | bytearray) -> bool:
 
 
 def unseal_pickle(data: bytes | bytearray, *, url: str, key: str) -> memoryview:
-    """Return the pickle in `data`, without a copy.
-
-    Raises:
-        IntegrityError: there is no seal, or the checksum does not match.
-    """
+    """Return the pickle in `data`, without a copy. Raises IntegrityError."""
     seal = _PICKLE_SEAL.search(data, max(0, len(data) - PICKLE_SEAL_BYTES))
     body = memoryview(data)[: max(0, len(data) - PICKLE_SEAL_BYTES)]
     if seal is None or int(seal[1], 16) != crc64nvme(body):

@@ -14,12 +14,9 @@ T = TypeVar("T")
 def when_visible(
     read: Callable[[], T], *, timeout_s: float, still_expected: Callable[[], None] | None = None
 ) -> T:
-    """Call `read`, again while it raises NotFound, until `timeout_s` seconds have passed.
+    """Call `read`, again while it raises NotFound, and raise NotVisible after `timeout_s` seconds.
 
     `still_expected` is called before each new attempt; it raises if waiting has become pointless.
-
-    Raises:
-        NotVisible: the object did not appear in time.
     """
     backoff = environment.Backoff(timeout_s, first_pause_s=0.02, longest_pause_s=1.0)
     while True:

@@ -13,7 +13,7 @@ __all__ = ["CheckedBody", "StoreTests"]
 
 
 class StoreTests(TransferTests, PlaceTests):
-    """The conformance suite of `ckpt.backends.base.Store`, for pytest: what this library relies on, executable.
+    """The conformance suite of `ckpt.backends.base.Store`, for pytest.
 
     A store's author subclasses it and runs it:
 
@@ -27,5 +27,5 @@ class StoreTests(TransferTests, PlaceTests):
             def raw_put(self, store, key, data):
                 ...
 
-    `raw_get` and `raw_put` go around the store under test, so that two errors of it cannot cancel out.
+    `raw_get` and `raw_put` go around the store, so that two errors of it cannot cancel out.
     """

@@ -15,7 +15,7 @@ class Choices(ABC):
 
     @abstractmethod
     def pick(self, what: str, weights: Sequence[float]) -> int:
-        """Return the index of a possibility; the first is the uneventful one, one of weight 0 is never picked."""
+        """Return an index of `weights`, never that of a 0; the first is the uneventful choice."""
 
     @abstractmethod
     def fraction(self, what: str) -> float:
@@ -48,8 +48,8 @@ class Seeded(Choices):
 class Exhaustive(Choices):
     """Decide in every way in which at most `deviations` decisions differ from the uneventful one.
 
-    Each round of `for choices in Exhaustive.all(...)` is another way; run the whole simulation anew in each.
-    (Bounded search by re-execution, as CHESS does for the preemptions of threads.)
+    Each round of `for choices in Exhaustive.all(...)` is another way; run the whole simulation anew
+    in each. (Bounded search by re-execution, as CHESS does for the preemptions of threads.)
 
     Attributes:
         deviations: how many more are allowed.
@@ -65,11 +65,16 @@ class Exhaustive(Choices):
     @staticmethod
     def all(deviations: int, *, usual_fraction: float = 0.0) -> Iterator[Exhaustive]:
         """Yield the choices of one round after another."""
-        choices = Exhaustive(deviations, usual_fraction)
-        yield choices
-        while path := choices._next_path():
+        path: list[int] = []
+        while True:
             choices = Exhaustive(deviations, usual_fraction, path)
             yield choices
+            path = choices.path[: len(choices._sizes)]
+            while path and path[-1] + 1 == choices._sizes[len(path) - 1]:
+                path.pop()
+            if not path:
+                return
+            path[-1] += 1
 
     def pick(self, what: str, weights: Sequence[float]) -> int:
         if self.deviations == 0:  # so it goes on as usual, to the end
@@ -86,12 +91,3 @@ class Exhaustive(Choices):
 
     def fraction(self, what: str) -> float:
         return abs(self.usual_fraction - self.pick(what, (1, 1)))
-
-    def _next_path(self) -> list[int]:
-        """Return the path of the next round; empty after the last."""
-        path = self.path[: len(self._sizes)]
-        while path and path[-1] + 1 == self._sizes[len(path) - 1]:
-            path.pop()
-        if path:
-            path[-1] += 1
-        return path

@@ -17,7 +17,7 @@ __all__ = ["PlaceTests"]
 class PlaceTests(StoreUnderTest):
     """List, delete, prepare, keys; and the store itself."""
 
-    # -- list and delete -------------------------------------------------------------------------------
+    # -- list and delete ---------------------------------------------------------------------------
 
     def test_list_by_prefix(self, store: Store) -> None:
         sizes = {"a/1": 1, "a/2": 2, "ab/3": 3, "b/c/4": 4, "5": 5}
@@ -46,7 +46,7 @@ class PlaceTests(StoreUnderTest):
         store.delete(iter(keys))
         self.eventually(lambda: _listed(store) == {})
 
-    # -- places ----------------------------------------------------------------------------------------
+    # -- places ------------------------------------------------------------------------------------
 
     def test_prepare_tolerates_races(self, store: Store) -> None:
         run_all(lambda i: store.prepare(f"place/rank-{i % 2}"), list(range(16)))
@@ -110,7 +110,7 @@ class PlaceTests(StoreUnderTest):
         store.delete([key])
         self.eventually(lambda: self.raw_get(store, key) is None)
 
-    # -- the store itself ------------------------------------------------------------------------------
+    # -- the store itself --------------------------------------------------------------------------
 
     def test_pickles(self, store: Store) -> None:
         put_bytes(store, "k", b"x")

@@ -1,4 +1,4 @@
-"""Hold the objects of a simulated storage system, and decide what each of its nodes sees of them."""
+"""Hold the objects of a simulated storage system, and decide what its nodes see of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Model:
         negative_cache_s: for how long a node believes that a name it missed is missing, at most.
         attribute_cache_s: for how long `stat` may repeat an old answer.
         clock_skew_s: by how much a node's clock may be wrong, either way.
-        conditional_create: "only if absent" is one step; else it is looked for first, in the node's view.
+        conditional_create: "only if absent" is one step; else the node looks first.
         directories: a name can be used only where its directory is seen.
         multipart: puts may go in parts.
         request_s: how long a request takes, at most.
@@ -56,13 +56,11 @@ class Model:
 
 @dataclass(eq=False)
 class Version:
-    """One state of one name.
+    """One state of one name, by a process (None: somebody outside).
 
     Attributes:
         data: None where it was deleted.
         number: counts all changes of the world.
-        at_s: when it took effect.
-        node, process: who did it; process None: somebody outside.
         replaces: there was something before it.
         seen_at_s: when it comes to be seen, by node.
     """
@@ -89,15 +87,14 @@ class Upload:
 
 
 class Objects:
-    """Keep the versions of all names and the unfinished uploads, and decide who sees them, and when.
+    """Keep the versions of all names and the unfinished uploads, and decide who sees them when.
 
     Attributes:
-        now_s: the time, which somebody else counts.
         versions: those of every name, oldest first.
         uploads: when each of the unfinished ones was begun, in seconds since 1970.
     """
 
-    now_s: float
+    now_s: float  # somebody else counts it
 
     def __init__(self, choices: Choices, model: Model) -> None:
         self.choices, self.model = choices, model
@@ -113,7 +110,7 @@ class Objects:
         return versions[-1].data if versions else None
 
     def add(self, node: str, name: str, data: bytes | None, process: Process | None) -> Version | None:
-        """Have `name` hold `data` from now on (None: delete it); return None if that changes nothing."""
+        """Have `name` hold `data` from now on (None: delete it); return None if nothing changes."""
         exists = self.truth(name) is not None
         if data is None and not exists:
             return None
@@ -125,7 +122,7 @@ class Objects:
         return version
 
     def seen(self, node: str, name: str) -> Version | None:
-        """Return the version of `name` that `node` sees; None if it sees none, or that it is deleted."""
+        """Return the version of `name` that `node` sees; None if it sees none, or a deletion."""
         if self._missing_until_s.get((node, name), -1.0) > self.now_s:
             return None
         for version in reversed(self.versions.get(name, ())):

@@ -1,4 +1,4 @@
-"""A store over a simulated storage system: what one of its nodes sees of a place, and may do there."""
+"""A store over a simulated storage system, as one of its nodes sees it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TypeVar
 from greenlet import getcurrent
 
 from ckpt.backends.base import Capabilities, ObjectStat, PutMode, Store, check_key, is_key, part_size_bytes
-from ckpt.backends.bodies import Body
+from ckpt.backends.bodies import Body, fill
 from ckpt.errors import AlreadyExists, NotFound, StorageError, Truncated
 from ckpt.testing.simulated_objects import Upload, Version
 from ckpt.testing.simulator import World
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class SimulatedStore(Store):
-    """What one node sees of a place in a world. Processes on the same node share its view and its caches."""
+    """What one node sees of a place in a world. Its processes share its view and its caches."""
 
     def __init__(self, world: World, node: str, url: str = "simulated://place") -> None:
         self.url = url.rstrip("/")
@@ -94,12 +94,10 @@ class SimulatedStore(Store):
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
         name = self._name(key)
         data = self._request("read", key, lambda: self._read(key, name))
-        for buffer in buffers:
-            stop = offset + buffer.nbytes
-            if stop > len(data):
-                raise Truncated(f"ends at byte {len(data)}", url=self.url, key=key, start=offset, stop=stop)
-            buffer[:] = data[offset:stop]
-            offset = stop
+        stop = offset + sum(buffer.nbytes for buffer in buffers)
+        if stop > len(data):
+            raise Truncated(f"ends at byte {len(data)}", url=self.url, key=key, start=offset, stop=stop)
+        fill(buffers, memoryview(data)[offset:])
 
     def stat(self, key: str) -> ObjectStat:
         name = self._name(key)
@@ -145,10 +143,10 @@ class SimulatedStore(Store):
 
         return self._request("abandon", prefix, abort, writes=True)
 
-    # -- for protocols that are not ours -------------------------------------------------------------------
+    # -- for protocols that are not ours -----------------------------------------------------------
 
     def put_into(self, key: str, data: bytes) -> None:
-        """Store `data` where the directory is there already, as this node sees it. Raises NotFound."""
+        """Store `data` in a directory that this node sees already. Raises NotFound."""
         name = self._name(key)
 
         def write() -> None:
@@ -165,7 +163,7 @@ class SimulatedStore(Store):
             effect = functools.partial(self._world.change, self._node, marker, b"")
             self._request("mkdir", directory, effect, writes=True)
 
-    # -- effects -------------------------------------------------------------------------------------------
+    # -- effects -----------------------------------------------------------------------------------
 
     def _request(self, text: str, key: str, effect: Callable[[], T], *, writes: bool = False) -> T:
         return self._world.request(self._node, text, effect, writes=writes, url=self.url, key=key)

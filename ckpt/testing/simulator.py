@@ -1,7 +1,8 @@
-"""Simulate a storage system that lies, and the clients that use it, in virtual time: one seed, one history.
+"""Simulate a storage system that lies, and its clients, in virtual time: one seed, one history.
 
-Whenever a process sends a request, the world may let any other one go first, and then decides what becomes of the
-request. A `Choices` makes every decision, within the bounds of a `Model`. docs/consistency.md says what is assumed.
+Whenever a process sends a request, the world may let any other one go first, and then decides what
+becomes of it. A `Choices` makes every decision, within the bounds of a `Model`; docs/consistency.md
+says what is assumed.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ T = TypeVar("T")
 
 
 class Escaped(BaseException):
-    """A process sent a request from another thread, where the world has no say in what becomes of it."""
+    """A process sent a request from another thread, where the world has no say in it."""
 
 
 class Watcher(Protocol):
     """Sees the truth, which no client does."""
 
     def changed(self, world: World, name: str, before: Version | None, after: Version) -> None:
-        """Called right after a change took effect; what it raises ends the run, whatever the process catches."""
+        """Object to a change that just took effect: what this raises ends the run."""
 
 
 class World(Objects, VirtualTime):
-    """One storage system, its clients, and their time. `environment.replaced(world)` puts code into it.
+    """One storage system, its clients, and their time; for `environment.replaced`.
 
     Attributes:
         counts: how often each fault came up.
@@ -77,8 +78,7 @@ class World(Objects, VirtualTime):
         self._read_weights = [weights[fault] if fault in _READ_FAULTS else 0.0 for fault in FAULTS]
 
     def now(self) -> float:
-        process = getcurrent()
-        node = process.node if isinstance(process, Process) else ""
+        node = getattr(getcurrent(), "node", "")
         if node not in self._skew_s:
             skew_s = self.model.clock_skew_s
             self._skew_s[node] = skew_s * (2 * self.choices.fraction("clock") - 1) if skew_s else 0.0
@@ -99,16 +99,12 @@ class World(Objects, VirtualTime):
             except Exception as error:
                 self.objection = error
 
-    # -- requests ------------------------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------------
 
     def request(
         self, node: str, text: str, effect: Callable[[], T], *, writes: bool, url: str, key: str
     ) -> T:
-        """Carry out a request of `node`, or not, or later, or twice.
-
-        Raises:
-            Escaped: it is a process's, but comes from another thread.
-        """
+        """Carry out a request of `node`, or not, or later, or twice. Raises Escaped."""
         process = getcurrent()
         if not isinstance(process, Process):
             if self.running is not None:

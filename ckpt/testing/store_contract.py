@@ -24,7 +24,7 @@ class StoreUnderTest(ABC):
     """Long enough for several parts of the store under test."""
 
     visibility_timeout_s = 0.0
-    """How long this store may take to show in a listing, or to other clients, what was put or deleted."""
+    """How long this store may take to show in a listing, or to others, what was put or deleted."""
 
     secret_values: Sequence[str] = ()
     """Credentials given to the store, which must appear nowhere."""
@@ -64,7 +64,7 @@ class StoreUnderTest(ABC):
 
 
 def run_all(function: Callable[[T], object], items: Sequence[T], timeout_s: float = 120) -> None:
-    """Call `function` for all items at the same moment, one thread each (64 at most); first error raised."""
+    """Call `function` for all items at once, in 64 threads at most; raise the first error."""
     errors: list[BaseException] = []
     barrier = threading.Barrier(min(64, len(items)))
 

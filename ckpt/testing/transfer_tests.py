@@ -30,7 +30,7 @@ _BODY_ERRORS = [
 
 
 class _BreakingBody(BytesBody):
-    """Fails when a part that reaches past `good_bytes` is asked for, as a planner or a full disk would."""
+    """Fails when a part that reaches past `good_bytes` is asked for, as a planner would."""
 
     def __init__(self, data: bytes, good_bytes: int, error: Exception) -> None:
         super().__init__(data)
@@ -56,7 +56,7 @@ class _ScatteredBody(BytesBody):
 class TransferTests(StoreUnderTest):
     """Put, create, read, stat."""
 
-    # -- put -------------------------------------------------------------------------------------------
+    # -- put ---------------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("size", [0, 1, 1000, MIB, MIB + 1])
     def test_put_stores_exactly_the_bytes(self, store: Store, size: int) -> None:
@@ -130,7 +130,7 @@ class TransferTests(StoreUnderTest):
         assert self.raw_get(store, "k") == b"old"
         assert self.raw_pending(store) == 0
 
-    # -- read ------------------------------------------------------------------------------------------
+    # -- read --------------------------------------------------------------------------------------
 
     def test_read_ranges_into_buffers(self, store: Store) -> None:
         data = secrets.token_bytes(3 * MIB + 77)

@@ -1,8 +1,8 @@
 """Run processes in virtual time: one goes on while all others wait, and nothing sleeps.
 
-Each process is ordinary code in a greenlet. `VirtualTime` is an `Environment`: under `environment.replaced(it)`,
-what a process would sleep, wait for or start in a thread happens in virtual time, in an order that `Choices`
-decides. When all processes wait, the clock jumps.
+Each process is ordinary code in a greenlet. Under `environment.replaced(VirtualTime(choices))`,
+what it would sleep, wait for or start in a thread happens in virtual time. When all wait, the clock
+jumps.
 """
 
 from __future__ import annotations
@@ -36,17 +36,15 @@ class Stuck(Exception):
 class Process(greenlet):  # type: ignore[misc]
     """A program that runs on a node.
 
-    Keep processes out of the keys and values of a dict or tuple that holds nothing else: as long as one runs,
-    it does not count as collectable, so what refers only to such objects is never freed.
+    Keep processes out of the keys and values of a dict or tuple that holds nothing else: one that
+    runs does not count as collectable, so what refers only to such objects is never freed.
 
     Attributes:
         result, error: what the program returned or raised, once it is `done`.
-        crashed: it was killed.
-        stalled: it does nothing for a while.
-        requests: how many it has sent to simulated storage.
-        faults: how many of them did not simply work.
+        crashed, stalled: it was killed, or does nothing for a while.
+        requests, faults: how many it has sent to simulated storage, and how many did not work.
         read: the `Version` that it last read, by name.
-        looked: at which request it last asked for a name, and whether it was told that there is one.
+        looked: at which request it last asked for a name, and whether one was there.
     """
 
     def __init__(self, time: VirtualTime, name: str, node: str, program: Callable[[], Any]) -> None:
@@ -85,13 +83,7 @@ class Process(greenlet):  # type: ignore[misc]
 
 
 class VirtualTime(Environment):
-    """The time, and the processes that live in it.
-
-    Attributes:
-        now_s: the time.
-        processes: all that were ever started.
-        running: the one that goes on now.
-    """
+    """The time, and the processes in it: all that were ever started, and the one that runs now."""
 
     def __init__(self, choices: Choices) -> None:
         self.choices, self.main = choices, getcurrent()
@@ -103,7 +95,7 @@ class VirtualTime(Environment):
         self._due: list[tuple[float, int, Callable[[], object]]] = []
         self._tokens, self._calls = itertools.count(1), itertools.count()
 
-    # -- as an Environment ---------------------------------------------------------------------------------
+    # -- as an Environment -------------------------------------------------------------------------
 
     def monotonic(self) -> float:
         return self.now_s
@@ -132,7 +124,7 @@ class VirtualTime(Environment):
     def jitter(self) -> float:
         return 0.5
 
-    # -- processes -----------------------------------------------------------------------------------------
+    # -- processes ---------------------------------------------------------------------------------
 
     def start(self, name: str, node: str, program: Callable[[], Any]) -> Process:
         process = Process(self, name, node, program)
@@ -141,7 +133,7 @@ class VirtualTime(Environment):
         return process
 
     def wait_for(self, condition: Callable[[], bool], timeout_s: float) -> bool:
-        """Let the others go on until `condition` holds; return whether it did in time. For processes."""
+        """Let other processes go on until `condition` holds; return whether it did in time."""
         process = getcurrent()
         assert isinstance(process, Process)
         if not condition():
@@ -153,18 +145,20 @@ class VirtualTime(Environment):
         heapq.heappush(self._due, (self.now_s + delay_s, next(self._calls), call))
 
     def run(self, until: Callable[[], bool] = lambda: False) -> None:
-        """Let processes run until all are done, or `until` holds.
-
-        Raises:
-            Stuck: none can ever go on.
-        """
+        """Let processes run until all are done, or `until` holds. Raises Stuck if none can."""
         while self._alive and not until():
             self._make_calls()
             ready = [process for process in self._alive if process.ready(self.now_s)]
-            if ready:
-                self._resume(self._choose(ready))
+            if len(ready) > 1:
+                ready.sort(key=lambda process: process is not self._last)  # going on is uneventful
+                self._resume(ready[self.choices.pick("run", [1.0] * len(ready))])
+            elif ready:
+                self._resume(ready[0])
             else:
-                self._jump()
+                times_s = [process.wakes_at_s for process in self._alive] + [due[0] for due in self._due]
+                self.now_s = max(self.now_s, min(times_s))
+                if self.now_s == float("inf"):
+                    raise Stuck(f"all wait: {', '.join(map(str, self._alive))}")
 
     def step(self, process: Process) -> None:
         """Let `process` go on until it waits again, whatever it waits for now."""
@@ -181,7 +175,7 @@ class VirtualTime(Environment):
             self._alive.remove(process)
 
     def end(self) -> None:
-        """Kill what still runs: a process that waits is never freed, nor is anything that its frames refer to."""
+        """Kill what still runs: a process that waits is never freed, nor what it refers to."""
         for process in list(self._alive):
             self.crash(process)
 
@@ -192,12 +186,6 @@ class VirtualTime(Environment):
             self.now_s = max(self.now_s, self._due[0][0])
             self._make_calls()
         self.now_s = end_s
-
-    def _choose(self, ready: list[Process]) -> Process:
-        if len(ready) == 1:
-            return ready[0]
-        ready.sort(key=lambda process: process is not self._last)  # going on is the uneventful choice
-        return ready[self.choices.pick("run", [1.0] * len(ready))]
 
     def _resume(self, process: Process) -> None:
         self._last = process
@@ -213,12 +201,6 @@ class VirtualTime(Environment):
             process.switch()
         finally:
             self.running = None
-
-    def _jump(self) -> None:
-        times_s = [process.wakes_at_s for process in self._alive] + [at_s for at_s, _, _ in self._due]
-        self.now_s = max(self.now_s, min(times_s))
-        if self.now_s == float("inf"):
-            raise Stuck(f"all wait: {', '.join(map(str, self._alive))}")
 
     def _wait(self, process: Process, until_s: float, condition: Callable[[], bool] | None = None) -> None:
         process.wakes_at_s, process.until = until_s, condition

@@ -10,30 +10,19 @@ from ckpt.consistency.probes.examine import Finding, Subject, Verdict
 from ckpt.errors import AccessDenied, StorageError
 
 _WITHOUT = {
-    "put": (Verdict.PROBLEM, "nothing can be saved; loads work"),
-    "get": (Verdict.PROBLEM, "nothing can be loaded, nor saved: a save looks first at what is there"),
-    "look for what is not there": (
-        Verdict.PROBLEM,
-        "saves fail: they cannot tell a free place from a forbidden one. S3 answers so without s3:ListBucket: grant it",
-    ),
-    "list": (
-        Verdict.CAREFUL,
-        "saves and loads work; ckpt ls and gc, and the search for the latest checkpoint, do not",
-    ),
-    "delete": (
-        Verdict.CAREFUL,
-        "saves and loads work; what an overwritten checkpoint held stays, and ckpt rm, gc and retention fail",
-    ),
-    "list uploads": (
-        Verdict.CAREFUL,
-        "saves and loads work; ckpt gc cannot find what dead uploads left: add a lifecycle rule that aborts them",
-    ),
-    "abort uploads": (
-        Verdict.CAREFUL,
-        "saves and loads work; the parts of a failed upload stay, and cost: add a lifecycle rule that aborts them",
-    ),
+    "put": "nothing can be saved; loads work",
+    "get": "nothing can be loaded, nor saved: a save looks first at what is there",
+    "look for what is not there": "saves fail: they cannot tell a free place from a forbidden one. "
+    "S3 answers so without s3:ListBucket: grant it",
+    "list": "saves and loads work; ckpt ls and gc, and the search for the latest checkpoint, do not",
+    "delete": "saves and loads work; what an overwritten checkpoint held stays, and ckpt rm, gc and "
+    "retention fail",
+    "list uploads": "saves and loads work; ckpt gc cannot find what dead uploads left: add a lifecycle "
+    "rule that aborts them",
+    "abort uploads": "saves and loads work; the parts of a failed upload stay, and cost: add a lifecycle "
+    "rule that aborts them",
 }
-
+_NEEDED = frozenset({"put", "get", "look for what is not there"})
 _OPTIONAL = frozenset({"list", "list uploads", "abort uploads"})
 """Not every server offers these."""
 
@@ -49,8 +38,8 @@ def permissions(subject: Subject) -> Iterator[Finding]:
         except StorageError as error:
             if not isinstance(error, AccessDenied) and operation not in _OPTIONAL:
                 raise
-            verdict, advice = _WITHOUT[operation]
-            result = f"refused: {error.message}"
+            verdict = Verdict.PROBLEM if operation in _NEEDED else Verdict.CAREFUL
+            result, advice = f"refused: {error.message}", _WITHOUT[operation]
             yield Finding(f"permission to {operation}", verdict, result, advice, {"allowed": False})
         else:
             subject.allowed.add(operation)

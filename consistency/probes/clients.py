@@ -1,7 +1,7 @@
-"""Give probes clients of a place to compare: this process, and perhaps another one, or another mount.
+"""Give probes clients of a place to compare: this process, another one, or another mount.
 
-A client has connections and caches of its own. It stops working when its examination is over, and remembers
-what it may have written, so that it can be removed.
+A client has connections and caches of its own. It stops working when its examination is over, and
+remembers what it may have written, so that it can be removed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class OutOfTime(Exception):
 
 
 class Client:
-    """One client of a place, through a store in this process. Raises `ckpt.errors` and OutOfTime."""
+    """One client of a place, through a store here. Raises `ckpt.errors` and OutOfTime."""
 
     def __init__(self, store: Store, name: str) -> None:
         self.store, self.name = store, name
@@ -90,10 +90,7 @@ class Client:
         self._do(methodcaller("prepare", prefix))
 
     def clean(self, keys: Iterable[str]) -> list[str]:
-        """Remove these objects, unfinished uploads, and empty directories; return what could not be removed.
-
-        This has time of its own, beside the deadline.
-        """
+        """Remove objects, uploads and empty directories, in time of its own; return what stays."""
         return self._carry_out(functools.partial(_clean, keys=list(keys)), CLEANING_LIMIT_S)
 
     def close(self) -> None:

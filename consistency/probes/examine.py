@@ -1,7 +1,7 @@
 """Examine what a storage really does, by probes that are each bounded in time.
 
-A probe answers one question by trying, through the same stores that carry checkpoints. `examine` runs them
-all, whatever becomes of one of them. All they write lies in one folder, whose names the clients remember.
+A probe answers one question by trying, through the same stores that carry checkpoints. All that
+probes write lies in one folder, whose names the clients remember.
 """
 
 from __future__ import annotations
@@ -51,14 +51,7 @@ class Finding:
 
 @dataclass
 class Subject:
-    """The place to examine.
-
-    Attributes:
-        first, second: clients of the place; without a second one, visibility to others is not measured.
-        wait_s: how long to wait for something to become visible.
-        allowed: operations that the credentials allow, as far as known.
-        lag_s: the longest that one client took to see a change by the other.
-    """
+    """The place to examine; `lag_s` is the longest that a client took to see another's change."""
 
     first: Client
     second: Client | None
@@ -73,15 +66,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Probe:
-    """A probe.
-
-    Attributes:
-        check: its subject.
-        run: yields its findings.
-        limit_s: the time it may take.
-        needs: operations that have to be allowed.
-        vital: without it the others make no sense: its error is raised.
-    """
+    """A check that needs permission to some operations; the error of a `vital` one is raised."""
 
     check: str
     run: Callable[[Subject], Iterator[Finding]]
@@ -95,11 +80,8 @@ def examine(
 ) -> list[Finding]:
     """Run the probes, one after the other, for `timeout_s` seconds in all.
 
-    A probe that does not return in time is a finding. If it does not return at all, the storage hangs, and the
-    others are left out.
-
-    Raises:
-        CheckpointError: a vital probe failed so.
+    A probe that does not return in time is a finding. If it does not return at all, the storage
+    hangs, and the others are left out. Raises the error of a vital probe.
     """
     deadline = environment.monotonic() + timeout_s
     findings: list[Finding] = []
@@ -123,10 +105,7 @@ def examine(
 
 
 def _run(probe: Probe, subject: Subject, limit_s: float) -> tuple[list[Finding], bool]:
-    """Run a probe in a thread of its own; return its findings, and whether it hangs.
-
-    A system call that hangs cannot be ended, only left behind.
-    """
+    """Run a probe in a thread, as what hangs can only be left behind; return whether it hangs."""
     findings: list[Finding] = []
     errors: list[CheckpointError] = []
 

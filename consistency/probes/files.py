@@ -106,7 +106,7 @@ def _fsync(path: Path) -> None:
 
 
 def _refusal(call: Callable[[], object]) -> str | None:
-    """Return the file system's refusal of `call`; None if it worked. Errors of disks and networks are raised."""
+    """Return the file system's refusal of `call`, if any. Raises errors of disks and networks."""
     try:
         call()
     except OSError as error:

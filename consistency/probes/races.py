@@ -57,17 +57,18 @@ def _finding(winners: Counter[int], second: Client, *, claimed: bool) -> Finding
 def _race(first: Client, second: Client, key: str) -> int:
     """Let both create `key` at once; return how many did."""
     start = threading.Barrier(2)
-    outcomes: list[bool | BaseException] = []
+    winners: list[str] = []
+    errors: list[BaseException] = []
 
     def create(client: Client) -> None:
         try:
             start.wait(_TIME_S)
             client.create(key, client.name.encode().ljust(32))  # of one size: the loser may look
-            outcomes.append(True)
+            winners.append(client.name)
         except AlreadyExists:
-            outcomes.append(False)
+            pass
         except BaseException as error:
-            outcomes.append(error)
+            errors.append(error)
 
     # Daemons: what hangs in a system call must not keep the program from ending.
     racers = [threading.Thread(target=create, args=(client,), daemon=True) for client in (first, second)]
@@ -75,7 +76,6 @@ def _race(first: Client, second: Client, key: str) -> int:
         racer.start()
     for racer in racers:
         racer.join()
-    for outcome in outcomes:
-        if isinstance(outcome, BaseException):
-            raise outcome
-    return outcomes.count(True)
+    if errors:
+        raise errors[0]
+    return len(winners)

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 from ckpt.backends.base import MIB, transfer_size_bytes
-from ckpt.backends.bodies import BytesBody, CheckedBody, Part
+from ckpt.backends.bodies import CheckedBody, Part
 from ckpt.backends.raw_requests import Condition, RawRequests, raw_requests_of
 from ckpt.consistency.conditional_create import measure_condition
 from ckpt.consistency.probes.examine import Finding, Subject, Verdict
@@ -67,15 +67,13 @@ def checksums(subject: Subject) -> Iterator[Finding]:
     yield Finding(check, Verdict.CAREFUL, result, advice, verified)
 
 
-class _MislabelledBody(BytesBody):
+class _MislabelledBody(CheckedBody):
     """A body with a wrong checksum."""
-
-    has_checksums = True
 
     def part(self, start: int, stop: int) -> contextlib.AbstractContextManager[Part]:
         return contextlib.nullcontext(Part([self._view[start:stop]], 1))
 
-    def crc64nvme(self) -> int:  # type: ignore[override]
+    def crc64nvme(self) -> int:
         return 1
 
 

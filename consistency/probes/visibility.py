@@ -1,7 +1,7 @@
 """Probe when a client sees its own writes, and those of another client.
 
-Everything is written once, and looked for until it is seen; the delay is that of the first look that saw it. What
-is looked for lies in folders of its own, so that one look does not refresh what another one remembers.
+Everything is written once, and looked for until it is seen; the delay is that of the first look
+that saw it. Each look has a folder of its own, not to refresh what another one remembers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ckpt.consistency import environment
 from ckpt.consistency.probes.clients import Client
 from ckpt.consistency.probes.examine import Finding, Subject, Verdict
-from ckpt.errors import AccessDenied, ConfigurationError, IntegrityError, NotFound, StorageError
+from ckpt.errors import AccessDenied, IntegrityError, NotFound, StorageError
 
 _AT_ONCE_S = 0.5
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.5
@@ -36,7 +36,7 @@ _HARMLESS = frozenset({_FOLDER, _LISTING, _DELETE})
 
 @dataclass
 class _Sight:
-    """A change that `observer` is to see; `after_s` is None until it has, `trouble` the last error of a look."""
+    """A change that `observer` saw after `after_s`; `trouble` is the last error of a look."""
 
     kind: str
     writer: Client
@@ -54,7 +54,7 @@ class _Sight:
                 self.after_s = max(0.0, now_s - self.since_s)
         except (NotFound, IntegrityError):  # not there, or a part of it: yet
             pass
-        except (AccessDenied, ConfigurationError):
+        except AccessDenied:
             raise
         except StorageError as error:
             self.trouble = error.message
@@ -126,7 +126,7 @@ def _finding(sights: Sequence[_Sight], wait_s: float, prompt: bool) -> Finding:
     return Finding(f"others: {kind}", verdict, result, advice, measured)
 
 
-# -- looking -------------------------------------------------------------------------------------------
+# -- looking ---------------------------------------------------------------------------------------
 
 
 def _watch_all(subject: Subject, pairs: Iterable[tuple[Client, Client]], tag: str) -> list[_Sight]:
@@ -145,7 +145,7 @@ def _watch_all(subject: Subject, pairs: Iterable[tuple[Client, Client]], tag: st
 
 
 def _phases(subject: Subject, writer: Client, observer: Client, where: str) -> Sequence[list[_Sight]]:
-    """Return what to watch at first, then, and at last: new objects, an overwritten one, a deleted one."""
+    """Return what to watch in turn: new objects, an overwritten one, a deleted one."""
     file, early, prefix, folders = (
         f"{where}-file/f",
         f"{where}-early/f",

@@ -83,7 +83,7 @@ def digest_of(ranks: int, content: int) -> Any:
     return digest(state_of(range(ranks), content))
 
 
-# -- a trial -----------------------------------------------------------------------------------------------
+# -- a trial ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -254,7 +254,7 @@ def _attempts(trial: Trial, job: Job) -> list[Attempt | None]:
     return attempts
 
 
-# -- what must hold ----------------------------------------------------------------------------------------
+# -- what must hold --------------------------------------------------------------------------------
 
 
 def _judge(outcome: Outcome, url: str, options: dict[str, Any], verify: bool) -> None:
@@ -331,7 +331,7 @@ def _collect_garbage(url: str, options: dict[str, Any], loaded: int | None) -> I
         yield f"garbage collection left unfinished {unfinished}"
 
 
-# -- a campaign --------------------------------------------------------------------------------------------
+# -- a campaign ------------------------------------------------------------------------------------
 
 
 @dataclass

@@ -145,7 +145,7 @@ def draw(seed: int) -> Trial:
     )
 
 
-# -- between the client and the server --------------------------------------------------------------------
+# -- between the client and the server -------------------------------------------------------------
 
 
 def network_rule(trial: Trial, pids: list[int], happened: Callable[[], None]) -> Rule:
@@ -172,7 +172,7 @@ def network_rule(trial: Trial, pids: list[int], happened: Callable[[], None]) ->
     return rule
 
 
-# -- in a rank --------------------------------------------------------------------------------------------
+# -- in a rank -------------------------------------------------------------------------------------
 
 
 def install(trial: Trial, rank: int, place: str, happened: Callable[[], None]) -> None:
@@ -205,7 +205,7 @@ def install(trial: Trial, rank: int, place: str, happened: Callable[[], None]) -
         setattr(os, name, functools.partial(around, getattr(os, name)))
 
 
-# -- the place ---------------------------------------------------------------------------------------------
+# -- the place -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

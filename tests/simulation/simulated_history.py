@@ -87,7 +87,7 @@ class History:
         self.abandoned: set[str] = set()
         """Places where somebody aborted all uploads, also those of a save that was still running."""
 
-    # -- what processes do ---------------------------------------------------------------------------------
+    # -- what processes do -------------------------------------------------------------------------
 
     def save(self, url: str, group: Group, rank: int, number: int, content: Content) -> bool:
         """One rank's part of the `number`-th save of its job; returns whether it was acknowledged."""
@@ -134,7 +134,7 @@ class History:
             load.end_s = _INF if process.crashed else self.world.now_s
             load.faults += process.faults
 
-    # -- what is promised ----------------------------------------------------------------------------------
+    # -- what is promised --------------------------------------------------------------------------
 
     def judge(self) -> None:
         """Raises Violation."""

@@ -77,7 +77,7 @@ def simulated(world: World) -> Iterator[None]:
         api["save_state_dict"] = before
 
 
-# -- ranks -------------------------------------------------------------------------------------------------
+# -- ranks -----------------------------------------------------------------------------------------
 
 
 class LostContact(RuntimeError):
@@ -237,7 +237,7 @@ class _Planner(SavePlanner):
     create_local_plan = create_global_plan = finish_plan = set_up_planner  # type: ignore[assignment]
 
 
-# -- protocols ---------------------------------------------------------------------------------------------
+# -- protocols -------------------------------------------------------------------------------------
 
 
 class Uncommitted(Exception):

@@ -66,7 +66,7 @@ def _quiet() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-# -- every schedule up to a bound ------------------------------------------------------------------------
+# -- every schedule up to a bound ------------------------------------------------------------------
 
 # 2 ranks, 2 saves at one place, then a load from another node. `deviations` things are out of the ordinary: a
 # fault at a request, a rank overtaking another, a lag. `PYTHONPATH=tests python -m simulation.simulate --deviations 3` goes
@@ -102,7 +102,7 @@ def all_schedules(model: Model, plan: Plan, deviations: int, *, lag: float = 0.0
     return sum(1 for _ in explore(model, plan, deviations, lag=lag))
 
 
-# -- protocols that must fail ------------------------------------------------------------------------------
+# -- protocols that must fail ----------------------------------------------------------------------
 
 BROKEN = [
     (RankZeroMakesTheDirectory, MOUNT, "failed although nothing went wrong"),
@@ -134,7 +134,7 @@ def run_seeds(protocol: type[Protocol]) -> None:
         simulate(seed, protocol())
 
 
-# -- by chance -------------------------------------------------------------------------------------------
+# -- by chance -------------------------------------------------------------------------------------
 
 SCHEDULES = 10_000
 CHUNKS = 8
@@ -250,7 +250,7 @@ def run_with_echoes() -> None:
         simulation.run()
 
 
-# -- state machines --------------------------------------------------------------------------------------
+# -- state machines --------------------------------------------------------------------------------
 
 
 class _Told(Choices):

@@ -99,7 +99,7 @@ def assert_sound(world: World, url: str) -> None:
     assert result.ok, result.damages
 
 
-# -- copy ----------------------------------------------------------------------------------------------
+# -- copy ------------------------------------------------------------------------------------------
 
 
 def copied(choices: Choices, model: Model, attempts: int) -> Counter[str]:
@@ -166,7 +166,7 @@ def test_copies_by_chance() -> None:
     assert total["kept files"] > 3
 
 
-# -- verify --------------------------------------------------------------------------------------------
+# -- verify ----------------------------------------------------------------------------------------
 
 
 def test_verify_calls_no_sound_checkpoint_damaged() -> None:
@@ -207,7 +207,7 @@ def test_verify_finds_a_damage() -> None:
     assert [damage.kind for damage in result.damages] == ["checksum"]
 
 
-# -- gc ------------------------------------------------------------------------------------------------
+# -- gc --------------------------------------------------------------------------------------------
 
 
 def collected(seed: int) -> Counter[str]:
