@@ -16,7 +16,7 @@ from ckpt.trainer_integration.run.async_modes import AsyncMode, Uploads
 from ckpt.trainer_integration.run.history import History
 from ckpt.trainer_integration.run.in_flight import OnBusy, Saves
 from ckpt.trainer_integration.run.restore import Restored, restore
-from ckpt.trainer_integration.run.root_check import RootCheck, agreed
+from ckpt.trainer_integration.run.root_check import agreed, check_root
 from ckpt.trainer_integration.run.save_decision import Decisions
 from ckpt.trainer_integration.saving import SaveRule
 from ckpt.trainer_integration.training_state import training_state
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = ["CheckpointManager"]
-
-OnFailure = Literal["raise", "continue"]
 
 
 class CheckpointManager:
@@ -73,7 +71,7 @@ class CheckpointManager:
         keep: KeepRule | None = None,
         async_mode: AsyncMode = "thread",
         on_busy: OnBusy = "wait",
-        on_failure: OnFailure = "raise",
+        on_failure: Literal["raise", "continue"] = "raise",
         max_undurable_s: float | None = None,
         preflight: bool = True,
         events: Sequence[Callable[[Event], None]] = (),
@@ -88,20 +86,25 @@ class CheckpointManager:
         if on_failure not in ("raise", "continue"):
             raise ConfigurationError(f"on_failure must be 'raise' or 'continue', not {on_failure!r}")
         self._on_busy, self._on_failure = on_busy, on_failure
-        options: dict[str, Any] = {"storage_options": storage_options, "threads": threads}
-        options["memory_budget_bytes"] = memory_budget_bytes
+        options: dict[str, Any] = {
+            "storage_options": storage_options,
+            "threads": threads,
+            "memory_budget_bytes": memory_budget_bytes,
+        }
         self._load_options = {**options, "process_group": process_group}
-        options["max_bandwidth_bytes_per_s"] = max_bandwidth_bytes_per_s
+        save_options = {**options, "max_bandwidth_bytes_per_s": max_bandwidth_bytes_per_s}
         self._ranks = Ranks(process_group, no_dist=False, purpose="manager")
-        self._is_closed = False
+        self._is_closed, self._needs_preflight = False, preflight
         uploads, history = agreed(
             self._ranks,
             f"CheckpointManager of {place_of(root)}",
-            lambda: (Uploads(async_mode, process_group, options), History(os.fspath(root), storage_options)),
+            lambda: (
+                Uploads(async_mode, process_group, save_options),
+                History(os.fspath(root), storage_options),
+            ),
         )
         self._saves = Saves(self._ranks, uploads, history, keep, Events(events))
-        self._root_check = RootCheck(root, storage_options, self._ranks, self._saves, is_done=not preflight)
-        self._decisions = Decisions(save, self._ranks, self._saves, history.mtbf_s, max_undurable_s)
+        self._decisions = Decisions(save, self._ranks, self._saves, max_undurable_s)
 
     def restore(
         self,
@@ -273,7 +276,9 @@ class CheckpointManager:
         elif parts:
             raise ConfigurationError(f"give a state dict or parts ({', '.join(parts)}), not both")
         values = state if isinstance(state, dict) else dict(state)
-        self._root_check.run(values)
+        if self._needs_preflight:
+            check_root(values, self._ranks, self._saves)
+            self._needs_preflight = False
         return values
 
     def _check_open(self) -> None:

@@ -388,7 +388,7 @@ def test_with_rules_that_talk_it_is_raised_at_the_next_step(
     rule = saving.at_steps([1]) | saving.every_seconds(3600)
     with ckpt.CheckpointManager(tmp_path, save=rule) as manager:
         manager.step(1, state_of(1))
-        manager._saves._flight.booked.result()  # type: ignore[union-attr]
+        manager._saves._flight.booked.wait()  # type: ignore[union-attr]
         with pytest.raises(SaveFailed, match="the token has expired"):
             manager.step(2, state_of(2))
 

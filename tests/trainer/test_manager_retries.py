@@ -85,7 +85,7 @@ def test_a_storage_that_fails_is_not_tried_at_every_step(
         for step in range(1, 10):
             manager.step(step, state_of(step))
             if step == 1:
-                manager._saves._flight.booked.result()  # type: ignore[union-attr]
+                manager._saves._flight.booked.wait()  # type: ignore[union-attr]
     assert kinds(events, "due", "failed") == [("due", 1), ("failed", 1)]
 
 

@@ -27,14 +27,7 @@ AsyncMode = Literal["thread", "process", "off"]
 
 @dataclass
 class Uploads:
-    """Begin saves.
-
-    Attributes:
-        mode: `thread` shares the interpreter with the trainer; `process` shares nothing, and costs
-            memory for a second interpreter; `off` returns when the checkpoint is durable.
-        process_group: the ranks that save together.
-        options: of `CheckpointWriter`.
-    """
+    """Begin saves in a mode, with `options` of `CheckpointWriter`."""
 
     mode: AsyncMode
     process_group: Any
@@ -51,12 +44,7 @@ class Uploads:
     def begin(
         self, state: dict[str, Any], url: str, tags: Mapping[str, str], ranks: Ranks
     ) -> Future[Metadata]:
-        """Stage `state` and begin its upload; later changes of `state` are not saved.
-
-        The future ends when the checkpoint is durable, or in SaveFailed.
-
-        Args:
-            ranks: those of `process_group`.
+        """Stage `state` and begin its upload; the future ends when it is durable, or in SaveFailed.
 
         Raises:
             SaveFailed, ConfigurationError: on every rank, if any could not begin.
@@ -76,8 +64,20 @@ class Uploads:
         self, state: dict[str, Any], url: str, tags: Mapping[str, str], ranks: Ranks
     ) -> Future[Metadata]:
         """Save in DCP's process, which has the same ranks in a world of its own."""
-        writer, staged = self._staged(state, url, tags, ranks)
-        self._renew_process(ranks)
+        try:  # on all ranks or none: DCP waits for all
+            writer, staged = ranks.together(
+                f"save of {last_segment(url)}",
+                lambda: (
+                    CheckpointWriter(url, tags=tags, **self.options),
+                    self._stager.stage(values_of(state)),
+                ),
+            )
+        except RanksFailed as failed:
+            raise _ranks_failed(failed.failures, url) from None
+        last_failed = self._last is not None and self._last.exception() is not None
+        (needs_process,) = ranks.most([last_failed or not async_save_process_is_alive()])
+        if needs_process:
+            forget_async_save_process()
         begun = dcp.async_save(
             staged,
             storage_writer=writer,
@@ -90,28 +90,6 @@ class Uploads:
         translated: Future[Metadata] = Future()
         begun.add_done_callback(lambda done: _translate(done, url, translated))
         return translated
-
-    def _staged(
-        self, state: dict[str, Any], url: str, tags: Mapping[str, str], ranks: Ranks
-    ) -> tuple[CheckpointWriter, dict[str, Any]]:
-        """Make a writer and a copy of the state, on all ranks or none: DCP waits for all."""
-        try:
-            return ranks.together(
-                f"save of {last_segment(url)}",
-                lambda: (
-                    CheckpointWriter(url, tags=tags, **self.options),
-                    self._stager.stage(values_of(state)),
-                ),
-            )
-        except RanksFailed as failed:
-            raise _ranks_failed(failed.failures, url) from None
-
-    def _renew_process(self, ranks: Ranks) -> None:
-        """Make new processes on all ranks if one has none, or after a failed save."""
-        failed = self._last is not None and self._last.exception() is not None
-        (needed,) = ranks.most([failed or not async_save_process_is_alive()])
-        if needed:
-            forget_async_save_process()
 
 
 class _AsItIs(AsyncStager):

@@ -8,7 +8,7 @@ import math
 import re
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -28,34 +28,31 @@ _PRIOR_S = 86_400.0
 
 
 class History:
-    """Keep the run's record, and add from a listing what the record lacks.
-
-    Methods may be called from any thread.
+    """Keep the run's record, and add from a listing what the record lacks; from any thread.
 
     Attributes:
-        unusable: folders whose checkpoint is damaged, or another program's. They are left as they
-            are.
+        unusable: folders whose checkpoint is damaged, or another program's, and stays as it is.
     """
 
     def __init__(self, root: str, storage_options: Mapping[str, Any] | None) -> None:
-        self._root, self._options = root.rstrip("/") or "/", storage_options
+        self.root, self.storage_options = root, storage_options
         self._store = open_store(root, storage_options)
         self._lock = threading.RLock()
         self._known: RunRecord | None = None
         self._started_s = time.time()
-        self._resumed_at: int | None = None
+        self._resumed_at = math.inf
         self._own: set[str] = set()
         self.unusable: set[str] = set()
 
     def url(self, path: str) -> str:
-        return f"{self._root.rstrip('/')}/{path}"
+        return f"{self.root.rstrip('/')}/{path}"
 
     def path(self, step: int) -> str:
         """Name the folder for a save of `step`."""
         name = f"step-{step:08d}"
         return f"{name}.again" if name in self.unusable else name
 
-    def candidates(self) -> Iterator[tuple[int, str]]:
+    def candidates(self) -> list[tuple[int, str]]:
         """List steps and folders in which a checkpoint may be, the newest first."""
         steps = dict(self._listed())
         for checkpoint in self._record().checkpoints:
@@ -63,38 +60,32 @@ class History:
                 steps.pop(checkpoint.path, None)
             else:
                 steps[checkpoint.path] = checkpoint.step
-        yield from sorted(((step, path) for path, step in steps.items()), reverse=True)
+        return sorted(((step, path) for path, step in steps.items()), reverse=True)
 
-    def at(self, step: int) -> list[str]:
-        """List folders in which the checkpoint of `step` may be, the likeliest first."""
+    def at(self, step: int) -> list[tuple[int, str]]:
+        """List `step` and the folders in which its checkpoint may be, the likeliest first."""
         known = [recorded.path for recorded in self._record().checkpoints if recorded.step == step]
         name = f"step-{step:08d}"
-        return [*dict.fromkeys([*known, f"{name}.again", name])]
+        return [(step, path) for path in dict.fromkeys([*known, f"{name}.again", name])]
 
     def best(self, rule: Best) -> list[tuple[int, str]]:
         """List steps and folders, the best first."""
         return [(checkpoint.step, checkpoint.path) for checkpoint in rule.ranked(self._alive())]
 
-    def why_not(self, path: str) -> tuple[str | None, bool]:
-        """Check the records of one folder.
-
-        Returns:
-            (reason it cannot be loaded or None, whether it is a damaged or foreign checkpoint
-            rather than none).
+    def damage(self, path: str) -> str | None:
+        """Check the records of a checkpoint; return why it cannot be loaded, or None.
 
         Raises:
+            NotFound, NotCommitted: there is no checkpoint.
             StorageError: the storage refused, or could not be reached.
         """
-        try:
-            verification = verify(self.url(path), storage_options=self._options, quick=True)
-        except (NotFound, NotCommitted) as error:
-            return error.message, False
+        verification = verify(self.url(path), storage_options=self.storage_options, quick=True)
         if verification.format == "stock":
-            return "it was not written by this library; load it with ckpt.load", True
+            return "it was not written by this library; load it with ckpt.load"
         if verification.ok:
-            return None, False
+            return None
         damage = verification.damages[0]
-        return f"damaged: {damage.key}: {damage.message}", True
+        return f"damaged: {damage.key}: {damage.message}"
 
     def go_on_from(self, step: int) -> None:
         """Give up, with the next checkpoint, those that were saved after `step`."""
@@ -106,12 +97,11 @@ class History:
         with self._lock:
             record = self._record()
             self._own.add(checkpoint.path)
-            checkpoints = [self._as_past(old) for old in record.checkpoints if old.path != checkpoint.path]
-            checkpoints.append(checkpoint)
+            others = [self._as_past(old) for old in record.checkpoints if old.path != checkpoint.path]
+            checkpoints = sorted([*others, checkpoint], key=lambda old: (old.step, old.path))
             starts = [start for start in record.starts if start.at_s != self._started_s]
             starts.append(RunStart(at_s=self._started_s, durable_at_s=time.time()))
-            checkpoints.sort(key=lambda old: (old.step, old.path))
-            self._write(RunRecord(checkpoints=checkpoints, starts=starts[-_MAX_STARTS:]))
+            self._write(checkpoints, starts[-_MAX_STARTS:])
 
     def annotate(
         self, step: int, metrics: Mapping[str, float] | None = None, *, pinned: bool | None = None
@@ -122,40 +112,36 @@ class History:
             NotFound: the run has no such checkpoint.
         """
         with self._lock:
-            checkpoints = [*self._record().checkpoints]
-            numbers = [number for number, old in enumerate(checkpoints) if old.step == step]
-            if not numbers:
-                raise NotFound(f"the run has no durable checkpoint of step {step}", url=self._root)
-            for number in numbers:
-                old = checkpoints[number]
-                checkpoints[number] = msgspec.structs.replace(
-                    old,
-                    metrics=old.metrics | plain_metrics(metrics),
-                    pinned=old.pinned if pinned is None else pinned,
-                )
-            self._write_checkpoints(checkpoints)
+            record = self._record()
+            checkpoints = [*record.checkpoints]
+            if step not in {old.step for old in checkpoints}:
+                raise NotFound(f"the run has no durable checkpoint of step {step}", url=self.root)
+            for number, old in enumerate(checkpoints):
+                if old.step == step:
+                    known = old.metrics | plain_metrics(metrics)
+                    is_pinned = old.pinned if pinned is None else pinned
+                    checkpoints[number] = msgspec.structs.replace(old, metrics=known, pinned=is_pinned)
+            self._write(checkpoints, record.starts)
 
-    def retire(
-        self, keep: KeepRule, busy: Collection[str]
-    ) -> Iterator[tuple[RunCheckpoint, CheckpointError | None]]:
-        """Remove the checkpoints that no rule keeps and whose folder is not `busy`.
+    def retire(self, keep: KeepRule, newest: str) -> Iterator[tuple[RunCheckpoint, CheckpointError | None]]:
+        """Remove the checkpoints that no rule keeps, but not that in the folder `newest`.
 
         Yields:
             each one, and None if it was removed, else the error.
         """
-        stay = {*busy}
+        done = {newest}
         while True:
+            failure: CheckpointError | None = None
             with self._lock:  # a pin that comes meanwhile finds the checkpoint gone, or keeps it
                 kept = self.kept(keep)
-                going = [old for old in self._alive() if old.step not in kept and old.path not in stay]
+                going = [old for old in self._alive() if old.step not in kept and old.path not in done]
                 if not going:
                     return
-                failure: CheckpointError | None = None
                 try:
                     self._remove(going[0])
                 except CheckpointError as error:
                     failure = error
-                    stay.add(going[0].path)
+            done.add(going[0].path)
             yield going[0], failure
 
     def kept(self, keep: KeepRule) -> dict[int, str]:
@@ -168,7 +154,6 @@ class History:
         return [checkpoint for checkpoint in self._record().checkpoints if not checkpoint.superseded]
 
     def close(self) -> None:
-        """Close connections."""
         self._store.close()
 
     def mtbf_s(self) -> float:
@@ -179,16 +164,15 @@ class History:
         return (_PRIOR_S + ran_s) / (1 + failures)
 
     def _as_past(self, checkpoint: RunCheckpoint) -> RunCheckpoint:
-        given_up = self._resumed_at is not None and checkpoint.step > self._resumed_at
-        if not given_up or checkpoint.path in self._own:
-            return checkpoint
-        return msgspec.structs.replace(checkpoint, superseded=True)
+        given_up = checkpoint.step > self._resumed_at and checkpoint.path not in self._own
+        return msgspec.structs.replace(checkpoint, superseded=True) if given_up else checkpoint
 
     def _remove(self, checkpoint: RunCheckpoint) -> None:
         # Somebody else may have removed it, or replaced it by something that is not ours.
         with contextlib.suppress(NotFound, NotCommitted):
-            remove(self.url(checkpoint.path), storage_options=self._options)
-        self._write_checkpoints([old for old in self._record().checkpoints if old.path != checkpoint.path])
+            remove(self.url(checkpoint.path), storage_options=self.storage_options)
+        record = self._record()
+        self._write([old for old in record.checkpoints if old.path != checkpoint.path], record.starts)
 
     def _record(self) -> RunRecord:
         with self._lock:
@@ -200,12 +184,10 @@ class History:
                     self._known = RunRecord()
             return self._known
 
-    def _write(self, record: RunRecord) -> None:
-        self._known = record  # also where this write fails: the next one writes all of it
-        write_run(self._store, record)
-
-    def _write_checkpoints(self, checkpoints: list[RunCheckpoint]) -> None:
-        self._write(msgspec.structs.replace(self._record(), checkpoints=checkpoints))
+    def _write(self, checkpoints: list[RunCheckpoint], starts: list[RunStart]) -> None:
+        # Kept also where this write fails: the next one writes all of it.
+        self._known = RunRecord(checkpoints=checkpoints, starts=starts)
+        write_run(self._store, self._known)
 
     def _listed(self) -> Iterator[tuple[str, int]]:
         try:

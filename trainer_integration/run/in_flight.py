@@ -8,9 +8,8 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -38,33 +37,26 @@ class _Flight:
 
     Attributes:
         future: the save.
-        durable: ends after it, when its outcome is known here and a durable checkpoint is in the
-            run's record.
-        booked: ends last, when what no rule keeps any more has been removed.
+        durable: set after it, when its outcome is known here and in the run's record.
+        booked: set last, when what no rule keeps any more has been removed.
     """
 
-    step: int
-    path: str
-    metrics: dict[str, float | None]
+    checkpoint: RunCheckpoint
     began_s: float
-    saved_at_s: float
     stall_s: float = 0.0
     future: Future[Metadata] = field(default_factory=Future)
-    durable: Future[None] = field(default_factory=Future)
-    booked: Future[None] = field(default_factory=Future)
+    durable: threading.Event = field(default_factory=threading.Event)
+    booked: threading.Event = field(default_factory=threading.Event)
 
 
 class Saves:
-    """Begin and end saves.
-
-    Called from the main thread of every rank. Retention and events happen on rank 0 only.
+    """Begin and end saves, in the main thread of every rank; rank 0 keeps the record and reports.
 
     Attributes:
         steps: those that have a checkpoint, or one in flight, on all ranks alike.
         durable_step: the last durable one, as this rank knows it.
         durable_at_s: when it became durable, by `time.monotonic`.
-        stall_s, upload_s: mean seconds of a save, the last ones counting most; None before the
-            first.
+        stall_s, upload_s: mean seconds of a save, the last ones counting most.
     """
 
     def __init__(
@@ -73,7 +65,7 @@ class Saves:
         self._ranks, self._uploads, self._events = ranks, uploads, events
         self.history, self.keep = history, keep
         self._flight: _Flight | None = None
-        self._booked: Future[None] | None = None
+        self._booked: threading.Event | None = None
         self.steps: set[int] = set()
         self.durable_step: int | None = None
         self.durable_at_s = self.began_s = time.monotonic()
@@ -86,13 +78,13 @@ class Saves:
     @property
     def busy(self) -> bool:
         """Tell whether a save, or the removals after it, are under way on this rank."""
-        return self._booked is not None and not self._booked.done()
+        return self._booked is not None and not self._booked.is_set()
 
     @property
     def failed(self) -> bool:
         """Tell whether a save has failed that is not reported yet, as this rank sees it."""
         flight = self._flight
-        return flight is not None and flight.durable.done() and flight.future.exception() is not None
+        return flight is not None and flight.durable.is_set() and flight.future.exception() is not None
 
     def go_on_from(self, step: int) -> None:
         """Give up the checkpoints after `step`; those steps will be saved again."""
@@ -124,12 +116,18 @@ class Saves:
         """
         self.wait_booked()
         self.steps.add(step)
-        flight = _Flight(step, self.history.path(step), plain_metrics(metrics), time.monotonic(), time.time())
-        self.began_s = flight.began_s
+        checkpoint = RunCheckpoint(
+            step=step,
+            path=self.history.path(step),
+            saved_at_s=time.time(),
+            metrics=plain_metrics(metrics),
+        )
+        self.began_s = time.monotonic()
+        flight = _Flight(checkpoint, self.began_s)
         self.tell("due", step, reason)
         try:
             tags = {f"metric.{name}": str(value) for name, value in (metrics or {}).items()}
-            url = self.history.url(flight.path)
+            url = self.history.url(checkpoint.path)
             flight.future = self._uploads.begin(state, url, {"step": str(step)} | tags, self._ranks)
         except ConfigurationError:
             raise
@@ -137,7 +135,7 @@ class Saves:
             flight.future.set_exception(error)
         flight.stall_s = time.monotonic() - flight.began_s
         self.stall_s = _mean(self.stall_s, flight.stall_s)
-        self.tell("staged", step, flight.path, stall_s=flight.stall_s)
+        self.tell("staged", step, checkpoint.path, stall_s=flight.stall_s)
         self._flight, self._booked = flight, flight.booked
         flight.future.add_done_callback(lambda _: self._book(flight))
 
@@ -150,27 +148,20 @@ class Saves:
         flight = self._flight
         if flight is None:
             return None
-        late = False
-        try:
-            flight.durable.result(timeout_s)
-        except FutureTimeout:
-            late = True
+        late = not flight.durable.wait(timeout_s)
         error = None if late else flight.future.exception()
         failed, late_anywhere = self._ranks.most([error is not None, late])
+        step, url = flight.checkpoint.step, self.history.url(flight.checkpoint.path)
         if late_anywhere:
-            raise SaveFailed(
-                f"step {flight.step} is not durable after {timeout_s:.3g} s",
-                url=self.history.url(flight.path),
-            )
+            raise SaveFailed(f"step {step} is not durable after {timeout_s:.3g} s", url=url)
         self._flight = None
         if not failed:
             return None
-        self.steps.discard(flight.step)
+        self.steps.discard(step)
         if isinstance(error, SaveFailed):
             return error
-        url = self.history.url(flight.path)
         cause = "the error is on another rank" if error is None else f"{type(error).__name__}: {error}"
-        return SaveFailed(f"the save of step {flight.step} failed: {cause}", url=url)
+        return SaveFailed(f"the save of step {step} failed: {cause}", url=url)
 
     def close(self) -> BaseException | None:
         """Wait for the save in flight; return its failure. Other ranks may be gone."""
@@ -185,7 +176,7 @@ class Saves:
     def wait_booked(self) -> None:
         """Wait for the removals after a save: such a folder must not be read or saved into."""
         if self._booked is not None:
-            self._booked.result()
+            self._booked.wait()
 
     def tell(self, kind: str, step: int | None, reason: str = "", **values: float) -> None:
         """Report an event, on rank 0."""
@@ -196,49 +187,50 @@ class Saves:
 
     def _book(self, flight: _Flight) -> None:
         """Follow up a save, in the thread in which its upload ended."""
-        with _nothing_raised(), _ended(flight.booked):
-            with _ended(flight.durable):
+        try:
+            try:
                 self._conclude(flight)
+            finally:
+                flight.durable.set()
             if self.keep is not None and self._ranks.rank == 0 and flight.future.exception() is None:
-                self._retire(self.keep, flight)
+                self._retire(self.keep, flight.checkpoint)
+        except Exception:  # nobody would see it: futures keep what callbacks raise to themselves
+            _logger.exception("recording a save, or removing old checkpoints, failed")
+        finally:
+            flight.booked.set()
 
     def _conclude(self, flight: _Flight) -> None:
-        error = flight.future.exception()
+        error, step = flight.future.exception(), flight.checkpoint.step
         took_s = time.monotonic() - flight.began_s
         if error is not None:
             self.last_failure = error
-            self.tell("failed", flight.step, str(error), upload_s=took_s)
+            self.tell("failed", step, str(error), upload_s=took_s)
             return
-        self.durable_step, self.durable_at_s = flight.step, time.monotonic()
+        self.durable_step, self.durable_at_s = step, time.monotonic()
         self.upload_s = _mean(self.upload_s, took_s)
-        if self._ranks.rank == 0:
-            self._remember(flight, took_s)
-
-    def _remember(self, flight: _Flight, took_s: float) -> None:
-        checkpoint = RunCheckpoint(
-            step=flight.step, path=flight.path, saved_at_s=flight.saved_at_s, metrics=flight.metrics
-        )
+        if self._ranks.rank != 0:
+            return
         try:
-            self.history.add(checkpoint)
-        except CheckpointError as error:
+            self.history.add(flight.checkpoint)
+        except CheckpointError as failure:
             _logger.warning(
-                "step %d is durable, but could not be noted in the run's record: %s", flight.step, error
+                "step %d is durable, but could not be noted in the run's record: %s", step, failure
             )
         metadata = flight.future.result()
         size_bytes = sum(info.length for info in metadata.storage_data.values())
         figures = {"upload_s": took_s, "stall_s": flight.stall_s, "size_bytes": size_bytes}
         if isinstance(metadata.storage_meta, SaveMeta):
             figures |= {**metadata.storage_meta.seconds, "retries": metadata.storage_meta.retries}
-        self.tell("durable", flight.step, flight.path, **figures)
+        self.tell("durable", step, flight.checkpoint.path, **figures)
 
-    def _retire(self, keep: KeepRule, flight: _Flight) -> None:
-        for checkpoint, failure in self.history.retire(keep, {flight.path}):
+    def _retire(self, keep: KeepRule, newest: RunCheckpoint) -> None:
+        for checkpoint, failure in self.history.retire(keep, newest.path):
             if failure is None:
                 self.tell("removed", checkpoint.step, "no rule keeps it")
             else:
                 self.tell("not_removed", checkpoint.step, str(failure))
-        self._kept.pop(flight.step, None)  # saved anew, after going back
-        kept = {flight.step: "the newest"} | self.history.kept(keep)
+        self._kept.pop(newest.step, None)  # saved anew, after going back
+        kept = {newest.step: "the newest"} | self.history.kept(keep)
         for step, reason in sorted(kept.items()):
             if self._kept.get(step) != reason:
                 self.tell("kept", step, reason)
@@ -257,23 +249,6 @@ def _wait_at_exit() -> None:
 
 threading._register_atexit(_wait_at_exit)  # type: ignore[attr-defined]
 os.register_at_fork(after_in_child=_all.clear)  # a child has no thread to end a save
-
-
-@contextlib.contextmanager
-def _nothing_raised() -> Iterator[None]:
-    """Log an error that nobody would see, as futures keep what callbacks raise to themselves."""
-    try:
-        yield
-    except Exception:
-        _logger.exception("recording a save, or removing old checkpoints, failed")
-
-
-@contextlib.contextmanager
-def _ended(future: Future[None]) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        future.set_result(None)
 
 
 def _mean(mean: float | None, value: float) -> float:

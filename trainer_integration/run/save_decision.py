@@ -20,16 +20,8 @@ class Decisions:
         preempted: a signal has reached some rank; the same on all ranks.
     """
 
-    def __init__(
-        self,
-        rule: SaveRule,
-        ranks: Ranks,
-        saves: Saves,
-        mtbf_s: Callable[[], float],
-        max_undurable_s: float | None,
-    ) -> None:
-        self._ranks, self._saves, self._mtbf_s = ranks, saves, mtbf_s
-        self._max_undurable_s = max_undurable_s
+    def __init__(self, rule: SaveRule, ranks: Ranks, saves: Saves, max_undurable_s: float | None) -> None:
+        self._ranks, self._saves, self._max_undurable_s = ranks, saves, max_undurable_s
         self._by_step = [rule for rule in rule.rules() if not rule.needs_clock]
         self._by_clock = [rule for rule in rule.rules() if rule.needs_clock]
         preemption = [rule for rule in self._by_clock if isinstance(rule, OnPreemption)]
@@ -75,7 +67,6 @@ class Decisions:
         return max(0.0, self._deadline_s - time.monotonic()) if self.preempted else self._max_undurable_s
 
     def close(self) -> None:
-        """Restore the signal handlers."""
         self._signals.close()
 
     def _by_clocks(self, moment: Moment) -> tuple[str | None, bool]:
@@ -89,7 +80,7 @@ class Decisions:
             since_save_s=now_s - saves.began_s,
             stall_s=saves.stall_s,
             upload_s=saves.upload_s,
-            mtbf_s=self._mtbf_s(),
+            mtbf_s=saves.history.mtbf_s(),
         )
         return _first_reason(self._by_clock, moment), overdue
 
