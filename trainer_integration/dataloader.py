@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from ckpt.errors import CheckpointError, ConfigurationError
-from ckpt.trainer_integration.dataset import Sample, Samples, ShardedDataset
+from ckpt.trainer_integration.data_order.shards import Position
+from ckpt.trainer_integration.dataset import Sample, ShardedDataset
 
 __all__ = ["RescalableLoader"]
 
@@ -96,7 +97,7 @@ class RescalableLoader:
         positions = self.dataset.positions
         positions.generation += 1
         generation = positions.generation
-        samples = self._in_turn(self._streams())
+        samples = self._samples()
         while batch := self._batch(samples):
             if positions.generation != generation:
                 raise CheckpointError(
@@ -116,55 +117,47 @@ class RescalableLoader:
             rows += len(sample.tokens) > 0
         return batch
 
-    def _in_turn(self, streams: Mapping[int, Iterator[Sample]]) -> Iterator[Sample]:
-        """Yield the samples of all shards in the order in which one process would read them."""
-        positions = self.dataset.positions
-        turns = self.dataset.turns({index: positions[index] for index in self.dataset.own_shards})
-        while turns:
-            index = turns.next()
-            sample = self._next(streams[index], index)
-            self.dataset.add_turn(turns, index, sample.position)
-            yield sample
-
-    def _next(self, stream: Iterator[Sample], index: int) -> Sample:
-        """Read the next sample of a stream, which has to be of shard `index`."""
-        try:
-            sample = next(stream, None)
-        except RuntimeError as error:  # torch's, for a worker that died or does not answer
-            raise CheckpointError(f"the worker that reads shard {index} failed: {error}") from error
-        if sample is None or sample.shard != index:
-            raise CheckpointError(f"the worker that reads shard {index} returned no sample of it")
-        return sample
-
-    def _streams(self) -> dict[int, Iterator[Sample]]:
-        """Map each shard to its samples, read by this process or by a worker."""
-        shards, dataset = self.dataset.own_shards, self.dataset
+    def _samples(self) -> Iterator[Sample]:
+        """Yield the samples of all shards in the same order for any number of workers."""
+        shards = self.dataset.own_shards
+        positions = self.dataset.positions.of(shards)
         if not self._num_workers:
-            return dict.fromkeys(shards, dataset.samples(shards))
+            return self.dataset.samples(positions)
         streams: dict[int, Iterator[Sample]] = {}
         for number in range(self._num_workers):
             part = shards[number :: self._num_workers]
             # One loader for each worker: one loader of many workers would have an order of its own.
             loader = DataLoader(
-                _WorkerShards(dataset, part),
+                _WorkerShards(self.dataset, self.dataset.positions.of(part)),
                 batch_size=None,
                 collate_fn=_unchanged,
                 generator=_generator(number),
                 **self._worker_options,
             )
             streams |= dict.fromkeys(part, iter(loader))
-        return streams
+        return self.dataset.in_turn(positions, lambda index: _next(streams[index], index))
 
 
 class _WorkerShards(IterableDataset[Sample]):
     """Read the shards of one worker."""
 
-    def __init__(self, dataset: ShardedDataset, shards: Sequence[int]) -> None:
+    def __init__(self, dataset: ShardedDataset, positions: Mapping[int, Position]) -> None:
         super().__init__()
-        self._dataset, self._shards = dataset, shards
+        self._dataset, self._positions = dataset, positions
 
-    def __iter__(self) -> Samples:
-        return self._dataset.samples(self._shards)
+    def __iter__(self) -> Iterator[Sample]:
+        return self._dataset.samples(self._positions)
+
+
+def _next(stream: Iterator[Sample], index: int) -> Sample:
+    """Read the next sample of a worker, which has to be of shard `index`."""
+    try:
+        sample = next(stream, None)
+    except RuntimeError as error:  # torch's, for a worker that died or does not answer
+        raise CheckpointError(f"the worker that reads shard {index} failed: {error}") from error
+    if sample is None or sample.shard != index:
+        raise CheckpointError(f"the worker that reads shard {index} returned no sample of it")
+    return sample
 
 
 def _generator(number: int) -> torch.Generator:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +22,7 @@ DEFAULT_SHARDS = 1920
 
 
 class Sample(NamedTuple):
-    """A sequence: its shard, the position after it, and its tokens (fewer or none at the end)."""
+    """A sequence of a shard, and the position after it. At the end it has fewer tokens, or none."""
 
     shard: int
     position: Position
@@ -90,28 +90,36 @@ class ShardedDataset(IterableDataset[dict[str, Any]]):
         """List the indices of this rank's shards."""
         return [*self._shards]
 
-    def samples(self, shards: Sequence[int]) -> Samples:
-        """Read the sequences of some of this rank's shards, from their positions onwards."""
-        return Samples(self, shards)
-
-    def turns(self, positions: Mapping[int, Position]) -> Turns:
-        """Make the order of turns among shards at these positions."""
-        turns = Turns()
+    def samples(self, positions: Mapping[int, Position]) -> Iterator[Sample]:
+        """Read the sequences of some of this rank's shards, in turn, from `positions` onwards."""
+        options = {"seed": self._seed, "epochs": self._epochs, **self._delimiters}
+        cursors: dict[int, Cursor] = {}
         for index, position in positions.items():
-            self.add_turn(turns, index, position)
-        return turns
+            shard = self._shards[index]
+            cursors[index] = Cursor(shard, self._sources[shard.source_name], position, **options)
 
-    def add_turn(self, turns: Turns, index: int, position: Position) -> None:
-        """Let a shard take part again, unless it is at its end."""
-        shard = self._shards[index]
-        if self._epochs is None or position.epoch < self._epochs:
-            phase, weight = shard.number / shard.total, self._weights[shard.source_name]
-            turns.add(index, taken=position.sequences, phase=phase, weight=weight)
+        def read(index: int) -> Sample:
+            tokens = cursors[index].take(self.sequence_length)
+            return Sample(index, cursors[index].position, tokens)
 
-    def cursor(self, index: int, position: Position) -> Cursor:
-        shard = self._shards[index]
-        source = self._sources[shard.source_name]
-        return Cursor(shard, source, position, seed=self._seed, epochs=self._epochs, **self._delimiters)
+        return self.in_turn(positions, read)
+
+    def in_turn(self, positions: Mapping[int, Position], read: Callable[[int], Sample]) -> Iterator[Sample]:
+        """Yield the samples that `read` returns of shards at `positions`, until all are at their ends."""
+        turns = Turns()
+
+        def add_turn(index: int, position: Position) -> None:
+            if self._epochs is None or position.epoch < self._epochs:
+                shard = self._shards[index]
+                phase, weight = shard.number / shard.total, self._weights[shard.source_name]
+                turns.add(index, taken=position.sequences, phase=phase, weight=weight)
+
+        for index, position in positions.items():
+            add_turn(index, position)
+        while turns:
+            sample = read(turns.next())
+            add_turn(sample.shard, sample.position)
+            yield sample
 
     def padded(self, tokens: Tokens) -> Tokens:
         """Convert `tokens` to int64, filled up to a whole sequence."""
@@ -122,7 +130,7 @@ class ShardedDataset(IterableDataset[dict[str, Any]]):
     def __iter__(self) -> Iterator[dict[str, Any]]:
         worker = get_worker_info()
         first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        return _TorchSamples(self, self.own_shards[first::step])
+        return _TorchSamples(self, self.positions.of(self.own_shards[first::step]))
 
     def _own_shards(self) -> Iterator[tuple[int, Shard]]:
         """List every `world_size`-th shard: ranks in step then read neighbouring shards."""
@@ -134,7 +142,7 @@ class ShardedDataset(IterableDataset[dict[str, Any]]):
     def _check(self) -> None:
         if self.sequence_length < 1:
             raise ConfigurationError(f"sequence_length must be positive, not {self.sequence_length}")
-        if not self.world_size <= self._shard_count:
+        if self.world_size > self._shard_count:
             raise ConfigurationError(
                 f"{self._shard_count} shards are too few for {self.world_size} ranks; raise shards="
             )
@@ -148,49 +156,30 @@ class ShardedDataset(IterableDataset[dict[str, Any]]):
             as_tokens([token for token in self._delimiters.values() if token is not None], source.dtype)
 
 
-class Samples(Iterator[Sample]):
-    """Read sequences of some shards, in turn."""
-
-    def __init__(self, dataset: ShardedDataset, shards: Sequence[int]) -> None:
-        self._dataset = dataset
-        self.restart({index: dataset.positions[index] for index in shards})
-
-    def restart(self, positions: Mapping[int, Position]) -> None:
-        self.positions = dict(positions)
-        self._turns = self._dataset.turns(self.positions)
-        self._cursors: dict[int, Cursor] = {}
-
-    def __next__(self) -> Sample:
-        if not self._turns:
-            raise StopIteration
-        index = self._turns.next()
-        cursor = self._cursors.get(index)
-        if cursor is None:
-            cursor = self._cursors[index] = self._dataset.cursor(index, self.positions[index])
-        tokens = cursor.take(self._dataset.sequence_length)
-        self.positions[index] = cursor.position
-        self._dataset.add_turn(self._turns, index, cursor.position)
-        return Sample(index, cursor.position, tokens)
-
-
 class _TorchSamples(Iterator[dict[str, Any]]):
     """Yield samples for torch's default collation, with a state as torchdata wants it."""
 
-    def __init__(self, dataset: ShardedDataset, shards: Sequence[int]) -> None:
-        self._dataset, self._samples = dataset, dataset.samples(shards)
+    def __init__(self, dataset: ShardedDataset, positions: dict[int, Position]) -> None:
+        self._dataset = dataset
+        self._restart(positions)
+
+    def _restart(self, positions: dict[int, Position]) -> None:
+        self._positions, self._samples = positions, self._dataset.samples(positions)
 
     def __next__(self) -> dict[str, Any]:
-        while not len((sample := next(self._samples)).tokens):
-            pass
-        position = np.array(sample.position, np.int64)
-        return {"tokens": self._dataset.padded(sample.tokens), "shard": sample.shard, "position": position}
+        for index, position, tokens in self._samples:
+            self._positions[index] = position
+            if len(tokens):
+                row, numbers = self._dataset.padded(tokens), np.array(position, np.int64)
+                return {"tokens": row, "shard": index, "position": numbers}
+        raise StopIteration
 
     def state_dict(self) -> dict[str, Any]:
         # Plain values under names: torchdata sends changed ones; tensors would take a file each.
-        return {str(index): [*position] for index, position in self._samples.positions.items()}
+        return {str(index): [*position] for index, position in self._positions.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._samples.restart({int(index): Position(*values) for index, values in state.items()})
+        self._restart({int(index): Position(*values) for index, values in state.items()})
 
 
 def _shares(sources: Mapping[str, Source], weights: Mapping[str, float] | None) -> dict[str, float]:

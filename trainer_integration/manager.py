@@ -99,7 +99,7 @@ class CheckpointManager:
             self._ranks,
             f"CheckpointManager of {place_of(root)}",
             lambda: (
-                Uploads(async_mode, process_group, save_options),
+                Uploads(async_mode, self._ranks, process_group, save_options),
                 History(os.fspath(root), storage_options),
             ),
         )

@@ -34,8 +34,8 @@ class Positions:
         self._positions = dict.fromkeys(self._shards, Position())
         self.generation = 0
 
-    def __getitem__(self, index: int) -> Position:
-        return self._positions[index]
+    def of(self, shards: Iterable[int]) -> dict[int, Position]:
+        return {index: self._positions[index] for index in shards}
 
     @property
     def epoch(self) -> int:

@@ -1,13 +1,13 @@
 """Cut documents into logical shards, each with a fixed order, and shards into sequences.
 
-The documents of a shard and their order follow from the data, the number of shards and the seed,
-never from ranks or workers.
+Both follow from the data, the number of shards and the seed, never from ranks or workers.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -57,41 +57,34 @@ class _Order:
     """Shuffle a shard's documents for one epoch: its blocks, and the documents of each block."""
 
     def __init__(self, shard: Shard, source: Source, seed: int | None, epoch: int) -> None:
-        self._edges = [shard.start, *source.cuts(shard.start, shard.stop), shard.stop]
         self._key = None if seed is None else (seed, shard.source_name, shard.total, shard.number, epoch)
-        count = len(self._edges) - 1
-        self._blocks: Sequence[int] | Permutation = (
-            range(count) if self._key is None else Permutation(count, *self._key)
-        )
-        self._ends: list[int] = []
-        for place in range(count):
-            block = self._blocks[place]
-            before = self._ends[-1] if self._ends else 0
-            self._ends.append(before + self._edges[block + 1] - self._edges[block])
-        self._place = -1  # of the block in use
-        self._inside: Sequence[int] | Permutation = ()  # the order of its documents
+        self._edges = [shard.start, *source.cuts(shard.start, shard.stop), shard.stop]
+        blocks = self._shuffled(len(self._edges) - 1)
+        self._blocks = [blocks[at] for at in range(len(blocks))]
+        self._starts = [0, *accumulate(map(self._size, self._blocks))]
+        self._at = -1  # the place of the block in use
+        self._inside: range | Permutation = range(0)  # the order of its documents
 
     def __getitem__(self, place: int) -> int:
-        """Return the document at `place`."""
-        at = bisect_right(self._ends, place)
+        at = bisect_right(self._starts, place) - 1
         block = self._blocks[at]
-        if at != self._place:
-            size = self._edges[block + 1] - self._edges[block]
-            self._inside = range(size) if self._key is None else Permutation(size, *self._key, block)
-            self._place = at
-        return self._edges[block] + self._inside[place - (self._ends[at - 1] if at else 0)]
+        if at != self._at:
+            self._inside, self._at = self._shuffled(self._size(block), block), at
+        return self._edges[block] + self._inside[place - self._starts[at]]
+
+    def _size(self, block: int) -> int:
+        return self._edges[block + 1] - self._edges[block]
+
+    def _shuffled(self, size: int, *name: int) -> range | Permutation:
+        return range(size) if self._key is None else Permutation(size, *self._key, *name)
 
 
 class Cursor:
-    """Cut one shard into sequences, from a position onwards.
+    """Cut one shard into sequences, from a position onwards, until `epochs` have been read.
 
     Documents follow one another, with their delimiters, as one stream of tokens; a sequence that an
-    epoch cannot fill goes on with the next one. No tokens are buffered, so a position is the whole
+    epoch cannot fill goes on with the next one. No tokens are buffered: a position is the whole
     state.
-
-    Args:
-        epochs: after which the stream ends; None never ends.
-        bos_token, eos_token: put before and after each document, if given.
     """
 
     def __init__(
@@ -120,8 +113,7 @@ class Cursor:
     def take(self, count: int) -> Tokens:
         """Read a sequence: `count` tokens, fewer at the end of the last epoch, none after it.
 
-        Raises:
-            ConfigurationError: the shard has no tokens, or its documents have changed.
+        Raises ConfigurationError if the shard has no tokens, or its documents have changed.
         """
         sequence = np.empty(count, self._source.dtype)
         filled = 0

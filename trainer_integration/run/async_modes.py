@@ -30,6 +30,7 @@ class Uploads:
     """Begin saves in a mode, with `options` of `CheckpointWriter`."""
 
     mode: AsyncMode
+    ranks: Ranks
     process_group: Any
     options: Mapping[str, Any]
     _stager: Stager = field(default_factory=lambda: Stager(shared_memory=True))
@@ -41,16 +42,14 @@ class Uploads:
         if self.mode == "process" and not (dist.is_available() and dist.is_initialized()):
             raise ConfigurationError("async_mode='process' needs torch.distributed.init_process_group first")
 
-    def begin(
-        self, state: dict[str, Any], url: str, tags: Mapping[str, str], ranks: Ranks
-    ) -> Future[Metadata]:
+    def begin(self, state: dict[str, Any], url: str, tags: Mapping[str, str]) -> Future[Metadata]:
         """Stage `state` and begin its upload; the future ends when it is durable, or in SaveFailed.
 
         Raises:
             SaveFailed, ConfigurationError: on every rank, if any could not begin.
         """
         if self.mode == "process":
-            return self._in_process(state, url, tags, ranks)
+            return self._in_process(state, url, tags)
         if self.mode == "thread":
             return async_save(state, url, tags=tags, process_group=self.process_group, **self.options)
         future: Future[Metadata] = Future()
@@ -60,12 +59,10 @@ class Uploads:
     def close(self) -> None:
         self._stager.close()
 
-    def _in_process(
-        self, state: dict[str, Any], url: str, tags: Mapping[str, str], ranks: Ranks
-    ) -> Future[Metadata]:
+    def _in_process(self, state: dict[str, Any], url: str, tags: Mapping[str, str]) -> Future[Metadata]:
         """Save in DCP's process, which has the same ranks in a world of its own."""
         try:  # on all ranks or none: DCP waits for all
-            writer, staged = ranks.together(
+            writer, staged = self.ranks.together(
                 f"save of {last_segment(url)}",
                 lambda: (
                     CheckpointWriter(url, tags=tags, **self.options),
@@ -75,13 +72,13 @@ class Uploads:
         except RanksFailed as failed:
             raise _ranks_failed(failed.failures, url) from None
         last_failed = self._last is not None and self._last.exception() is not None
-        (needs_process,) = ranks.most([last_failed or not async_save_process_is_alive()])
+        (needs_process,) = self.ranks.most([last_failed or not async_save_process_is_alive()])
         if needs_process:
             forget_async_save_process()
         begun = dcp.async_save(
             staged,
             storage_writer=writer,
-            process_group=ranks.group,
+            process_group=self.ranks.group,
             async_checkpointer_type=AsyncCheckpointerType.PROCESS,
             async_stager=_AsItIs(),
         )

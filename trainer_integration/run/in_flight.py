@@ -128,7 +128,7 @@ class Saves:
         try:
             tags = {f"metric.{name}": str(value) for name, value in (metrics or {}).items()}
             url = self.history.url(checkpoint.path)
-            flight.future = self._uploads.begin(state, url, {"step": str(step)} | tags, self._ranks)
+            flight.future = self._uploads.begin(state, url, {"step": str(step)} | tags)
         except ConfigurationError:
             raise
         except CheckpointError as error:
