@@ -62,8 +62,10 @@ class RescalableLoader:
                 f"this rank has {len(dataset.own_shards)} shards, too few for {num_workers} workers"
             )
         self.dataset, self.batch_size, self._num_workers = dataset, batch_size, num_workers
-        self._pin_memory, self._timeout_s = pin_memory, timeout_s
-        self._worker_options = {
+        self._pin_memory = pin_memory
+        self._worker_options: dict[str, Any] = {
+            "batch_size": None,
+            "collate_fn": _unchanged,
             "num_workers": 1,
             "prefetch_factor": prefetch_factor,
             "timeout": timeout_s,
@@ -126,14 +128,11 @@ class RescalableLoader:
         streams: dict[int, Iterator[Sample]] = {}
         for number in range(self._num_workers):
             part = shards[number :: self._num_workers]
+            # torch would draw the worker's seed from the trainer's generator, once more in a resumed run.
+            seeds = torch.Generator().manual_seed((torch.initial_seed() + number) % (1 << 63))
+            worker = _WorkerShards(self.dataset, self.dataset.positions.of(part))
             # One loader for each worker: one loader of many workers would have an order of its own.
-            loader = DataLoader(
-                _WorkerShards(self.dataset, self.dataset.positions.of(part)),
-                batch_size=None,
-                collate_fn=_unchanged,
-                generator=_generator(number),
-                **self._worker_options,
-            )
+            loader: DataLoader[Sample] = DataLoader(worker, generator=seeds, **self._worker_options)
             streams |= dict.fromkeys(part, iter(loader))
         return self.dataset.in_turn(positions, lambda index: _next(streams[index], index))
 
@@ -158,15 +157,6 @@ def _next(stream: Iterator[Sample], index: int) -> Sample:
     if sample is None or sample.shard != index:
         raise CheckpointError(f"the worker that reads shard {index} returned no sample of it")
     return sample
-
-
-def _generator(number: int) -> torch.Generator:
-    """Make a generator for worker `number`'s seed, which torch else draws from the trainer's.
-
-    A resumed run draws once more than a run that was not stopped; their random numbers would
-    differ.
-    """
-    return torch.Generator().manual_seed((torch.initial_seed() + number) % (1 << 63))
 
 
 def _unchanged(sample: Any) -> Any:

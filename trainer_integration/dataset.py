@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -10,7 +11,6 @@ import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
 
 from ckpt.errors import ConfigurationError
-from ckpt.trainer_integration.data_order.fair_turns import Turns
 from ckpt.trainer_integration.data_order.positions import Positions
 from ckpt.trainer_integration.data_order.shards import Cursor, Position, Shard
 from ckpt.trainer_integration.sources import Source, Tokens, as_tokens
@@ -105,20 +105,25 @@ class ShardedDataset(IterableDataset[dict[str, Any]]):
         return self.in_turn(positions, read)
 
     def in_turn(self, positions: Mapping[int, Position], read: Callable[[int], Sample]) -> Iterator[Sample]:
-        """Yield the samples that `read` returns of shards at `positions`, until all are at their ends."""
-        turns = Turns()
+        """Yield the samples that `read` returns of shards, the one furthest behind its share first.
 
-        def add_turn(index: int, position: Position) -> None:
+        A shard's next turn follows from its own position alone. So any subset of the shards, read on
+        its own, is read in the order that it has among all.
+        """
+        waiting: list[tuple[float, int]] = []
+
+        def wait(index: int, position: Position) -> None:
+            shard = self._shards[index]
             if self._epochs is None or position.epoch < self._epochs:
-                shard = self._shards[index]
-                phase, weight = shard.number / shard.total, self._weights[shard.source_name]
-                turns.add(index, taken=position.sequences, phase=phase, weight=weight)
+                # The number spreads shards of equal turns.
+                turns = position.sequences + shard.number / shard.total
+                heapq.heappush(waiting, (turns / self._weights[shard.source_name], index))
 
         for index, position in positions.items():
-            add_turn(index, position)
-        while turns:
-            sample = read(turns.next())
-            add_turn(sample.shard, sample.position)
+            wait(index, position)
+        while waiting:
+            sample = read(heapq.heappop(waiting)[1])
+            wait(sample.shard, sample.position)
             yield sample
 
     def padded(self, tokens: Tokens) -> Tokens:

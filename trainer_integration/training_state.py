@@ -79,7 +79,7 @@ class ModelState:
         set_model_state_dict(self._model, state)
 
     def size_bytes(self) -> int:
-        return _shards(self._model) * _size_bytes({*self._model.parameters(), *self._model.buffers()})
+        return _shards(self._model) * size_bytes([*self._model.parameters(), *self._model.buffers()])
 
 
 class OptimizerState:
@@ -107,8 +107,7 @@ class OptimizerState:
         total = 0
         for optimizer in self._optimizers:
             trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-            values = [value for state in optimizer.state.values() for value in state.values()]
-            total += _size_bytes(values) if optimizer.state else _ADAM_MOMENTS * _size_bytes(trained)
+            total += size_bytes(optimizer.state) if optimizer.state else _ADAM_MOMENTS * size_bytes(trained)
         return _shards(self._model) * total
 
 
@@ -129,24 +128,15 @@ class RandomState:
         _set_random_state(state[f"rank-{rank:05d}"])
 
 
-def size_bytes(state: Mapping[str, Any]) -> int:
-    """Estimate the size of a checkpoint: models, optimizers and tensors; the rest is small."""
-    return _size_bytes(state.values())
-
-
-def _size_bytes(values: Iterable[Any]) -> int:
-    """Add up whole tensors, whichever ranks hold their shards."""
-    total = 0
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            total += value.numel() * value.element_size()
-        elif isinstance(value, ModelState | OptimizerState):
-            total += value.size_bytes()
-        elif isinstance(value, Mapping):
-            total += _size_bytes(value.values())
-        elif isinstance(value, list | tuple):
-            total += _size_bytes(value)
-    return total
+def size_bytes(state: Any) -> int:
+    """Estimate the size of a checkpoint: whole models, optimizers and tensors; the rest is small."""
+    if isinstance(state, torch.Tensor):
+        return state.numel() * state.element_size()
+    if isinstance(state, ModelState | OptimizerState):
+        return state.size_bytes()
+    if isinstance(state, Mapping):
+        return sum(map(size_bytes, state.values()))
+    return sum(map(size_bytes, state)) if isinstance(state, list | tuple) else 0
 
 
 def _shards(model: nn.Module) -> int:

@@ -16,11 +16,10 @@ from hypothesis import strategies as st
 from support.tiers import examples
 
 from ckpt.errors import ConfigurationError, FormatError
-from ckpt.trainer_integration.data_order.fair_turns import Turns
 from ckpt.trainer_integration.data_order.permutation import Permutation
 from ckpt.trainer_integration.data_order.shards import Cursor, Position, Shard
 from ckpt.trainer_integration.dataloader import RescalableLoader
-from ckpt.trainer_integration.dataset import ShardedDataset
+from ckpt.trainer_integration.dataset import Sample, ShardedDataset
 from ckpt.trainer_integration.sources import MapSource
 
 PAD = -1
@@ -211,19 +210,21 @@ def test_any_part_of_the_shards_is_read_in_the_order_of_the_whole(
     counts: list[int], weights: list[float], parts: int
 ) -> None:
     """So workers can read on their own, and the order does not depend on their number."""
+    sources = {str(number): Numbered([1] * 4) for number in range(len(counts))}
+    mixed = dict(zip(sources, weights, strict=False))
+    dataset = ShardedDataset(sources, weights=mixed, shards=4, sequence_length=1, rank=1, world_size=2)
 
     def order(indices: Sequence[int], length: int) -> list[int]:
-        turns, taken = Turns(), {index: counts[index] for index in indices}
-        found: list[int] = []
-        for index in indices:
-            turns.add(index, taken=taken[index], phase=index / len(counts), weight=weights[index])
-        while turns and len(found) < length:
-            found.append(index := turns.next())
-            taken[index] += 1
-            turns.add(index, taken=taken[index], phase=index / len(counts), weight=weights[index])
-        return found
+        taken = {index: counts[index // 4] for index in indices}
 
-    everything = range(len(counts))
+        def read(index: int) -> Sample:
+            taken[index] += 1
+            return Sample(index, Position(sequences=taken[index]), np.empty(0, np.int64))
+
+        positions = {index: Position(sequences=taken[index]) for index in indices}
+        return [sample.shard for sample in itertools.islice(dataset.in_turn(positions, read), length)]
+
+    everything = dataset.own_shards
     whole = order(everything, 200)
     for part in range(parts):
         mine = everything[part::parts]

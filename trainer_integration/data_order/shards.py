@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator
+from dataclasses import KW_ONLY, InitVar, dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -79,6 +80,7 @@ class _Order:
         return range(size) if self._key is None else Permutation(size, *self._key, *name)
 
 
+@dataclass
 class Cursor:
     """Cut one shard into sequences, from a position onwards, until `epochs` have been read.
 
@@ -87,24 +89,23 @@ class Cursor:
     state.
     """
 
-    def __init__(
-        self,
-        shard: Shard,
-        source: Source,
-        position: Position,
-        *,
-        seed: int | None,
-        epochs: int | None,
-        bos_token: int | None = None,
-        eos_token: int | None = None,
-    ) -> None:
-        self._shard, self._source, self._seed, self._epochs = shard, source, seed, epochs
-        self._epoch, self._document, self._offset, self._sequences = position
-        self._before, self._after = (
-            as_tokens([] if token is None else [token], source.dtype) for token in (bos_token, eos_token)
-        )
+    shard: Shard
+    source: Source
+    start: InitVar[Position]
+    _: KW_ONLY
+    seed: int | None
+    epochs: int | None
+    bos_token: int | None = None
+    eos_token: int | None = None
+
+    def __post_init__(self, start: Position) -> None:
         self._order: _Order | None = None
         self._empty_documents = 0
+        self._epoch, self._document, self._offset, self._sequences = start
+        self._before, self._after = (
+            as_tokens([] if token is None else [token], self.source.dtype)
+            for token in (self.bos_token, self.eos_token)
+        )
 
     @property
     def position(self) -> Position:
@@ -115,9 +116,9 @@ class Cursor:
 
         Raises ConfigurationError if the shard has no tokens, or its documents have changed.
         """
-        sequence = np.empty(count, self._source.dtype)
+        sequence = np.empty(count, self.source.dtype)
         filled = 0
-        while filled < count and (self._epochs is None or self._epoch < self._epochs):
+        while filled < count and (self.epochs is None or self._epoch < self.epochs):
             filled += self._copy(sequence[filled:])
         self._sequences += filled > 0
         return sequence[:filled]
@@ -125,8 +126,8 @@ class Cursor:
     def _copy(self, room: Tokens) -> int:
         """Fill `room` from the current document; return the number of tokens copied."""
         if self._order is None:
-            self._order = _Order(self._shard, self._source, self._seed, self._epoch)
-        parts = (self._before, self._source.tokens(self._order[self._document]), self._after)
+            self._order = _Order(self.shard, self.source, self.seed, self._epoch)
+        parts = (self._before, self.source.tokens(self._order[self._document]), self._after)
         start, copied, length = self._offset, 0, sum(map(len, parts))
         if start > length:
             raise ConfigurationError(
@@ -145,12 +146,12 @@ class Cursor:
 
     def _next_document(self) -> None:
         self._document, self._offset = self._document + 1, 0
-        if self._document == self._shard.documents:
+        if self._document == self.shard.documents:
             self._epoch, self._document, self._order = self._epoch + 1, 0, None
-        if self._empty_documents >= self._shard.documents and self._epochs is None:
+        if self._empty_documents >= self.shard.documents and self.epochs is None:
             raise ConfigurationError(
                 f"{self._where()}: no document of the shard has tokens; use fewer shards"
             )
 
     def _where(self) -> str:
-        return f"{self._shard.source_name}, shard {self._shard.number}, document {self._document}"
+        return f"{self.shard.source_name}, shard {self.shard.number}, document {self._document}"
