@@ -1,9 +1,6 @@
-"""Make rules that say which durable checkpoints of a run stay when a new one has become durable.
+"""Make rules that say which durable checkpoints of a run stay; `|` unites them.
 
-    keep = keeping.last(3) | keeping.every_steps(10_000) | keeping.best(2, "val_loss")
-
-A union keeps what any of its rules keeps. Pinned checkpoints stay whatever the rules say. Only
-checkpoints that the run itself has recorded are ever removed.
+keep = keeping.last(3) | keeping.every_steps(10_000) | keeping.best(2, "val_loss")
 """
 
 from __future__ import annotations
@@ -20,15 +17,10 @@ __all__ = ["Best", "KeepRule", "best", "every_steps", "last", "within"]
 
 
 class KeepRule:
-    """One rule, or a union of several."""
+    """A rule, or a union of several."""
 
     def keeps(self, checkpoints: Sequence[RunCheckpoint], now_s: float) -> dict[int, str]:
-        """Return the steps to keep, and the reason for each.
-
-        Args:
-            checkpoints: the durable ones, by step.
-            now_s: seconds since 1970.
-        """
+        """Return the steps to keep of durable checkpoints, which come by step, and the reasons."""
         raise NotImplementedError
 
     def rules(self) -> tuple[KeepRule, ...]:

@@ -28,17 +28,14 @@ __all__ = ["ParquetFiles"]
 class ParquetFiles(Source):
     """Read documents from the rows of Parquet files, through pyarrow.
 
-    Rows are shuffled inside of their row group, and row groups among each other. A worker reads its
-    shards in turn, so it wants about one row group of each in `cache_bytes`; with less it reads row
-    groups again and again.
+    Rows are shuffled inside of their row group, and row groups among each other. A worker wants one
+    row group of each of its shards in `cache_bytes`; with less it reads them again and again.
 
     Args:
         paths: the files, in an order that is the same on all ranks and in all runs.
         column: holds lists of tokens, or values for `tokenize`.
-        tokenize: turns a value into tokens; None if the column holds tokens.
         dtype: of the tokens.
-        cache_bytes: memory for row groups, and as much for documents that are not read to their end
-            yet.
+        cache_bytes: memory for row groups, and as much for documents not read to their end yet.
 
     Raises:
         NotFound, FormatError: a file is missing, or is not a Parquet file with this column.
@@ -53,17 +50,17 @@ class ParquetFiles(Source):
         dtype: npt.DTypeLike = np.int32,
         cache_bytes: int = DEFAULT_CACHE_BYTES,
     ) -> None:
-        self._paths, self._column, self._tokenize = [Path(path) for path in paths], column, tokenize
+        self._column, self._tokenize = column, tokenize
         self.dtype = np.dtype(dtype)
-        self._groups: list[tuple[int, int]] = []  # file and number of each row group
+        self._groups: list[tuple[Path, int]] = []  # file of each row group, and its number there
         self._ends: list[int] = []  # documents up to the end of each row group
-        for number in range(len(self._paths)):
-            self._note_groups(number)
+        files = [Path(path) for path in paths]
+        for path in files:
+            self._note_groups(path)
         if not self._ends:
             raise ConfigurationError("the Parquet files have no rows")
         self.documents = self._ends[-1]
-        names = [path.name for path in self._paths]
-        self.fingerprint = fingerprint_of(names, column, self._ends)
+        self.fingerprint = fingerprint_of([path.name for path in files], column, self._ends)
         self._row_groups: Cache[Any] = Cache(cache_bytes)
         self._documents: Cache[Tokens] = Cache(cache_bytes)
 
@@ -89,16 +86,16 @@ class ParquetFiles(Source):
         return tokens
 
     def _row_group(self, group: int) -> Any:
-        number, in_file = self._groups[group]
-        with _opened(self._paths[number]) as file:
-            return file.read_row_group(in_file, columns=[self._column], use_threads=False).column(0)
+        path, number = self._groups[group]
+        with _opened(path) as file:
+            return file.read_row_group(number, columns=[self._column], use_threads=False).column(0)
 
-    def _note_groups(self, number: int) -> None:
-        with _opened(self._paths[number]) as file:
-            _check_column(self._paths[number], file.schema_arrow, self._column, self._tokenize)
-            for in_file in range(file.num_row_groups):
-                if rows := file.metadata.row_group(in_file).num_rows:
-                    self._groups.append((number, in_file))
+    def _note_groups(self, path: Path) -> None:
+        with _opened(path) as file:
+            _check_column(path, file.schema_arrow, self._column, self._tokenize)
+            for number in range(file.num_row_groups):
+                if rows := file.metadata.row_group(number).num_rows:
+                    self._groups.append((path, number))
                     self._ends.append(rows + (self._ends[-1] if self._ends else 0))
 
 

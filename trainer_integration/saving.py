@@ -1,10 +1,6 @@
-"""Make rules that say after which steps a `CheckpointManager` saves.
+"""Make rules that say after which steps a `CheckpointManager` saves; `|` unites them.
 
-    save = saving.every_steps(500) | saving.every_seconds(1800) | saving.on_preemption()
-
-A union saves when any of its rules does. Rules that depend on the step alone are decided by each
-rank for itself; for those that look at clocks or signals the ranks exchange a few integers after
-each step.
+save = saving.every_steps(500) | saving.every_seconds(1800) | saving.on_preemption()
 """
 
 from __future__ import annotations
@@ -33,9 +29,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Moment:
-    """The end of a step, as rules see it.
-
-    All but the first three attributes are the first rank's, and for rules with `needs_clock` only.
+    """The end of a step, as rules see it; those without `needs_clock` see the first three alone.
 
     Attributes:
         is_first: the run has no checkpoint, and this is its first step since it started.
@@ -43,7 +37,7 @@ class Moment:
         since_save_s: seconds since the last save began, or the manager was made.
         stall_s: mean seconds for which a save stops the steps; None before the first.
         upload_s: mean seconds until a save is durable; None before the first one that was.
-        mtbf_s: mean time between failures of this run, as observed.
+        mtbf_s: mean seconds between failures of this run, as observed.
     """
 
     step: int
@@ -56,7 +50,7 @@ class Moment:
 
 
 class SaveRule:
-    """One rule, or a union of several."""
+    """A rule, or a union of several; `needs_clock` if it looks at the first rank's clock."""
 
     needs_clock: bool = False
 

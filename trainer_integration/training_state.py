@@ -1,8 +1,7 @@
 """Collect a training job's state: model and optimizer by FQN, random states by rank.
 
-Names and shards are those of `torch.distributed.checkpoint.state_dict`: the same for FSDP, HSDP,
-tensor parallelism, DDP and plain modules, without the prefixes of wrappers and compilers. No tensor
-is gathered: each rank contributes the shards that it holds.
+Names and shards are those of `torch.distributed.checkpoint.state_dict`, the same however a model is
+sharded, wrapped or compiled. No tensor is gathered.
 """
 
 from __future__ import annotations
@@ -116,7 +115,15 @@ class RandomState:
 
     def state_dict(self) -> dict[str, Any]:
         rank, ranks = _rank_and_world_size()
-        return {"ranks": ranks, f"rank-{rank:05d}": _random_state()}
+        version, numbers, gauss = random.getstate()
+        own = {"python": [version, list(numbers), gauss], "torch": _text(torch.get_rng_state())}
+        if torch.accelerator.is_available():
+            own["device"] = _text(torch.get_device_module().get_rng_state())
+        if "numpy" in sys.modules:
+            kind, keys, *rest = sys.modules["numpy"].random.get_state(legacy=True)
+            own["numpy"] = [kind, keys.tolist(), *rest]
+        # As text they are one item, which loads without unpickling.
+        return {"ranks": ranks, f"rank-{rank:05d}": json.dumps(own)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         rank, ranks = _rank_and_world_size()
@@ -125,7 +132,14 @@ class RandomState:
                 "random states are not restored: %s ranks saved them, %d ranks load", state["ranks"], ranks
             )
             return
-        _set_random_state(state[f"rank-{rank:05d}"])
+        own = json.loads(state[f"rank-{rank:05d}"])
+        version, numbers, gauss = own["python"]
+        random.setstate((version, tuple(numbers), gauss))
+        torch.set_rng_state(_tensor(own["torch"]))
+        if "device" in own and torch.accelerator.is_available():
+            torch.get_device_module().set_rng_state(_tensor(own["device"]))
+        if "numpy" in own and "numpy" in sys.modules:
+            sys.modules["numpy"].random.set_state(tuple(own["numpy"]))
 
 
 def size_bytes(state: Any) -> int:
@@ -151,29 +165,6 @@ def _shards(model: nn.Module) -> int:
 def _rank_and_world_size() -> tuple[int, int]:
     is_initialized = dist.is_available() and dist.is_initialized()
     return (dist.get_rank(), dist.get_world_size()) if is_initialized else (0, 1)
-
-
-def _random_state() -> str:
-    """Encode the random states as text: one item, which loads without unpickling."""
-    version, numbers, gauss = random.getstate()
-    state: dict[str, Any] = {"python": [version, list(numbers), gauss], "torch": _text(torch.get_rng_state())}
-    if torch.accelerator.is_available():
-        state["device"] = _text(torch.get_device_module().get_rng_state())
-    if "numpy" in sys.modules:
-        kind, keys, *rest = sys.modules["numpy"].random.get_state(legacy=True)
-        state["numpy"] = [kind, keys.tolist(), *rest]
-    return json.dumps(state)
-
-
-def _set_random_state(text: str) -> None:
-    state = json.loads(text)
-    version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    torch.set_rng_state(_tensor(state["torch"]))
-    if "device" in state and torch.accelerator.is_available():
-        torch.get_device_module().set_rng_state(_tensor(state["device"]))
-    if "numpy" in state and "numpy" in sys.modules:
-        sys.modules["numpy"].random.set_state(tuple(state["numpy"]))
 
 
 def _text(tensor: torch.Tensor) -> str:

@@ -13,17 +13,11 @@ from ckpt.trainer_integration.data_order.shards import Position, Shard
 
 
 class Positions:
-    """Hold the positions of this rank's shards: a `Stateful` that reshards.
+    """Hold the positions of this rank's shards, given by index: a `Stateful` that reshards.
 
     In a checkpoint every shard has a name of its own, `shards.<source>.<number>`, and holds the
-    four int64 of `Position`. Each rank saves and loads those of its own shards, whichever rank
-    saved them. Ranks that read the same data (of one tensor-parallel group) have the same names,
-    which DCP saves once.
-
-    Args:
-        shards: this rank's shards by index.
-        settings: plain values on which the meaning of a position depends; loading under others is
-            refused.
+    four int64 of `Position`. Ranks that read the same data have the same names, which DCP saves
+    once. Loading under other `settings`, on which the meaning of a position depends, is refused.
 
     Attributes:
         generation: grows with each load and each iteration, which end those begun before.
@@ -43,11 +37,9 @@ class Positions:
         return min(position.epoch for position in self._positions.values())
 
     def record(self, batch: Mapping[str, Any]) -> None:
-        """Advance past the samples of `batch`.
+        """Advance past the samples of a batch of `ShardedDataset`, as torch's collation makes it.
 
-        Args:
-            batch: `shard` (an integer per sample) and `position` (four per sample), as
-                `ShardedDataset` yields them and torch's default collation batches them.
+        It has `shard` (an integer per sample) and `position` (four per sample).
         """
         shards, positions = torch.as_tensor(batch["shard"]), torch.as_tensor(batch["position"])
         self.advance(zip(shards.reshape(-1).tolist(), positions.reshape(-1, 4).tolist(), strict=True))

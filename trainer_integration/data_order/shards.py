@@ -19,7 +19,7 @@ from ckpt.trainer_integration.sources import Source, Tokens, as_tokens
 
 
 class Position(NamedTuple):
-    """The begin of a shard's next sequence.
+    """Where a shard's next sequence begins.
 
     Attributes:
         epoch: passes over the whole shard that are complete.

@@ -45,8 +45,7 @@ class Uploads:
     def begin(self, state: dict[str, Any], url: str, tags: Mapping[str, str]) -> Future[Metadata]:
         """Stage `state` and begin its upload; the future ends when it is durable, or in SaveFailed.
 
-        Raises:
-            SaveFailed, ConfigurationError: on every rank, if any could not begin.
+        Raises SaveFailed or ConfigurationError on every rank if any could not begin.
         """
         if self.mode == "process":
             return self._in_process(state, url, tags)

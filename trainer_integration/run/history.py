@@ -75,9 +75,7 @@ class History:
     def damage(self, path: str) -> str | None:
         """Check the records of a checkpoint; return why it cannot be loaded, or None.
 
-        Raises:
-            NotFound, NotCommitted: there is no checkpoint.
-            StorageError: the storage refused, or could not be reached.
+        Raises NotFound or NotCommitted if there is none.
         """
         verification = verify(self.url(path), storage_options=self.storage_options, quick=True)
         if verification.format == "stock":
@@ -106,11 +104,7 @@ class History:
     def annotate(
         self, step: int, metrics: Mapping[str, float] | None = None, *, pinned: bool | None = None
     ) -> None:
-        """Note metrics of a durable checkpoint, or whether it is pinned.
-
-        Raises:
-            NotFound: the run has no such checkpoint.
-        """
+        """Note metrics of a durable checkpoint, or whether it is pinned. Raises NotFound."""
         with self._lock:
             record = self._record()
             checkpoints = [*record.checkpoints]
@@ -124,11 +118,7 @@ class History:
             self._write(checkpoints, record.starts)
 
     def retire(self, keep: KeepRule, newest: str) -> Iterator[tuple[RunCheckpoint, CheckpointError | None]]:
-        """Remove the checkpoints that no rule keeps, but not that in the folder `newest`.
-
-        Yields:
-            each one, and None if it was removed, else the error.
-        """
+        """Remove what no rule keeps, but not the folder `newest`; yield each, and the error if it stays."""
         done = {newest}
         while True:
             failure: CheckpointError | None = None

@@ -88,15 +88,12 @@ class Saves:
 
     def go_on_from(self, step: int) -> None:
         """Give up the checkpoints after `step`; those steps will be saved again."""
+        self.history.go_on_from(step)
         self.steps = {saved for saved in self.steps if saved < step} | {step}
         self.durable_step, self.durable_at_s = step, time.monotonic()
 
     def is_too_busy(self, step: int, on_busy: OnBusy) -> bool:
-        """Tell whether to leave out `step`, on all ranks, as the last save is in flight.
-
-        Raises:
-            SaveFailed: `on_busy` is "fail".
-        """
+        """Tell whether to leave out `step`, on all ranks, as the last save is in flight."""
         (busy,) = self._ranks.most([self.busy])
         if busy and on_busy == "fail":
             raise SaveFailed(
@@ -109,11 +106,7 @@ class Saves:
     def begin(
         self, step: int, state: dict[str, Any], reason: str, metrics: Mapping[str, float] | None
     ) -> None:
-        """Stage `state` and begin its upload. Errors of the storage show when the save is settled.
-
-        Raises:
-            ConfigurationError: an argument is wrong.
-        """
+        """Stage `state` and begin its upload. Errors of the storage show when the save is settled."""
         self.wait_booked()
         self.steps.add(step)
         checkpoint = RunCheckpoint(
@@ -142,8 +135,7 @@ class Saves:
     def settle(self, timeout_s: float | None = None) -> SaveFailed | None:
         """Wait until the save in flight is durable; return its failure, the same on all ranks.
 
-        Raises:
-            SaveFailed: on all ranks, if some rank's save is not durable in time; it goes on.
+        Raises SaveFailed on all ranks if some rank's save is not durable in time; it goes on.
         """
         flight = self._flight
         if flight is None:

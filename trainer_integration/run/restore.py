@@ -75,10 +75,7 @@ def restore(
 ) -> Restored | None:
     """Load the first checkpoint for `step` that passes its checks; None if there is none.
 
-    Raises:
-        NotFound: a step, or the best one, was asked for, and is not there.
-        LoadFailed: no checkpoint can be loaded, or the state does not fit it.
-        CheckpointError: the storage, or another rank, failed.
+    Raises as `CheckpointManager.restore`.
     """
     began_s, history = time.monotonic(), saves.history
     optimizers = {name for name, part in state.items() if isinstance(part, OptimizerState)}
@@ -90,7 +87,6 @@ def restore(
         if damage is None:
             damage = _load(state, url, planner, ranks, load_options)
         if damage is None:
-            history.go_on_from(choice.step)
             saves.go_on_from(choice.step)
             saves.tell("restored", choice.step, url, load_s=time.monotonic() - began_s)
             return Restored(choice.step, url, tuple(passed_over), planner.missing, state)

@@ -18,9 +18,6 @@ def check_root(state: Mapping[str, Any], ranks: Ranks, saves: Saves) -> None:
     """Write, read and delete below the root, and see whether it has room for `state`.
 
     A save then fails in the first minute, not in the first night.
-
-    Raises:
-        CheckpointError: that failed on some rank.
     """
     history, needed = saves.history, size_bytes(state)
     began_s = time.monotonic()

@@ -14,11 +14,7 @@ from ckpt.trainer_integration.saving import Moment, OnPreemption, SaveRule
 
 
 class Decisions:
-    """Apply the rules for saving.
-
-    Attributes:
-        preempted: a signal has reached some rank; the same on all ranks.
-    """
+    """Apply the rules for saving; `preempted` once a signal has reached any rank."""
 
     def __init__(self, rule: SaveRule, ranks: Ranks, saves: Saves, max_undurable_s: float | None) -> None:
         self._ranks, self._saves, self._max_undurable_s = ranks, saves, max_undurable_s
@@ -33,11 +29,8 @@ class Decisions:
     def reason(self, step: int, *, is_last: bool, settle: Callable[[], None]) -> str | None:
         """Return the reason to save now, or None. Ranks agree on whether; wording may differ.
 
-        Args:
-            settle: called on all ranks when a save has failed on one.
-
-        Raises:
-            SaveFailed: nothing has become durable for too long.
+        `settle` is called on all ranks when a save has failed on one. Raises SaveFailed if nothing
+        has become durable for too long.
         """
         is_first = not self._has_stepped and not self._saves.steps
         self._has_stepped = True

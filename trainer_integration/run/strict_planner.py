@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.metadata import STORAGE_TYPES, BytesStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan
 
 from ckpt.errors import LoadFailed
@@ -26,49 +26,43 @@ class NamingLoadPlanner(DefaultLoadPlanner):
     from a checkpoint that also holds an optimizer.
 
     Args:
-        strict: a key that is missing, or left over, is an error; otherwise it keeps its value, or
-            is left out.
         optional: top-level names that may be missing, also in part, or left over.
-        optimizers: top-level names of states as `OptimizerState` has them. Their state of a
-            parameter of which the checkpoint has nothing is set to zero: the parameter had no
-            gradient yet.
+        optimizers: top-level names of states as `OptimizerState` has them. Where the checkpoint has
+            nothing of a parameter, which had no gradient yet, they begin at zero.
 
     Attributes:
         missing: keys of the state that the checkpoint does not have, set by `create_local_plan`.
     """
 
-    def __init__(
-        self, *, strict: bool, optional: Collection[str] = (), optimizers: Collection[str] = ()
-    ) -> None:
+    def __init__(self, *, strict: bool, optional: Collection[str], optimizers: Collection[str]) -> None:
         super().__init__(allow_partial_load=True)
-        self._strict, self._optional, self._optimizers = strict, frozenset(optional), frozenset(optimizers)
+        self._strict, self._optional, self._optimizers = strict, optional, optimizers
         self.missing: tuple[str, ...] = ()
 
     def create_local_plan(self) -> LoadPlan:
         plan = super().create_local_plan()
-        missing = sorted(self.state_dict.keys() - self._stored().state_dict_metadata.keys())
+        missing = sorted(self.state_dict.keys() - self._stored().keys())
         self.missing = tuple(fqn for fqn in missing if _top(fqn) not in self._optional)
-        anew = self._not_begun(self.missing)
+        anew = self._not_begun()
         self._judge("the checkpoint lacks", [fqn for fqn in self.missing if fqn not in anew])
         if anew:
-            names = _some(sorted(anew))
-            _logger.warning("optimizer state that the checkpoint lacks begins at zero: %s", names)
-            for fqn in anew:
-                _zero(self.state_dict[fqn])
+            _logger.warning("optimizer state that the checkpoint lacks begins at zero: %s", _some(anew))
+        for fqn in anew:
+            _zero(self.state_dict[fqn])
         return plan
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         # Of all ranks: each stage of a pipeline asks for its own part.
         asked = {item.dest_index.fqn for plan in global_plan for item in plan.items} | self.state_dict.keys()
-        tops = {_top(fqn) for fqn in asked} - self._optional
-        stored = self._stored().state_dict_metadata
+        tops = {_top(fqn) for fqn in asked}.difference(self._optional)
+        stored = self._stored()
         left_over = [fqn for fqn in stored if _top(fqn) in tops and fqn not in asked and _holds(stored[fqn])]
         self._judge("the state lacks, and the checkpoint has,", sorted(left_over))
         return super().create_global_plan(global_plan)
 
-    def _not_begun(self, missing: Collection[str]) -> set[str]:
-        """Find keys of parameters without optimizer state in a checkpoint that has others'."""
-        stored = sorted(self._stored().state_dict_metadata)
+    def _not_begun(self) -> list[str]:
+        """Find missing keys of parameters without optimizer state in a checkpoint that has others'."""
+        stored = sorted(self._stored())
 
         def has_below(*path: object) -> bool:
             prefix = "".join(f"{name}." for name in path)
@@ -79,11 +73,11 @@ class NamingLoadPlanner(DefaultLoadPlanner):
             of_optimizer = path[0] in self._optimizers and path[1:2] == ("state",)
             return of_optimizer and has_below(*path[:2]) and not has_below(*path[:3])
 
-        return {fqn for fqn in missing if is_new(self.mappings[fqn])}
+        return [fqn for fqn in self.missing if is_new(self.mappings[fqn])]
 
-    def _stored(self) -> Metadata:
+    def _stored(self) -> dict[str, STORAGE_TYPES]:
         assert self.metadata is not None  # DCP has set it by now
-        return self.metadata
+        return self.metadata.state_dict_metadata
 
     def _judge(self, fault: str, fqns: Collection[str]) -> None:
         if fqns and self._strict:
