@@ -28,15 +28,7 @@ __all__ = ["CheckpointManager"]
 
 
 class CheckpointManager:
-    """Save a training run while it goes on, and find where to go on from.
-
-        with CheckpointManager(root, save=saving.every_steps(500), keep=keeping.last(3)) as manager:
-            restored = manager.restore(model=model, optimizer=optimizer, loader=loader)
-            for step in range(restored.step + 1 if restored else 1, steps + 1):
-                train_step()
-                manager.step(step, model=model, optimizer=optimizer, loader=loader)
-                if manager.preempted:
-                    break
+    """Save a training run while it goes on, and find where to go on from: a context manager.
 
     Every rank makes one at the same point of the program, and calls the same methods with the same
     steps. A save is *staged* when the method returns: the steps can go on. It is *durable* when the
@@ -49,8 +41,8 @@ class CheckpointManager:
         async_mode: upload while the steps go on in a `thread`, or in a `process`, which the steps
             notice less; `off` waits for each save.
         on_busy: if the last save is still in flight, `wait` for it, `skip` the new one, or `fail`.
-        on_failure: `raise` a failed save's error at the next step at which the ranks talk (any,
-            with rules that look at clocks or signals; else that of the next save), or `continue`.
+        on_failure: `raise` a failed save's error at the next step at which the ranks talk, which is
+            that of the next save, or with rules of clocks or signals any; or `continue`.
         max_undurable_s: the longest time without a new durable checkpoint, after which `step`
             raises in any case.
         preflight: check the root before the first step: write, read, create, delete, free space.
@@ -154,7 +146,7 @@ class CheckpointManager:
         rng: bool = True,
         **parts: Any,
     ) -> bool:
-        """Save after `step` if a rule asks for it; returns whether a save was begun.
+        """Save after `step` if a rule asks for it; return whether a save was begun.
 
         After a preemption the save is durable when this returns, and `preempted` is true.
 
@@ -212,7 +204,7 @@ class CheckpointManager:
         self._ranks.from_first(lambda: self._saves.history.annotate(_number(step), pinned=pinned))
 
     def wait_durable(self, timeout_s: float | None = None) -> int | None:
-        """Wait for the save in flight; returns the last durable step.
+        """Wait for the save in flight; return the last durable step.
 
         Raises:
             SaveFailed: it failed, or is not durable in time, on any rank.
