@@ -1,119 +1,210 @@
-"""Write a checkpoint of this library or of stock DCP: all ranks write, the first commits."""
+"""Write a checkpoint of this library or of stock DCP: all ranks write chunks, the first commits."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
+import torch
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
+from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
-from ckpt.backends.base import exists
 from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY, proves_no_commit
-from ckpt.conversion.chunks import Chunks
-from ckpt.conversion.job import ConversionJob
-from ckpt.conversion.output_files import OutputFile, OutputFiles, is_settled
-from ckpt.errors import AlreadyExists
+from ckpt.conversion.selection import ChosenTensor
+from ckpt.conversion.target import FileTarget, OutputFile, Target, Written
+from ckpt.errors import ConfigurationError
 from ckpt.format.names import last_segment, rank_directory
+from ckpt.format.planner_data import check_planner_data
+from ckpt.stock.item_frame import frame
 from ckpt.stock.metadata_writer import pickled_metadata
+from ckpt.transfer.boxes import split_box
+from ckpt.transfer.file_body import BytesPayload
 from ckpt.writing.coordinator import Coordinator
-from ckpt.writing.layout import Entry, place
+from ckpt.writing.layout import Entry, pack, place, spread
 from ckpt.writing.rank_files import RankFiles
 from ckpt.writing.receipts import PlacedItem, RankReceipt, collect, pack_items
 from ckpt.writing.save_objects import SaveObjects
 
+_MAX_CHUNK_BYTES = 4 << 30
+_MIN_CHUNK_BYTES = 64 << 20
+_CHUNKS_PER_RANK = 8
+_OBJECT_BATCH_BYTES = 32 << 20
 
-def write_checkpoint(job: ConversionJob) -> None:
-    """Write a checkpoint of this library. An existing one stays until this one is committed."""
-    store, ranks, chunks = job.destination.folder, job.ranks, Chunks(job)
-    objects = SaveObjects(ranks.rank)
-    coordinator = Coordinator(store, objects) if ranks.rank == 0 else None
 
-    def begin() -> None:
-        store.prepare(rank_directory(ranks.rank))
-        if coordinator is not None:
-            chunks.checked_paths()
-            coordinator.look(overwrite=job.overwrite)
+class CheckpointTarget(Target):
+    """A checkpoint of this library. An existing one stays until this one is committed."""
 
-    def write() -> RankReceipt:
-        files = RankFiles(store, objects, job.pool, chunks.counter().add)
-        chunks.put(files.put)
+    def __post_init__(self) -> None:
+        self._chunks = _Chunks(self)
+        self._objects = SaveObjects(self.ranks.rank)
+        self._coordinator = Coordinator(self.destination.folder, self._objects)
+
+    def begin(self) -> None:
+        self.destination.folder.prepare(rank_directory(self.ranks.rank))
+        if self.ranks.rank == 0:
+            self._chunks.check_paths()
+            self._coordinator.look(overwrite=self.overwrite)
+
+    def write(self) -> Written:
+        store = self.destination.folder
+        files = RankFiles(store, self._objects, self.pool, self.count_sent)
+        for group in self._chunks.files():
+            files.put(group)
         receipt = files.receipt(last_segment(store.url), files.put_manifest())
-        job.source.check_unchanged()
-        job.wrote(len(receipt.files), files.data_bytes)
-        return receipt
+        self.source.check_unchanged()
+        return Written(len(receipt.files), files.data_bytes, receipt)
 
-    def commit() -> None:
-        assert coordinator is not None
-        coordinator.commit(chunks.metadata(), receipts, world_size=ranks.size, tags=job.source.tags)
+    def publish(self, written: Sequence[Written]) -> None:
+        metadata, tags = self._chunks.metadata(), self.source.tags
+        self._coordinator.commit(metadata, _receipts(written), world_size=self.ranks.size, tags=tags)
 
-    def discard() -> None:
-        objects.discard(store)
+    def proves_failure(self, error: BaseException) -> bool:
+        return proves_no_commit(error)
 
-    with job.discarding(discard):
-        ranks.together(job.call, begin)
-        receipts = ranks.gather(ranks.together(job.call, write))
-    job.publish(commit, discard, proves_no_commit)
+    def discard(self) -> None:
+        self._objects.discard(self.destination.folder)
 
 
-def write_stock_checkpoint(job: ConversionJob) -> None:
-    """Write a checkpoint of stock DCP; `.metadata`, which makes it one, comes last."""
-    store, ranks, chunks = job.destination.folder, job.ranks, Chunks(job)
-    output = OutputFiles(store, job.pool, replace=job.overwrite, pace=chunks.counter().add)
-    files = _StockFiles(output, ranks.rank)
+class StockCheckpointTarget(FileTarget):
+    """A checkpoint of stock DCP: `__<rank>_<number>.distcp`, and `.metadata`, which comes last."""
 
-    def begin() -> None:
-        store.prepare("")
-        if ranks.rank == 0:
-            chunks.checked_paths()
-        for key in (COMMIT_KEY, STOCK_METADATA_KEY) if ranks.rank == 0 else ():
-            if exists(store, key):
-                raise AlreadyExists(
-                    "there is a checkpoint here already; choose another place, or remove it first",
-                    url=store.url, key=key,
-                )  # fmt: skip
+    def __post_init__(self) -> None:
+        self._chunks = _Chunks(self)
 
-    def write() -> RankReceipt:
-        chunks.put(files.put)
-        job.source.check_unchanged()
-        receipt = files.receipt(last_segment(store.url))
-        job.wrote(len(receipt.files), files.data_bytes)
-        return receipt
+    def begin(self) -> None:
+        self.destination.folder.prepare("")
+        if self.ranks.rank == 0:
+            self._chunks.check_paths()
+            self.refuse_existing(
+                (COMMIT_KEY, STOCK_METADATA_KEY),
+                "there is a checkpoint here already; choose another place, or remove it first",
+            )
 
-    def finish() -> None:
-        columns = collect(chunks.metadata(), receipts)
+    def write(self) -> Written:
+        rank, data_bytes = self.ranks.rank, 0
+        names: list[str] = []
+        placed: list[PlacedItem] = []
+        for group in self._chunks.files():
+            first = len(names)
+            names += [f"__{rank}_{number}.distcp" for number in range(first, first + len(group))]
+            files = [OutputFile(*file) for file in zip(names[first:], map(place, group), strict=True)]
+            self.put_all(files, check_source=False)
+            data_bytes += sum(file.nbytes for file in files)
+            for number, (file, entries) in enumerate(zip(files, group, strict=True), first):
+                for item, entry in zip(file.items, entries, strict=True):
+                    index = entry.index
+                    chunk = None if index.offset is None else tuple(index.offset)
+                    placed.append(PlacedItem(index.fqn, chunk, index.index, number, item.offset, item.length))
+        self.source.check_unchanged()
+        folder = last_segment(self.destination.folder.url)
+        receipt = RankReceipt(rank, folder, None, names, pack_items(placed))
+        return Written(len(names), data_bytes, receipt)
+
+    def publish(self, written: Sequence[Written]) -> None:
+        columns = collect(self._chunks.metadata(), _receipts(written))
         columns.version = CURRENT_DCP_VERSION
-        output.put_bytes(STOCK_METADATA_KEY, pickled_metadata(columns))
-
-    with job.discarding(output.discard):
-        ranks.together(job.call, begin)
-        receipts = ranks.gather(ranks.together(job.call, write))
-    job.publish(finish, output.discard, is_settled)
+        self.put_bytes(STOCK_METADATA_KEY, pickled_metadata(columns))
 
 
-class _StockFiles:
-    """Write `__<rank>_<number>.distcp` files, and record the place of each item."""
+def _receipts(written: Sequence[Written]) -> list[RankReceipt]:
+    return [rank.receipt for rank in written if rank.receipt is not None]
 
-    def __init__(self, output: OutputFiles, rank: int) -> None:
-        self._output, self._rank = output, rank
-        self._names: list[str] = []
-        self._placed: list[PlacedItem] = []
-        self.data_bytes = 0
 
-    def put(self, files: Sequence[Sequence[Entry]]) -> None:
-        first = len(self._names)
-        outputs = [
-            OutputFile(f"__{self._rank}_{first + number}.distcp", place(entries))
-            for number, entries in enumerate(files)
-        ]
-        self._output.put_all(outputs)
-        for number, (file, entries) in enumerate(zip(outputs, files, strict=True), first):
-            self._names.append(file.key)
-            self.data_bytes += file.nbytes
-            for item, entry in zip(file.items, entries, strict=True):
-                index = entry.index
-                offsets = None if index.offset is None else tuple(index.offset)
-                self._placed.append(
-                    PlacedItem(index.fqn, offsets, index.index, number, item.offset, item.length)
-                )
+@dataclass(frozen=True)
+class _Chunk:
+    """A box of a tensor that one rank writes; `number` counts those of the tensor."""
 
-    def receipt(self, place: str) -> RankReceipt:
-        return RankReceipt(self._rank, place, None, self._names, pack_items(self._placed))
+    tensor: ChosenTensor
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    number: int
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.sizes) * self.tensor.facts.dtype.itemsize
+
+
+class _Chunks:
+    """All tensors of a conversion, cut where they are large, the same on every rank."""
+
+    def __init__(self, target: Target) -> None:
+        self._target, self._selection = target, target.selection
+        rank, size = target.ranks.rank, target.ranks.size
+        self._all: list[_Chunk] = []
+        share = max(self._selection.nbytes // (size * _CHUNKS_PER_RANK), _MIN_CHUNK_BYTES)
+        limit = _MAX_CHUNK_BYTES if size == 1 else min(share, _MAX_CHUNK_BYTES)
+        for tensor in self._selection.tensors:
+            begin, end = (0,) * len(tensor.facts.shape), tensor.facts.shape
+            boxes = list(split_box(begin, end, max(limit // tensor.facts.dtype.itemsize, 1)))
+            for number, (first, last) in enumerate(boxes or [(begin, end)]):
+                sizes = tuple(b - a for a, b in zip(first, last, strict=True))
+                self._all.append(_Chunk(tensor, first, sizes, number))
+        self._own = [self._all[n] for n in pack([chunk.nbytes for chunk in self._all], size)[rank]]
+        target.total_bytes = sum(chunk.nbytes for chunk in self._own)
+
+    def files(self) -> Iterator[list[list[Entry]]]:
+        """Lay out this rank's files, in groups to be written at the same time.
+
+        The first rank writes all objects, and each its share of the tensors.
+        """
+        if self._target.ranks.rank == 0:
+            for batch in self._object_batches():
+                yield [batch]
+        store = self._target.destination.folder
+        entries = [self._entry(chunk) for chunk in self._own]
+        yield spread(entries, 1 if store.capabilities.parallel_parts else store.threads)
+
+    def _object_batches(self) -> Iterator[list[Entry]]:
+        batch: list[Entry] = []
+        nbytes = 0
+        for chosen in self._selection.objects:
+            data = self._target.source.stored_object(chosen.source)
+            if batch and nbytes + len(data) > _OBJECT_BATCH_BYTES:
+                yield batch
+                batch, nbytes = [], 0
+            batch.append(Entry(MetadataIndex(chosen.name), b"", BytesPayload(data), b"", False))
+            nbytes += len(data)
+        if batch:
+            yield batch
+
+    def _entry(self, chunk: _Chunk) -> Entry:
+        tensor, dtype = chunk.tensor, chunk.tensor.facts.dtype
+        try:
+            framed = frame(dtype, torch.Size(chunk.sizes))
+        except TypeError as error:
+            raise ConfigurationError(f"{tensor.name[:200]!r}: {error}; --exclude it") from None
+        payload = self._target.source.payload(tensor.source, dtype, chunk.sizes, chunk.offsets)
+        index = MetadataIndex(tensor.name, torch.Size(chunk.offsets), chunk.number)
+        return Entry(index, framed.head, payload, framed.tail, True)
+
+    def check_paths(self) -> None:
+        """Raise ConfigurationError if the paths in the nested state are not safe."""
+        self._selection.check_paths()
+        try:
+            check_planner_data(self._selection.paths)
+        except ValueError as error:
+            raise ConfigurationError(
+                f"the state has {error}; it cannot be stored safely", url=self._target.source.url
+            ) from None
+
+    def metadata(self) -> Metadata:
+        """Describe everything that all ranks write, as DCP does."""
+        described: dict[str, STORAGE_TYPES] = {}
+        for tensor in self._selection.tensors:
+            properties = TensorProperties(dtype=tensor.facts.dtype, requires_grad=tensor.facts.requires_grad)
+            described[tensor.name] = TensorStorageMetadata(properties, torch.Size(tensor.facts.shape), [])
+        for chunk in self._all:
+            stored = described[chunk.tensor.name]
+            assert isinstance(stored, TensorStorageMetadata)
+            stored.chunks.append(ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)))
+        described |= {chosen.name: BytesStorageMetadata() for chosen in self._selection.objects}
+        return Metadata(described, planner_data=self._selection.paths)

@@ -10,25 +10,32 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from ckpt.backends.options import redact_url
-from ckpt.backends.registry import open_store
-from ckpt.conversion.formats import WRITERS, Format, format_of, open_tensors
-from ckpt.conversion.job import ConversionJob
-from ckpt.conversion.locations import Guard, Location, file_name, open_file
+from ckpt.conversion.checkpoint_target import CheckpointTarget, StockCheckpointTarget
+from ckpt.conversion.endpoints import Endpoint, Format, open_destination, open_source
+from ckpt.conversion.safetensors_target import SafetensorsTarget
 from ckpt.conversion.selection import Rules, parse_dtype, select
-from ckpt.conversion.source import TensorSource
+from ckpt.conversion.target import Target, Written
+from ckpt.conversion.torch_target import TorchTarget
 from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.ranks.deadline_store import DeadlineStore
 from ckpt.ranks.group import DEFAULT_TIMEOUT_S, Ranks, RanksFailed, check_timeout
 from ckpt.ranks.heartbeat import Limits
 from ckpt.ranks.lost_ranks import lost
+from ckpt.transfer.reports import ReportBytes, no_report
 
+_TARGETS: Mapping[Format, type[Target]] = {
+    "ckpt": CheckpointTarget,
+    "dcp": StockCheckpointTarget,
+    "torch": TorchTarget,
+    "safetensors": SafetensorsTarget,
+}
 _DEFAULT_SHARD_BYTES = 5_000_000_000
 
 
@@ -74,7 +81,7 @@ def convert(
     process_group: Any = None,
     no_dist: bool = False,
     threads: int | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: ReportBytes | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> Converted:
     """Convert a checkpoint (of this library or stock DCP), `torch.save` file or safetensors model.
@@ -106,74 +113,41 @@ def convert(
     if max_shard_bytes < 1:
         raise ConfigurationError(f"max_shard_bytes must be at least 1, not {max_shard_bytes}")
     weights_dtype = parse_dtype(dtype) if isinstance(dtype, str) else dtype
-    rules = Rules(tuple(include), tuple(exclude), tuple(rename), weights_only, weights_dtype)
-    to_options = storage_options if destination_options is None else destination_options
+    rules = Rules(include, exclude, rename, weights_only, weights_dtype)
     ranks = Ranks(process_group, no_dist=no_dist, purpose="conversion", timeout_s=check_timeout(timeout_s))
     guard = functools.partial(DeadlineStore, progress=ranks.progress, limit_s=Limits(timeout_s).stall_s)
-    ends = _Ends(source, storage_options, destination, to_options, to, threads, guard)
-    call = f"conversion to {file_name(destination) or redact_url(os.fspath(destination))}"
-    with contextlib.closing(ranks), contextlib.ExitStack() as stack, _one_error(ranks):
+    stack = contextlib.ExitStack()
+    from_end = Endpoint(os.fspath(source), storage_options, guard, stack)
+    to_options = storage_options if destination_options is None else destination_options
+    to_end = Endpoint(os.fspath(destination), to_options, guard, stack, threads)
+    call = f"conversion to {to_end.name or redact_url(to_end.url)}"
 
-        def begin() -> tuple[ConversionJob, Format]:
-            tensors, location, form = ends.open(stack)
-            selection = select(tensors, rules)
-            tensors.prepare(selection.sources)
-            job = ConversionJob(
-                tensors, selection, rules, location, ranks, call, overwrite, max_shard_bytes, progress
-            )
-            return job, form
+    def prepare() -> Target:
+        tensors = open_source(from_end)
+        location, form = open_destination(to_end, to, tensors)
+        selection = select(tensors, rules)
+        tensors.prepare({chosen.source for chosen in selection.everything})
+        make = _TARGETS[form]
+        report = progress or no_report
+        return make(form, tensors, selection, location, ranks, call, overwrite, max_shard_bytes, report)
 
-        job, form = ranks.together(call, begin)
-        job.agree()
-        WRITERS[form](job)
-        return _result(job, form)
-
-
-@dataclass
-class _Ends:
-    """The source and the destination, as the caller names them."""
-
-    source: str | os.PathLike[str]
-    source_options: Mapping[str, Any] | None
-    destination: str | os.PathLike[str]
-    destination_options: Mapping[str, Any] | None
-    to: str | None
-    threads: int | None
-    guard: Guard
-
-    def open(self, stack: contextlib.ExitStack) -> tuple[TensorSource, Location, Format]:
-        """Open both, and choose the format of the destination; `stack` closes them."""
-        tensors = open_tensors(self.source, self.source_options, self.guard)
-        stack.callback(tensors.close)
-        form = format_of(self.destination, self.to, tensors.format)
-        location = self._open_destination(form)
-        stack.callback(location.close)
-        if tensors.format == form and os.path.realpath(tensors.url) == os.path.realpath(location.url):
-            raise ConfigurationError("source and destination are the same", url=location.url)
-        if location.key is not None and tensors.holds(location.url):
-            raise ConfigurationError("the destination is a file of the source", url=location.url)
-        return tensors, location, form
-
-    def _open_destination(self, form: Format) -> Location:
-        url, options = self.destination, self.destination_options
-        if form == "torch" or (form == "safetensors" and file_name(url).endswith(".safetensors")):
-            return open_file(url, options, threads=self.threads, guard=self.guard)
-        return Location(self.guard(open_store(url, options, threads=self.threads)))
+    with contextlib.closing(ranks), stack, _one_error(ranks):
+        target = ranks.together(call, prepare)
+        return _result(target, target.run())
 
 
-def _result(job: ConversionJob, form: Format) -> Converted:
-    wrote = job.ranks.gather((job.files, job.sent_bytes))
+def _result(target: Target, written: Sequence[Written]) -> Converted:
     return Converted(
-        job.source.url,
-        job.destination.url,
-        job.source.format,
-        form,
-        tensors=len(job.selection.tensors),
-        objects=len(job.selection.objects),
-        tensor_bytes=job.selection.nbytes,
-        files=sum(files for files, _ in wrote),
-        sent_bytes=sum(nbytes for _, nbytes in wrote),
-        dropped=job.selection.dropped,
+        target.source.url,
+        target.destination.url,
+        target.source.format,
+        target.format,
+        tensors=len(target.selection.tensors),
+        objects=len(target.selection.objects),
+        tensor_bytes=target.selection.nbytes,
+        files=sum(rank.files for rank in written),
+        sent_bytes=sum(rank.nbytes for rank in written),
+        dropped=target.selection.dropped,
     )
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import Executor
 from typing import Any
 
 from ckpt.backends.base import ObjectStat, Store, exists, read_bytes
-from ckpt.conversion.locations import Location
 from ckpt.conversion.safetensors_format import (
     INDEX_SUFFIX,
     LENGTH_BYTES,
@@ -16,40 +16,34 @@ from ckpt.conversion.safetensors_format import (
     parse_header,
     parse_index,
 )
-from ckpt.conversion.source import FileSource, TensorFacts
+from ckpt.conversion.source import FileSource, Location, TensorFacts
 from ckpt.errors import ConfigurationError, FormatError, Truncated
 from ckpt.format.stored_tensor import StoredTensor
-from ckpt.transfer.threads import in_order, thread_pool
+from ckpt.transfer.threads import in_order
 
+SUFFIXES = (".safetensors", INDEX_SUFFIX)
 _FILES_AT_ONCE = 4
 
 
 class SafetensorsSource(FileSource):
-    """A model as a source; `key` names its file or index if `location` is a folder.
+    """A model as a source; `key` names its file or index in the folder.
 
     Raises:
         FormatError: a header or the index is not valid, or they disagree.
         NotFound: a file of the index is missing.
     """
 
-    def __init__(self, location: Location, key: str | None = None) -> None:
-        store, key = location.folder, key or location.key
-        assert key is not None
+    def __init__(self, location: Location, key: str, threads: Executor) -> None:
+        store = location.folder
         stats, index = _stats(store, key)
-        in_folder = location.key is None
-        super().__init__(location, stats, format="safetensors", url=location.url, has_folder=in_folder)
-        try:
-            with thread_pool(_FILES_AT_ONCE, "ckpt-header") as threads:
-                headers = in_order(threads, self._header, list(stats), ahead=_FILES_AT_ONCE)
-                for file, (data_start, entries) in zip(stats, headers, strict=True):
-                    self._add(file, data_start, entries, index)
-            for name, file in (index or {}).items():
-                if name not in self.tensors:
-                    text = f"the index names {name[:200]!r}, which this file does not hold"
-                    raise FormatError(text, url=store.url, key=file)
-        except BaseException:
-            self._threads.shutdown(wait=True, cancel_futures=True)
-            raise
+        super().__init__(location, stats, threads, format="safetensors", has_folder=location.key is None)
+        headers = in_order(threads, self._header, stats, ahead=_FILES_AT_ONCE)
+        for file, (data_start, entries) in zip(stats, headers, strict=True):
+            self._add(file, data_start, entries, index)
+        for name, file in (index or {}).items():
+            if name not in self.tensors:
+                text = f"the index names {name[:200]!r}, which this file does not hold"
+                raise FormatError(text, url=store.url, key=file)
         # The order in a file is that of dtypes, and says nothing.
         self.tensors = dict(sorted(self.tensors.items(), key=lambda item: _natural(item[0])))
 
@@ -62,13 +56,12 @@ class SafetensorsSource(FileSource):
             self._store.read_into(file, LENGTH_BYTES, [memoryview(header)])
             start = LENGTH_BYTES + len(header)
             return start, parse_header(header, size - start)
+        except ConfigurationError:  # also a ValueError
+            raise
         except (ValueError, Truncated) as error:
-            if isinstance(error, ConfigurationError):
-                raise
             text = error.message if isinstance(error, Truncated) else str(error)
-            raise FormatError(
-                f"is not a valid safetensors file: {text}", url=self._store.url, key=file
-            ) from None
+            text = f"is not a valid safetensors file: {text}"
+            raise FormatError(text, url=self._store.url, key=file) from None
 
     def _add(
         self, file: str, data_start: int, entries: Mapping[str, HeaderEntry], index: Mapping[str, str] | None

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from ckpt.backends.base import exists, read_bytes
-from ckpt.conversion.job import ConversionJob
-from ckpt.conversion.output_files import OutputFile, OutputFiles, is_settled
+from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY
 from ckpt.conversion.safetensors_format import DTYPES, INDEX_SUFFIX, METADATA, encode_header, encode_index
 from ckpt.conversion.selection import ChosenTensor
-from ckpt.errors import AlreadyExists, ConfigurationError
+from ckpt.conversion.target import FileTarget, OutputFile, Written
+from ckpt.errors import ConfigurationError
 from ckpt.format.stored_tensor import dtype_name
-from ckpt.transfer.file_body import BytesPayload, FileItem
+from ckpt.transfer.file_body import BytesPayload
 from ckpt.writing.layout import pack
 
 _INDEX = f"model{INDEX_SUFFIX}"
@@ -27,60 +27,96 @@ _CONFIG = "config.json"
 _MAX_CONFIG_BYTES = 16 << 20
 
 
-def write_safetensors(job: ConversionJob) -> None:
-    """Write the tensors of `job`."""
-    _drop(job)
-    selection, ranks, key = job.selection, job.ranks, job.destination.key
-    shards = _shards(selection.tensors, job.max_shard_bytes if key is None else None)
-    names = _names(len(shards)) if key is None else [key]
-    files = [_file(job, name, shard) for name, shard in zip(names, shards, strict=True)]
-    own = [files[number] for number in pack([file.nbytes for file in files], ranks.size)[ranks.rank]]
-    counter = job.counter(sum(file.nbytes for file in own))
-    output = OutputFiles(job.destination.folder, job.pool, replace=job.overwrite, pace=counter.add)
-    with job.discarding(output.discard if not job.replaces_file else lambda: None):
-        ranks.together(job.call, lambda: _begin(job, output, names) if ranks.rank == 0 else None)
-        ranks.together(job.call, lambda: _put(job, output, own, is_model=len(files) == 1))
-    if len(files) > 1:
-        index = encode_index(
-            {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard},
-            selection.nbytes,
-            sum(tensor.elements for tensor in selection.tensors),
+class SafetensorsTarget(FileTarget):
+    """A safetensors file, or a folder as `save_pretrained` writes it: files, and an index if several."""
+
+    def __post_init__(self) -> None:
+        self._drop()
+        tensors, key = self.selection.tensors, self.destination.key
+        shards = _shards(tensors, self.max_shard_bytes) if key is None else [tensors]
+        self._shards = dict(zip(_names(len(shards)) if key is None else [key], shards, strict=True))
+        files = [self._file(name, shard) for name, shard in self._shards.items()]
+        shares = pack([file.nbytes for file in files], self.ranks.size)
+        self._own = [files[number] for number in shares[self.ranks.rank]]
+        self.total_bytes = sum(file.nbytes for file in self._own)
+
+    def _drop(self) -> None:
+        """Drop objects, and all but one of tied tensors. Raises ConfigurationError for a dtype."""
+        selection = self.selection
+        kept: dict[str, ChosenTensor] = {}
+        for tensor in selection.tensors:
+            if tensor.name == METADATA:
+                raise ConfigurationError(
+                    f"safetensors files cannot hold a tensor named {METADATA!r}; --rename it"
+                )
+            if tensor.facts.dtype not in DTYPES.values():
+                raise ConfigurationError(
+                    f"{tensor.name[:200]!r} is {dtype_name(tensor.facts.dtype)}, which "
+                    "safetensors cannot hold; --exclude it, or convert to ckpt, dcp or torch"
+                )
+            # The first name is kept, as `save_pretrained` keeps the embedding and not the tied head.
+            first = kept.setdefault(self.source.aliases.get(tensor.source, tensor.source), tensor)
+            if first is not tensor:
+                selection.dropped[tensor.name] = f"it shares the memory of {first.name!r}, which is kept"
+        selection.tensors = [*kept.values()]
+        for chosen in selection.objects:
+            selection.dropped[chosen.name] = "not a tensor; safetensors files hold tensors only"
+        selection.objects = []
+        if not selection.tensors:
+            raise ConfigurationError("the selection has no tensor, and safetensors files hold tensors only")
+
+    def _file(self, key: str, tensors: Sequence[ChosenTensor]) -> OutputFile:
+        """Lay out a file: wide elements first, so that all are aligned."""
+        ordered = sorted(tensors, key=lambda tensor: (-tensor.facts.dtype.itemsize, tensor.name))
+        header = encode_header({t.name: (t.facts.dtype, t.facts.shape) for t in ordered})
+        return OutputFile.of(key, [BytesPayload(header), *map(self.whole, ordered)])
+
+    def begin(self) -> None:
+        """Check, on the first rank, that no output exists, and copy the other files of the model."""
+        if self.ranks.rank != 0:
+            return
+        if self.destination.key is not None:
+            self.refuse_existing_file()
+            return
+        store = self.destination.folder
+        store.prepare("")
+        self.refuse_existing(
+            (_INDEX, _SINGLE, COMMIT_KEY, STOCK_METADATA_KEY),
+            "there is a model or checkpoint here already; choose another place, or remove it first",
         )
-        job.publish(lambda: output.put_bytes(_INDEX, index), output.discard, is_settled)
-
-
-def _drop(job: ConversionJob) -> None:
-    """Drop objects, and all but one of tied tensors. Raises ConfigurationError for a dtype."""
-    selection = job.selection
-    kept: dict[str, str] = {}
-    for tensor in selection.tensors:
-        if tensor.name == METADATA:
-            raise ConfigurationError(
-                f"safetensors files cannot hold a tensor named {METADATA!r}; --rename it"
+        if not self.overwrite:
+            self.refuse_existing(
+                self._shards,
+                "an interrupted conversion has left this file; remove it, or pass --overwrite to replace it",
             )
-        if tensor.facts.dtype not in DTYPES.values():
-            raise ConfigurationError(
-                f"{tensor.name[:200]!r} is {dtype_name(tensor.facts.dtype)}, which "
-                "safetensors cannot hold; --exclude it, or convert to ckpt, dcp or torch"
-            )
-        # The first name is kept, as `save_pretrained` keeps the embedding and not the tied head.
-        first = kept.setdefault(job.source.aliases.get(tensor.source, tensor.source), tensor.name)
-        if first != tensor.name:
-            selection.dropped[tensor.name] = f"it shares the memory of {first!r}, which is kept"
-    selection.tensors = [tensor for tensor in selection.tensors if tensor.name not in selection.dropped]
-    for chosen in selection.objects:
-        selection.dropped[chosen.name] = "not a tensor; safetensors files hold tensors only"
-    selection.objects = []
-    if not selection.tensors:
-        raise ConfigurationError("the selection has no tensor, and safetensors files hold tensors only")
+        for folder, stat in self.source.other_files():
+            if not exists(store, stat.key):  # else it is somebody's own, and stays
+                data = read_bytes(folder, stat.key, size_bytes=stat.size_bytes)
+                is_config = stat.key == _CONFIG
+                self.put_bytes(stat.key, _with_dtype(data, self.selection.rules.dtype) if is_config else data)
+
+    def write(self) -> Written:
+        # A file that is the model, without an index, must appear checked.
+        is_model = len(self._shards) == 1
+        self.put_all(self._own, check_source=is_model)
+        if not is_model:
+            self.source.check_unchanged()
+        return Written(len(self._own), self.total_bytes)
+
+    def publish(self, written: Sequence[Written]) -> None:
+        if len(self._shards) > 1:
+            tensors = self.selection.tensors
+            files = {tensor.name: name for name, shard in self._shards.items() for tensor in shard}
+            elements = sum(tensor.elements for tensor in tensors)
+            self.put_bytes(_INDEX, encode_index(files, self.selection.nbytes, elements))
 
 
-def _shards(tensors: Sequence[ChosenTensor], max_bytes: int | None) -> list[list[ChosenTensor]]:
+def _shards(tensors: Sequence[ChosenTensor], max_bytes: int) -> list[list[ChosenTensor]]:
     """Assign tensors to files: in order, as many as fit."""
     shards: list[list[ChosenTensor]] = [[]]
     size = 0
     for tensor in tensors:
-        if max_bytes is not None and shards[-1] and size + tensor.nbytes > max_bytes:
+        if shards[-1] and size + tensor.nbytes > max_bytes:
             shards.append([])
             size = 0
         shards[-1].append(tensor)
@@ -92,45 +128,6 @@ def _names(count: int) -> list[str]:
     if count == 1:
         return [_SINGLE]
     return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
-
-
-def _file(job: ConversionJob, key: str, tensors: Sequence[ChosenTensor]) -> OutputFile:
-    """Lay out a file: wide elements first, so that all are aligned."""
-    ordered = sorted(tensors, key=lambda tensor: (-tensor.facts.dtype.itemsize, tensor.name))
-    header = encode_header({t.name: (t.facts.dtype, t.facts.shape) for t in ordered})
-    items = [FileItem(0, b"", BytesPayload(header), b"")]
-    end, stream = len(header), job.stream
-    for tensor in ordered:
-        piece = stream.whole(tensor.source, tensor.facts.shape, tensor.facts.dtype)
-        items.append(FileItem(end, b"", piece, b""))
-        end += piece.nbytes
-    return OutputFile(key, items)
-
-
-def _begin(job: ConversionJob, output: OutputFiles, names: Sequence[str]) -> None:
-    """Check that no output exists, and copy the other files of the model."""
-    store = job.destination.folder
-    if job.destination.key is not None:
-        job.refuse_existing_file()
-        return
-    store.prepare("")
-    for key in (_INDEX, _SINGLE, "commit.json", ".metadata"):
-        if exists(store, key):
-            raise AlreadyExists(
-                "there is a model or checkpoint here already; choose another place, or remove it first",
-                url=store.url, key=key,
-            )  # fmt: skip
-    for key in names:
-        if not job.overwrite and exists(store, key):
-            raise AlreadyExists(
-                "an interrupted conversion has left this file; remove it, or pass --overwrite to replace it",
-                url=store.url, key=key,
-            )  # fmt: skip
-    for folder, stat in job.source.other_files():
-        if not exists(store, stat.key):  # else it is somebody's own, and stays
-            data = read_bytes(folder, stat.key, size_bytes=stat.size_bytes)
-            is_config = stat.key == _CONFIG
-            output.put_bytes(stat.key, _with_dtype(data, job.rules.dtype) if is_config else data)
 
 
 def _with_dtype(data: bytearray, dtype: torch.dtype | None) -> bytearray | bytes:
@@ -146,11 +143,3 @@ def _with_dtype(data: bytearray, dtype: torch.dtype | None) -> bytearray | bytes
         return data
     config |= dict.fromkeys(names, dtype_name(dtype))
     return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
-
-
-def _put(job: ConversionJob, output: OutputFiles, files: Sequence[OutputFile], *, is_model: bool) -> None:
-    """Write this rank's files; one that `is_model`, without an index, must appear checked."""
-    output.put_all(files, check_source=job.source.check_unchanged if is_model else None)
-    if not is_model:
-        job.source.check_unchanged()
-    job.wrote(len(files), sum(file.nbytes for file in files))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
@@ -14,18 +14,15 @@ from ckpt.conversion.source import TensorFacts, TensorSource
 from ckpt.errors import ConfigurationError
 from ckpt.format.fqns import Path, has_model, part_of
 
+_SHORT_DTYPES = {
+    "bf16": "bfloat16", "fp16": "float16", "f16": "float16", "fp32": "float32", "f32": "float32",
+    "fp64": "float64", "f64": "float64",
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Rules:
-    """The caller's rules for a selection.
-
-    Attributes:
-        include, exclude: globs over the source's names; without `include`, all are.
-        rename: regular expressions and replacements for their matches, one after the other.
-        weights_only: leave out objects, and tensors whose names look like optimizer state.
-        dtype: of all weights that are signed floating-point numbers. (Others are scales, or
-            packed.)
-    """
+    """The caller's rules for a selection, as `ckpt.convert` describes them."""
 
     include: Sequence[str] = ()
     exclude: Sequence[str] = ()
@@ -35,13 +32,19 @@ class Rules:
 
 
 @dataclass(frozen=True)
-class ChosenTensor:
-    """A tensor to convert: its new name, dtype and path, and its name in the source."""
+class Chosen:
+    """A value to convert: its new name, its name in the source, and its new path."""
 
     name: str
     source: str
-    facts: TensorFacts
     path: Path
+
+
+@dataclass(frozen=True)
+class ChosenTensor(Chosen):
+    """A tensor to convert, with its new dtype."""
+
+    facts: TensorFacts
 
     @property
     def nbytes(self) -> int:
@@ -52,28 +55,26 @@ class ChosenTensor:
         return math.prod(self.facts.shape)
 
 
-@dataclass(frozen=True)
-class ChosenObject:
-    """A value to convert that is not a tensor."""
-
-    name: str
-    source: str
-    path: Path
-
-
 @dataclass
 class Selection:
-    """The tensors and objects to convert, in the order of the source.
+    """The tensors and other objects to convert, in the order of the source.
 
     Attributes:
         dropped: names that a caller might miss, and the reason for each.
-        renamed: some name is not that of the source.
     """
 
+    rules: Rules
     tensors: list[ChosenTensor] = field(default_factory=list)
-    objects: list[ChosenObject] = field(default_factory=list)
+    objects: list[Chosen] = field(default_factory=list)
     dropped: dict[str, str] = field(default_factory=dict)
-    renamed: bool = False
+
+    @property
+    def everything(self) -> list[Chosen]:
+        return [*self.tensors, *self.objects]
+
+    @property
+    def is_renamed(self) -> bool:
+        return any(chosen.name != chosen.source for chosen in self.everything)
 
     @property
     def nbytes(self) -> int:
@@ -82,7 +83,7 @@ class Selection:
     @property
     def paths(self) -> dict[str, Path]:
         """Map new names to paths in the nested state."""
-        return {chosen.name: chosen.path for chosen in self._everything}
+        return {chosen.name: chosen.path for chosen in self.everything}
 
     def check_paths(self) -> None:
         """Raise ConfigurationError if two values cannot both be in one nested state."""
@@ -97,15 +98,6 @@ class Selection:
                     "--rename or --exclude one of them"
                 )
 
-    @property
-    def sources(self) -> set[str]:
-        """Collect the source's names of everything selected."""
-        return {chosen.source for chosen in self._everything}
-
-    @property
-    def _everything(self) -> list[ChosenTensor | ChosenObject]:
-        return [*self.tensors, *self.objects]
-
 
 def select(source: TensorSource, rules: Rules) -> Selection:
     """Apply the rules.
@@ -116,9 +108,9 @@ def select(source: TensorSource, rules: Rules) -> Selection:
     """
     if rules.dtype is not None and not _is_weight_dtype(rules.dtype):
         raise _no_dtype(str(rules.dtype))
-    renaming = _Renaming(rules.rename)
+    selection = Selection(rules)
+    tensors: dict[str, TensorFacts] = {}
     with_model = has_model(source.paths.values())
-    selection = Selection()
     for name, facts in source.tensors.items():
         part = part_of(name, is_tensor=True, has_model=with_model)
         if not _is_wanted(name, rules):
@@ -129,17 +121,16 @@ def select(source: TensorSource, rules: Rules) -> Selection:
             continue
         if rules.dtype is not None and part == "weights" and _is_weight_dtype(facts.dtype):
             facts = replace(facts, dtype=rules.dtype)
-        new = renaming.apply(name)
-        selection.tensors.append(ChosenTensor(new, name, facts, _path(source, name, new)))
-    for name in source.objects:
-        if _is_wanted(name, rules) and not rules.weights_only:
-            new = renaming.apply(name)
-            selection.objects.append(ChosenObject(new, name, _path(source, name, new)))
-    if not selection.tensors and not selection.objects:
+        tensors[name] = facts
+    objects = [name for name in source.objects if _is_wanted(name, rules) and not rules.weights_only]
+    new_names = _new_names([*tensors, *objects], rules.rename)
+    if not new_names:
         raise ConfigurationError(
             "no tensor or object is left to convert; check --include, --exclude and --weights-only"
         )
-    selection.renamed = renaming.changed
+    paths = {name: _path(source, name, new) for name, new in new_names.items()}
+    selection.tensors = [ChosenTensor(new_names[n], n, paths[n], facts) for n, facts in tensors.items()]
+    selection.objects = [Chosen(new_names[n], n, paths[n]) for n in objects]
     return selection
 
 
@@ -149,42 +140,45 @@ def _is_wanted(name: str, rules: Rules) -> bool:
     return not any(fnmatchcase(name, glob) for glob in rules.exclude)
 
 
-class _Renaming:
-    def __init__(self, rules: Sequence[tuple[str, str]]) -> None:
-        self._rules = []
-        for pattern, new in rules:
-            try:
-                self._rules.append((re.compile(pattern), new))
-            except re.error as error:
-                raise ConfigurationError(
-                    f"--rename: {pattern!r} is not a valid regular expression: {error}"
-                ) from None
-        self._taken: dict[str, str] = {}
-        self.changed = False
-
-    def apply(self, name: str) -> str:
-        new = name
-        for pattern, replacement in self._rules:
-            try:
-                new = pattern.sub(replacement, new)
-            except (re.error, IndexError) as error:
-                raise ConfigurationError(
-                    f"--rename: {replacement!r} does not fit {pattern.pattern!r}: {error}"
-                ) from None
-        if not new:
-            raise ConfigurationError(f"--rename leaves no name for {name[:200]!r}")
-        try:
-            new.encode()
-        except UnicodeEncodeError:
+def _new_names(names: Iterable[str], rules: Sequence[tuple[str, str]]) -> dict[str, str]:
+    patterns = [(_compiled(pattern), new) for pattern, new in rules]
+    taken: dict[str, str] = {}
+    for name in names:
+        new = _renamed(name, patterns)
+        if taken.setdefault(new, name) != name:
             raise ConfigurationError(
-                f"{new[:200]!r} cannot be written as UTF-8; --exclude or --rename it"
-            ) from None
-        if self._taken.setdefault(new, name) != name:
-            raise ConfigurationError(
-                f"{self._taken[new][:200]!r} and {name[:200]!r} would both be named {new[:200]!r}; change --rename"
+                f"{taken[new][:200]!r} and {name[:200]!r} would both be named {new[:200]!r}; change --rename"
             )
-        self.changed |= new != name
-        return new
+    return {name: new for new, name in taken.items()}
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise ConfigurationError(
+            f"--rename: {pattern!r} is not a valid regular expression: {error}"
+        ) from None
+
+
+def _renamed(name: str, patterns: Iterable[tuple[re.Pattern[str], str]]) -> str:
+    new = name
+    for pattern, replacement in patterns:
+        try:
+            new = pattern.sub(replacement, new)
+        except (re.error, IndexError) as error:
+            raise ConfigurationError(
+                f"--rename: {replacement!r} does not fit {pattern.pattern!r}: {error}"
+            ) from None
+    if not new:
+        raise ConfigurationError(f"--rename leaves no name for {name[:200]!r}")
+    try:
+        new.encode()
+    except UnicodeEncodeError:
+        raise ConfigurationError(
+            f"{new[:200]!r} cannot be written as UTF-8; --exclude or --rename it"
+        ) from None
+    return new
 
 
 def _path(source: TensorSource, name: str, new: str) -> Path:
@@ -205,9 +199,7 @@ def _path(source: TensorSource, name: str, new: str) -> Path:
 def parse_dtype(text: str) -> torch.dtype:
     """Parse a floating-point dtype by torch's name or a short one. Raises ConfigurationError."""
     name = text.removeprefix("torch.").lower()
-    name = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "half": "float16", "fp32": "float32",
-            "f32": "float32", "float": "float32", "fp64": "float64", "f64": "float64", "double": "float64"}.get(name, name)  # fmt: skip
-    dtype = getattr(torch, name, None)
+    dtype = getattr(torch, _SHORT_DTYPES.get(name, name), None)
     if not isinstance(dtype, torch.dtype) or not _is_weight_dtype(dtype):
         raise _no_dtype(text)
     return dtype

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from ckpt.backends.base import ObjectStat, Store
-from ckpt.conversion.locations import Location
 from ckpt.errors import CommitConflict
 from ckpt.format.fqns import Path
 from ckpt.format.stored_tensor import StoredTensor
@@ -21,7 +22,6 @@ from ckpt.transfer.buffer_pool import MIN_MEMORY_BUDGET_BYTES, StagingPool
 from ckpt.transfer.fetcher import Fetcher, StoredFile
 from ckpt.transfer.file_body import Due, StreamedPayload
 from ckpt.transfer.read_pieces import Piece, region_pieces
-from ckpt.transfer.threads import thread_pool
 
 _REGIONS_AT_ONCE = 4096
 """Planning takes some kilobytes a region, and a part can hold very many small tensors."""
@@ -32,6 +32,19 @@ _NOT_OF_MODEL = (
 )  # fmt: skip
 _MAX_OTHER_BYTES = 256 << 20
 _MAX_OTHER_FILES = 1000
+
+
+@dataclass(frozen=True)
+class Location:
+    """An open folder, or one file of it (`key`, with its `stat` if it exists)."""
+
+    folder: Store
+    key: str | None = None
+    stat: ObjectStat | None = None
+
+    @property
+    def url(self) -> str:
+        return self.folder.url if self.key is None else f"{self.folder.url.rstrip('/')}/{self.key}"
 
 
 @dataclass(frozen=True)
@@ -105,8 +118,48 @@ class TensorSource(ABC):
     def check_unchanged(self) -> None:
         """Raise CommitConflict if the source was replaced since it was opened."""
 
-    @abstractmethod
-    def close(self) -> None: ...
+    def payload(
+        self, name: str, dtype: torch.dtype, sizes: Sequence[int], offsets: Sequence[int] | None = None
+    ) -> StreamedPayload:
+        """Make the payload of a whole tensor or a box of it, dense, row-major, read when it is due."""
+        return _TensorBox(self, name, dtype, sizes, offsets or (0,) * len(sizes))
+
+    def read_due(self, due: Sequence[Due]) -> None:
+        """Fill all memory that is due of a part, in few reads within bounded memory."""
+        regions: list[Region] = []
+        for payload, begin, memory in due:
+            assert isinstance(payload, _TensorBox)
+            if not memory.nbytes:
+                continue
+            flat = torch.frombuffer(memory, dtype=torch.uint8).view(payload.dtype)
+            first, position = begin // payload.dtype.itemsize, 0
+            for box in flat_boxes(payload.sizes, first, first + flat.numel()):
+                shape = [part.stop - part.start for part in box]
+                count = math.prod(shape)
+                offsets = [o + part.start for o, part in zip(payload.offsets, box, strict=True)]
+                regions.append(Region(payload.name, offsets, flat[position : position + count].view(shape)))
+                position += count
+        # In the source's order, of which neighbours are read together.
+        regions.sort(key=lambda region: self._order[region.name])
+        for start in range(0, len(regions), _REGIONS_AT_ONCE):
+            self.read(regions[start : start + _REGIONS_AT_ONCE])
+
+    @functools.cached_property
+    def _order(self) -> dict[str, int]:
+        return {name: number for number, name in enumerate(self.tensors)}
+
+
+class _TensorBox(StreamedPayload):
+    def __init__(
+        self,
+        source: TensorSource,
+        name: str,
+        dtype: torch.dtype,
+        sizes: Sequence[int],
+        offsets: Sequence[int],
+    ) -> None:
+        super().__init__(math.prod(sizes) * dtype.itemsize, source.read_due)
+        self.name, self.dtype, self.sizes, self.offsets = name, dtype, sizes, offsets
 
 
 class FileSource(TensorSource):
@@ -117,17 +170,21 @@ class FileSource(TensorSource):
     """
 
     def __init__(
-        self, location: Location, files: Mapping[str, ObjectStat], *, format: str, url: str, has_folder: bool
+        self,
+        location: Location,
+        files: Mapping[str, ObjectStat],
+        threads: Executor,
+        *,
+        format: str,
+        has_folder: bool,
     ) -> None:
         facts = sorted((stat.key, stat.size_bytes, stat.version or "") for stat in files.values())
-        super().__init__(format, url, repr(facts))
-        self._location, self._has_folder, self._store = location, has_folder, location.folder
-        self._stats = dict(files)
+        super().__init__(format, location.url, repr(facts))
+        self._store, self._stats, self._threads = location.folder, files, threads
+        self._has_folder = has_folder
         self._files = {key: StoredFile(key, stat.size_bytes) for key, stat in files.items()}
         self._stored: dict[str, tuple[str, StoredTensor]] = {}
-        pool = StagingPool(MIN_MEMORY_BUDGET_BYTES)
-        self._fetcher = Fetcher(self._store, pool, lambda read: read())
-        self._threads = thread_pool(self._store.threads, "ckpt-read")
+        self._fetcher = Fetcher(self._store, StagingPool(MIN_MEMORY_BUDGET_BYTES), lambda read: read())
 
     def read(self, regions: Sequence[Region]) -> None:
         pieces: dict[StoredFile, list[Piece]] = {}
@@ -159,58 +216,3 @@ class FileSource(TensorSource):
                 raise CommitConflict(
                     "was replaced while it was being converted", url=self._store.url, key=key
                 )
-
-    def close(self) -> None:
-        self._threads.shutdown(wait=True, cancel_futures=True)
-        self._location.close()
-
-
-class TensorStream:
-    """Read the tensors of a source as payloads of files, part by part when each part is due."""
-
-    def __init__(self, source: TensorSource) -> None:
-        self._source = source
-        self._order = {name: number for number, name in enumerate(source.tensors)}
-
-    def box(
-        self, name: str, offsets: Sequence[int], sizes: Sequence[int], dtype: torch.dtype
-    ) -> StreamedPayload:
-        """Make the payload of a box of a tensor, dense and row-major, in any dtype."""
-        return _TensorBox(self, name, offsets, sizes, dtype)
-
-    def whole(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> StreamedPayload:
-        """Make the payload of a whole tensor."""
-        return _TensorBox(self, name, (0,) * len(shape), shape, dtype)
-
-    def read(self, due: Sequence[Due]) -> None:
-        """Fill all memory that is due of a part, in few reads within bounded memory."""
-        regions: list[Region] = []
-        for payload, begin, memory in due:
-            assert isinstance(payload, _TensorBox)
-            if not memory.nbytes:
-                continue
-            flat = torch.frombuffer(memory, dtype=torch.uint8).view(payload.dtype)
-            first, position = begin // payload.dtype.itemsize, 0
-            for box in flat_boxes(payload.sizes, first, first + flat.numel()):
-                shape = [part.stop - part.start for part in box]
-                count = math.prod(shape)
-                offsets = [o + part.start for o, part in zip(payload.offsets, box, strict=True)]
-                regions.append(Region(payload.name, offsets, flat[position : position + count].view(shape)))
-                position += count
-        # In the source's order, of which neighbours are read together.
-        regions.sort(key=lambda region: self._order[region.name])
-        for start in range(0, len(regions), _REGIONS_AT_ONCE):
-            self._source.read(regions[start : start + _REGIONS_AT_ONCE])
-
-
-class _TensorBox(StreamedPayload):
-    def __init__(
-        self,
-        stream: TensorStream,
-        name: str,
-        offsets: Sequence[int],
-        sizes: Sequence[int],
-        dtype: torch.dtype,
-    ) -> None:
-        super().__init__(math.prod(sizes) * dtype.itemsize, stream.read)
-        self.name, self.offsets, self.sizes, self.dtype = name, tuple(offsets), tuple(sizes), dtype

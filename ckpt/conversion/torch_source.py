@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from typing import Any
 
 import torch
 
-from ckpt.conversion.locations import Location
-from ckpt.conversion.source import FileSource, Region, TensorFacts
-from ckpt.errors import ConfigurationError, FormatError, UnsafeContent
+from ckpt.backends.base import ObjectStat, Store
+from ckpt.conversion.source import FileSource, Location, Region, TensorFacts
+from ckpt.errors import CheckpointError, ConfigurationError, FormatError, UnsafeContent
 from ckpt.format.stored_tensor import StoredTensor
 from ckpt.stock.item_archive import check_archive, is_stored_as_it_is
 from ckpt.stock.payload_finder import ItemWindow
@@ -33,26 +35,32 @@ class TorchFileSource(FileSource):
         UnsafeContent: loading it would run code, or take far more memory than is stored.
     """
 
-    def __init__(self, location: Location, *, has_folder: bool = False) -> None:
-        assert location.key is not None
-        self._key = location.key
-        stats = {self._key: location.stat or location.folder.stat(self._key)}
-        super().__init__(location, stats, format="torch", url=location.url, has_folder=has_folder)
+    def __init__(
+        self, folder: Store, stat: ObjectStat, threads: Executor, *, has_folder: bool = False
+    ) -> None:
+        location = Location(folder, stat.key)
+        super().__init__(location, {stat.key: stat}, threads, format="torch", has_folder=has_folder)
+        self._key, self._size_bytes = stat.key, stat.size_bytes
         self._lazy: dict[str, tuple[bool, bool]] = {}  # is_conj, is_neg
         self._refused: dict[str, str] = {}
         self._values: dict[str, Any] = {}
-        try:
+        with self._errors_named():
             self._state = self._load()
             self._add_all(self._state)
-        except BaseException:
-            self._threads.shutdown(wait=True, cancel_futures=True)
+
+    @contextlib.contextmanager
+    def _errors_named(self) -> Iterator[None]:
+        """Name the file in errors that do not name one."""
+        try:
+            yield
+        except CheckpointError as error:
+            error.url, error.key = error.url or self._store.url, error.key or self._key
             raise
 
     def _load(self) -> dict[str, Any]:
-        size = self._stats[self._key].size_bytes
-        window = ItemWindow(self._read_at, size, max_bytes=_MAX_FRAME_BYTES)
+        window = ItemWindow(self._read_at, self._size_bytes, max_bytes=_MAX_FRAME_BYTES)
         try:
-            reader = check_archive(window, size)
+            reader = check_archive(window, self._size_bytes)
             records = [name for name in reader.get_all_records() if name.startswith("data/")]
             # The headers of all records, many at a time: torch then reads them one by one.
             window.prefetch([reader.get_record_header_offset(name) for name in records], self._threads)
@@ -67,21 +75,17 @@ class TorchFileSource(FileSource):
             raise UnsafeContent(
                 f"contains a pickle that could run code when loaded ({reason(error)})",
                 advice="if you trust it, load it with torch.load, and save only tensors and plain values",
-                url=self._store.url,
-                key=self._key,
             ) from None
-        except (FormatError, UnsafeContent) as error:
-            raise type(error)(error.message, url=self._store.url, key=self._key) from None
+        except (FormatError, UnsafeContent):
+            raise
         except Exception as error:
             if window.failure is not None:
                 raise window.failure from error
-            raise FormatError(
-                f"cannot be read as a torch.save archive (of torch 1.6 or newer): {first_line(error)}",
-                url=self._store.url, key=self._key,
-            ) from None  # fmt: skip
+            text = f"cannot be read as a torch.save archive (of torch 1.6 or newer): {first_line(error)}"
+            raise FormatError(text) from None
         if isinstance(state, dict):
             return state
-        raise self._format_error(f"holds a {type(state).__name__}, not a dict with a model's state")
+        raise FormatError(f"holds a {type(state).__name__}, not a dict with a model's state")
 
     def _read_at(self, offset: int, buffer: memoryview) -> None:
         self._store.read_into(self._key, offset, [buffer])
@@ -90,7 +94,7 @@ class TorchFileSource(FileSource):
         try:
             flat, paths = flatten_state_dict(state)
         except (ValueError, RecursionError) as error:
-            raise self._format_error(f"holds a state that cannot be flattened: {first_line(error)}") from None
+            raise FormatError(f"holds a state that cannot be flattened: {first_line(error)}") from None
         self.paths = dict(paths)
         names: dict[tuple[Any, ...], str] = {}
         total = 0
@@ -105,18 +109,18 @@ class TorchFileSource(FileSource):
             total += value.numel() * value.element_size()
             if value.numel() and names.setdefault(memory, name) != name:
                 self.aliases[name] = names[memory]
-        if total > _MAX_GROWTH * self._stats[self._key].size_bytes + _SLACK_BYTES:
-            text = f"has tensors of {total} bytes in all, far more than are stored"
-            raise UnsafeContent(text, url=self._store.url, key=self._key)
+        if total > _MAX_GROWTH * self._size_bytes + _SLACK_BYTES:
+            raise UnsafeContent(f"has tensors of {total} bytes in all, far more than are stored")
 
     def _add(self, name: str, tensor: torch.Tensor) -> tuple[Any, ...]:
         """Note the place of a tensor; return a key that is equal for tensors of the same memory."""
-        shape, strides = tuple(tensor.shape), tuple(tensor.stride()) if _is_plain(tensor) else ()
+        shape = tuple(tensor.shape)
         self.tensors[name] = TensorFacts(tensor.dtype, shape, tensor.requires_grad)
         offset = checkpoint_offset(tensor) if _is_plain(tensor) else None
         if offset is None:
             self._refused[name] = f"a {tensor.layout} {type(tensor).__name__} of {tensor.dtype}"
             return (name,)
+        strides = tuple(tensor.stride())
         first = offset + int(tensor.storage_offset()) * tensor.element_size()
         # A dimension without steps is one row many times.
         stored_shape = tuple(1 if step == 0 else n for n, step in zip(shape, strides, strict=True))
@@ -124,8 +128,8 @@ class TorchFileSource(FileSource):
         if not _is_nested(stored_shape, stored_strides):
             self._refused[name] = "a view whose elements overlap"
         reach = sum((n - 1) * step for n, step in zip(stored_shape, stored_strides, strict=True))
-        if tensor.numel() and first + (reach + 1) * tensor.element_size() > self._stats[self._key].size_bytes:
-            raise self._format_error(f"{name[:200]!r} reaches beyond the end of the file")
+        if tensor.numel() and first + (reach + 1) * tensor.element_size() > self._size_bytes:
+            raise FormatError(f"{name[:200]!r} reaches beyond the end of the file")
         self._stored[name] = (self._key, StoredTensor(first, tensor.dtype, stored_shape, stored_strides))
         if tensor.is_conj() or tensor.is_neg():
             self._lazy[name] = (tensor.is_conj(), tensor.is_neg())
@@ -139,9 +143,6 @@ class TorchFileSource(FileSource):
                     url=self._store.url,
                     key=self._key,
                 )
-
-    def _format_error(self, text: str) -> FormatError:
-        return FormatError(text, url=self._store.url, key=self._key)
 
     def read(self, regions: Sequence[Region]) -> None:
         stored_regions: list[Region] = []
@@ -163,7 +164,8 @@ class TorchFileSource(FileSource):
             region.target.copy_((value.neg() if neg else value).expand(region.target.shape))
 
     def load_object(self, name: str) -> Any:
-        return self._real(self._values[name], name)
+        with self._errors_named():
+            return self._real(self._values[name], name)
 
     def stored_object(self, name: str) -> bytes:
         buffer = io.BytesIO()
@@ -175,7 +177,7 @@ class TorchFileSource(FileSource):
         if isinstance(value, torch.Tensor):
             inner = f"{name} (a tensor in it)"
             if value.numel() * value.element_size() > _MAX_OBJECT_BYTES:
-                raise self._format_error(
+                raise FormatError(
                     f"{name[:200]!r} holds a tensor of {value.numel()} elements in a tuple, too large for an object"
                 )
             self._add(inner, value)

@@ -6,96 +6,88 @@ their bytes: the frame. The bytes are then streamed into the frame.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from ckpt.conversion.job import ConversionJob
-from ckpt.conversion.output_files import OutputFile, OutputFiles
-from ckpt.conversion.selection import Selection
+from ckpt.conversion.selection import ChosenTensor
+from ckpt.conversion.target import FileTarget, OutputFile, Written
 from ckpt.errors import ConfigurationError, FormatError
 from ckpt.format.planner_data import check_planner_data
 from ckpt.stock.item_frame import save_without_crc32, untouched_memory
 from ckpt.torch_private import unflatten_state_dict
-from ckpt.transfer.file_body import BytesPayload, FileItem
+from ckpt.transfer.file_body import BytesPayload
 
 _STEP_BYTES = 64
 
 
-def write_torch_file(job: ConversionJob) -> None:
-    """Write the state of `job` on the first rank, as one file cannot be shared; the others wait."""
-    first = job.ranks.rank == 0
-    file = job.ranks.together(job.call, lambda: _file(job) if first else None)
-    counter = job.counter(file.nbytes if file is not None else 0)
-    output = OutputFiles(job.destination.folder, job.pool, replace=job.overwrite, pace=counter.add)
+class TorchTarget(FileTarget):
+    """One file, which cannot be shared: the first rank writes it, the others wait."""
 
-    def work() -> None:
-        if file is not None:
-            output.put_all([file], check_source=job.source.check_unchanged)
-            job.wrote(1, file.nbytes)
+    def begin(self) -> None:
+        if self.ranks.rank == 0:
+            self.refuse_existing_file()
 
-    with job.discarding(output.discard if not job.replaces_file else lambda: None):
-        job.ranks.together(job.call, work)
+    def write(self) -> Written:
+        if self.ranks.rank != 0:
+            return Written(0, 0)
+        file = self._file()
+        self.total_bytes = file.nbytes
+        self.put_all([file], check_source=True)
+        return Written(1, file.nbytes)
 
+    def publish(self, written: Sequence[Written]) -> None:
+        pass  # the file has appeared when it was written
 
-def _file(job: ConversionJob) -> OutputFile:
-    assert job.destination.key is not None
-    job.refuse_existing_file()
-    selection, source = job.selection, job.source
-    frame = _FrameWriter(selection)
-    selection.check_paths()
-    objects = {chosen.name: source.load_object(chosen.source) for chosen in selection.objects}
-    state = _nested(job, frame.tensors | objects)
-    try:
-        save_without_crc32(state, frame)
-    except KeyError as error:
-        raise ConfigurationError(f"torch.save does not support the dtype of a tensor: {error}") from None
-    items: list[FileItem] = []
-    end = 0
-    for part in frame.finish():
-        if isinstance(part, bytes):
-            items.append(FileItem(end, b"", BytesPayload(part), b""))
-        else:
-            tensor = selection.tensors[part]
-            payload = job.stream.whole(tensor.source, tensor.facts.shape, tensor.facts.dtype)
-            items.append(FileItem(end, b"", payload, b""))
-        end += items[-1].length
-    return OutputFile(job.destination.key, items)
+    def _file(self) -> OutputFile:
+        assert self.destination.key is not None
+        selection, source = self.selection, self.source
+        frame = _FrameWriter(selection.tensors)
+        selection.check_paths()
+        objects = {chosen.name: source.load_object(chosen.source) for chosen in selection.objects}
+        state = self._nested(frame.tensors | objects)
+        try:
+            save_without_crc32(state, frame)
+        except KeyError as error:
+            raise ConfigurationError(f"torch.save does not support the dtype of a tensor: {error}") from None
+        payloads = (
+            BytesPayload(part) if isinstance(part, bytes) else self.whole(selection.tensors[part])
+            for part in frame.finish()
+        )
+        return OutputFile.of(self.destination.key, payloads)
 
-
-def _nested(job: ConversionJob, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Rebuild the nested state. Raises FormatError if paths contradict each other."""
-    paths = job.selection.paths
-    if not job.selection.renamed:
-        state: dict[str, Any] | None = job.source.nested(values)
-        if state is not None:
-            return state
-    try:
-        check_planner_data(paths)
-        nested: dict[str, Any] = unflatten_state_dict(dict(values), paths)
-    except (ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
-        text = f"the nested state cannot be rebuilt from its flat names: {error}"
-        raise FormatError(text, url=job.source.url) from None
-    return nested
+    def _nested(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Rebuild the nested state. Raises FormatError if paths contradict each other."""
+        if not self.selection.is_renamed:
+            state: dict[str, Any] | None = self.source.nested(values)
+            if state is not None:
+                return state
+        paths = self.selection.paths
+        try:
+            check_planner_data(paths)
+            nested: dict[str, Any] = unflatten_state_dict(dict(values), paths)
+        except (ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
+            text = f"the nested state cannot be rebuilt from its flat names: {error}"
+            raise FormatError(text, url=self.source.url) from None
+        return nested
 
 
 class _FrameWriter:
     """A file for `torch.save` that keeps all but the bytes of `tensors`.
 
-    The tensors overlap in memory, each a step after the last: torch knows storages by their
-        address.
+    The tensors overlap in memory, each a step after the last: torch knows storages by their address.
     """
 
-    def __init__(self, selection: Selection) -> None:
-        self._sizes = [tensor.nbytes for tensor in selection.tensors]
+    def __init__(self, tensors: Sequence[ChosenTensor]) -> None:
+        self._sizes = [tensor.nbytes for tensor in tensors]
         span = _STEP_BYTES * len(self._sizes)
         memory = untouched_memory(max(self._sizes, default=0) + span + 1)
         self._begin = np.frombuffer(memory, dtype=np.uint8).__array_interface__["data"][0]
         self._end = self._begin + span
         self.tensors: dict[str, Any] = {}
-        for number, chosen in enumerate(selection.tensors):
+        for number, chosen in enumerate(tensors):
             dtype, shape = chosen.facts.dtype, torch.Size(chosen.facts.shape)
             if chosen.nbytes:
                 flat = torch.frombuffer(

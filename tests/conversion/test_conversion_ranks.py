@@ -21,7 +21,7 @@ from support.states import digest, random_tensor
 
 import ckpt
 from ckpt.backends.posix import PosixStore
-from ckpt.conversion.job import ConversionJob
+from ckpt.conversion.target import Target
 from ckpt.conversion.torch_source import TorchFileSource
 from ckpt.errors import CheckpointError, StorageUnavailable
 
@@ -164,7 +164,7 @@ def _gone_convert(rank: int, source: str, target: str, options: dict[str, Any], 
         # It is asked once this rank has written all that is its own; of one file that is nothing.
         whole = options["to"] == "torch"
         pytest.MonkeyPatch().setattr(
-            ConversionJob if whole else TorchFileSource, "agree" if whole else "check_unchanged", go
+            Target if whole else TorchFileSource, "_agree" if whole else "check_unchanged", go
         )
     return _error_of(source, target, options)
 

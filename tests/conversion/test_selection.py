@@ -69,6 +69,14 @@ def test_what_is_left_out_is_said(place: Path, tmp_path: Path) -> None:
     assert (done["tensors"], list(done["dropped"])) == (1, ["scales"])
 
 
+def test_a_weight_may_take_the_name_of_what_was_left_out(tmp_path: Path) -> None:
+    torch.save(
+        {"model": {"w": torch.ones(3), "scales": torch.ones(2)}, "scales": torch.ones(4)}, tmp_path / "a.pt"
+    )
+    rules = ("--weights-only", "--rename", r"^model\.=")
+    assert names(tmp_path / "a.pt", *rules, target=tmp_path / "a.safetensors") == {"w", "scales"}
+
+
 def test_renaming(place: Path, tmp_path: Path) -> None:
     rules = ("--weights-only", "--rename", r"^model\.=", "--rename", r"layers\.(\d+)\.=h.\1.")
     assert names(place, *rules, target=tmp_path / "a.safetensors") == {"h.0.weight", "h.1.bias", "count"}

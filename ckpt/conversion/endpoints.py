@@ -1,0 +1,165 @@
+"""Open the source and the destination of a conversion, and recognise their formats."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Any, Literal, cast, get_args
+
+from ckpt.backends.base import Store, exists, is_key
+from ckpt.backends.prefix import PrefixStore
+from ckpt.backends.registry import open_store
+from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY
+from ckpt.conversion.checkpoint_source import CheckpointSource
+from ckpt.conversion.safetensors_source import SUFFIXES, SafetensorsSource, find_model
+from ckpt.conversion.source import Location, TensorSource
+from ckpt.conversion.torch_source import TorchFileSource
+from ckpt.errors import AccessDenied, ConfigurationError, FormatError, NotFound
+from ckpt.reading.checkpoint import is_rank_local
+from ckpt.reading.slices import OpenCheckpoint
+from ckpt.transfer.threads import thread_pool
+
+Format = Literal["ckpt", "dcp", "torch", "safetensors"]
+
+_TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
+_OLD_WEIGHTS = "pytorch_model.bin"
+_ZIP = b"PK\x03\x04"
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A file or folder that the caller names.
+
+    Attributes:
+        guard: wraps each store; closing the wrapper closes the store.
+        stack: closes all that was opened.
+    """
+
+    url: str
+    options: Mapping[str, Any] | None
+    guard: Callable[[Store], Store]
+    stack: contextlib.ExitStack
+    threads: int | None = None
+
+    @property
+    def name(self) -> str:
+        """The last segment of the URL; empty if it ends in a slash."""
+        return self.url.rpartition("/")[2]
+
+    def open_folder(self, url: str) -> Store:
+        store = self.guard(open_store(url, self.options, threads=self.threads))
+        self.stack.callback(store.close)
+        return store
+
+    def open_parent(self, url: str) -> tuple[Store, str]:
+        """Open the folder of the file that `url` names, which need not exist; return its key too.
+
+        Raises:
+            ConfigurationError: `url` does not name a file, or an option is wrong.
+        """
+        parent, slash, name = url.rpartition("/")
+        if not is_key(name) or (slash and parent.endswith(":/")):
+            raise ConfigurationError(f"{url!r} does not name a file")
+        if not slash:
+            parent = "."
+        elif not parent or parent.endswith("://"):  # the root of a file system
+            parent += "/"
+        return self.open_folder(parent), name
+
+    def open_existing(self) -> Location:
+        """Open the file or folder for reading.
+
+        A link that the caller names is followed, and so are those of a Hugging Face cache, whose
+        files are all links to the `blobs` beside its `snapshots`. The store refuses other links out
+        of a folder.
+        """
+        url, is_path = self.url, "://" not in self.url
+        if is_path and os.path.isfile(url):
+            url = os.path.realpath(url)
+        # Without permission to list, a missing file is refused.
+        with contextlib.suppress(ConfigurationError, NotFound, AccessDenied):
+            folder, key = self.open_parent(url)
+            return Location(folder, key, folder.stat(key))
+        repository, name = os.path.split(os.path.abspath(url))
+        repository, snapshots = os.path.split(repository)
+        if is_path and snapshots == "snapshots" and os.path.isdir(os.path.join(repository, "blobs")):
+            return Location(PrefixStore(self.open_folder(repository), f"{snapshots}/{name}"))
+        return Location(self.open_folder(url))
+
+
+def open_source(endpoint: Endpoint) -> TensorSource:
+    """Open a source of any format. Raises FormatError if it has none of them."""
+    location = endpoint.open_existing()
+    folder, key, stat = location.folder, location.key, location.stat
+    threads = endpoint.stack.enter_context(thread_pool(folder.threads, "ckpt-read"))
+    if key is None or stat is None:
+        return _open_folder(folder, threads) or _open_checkpoint(endpoint)
+    head = bytearray(min(stat.size_bytes, len(_ZIP)))
+    folder.read_into(key, 0, [memoryview(head)])
+    if key.endswith(SUFFIXES):
+        return SafetensorsSource(location, key, threads)
+    if head == _ZIP or key.endswith(_TORCH_SUFFIXES):
+        return TorchFileSource(folder, stat, threads)
+    raise FormatError(
+        "is not a torch.save archive, nor, by its name, a safetensors file", url=folder.url, key=key
+    )
+
+
+def _open_folder(folder: Store, threads: Executor) -> TensorSource | None:
+    """Open the model in a folder; None if there is a checkpoint, or nothing."""
+    if any(exists(folder, key) for key in (COMMIT_KEY, STOCK_METADATA_KEY)) or is_rank_local(folder):
+        return None
+    key = find_model(folder)
+    if key is not None:
+        return SafetensorsSource(Location(folder), key, threads)
+    with contextlib.suppress(NotFound):
+        return TorchFileSource(folder, folder.stat(_OLD_WEIGHTS), threads, has_folder=True)
+    if exists(folder, f"{_OLD_WEIGHTS}.index.json"):
+        raise FormatError(
+            "is an old model in several pickles; load it with transformers, and save it with save_pretrained",
+            url=folder.url,
+        )
+    return None
+
+
+def _open_checkpoint(endpoint: Endpoint) -> CheckpointSource:
+    """Open a checkpoint; where nothing is, the error says best what is missing."""
+    opened = OpenCheckpoint(endpoint.url, endpoint.options, guard=endpoint.guard)
+    return CheckpointSource(endpoint.stack.enter_context(opened))
+
+
+def open_destination(endpoint: Endpoint, to: str | None, source: TensorSource) -> tuple[Location, Format]:
+    """Open the destination in the format `to`, or that of its name.
+
+    Raises:
+        ConfigurationError: the format is unknown, or the destination is a part of the source.
+    """
+    form = _format_of(endpoint.name, to, source.format)
+    if form == "torch" or (form == "safetensors" and endpoint.name.endswith(".safetensors")):
+        location = Location(*endpoint.open_parent(endpoint.url))
+    else:
+        location = Location(endpoint.open_folder(endpoint.url))
+    if source.format == form and os.path.realpath(source.url) == os.path.realpath(location.url):
+        raise ConfigurationError("source and destination are the same", url=location.url)
+    if location.key is not None and source.holds(location.url):
+        raise ConfigurationError("the destination is a file of the source", url=location.url)
+    return location, form
+
+
+def _format_of(name: str, to: str | None, source_format: str) -> Format:
+    if to is not None:
+        if to not in get_args(Format):
+            raise ConfigurationError(f"{to!r} is not a format; use one of {', '.join(get_args(Format))}")
+        return cast(Format, to)
+    if name.endswith(".safetensors"):
+        return "safetensors"
+    if name.endswith(_TORCH_SUFFIXES):
+        return "torch"
+    if source_format != "ckpt":
+        return "ckpt"
+    raise ConfigurationError(
+        "the destination's name does not tell its format; pass --to dcp, torch, safetensors or ckpt"
+    )
