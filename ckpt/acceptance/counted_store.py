@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from ckpt.backends.base import ObjectStat, PutMode, Store
 from ckpt.backends.bodies import Body, Part
@@ -24,10 +24,9 @@ class Counts:
     stats: int = 0
     others: int = 0
 
-    def add(self, other: Counts) -> None:
-        """Add the numbers of `other`."""
-        for field in fields(self):
-            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
+    def add(self, **more: int) -> None:
+        for name, number in more.items():
+            setattr(self, name, getattr(self, name) + number)
 
 
 class CountedStore(WrappedStore):
@@ -35,9 +34,8 @@ class CountedStore(WrappedStore):
 
     def __init__(self, store: Store, counts: Counts, moved: Callable[[int], None]) -> None:
         super().__init__(store)
-        self._moved = moved
+        self._counts, self._moved = counts, moved
         self._lock = threading.Lock()
-        self.counts = counts
 
     def put(self, key: str, body: Body, *, mode: PutMode = PutMode.OVERWRITE) -> None:
         super().put(key, _CountedBody(body, self._sent), mode=mode)
@@ -67,7 +65,7 @@ class CountedStore(WrappedStore):
 
     def _count(self, **more: int) -> None:
         with self._lock:
-            self.counts.add(Counts(**more))
+            self._counts.add(**more)
 
 
 class _CountedBody:

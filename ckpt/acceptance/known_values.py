@@ -1,9 +1,8 @@
 """Compute values that follow from a tensor's name and an element's position in it.
 
-So any rank can compute any slice. They are bits, not numbers: every pattern of a dtype may appear,
-NaNs too, and bits are compared. A run of 2^18 elements is a random table, rotated and shifted by
-numbers drawn from name and run. So an element that is missing, repeated, moved, or of another
-tensor shows.
+So any rank can compute any slice. They are bits, not numbers: NaNs may appear, and bits are
+compared. A run of 2^18 elements is a random table, rotated and shifted by numbers drawn from name
+and run. So an element that is missing, repeated, moved, or of another tensor shows.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
 
@@ -37,11 +36,6 @@ class Mesh:
             return None
         return tuple(begin), tuple(end)
 
-    def shard_elements(self, parameters: list[Parameter], rank: int) -> int:
-        """Count the elements that `rank` holds of all `parameters`."""
-        boxes = (self.box(parameter, rank) for parameter in parameters)
-        return sum(math.prod(b - a for a, b in zip(*box, strict=True)) for box in boxes if box is not None)
-
 
 def parse_mesh(text: str, world_size: int) -> Mesh:
     """Parse `fsdp`, `hsdp` (two replicas), `hsdp2xfsdp4`, `tp2` or `tp2xfsdp4`.
@@ -60,7 +54,7 @@ def parse_mesh(text: str, world_size: int) -> Mesh:
     shards = int(match[4]) if match[4] else (world_size // first if first else 0)
     replicas, tp = (first, 1) if match[1] == "hsdp" else (1, first)
     mesh = Mesh(replicas, shards, tp)
-    if mesh.world_size != world_size or world_size < 1:
+    if mesh.world_size != world_size:
         raise ConfigurationError(
             f"mesh {text!r} has {first} x {shards} = {first * shards} ranks, but the world size is {world_size}"
         )

@@ -22,7 +22,7 @@ from ckpt.acceptance.models import Parameter
 from ckpt.errors import FormatError
 from ckpt.transfer.boxes import Box
 
-ALIGNMENT_BYTES = 64
+_ALIGNMENT_BYTES = 64
 
 RankShard = dict[str, tuple[tuple[int, ...], Box]]
 """By FQN: the shape of the whole tensor, and the slice that a rank holds."""
@@ -35,11 +35,8 @@ def save_plans(
     properties = TensorProperties(dtype=dtype)
     plans = []
     for rank in range(mesh.world_size):
-        items = []
-        for parameter in parameters:
-            box = mesh.box(parameter, rank)
-            if box is not None:
-                items.append(_write_item(parameter, box, properties))
+        shard = shard_on(parameters, mesh, rank)
+        items = [_write_item(fqn, shape, box, properties) for fqn, (shape, box) in shard.items()]
         plans.append(SavePlan(items, planner_data={}))
     planner = DefaultSavePlanner()
     planner.set_up_planner({}, is_coordinator=True)
@@ -58,7 +55,7 @@ def shard_of(plan: SavePlan) -> RankShard:
 
 
 def shard_on(parameters: Sequence[Parameter], mesh: Mesh, rank: int) -> RankShard:
-    """List the slices that a rank loads."""
+    """List the slices that a rank holds."""
     boxes = ((parameter, mesh.box(parameter, rank)) for parameter in parameters)
     return {parameter.fqn: (parameter.shape, box) for parameter, box in boxes if box is not None}
 
@@ -81,10 +78,7 @@ def load_plan(shard: RankShard, metadata: Metadata) -> LoadPlan:
 
 def shard_nbytes(shard: RankShard, itemsize: int) -> int:
     """Compute the memory for a shard, each tensor aligned."""
-    return sum(
-        -(-math.prod(_lengths(*box)) * itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        for _, box in shard.values()
-    )
+    return sum(_aligned(math.prod(_lengths(*box)) * itemsize) for _, box in shard.values())
 
 
 def views_of(shard: RankShard, arena: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
@@ -94,7 +88,7 @@ def views_of(shard: RankShard, arena: torch.Tensor, dtype: torch.dtype) -> Itera
         lengths = _lengths(*box)
         nbytes = math.prod(lengths) * dtype.itemsize
         yield fqn, arena[at : at + nbytes].view(dtype).view(lengths)
-        at += -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        at += _aligned(nbytes)
 
 
 class SaveShard(DefaultSavePlanner):
@@ -119,13 +113,17 @@ class LoadShard(DefaultLoadPlanner):
         return self._tensors[index.fqn]
 
 
-def _write_item(parameter: Parameter, box: Box, properties: TensorProperties) -> WriteItem:
+def _write_item(fqn: str, shape: tuple[int, ...], box: Box, properties: TensorProperties) -> WriteItem:
     chunk = ChunkStorageMetadata(torch.Size(box[0]), torch.Size(_lengths(*box)))
     return WriteItem(
-        index=MetadataIndex(parameter.fqn, chunk.offsets),
+        index=MetadataIndex(fqn, chunk.offsets),
         type=WriteItemType.SHARD,
-        tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=torch.Size(parameter.shape)),
+        tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=torch.Size(shape)),
     )
+
+
+def _aligned(nbytes: int) -> int:
+    return nbytes + -nbytes % _ALIGNMENT_BYTES
 
 
 def _lengths(begin: Sequence[int], end: Sequence[int]) -> list[int]:

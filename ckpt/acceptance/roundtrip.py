@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,11 +16,10 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 from ckpt.acceptance.counted_store import Counts
-from ckpt.acceptance.memory_budget import check_memory
 from ckpt.acceptance.meshes import Mesh, parse_mesh
 from ckpt.acceptance.models import Parameter, parameters_of
 from ckpt.acceptance.plans import save_plans, shard_nbytes, shard_on
-from ckpt.acceptance.processes import Processes, Task
+from ckpt.acceptance.processes import Processes, Task, check_memory
 from ckpt.acceptance.tasks import LoadTask, RankFigures, SaveTask, Setup
 from ckpt.backends.options import redact_url
 from ckpt.backends.registry import open_store
@@ -125,10 +125,9 @@ class Roundtrip:
     @property
     def wrong(self) -> dict[str, int]:
         """Number of elements that were not loaded as they were saved, by FQN."""
-        wrong: dict[str, int] = {}
+        wrong = Counter[str]()
         for rank in self.load.ranks if self.load else ():
-            for fqn, count in rank.wrong.items():
-                wrong[fqn] = wrong.get(fqn, 0) + count
+            wrong.update(rank.wrong)
         return wrong
 
     @property
@@ -194,10 +193,11 @@ def roundtrip(
     half = max(1, world_size // 2) if load_world_size is None else load_world_size
     saving, loading = parse_mesh(mesh, world_size), parse_mesh(load_mesh, half)
     setup = Setup(os.fspath(url), dict(storage_options or {}), threads, DTYPES[dtype], seed)
-    run = _RoundtripRun(setup, parameters, processes, progress or (lambda what, done, total: None))
     elements = sum(parameter.elements for parameter in parameters)
     payload_bytes = elements * DTYPES[dtype].itemsize
-    result = Roundtrip(redact_url(setup.url), model, elements, payload_bytes, timeline=run.timeline)
+    result = Roundtrip(redact_url(setup.url), model, elements, payload_bytes)
+    report = progress or (lambda phase, done, total: None)
+    run = _RoundtripRun(setup, parameters, processes, report, result.timeline)
     load_tasks = [LoadTask(rank, shard_on(parameters, loading, rank)) for rank in range(half)]
     load_count = run.count(load_tasks) if phase in ("both", "load") else 0
     if phase != "load":
@@ -226,37 +226,34 @@ def _removing(setup: Setup) -> Iterator[None]:
     remove(setup.url, storage_options=setup.storage_options)
 
 
+@dataclass
 class _RoundtripRun:
-    def __init__(
-        self, setup: Setup, parameters: Sequence[Parameter], processes: int | None, progress: ReportPhase
-    ) -> None:
-        self._setup, self._parameters = setup, parameters
-        self._processes, self._progress = processes, progress
-        self._started_s = time.monotonic()
-        self._moved_bytes = 0
-        self._prefixes: list[str] = []
-        self.timeline: list[tuple[float, int, int]] = []
+    setup: Setup
+    parameters: Sequence[Parameter]
+    processes: int | None
+    progress: ReportPhase
+    timeline: list[tuple[float, int, int]]
+    _started_s: float = field(default_factory=time.monotonic)
+    _moved_bytes: int = 0
+    _prefixes: list[str] = field(default_factory=list)
 
     def count(self, tasks: Sequence[Task]) -> int:
         """Choose how many ranks run at the same time."""
-        return check_memory([self._shard_bytes(task) for task in tasks], self._processes)
+        return check_memory([*map(self._shard_bytes, tasks)], self.processes)
 
     def plan(self, mesh: Mesh) -> tuple[list[SaveTask], Metadata, Planned]:
         started_s = time.monotonic()
-        plans, metadata = save_plans(self._parameters, mesh, self._setup.dtype)
+        plans, metadata = save_plans(self.parameters, mesh, self.setup.dtype)
         tasks = [SaveTask(rank, plan) for rank, plan in enumerate(plans)]
         took_s = time.monotonic() - started_s
         items = sum(len(plan.items) for plan in plans)
-        return tasks, metadata, Planned(items, [self._shard_bytes(task) for task in tasks], took_s)
+        return tasks, metadata, Planned(items, [*map(self._shard_bytes, tasks)], took_s)
 
     def save(self, tasks: Sequence[SaveTask], metadata: Metadata, payload_bytes: int) -> PhaseResult:
         count = self.count(tasks)
-        needed_bytes = int(_SPACE_FACTOR * payload_bytes)
-        check_place(self._setup.url, storage_options=self._setup.storage_options, needed_bytes=needed_bytes)
-        writer = CheckpointWriter(
-            self._setup.url, storage_options=self._setup.storage_options, overwrite=False
-        )
-        try:
+        url, options = self.setup.url, self.setup.storage_options
+        check_place(url, storage_options=options, needed_bytes=int(_SPACE_FACTOR * payload_bytes))
+        with contextlib.closing(CheckpointWriter(url, storage_options=options, overwrite=False)) as writer:
             writer.set_up_storage_writer(True, rank=0, use_collectives=True)
             writer.prepare_local_plan(SavePlan([]))
             try:
@@ -264,29 +261,23 @@ class _RoundtripRun:
             except BaseException:
                 self._clean()
                 raise
-            self._commit(writer, metadata, phase)
-            return phase
-        finally:
-            writer.close()
-
-    def _commit(self, writer: CheckpointWriter, metadata: Metadata, phase: PhaseResult) -> None:
-        started_s = time.monotonic()
-        try:
-            writer.finish(metadata, [rank.results for rank in phase.ranks])
-        except CheckpointError as error:
-            if proves_no_commit(error):
-                self._clean()
-            raise
-        phase.commit_s = time.monotonic() - started_s
+            started_s = time.monotonic()
+            try:
+                writer.finish(metadata, [rank.results for rank in phase.ranks])
+            except CheckpointError as error:
+                if proves_no_commit(error):
+                    self._clean()
+                raise
+            phase.commit_s = time.monotonic() - started_s
         for rank in phase.ranks:
             rank.results = []
+        return phase
 
     def load(self, tasks: Sequence[LoadTask], count: int) -> PhaseResult:
-        total = sum(self._shard_bytes(task) for task in tasks)
-        return self._run(tasks, count, "loading", total)
+        return self._run(tasks, count, "loading", sum(map(self._shard_bytes, tasks)))
 
     def _run(self, tasks: Sequence[Task], count: int, phase: str, total_bytes: int) -> PhaseResult:
-        arena_bytes = max(self._shard_bytes(task) for task in tasks)
+        arena_bytes = max(map(self._shard_bytes, tasks))
         done = 0
 
         def report(news: int | str) -> None:
@@ -296,33 +287,30 @@ class _RoundtripRun:
                 return
             done += news
             self._moved_bytes += news
-            self._progress(phase, min(done, total_bytes), total_bytes)
+            self.progress(phase, min(done, total_bytes), total_bytes)
 
         def tick(resident_bytes: int) -> None:
             self.timeline.append((time.monotonic() - self._started_s, self._moved_bytes, resident_bytes))
 
-        with Processes(self._setup, count, arena_bytes) as processes:
+        with contextlib.closing(Processes(self.setup, count, arena_bytes)) as processes:
             started_s = time.monotonic()
             ranks = processes.run(tasks, report, tick)
             result = PhaseResult(ranks, count, time.monotonic() - started_s)
         for rank in ranks:
-            result.counts.add(rank.counts)
+            result.counts.add(**vars(rank.counts))
         return result
 
     def _shard_bytes(self, task: Task) -> int:
-        return shard_nbytes(task.shard, self._setup.dtype.itemsize)
+        return shard_nbytes(task.shard, self.setup.dtype.itemsize)
 
     def _clean(self) -> None:
         """Delete what the ranks of an uncommitted save wrote; log what cannot be deleted."""
         mine = tuple(self._prefixes)
         try:
-            store = open_store(self._setup.url, self._setup.storage_options)
-            try:
+            with contextlib.closing(open_store(self.setup.url, self.setup.storage_options)) as store:
                 keys = [stat.key for stat in store.list() if stat.key.startswith(mine)]
                 store.delete(filter(is_our_name, keys))
                 store.abandon(choose=lambda stat: stat.key.startswith(mine))
                 store.remove_empty()
-            finally:
-                store.close()
         except Exception as error:
             _logger.warning("files of the failed save could not be deleted (`ckpt gc` can): %s", error)

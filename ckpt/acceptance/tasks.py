@@ -56,7 +56,7 @@ class RankFigures:
     """
 
     rank: int
-    shard_bytes: int = 0
+    shard_bytes: int
     values_s: float = 0.0
     transfer_s: float = 0.0
     counts: Counts = field(default_factory=Counts)
@@ -77,22 +77,18 @@ class SaveTask:
         return shard_of(self.plan)
 
     def run(self, setup: Setup, arena: torch.Tensor, report: Report) -> RankFigures:
-        figures = RankFigures(self.rank)
         shard = self.shard
         tensors = dict(views_of(shard, arena, setup.dtype))
+        figures = RankFigures(self.rank, sum(tensor.nbytes for tensor in tensors.values()))
         with _timed(figures, "values_s"):
             for fqn, tensor in tensors.items():
                 fill(tensor, fqn, *shard[fqn], seed=setup.seed)
         writer = setup.make(CheckpointWriter, figures.counts, report)
-        try:
-            with _timed(figures, "transfer_s"):
-                writer.set_up_storage_writer(False, rank=self.rank, use_collectives=True)
-                report(f"{rank_directory(self.rank)}/{writer.storage_meta().save_id}")
-                writer.prepare_local_plan(SavePlan([]))
-                figures.results = writer.write_data(self.plan, SaveShard(tensors)).wait()
-        finally:
-            writer.close()
-        figures.shard_bytes = _nbytes(tensors)
+        with contextlib.closing(writer), _timed(figures, "transfer_s"):
+            writer.set_up_storage_writer(False, rank=self.rank, use_collectives=True)
+            report(f"{rank_directory(self.rank)}/{writer.storage_meta().save_id}")
+            writer.prepare_local_plan(SavePlan([]))
+            figures.results = writer.write_data(self.plan, SaveShard(tensors)).wait()
         return figures
 
 
@@ -104,22 +100,18 @@ class LoadTask:
     shard: RankShard
 
     def run(self, setup: Setup, arena: torch.Tensor, report: Report) -> RankFigures:
-        figures = RankFigures(self.rank)
         tensors = dict(views_of(self.shard, arena, setup.dtype))
+        figures = RankFigures(self.rank, sum(tensor.nbytes for tensor in tensors.values()))
         reader = setup.make(CheckpointReader, figures.counts, report)
-        try:
-            with _timed(figures, "transfer_s"):
-                metadata = reader.read_metadata()
-                reader.set_up_storage_reader(metadata, self.rank == 0, rank=self.rank)
-                plan = reader.prepare_local_plan(load_plan(self.shard, metadata))
-                reader.read_data(reader.prepare_global_plan([plan])[0], LoadShard(tensors)).wait()
-        finally:
-            reader.close()
+        with contextlib.closing(reader), _timed(figures, "transfer_s"):
+            metadata = reader.read_metadata()
+            reader.set_up_storage_reader(metadata, self.rank == 0, rank=self.rank)
+            plan = reader.prepare_local_plan(load_plan(self.shard, metadata))
+            reader.read_data(reader.prepare_global_plan([plan])[0], LoadShard(tensors)).wait()
         with _timed(figures, "values_s"):
             for fqn, tensor in tensors.items():
                 if wrong := compare(tensor, fqn, *self.shard[fqn], seed=setup.seed):
                     figures.wrong[fqn] = wrong
-        figures.shard_bytes = _nbytes(tensors)
         return figures
 
 
@@ -129,7 +121,3 @@ def _timed(figures: RankFigures, name: str) -> Iterator[None]:
     started_s = time.perf_counter()
     yield
     setattr(figures, name, getattr(figures, name) + time.perf_counter() - started_s)
-
-
-def _nbytes(tensors: Mapping[str, torch.Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors.values())

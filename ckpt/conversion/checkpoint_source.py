@@ -37,7 +37,7 @@ class CheckpointSource(TensorSource):
         for name in checkpoint.names:
             entry = checkpoint.find(name)[3]
             if isinstance(entry, ObjectRow):
-                self.objects[name] = None
+                self.objects.append(name)
             else:
                 self.tensors[name] = TensorFacts(entry.dtype, entry.size, entry.requires_grad)
         self.paths = paths_of(self._part.metadata.planner_data)

@@ -18,9 +18,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from ckpt.backends.bodies import Body
 from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY, proves_no_commit
 from ckpt.conversion.selection import ChosenTensor
-from ckpt.conversion.target import FileTarget, OutputFile, Target, Written
+from ckpt.conversion.target import FileTarget, Target, Written
 from ckpt.errors import ConfigurationError
 from ckpt.format.names import last_segment, rank_directory
 from ckpt.format.planner_data import check_planner_data
@@ -94,16 +95,16 @@ class StockCheckpointTarget(FileTarget):
         names: list[str] = []
         placed: list[PlacedItem] = []
         for group in self._chunks.files():
-            first = len(names)
-            names += [f"__{rank}_{number}.distcp" for number in range(first, first + len(group))]
-            files = [OutputFile(*file) for file in zip(names[first:], map(place, group), strict=True)]
-            self.put_all(files, check_source=False)
-            data_bytes += sum(file.nbytes for file in files)
-            for number, (file, entries) in enumerate(zip(files, group, strict=True), first):
-                for item, entry in zip(file.items, entries, strict=True):
-                    index = entry.index
+            files: dict[str, Body] = {}
+            for number, entries in enumerate(group, len(names)):
+                items = place(entries)
+                files[f"__{rank}_{number}.distcp"] = self.body(items, check_source=False)
+                for item, index in zip(items, (entry.index for entry in entries), strict=True):
                     chunk = None if index.offset is None else tuple(index.offset)
                     placed.append(PlacedItem(index.fqn, chunk, index.index, number, item.offset, item.length))
+            self.put_all(files)
+            names += files
+            data_bytes += sum(body.nbytes for body in files.values())
         self.source.check_unchanged()
         folder = last_segment(self.destination.folder.url)
         receipt = RankReceipt(rank, folder, None, names, pack_items(placed))

@@ -1,8 +1,7 @@
 """`ckpt.convert`: convert checkpoints and models from one format into another, streamed.
 
-A source reads any region of any tensor. A writer lays out its files, and asks the source for their
-bytes when they are due. So memory holds a few parts of files, whatever the size of the model or of
-one tensor.
+A source reads any region of any tensor. A target lays out its files, and asks the source for their
+bytes when they are due. So memory holds a few parts of files, whatever the size of one tensor.
 """
 
 from __future__ import annotations
@@ -127,9 +126,9 @@ def convert(
         location, form = open_destination(to_end, to, tensors)
         selection = select(tensors, rules)
         tensors.prepare({chosen.source for chosen in selection.everything})
-        make = _TARGETS[form]
-        report = progress or no_report
-        return make(form, tensors, selection, location, ranks, call, overwrite, max_shard_bytes, report)
+        return _TARGETS[form](
+            form, tensors, selection, location, ranks, call, overwrite, max_shard_bytes, progress or no_report
+        )
 
     with contextlib.closing(ranks), stack, _one_error(ranks):
         target = ranks.together(call, prepare)

@@ -1,8 +1,7 @@
 """Read and write headers and indices of safetensors files; those that are read may be hostile.
 
-A file is the header's length (8 bytes, little endian), the header in JSON, and the data. The header
-maps names to dtype, shape and place in the data; `__metadata__` holds texts. A model in several
-files has an index, JSON too, that maps tensors to files.
+A file is the header's length (8 bytes, little endian), the header in JSON, and the data. A model in
+several files has an index, JSON too, that maps tensors to files.
 """
 
 from __future__ import annotations
@@ -10,13 +9,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ckpt.backends.base import is_key
 from ckpt.errors import FormatError
+from ckpt.format.stored_tensor import StoredTensor
 
 INDEX_SUFFIX = ".safetensors.index.json"
 LENGTH_BYTES = 8
@@ -39,16 +38,6 @@ _SPARE_BRACKETS = 100_000
 METADATA = "__metadata__"
 
 
-@dataclass(frozen=True)
-class HeaderEntry:
-    """A tensor in a header; `start` and `stop` count from the beginning of the data."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-
-
 def header_bytes(raw: bytes | bytearray, file_bytes: int) -> int:
     """Read the length of the header from the first 8 bytes of a file. Raises ValueError."""
     if len(raw) < LENGTH_BYTES:
@@ -59,8 +48,8 @@ def header_bytes(raw: bytes | bytearray, file_bytes: int) -> int:
     return length
 
 
-def parse_header(raw: bytes | bytearray, data_bytes: int) -> dict[str, HeaderEntry]:
-    """Read the tensors of a header, in the order of their places in the `data_bytes` of data.
+def parse_header(raw: bytes | bytearray, data_start: int, file_bytes: int) -> dict[str, StoredTensor]:
+    """Read the tensors of a header, in the order of their places in the file.
 
     Raises:
         ValueError: it is not valid. Tensors must fill the data, one after the other.
@@ -70,20 +59,20 @@ def parse_header(raw: bytes | bytearray, data_bytes: int) -> dict[str, HeaderEnt
     metadata = header.pop(METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError(f"{METADATA} in the header does not map to texts")
-    entries = {name: _entry(name, described) for name, described in header.items()}
-    ordered = sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop))
-    end = 0
-    for name, entry in ordered:
-        if entry.start != end:
-            fault = "overlaps the one before" if entry.start < end else "leaves a gap before it"
+    tensors = [(name, _stored_tensor(name, described, data_start)) for name, described in header.items()]
+    tensors.sort(key=lambda item: (item[1].first_byte, item[1].payload_bytes))
+    end = data_start
+    for name, tensor in tensors:
+        if tensor.first_byte != end:
+            fault = "overlaps the one before" if tensor.first_byte < end else "leaves a gap before it"
             raise ValueError(f"{name[:200]!r} {fault}")
-        end = entry.stop
-    if end != data_bytes:
-        raise ValueError(f"the tensors take {end} bytes, but the data {data_bytes}")
-    return dict(ordered)
+        end += tensor.payload_bytes
+    if end != file_bytes:
+        raise ValueError(f"the tensors take {end - data_start} bytes, but the data {file_bytes - data_start}")
+    return dict(tensors)
 
 
-def _entry(name: str, described: Any) -> HeaderEntry:
+def _stored_tensor(name: str, described: Any, data_start: int) -> StoredTensor:
     if not isinstance(described, dict) or set(described) != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"{name[:200]!r} is not described by dtype, shape and data_offsets")
     dtype, shape, places = described["dtype"], described["shape"], described["data_offsets"]
@@ -95,7 +84,7 @@ def _entry(name: str, described: Any) -> HeaderEntry:
         raise ValueError(f"{name[:200]!r} has impossible data_offsets")
     if places[1] - places[0] != math.prod(shape) * DTYPES[dtype].itemsize:
         raise ValueError(f"{name[:200]!r} has data_offsets that do not fit its shape and dtype")
-    return HeaderEntry(DTYPES[dtype], tuple(shape), *places)
+    return StoredTensor.row_major(data_start + places[0], DTYPES[dtype], shape)
 
 
 def _are_sizes(values: Any) -> bool:

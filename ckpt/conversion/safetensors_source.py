@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from concurrent.futures import Executor
-from typing import Any
 
 from ckpt.backends.base import ObjectStat, Store, exists, read_bytes
 from ckpt.conversion.safetensors_format import (
     INDEX_SUFFIX,
     LENGTH_BYTES,
     MAX_INDEX_BYTES,
-    HeaderEntry,
     header_bytes,
     parse_header,
     parse_index,
@@ -38,8 +35,12 @@ class SafetensorsSource(FileSource):
         stats, index = _stats(store, key)
         super().__init__(location, stats, threads, format="safetensors", has_folder=location.key is None)
         headers = in_order(threads, self._header, stats, ahead=_FILES_AT_ONCE)
-        for file, (data_start, entries) in zip(stats, headers, strict=True):
-            self._add(file, data_start, entries, index)
+        for file, header in zip(stats, headers, strict=True):
+            for name, stored in header.items():
+                if index is None or index.get(name) == file:  # the index may assign it to another file
+                    self.tensors[name] = TensorFacts(stored.dtype, stored.shape)
+                    self._stored[name] = (file, stored)
+                    self.paths[name] = (name,)
         for name, file in (index or {}).items():
             if name not in self.tensors:
                 text = f"the index names {name[:200]!r}, which this file does not hold"
@@ -47,38 +48,20 @@ class SafetensorsSource(FileSource):
         # The order in a file is that of dtypes, and says nothing.
         self.tensors = dict(sorted(self.tensors.items(), key=lambda item: _natural(item[0])))
 
-    def _header(self, file: str) -> tuple[int, dict[str, HeaderEntry]]:
+    def _header(self, file: str) -> dict[str, StoredTensor]:
         size = self._stats[file].size_bytes
         try:
             raw = bytearray(min(LENGTH_BYTES, size))
             self._store.read_into(file, 0, [memoryview(raw)])
             header = bytearray(header_bytes(raw, size))
             self._store.read_into(file, LENGTH_BYTES, [memoryview(header)])
-            start = LENGTH_BYTES + len(header)
-            return start, parse_header(header, size - start)
+            return parse_header(header, LENGTH_BYTES + len(header), size)
         except ConfigurationError:  # also a ValueError
             raise
         except (ValueError, Truncated) as error:
             text = error.message if isinstance(error, Truncated) else str(error)
             text = f"is not a valid safetensors file: {text}"
             raise FormatError(text, url=self._store.url, key=file) from None
-
-    def _add(
-        self, file: str, data_start: int, entries: Mapping[str, HeaderEntry], index: Mapping[str, str] | None
-    ) -> None:
-        """Add the tensors of a file, but for those that the index assigns to another one."""
-        for name, entry in entries.items():
-            if index is None or index.get(name) == file:
-                self.tensors[name] = TensorFacts(entry.dtype, entry.shape)
-                stored = StoredTensor.row_major(data_start + entry.start, entry.dtype, entry.shape)
-                self._stored[name] = (file, stored)
-                self.paths[name] = (name,)
-
-    def load_object(self, name: str) -> Any:
-        raise AssertionError("safetensors files hold no objects")
-
-    def stored_object(self, name: str) -> bytes:
-        raise AssertionError("safetensors files hold no objects")
 
 
 def _natural(name: str) -> list[tuple[int, int | str]]:

@@ -1,7 +1,4 @@
-"""Write safetensors: one file, or a folder as `save_pretrained` writes it.
-
-Each rank writes some files of a model in several; the index, which makes them a model, comes last.
-"""
+"""Write safetensors: each rank some of the files; the index, which makes them a model, comes last."""
 
 from __future__ import annotations
 
@@ -12,10 +9,11 @@ from typing import Any
 import torch
 
 from ckpt.backends.base import exists, read_bytes
+from ckpt.backends.bodies import Body
 from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY
 from ckpt.conversion.safetensors_format import DTYPES, INDEX_SUFFIX, METADATA, encode_header, encode_index
 from ckpt.conversion.selection import ChosenTensor
-from ckpt.conversion.target import FileTarget, OutputFile, Written
+from ckpt.conversion.target import FileTarget, Written, end_to_end
 from ckpt.errors import ConfigurationError
 from ckpt.format.stored_tensor import dtype_name
 from ckpt.transfer.file_body import BytesPayload
@@ -35,10 +33,10 @@ class SafetensorsTarget(FileTarget):
         tensors, key = self.selection.tensors, self.destination.key
         shards = _shards(tensors, self.max_shard_bytes) if key is None else [tensors]
         self._shards = dict(zip(_names(len(shards)) if key is None else [key], shards, strict=True))
-        files = [self._file(name, shard) for name, shard in self._shards.items()]
-        shares = pack([file.nbytes for file in files], self.ranks.size)
-        self._own = [files[number] for number in shares[self.ranks.rank]]
-        self.total_bytes = sum(file.nbytes for file in self._own)
+        files = [(name, self._body(shard)) for name, shard in self._shards.items()]
+        shares = pack([body.nbytes for _, body in files], self.ranks.size)
+        self._own = dict(files[number] for number in shares[self.ranks.rank])
+        self.total_bytes = sum(body.nbytes for body in self._own.values())
 
     def _drop(self) -> None:
         """Drop objects, and all but one of tied tensors. Raises ConfigurationError for a dtype."""
@@ -65,11 +63,12 @@ class SafetensorsTarget(FileTarget):
         if not selection.tensors:
             raise ConfigurationError("the selection has no tensor, and safetensors files hold tensors only")
 
-    def _file(self, key: str, tensors: Sequence[ChosenTensor]) -> OutputFile:
+    def _body(self, tensors: Sequence[ChosenTensor]) -> Body:
         """Lay out a file: wide elements first, so that all are aligned."""
         ordered = sorted(tensors, key=lambda tensor: (-tensor.facts.dtype.itemsize, tensor.name))
         header = encode_header({t.name: (t.facts.dtype, t.facts.shape) for t in ordered})
-        return OutputFile.of(key, [BytesPayload(header), *map(self.whole, ordered)])
+        items = end_to_end([BytesPayload(header), *map(self.whole, ordered)])
+        return self.body(items, check_source=len(self._shards) == 1)  # then the file is the model
 
     def begin(self) -> None:
         """Check, on the first rank, that no output exists, and copy the other files of the model."""
@@ -96,10 +95,8 @@ class SafetensorsTarget(FileTarget):
                 self.put_bytes(stat.key, _with_dtype(data, self.selection.rules.dtype) if is_config else data)
 
     def write(self) -> Written:
-        # A file that is the model, without an index, must appear checked.
-        is_model = len(self._shards) == 1
-        self.put_all(self._own, check_source=is_model)
-        if not is_model:
+        self.put_all(self._own)
+        if len(self._shards) > 1:
             self.source.check_unchanged()
         return Written(len(self._own), self.total_bytes)
 

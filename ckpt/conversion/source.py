@@ -82,7 +82,7 @@ class TensorSource(ABC):
     url: str
     identity: str
     tensors: dict[str, TensorFacts] = field(default_factory=dict)
-    objects: dict[str, None] = field(default_factory=dict)
+    objects: list[str] = field(default_factory=list)
     paths: dict[str, Path] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     tags: Mapping[str, str] = field(default_factory=dict)
@@ -94,13 +94,13 @@ class TensorSource(ABC):
     def read(self, regions: Sequence[Region]) -> None:
         """Fill all targets, cast to their dtype. May be called from many threads."""
 
-    @abstractmethod
     def load_object(self, name: str) -> Any:
         """Load a value of torch's safe types. Raises UnsafeContent for any other."""
+        raise NotImplementedError("files of this format hold no objects")
 
-    @abstractmethod
     def stored_object(self, name: str) -> bytes:
         """Return a value as `torch.save` writes it."""
+        raise NotImplementedError("files of this format hold no objects")
 
     def nested(self, values: Mapping[str, Any]) -> Any:
         """Put these values into the source's own structure; None if it has none of its own."""

@@ -7,7 +7,7 @@ import functools
 import logging
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckpt.backends.base import PutMode, exists
@@ -78,8 +78,7 @@ class Target(ABC):
     def write(self) -> Written:
         """Write this rank's files."""
 
-    @abstractmethod
-    def publish(self, written: Sequence[Written]) -> None:
+    def publish(self, written: Sequence[Written]) -> None:  # noqa: B027 (one file needs no such step)
         """Take the last step, by which the output appears, on the first rank."""
 
     @abstractmethod
@@ -145,28 +144,6 @@ class Target(ABC):
                 raise AlreadyExists(advice, url=store.url, key=key)
 
 
-@dataclass(frozen=True)
-class OutputFile:
-    """A file, and the items that it is made of."""
-
-    key: str
-    items: Sequence[FileItem]
-
-    @staticmethod
-    def of(key: str, payloads: Iterable[Payload]) -> OutputFile:
-        """Lay payloads end to end."""
-        items: list[FileItem] = []
-        end = 0
-        for payload in payloads:
-            items.append(FileItem(end, b"", payload, b""))
-            end += payload.nbytes
-        return OutputFile(key, items)
-
-    @property
-    def nbytes(self) -> int:
-        return self.items[-1].offset + self.items[-1].length if self.items else 0
-
-
 @dataclass
 class FileTarget(Target):
     """A target of files that are streamed, a few at a time, and deleted again after a failure."""
@@ -179,33 +156,40 @@ class FileTarget(Target):
         """Make the payload of a whole tensor."""
         return self.source.payload(tensor.source, tensor.facts.dtype, tensor.facts.shape)
 
+    def body(self, items: Sequence[FileItem], *, check_source: bool) -> Body:
+        """Make the body of a file, which can be read until another file of this rank fails.
+
+        Args:
+            check_source: let the file appear only if the source has not changed until its last byte
+                was read.
+        """
+        body = FileBody(items, self.pool, self._check_not_stopped, self.count_sent)
+        return _SourceCheckedBody(body, self.source) if check_source else body
+
     def refuse_existing_file(self) -> None:
         """Raise AlreadyExists if the output is a single file that exists and must stay."""
         if self.destination.key is not None and not self.overwrite:
             advice = "this file exists already; choose another name, or pass --overwrite to replace it"
             self.refuse_existing([self.destination.key], advice)
 
-    def put_all(self, files: Sequence[OutputFile], *, check_source: bool) -> None:
-        """Put these files; the first error, or an interrupt, stops them all.
-
-        Args:
-            check_source: let a file appear only if the source has not changed until its last byte
-                was read.
-        """
+    def put_all(self, files: Mapping[str, Body]) -> None:
+        """Put these files; the first error, or an interrupt, stops them all."""
         store = self.destination.folder
         parallel = store.capabilities.parallel_parts  # then one file keeps all threads busy
         at_once = 1 if parallel or len(files) == 1 else min(_FILES_AT_ONCE, store.threads)
         with thread_pool(at_once, "ckpt-file") as threads:
-            work = functools.partial(self._put_file, check_source=check_source)
-            for _ in in_order(threads, work, files, ahead=2 * at_once, stop=self._stop):
+            for _ in in_order(threads, self._put, files.items(), ahead=2 * at_once, stop=self._stop):
                 pass
 
     def put_bytes(self, key: str, data: bytes | bytearray) -> None:
         """Put a small file."""
-        self._put(key, CheckedBody(data))
+        self._put((key, CheckedBody(data)))
 
     def proves_failure(self, error: BaseException) -> bool:
-        return _is_settled(error)
+        """Tell whether a put that failed with `error` was surely not carried out."""
+        if isinstance(error, StorageError):
+            return error.settled
+        return isinstance(error, CheckpointError) and not isinstance(error, CommitUnknown | IntegrityError)
 
     def discard(self) -> None:
         written, self._written = self._written, []
@@ -222,17 +206,13 @@ class FileTarget(Target):
                 store.url, ", ".join(self._unsettled),
             )  # fmt: skip
 
-    def _put_file(self, file: OutputFile, check_source: bool) -> None:
-        body = FileBody(file.items, self.pool, self._check_not_stopped, self.count_sent)
-        self._put(file.key, _SourceCheckedBody(body, self.source) if check_source else body)
-
-    def _put(self, key: str, body: Body) -> None:
-        store = self.destination.folder
+    def _put(self, file: tuple[str, Body]) -> None:
+        store, (key, body) = self.destination.folder, file
         try:
             store.put(key, body, mode=PutMode.OVERWRITE if self.overwrite else PutMode.CREATE)
         except CheckpointError as error:
             # Errors of reading the source come through here too.
-            if error.url == store.url and not _is_settled(error):
+            if error.url == store.url and not self.proves_failure(error):
                 self._unsettled.append(key)
             raise
         self._written.append(key)
@@ -242,11 +222,14 @@ class FileTarget(Target):
             raise StorageError("stopped: another file failed, or the conversion was interrupted")
 
 
-def _is_settled(error: BaseException) -> bool:
-    """Tell whether a put that failed with `error` was surely not carried out."""
-    if isinstance(error, StorageError):
-        return error.settled
-    return isinstance(error, CheckpointError) and not isinstance(error, CommitUnknown | IntegrityError)
+def end_to_end(payloads: Iterable[Payload]) -> list[FileItem]:
+    """Lay out payloads without frames and gaps."""
+    items: list[FileItem] = []
+    end = 0
+    for payload in payloads:
+        items.append(FileItem(end, b"", payload, b""))
+        end += payload.nbytes
+    return items
 
 
 class _SourceCheckedBody:

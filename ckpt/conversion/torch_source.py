@@ -100,11 +100,11 @@ class TorchFileSource(FileSource):
         total = 0
         for name, value in flat.items():
             if not isinstance(value, torch.Tensor):
-                self.objects[name] = None
+                self.objects.append(name)
                 self._values[name] = value
                 continue
             memory = self._add(name, value)
-            if name in self._refused:
+            if memory is None:
                 continue
             total += value.numel() * value.element_size()
             if value.numel() and names.setdefault(memory, name) != name:
@@ -112,14 +112,17 @@ class TorchFileSource(FileSource):
         if total > _MAX_GROWTH * self._size_bytes + _SLACK_BYTES:
             raise UnsafeContent(f"has tensors of {total} bytes in all, far more than are stored")
 
-    def _add(self, name: str, tensor: torch.Tensor) -> tuple[Any, ...]:
-        """Note the place of a tensor; return a key that is equal for tensors of the same memory."""
+    def _add(self, name: str, tensor: torch.Tensor) -> tuple[Any, ...] | None:
+        """Note the place of a tensor, or why it is refused; return a key of its memory."""
         shape = tuple(tensor.shape)
         self.tensors[name] = TensorFacts(tensor.dtype, shape, tensor.requires_grad)
-        offset = checkpoint_offset(tensor) if _is_plain(tensor) else None
+        is_plain = (
+            isinstance(tensor, FakeTensor) and tensor.layout is torch.strided and not tensor.is_quantized
+        )
+        offset = checkpoint_offset(tensor) if is_plain else None
         if offset is None:
             self._refused[name] = f"a {tensor.layout} {type(tensor).__name__} of {tensor.dtype}"
-            return (name,)
+            return None
         strides = tuple(tensor.stride())
         first = offset + int(tensor.storage_offset()) * tensor.element_size()
         # A dimension without steps is one row many times.
@@ -127,6 +130,7 @@ class TorchFileSource(FileSource):
         stored_strides = tuple(max(step, 1) for step in strides)
         if not _is_nested(stored_shape, stored_strides):
             self._refused[name] = "a view whose elements overlap"
+            return None
         reach = sum((n - 1) * step for n, step in zip(stored_shape, stored_strides, strict=True))
         if tensor.numel() and first + (reach + 1) * tensor.element_size() > self._size_bytes:
             raise FormatError(f"{name[:200]!r} reaches beyond the end of the file")
@@ -213,10 +217,6 @@ def _rebuilt(value: Any, path: tuple[str | int, ...], values: Mapping[str, Any])
         kept_any = any(item is not _GONE for item in items)
         return [None if item is _GONE else item for item in items] if kept_any else _GONE
     return _GONE
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, FakeTensor) and tensor.layout is torch.strided and not tensor.is_quantized
 
 
 def _is_nested(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:

@@ -6,19 +6,19 @@ their bytes: the frame. The bytes are then streamed into the frame.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from ckpt.conversion.selection import ChosenTensor
-from ckpt.conversion.target import FileTarget, OutputFile, Written
+from ckpt.conversion.target import FileTarget, Written, end_to_end
 from ckpt.errors import ConfigurationError, FormatError
 from ckpt.format.planner_data import check_planner_data
 from ckpt.stock.item_frame import save_without_crc32, untouched_memory
 from ckpt.torch_private import unflatten_state_dict
-from ckpt.transfer.file_body import BytesPayload
+from ckpt.transfer.file_body import BytesPayload, Payload
 
 _STEP_BYTES = 64
 
@@ -33,16 +33,13 @@ class TorchTarget(FileTarget):
     def write(self) -> Written:
         if self.ranks.rank != 0:
             return Written(0, 0)
-        file = self._file()
-        self.total_bytes = file.nbytes
-        self.put_all([file], check_source=True)
-        return Written(1, file.nbytes)
-
-    def publish(self, written: Sequence[Written]) -> None:
-        pass  # the file has appeared when it was written
-
-    def _file(self) -> OutputFile:
         assert self.destination.key is not None
+        body = self.body(end_to_end(self._payloads()), check_source=True)
+        self.total_bytes = body.nbytes
+        self.put_all({self.destination.key: body})
+        return Written(1, body.nbytes)
+
+    def _payloads(self) -> Iterator[Payload]:
         selection, source = self.selection, self.source
         frame = _FrameWriter(selection.tensors)
         selection.check_paths()
@@ -52,11 +49,8 @@ class TorchTarget(FileTarget):
             save_without_crc32(state, frame)
         except KeyError as error:
             raise ConfigurationError(f"torch.save does not support the dtype of a tensor: {error}") from None
-        payloads = (
-            BytesPayload(part) if isinstance(part, bytes) else self.whole(selection.tensors[part])
-            for part in frame.finish()
-        )
-        return OutputFile.of(self.destination.key, payloads)
+        for part in frame.finish():
+            yield BytesPayload(part) if isinstance(part, bytes) else self.whole(selection.tensors[part])
 
     def _nested(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Rebuild the nested state. Raises FormatError if paths contradict each other."""

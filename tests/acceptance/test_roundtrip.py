@@ -6,6 +6,7 @@ import itertools
 import os
 import signal
 import threading
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,13 @@ from support.tiers import examples
 from torch.distributed.checkpoint.planner import SavePlan
 
 import ckpt
+import ckpt.acceptance.processes
 import ckpt.acceptance.roundtrip
-from ckpt.acceptance import memory_budget
 from ckpt.acceptance.known_values import compare, fill
 from ckpt.acceptance.meshes import parse_mesh
 from ckpt.acceptance.models import Parameter, parameters_of
 from ckpt.acceptance.plans import RankShard, save_plans, shard_nbytes, shard_on
-from ckpt.acceptance.processes import Processes
+from ckpt.acceptance.processes import Processes, check_memory
 from ckpt.acceptance.tasks import LoadTask, RankFigures, SaveTask, Setup
 from ckpt.backends.posix import PosixStore
 from ckpt.errors import AlreadyExists, CheckpointError, ConfigurationError, FormatError, IntegrityError
@@ -228,7 +229,10 @@ class _FailsAfterwards(SaveTask):
 @pytest.mark.long
 def test_a_process_that_dies_is_named(tmp_path: Path) -> None:
     setup = Setup(str(tmp_path / "step"), {}, 2, torch.bfloat16, 0)
-    with Processes(setup, 1, 64) as processes, pytest.raises(CheckpointError, match=r"rank 7 ended.*memory"):
+    with (
+        closing(Processes(setup, 1, 64)) as processes,
+        pytest.raises(CheckpointError, match=r"rank 7 ended.*memory"),
+    ):
         processes.run([_Dies(7, SavePlan([]))], lambda news: None, lambda resident: None)
 
 
@@ -375,17 +379,17 @@ def test_a_taken_place_is_an_error(tmp_path: Path) -> None:
 
 
 def test_memory_decides_how_many_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_budget, "_available_bytes", lambda: 10 << 30)
+    monkeypatch.setattr(ckpt.acceptance.processes, "_available_bytes", lambda: 10 << 30)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(16))
-    assert memory_budget.check_memory([1 << 30] * 8, None) == 6
-    assert memory_budget.check_memory([1 << 30] * 4, None) == 4
-    assert memory_budget.check_memory([9 << 30] * 8, None) == 1
-    assert memory_budget.check_memory([1 << 30] * 8, 2) == 2
+    assert check_memory([1 << 30] * 8, None) == 6
+    assert check_memory([1 << 30] * 4, None) == 4
+    assert check_memory([9 << 30] * 8, None) == 1
+    assert check_memory([1 << 30] * 8, 2) == 2
     for shards, processes in [([10 << 30], None), ([1 << 30] * 8, 8), ([1], 0)]:
         with pytest.raises(ConfigurationError):
-            memory_budget.check_memory(shards, processes)
-    monkeypatch.setattr(memory_budget, "_available_bytes", lambda: None)
-    assert memory_budget.check_memory([1 << 40] * 8, None) == 8
+            check_memory(shards, processes)
+    monkeypatch.setattr(ckpt.acceptance.processes, "_available_bytes", lambda: None)
+    assert check_memory([1 << 40] * 8, None) == 8
 
 
 def test_threads_are_gone(tmp_path: Path) -> None:
