@@ -58,8 +58,8 @@ def _runs(
 ) -> Iterator[tuple[torch.Tensor, int, int, tuple[slice, ...] | None]]:
     """Split `tensor` into pieces.
 
-    Yields the bits of a piece, a range `[start, stop)` of elements of the whole tensor that
-    contains it, and the piece's slice of that range seen as rows; None if it is the whole range.
+    Yield the bits of each, the range of the whole tensor's elements that contains it, and its slice
+    of that range seen as rows; None if it is the whole range.
     """
     bits = tensor.view(_BITS[tensor.element_size()])
     begin, end = box

@@ -23,11 +23,8 @@ class Mesh:
         return self.replicas * self.shards * self.tp
 
     def box(self, parameter: Parameter, rank: int) -> Box | None:
-        """Compute the slice that `rank` holds; None if it has no element.
-
-        Tensor parallelism cuts first, FSDP2 cuts the first dimension of what is left; both as
-        `torch.chunk` does.
-        """
+        """Compute the slice that `rank` holds; None if it has no element."""
+        # Tensor parallelism cuts first, then FSDP2 in dimension 0; both as `torch.chunk` does.
         begin, end = [0] * len(parameter.shape), list(parameter.shape)
         if parameter.tp_dim is not None:
             _cut(begin, end, parameter.tp_dim, rank % self.tp, self.tp)
@@ -38,11 +35,7 @@ class Mesh:
 
 
 def parse_mesh(text: str, world_size: int) -> Mesh:
-    """Parse `fsdp`, `hsdp` (two replicas), `hsdp2xfsdp4`, `tp2` or `tp2xfsdp4`.
-
-    Raises:
-        ConfigurationError: it is none of these, or does not have `world_size` ranks.
-    """
+    """Parse `fsdp`, `hsdp` (two replicas), `hsdp2xfsdp4`, `tp2` or `tp2xfsdp4`."""
     if world_size < 1:
         raise ConfigurationError(f"the world size must be at least 1, not {world_size}")
     match = re.fullmatch(r"(?:(hsdp|tp)(\d{0,7}))?(x?)(?:fsdp(\d{0,7}))?", text)

@@ -14,13 +14,7 @@ from ckpt.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class Parameter:
-    """One entry of a state dict.
-
-    Attributes:
-        fqn: its name.
-        shape: of the whole tensor, in elements.
-        tp_dim: the dimension that tensor parallelism cuts; None where every rank keeps the whole.
-    """
+    """One entry of a state dict; tensor parallelism cuts dimension `tp_dim`, if it is not None."""
 
     fqn: str
     shape: tuple[int, ...]
@@ -119,11 +113,7 @@ _OPTIMIZERS = {"none": (), "adamw": ("exp_avg", "exp_avg_sq")}
 
 
 def parameters_of(model: str, optimizer: str = "none") -> list[Parameter]:
-    """Compute the entries of a model's state dict: weights, then optimizer states.
-
-    Raises:
-        ConfigurationError: there is no such model or optimizer.
-    """
+    """Compute the entries of a model's state dict: weights, then optimizer states."""
     if model not in MODELS:
         raise ConfigurationError(f"model must be one of {', '.join(MODELS)}, not {model[:80]!r}")
     if optimizer not in _OPTIMIZERS:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -61,11 +61,7 @@ def shard_on(parameters: Sequence[Parameter], mesh: Mesh, rank: int) -> RankShar
 
 
 def load_plan(shard: RankShard, metadata: Metadata) -> LoadPlan:
-    """Plan the reads of a shard.
-
-    Raises:
-        FormatError: the checkpoint lacks a tensor, or its shape is another one.
-    """
+    """Plan the reads of a shard. Raises FormatError if a tensor of this shape is missing."""
     items = []
     for fqn, (shape, (begin, end)) in shard.items():
         stored = metadata.state_dict_metadata.get(fqn)
@@ -81,14 +77,16 @@ def shard_nbytes(shard: RankShard, itemsize: int) -> int:
     return sum(_aligned(math.prod(_lengths(*box)) * itemsize) for _, box in shard.values())
 
 
-def views_of(shard: RankShard, arena: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the shard's tensors by FQN, in the memory of `arena` (uint8)."""
+def views_of(shard: RankShard, arena: torch.Tensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Make the shard's tensors, by FQN, in the memory of `arena` (uint8)."""
+    views = {}
     at = 0
     for fqn, (_, box) in shard.items():
         lengths = _lengths(*box)
         nbytes = math.prod(lengths) * dtype.itemsize
-        yield fqn, arena[at : at + nbytes].view(dtype).view(lengths)
+        views[fqn] = arena[at : at + nbytes].view(dtype).view(lengths)
         at += _aligned(nbytes)
+    return views
 
 
 class SaveShard(DefaultSavePlanner):

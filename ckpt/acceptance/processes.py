@@ -48,9 +48,6 @@ class Processes:
         Args:
             report: called for the tasks, in this process.
             tick: called every half second with the resident bytes of all processes.
-
-        Raises:
-            CheckpointError: a rank failed, or its process ended. Others may still be running.
         """
         waiting = list(enumerate(tasks))
         busy: dict[Connection, int] = {}
@@ -104,8 +101,7 @@ class Processes:
 def check_memory(shard_bytes: Sequence[int], processes: int | None) -> int:
     """Choose how many ranks run at the same time, by `processes` or by cores and memory.
 
-    Raises:
-        ConfigurationError: memory is too small for `processes` ranks, or for one.
+    Raises ConfigurationError if memory is too small for `processes` ranks, or for one.
     """
     if processes is not None and processes < 1:
         raise ConfigurationError(f"processes must be at least 1, not {processes}")

@@ -46,10 +46,8 @@ class RankFigures:
     """Measurements of one rank.
 
     Attributes:
-        shard_bytes: size of its tensors.
         values_s: seconds spent computing values, or comparing them.
         transfer_s: seconds spent in the writer or reader.
-        counts: operations on its store.
         peak_bytes: peak resident memory of its process until its end.
         wrong: number of elements that differ from what was saved, by FQN.
         results: arguments of DCP's `finish`.
@@ -78,7 +76,7 @@ class SaveTask:
 
     def run(self, setup: Setup, arena: torch.Tensor, report: Report) -> RankFigures:
         shard = self.shard
-        tensors = dict(views_of(shard, arena, setup.dtype))
+        tensors = views_of(shard, arena, setup.dtype)
         figures = RankFigures(self.rank, sum(tensor.nbytes for tensor in tensors.values()))
         with _timed(figures, "values_s"):
             for fqn, tensor in tensors.items():
@@ -100,7 +98,7 @@ class LoadTask:
     shard: RankShard
 
     def run(self, setup: Setup, arena: torch.Tensor, report: Report) -> RankFigures:
-        tensors = dict(views_of(self.shard, arena, setup.dtype))
+        tensors = views_of(self.shard, arena, setup.dtype)
         figures = RankFigures(self.rank, sum(tensor.nbytes for tensor in tensors.values()))
         reader = setup.make(CheckpointReader, figures.counts, report)
         with contextlib.closing(reader), _timed(figures, "transfer_s"):

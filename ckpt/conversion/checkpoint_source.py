@@ -17,11 +17,7 @@ from ckpt.stock.metadata_reader import MAX_METADATA_BYTES
 
 
 class CheckpointSource(TensorSource):
-    """A checkpoint as a source.
-
-    Raises:
-        ConfigurationError: each rank saved a part, which only those ranks can put together.
-    """
+    """A checkpoint as a source. Raises ConfigurationError if each rank saved a part."""
 
     def __init__(self, checkpoint: OpenCheckpoint) -> None:
         url, parts = checkpoint.store.url, checkpoint.parts

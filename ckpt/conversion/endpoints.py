@@ -55,11 +55,7 @@ class Endpoint:
         return store
 
     def open_parent(self, url: str) -> tuple[Store, str]:
-        """Open the folder of the file that `url` names, which need not exist; return its key too.
-
-        Raises:
-            ConfigurationError: `url` does not name a file, or an option is wrong.
-        """
+        """Open the folder of a file, and return its key. Raises ConfigurationError for no name."""
         parent, slash, name = url.rpartition("/")
         if not is_key(name) or (slash and parent.endswith(":/")):
             raise ConfigurationError(f"{url!r} does not name a file")
@@ -134,8 +130,7 @@ def _open_checkpoint(endpoint: Endpoint) -> CheckpointSource:
 def open_destination(endpoint: Endpoint, to: str | None, source: TensorSource) -> tuple[Location, Format]:
     """Open the destination in the format `to`, or that of its name.
 
-    Raises:
-        ConfigurationError: the format is unknown, or the destination is a part of the source.
+    Raises ConfigurationError if the format is unknown, or the destination a part of the source.
     """
     form = _format_of(endpoint.name, to, source.format)
     if form == "torch" or (form == "safetensors" and endpoint.name.endswith(".safetensors")):

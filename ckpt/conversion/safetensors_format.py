@@ -49,11 +49,7 @@ def header_bytes(raw: bytes | bytearray, file_bytes: int) -> int:
 
 
 def parse_header(raw: bytes | bytearray, data_start: int, file_bytes: int) -> dict[str, StoredTensor]:
-    """Read the tensors of a header, in the order of their places in the file.
-
-    Raises:
-        ValueError: it is not valid. Tensors must fill the data, one after the other.
-    """
+    """Read the tensors of a header, which fill the data one after the other. Raises ValueError."""
     # Three brackets a tensor: its own, and those of shape and place.
     header = _strict_json(raw, brackets=3 * raw.count(b"data_offsets"))
     metadata = header.pop(METADATA, {})
@@ -92,11 +88,7 @@ def _are_sizes(values: Any) -> bool:
 
 
 def encode_header(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> bytes:
-    """Encode the header of a file that holds `tensors` in this order, with its length.
-
-    Raises:
-        KeyError: the format does not have a dtype.
-    """
+    """Encode the header of a file that holds `tensors` in this order, with its length."""
     described: dict[str, Any] = {METADATA: {"format": "pt"}}
     end = 0
     for name, (dtype, shape) in tensors.items():
@@ -115,11 +107,7 @@ def encode_index(files: Mapping[str, str], total_bytes: int, parameters: int) ->
 
 
 def parse_index(raw: bytes | bytearray, *, url: str, key: str) -> dict[str, str]:
-    """Read the file of each tensor from an index.
-
-    Raises:
-        FormatError: it is not valid, or names a file outside of the folder.
-    """
+    """Read the file of each tensor from an index. Raises FormatError, also for other folders."""
     try:
         files = _strict_json(raw, brackets=0).get("weight_map")
         if not isinstance(files, dict) or not files:
@@ -135,12 +123,8 @@ def parse_index(raw: bytes | bytearray, *, url: str, key: str) -> dict[str, str]
 
 
 def _strict_json(raw: bytes | bytearray, brackets: int) -> dict[str, Any]:
-    """Parse an object in which no name comes twice. Raises ValueError.
-
-    Args:
-        brackets: about the number of lists and objects that it may hold; an empty one takes thirty
-            times as much memory as text.
-    """
+    """Parse an object in which no name comes twice. Raises ValueError."""
+    # An empty list takes thirty times as much memory as text.
     if raw.count(b"[") + raw.count(b"{") > brackets + _SPARE_BRACKETS:
         raise ValueError("JSON with far more lists and objects than it needs")
     try:

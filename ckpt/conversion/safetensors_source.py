@@ -25,9 +25,7 @@ _FILES_AT_ONCE = 4
 class SafetensorsSource(FileSource):
     """A model as a source; `key` names its file or index in the folder.
 
-    Raises:
-        FormatError: a header or the index is not valid, or they disagree.
-        NotFound: a file of the index is missing.
+    Raises FormatError if a header or the index is not valid, or they disagree.
     """
 
     def __init__(self, location: Location, key: str, threads: Executor) -> None:
@@ -70,11 +68,7 @@ def _natural(name: str) -> list[tuple[int, int | str]]:
 
 
 def find_model(store: Store) -> str | None:
-    """Find the index of a folder, or its only safetensors file; None if it has neither.
-
-    Raises:
-        ConfigurationError: it has several.
-    """
+    """Find a folder's index, or its safetensors file. Raises ConfigurationError for several."""
     for key in (f"model{INDEX_SUFFIX}", "model.safetensors"):
         if exists(store, key):
             return key

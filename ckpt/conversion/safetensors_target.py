@@ -1,4 +1,4 @@
-"""Write safetensors: each rank some of the files; the index, which makes them a model, comes last."""
+"""Write safetensors: each rank some files; the index, which makes them a model, comes last."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MAX_CONFIG_BYTES = 16 << 20
 
 
 class SafetensorsTarget(FileTarget):
-    """A safetensors file, or a folder as `save_pretrained` writes it: files, and an index if several."""
+    """A file, or a folder as `save_pretrained` writes it: files, and an index of several."""
 
     def __post_init__(self) -> None:
         self._drop()
@@ -52,7 +52,7 @@ class SafetensorsTarget(FileTarget):
                     f"{tensor.name[:200]!r} is {dtype_name(tensor.facts.dtype)}, which "
                     "safetensors cannot hold; --exclude it, or convert to ckpt, dcp or torch"
                 )
-            # The first name is kept, as `save_pretrained` keeps the embedding and not the tied head.
+            # The first name is kept: `save_pretrained` keeps the embedding, not the tied head.
             first = kept.setdefault(self.source.aliases.get(tensor.source, tensor.source), tensor)
             if first is not tensor:
                 selection.dropped[tensor.name] = f"it shares the memory of {first.name!r}, which is kept"
@@ -71,7 +71,7 @@ class SafetensorsTarget(FileTarget):
         return self.body(items, check_source=len(self._shards) == 1)  # then the file is the model
 
     def begin(self) -> None:
-        """Check, on the first rank, that no output exists, and copy the other files of the model."""
+        """Check, on the first rank, that no output exists, and copy other files of the model."""
         if self.ranks.rank != 0:
             return
         if self.destination.key is not None:

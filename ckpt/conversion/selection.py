@@ -100,12 +100,7 @@ class Selection:
 
 
 def select(source: TensorSource, rules: Rules) -> Selection:
-    """Apply the rules.
-
-    Raises:
-        ConfigurationError: nothing is left, two names become one, a pattern is not valid, or
-            `dtype` is not one for weights.
-    """
+    """Apply the rules. Raises ConfigurationError if they are not valid, or leave nothing."""
     if rules.dtype is not None and not _is_weight_dtype(rules.dtype):
         raise _no_dtype(str(rules.dtype))
     selection = Selection(rules)

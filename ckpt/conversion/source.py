@@ -121,7 +121,7 @@ class TensorSource(ABC):
     def payload(
         self, name: str, dtype: torch.dtype, sizes: Sequence[int], offsets: Sequence[int] | None = None
     ) -> StreamedPayload:
-        """Make the payload of a whole tensor or a box of it, dense, row-major, read when it is due."""
+        """Make the payload, row-major, of a whole tensor or a box of it; it is read when due."""
         return _TensorBox(self, name, dtype, sizes, offsets or (0,) * len(sizes))
 
     def read_due(self, due: Sequence[Due]) -> None:

@@ -1,4 +1,4 @@
-"""Write the output of a conversion on all ranks: check, write, publish, clean up after a failure."""
+"""Write the output of a conversion on all ranks; publish it, or clean up after a failure."""
 
 from __future__ import annotations
 
@@ -157,12 +157,7 @@ class FileTarget(Target):
         return self.source.payload(tensor.source, tensor.facts.dtype, tensor.facts.shape)
 
     def body(self, items: Sequence[FileItem], *, check_source: bool) -> Body:
-        """Make the body of a file, which can be read until another file of this rank fails.
-
-        Args:
-            check_source: let the file appear only if the source has not changed until its last byte
-                was read.
-        """
+        """Make the body of a file; `check_source` before the last bytes are released."""
         body = FileBody(items, self.pool, self._check_not_stopped, self.count_sent)
         return _SourceCheckedBody(body, self.source) if check_source else body
 

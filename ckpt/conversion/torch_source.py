@@ -30,9 +30,8 @@ _SLACK_BYTES = 1 << 30
 class TorchFileSource(FileSource):
     """A `torch.save` file as a source.
 
-    Raises:
-        FormatError: it is not an archive of `torch.save`, or damaged, or does not hold a dict.
-        UnsafeContent: loading it would run code, or take far more memory than is stored.
+    Raises FormatError if it does not hold a dict, or is damaged, and UnsafeContent if loading it
+    would run code, or take far more memory than is stored.
     """
 
     def __init__(
@@ -116,10 +115,8 @@ class TorchFileSource(FileSource):
         """Note the place of a tensor, or why it is refused; return a key of its memory."""
         shape = tuple(tensor.shape)
         self.tensors[name] = TensorFacts(tensor.dtype, shape, tensor.requires_grad)
-        is_plain = (
-            isinstance(tensor, FakeTensor) and tensor.layout is torch.strided and not tensor.is_quantized
-        )
-        offset = checkpoint_offset(tensor) if is_plain else None
+        is_strided = tensor.layout is torch.strided and not tensor.is_quantized
+        offset = checkpoint_offset(tensor) if isinstance(tensor, FakeTensor) and is_strided else None
         if offset is None:
             self._refused[name] = f"a {tensor.layout} {type(tensor).__name__} of {tensor.dtype}"
             return None
@@ -135,9 +132,8 @@ class TorchFileSource(FileSource):
         if tensor.numel() and first + (reach + 1) * tensor.element_size() > self._size_bytes:
             raise FormatError(f"{name[:200]!r} reaches beyond the end of the file")
         self._stored[name] = (self._key, StoredTensor(first, tensor.dtype, stored_shape, stored_strides))
-        if tensor.is_conj() or tensor.is_neg():
-            self._lazy[name] = (tensor.is_conj(), tensor.is_neg())
-        return first, tensor.dtype, shape, strides, self._lazy.get(name)
+        self._lazy[name] = (tensor.is_conj(), tensor.is_neg())
+        return first, tensor.dtype, shape, strides, self._lazy[name]
 
     def prepare(self, names: Collection[str]) -> None:
         for name, kind in self._refused.items():
@@ -154,7 +150,7 @@ class TorchFileSource(FileSource):
         for region in regions:
             stored = self._stored[region.name][1]
             shape = [1 if n == 1 else size for n, size in zip(stored.shape, region.target.shape, strict=True)]
-            if tuple(shape) == tuple(region.target.shape) and region.name not in self._lazy:
+            if tuple(shape) == tuple(region.target.shape) and not any(self._lazy[region.name]):
                 stored_regions.append(region)
                 continue
             offsets = [0 if n == 1 else first for n, first in zip(stored.shape, region.offsets, strict=True)]
@@ -163,7 +159,7 @@ class TorchFileSource(FileSource):
             later.append((region, tensor))
         super().read(stored_regions)
         for region, tensor in later:
-            conj, neg = self._lazy.get(region.name, (False, False))
+            conj, neg = self._lazy[region.name]
             value = tensor.conj() if conj else tensor
             region.target.copy_((value.neg() if neg else value).expand(region.target.shape))
 

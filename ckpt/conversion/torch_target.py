@@ -71,7 +71,7 @@ class TorchTarget(FileTarget):
 class _FrameWriter:
     """A file for `torch.save` that keeps all but the bytes of `tensors`.
 
-    The tensors overlap in memory, each a step after the last: torch knows storages by their address.
+    The tensors overlap in memory, each a step after the last: torch knows storages by address.
     """
 
     def __init__(self, tensors: Sequence[ChosenTensor]) -> None:

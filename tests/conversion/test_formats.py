@@ -148,6 +148,17 @@ def test_tensors_inside_of_objects(tmp_path: Path) -> None:
         assert digest(found) == digest(saved["pair"])
 
 
+def test_tensors_inside_of_one_object_keep_their_own_signs(tmp_path: Path) -> None:
+    """A conjugated or negated view is only marked as such in the file; its neighbour is not."""
+    one, other = random_tensor(3, dtype=torch.complex64), random_tensor(3, dtype=torch.complex64, seed=1)
+    negated = random_tensor(3, dtype=torch.complex64, seed=2).conj().imag
+    pair = (one.conj(), other, negated, random_tensor(3))
+    torch.save({"w": random_tensor(9), "pair": pair}, tmp_path / "a.pt")
+    convert(tmp_path / "a.pt", tmp_path / "b.pt")
+    values = torch.load(tmp_path / "b.pt", weights_only=True)["pair"]
+    assert [value.tolist() for value in values] == [value.tolist() for value in pair]
+
+
 def test_sharded_checkpoints(sharded_place: Path, stock_place: Path, tmp_path: Path) -> None:
     """Two ranks' FSDP and tensor-parallel shards become whole tensors."""
     results = []
