@@ -97,8 +97,8 @@ def _chunk(found: Any, dimensions: int) -> ChunkStorageMetadata:
 def _properties(found: Any) -> TensorProperties:
     # The other fields are deprecated and play no part in loading.
     dtype, layout, requires_grad = _state(found, "TensorProperties", tuple)[:3]
-    if layout not in _LAYOUTS:
-        raise ValueError(f"a tensor of layout {str(layout)[:40]}")
+    if _checked(layout, str) not in _LAYOUTS:  # hashing a tuple can overrun the stack
+        raise ValueError(f"a tensor of layout {layout[:40]}")
     return TensorProperties(_checked(dtype, torch.dtype), _LAYOUTS[layout], requires_grad is True)
 
 

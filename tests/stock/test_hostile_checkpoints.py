@@ -123,7 +123,7 @@ def test_the_planner_gets_our_pickle_not_the_stored_one(tmp_path: Path) -> None:
     assert len(seen) == 1
     assert torch.load(io.BytesIO(seen[0]), weights_only=True) == [1, 2, 3]
     # The stored item plus trailing bytes is still one to torch.load; the planner never sees them.
-    from ckpt.stock.item_archive import MemoryFile
+    from ckpt.stock.item_files import MemoryFile
     from ckpt.stock.safe_load import safe_object
 
     longer = MemoryFile(stored + b"cos\nsystem\n")
@@ -222,6 +222,28 @@ def test_metadata_that_grow(name: str) -> None:
     assert time.monotonic() - started_s < 20
     assert ("a number of more than 255 bytes" in str(caught.value)) == (name == "LONG4")
     assert len(str(caught.value)) < 700
+
+
+def test_a_layout_that_is_a_deep_tuple() -> None:
+    """Hashing it would overrun the stack."""
+    layout = b"N" + b"\x85" * 3_000_000
+    properties = _instance("TensorProperties", b"(" + _named("torch", "float32") + layout + b"\x89t")
+    tensor = _instance("TensorStorageMetadata", _state(properties=properties, size=b")", chunks=b"]"))
+    tensors = b"}\x8c\x01t" + tensor + b"s"
+    metadata = _instance("Metadata", _state(state_dict_metadata=tensors, storage_data=b"}"))
+    with pytest.raises(FormatError, match="tuple in place of str"):
+        decode_metadata(b"\x80\x04" + metadata + b".", url="u", key="k")
+
+
+def _instance(name: str, state: bytes) -> bytes:
+    """The opcodes that push an instance of one of DCP's classes."""
+    return _named("torch.distributed.checkpoint.metadata", name) + b")\x81" + state + b"b"
+
+
+def _state(**fields: bytes) -> bytes:
+    """The opcodes that push a dict of `fields`."""
+    pairs = (b"\x8c" + bytes([len(name)]) + name.encode() + value for name, value in fields.items())
+    return b"}(" + b"".join(pairs) + b"u"
 
 
 def test_offsets_of_one_hash() -> None:
