@@ -1,13 +1,13 @@
-"""What a checkpoint holds and where, as columns: the same as DCP's `Metadata`, at a tenth of its size and cost.
+"""Hold a checkpoint's metadata as integer columns, at a tenth of the size and cost of DCP's `Metadata`.
 
-DCP keeps an object per chunk and two per stored item; at a thousand ranks these are millions, and making,
-pickling and reading them takes longer than moving the tensors of a rank. Here they are rows of integer
-columns. The objects that DCP's planners look at are made when they are looked at.
+DCP keeps an object per chunk and two per stored item: millions at a thousand ranks, and making them takes longer
+than moving the tensors of a rank. Here the objects that DCP's planners look at are made when they are looked at.
 """
 
 from __future__ import annotations
 
 import array
+import operator
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -54,7 +54,7 @@ class TensorColumns:
     length: Integers
 
     def row_of(self, offset: Sequence[int] | None, hint: int | None) -> int:
-        """The row of the chunk at `offset`. Raises KeyError."""
+        """Find the row of the chunk at `offset`. Raises KeyError."""
         if offset is None or len(offset) != len(self.size):
             raise KeyError(offset)
         if hint is not None and 0 <= hint < len(self.file) and self.offsets[hint].tolist() == list(offset):
@@ -67,7 +67,7 @@ class TensorColumns:
 
 @dataclass(frozen=True)
 class ObjectRow:
-    """A stored item that is not a tensor: index of its file, and its place there in bytes."""
+    """A stored item that is not a tensor: index of its file, and its offset and length there in bytes."""
 
     file: int
     offset: int
@@ -85,7 +85,7 @@ class Columns:
     version: str | None = None
 
     def metadata(self) -> Metadata:
-        """DCP's view of it."""
+        """Make DCP's view of it."""
         return Metadata(
             state_dict_metadata={fqn: self._description(fqn) for fqn in self.entries},
             planner_data=self.planner_data,
@@ -103,7 +103,7 @@ class Columns:
         return TensorStorageMetadata(properties, torch.Size(entry.size), chunks)
 
     def info(self, index: MetadataIndex) -> StorageInfo:
-        """Where an item is. Raises KeyError."""
+        """Tell where an item is. Raises KeyError."""
         entry = self.entries[index.fqn]
         if isinstance(entry, ObjectRow):
             if index.offset is not None:
@@ -114,19 +114,19 @@ class Columns:
 
 
 class Chunks(Sequence[ChunkStorageMetadata]):
-    """The chunks of a tensor as DCP's planners read them: in the place of a list, made one by one."""
+    """The chunks of a tensor, made one by one where DCP's planners expect a list."""
 
     def __init__(self, columns: Columns, fqn: str) -> None:
         self._columns, self._fqn = columns, fqn
 
     @property
     def _tensor(self) -> TensorColumns:
-        found = self._columns.entries[self._fqn]
-        assert isinstance(found, TensorColumns)
-        return found
+        tensor = self._columns.entries[self._fqn]
+        assert isinstance(tensor, TensorColumns)
+        return tensor
 
     def size_at(self, index: MetadataIndex) -> torch.Size | None:
-        """The size of the chunk at `index.offset`; None if there is none."""
+        """Return the size of the chunk at `index.offset`; None if there is none."""
         try:
             return torch.Size(self._tensor.sizes[self._tensor.row_of(index.offset, index.index)].tolist())
         except KeyError:
@@ -148,14 +148,14 @@ class Chunks(Sequence[ChunkStorageMetadata]):
         )
 
     def __iter__(self) -> Iterator[ChunkStorageMetadata]:
-        sizes: dict[tuple[int, ...], torch.Size] = {}  # of most chunks the same
+        sizes: dict[tuple[int, ...], torch.Size] = {}  # most chunks share theirs
         rows = zip(self._tensor.offsets.tolist(), self._tensor.sizes.tolist(), strict=True)
         for offset, size in rows:
             key = tuple(size)
             yield ChunkStorageMetadata(torch.Size(offset), sizes.setdefault(key, torch.Size(key)))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and len(self) == len(other) and all(map(_same, self, other))
+        return isinstance(other, Sequence) and len(self) == len(other) and all(map(operator.eq, self, other))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({list(self)!r})"
@@ -185,12 +185,8 @@ class StorageTable(Mapping[MetadataIndex, StorageInfo]):
         return f"{type(self).__name__}({len(self)} items in {len(self.columns.files)} files)"
 
 
-def _same(one: object, other: object) -> bool:
-    return one == other
-
-
 def packed(offsets: Sequence[int]) -> bytes:
-    """As a dict key: the hashes of numbers are no secret, and who knows them can make a dict slow."""
+    """Make a dict key of offsets: an attacker who knows the hashes of numbers can make a dict slow."""
     return array.array("q", offsets).tobytes()
 
 
@@ -202,34 +198,27 @@ def columns_of(metadata: Metadata, *, url: str) -> Columns:
     """
     if isinstance(metadata.storage_data, StorageTable):
         return metadata.storage_data.columns
-    found = Columns(planner_data=metadata.planner_data, version=metadata.version)
+    columns = Columns(planner_data=metadata.planner_data, version=metadata.version)
     files: dict[str, int] = {}
-    places = _places(metadata.storage_data)
+    places: dict[str, dict[bytes | None, StorageInfo]] = defaultdict(dict)
+    for index, info in metadata.storage_data.items():
+        places[index.fqn][None if index.offset is None else packed(index.offset)] = info
     for fqn, described in metadata.state_dict_metadata.items():
         infos = places.pop(fqn, {})
         if isinstance(described, TensorStorageMetadata):
-            found.entries[fqn] = _tensor(fqn, described, infos, files, url)
+            columns.entries[fqn] = _tensor(fqn, described, infos, files, url)
             continue
         if list(infos) != [None]:
             raise FormatError(f"the metadata does not say where {fqn!r} is", url=url)
         info = infos[None]
-        row = files.setdefault(info.relative_path, len(files))
-        found.entries[fqn] = ObjectRow(row, info.offset, info.length)
+        file = files.setdefault(info.relative_path, len(files))
+        columns.entries[fqn] = ObjectRow(file, info.offset, info.length)
     if places:
         raise FormatError(
             f"the metadata says where {next(iter(places))!r} is, but does not describe it", url=url
         )
-    found.files = list(files)
-    return found
-
-
-def _places(
-    storage_data: Mapping[MetadataIndex, StorageInfo],
-) -> dict[str, dict[bytes | None, StorageInfo]]:
-    places: dict[str, dict[bytes | None, StorageInfo]] = defaultdict(dict)
-    for index, info in storage_data.items():
-        places[index.fqn][None if index.offset is None else packed(index.offset)] = info
-    return places
+    columns.files = list(files)
+    return columns
 
 
 def _tensor(
@@ -253,19 +242,13 @@ def _tensor(
     shape = (len(rows), len(described.size))
     offsets = np.array([tuple(chunk.offsets) for chunk in described.chunks], dtype=np.int64).reshape(shape)
     sizes = np.array([tuple(chunk.sizes) for chunk in described.chunks], dtype=np.int64).reshape(shape)
-    file, offset, length = np.array(rows, dtype=np.int64).reshape(-1, 3).T
+    places = np.array(rows, dtype=np.int64).reshape(-1, 3).T
     properties = described.properties
     return TensorColumns(
-        properties.dtype,
-        tuple(described.size),
-        properties.requires_grad,
-        offsets,
-        sizes,
-        file,
-        offset,
-        length,
+        properties.dtype, tuple(described.size), properties.requires_grad, offsets, sizes, *places
     )
 
 
 def is_quantized(dtype: torch.dtype) -> bool:
+    """Tell whether tensors of a dtype have no values without their scales."""
     return dtype_name(dtype).startswith(("qint", "quint"))

@@ -23,7 +23,7 @@ _OTHER = re.compile(
 
 
 def part_of(fqn: str, *, is_tensor: bool, has_model: bool) -> str:
-    """Whether an entry is part of the `weights`, the `optimizer`, or `other`: a guess by its name.
+    """Guess by its name whether an entry is part of the `weights`, the `optimizer`, or `other`.
 
     Args:
         has_model: a tensor beside those that are named like a model's is no weight.
@@ -36,15 +36,15 @@ def part_of(fqn: str, *, is_tensor: bool, has_model: bool) -> str:
 
 
 def has_model(paths: Iterable[Path]) -> bool:
-    """Whether a dict that is named like a model holds other values.
+    """Tell whether a dict that is named like a model holds other values.
 
-    Names alone do not tell: in the flat state of a model, `lm_head.weight` is a weight beside `model.norm.weight`.
+    Names alone do not tell: in a model's flat state, `lm_head.weight` is a weight beside `model.norm.weight`.
     """
     return any(len(path) > 1 and _MODEL.match(".".join([*map(str, path[:-1]), ""])) for path in paths)
 
 
 def paths_of(planner_data: Any) -> dict[str, Path]:
-    """What DCP's planner keeps: where each name is in the nested state. Other planners keep what they like."""
+    """Return where each name is in the nested state, from DCP's planner; other planners keep other data."""
     if not isinstance(planner_data, dict):
         return {}
     return {

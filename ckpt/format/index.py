@@ -1,17 +1,18 @@
-"""The index of a checkpoint: its columns as one small typed record, without pickle (`docs/format.md`)."""
+"""Encode and decode the index: a checkpoint's columns as one small typed record (`docs/format.md`)."""
 
 from __future__ import annotations
 
 import copyreg
+import functools
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
 import torch
 
-from ckpt.backends.base import check_key
-from ckpt.errors import CheckpointError, FormatError
+from ckpt.backends.base import is_key
+from ckpt.errors import FormatError
 from ckpt.format.columns import Columns, Integers, ObjectRow, TensorColumns
 from ckpt.format.planner_data import PlainValue, check_planner_data, pack, unpack
 from ckpt.format.stored_tensor import dtype_name
@@ -55,11 +56,7 @@ _RECORD = msgspec.msgpack.Decoder(_Record)  # made once, before there are thread
 
 
 def encode_index(columns: Columns) -> bytes:
-    """The record of `columns`.
-
-    Raises:
-        ValueError: `planner_data` hold more than plain values.
-    """
+    """Encode columns. Raises ValueError if `planner_data` holds more than plain values."""
     tables = list(columns.entries.values())
     tensors = [entry for entry in tables if isinstance(entry, TensorColumns)]
     return msgspec.msgpack.encode(
@@ -80,19 +77,17 @@ def encode_index(columns: Columns) -> bytes:
 
 def check_columns(columns: Columns) -> None:
     """Raise FormatError for what `decode_index` would refuse, without the cost of encoding and decoding."""
-    _check_paths(columns.files)
     entries = _entries(columns)
-    _checked_rows(entries)
-    _checked_cells(entries)
-    for entry in entries:
-        found = columns.entries[entry.fqn]
-        if isinstance(found, TensorColumns):
-            _check_chunks(entry, found.offsets, found.sizes)
+    _check_files(columns.files)
+    _checked_totals(entries)
+    for entry, table in zip(entries, columns.entries.values(), strict=True):
+        if isinstance(table, TensorColumns):
+            _checked_dtype(entry, table.offsets, table.sizes)
     check_planner_data(columns.planner_data)
 
 
 def decode_index(data: bytes | bytearray | memoryview, *, url: str, key: str) -> Columns:
-    """The columns in a record that may be hostile.
+    """Decode columns from a record that may be hostile.
 
     Raises:
         FormatError: it is not a record of this format, a newer one, or contradicts itself.
@@ -102,21 +97,14 @@ def decode_index(data: bytes | bytearray | memoryview, *, url: str, key: str) ->
             return _columns(_RECORD.decode(data))
     except FormatError as error:
         raise FormatError(error.message, url=url, key=key) from None
-    except (ValueError, TypeError, RecursionError, zlib.error, CheckpointError) as error:
+    except (ValueError, TypeError, RecursionError, zlib.error) as error:
         text = f"not a valid index: {type(error).__name__}: {error}"
         raise FormatError(text[:500], url=url, key=key) from error
 
 
-def _unpickled(data: bytes) -> Columns:
-    return decode_index(data, url="", key="index")
-
-
-def _pickled(columns: Columns) -> tuple[Callable[[bytes], Columns], tuple[bytes]]:
-    return _unpickled, (encode_index(columns),)
-
-
-# A hundredth of the size of its parts: DCP sends the metadata of a save to all ranks.
-copyreg.pickle(Columns, _pickled)
+# DCP sends the metadata of a save to all ranks: as an index it has a hundredth of the size.
+_unpickled = functools.partial(decode_index, url="", key="index")
+copyreg.pickle(Columns, lambda columns: (_unpickled, (encode_index(columns),)))
 
 
 def _columns(record: _Record) -> Columns:
@@ -126,38 +114,33 @@ def _columns(record: _Record) -> Columns:
         raise FormatError(
             f"an index of version {record.version}; this library reads up to {INDEX_VERSION}, update it"
         )
-    _check_paths(record.files)
-    rows, cells = _checked_rows(record.entries), _checked_cells(record.entries)
+    _check_files(record.files)
+    rows, cells = _checked_totals(record.entries)
     offsets, sizes = _integers(record.offsets, cells), _integers(record.sizes, cells)
-    file, offset, length = (_integers(c, rows) for c in (record.file, record.offset, record.length))
+    file, offset, length = (_integers(data, rows) for data in (record.file, record.offset, record.length))
     if rows and int(file.max()) >= len(record.files):
         raise FormatError("an item in no file")
     planner_data = unpack(record.planner_data)
     check_planner_data(planner_data)
-    found = Columns(
-        files=record.files,
-        planner_data=planner_data,
-        save_id=record.save_id,
-        version=record.dcp_version,
-    )
+    columns = Columns(record.files, {}, planner_data, record.save_id, record.dcp_version)
     row = cell = 0
     for entry in record.entries:
-        if entry.fqn in found.entries:
+        if entry.fqn in columns.entries:
             raise FormatError(f"{entry.fqn[:80]!r} twice")
         if entry.dtype is None:
-            found.entries[entry.fqn] = ObjectRow(int(file[row]), int(offset[row]), int(length[row]))
+            columns.entries[entry.fqn] = ObjectRow(int(file[row]), int(offset[row]), int(length[row]))
             row += 1
             continue
-        end, cell_end = row + entry.chunks, cell + entry.chunks * len(entry.size)
         shape = (entry.chunks, len(entry.size))
-        found.entries[entry.fqn] = _tensor(
-            entry,
-            offsets[cell:cell_end].reshape(shape),
-            sizes[cell:cell_end].reshape(shape),
-            (file[row:end], offset[row:end], length[row:end]),
+        end, cell_end = row + entry.chunks, cell + entry.chunks * len(entry.size)
+        boxes = offsets[cell:cell_end].reshape(shape), sizes[cell:cell_end].reshape(shape)
+        places = file[row:end], offset[row:end], length[row:end]
+        dtype = _checked_dtype(entry, *boxes)
+        columns.entries[entry.fqn] = TensorColumns(
+            dtype, tuple(entry.size), entry.requires_grad, *boxes, *places
         )
         row, cell = end, cell_end
-    return found
+    return columns
 
 
 def _entries(columns: Columns) -> list[_Entry]:
@@ -169,23 +152,15 @@ def _entries(columns: Columns) -> list[_Entry]:
     ]
 
 
-def _check_paths(paths: Sequence[str]) -> None:
-    for path in paths:
-        try:
-            check_key(path)
-        except CheckpointError as error:
-            raise FormatError(error.message) from None
+def _check_files(files: Sequence[str]) -> None:
+    for path in files:
+        if not is_key(path):
+            raise FormatError(f"not a valid object key: {path!r}")
 
 
-def _checked_cells(entries: Sequence[_Entry]) -> int:
-    cells = sum(entry.chunks * len(entry.size) for entry in entries)
-    if cells > _MAX_CELLS:
-        raise FormatError("more chunks than any checkpoint has")
-    return cells
-
-
-def _checked_rows(entries: Sequence[_Entry]) -> int:
-    rows = 0
+def _checked_totals(entries: Sequence[_Entry]) -> tuple[int, int]:
+    """Return the rows and the cells (rows times dimensions) of all entries, unless one is absurd."""
+    rows = cells = 0
     for entry in entries:
         if entry.dtype is None and (entry.chunks != 1 or entry.size):
             raise FormatError(f"an object in parts ({entry.fqn[:80]!r})")
@@ -194,20 +169,14 @@ def _checked_rows(entries: Sequence[_Entry]) -> int:
         if any(not 0 <= size < 1 << 62 for size in entry.size):
             raise FormatError(f"an absurd size ({entry.fqn[:80]!r})")
         rows += entry.chunks
-    if rows > _MAX_ROWS:
+        cells += entry.chunks * len(entry.size)
+    if rows > _MAX_ROWS or cells > _MAX_CELLS:
         raise FormatError("more chunks than any checkpoint has")
-    return rows
+    return rows, cells
 
 
-def _tensor(
-    entry: _Entry, offsets: Integers, sizes: Integers, places: tuple[Integers, Integers, Integers]
-) -> TensorColumns:
-    dtype = _check_chunks(entry, offsets, sizes)
-    return TensorColumns(dtype, tuple(entry.size), entry.requires_grad, offsets, sizes, *places)
-
-
-def _check_chunks(entry: _Entry, offsets: Integers, sizes: Integers) -> torch.dtype:
-    """Raise FormatError unless all chunks lie inside of their tensor; returns its dtype."""
+def _checked_dtype(entry: _Entry, offsets: Integers, sizes: Integers) -> torch.dtype:
+    """Return a tensor's dtype, unless one of its chunks lies outside of it."""
     assert entry.dtype is not None
     dtype = getattr(torch, entry.dtype, None)
     if not isinstance(dtype, torch.dtype):
@@ -227,14 +196,14 @@ def _inside(offsets: Integers, sizes: Integers, limits: Sequence[int]) -> bool:
 
 
 def _compressed(values: Sequence[Integers | int]) -> bytes:
-    """Integers as compressed bytes: first the lowest byte of each, then the next of each, and so on."""
+    """Compress integers: first the lowest byte of each, then the next of each, and so on."""
     parts = [np.asarray(value, dtype="<i8").reshape(-1) for value in values]
     column = np.concatenate(parts) if parts else np.empty(0, dtype="<i8")
     return zlib.compress(column.view(np.uint8).reshape(-1, 8).T.tobytes(), _COMPRESSION_LEVEL)
 
 
 def _integers(data: bytes, count: int) -> Integers:
-    """The `count` integers in `_compressed` bytes; never more memory than they need."""
+    """Expand `count` integers in no more memory than they need."""
     unpacker = zlib.decompressobj()
     planes = unpacker.decompress(data, 8 * count + 1)
     if len(planes) != 8 * count or not unpacker.eof:

@@ -1,4 +1,4 @@
-"""What a planner keeps with a checkpoint (`planner_data`): plain values, checked, and as a typed record."""
+"""Check the `planner_data` of a checkpoint, and encode it as a typed record: plain values only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MAX_PATH_PARTS = 128
 _MAX_PADDING = 16
 _MAX_INTEGER_DIGITS = 600
 HASH_MODULUS = (1 << 61) - 1
-"""Numbers from here on have the hashes of smaller ones: as keys they can make a dict slow."""
+"""Numbers from here on share the hashes of smaller ones: as keys they can make a dict slow."""
 
 
 class _List(msgspec.Struct, array_like=True, tag="l"):
@@ -41,7 +41,7 @@ PlainValue = bool | int | float | str | _Bytes | _List | _Tuple | _Dict | _Large
 
 
 def pack(value: Any, depth: int = 0) -> PlainValue:
-    """A plain value as a record. Raises ValueError for what is none, and for one nested too deep to be read."""
+    """Make a record of a plain value. Raises ValueError for any other, or one nested too deep to be read."""
     kind = type(value)
     if depth > _MAX_DEPTH:
         raise ValueError(f"values nested more than {_MAX_DEPTH} deep")
@@ -62,7 +62,7 @@ def pack(value: Any, depth: int = 0) -> PlainValue:
 
 
 def unpack(value: PlainValue) -> Any:
-    """What `pack` was given. Raises ValueError where a record contradicts itself."""
+    """Restore the value that `pack` was given. Raises ValueError where a record contradicts itself."""
     if isinstance(value, _List):
         return [unpack(item) for item in value.items]
     if isinstance(value, _Tuple):
@@ -82,7 +82,7 @@ def unpack(value: PlainValue) -> Any:
 
 
 def check_planner_data(planner_data: Any) -> None:
-    """Raise ValueError unless they are plain values that a load can use without taking undue time or memory."""
+    """Raise ValueError unless it is plain values that a load can use without undue time or memory."""
     _check_plain(planner_data)
     _check_paths(planner_data)
 
@@ -94,38 +94,35 @@ def _is_key(value: object) -> bool:
 
 
 def _check_plain(value: Any) -> None:
-    """Raise ValueError unless `value` is made of plain values only; each shared part is looked at once."""
+    """Look at each part once, however often it is shared."""
     seen: set[int] = set()
     todo = [value]
     while todo:
-        found = todo.pop()
-        kind = type(found)
+        part = todo.pop()
+        kind = type(part)
         if kind in (str, int, float, bool, bytes, type(None)):
             continue
         if kind not in (dict, OrderedDict, list, tuple):
             raise ValueError(f"a {kind.__module__}.{kind.__qualname__}")
-        if id(found) in seen:
+        if id(part) in seen:
             continue
-        seen.add(id(found))
+        seen.add(id(part))
         if len(seen) > _MAX_PLAIN_NODES:
             raise ValueError("too many values")
-        if isinstance(found, dict):
-            if not all(map(_is_key, found)):
-                raise ValueError("dict keys other than str, bytes, int below 2^61, bool and None")
-            todo.extend(found.values())
-        else:
-            todo.extend(found)
+        if isinstance(part, dict) and not all(map(_is_key, part)):
+            raise ValueError("dict keys other than str, bytes, int below 2^61, bool and None")
+        todo.extend(part.values() if isinstance(part, dict) else part)
 
 
 def _check_paths(planner_data: Any) -> None:
-    """Raise ValueError where DCP's planner would build lists or nests much larger than what is stored.
+    """Refuse paths of which DCP's planner would build lists or nests much larger than what is stored.
 
-    It rebuilds a nested state from paths like `("layers", 3, "weight")`, and pads a list up to the index.
+    From a path like `("layers", 3, "weight")` it makes a list, padded up to the index.
     """
     if not isinstance(planner_data, dict):
         return
-    # By the path to the list, as a text: the hashes of tuples can be chosen, and their nesting has no end.
-    longest: dict[str, int] = {}
+    # By the path to the list as a text: hashes of tuples can be chosen, and their nesting has no end.
+    lengths: dict[str, int] = {}
     for path in planner_data.values():
         if not isinstance(path, tuple):
             continue
@@ -135,7 +132,7 @@ def _check_paths(planner_data: Any) -> None:
             continue
         for depth, part in enumerate(path):
             if type(part) is int:
-                place = repr(path[:depth])
-                longest[place] = max(longest.get(place, 0), part + 1)
-    if sum(longest.values()) > _MAX_PADDING * len(planner_data) + 1024:
+                list_path = repr(path[:depth])
+                lengths[list_path] = max(lengths.get(list_path, 0), part + 1)
+    if sum(lengths.values()) > _MAX_PADDING * len(planner_data) + 1024:
         raise ValueError("paths into lists far longer than their entries")

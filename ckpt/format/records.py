@@ -1,21 +1,20 @@
-"""Encode and decode the records of a checkpoint: commit and manifests (`docs/format.md` is the specification)."""
+"""Encode and decode the records of a checkpoint: commit and manifests (`docs/format.md`)."""
 
 from __future__ import annotations
 
 import array
 import functools
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
+import numpy as np
 
-from ckpt.backends.base import Store, check_key
-from ckpt.consistency.checksums import combine_blocks
+from ckpt.backends.base import Store, is_key
 from ckpt.consistency.commit import COMMIT_KEY, read_commit_bytes
 from ckpt.consistency.seal import is_sealed_json, seal_json, unseal_json
-from ckpt.errors import ConfigurationError, FormatError
+from ckpt.errors import FormatError
 
 FORMAT_NAME = "ckpt-storage"
 FORMAT_VERSION = 2
@@ -24,7 +23,7 @@ _MIN_BLOCK_BYTES, _MAX_BLOCK_BYTES = 1 << 16, 1 << 24
 
 
 class ObjectRef(msgspec.Struct, frozen=True, kw_only=True):
-    """An object as the commit vouches for it."""
+    """An object that the commit names, with its checksum."""
 
     path: str
     size_bytes: int
@@ -32,7 +31,7 @@ class ObjectRef(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ManifestRef(ObjectRef, frozen=True, kw_only=True):
-    """One rank's manifest, with what a look at the whole needs without opening it."""
+    """One rank's manifest, and its totals, which are shown without opening it."""
 
     rank: int
     files: int
@@ -41,10 +40,7 @@ class ManifestRef(ObjectRef, frozen=True, kw_only=True):
 
 
 class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """`commit.json`: what makes a save a checkpoint.
-
-    `index` describes what is in it; `metadata` did in format version 1.
-    """
+    """`commit.json`, which makes a save a checkpoint: `index` (`metadata` in format version 1) describes it."""
 
     format: str = FORMAT_NAME
     version: int = FORMAT_VERSION
@@ -61,6 +57,7 @@ class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def described_by(self) -> ObjectRef:
+        """The object that describes the contents."""
         ref = self.index if self.has_index else self.metadata
         assert isinstance(ref, ObjectRef)  # checked when it was decoded
         return ref
@@ -83,21 +80,15 @@ class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
     blocks: bytes
 
     def block_crcs(self) -> Sequence[int]:
-        crcs = array.array("Q")
-        crcs.frombytes(self.blocks)
-        if sys.byteorder == "big":
-            crcs.byteswap()
-        return crcs
-
-    def crc64nvme(self, block_size_bytes: int) -> int:
-        return combine_blocks(self.block_crcs(), self.size_bytes, block_size_bytes)
+        """Unpack `blocks`."""
+        return array.array("Q", np.frombuffer(self.blocks, dtype="<u8").astype(np.uint64).tobytes())
 
 
 class ItemRecord(msgspec.Struct, frozen=True, array_like=True):
-    """One `torch.save` item in a data file.
+    """A `torch.save` item in a data file.
 
-    `payload_offset` is where the tensor's bytes (dense, row-major) start in the file. It is -1 for an item
-    that is only to be read as a whole: an object, or a tensor that is not a plain one.
+    `payload_offset` is where a tensor's bytes (dense, row-major) start in the file; -1 for an item that is read as
+    a whole: an object, or a tensor that is not plain.
     """
 
     fqn: str
@@ -110,7 +101,7 @@ class ItemRecord(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RankManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """`rank-NNNNN/<token>.json`: everything one rank wrote in one save."""
+    """`rank-NNNNN/<token>.json`: everything that a rank wrote in a save."""
 
     format: str = FORMAT_NAME
     version: int = FORMAT_VERSION
@@ -128,29 +119,25 @@ class _Header(msgspec.Struct):
 
 Record = TypeVar("Record", CommitRecord, RankManifest)
 
-# Made here and not by the first that need them: two threads that make msgspec look at one class at the same
-# time can crash the process.
+# Made before there are threads: two that make msgspec look at one class at the same time can crash the process.
 _HEADER = msgspec.json.Decoder(_Header)
-_DECODERS: dict[type, msgspec.json.Decoder[Any]] = {
-    kind: msgspec.json.Decoder(kind) for kind in (CommitRecord, RankManifest)
-}
+_COMMIT = msgspec.json.Decoder(CommitRecord)
+_MANIFEST = msgspec.json.Decoder(RankManifest)
 
 
 def encode(record: CommitRecord | RankManifest) -> bytes:
+    """Encode a record, sealed with its checksum."""
     return seal_json(msgspec.json.encode(record))
 
 
 def decode_commit(data: bytes | bytearray, *, url: str, key: str) -> CommitRecord:
-    """Raises IntegrityError (damaged), FormatError (not understood)."""
-    commit = _decode(CommitRecord, data, url, key)
-    _require(commit.has_index or isinstance(commit.metadata, ObjectRef), "no index", url, key)
-    for ref in commit.refs:
-        _check_path(ref.path, url, key)
-        _require(ref.size_bytes >= 0, "a negative size", url, key)
-    ranks = [ref.rank for ref in commit.manifests]
-    _require(len(set(ranks)) == len(ranks), "a rank listed twice", url, key)
-    _require(all(0 <= rank < commit.world_size for rank in ranks), "a rank outside of the world", url, key)
-    return commit
+    """Decode a commit record. Raises IntegrityError (damaged), FormatError (not understood)."""
+    return _decode(_COMMIT, _check_commit, data, url, key)
+
+
+def decode_manifest(data: bytes | bytearray, *, url: str, key: str) -> RankManifest:
+    """Decode a manifest. Raises IntegrityError (damaged), FormatError (not understood)."""
+    return _decode(_MANIFEST, _check_manifest, data, url, key)
 
 
 @dataclass(frozen=True)
@@ -187,54 +174,62 @@ def read_commit(store: Store) -> StoredCommit | None:
     return None if raw is None else StoredCommit(raw, store.url)
 
 
-def decode_manifest(data: bytes | bytearray, *, url: str, key: str) -> RankManifest:
-    """Raises IntegrityError (damaged), FormatError (not understood)."""
-    manifest = _decode(RankManifest, data, url, key)
-    block = manifest.block_size_bytes
-    _require(_MIN_BLOCK_BYTES <= block <= _MAX_BLOCK_BYTES, f"a block size of {block} bytes", url, key)
-    for file in manifest.files:
-        _check_path(file.path, url, key)
-        blocks = -(-file.size_bytes // block)
-        _require(
-            file.size_bytes >= 0 and len(file.blocks) == 8 * blocks, "a wrong number of blocks", url, key
-        )
-    for item in manifest.items:
-        _require(0 <= item.file < len(manifest.files), "an item in no file", url, key)
-        end, size = item.offset + item.length, manifest.files[item.file].size_bytes
-        _require(0 <= item.offset <= end <= size, f"an item outside of its file ({item.fqn!r})", url, key)
-        if item.payload_offset != -1:
-            payload_end = item.payload_offset + item.payload_bytes
-            inside = item.offset <= item.payload_offset <= payload_end <= end
-            _require(inside, f"a payload outside of its item ({item.fqn!r})", url, key)
-    return manifest
-
-
-def _decode(kind: type[Record], data: bytes | bytearray, url: str, key: str) -> Record:
+def _decode(
+    decoder: msgspec.json.Decoder[Record],
+    check: Callable[[Record], None],
+    data: bytes | bytearray,
+    url: str,
+    key: str,
+) -> Record:
     body = unseal_json(data, url=url, key=key)
     try:
         header = _HEADER.decode(body)
-        _require(header.format == FORMAT_NAME, f"another format ({header.format[:40]!r})", url, key)
+        _require(header.format == FORMAT_NAME, f"another format ({header.format[:40]!r})")
         if header.version > FORMAT_VERSION:
             raise FormatError(
-                f"written in format version {header.version}; this library reads up to {FORMAT_VERSION}, update it",
-                url=url,
-                key=key,
+                f"written in format version {header.version}; this library reads up to {FORMAT_VERSION}, update it"
             )
-        found: Record = _DECODERS[kind].decode(body)
-        return found
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        record = decoder.decode(body)
+        check(record)
+        return record
+    except FormatError as error:
+        raise FormatError(error.message, url=url, key=key) from None
+    except (ValueError, RecursionError) as error:
         raise FormatError(f"not a valid record: {error}", url=url, key=key) from error
 
 
-def _check_path(path: str, url: str, key: str) -> None:
-    try:
-        check_key(path)
-    except ConfigurationError as error:
-        raise FormatError(
-            f"names an object outside of the checkpoint: {path[:80]!r}", url=url, key=key
-        ) from error
+def _check_commit(commit: CommitRecord) -> None:
+    _require(commit.has_index or isinstance(commit.metadata, ObjectRef), "no index")
+    for ref in commit.refs:
+        _check_path(ref.path)
+        _require(ref.size_bytes >= 0, "a negative size")
+    ranks = [ref.rank for ref in commit.manifests]
+    _require(len(set(ranks)) == len(ranks), "a rank listed twice")
+    _require(all(0 <= rank < commit.world_size for rank in ranks), "a rank outside of the world")
 
 
-def _require(condition: bool, what: str, url: str, key: str) -> None:
+def _check_manifest(manifest: RankManifest) -> None:
+    block = manifest.block_size_bytes
+    _require(_MIN_BLOCK_BYTES <= block <= _MAX_BLOCK_BYTES, f"a block size of {block} bytes")
+    for file in manifest.files:
+        _check_path(file.path)
+        blocks = -(-file.size_bytes // block)
+        _require(file.size_bytes >= 0 and len(file.blocks) == 8 * blocks, "a wrong number of blocks")
+    for item in manifest.items:
+        _require(0 <= item.file < len(manifest.files), "an item in no file")
+        end, size = item.offset + item.length, manifest.files[item.file].size_bytes
+        _require(0 <= item.offset <= end <= size, f"an item outside of its file ({item.fqn!r})")
+        if item.payload_offset != -1:
+            payload_end = item.payload_offset + item.payload_bytes
+            inside = item.offset <= item.payload_offset <= payload_end <= end
+            _require(inside, f"a payload outside of its item ({item.fqn!r})")
+
+
+def _check_path(path: str) -> None:
+    if not is_key(path):
+        raise FormatError(f"names an object outside of the checkpoint: {path[:80]!r}")
+
+
+def _require(condition: bool, fault: str) -> None:
     if not condition:
-        raise FormatError(f"not a valid record: it has {what}", url=url, key=key)
+        raise FormatError(f"not a valid record: it has {fault}")

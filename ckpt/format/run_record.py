@@ -1,6 +1,6 @@
-"""`ckpt-run.json` at a run's root: the checkpoints that the run has committed, so that none has to be found by listing.
+"""Read and write `ckpt-run.json` at a run's root: the checkpoints that the run has committed.
 
-It is a memory, not the truth: whether a place holds a checkpoint, its commit record says.
+It saves a listing, and is not the truth: whether a folder holds a checkpoint, its commit record says.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class RunCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         path: its folder, directly below the root.
         saved_at_s: when its save began, in seconds since 1970.
-        metrics: by name; None is a metric that was no number.
+        metrics: by name; None if a metric was not a number.
         pinned: it is never removed.
         superseded: the run went on from an earlier step; this one belongs to a past that was given up.
     """
@@ -43,7 +43,7 @@ class RunStart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The record: checkpoints by step, starts by time."""
+    """The content of `ckpt-run.json`: checkpoints by step, starts by time."""
 
     format: str = _FORMAT
     version: int = 1
@@ -55,7 +55,7 @@ _decoder = msgspec.json.Decoder(RunRecord)  # made once, before there are thread
 
 
 def read_run(store: Store) -> RunRecord | None:
-    """The record at the store's root; None if there is none.
+    """Read the record at the store's root; None if there is none.
 
     Raises:
         IntegrityError, FormatError: it is damaged, or not understood.
@@ -68,13 +68,14 @@ def read_run(store: Store) -> RunRecord | None:
     text = unseal_json(data, url=store.url, key=RUN_KEY)
     try:
         record = _decoder.decode(text)
-    except (msgspec.MsgspecError, ValueError) as error:
+    except ValueError as error:  # as all of msgspec's are
         raise FormatError(f"not a run's record: {error}", url=store.url, key=RUN_KEY) from error
     if record.format != _FORMAT or record.version != 1:
         raise FormatError("a newer version of this library wrote it", url=store.url, key=RUN_KEY)
-    for found in record.checkpoints:
-        if "/" in found.path or not is_key(found.path) or not 0 <= found.step < 1 << 62:
-            raise FormatError(f"names an impossible checkpoint: {found.path!r}", url=store.url, key=RUN_KEY)
+    for checkpoint in record.checkpoints:
+        path, step = checkpoint.path, checkpoint.step
+        if "/" in path or not is_key(path) or not 0 <= step < 1 << 62:
+            raise FormatError(f"names an impossible checkpoint: {path!r}", url=store.url, key=RUN_KEY)
     return record
 
 

@@ -25,6 +25,7 @@ class StoredTensor:
 
     @staticmethod
     def row_major(first_byte: int, dtype: torch.dtype, shape: Sequence[int]) -> StoredTensor:
+        """Describe a tensor without gaps, its last dimension nearest."""
         strides = [math.prod(shape[dimension + 1 :]) for dimension in range(len(shape))]
         return StoredTensor(first_byte, dtype, tuple(shape), tuple(strides))
 
