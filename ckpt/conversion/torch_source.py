@@ -16,10 +16,10 @@ from ckpt.backends.base import ObjectStat, Store
 from ckpt.conversion.source import FileSource, Location, Region, TensorFacts
 from ckpt.errors import CheckpointError, ConfigurationError, FormatError, UnsafeContent
 from ckpt.format.stored_tensor import StoredTensor
-from ckpt.stock.item_archive import check_archive, is_stored_as_it_is
-from ckpt.stock.payload_finder import ItemWindow
+from ckpt.stock.item_files import PagedFile
+from ckpt.stock.payload_finder import load_fake
 from ckpt.stock.safe_load import first_line, reason
-from ckpt.torch_private import FakeTensor, FakeTensorMode, checkpoint_offset, flatten_state_dict
+from ckpt.torch_private import FakeTensor, checkpoint_offset, flatten_state_dict
 
 _MAX_FRAME_BYTES = 256 << 20
 _MAX_OBJECT_BYTES = 64 << 20
@@ -57,19 +57,9 @@ class TorchFileSource(FileSource):
             raise
 
     def _load(self) -> dict[str, Any]:
-        window = ItemWindow(self._read_at, self._size_bytes, max_bytes=_MAX_FRAME_BYTES)
+        file = PagedFile(self._read_at, self._size_bytes, max_bytes=_MAX_FRAME_BYTES)
         try:
-            reader = check_archive(window, self._size_bytes)
-            records = [name for name in reader.get_all_records() if name.startswith("data/")]
-            # The headers of all records, many at a time: torch then reads them one by one.
-            window.prefetch([reader.get_record_header_offset(name) for name in records], self._threads)
-            if not all(is_stored_as_it_is(reader, window, name) for name in records):
-                raise FormatError(
-                    "has another byte order, or compressed records; save it again with torch.save"
-                )
-            window.seek(0)
-            with FakeTensorMode():
-                state = torch.load(window, map_location="cpu", weights_only=True)  # type: ignore[arg-type]
+            state = load_fake(file, self._threads)
         except pickle.UnpicklingError as error:
             raise UnsafeContent(
                 f"contains a pickle that could run code when loaded ({reason(error)})",
@@ -78,8 +68,8 @@ class TorchFileSource(FileSource):
         except (FormatError, UnsafeContent):
             raise
         except Exception as error:
-            if window.failure is not None:
-                raise window.failure from error
+            if file.failure is not None:
+                raise file.failure from error
             text = f"cannot be read as a torch.save archive (of torch 1.6 or newer): {first_line(error)}"
             raise FormatError(text) from None
         if isinstance(state, dict):

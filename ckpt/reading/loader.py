@@ -20,7 +20,7 @@ from ckpt.reading.checkpoint import Checkpoint
 from ckpt.reading.coverage import check_coverage, filled_boxes
 from ckpt.reading.windows import Window
 from ckpt.stock.extensions import untransformed
-from ckpt.stock.item_archive import MemoryFile
+from ckpt.stock.item_files import MemoryFile
 from ckpt.stock.payload_finder import locate_payload
 from ckpt.stock.safe_load import load_tensor_item, safe_object
 from ckpt.torch_private import StorageInfo

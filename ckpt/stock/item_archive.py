@@ -1,12 +1,11 @@
-"""`torch.save` archives (zip files) before anybody loads them: is each what its directory says, and no larger?
+"""Check `torch.save` archives (zip files) before they are loaded: each is what its directory says, and no larger.
 
-Sizes and places are asked of torch's own parser, the one that will load the archive: a second parser could be
-shown something else.
+Sizes and offsets are asked of torch's own parser, which will load the archive: a second parser could be shown
+something else.
 """
 
 from __future__ import annotations
 
-import io
 import re
 import sys
 from typing import Any
@@ -14,22 +13,23 @@ from typing import Any
 import torch
 
 from ckpt.errors import FormatError
+from ckpt.stock.item_files import ItemFile
 from ckpt.stock.pickle_limits import check_torch_pickle
 from ckpt.torch_private import archive_reader
 
 _LOCAL_HEADER_BYTES = 30
 _MAX_RECORDS = 1 << 20
-
 _STORAGE = re.compile(r"data/[0-9]+")
+_LITTLE = (None, torch.serialization.LoadEndianness.LITTLE)
 
 
-def check_archive(file: Any, nbytes: int) -> Any:
-    """torch's reader of `file`, an archive whose records together are no larger than it.
+def check_archive(file: ItemFile) -> Any:
+    """Return torch's reader of `file`, an archive whose records together are no larger than it.
 
     Raises:
         FormatError: records are compressed, share bytes, or have names that torch never gives.
         UnsafeContent: its pickle names what pickling itself would call, or asks for far more than is stored.
-        Exception: whatever torch says of something that is no archive.
+        Exception: any error of torch's, if it is not an archive.
     """
     reader = archive_reader(file)
     names = reader.get_all_records()
@@ -44,8 +44,9 @@ def check_archive(file: Any, nbytes: int) -> Any:
         places.append((begin, begin + _LOCAL_HEADER_BYTES + reader.get_record_size(name)))
     places.sort()
     # A compressed record that is larger than what is stored of it would reach into the next.
+    begins = [*(begin for begin, _ in places), file.nbytes]
     stops = [0, *(stop for _, stop in places)]
-    if any(begin < stop for (begin, _), stop in zip([*places, (nbytes, 0)], stops, strict=True)):
+    if any(begin < stop for begin, stop in zip(begins, stops, strict=True)):
         raise FormatError("an archive whose records are compressed, or overlap")
     if reader.has_record("data.pkl"):
         data = reader.get_record("data.pkl")
@@ -53,8 +54,8 @@ def check_archive(file: Any, nbytes: int) -> Any:
     return reader
 
 
-def is_stored_as_it_is(reader: Any, file: io.RawIOBase, name: str) -> bool:
-    """Whether the bytes of a storage lie in the archive as they will be in this machine's memory."""
+def is_stored_as_it_is(reader: Any, file: ItemFile, name: str) -> bool:
+    """Tell whether the bytes of a storage are in the archive as they will be in this machine's memory."""
     native = sys.byteorder.encode()
     if reader.has_record("byteorder"):
         if reader.get_record("byteorder") != native:
@@ -63,45 +64,3 @@ def is_stored_as_it_is(reader: Any, file: io.RawIOBase, name: str) -> bool:
         return False
     file.seek(reader.get_record_header_offset(name) + 8)
     return file.read(2) == b"\0\0"  # the method: stored
-
-
-_LITTLE = (None, torch.serialization.LoadEndianness.LITTLE)
-
-
-class MemoryFile(io.RawIOBase):
-    """A file over bytes in memory that copies none of them before they are read."""
-
-    def __init__(self, data: bytes | bytearray | memoryview) -> None:
-        super().__init__()
-        self._view = memoryview(data).cast("B").toreadonly()
-        self._position = 0
-
-    @property
-    def nbytes(self) -> int:
-        return self._view.nbytes
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self._position = max(0, offset + (0, self._position, self.nbytes)[whence])
-        return self._position
-
-    def read(self, size: int | None = -1) -> bytes:
-        stop = self.nbytes if size is None or size < 0 else self._position + size
-        found = bytes(self._view[self._position : stop])
-        self._position += len(found)
-        return found
-
-    def readinto(self, target: Any) -> int:
-        view = memoryview(target).cast("B")
-        found = self._view[self._position : self._position + view.nbytes]
-        view[: found.nbytes] = found
-        self._position += found.nbytes
-        return found.nbytes

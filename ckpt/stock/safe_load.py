@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from ckpt.errors import FormatError, UnsafeContent
-from ckpt.stock.item_archive import MemoryFile, check_archive
+from ckpt.stock.item_archive import check_archive
+from ckpt.stock.item_files import MemoryFile
 
 _MAX_GROWTH = 4
 _SLACK_BYTES = 1 << 20
@@ -54,7 +55,7 @@ def load_tensor_item(file: MemoryFile, *, fqn: str, url: str, key: str) -> torch
 
 def _load(file: MemoryFile, fqn: str, url: str, key: str, unsafe: str, advice: str) -> Any:
     try:
-        check_archive(file, file.nbytes)
+        check_archive(file)
         file.seek(0)
         return torch.load(file, map_location="cpu", weights_only=True)  # type: ignore[arg-type]
     except pickle.UnpicklingError as error:

@@ -28,7 +28,7 @@ from ckpt.errors import (
 from ckpt.format.columns import columns_of
 from ckpt.reading.checkpoint import Checkpoint
 from ckpt.stock.item_archive import check_archive
-from ckpt.stock.payload_finder import ItemWindow
+from ckpt.stock.item_files import PagedFile
 from ckpt.stock.safe_load import first_line
 from ckpt.tools.findings import Damage, Verification, find_strays
 from ckpt.tools.record_checks import check_coverage_of
@@ -144,11 +144,11 @@ class _StockCheck:
             return [item.damage("archive", error.message)], 0
 
     def _check_archive(self, item: _Item) -> tuple[list[Damage], int | None]:
-        window = ItemWindow(lambda offset, buffer: self._read(item, offset, buffer), item.info.length)
+        window = PagedFile(lambda offset, buffer: self._read(item, offset, buffer), item.info.length)
         if item.info.relative_path.endswith(".safetensors"):
             return [], None
         try:
-            check_archive(window, item.info.length)
+            check_archive(window)
             window.seek(0)
             with zipfile.ZipFile(window) as archive:
                 records = archive.infolist()

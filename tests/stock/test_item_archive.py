@@ -20,7 +20,7 @@ from support.states import bits, emptied, random_tensor
 import ckpt
 from ckpt.errors import CheckpointError, FormatError, Truncated, UnsafeContent
 from ckpt.format.records import RankManifest, decode_manifest, encode
-from ckpt.stock.item_archive import MemoryFile
+from ckpt.stock.item_files import MemoryFile
 from ckpt.stock.safe_load import load_tensor_item, safe_object
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -23,7 +23,7 @@ from support.tiers import examples
 
 import ckpt
 from ckpt.errors import CheckpointError, UnsafeContent
-from ckpt.stock.item_archive import MemoryFile
+from ckpt.stock.item_files import MemoryFile
 from ckpt.stock.safe_load import safe_object
 
 
