@@ -63,7 +63,7 @@ class VerifiedBody:
             yield Part([buffer], crc)
 
     def crc64nvme(self) -> int:
-        return self._file.crc64nvme(self._block)
+        return combine_blocks(self._crcs, self.nbytes, self._block)
 
     def _read(self, begin: int, end: int, memory: memoryview) -> list[int]:
         first = begin // self._block
