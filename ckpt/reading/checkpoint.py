@@ -227,7 +227,7 @@ class Checkpoint:
     def _our_file(self, file: FileRecord, block_size_bytes: int) -> StoredFile:
         if not self._settings.verify:
             return StoredFile(file.path, file.size_bytes)
-        return StoredFile(file.path, file.size_bytes, block_size_bytes, file.block_crcs())
+        return StoredFile.verified(file.path, file, block_size_bytes)
 
     def _stock_file(self, key: str) -> StoredFile:
         try:

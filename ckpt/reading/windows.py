@@ -85,7 +85,7 @@ class Window:
     def read_whole(self, file: StoredFile, info: StorageInfo, then: Callable[[bytearray], None]) -> None:
         """Read an item as it is stored."""
         data = bytearray(info.length)
-        sink = MemorySink(memoryview(data), data)
+        sink = MemorySink(memoryview(data))
         self.pieces[file].append(Piece(info.offset, info.offset + info.length, sink))
         self.then.append(lambda: then(data))
         self.extra_bytes += info.length

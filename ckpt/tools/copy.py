@@ -32,6 +32,7 @@ from ckpt.errors import (
     ConfigurationError,
     FormatError,
     NotFound,
+    StorageError,
 )
 from ckpt.format.columns import Columns, columns_of
 from ckpt.format.names import ObjectName, data_key, manifest_key, rank_directory
@@ -48,6 +49,7 @@ from ckpt.tools.findings import Damage
 from ckpt.tools.gc import DEFAULT_GRACE_S
 from ckpt.tools.record_checks import IndexedItems, items_by_file
 from ckpt.transfer.buffer_pool import StagingPool
+from ckpt.transfer.fetcher import StoredFile
 from ckpt.transfer.relay_bodies import RunReader, VerifiedBody
 from ckpt.transfer.reports import ReportBytes, no_report
 from ckpt.transfer.threads import in_order, workers
@@ -336,16 +338,21 @@ class _CheckpointCopy:
             return False
 
     def _is_right(self, rank: _RankCopy, number: int, threads: Executor | None = None) -> bool:
-        file, block = rank.manifest.files[number], rank.manifest.block_size_bytes
-        return self._reader.matches(rank.key(number), file, block, threads)
+        record, block = rank.manifest.files[number], rank.manifest.block_size_bytes
+        return self._reader.matches(StoredFile.verified(rank.key(number), record, block), threads)
 
     def _send(self, file: _FileCopy) -> _FileCopy:
         rank, number = file.rank, file.number
         record, block = rank.manifest.files[number], rank.manifest.block_size_bytes
         when_visible = self._checkpoint.when_visible
-        body = VerifiedBody(self._from, record, block, self._pool, self._stop, when_visible)
+        source = StoredFile.verified(record.path, record, block)
+        body = VerifiedBody(self._from, source, self._pool, self._check_wanted, when_visible)
         self._put(rank.key(number), body, lambda: self._is_right(rank, number))
         return file
+
+    def _check_wanted(self) -> None:
+        if self._stop.is_set():
+            raise StorageError("stopped: the copy was interrupted, or another file of it failed")
 
     def _put(self, key: str, body: Body, is_right: Callable[[], bool]) -> None:
         """Put an object under a name that may belong to another copy, which still runs."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Executor
+from functools import partial
 from typing import Any
 
 from ckpt.backends.base import PutMode, Store, check_key, exists, read_bytes
@@ -17,13 +18,15 @@ from ckpt.errors import (
     ConfigurationError,
     IntegrityError,
     NotFound,
+    StorageError,
     UnsafeContent,
 )
 from ckpt.reading.checkpoint import Checkpoint
 from ckpt.stock.metadata_reader import MAX_METADATA_BYTES
 from ckpt.tools.verify_stock import verify_stock
 from ckpt.transfer.buffer_pool import StagingPool
-from ckpt.transfer.relay_bodies import RUN_BYTES, PlainBody, RunReader
+from ckpt.transfer.file_body import Due, FileBody, FileItem, StreamedPayload
+from ckpt.transfer.relay_bodies import RUN_BYTES, RunReader
 from ckpt.transfer.reports import ReportBytes, no_report
 from ckpt.transfer.threads import in_order, workers
 
@@ -123,12 +126,21 @@ class _StockCopy:
         try:
             existing = self._to.stat(path).size_bytes
         except NotFound:
-            body = PlainBody(self._from, path, size, self._pool, self._stop)
+            item = FileItem(0, b"", StreamedPayload(size, partial(self._read, path)), b"")
+            body = FileBody([item], self._pool, self._check_wanted)
             self._to.put(path, body, mode=PutMode.CREATE)
             return size, True
         if existing != size or not self._are_equal(path, size):
             raise self._taken(path)
         return size, False
+
+    def _read(self, path: str, due: Sequence[Due]) -> None:
+        for _, start, memory in due:
+            self._from.read_into(path, start, [memory])
+
+    def _check_wanted(self) -> None:
+        if self._stop.is_set():
+            raise StorageError("stopped: the copy was interrupted, or another file of it failed")
 
     def _are_equal(self, path: str, size: int) -> bool:
         source, destination = RunReader(self._from, self._pool), RunReader(self._to, self._pool)

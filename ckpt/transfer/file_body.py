@@ -1,4 +1,4 @@
-"""A data file on its way to storage: `torch.save` items laid end to end, opened part by part.
+"""Send a data file: `torch.save` items laid end to end, opened part by part.
 
 Large payloads of CPU tensors are handed over where they are. Everything else (frames, small payloads,
 tensors on a device or with gaps between their elements) is copied into one staging buffer per part.
@@ -10,12 +10,12 @@ import array
 import bisect
 import contextlib
 import itertools
-import sys
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
+import numpy as np
 import torch
 
 from ckpt.backends.bodies import Part
@@ -31,65 +31,56 @@ _COPY_BELOW_BYTES = 64 << 10
 """A run of bytes this short is cheaper to copy than to send as a buffer of its own."""
 
 
-class Payload(Protocol):
-    """The bytes of one item between its head and its tail."""
+class Payload(ABC):
+    """The `nbytes` bytes of an item between its head and its tail."""
 
-    @property
-    def nbytes(self) -> int: ...
+    nbytes: int
 
+    @abstractmethod
     def open(self) -> memoryview | torch.Tensor | StreamedPayload:
-        """All of it as it lies in memory, the tensor it has to be copied from, or itself if it is streamed."""
+        """Return all of it as it lies in memory, the tensor to copy it from, or itself if it is streamed."""
 
-    def served(self, nbytes: int) -> None:
-        """That many bytes have left; what is no longer needed may be let go."""
+    def served(self, nbytes: int) -> None:  # noqa: B027 (most keep nothing)
+        """Let go of what is no longer needed, now that `nbytes` more have left."""
 
 
-class BytesPayload:
+class BytesPayload(Payload):
     """Bytes in memory."""
 
     def __init__(self, data: bytes | bytearray | memoryview) -> None:
         self._view = memoryview(data).cast("B")
-
-    @property
-    def nbytes(self) -> int:
-        return self._view.nbytes
+        self.nbytes = self._view.nbytes
 
     def open(self) -> memoryview:
         return self._view
 
-    def served(self, nbytes: int) -> None:
-        pass
 
-
-class TensorPayload:
+class TensorPayload(Payload):
     """A tensor, asked for when its first part is due and let go after its last."""
 
     def __init__(self, resolve: Callable[[], torch.Tensor], nbytes: int) -> None:
+        self.nbytes = nbytes
         self._resolve = resolve
-        self._nbytes = nbytes
         self._lock = threading.Lock()
         self._tensor: torch.Tensor | None = None
         self._left = nbytes
 
-    @property
-    def nbytes(self) -> int:
-        return self._nbytes
-
-    def open(self) -> torch.Tensor:
+    def open(self) -> memoryview | torch.Tensor:
         with self._lock:
             if self._tensor is None:
                 self._tensor = self._resolve()
-            return self._tensor
+            tensor = self._tensor
+        return memory_of(tensor) if has_memory_view(tensor) else tensor
 
     def served(self, nbytes: int) -> None:
         with self._lock:
             self._left -= nbytes
             if self._left <= 0:
-                # Whoever still reads it holds it; a retry of an earlier part asks the planner again.
-                self._tensor, self._left = None, self._nbytes
+                # Its memory outlives it where it is still read; a retry of an earlier part asks the planner again.
+                self._tensor, self._left = None, self.nbytes
 
 
-class StreamedPayload:
+class StreamedPayload(Payload):
     """Bytes that are read when their part is due, and only those of the part.
 
     Args:
@@ -97,27 +88,20 @@ class StreamedPayload:
     """
 
     def __init__(self, nbytes: int, read: Callable[[Sequence[Due]], None]) -> None:
-        self._nbytes = nbytes
+        self.nbytes = nbytes
         self.read = read
-
-    @property
-    def nbytes(self) -> int:
-        return self._nbytes
 
     def open(self) -> StreamedPayload:
         return self
 
-    def served(self, nbytes: int) -> None:
-        pass
-
 
 Due = tuple[StreamedPayload, int, memoryview]
-"""A payload, the place of the first byte wanted of it, and the memory to fill."""
+"""A payload, the offset in it of the first byte wanted, and the memory to fill."""
 
 
 @dataclass(frozen=True)
 class FileItem:
-    """An item and where it lies in its file."""
+    """An item, and its offset in its file."""
 
     offset: int
     head: bytes
@@ -134,7 +118,12 @@ class FileItem:
 
 
 class FileBody:
-    """The body of a data file (`ckpt.backends.base.Body`), which notes its blocks' checksums as it goes."""
+    """The body of a data file (`ckpt.backends.base.Body`), which notes its blocks' checksums as it goes.
+
+    Args:
+        check: called before each part; raises when the file is not wanted any more.
+        pace: called before bytes are sent (`ckpt.backends.base.Part`).
+    """
 
     has_checksums = True
 
@@ -145,27 +134,15 @@ class FileBody:
         check: Callable[[], None] = lambda: None,
         pace: Callable[[int], None] | None = None,
     ) -> None:
-        """`check` is called before each part and raises when the file is not wanted any more.
-
-        `pace` is called before bytes are sent (`ckpt.backends.base.Part`).
-        """
-        self._items = items
-        self._pace = pace
-        self._pool = pool
-        self._check = check
+        self.nbytes = items[-1].offset + items[-1].length if items else 0
+        self._items, self._pool, self._check, self._pace = items, pool, check, pace
         self._offsets = [item.offset for item in items]
-        self._nbytes = items[-1].offset + items[-1].length if items else 0
-        self._crcs = array.array("Q", bytes(8 * -(-self._nbytes // BLOCK_SIZE_BYTES)))
-
-    @property
-    def nbytes(self) -> int:
-        return self._nbytes
+        self._crcs = array.array("Q", bytes(8 * -(-self.nbytes // BLOCK_SIZE_BYTES)))
 
     @contextlib.contextmanager
     def part(self, start: int, stop: int) -> Iterator[Part]:
         self._check()
         with no_gc():
-            # The runs hold the tensors whose memory the buffers show.
             runs = list(self._runs(start, stop))
             scratch_bytes = _place(runs)
         with self._pool.take(scratch_bytes) as scratch:
@@ -179,17 +156,14 @@ class FileBody:
                 run.payload.served(run.nbytes)
 
     def crc64nvme(self) -> int:
-        return combine_blocks(self._crcs, self._nbytes, BLOCK_SIZE_BYTES)
+        return combine_blocks(self._crcs, self.nbytes, BLOCK_SIZE_BYTES)
 
     def blocks(self) -> bytes:
-        """The blocks' checksums as the manifest keeps them."""
-        crcs = array.array("Q", self._crcs)
-        if sys.byteorder == "big":
-            crcs.byteswap()
-        return crcs.tobytes()
+        """Return the blocks' checksums as the manifest keeps them."""
+        return np.asarray(self._crcs, dtype="<u8").tobytes()
 
     def _runs(self, start: int, stop: int) -> Iterator[_Run]:
-        """The runs of bytes that make up `[start, stop)`, in order and without gaps."""
+        """List the runs of bytes that make up `[start, stop)`, in order and without gaps."""
         position = start
         first = max(0, bisect.bisect_right(self._offsets, start) - 1)
         for item in itertools.islice(self._items, first, None):
@@ -197,79 +171,65 @@ class FileBody:
                 break
             end = item.offset + item.length
             if position <= item.offset and end <= stop and item.length < _COPY_BELOW_BYTES:
-                yield _Run(position, end - position, item=item, payload=item.payload)
+                yield _Run(position, end - position, item, payload=item.payload)
                 position = end
                 continue
             if position < item.offset:
-                yield _view_run(position, memoryview(bytes(item.offset - position)))
+                yield _zeros(position, item.offset)
                 position = item.offset
             for run in _runs_of_item(item, position, stop):
                 yield run
                 position += run.nbytes
         if position < stop:
-            yield _view_run(position, memoryview(bytes(stop - position)))
+            yield _zeros(position, stop)
 
 
 @dataclass(slots=True)
 class _Run:
-    """A run of a file's bytes from `position` on, and where they come from.
+    """A run of a file's bytes from `position` on.
 
-    One of: a `view` of memory; a `tensor` whose bytes from `begin` on are copied; a `streamed` payload that is read
-    from `begin` on; a small `item` as a whole, with the gap before it, which is copied too.
+    Attributes:
+        source: memory; a tensor or streamed payload, of which the bytes from `begin` on are copied; or a small
+            item, which is copied as a whole with the gap before it.
+        scratch_at: where it is copied to; -1 for memory that is handed over where it is.
     """
 
     position: int
     nbytes: int
-    view: memoryview | None = None
-    tensor: torch.Tensor | None = None
+    source: memoryview | torch.Tensor | StreamedPayload | FileItem
     begin: int = 0
-    item: FileItem | None = None
-    streamed: StreamedPayload | None = None
     payload: Payload | None = None
     scratch_at: int = -1
 
 
+def _zeros(position: int, stop: int) -> _Run:
+    return _Run(position, stop - position, memoryview(bytes(stop - position)))
+
+
 def _runs_of_item(item: FileItem, position: int, stop: int) -> Iterator[_Run]:
-    """The runs of an item between `position`, which is inside of it, and `stop`."""
-    for offset, piece in (
-        (item.offset, item.head),
-        (item.payload_offset, item.payload),
-        (item.payload_offset + item.payload.nbytes, item.tail),
-    ):
-        nbytes = len(piece) if isinstance(piece, bytes) else piece.nbytes
-        begin, end = max(position - offset, 0), min(stop - offset, nbytes)
-        if begin >= end:
-            continue
-        if isinstance(piece, bytes):
-            yield _view_run(position, memoryview(piece)[begin:end])
-        else:
-            yield _payload_run(position, piece, begin, end)
-        position = offset + end
-
-
-def _view_run(position: int, view: memoryview) -> _Run:
-    return _Run(position, view.nbytes, view)
-
-
-def _payload_run(position: int, payload: Payload, begin: int, end: int) -> _Run:
-    source = payload.open()
-    if isinstance(source, memoryview):
-        return _Run(position, end - begin, source[begin:end], payload=payload)
-    if isinstance(source, StreamedPayload):
-        return _Run(position, end - begin, streamed=source, begin=begin)
-    view = memory_of(source)[begin:end] if has_memory_view(source) else None
-    return _Run(position, end - begin, view, source, begin, payload=payload)
+    """List the runs of an item between `position`, which is inside of it, and `stop`."""
+    offset = item.offset
+    for part in (memoryview(item.head), item.payload, memoryview(item.tail)):
+        begin, end = max(position - offset, 0), min(stop - offset, part.nbytes)
+        if begin < end:
+            payload = part if isinstance(part, Payload) else None
+            source = part.open() if isinstance(part, Payload) else part
+            if isinstance(source, memoryview):
+                source = source[begin:end]
+            yield _Run(position, end - begin, source, begin, payload)
+            position = offset + end
+        offset += part.nbytes
 
 
 def _place(runs: Sequence[_Run]) -> int:
-    """Give a place in scratch to every run that is copied; returns the scratch bytes needed.
+    """Give a place in scratch to every run that is copied; return the scratch bytes needed.
 
     Neighbours lie side by side, so that they leave as one buffer, and every place is aligned as the run is
     in its file, so that a tensor's elements are too.
     """
     end, after = 0, -1
     for run in runs:
-        if run.view is not None and run.nbytes >= _COPY_BELOW_BYTES:
+        if isinstance(run.source, memoryview) and run.nbytes >= _COPY_BELOW_BYTES:
             continue
         if run.position != after:
             end += (run.position - end) % ALIGNMENT_BYTES
@@ -280,55 +240,38 @@ def _place(runs: Sequence[_Run]) -> int:
 
 
 def _fill(runs: Sequence[_Run], scratch: torch.Tensor) -> list[memoryview]:
-    """Copy what has to be copied; returns the buffers of all runs in order."""
+    """Copy what has to be copied; return the buffers of all runs in order."""
     memory = memory_of(scratch)
     buffers: list[memoryview] = []
     due: list[Due] = []
-    open_from = open_to = -1
-    for run in runs:
-        if run.scratch_at < 0:
-            if open_from >= 0:
-                buffers.append(memory[open_from:open_to])
-                open_from = -1
-            assert run.view is not None
-            buffers.append(run.view)
-            continue
-        at, to = run.scratch_at, run.scratch_at + run.nbytes
-        if run.item is not None:
-            _copy_item(run.item, memory, scratch, at, to, due)
-        elif run.streamed is not None:
-            due.append((run.streamed, run.begin, memory[at:to]))
-        elif run.view is not None:
-            memory[at:to] = run.view
+    for is_copied, neighbours in itertools.groupby(runs, lambda run: run.scratch_at >= 0):
+        group = list(neighbours)
+        if is_copied:
+            for run in group:
+                _copy(run, scratch, memory, due)
+            buffers.append(memory[group[0].scratch_at : group[-1].scratch_at + group[-1].nbytes])
         else:
-            assert run.tensor is not None
-            size = run.tensor.element_size()
-            copy_flat(run.tensor, run.begin // size, (run.begin + run.nbytes) // size, scratch[at:to])
-        if open_from < 0:
-            open_from = at
-        open_to = to
-    if open_from >= 0:
-        buffers.append(memory[open_from:open_to])
+            buffers += [run.source for run in group if isinstance(run.source, memoryview)]
     if due:
         due[0][0].read(due)
     return buffers
 
 
-def _copy_item(
-    item: FileItem, memory: memoryview, scratch: torch.Tensor, at: int, to: int, due: list[Due]
-) -> None:
-    """Copy a whole item into scratch `[at, to)`, with zeros in the gap before it; what is streamed becomes `due`."""
-    head_at = to - item.length
-    memory[at:head_at] = bytes(head_at - at)
-    payload_at, payload_to = head_at + len(item.head), to - len(item.tail)
-    memory[head_at:payload_at] = item.head
-    memory[payload_to:to] = item.tail
-    source = item.payload.open()
+def _copy(run: _Run, scratch: torch.Tensor, memory: memoryview, due: list[Due]) -> None:
+    """Copy a run to its place in scratch, whose bytes `memory` shows; what is streamed becomes `due`."""
+    source, begin, end = run.source, run.scratch_at, run.scratch_at + run.nbytes
+    if isinstance(source, FileItem):
+        item, item_begin = source, end - source.length
+        memory[begin:item_begin] = bytes(item_begin - begin)  # the gap before it
+        begin = item_begin + len(item.head)
+        memory[item_begin:begin] = item.head
+        memory[end - len(item.tail) : end] = item.tail
+        end -= len(item.tail)
+        source = item.payload.open()
     if isinstance(source, memoryview):
-        memory[payload_at:payload_to] = source
+        memory[begin:end] = source
     elif isinstance(source, StreamedPayload):
-        due.append((source, 0, memory[payload_at:payload_to]))
-    elif has_memory_view(source):
-        memory[payload_at:payload_to] = memory_of(source)
+        due.append((source, run.begin, memory[begin:end]))
     else:
-        copy_flat(source, 0, source.numel(), scratch[payload_at:payload_to])
+        size = source.element_size()
+        copy_flat(source, run.begin // size, (run.begin + end - begin) // size, scratch[begin:end])

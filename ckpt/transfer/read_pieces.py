@@ -1,8 +1,7 @@
-"""Which bytes of a stored tensor a load needs, and where they go.
+"""Cut a region of a stored tensor into pieces: runs of the file that one sink takes.
 
-A region of a stored tensor is cut into pieces: runs of the file that one sink takes. The best sink is the
-destination's own memory; the others copy out of scratch, because the destination is on a device, has another
-dtype, or has gaps where the file has none.
+The best sink is the destination's own memory. The others copy out of scratch: the destination is on a device, has
+another dtype, or has gaps where the file has none.
 """
 
 from __future__ import annotations
@@ -14,21 +13,21 @@ from typing import Protocol
 import torch
 
 from ckpt.format.stored_tensor import StoredTensor
-from ckpt.transfer.boxes import flat_boxes
-from ckpt.transfer.tensor_memory import copy_elements, has_memory_view, memory_of
+from ckpt.transfer.tensor_memory import copy_elements, flat_pairs, has_memory_view, memory_of
 
 _STRIDED_BYTES = 4 << 20
-"""Longest run of a file that is read whole for the rows that are wanted of it."""
+"""The longest run of a file that is read whole for the rows that are wanted of it."""
 
 _WORTH_SKIPPING_BYTES = 2 << 20
 """A gap between wanted rows that is worth a request of its own; less is read and dropped."""
 
 
 class Sink(Protocol):
-    """Where a piece goes."""
+    """Takes the bytes of a piece."""
 
-    unit_bytes: int
-    """The piece may be cut after any multiple of it and delivered in parts; 0 if it must come whole."""
+    @property
+    def unit_bytes(self) -> int:
+        """The piece may be cut after any multiple of it and delivered in parts; 0 if it must come whole."""
 
     def deliver(self, start: int, data: torch.Tensor) -> None:
         """Take `data` (uint8, CPU), the piece's bytes from `start` on."""
@@ -43,50 +42,47 @@ class Piece:
     sink: Sink
 
 
+@dataclass(frozen=True, eq=False)
 class MemorySink:
     """The destination's own memory: storage can write straight into it."""
 
+    memory: memoryview
     unit_bytes = 1
-
-    def __init__(self, memory: memoryview, owner: object) -> None:
-        self.memory = memory
-        self._owner = owner  # keeps the memory alive
 
     def deliver(self, start: int, data: torch.Tensor) -> None:
         self.memory[start : start + data.numel()] = memory_of(data)
 
 
-class FlatSink:
-    """A tensor that takes its elements in row-major order."""
+@dataclass(frozen=True, eq=False)
+class _FlatSink:
+    """A tensor that takes its elements in row-major order; `dtype` is that of the file."""
 
-    def __init__(self, target: torch.Tensor, dtype: torch.dtype) -> None:
-        self.unit_bytes = dtype.itemsize
-        self._target = target
-        self._dtype = dtype
+    target: torch.Tensor
+    dtype: torch.dtype
+
+    @property
+    def unit_bytes(self) -> int:
+        return self.dtype.itemsize
 
     def deliver(self, start: int, data: torch.Tensor) -> None:
-        elements = _elements(data, self._dtype)
-        first, position = start // self._dtype.itemsize, 0
-        for box in flat_boxes(self._target.shape, first, first + elements.numel()):
-            part = self._target[box]
-            _copy(part, elements[position : position + part.numel()].view(part.shape))
-            position += part.numel()
+        elements = _elements(data, self.dtype)
+        for part, of_elements in flat_pairs(self.target, start // self.dtype.itemsize, elements):
+            copy_elements(of_elements, part)
 
 
-class StridedSink:
+@dataclass(frozen=True, eq=False)
+class _StridedSink:
     """A tensor whose elements lie in the piece with gaps between them."""
 
+    target: torch.Tensor
+    dtype: torch.dtype
+    strides: Sequence[int]
     unit_bytes = 0
-
-    def __init__(self, target: torch.Tensor, dtype: torch.dtype, strides: Sequence[int]) -> None:
-        self._target = target
-        self._dtype = dtype
-        self._strides = tuple(strides)
 
     def deliver(self, start: int, data: torch.Tensor) -> None:
         assert start == 0, "a strided piece comes whole"
-        elements = _elements(data, self._dtype)
-        _copy(self._target, elements.as_strided(self._target.shape, self._strides))
+        elements = _elements(data, self.dtype)
+        copy_elements(elements.as_strided(self.target.shape, tuple(self.strides)), self.target)
 
 
 class NoSink:
@@ -101,7 +97,7 @@ class NoSink:
 def region_pieces(
     stored: StoredTensor, offsets: Sequence[int], lengths: Sequence[int], target: torch.Tensor
 ) -> Iterator[Piece]:
-    """The pieces that fill `target` with the region of `stored` at `offsets`, of size `lengths`.
+    """List the pieces that fill `target` with the region of `stored` at `offsets`, of size `lengths`.
 
     Raises:
         ValueError: the region is not inside the stored tensor, or `target` has another shape.
@@ -114,8 +110,8 @@ def region_pieces(
     if 0 in lengths:
         return
     first = sum(o * stride for o, stride in zip(offsets, stored.strides, strict=True))
-    # Dimensions of one element place nothing; the others go from the farthest step to the nearest, so that
-    # also a tensor stored column by column is read as rows.
+    # Dimensions of one element need no step. The others go from the largest step to the smallest, so that also a
+    # tensor stored column by column is read as rows.
     order = sorted((d for d, n in enumerate(lengths) if n > 1), key=lambda d: -stored.strides[d])
     single = [d for d, n in enumerate(lengths) if n == 1]
     view = target.detach().permute([*order, *single])[(...,) + (0,) * len(single)]
@@ -126,22 +122,21 @@ def region_pieces(
 def _box_pieces(
     start: int, dtype: torch.dtype, strides: Sequence[int], target: torch.Tensor
 ) -> Iterator[Piece]:
-    """Pieces for a box of the file that begins at byte `start` and has the shape of `target`."""
+    """List the pieces of a box of the file that begins at byte `start` and has the shape of `target`."""
     shape, itemsize = target.shape, dtype.itemsize
     span_bytes = _span(shape, strides) * itemsize
-    aligned = start % itemsize == 0
     if span_bytes == target.numel() * itemsize:  # one run without gaps
         if target.dtype == dtype and has_memory_view(target):
-            yield Piece(start, start + span_bytes, MemorySink(memory_of(target), target))
+            yield Piece(start, start + span_bytes, MemorySink(memory_of(target)))
             return
-        if aligned:
-            yield Piece(start, start + span_bytes, FlatSink(target, dtype))
+        if start % itemsize == 0:
+            yield Piece(start, start + span_bytes, _FlatSink(target, dtype))
             return
     row_bytes = _span(shape[1:], strides[1:]) * itemsize if shape else itemsize
     step_bytes = strides[0] * itemsize if shape else itemsize
     sparse = bool(shape) and step_bytes - row_bytes > _WORTH_SKIPPING_BYTES
     if span_bytes <= _STRIDED_BYTES and not sparse:
-        yield Piece(start, start + span_bytes, StridedSink(target, dtype, strides))
+        yield Piece(start, start + span_bytes, _StridedSink(target, dtype, strides))
         return
     together = 1 if sparse or row_bytes > _STRIDED_BYTES else max(1, _STRIDED_BYTES // step_bytes)
     for row in range(0, shape[0], together):
@@ -153,7 +148,7 @@ def _box_pieces(
 
 
 def _span(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Elements from the first to the last of a box, with the gaps between."""
+    """Count the elements from the first to the last of a box, with the gaps between."""
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
@@ -161,10 +156,3 @@ def _elements(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if data.storage_offset() % dtype.itemsize or data.data_ptr() % dtype.itemsize:
         data = data.clone()
     return data.view(dtype)
-
-
-def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    if target.dtype == source.dtype:
-        copy_elements(source, target)
-    else:
-        target.copy_(source)  # a cast, as stock PyTorch does

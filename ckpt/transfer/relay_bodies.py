@@ -1,150 +1,94 @@
-"""Bytes from one store on their way into another: read part by part, checked, and handed on."""
+"""Copy bytes of one store into another: checked before they are handed on, or found to be there already."""
 
 from __future__ import annotations
 
-import array
 import contextlib
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
+from dataclasses import dataclass
 
 from ckpt.backends.base import Store
 from ckpt.backends.bodies import Part
-from ckpt.consistency.checksums import BLOCK_SIZE_BYTES, block_crcs, combine_blocks
-from ckpt.errors import IntegrityError, NotFound, StorageError, Truncated
-from ckpt.format.records import FileRecord
+from ckpt.consistency.checksums import block_crcs, combine_blocks
+from ckpt.errors import NotFound, Truncated
 from ckpt.transfer.buffer_pool import StagingPool
+from ckpt.transfer.fetcher import StoredFile, WhenVisible, read_verified
 from ckpt.transfer.tensor_memory import memory_of
 from ckpt.transfer.threads import in_order
 
 RUN_BYTES = 8 << 20
 """The bytes that are read at once to check a file."""
 
-_ATTEMPTS = 2
 
-
+@dataclass(frozen=True)
 class VerifiedBody:
-    """A data file of another store, every block of which is checked before it is handed on."""
+    """A data file of another store, every block of which is checked before it is handed on.
+
+    Attributes:
+        check: called before each part; raises when the file is not wanted any more.
+    """
+
+    store: Store
+    file: StoredFile
+    pool: StagingPool
+    check: Callable[[], None]
+    when_visible: WhenVisible
 
     has_checksums = True
 
-    def __init__(
-        self,
-        store: Store,
-        file: FileRecord,
-        block_size_bytes: int,
-        pool: StagingPool,
-        stop: threading.Event,
-        when_visible: Callable[[Callable[[], None]], None],
-    ) -> None:
-        """`stop`: once set, no part is opened any more."""
-        self._store, self._file, self._block, self._pool = store, file, block_size_bytes, pool
-        self._stop, self._when_visible = stop, when_visible
-        self._crcs = file.block_crcs()
-
     @property
     def nbytes(self) -> int:
-        return self._file.size_bytes
+        return self.file.size_bytes
 
     @contextlib.contextmanager
     def part(self, start: int, stop: int) -> Iterator[Part]:
-        _check(self._stop)
+        self.check()
+        block = self.file.block_size_bytes
         # Whole blocks, of which the part may be the middle.
-        begin = start - start % self._block
-        end = min(-(-stop // self._block) * self._block, self.nbytes)
-        with self._pool.take(end - begin) as scratch:
+        begin, end = start - start % block, min(-(-stop // block) * block, self.nbytes)
+        with self.pool.take(end - begin) as scratch:
             memory = memory_of(scratch)
-            crcs = self._read(begin, end, memory)
+            fault = "the stored bytes do not match their checksum; nothing of it was copied"
+            crcs = read_verified(self.store, self.file, begin, [memory], self.when_visible, fault=fault)
             buffer = memory[start - begin : stop - begin]
-            if (begin, end) == (start, stop):
-                crc = combine_blocks(crcs, stop - start, self._block)
-            else:
-                crc = combine_blocks(block_crcs([buffer], BLOCK_SIZE_BYTES), buffer.nbytes, BLOCK_SIZE_BYTES)
-            yield Part([buffer], crc)
+            if (begin, end) != (start, stop):
+                crcs = block_crcs([buffer], block)
+            yield Part([buffer], combine_blocks(crcs, buffer.nbytes, block))
 
     def crc64nvme(self) -> int:
-        return combine_blocks(self._crcs, self.nbytes, self._block)
-
-    def _read(self, begin: int, end: int, memory: memoryview) -> list[int]:
-        first = begin // self._block
-        for _ in range(_ATTEMPTS):  # perhaps they are only damaged on their way
-            self._when_visible(lambda: self._store.read_into(self._file.path, begin, [memory]))
-            crcs = block_crcs([memory], self._block)
-            bad = [n for n, crc in enumerate(crcs, first) if crc != self._crcs[n]]
-            if not bad:
-                return crcs
-        raise IntegrityError(
-            "the stored bytes do not match their checksum; nothing of it was copied",
-            url=self._store.url,
-            key=self._file.path,
-            start=bad[0] * self._block,
-            stop=min((bad[0] + 1) * self._block, self.nbytes),
-        )
+        assert self.file.block_crcs is not None
+        return combine_blocks(self.file.block_crcs, self.nbytes, self.file.block_size_bytes)
 
 
-class PlainBody:
-    """An object of another store, whose checksum is not known before it has been read."""
-
-    has_checksums = True
-
-    def __init__(self, store: Store, key: str, nbytes: int, pool: StagingPool, stop: threading.Event) -> None:
-        self._store, self._key, self._nbytes, self._pool, self._stop = store, key, nbytes, pool, stop
-        self._crcs = array.array("Q", bytes(8 * -(-nbytes // BLOCK_SIZE_BYTES)))
-
-    @property
-    def nbytes(self) -> int:
-        return self._nbytes
-
-    @contextlib.contextmanager
-    def part(self, start: int, stop: int) -> Iterator[Part]:
-        _check(self._stop)
-        with self._pool.take(stop - start) as scratch:
-            buffer = memory_of(scratch)
-            self._store.read_into(self._key, start, [buffer])
-            crcs = block_crcs([buffer], BLOCK_SIZE_BYTES)
-            first = start // BLOCK_SIZE_BYTES
-            self._crcs[first : first + len(crcs)] = array.array("Q", crcs)
-            yield Part([buffer], combine_blocks(crcs, stop - start, BLOCK_SIZE_BYTES))
-
-    def crc64nvme(self) -> int:
-        return combine_blocks(self._crcs, self._nbytes, BLOCK_SIZE_BYTES)
-
-
+@dataclass(frozen=True)
 class RunReader:
-    """Reads what is at the destination already."""
+    """Reads objects of a store to compare them."""
 
-    def __init__(self, store: Store, pool: StagingPool) -> None:
-        self._store, self._pool = store, pool
+    store: Store
+    pool: StagingPool
 
-    def matches(
-        self, key: str, file: FileRecord, block_size_bytes: int, threads: Executor | None = None
-    ) -> bool:
-        """Whether every block of an object has its checksum; without `threads`, read in this one."""
-        step = max(RUN_BYTES // block_size_bytes, 1) * block_size_bytes
-        crcs = file.block_crcs()
+    def matches(self, file: StoredFile, threads: Executor | None = None) -> bool:
+        """Tell whether every block of a file has its checksum; without `threads`, read in this one."""
+        expected, block = file.block_crcs, file.block_size_bytes
+        assert expected is not None
+        step = max(RUN_BYTES // block, 1) * block
 
         def fits(start: int) -> bool:
-            stop = min(start + step, file.size_bytes)
-            found = self.crcs(key, start, stop, block_size_bytes)
-            first = start // block_size_bytes
-            return found == list(crcs[first : first + len(found)]) != []
+            crcs = self.crcs(file.key, start, min(start + step, file.size_bytes), block)
+            first = start // block
+            return crcs == list(expected[first : first + len(crcs)]) != []
 
         starts = range(0, file.size_bytes, step)
         if threads is None:
             return all(map(fits, starts))
-        return all(in_order(threads, fits, starts, ahead=2 * self._store.threads))
+        return all(in_order(threads, fits, starts, ahead=2 * self.store.threads))
 
     def crcs(self, key: str, start: int, stop: int, block_size_bytes: int) -> list[int]:
-        """The checksums of the blocks in `[start, stop)`; none where the object does not reach that far."""
-        with self._pool.take(stop - start) as scratch:
+        """Compute the checksums of the blocks in `[start, stop)`; none if the object ends before."""
+        with self.pool.take(stop - start) as scratch:
             memory = memory_of(scratch)
             try:
-                self._store.read_into(key, start, [memory])
+                self.store.read_into(key, start, [memory])
             except (NotFound, Truncated):
                 return []
             return block_crcs([memory], block_size_bytes)
-
-
-def _check(stop: threading.Event) -> None:
-    if stop.is_set():
-        raise StorageError("stopped: the copy was interrupted, or another file of it failed")

@@ -1,8 +1,9 @@
-"""Tensors as bytes: views of their memory, and copies of any part of one that has no such view."""
+"""Show tensors as bytes: views of their memory, and copies of any part of one that has no such view."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 
 import torch
 
@@ -13,7 +14,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor | None:
-    """`tensor` as an ordinary strided tensor over the same memory; None where it is more than that.
+    """Return `tensor` as an ordinary strided tensor over the same memory; None if it is more than that.
 
     Sparse and quantized tensors and subclasses with a dispatch of their own (wrappers without memory) can
     only be pickled as they are.
@@ -34,7 +35,7 @@ def plain(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _end_byte(tensor: torch.Tensor) -> int:
-    """Where in its storage the last element ends."""
+    """Tell where in its storage the last element ends."""
     if tensor.numel() == 0:
         return 0
     if tensor.is_contiguous():
@@ -45,13 +46,13 @@ def _end_byte(tensor: torch.Tensor) -> int:
 
 
 def has_memory_view(tensor: torch.Tensor) -> bool:
-    """Whether the elements of `tensor`, in order, are one run of this process's memory."""
+    """Tell whether the elements of `tensor`, in order, are one run of this process's memory."""
     lazy = tensor.is_conj() or tensor.is_neg()
     return tensor.device.type == "cpu" and tensor.is_contiguous() and not lazy
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a tensor with `has_memory_view`, writable. It keeps the tensor alive.
+    """Return the memory of a tensor with `has_memory_view`, writable. It keeps the tensor alive.
 
     A read or write that was given up may still use it after all others have let go of the tensor.
     """
@@ -64,10 +65,10 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
 
 
 def copy_elements(source: torch.Tensor, target: torch.Tensor, *, non_blocking: bool = False) -> None:
-    """Copy a tensor into one of the same dtype and shape."""
+    """Copy a tensor into one of the same shape, cast to its dtype as stock PyTorch does."""
     dtype = _INTEGERS.get(source.element_size())
     lazy = source.is_conj() or source.is_neg() or target.is_conj() or target.is_neg()
-    if dtype is None or lazy:
+    if dtype is None or lazy or source.dtype != target.dtype:
         target.copy_(source, non_blocking=non_blocking)
     else:
         # As integers: some dtypes have no copy of their own.
@@ -83,8 +84,16 @@ def copy_flat(source: torch.Tensor, start: int, stop: int, target: torch.Tensor)
     if source.is_contiguous():
         copy_elements(source.reshape(-1)[start:stop], flat)
         return
+    for part, of_flat in flat_pairs(source, start, flat):
+        copy_elements(part, of_flat)
+
+
+def flat_pairs(
+    tensor: torch.Tensor, start: int, flat: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Pair views of `tensor`, from element `start` on in row-major order, with the same elements of `flat`."""
     position = 0
-    for box in flat_boxes(source.shape, start, stop):
-        piece = source[box]
-        copy_elements(piece, flat[position : position + piece.numel()].view(piece.shape))
-        position += piece.numel()
+    for box in flat_boxes(tensor.shape, start, start + flat.numel()):
+        part = tensor[box]
+        yield part, flat[position : position + part.numel()].view(part.shape)
+        position += part.numel()
