@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -19,10 +18,9 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from ckpt.backends.options import redact_url
 from ckpt.consistency.commit import proves_no_commit
-from ckpt.dcp_storage import DcpStorage
 from ckpt.errors import CheckpointError, CommitUnknown, ConfigurationError, LoadFailed, SaveFailed
 from ckpt.format.names import last_segment
-from ckpt.ranks.group import DEFAULT_TIMEOUT_S, Ranks, RanksFailed, portable
+from ckpt.ranks.group import DEFAULT_TIMEOUT_S, Ranks, RanksFailed
 from ckpt.ranks.lost_ranks import lost, summary
 from ckpt.reading.reader import CheckpointReader
 from ckpt.torch_private import load_state_dict, save_state_dict
@@ -32,11 +30,8 @@ from ckpt.writing.writer import CheckpointWriter
 
 __all__ = ["async_save", "load", "save"]
 
-_logger = logging.getLogger(__name__)
 _background = Background()
 _stager = Stager()
-
-S = TypeVar("S", bound=DcpStorage)
 
 
 def save(
@@ -156,40 +151,36 @@ def load(
         it.
         LoadFailed: anything else, such as a key that the checkpoint does not have.
     """
-    make_reader = partial(
-        CheckpointReader,
-        url,
-        storage_options=storage_options,
-        verify=verify,
-        visibility_timeout_s=visibility_timeout_s,
-        threads=threads,
-        memory_budget_bytes=memory_budget_bytes,
-        trusted_objects=trusted_objects,
-        timeout_s=timeout_s,
-    )
     place = place_of(url)
+    call = f"load of {last_segment(place)}"
+
+    def prepare() -> tuple[CheckpointReader, dict[str, Any]]:
+        reader = CheckpointReader(
+            url,
+            storage_options=storage_options,
+            verify=verify,
+            visibility_timeout_s=visibility_timeout_s,
+            threads=threads,
+            memory_budget_bytes=memory_budget_bytes,
+            trusted_objects=trusted_objects,
+            timeout_s=timeout_s,
+        )
+        reader.use(ranks.progress)
+        return reader, values_of(state_dict)
+
     with (
         closing(Ranks(process_group, no_dist=no_dist, timeout_s=timeout_s)) as ranks,
-        _load_errors(place, ranks),
+        _same_failure(LoadFailed, place, ranks),
     ):
-        reader, values = ranks.together(
-            f"load of {last_segment(place)}",
-            lambda: (_make(make_reader, ranks), values_of(state_dict)),
-        )
-        try:
+        reader, values = ranks.together(call, prepare)
+        with closing(reader):
             _open_together(reader, ranks)
             group = {"process_group": ranks.group, "no_dist": ranks.no_dist}
-            load_state_dict(values, storage_reader=reader, planner=planner, **group)
-        finally:
-            reader.close()
-        ranks.together(f"load of {last_segment(place)}", lambda: _put_back(state_dict, values))
-
-
-def _make(make: Callable[[], S], ranks: Ranks) -> S:
-    """Make the writer or reader of a call, which tells the other ranks how it gets on."""
-    storage = make()
-    storage.use(ranks.progress)
-    return storage
+            try:
+                load_state_dict(values, storage_reader=reader, planner=planner, **group)
+            except CheckpointException as error:
+                raise _load_error(error, place) from error
+        ranks.together(call, lambda: _put_back(state_dict, values))
 
 
 def _prepare_save(
@@ -205,21 +196,15 @@ def _prepare_save(
     DCP would wait for ranks that fail here.
     """
 
-    def work() -> tuple[CheckpointWriter, dict[str, Any]]:
-        writer = _make(make_writer, ranks)
+    def prepare() -> tuple[CheckpointWriter, dict[str, Any]]:
+        writer = make_writer()
+        writer.use(ranks.progress)
         values = values_of(state_dict)
         return writer, _stager.stage(values) if copy else values
 
     place = place_of(url)
-    try:
-        return ranks.together(f"save of {last_segment(place)}", work)
-    except RanksFailed as error:
-        raise _refused(error, ranks) or SaveFailed(
-            summary("save", error.failures), url=place, failures=error.failures
-        ) from None
-    except Exception as error:
-        message, failures = lost("save", ranks, error)
-        raise SaveFailed(message, url=place, failures=failures) from error
+    with _same_failure(SaveFailed, place, ranks):
+        return ranks.together(f"save of {last_segment(place)}", prepare)
 
 
 def _save(
@@ -288,51 +273,40 @@ def place_of(url: str | os.PathLike[str]) -> str:
 
 def _open_together(reader: CheckpointReader, ranks: Ranks) -> None:
     """Open the checkpoint on the first rank, and share it or its error with all ranks."""
-    answer: bytes | CheckpointError | None = None
-    reader.progress.wait_for("rank 0 to open the checkpoint")
-    if ranks.rank == 0:
-        reader.progress.begin("opening")
-        try:
-            checkpoint = reader.open()
-            answer = checkpoint.share() if checkpoint is not None else None
-        except Exception as error:
-            answer = portable(error, 0)
-    answer = ranks.broadcast(answer)
-    if isinstance(answer, CheckpointError):
-        raise answer
-    if answer is not None and ranks.rank != 0:
-        reader.adopt(answer)
+
+    def open_and_share() -> bytes | None:
+        ranks.progress.begin("opening")
+        checkpoint = reader.open()
+        return None if checkpoint is None else checkpoint.share()
+
+    ranks.progress.wait_for("rank 0 to open the checkpoint")
+    shared = ranks.from_first(open_and_share)
+    if shared is not None and ranks.rank != 0:
+        reader.adopt(shared)
+
+
+def _load_error(error: CheckpointException, place: str) -> CheckpointError:
+    """Return the first rank's error if it is of this library, else one that names them all."""
+    failures = {rank: wrapped[0] for rank, wrapped in error.failures.items()}
+    first = failures[min(failures)]
+    if isinstance(first, CheckpointError):
+        return first
+    return LoadFailed(summary("load", failures), url=place, failures=failures)
 
 
 @contextmanager
-def _load_errors(place: str, ranks: Ranks) -> Iterator[None]:
-    """Turn any failure of a load into one of our errors, of the same kind on every rank."""
+def _same_failure(failed: type[SaveFailed | LoadFailed], place: str, ranks: Ranks) -> Iterator[None]:
+    """Turn any failure into an error of this library, of the same kind on every rank."""
+    call = "save" if failed is SaveFailed else "load"
     try:
         yield
-    except CheckpointException as error:
-        failures = {rank: wrapped[0] for rank, wrapped in error.failures.items()}
-        raise _first_of_ours(failures) or LoadFailed(
-            summary("load", failures), url=place, failures=failures
-        ) from error
     except RanksFailed as error:
-        raise _refused(error, ranks) or LoadFailed(
-            summary("load", error.failures), url=place, failures=error.failures
-        ) from None
+        failures = error.failures
+        if len(failures) == ranks.size and all(isinstance(e, ConfigurationError) for e in failures.values()):
+            raise failures[ranks.rank] from None  # the same argument is wrong: no rank is at fault
+        raise failed(summary(call, failures), url=place, failures=failures) from None
     except CheckpointError:
         raise
     except Exception as error:
-        message, failures = lost("load", ranks, error)
-        raise LoadFailed(message, url=place, failures=failures) from error
-
-
-def _first_of_ours(failures: Mapping[int, BaseException]) -> CheckpointError | None:
-    first = failures[min(failures)]
-    return first if isinstance(first, CheckpointError) else None
-
-
-def _refused(error: RanksFailed, ranks: Ranks) -> ConfigurationError | None:
-    """Return this rank's error if an argument was wrong on all ranks: then no rank is at fault."""
-    own = error.failures.get(ranks.rank)
-    alike = all(isinstance(failure, ConfigurationError) for failure in error.failures.values())
-    everywhere = alike and len(error.failures) == ranks.size
-    return own if everywhere and isinstance(own, ConfigurationError) else None
+        message, lost_ranks = lost(call, ranks, error)
+        raise failed(message, url=place, failures=lost_ranks) from error

@@ -7,12 +7,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ckpt.reading.reader import CheckpointReader
-from ckpt.torch_private import STORAGE_SETUP, modules_with_storage_setup, process_executor
+from ckpt.torch_private import STORAGE_SETUP, STORAGE_SETUP_MODULES, ProcessExecutor
 from ckpt.writing.writer import CheckpointWriter
 
-_MODULES = modules_with_storage_setup()
-_stock_choice: Callable[..., Any] = getattr(_MODULES[0], STORAGE_SETUP)
-_stock_execute_save: Callable[..., Any] = process_executor().execute_save
+_stock_choice: Callable[..., Any] = getattr(STORAGE_SETUP_MODULES[0], STORAGE_SETUP)
+_stock_execute_save: Callable[..., Any] = ProcessExecutor.execute_save
 
 
 def install(*, storage_options: Mapping[str, Any] | None = None) -> None:
@@ -40,13 +39,13 @@ def install(*, storage_options: Mapping[str, Any] | None = None) -> None:
             )
         return _stock_execute_save(self, *args, **kwargs)
 
-    for module in _MODULES:
+    for module in STORAGE_SETUP_MODULES:
         setattr(module, STORAGE_SETUP, choose)
-    process_executor().execute_save = execute_save
+    ProcessExecutor.execute_save = execute_save
 
 
 def uninstall() -> None:
     """Undo `install`; does nothing without it."""
-    for module in _MODULES:
+    for module in STORAGE_SETUP_MODULES:
         setattr(module, STORAGE_SETUP, _stock_choice)
-    process_executor().execute_save = _stock_execute_save
+    ProcessExecutor.execute_save = _stock_execute_save

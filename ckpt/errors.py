@@ -75,12 +75,6 @@ class CheckpointError(Exception):
         start, stop: the byte range concerned, half open.
     """
 
-    url: str | None = None
-    key: str | None = None
-    rank: int | None = None
-    start: int | None = None
-    stop: int | None = None
-
     def __init__(
         self,
         message: str,
@@ -118,8 +112,6 @@ class StorageError(CheckpointError):
         settled: the operation surely was not carried out. Otherwise it may have been, and only its
             reply got lost, or it may still be on its way.
     """
-
-    settled: bool = False
 
     def __init__(self, message: str, *, settled: bool = False, **context: Unpack[_Context]) -> None:
         super().__init__(message, **context)
@@ -200,13 +192,11 @@ class CommitUnknown(CommitError):
 class _RankFailures(CheckpointError):
     """The errors of several ranks; `failures` maps each failing rank to its error."""
 
-    failures: Mapping[int, BaseException]
-
     def __init__(
         self, message: str, *, url: str | None = None, failures: Mapping[int, BaseException] | None = None
     ) -> None:
         super().__init__(message, url=url)
-        self.failures = dict(failures or {})
+        self.failures: Mapping[int, BaseException] = dict(failures or {})
 
     def __str__(self) -> str:
         return self.message  # it names rank, place and object already

@@ -1,13 +1,14 @@
-"""Give every private name of torch that this library uses a name here, so that a new torch is tried in one file.
+"""Give every private name of torch that is used a name here, so that a new torch is tried in one file.
 
 `tests/stock/test_torch_private.py` uses each of them, and sees that no other module does.
 """
 
+# ruff: noqa: F401 (other modules import these names)
+
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -35,53 +36,29 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict as l
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict as save_state_dict
 from torch.distributed.tensor import DTensor
 
-__all__ = [
-    "STORAGE_SETUP",
-    "ExtensionRegistry",
-    "FakeTensor",
-    "FakeTensorMode",
-    "MemoryFormat",
-    "Shard",
-    "ShardMetadata",
-    "ShardedTensor",
-    "StorageInfo",
-    "StreamTransformExtension",
-    "allowed_globals",
-    "archive_reader",
-    "async_save_process_is_alive",
-    "checkpoint_offset",
-    "create_chunk_list",
-    "default_store",
-    "dtensor_like",
-    "flatten_state_dict",
-    "forget_async_save_process",
-    "group_names",
-    "is_zero_tensor",
-    "load_state_dict",
-    "local_tensor",
-    "modules_with_storage_setup",
-    "process_executor",
-    "save_state_dict",
-    "set_group_timeout",
-    "set_local_shards",
-    "shared_storage",
-    "storage_dtype",
-    "unflatten_state_dict",
-    "user_allowed_globals",
-]
-
 STORAGE_SETUP = "_storage_setup"
 """The function by which DCP finds a writer or reader."""
 
+STORAGE_SETUP_MODULES = (_storage_utils, state_dict_saver, state_dict_loader)
+"""They hold `STORAGE_SETUP`: the first defines it, the others import it by name."""
 
-def modules_with_storage_setup() -> tuple[ModuleType, ...]:
-    """Return the modules that hold `STORAGE_SETUP`: the first defines it, the others import it by name."""
-    return (_storage_utils, state_dict_saver, state_dict_loader)
+ProcessExecutor: Any = _async_process_executor._ProcessBasedAsyncCheckpointExecutor
+"""The class that carries out `dcp.async_save` in another process."""
 
+archive_reader: Callable[[Any], Any] = torch._C.PyTorchFileReader
+"""Opens a `torch.save` archive with torch's own parser."""
 
-def process_executor() -> Any:
-    """Return the class that carries out `dcp.async_save` in another process."""
-    return _async_process_executor._ProcessBasedAsyncCheckpointExecutor
+storage_dtype: Callable[[str], torch.dtype] = torch.storage._get_dtype_from_pickle_storage_type
+"""Returns the dtype of a typed storage, such as `FloatStorage`, by its name in a pickle."""
+
+is_zero_tensor: Callable[[torch.Tensor], bool] = torch.Tensor._is_zerotensor
+"""Tells whether a tensor is zeros without memory, as autograd makes them."""
+
+default_store: Callable[[], Any] = dist.distributed_c10d._get_default_store
+"""Returns the store by which the ranks of the default process group found each other."""
+
+set_group_timeout: Callable[[timedelta, Any], None] = dist.distributed_c10d._set_pg_timeout
+"""Gives the collectives of a group another timeout."""
 
 
 def async_save_process_is_alive() -> bool:
@@ -95,26 +72,10 @@ def forget_async_save_process() -> None:
     _async_process_executor._CHECKPOINT_PROCESS = None
 
 
-def archive_reader(file: Any) -> Any:
-    """Open a `torch.save` archive with torch's own parser."""
-    return torch._C.PyTorchFileReader(file)
-
-
-def storage_dtype(name: str) -> torch.dtype:
-    """Return the dtype of a typed storage, such as `FloatStorage`, by its name in a pickle."""
-    dtype: torch.dtype = torch.storage._get_dtype_from_pickle_storage_type(name)
-    return dtype
-
-
 def checkpoint_offset(tensor: torch.Tensor) -> int | None:
     """Return where in its archive the storage of a fake tensor lies; None if torch did not note it."""
     offset: int | None = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
     return offset
-
-
-def is_zero_tensor(tensor: torch.Tensor) -> bool:
-    """Tell whether `tensor` is zeros without memory, as autograd makes them."""
-    return tensor._is_zerotensor()
 
 
 def shared_storage(nbytes: int) -> torch.UntypedStorage:
@@ -130,9 +91,9 @@ def local_tensor(tensor: DTensor) -> torch.Tensor:
 def dtensor_like(tensor: DTensor, local: torch.Tensor) -> DTensor:
     """Make a DTensor of the mesh and placements of `tensor` with `local` as the shard of this rank.
 
-    `DTensor.from_local` does not take every placement that a DTensor can have. The DTensor is first made around
-    nothing: it takes over the storage offset of what it is made around, and where that is not 0, torch sends the
-    memory of the DTensor, which has none, to another process, and crashes.
+    `DTensor.from_local` does not take every placement. The DTensor is first made around nothing: it
+    takes over the storage offset of what it is made around, and where that is not 0, torch sends
+    the memory of the DTensor, which has none, to another process, and crashes.
     """
     made = DTensor(local.new_empty(0), tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
     made._local_tensor = local
@@ -142,16 +103,6 @@ def dtensor_like(tensor: DTensor, local: torch.Tensor) -> DTensor:
 def set_local_shards(tensor: ShardedTensor, shards: Sequence[Shard]) -> None:
     """Replace the shards of this rank."""
     tensor._local_shards = list(shards)
-
-
-def default_store() -> Any:
-    """Return the store by which the ranks of the default process group found each other."""
-    return dist.distributed_c10d._get_default_store()
-
-
-def set_group_timeout(group: Any, timeout: timedelta) -> None:
-    """Give the collectives of `group` another timeout."""
-    dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def group_names() -> Any:

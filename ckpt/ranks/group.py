@@ -297,7 +297,7 @@ def _own_group(name: _Name, process_group: Any, connect_timeout_s: float) -> Any
         return None
     else:
         group = dist.new_group(list(members), timeout=timeout, backend="gloo", use_local_synchronization=True)
-    set_group_timeout(group, timedelta(seconds=_COLLECTIVE_TIMEOUT_S[purpose]))
+    set_group_timeout(timedelta(seconds=_COLLECTIVE_TIMEOUT_S[purpose]), group)
     _own_groups[name] = (world, group)
     return group
 

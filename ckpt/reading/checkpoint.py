@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -41,6 +41,7 @@ from ckpt.format.records import (
     decode_manifest,
     read_commit,
 )
+from ckpt.format.stored_tensor import StoredTensor
 from ckpt.stock.metadata_reader import MAX_METADATA_BYTES, decode_metadata
 from ckpt.torch_private import StorageInfo
 from ckpt.transfer.fetcher import StoredFile
@@ -74,13 +75,8 @@ class ReadSettings:
         return _PROMPT_STORE_TIMEOUT_S if prompt else _LAGGING_STORE_TIMEOUT_S
 
 
-class _Shared(NamedTuple):
-    commit: bytes  # empty: a stock checkpoint
-    metadata_key: str
-    metadata: bytes
-
-
-_SHARED = msgspec.msgpack.Decoder(_Shared)  # made once, before there are threads
+_SHARED = msgspec.msgpack.Decoder(tuple[bytes, str, bytes])  # made once, before there are threads
+"""The commit record (empty for a stock checkpoint), and the key and bytes of the metadata."""
 
 
 class Checkpoint:
@@ -88,9 +84,9 @@ class Checkpoint:
 
     Attributes:
         stored_commit, commit: the commit record, as read and decoded; None in a stock checkpoint.
-        metadata_key, metadata_bytes: the index (in a stock checkpoint `.metadata`), as it is
-            stored.
+        metadata_key, metadata_bytes: the stored index; in a stock checkpoint `.metadata`.
         metadata: DCP's view of it.
+        located: the tensors that a load found in files of a stock checkpoint, by file and offset.
     """
 
     def __init__(
@@ -101,10 +97,11 @@ class Checkpoint:
         metadata_key: str,
         metadata: bytes,
     ) -> None:
-        self._store, self._settings = store, settings
+        self.store, self._settings = store, settings
         self.stored_commit, self.metadata_key, self.metadata_bytes = commit, metadata_key, metadata
         self.commit: CommitRecord | None = None if commit is None else commit.record
         self.metadata = _decode(self.commit, metadata, url=store.url, key=metadata_key)
+        self.located: dict[tuple[str, int], StoredTensor | None] = {}
         self._refs = {ref.path: ref for ref in self.commit.manifests} if self.commit else {}
         self._chunks: dict[str, dict[bytes, torch.Size]] = {}
         self._files: dict[str, StoredFile] = {}
@@ -122,8 +119,7 @@ class Checkpoint:
     def share(self) -> bytes:
         """Encode the records, so that another rank can `adopt` them without reading storage."""
         commit = b"" if self.stored_commit is None else self.stored_commit.raw
-        shared = _Shared(commit, self.metadata_key, self.metadata_bytes)
-        return zlib.compress(msgspec.msgpack.encode(shared), 1)
+        return zlib.compress(msgspec.msgpack.encode((commit, self.metadata_key, self.metadata_bytes)), 1)
 
     @staticmethod
     def adopt(store: Store, settings: ReadSettings, shared: bytes) -> Checkpoint:
@@ -139,13 +135,11 @@ class Checkpoint:
             NotVisible: it did not become visible in time.
             CommitConflict: another save has replaced this checkpoint and deletes its objects.
         """
-        return when_visible(
-            read, timeout_s=self._settings.timeout_s(self._store), still_expected=self._check_current
-        )
+        return _when_visible(read, self.store, self._settings, self.stored_commit)
 
-    def _check_current(self) -> None:
-        if self.stored_commit is not None:
-            _check_current(self._store, self.stored_commit)
+    def fault(self, message: str, key: str | None = None) -> FormatError:
+        """Make an error about the checkpoint, or one of its objects."""
+        return FormatError(message, url=self.store.url, key=key)
 
     def prepare(self, infos: Iterable[StorageInfo], threads: Executor) -> None:
         """Fetch facts about the files of these items: manifests, or sizes of stock files."""
@@ -163,14 +157,10 @@ class Checkpoint:
                 self._items[manifest.files[item.file].path, item.offset] = item
 
     def chunk(self, index: MetadataIndex) -> tuple[torch.Size, torch.dtype]:
-        """Return the shape and dtype of a stored chunk.
-
-        Raises:
-            FormatError: there is no such chunk.
-        """
+        """Return the shape and dtype of a stored chunk. Raises FormatError if there is none."""
         tensor = self.metadata.state_dict_metadata.get(index.fqn)
         if not isinstance(tensor, TensorStorageMetadata):
-            raise FormatError(f"{index.fqn!r} is not a tensor in this checkpoint", url=self._store.url)
+            raise self.fault(f"{index.fqn!r} is not a tensor in this checkpoint")
         shape: torch.Size | None
         if isinstance(tensor.chunks, Chunks):
             shape = tensor.chunks.size_at(index)
@@ -179,7 +169,7 @@ class Checkpoint:
                 self._chunks[index.fqn] = {packed(chunk.offsets): chunk.sizes for chunk in tensor.chunks}
             shape = self._chunks[index.fqn].get(packed(index.offset or ()))
         if shape is None:
-            raise FormatError(f"{index.fqn!r} has no chunk at {index.offset}", url=self._store.url)
+            raise self.fault(f"{index.fqn!r} has no chunk at {index.offset}")
         return shape, tensor.properties.dtype
 
     def file(self, info: StorageInfo) -> StoredFile:
@@ -191,16 +181,13 @@ class Checkpoint:
         """
         file = self._files.get(info.relative_path)
         if file is None:
-            raise FormatError(
-                "the metadata names this file, but the manifest of its rank does not list it",
-                url=self._store.url,
-                key=info.relative_path,
-            )
+            message = "the metadata names this file, but the manifest of its rank does not list it"
+            raise self.fault(message, info.relative_path)
         stop = info.offset + info.length
         if stop > file.size_bytes:
             raise Truncated(
                 f"ends at byte {file.size_bytes}",
-                url=self._store.url,
+                url=self.store.url,
                 key=file.key,
                 start=info.offset,
                 stop=stop,
@@ -217,11 +204,8 @@ class Checkpoint:
             return None
         item = self._items.get((info.relative_path, info.offset))
         if item is None or item.length != info.length:
-            raise FormatError(
-                f"the metadata and the manifest disagree on the item at byte {info.offset}",
-                url=self._store.url,
-                key=info.relative_path,
-            )
+            message = f"the metadata and the manifest disagree on the item at byte {info.offset}"
+            raise self.fault(message, info.relative_path)
         return item
 
     def _our_file(self, file: FileRecord, block_size_bytes: int) -> StoredFile:
@@ -234,29 +218,26 @@ class Checkpoint:
             check_key(key)
         except ConfigurationError as error:
             raise UnsafeContent(
-                f"the metadata names a file outside of the checkpoint: {key[:80]!r}", url=self._store.url
+                f"the metadata names a file outside of the checkpoint: {key[:80]!r}", url=self.store.url
             ) from error
-        return StoredFile(key, self._store.stat(key).size_bytes)
+        return StoredFile(key, self.store.stat(key).size_bytes)
 
     def _manifest_key(self, info: StorageInfo) -> str:
         name = ObjectName.parse(info.relative_path)
         key = manifest_key(name.rank, name.token) if name is not None and name.kind == "distcp" else ""
         if key not in self._refs:
-            raise FormatError(
-                f"the metadata names a file that no manifest of this commit can list: {info.relative_path[:80]!r}",
-                url=self._store.url,
-                key=COMMIT_KEY,
+            path = repr(info.relative_path[:80])
+            raise self.fault(
+                f"the metadata names a file that no manifest of this commit can list: {path}", COMMIT_KEY
             )
         return key
 
     def _read_manifest(self, key: str) -> RankManifest:
         assert self.stored_commit is not None
-        data = read_listed(self._store, self._settings, self._refs[key], self.stored_commit)
-        manifest = decode_manifest(data, url=self._store.url, key=key)
+        data = read_listed(self.store, self._settings, self._refs[key], self.stored_commit)
+        manifest = decode_manifest(data, url=self.store.url, key=key)
         if not all(is_data_key(file.path) for file in manifest.files):
-            raise FormatError(
-                "lists a data file under a name that this library does not give", url=self._store.url, key=key
-            )
+            raise self.fault("lists a data file under a name that this library does not give", key)
         return manifest
 
 
@@ -274,8 +255,7 @@ def open_checkpoint(store: Store, settings: ReadSettings) -> Checkpoint:
     Raises:
         NotFound: nothing is stored there.
         NotCommitted: there are objects, but not (yet) a checkpoint.
-        IntegrityError, FormatError, UnsafeContent: a record is damaged, not understood, or not
-            safe.
+        IntegrityError, FormatError, UnsafeContent: a record is damaged, unknown, or not safe.
         NotVisible: a listed object did not appear in time.
     """
     commit = _await_commit(store, settings)
@@ -296,17 +276,9 @@ def open_checkpoint(store: Store, settings: ReadSettings) -> Checkpoint:
 
 
 def open_parts(store: Store, settings: ReadSettings) -> list[Checkpoint]:
-    """Open a checkpoint; one part a rank if stock PyTorch saved with `use_collectives=False`.
-
-    Raises:
-        NotFound, NotCommitted, IntegrityError, FormatError, UnsafeContent, NotVisible: as
-            `open_checkpoint`.
-    """
-    try:
-        return [open_checkpoint(store, settings)]
-    except (NotFound, NotCommitted):
-        if not is_rank_local(store):
-            raise
+    """Open a checkpoint, or all parts of a stock checkpoint. Raises as `open_checkpoint`."""
+    if (whole := open_whole(store, settings)) is not None:
+        return [whole]
     parts = [open_rank_local(store, settings, 0)]
     while len(parts) < _MAX_RANKS:
         try:
@@ -314,6 +286,16 @@ def open_parts(store: Store, settings: ReadSettings) -> list[Checkpoint]:
         except NotFound:
             break
     return parts
+
+
+def open_whole(store: Store, settings: ReadSettings) -> Checkpoint | None:
+    """Open as `open_checkpoint` does; return None for a stock checkpoint in parts, one a rank."""
+    try:
+        return open_checkpoint(store, settings)
+    except (NotFound, NotCommitted):
+        if not is_rank_local(store):
+            raise
+        return None
 
 
 def open_rank_local(store: Store, settings: ReadSettings, rank: int) -> Checkpoint:
@@ -375,11 +357,11 @@ def read_listed(store: Store, settings: ReadSettings, ref: ObjectRef, commit: St
         NotVisible: it did not appear in time.
         CommitConflict: another save has replaced the checkpoint.
     """
-    data = when_visible(
-        lambda: read_bytes(store, ref.path, size_bytes=ref.size_bytes, max_bytes=MAX_METADATA_BYTES),
-        timeout_s=settings.timeout_s(store),
-        still_expected=lambda: _check_current(store, commit),
-    )
+
+    def read() -> bytearray:
+        return read_bytes(store, ref.path, size_bytes=ref.size_bytes, max_bytes=MAX_METADATA_BYTES)
+
+    data = _when_visible(read, store, settings, commit)
     if crc_text(crc64nvme(data)) != ref.crc64nvme:
         raise IntegrityError(
             "the stored bytes do not match their checksum",
@@ -391,10 +373,15 @@ def read_listed(store: Store, settings: ReadSettings, ref: ObjectRef, commit: St
     return data
 
 
-def _check_current(store: Store, commit: StoredCommit) -> None:
-    if read_commit(store) not in (commit, None):
-        raise CommitConflict(
-            "another save replaced this checkpoint while it was being read; load again",
-            url=store.url,
-            key=COMMIT_KEY,
-        )
+def _when_visible(
+    read: Callable[[], T], store: Store, settings: ReadSettings, commit: StoredCommit | None
+) -> T:
+    def check_current() -> None:
+        if commit is not None and read_commit(store) not in (commit, None):
+            raise CommitConflict(
+                "another save replaced this checkpoint while it was being read; load again",
+                url=store.url,
+                key=COMMIT_KEY,
+            )
+
+    return when_visible(read, timeout_s=settings.timeout_s(store), still_expected=check_current)

@@ -20,14 +20,18 @@ from ckpt.torch_private import create_chunk_list
 from ckpt.transfer.boxes import Box, tiled_box
 
 
+def box_of(item: ReadItem) -> Box:
+    """Return the box of its destination that a read fills."""
+    begin = tuple(item.dest_offsets)
+    return begin, tuple(o + n for o, n in zip(begin, item.lengths, strict=True))
+
+
 def filled_boxes(items: Iterable[ReadItem]) -> dict[MetadataIndex, Box | None]:
     """Find the box of each destination that its reads fill, each element once; None if none."""
     boxes: dict[MetadataIndex, list[Box]] = defaultdict(list)
     for item in items:
         if item.type != LoadItemType.BYTE_IO:
-            begin = tuple(item.dest_offsets)
-            end = tuple(o + n for o, n in zip(begin, item.lengths, strict=True))
-            boxes[item.dest_index].append((begin, end))
+            boxes[item.dest_index].append(box_of(item))
     return {index: tiled_box(parts) for index, parts in boxes.items()}
 
 

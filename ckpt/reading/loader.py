@@ -13,7 +13,6 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
-from ckpt.backends.base import Store
 from ckpt.errors import CheckpointError, FormatError, Truncated
 from ckpt.format.stored_tensor import StoredTensor
 from ckpt.reading.checkpoint import Checkpoint
@@ -25,6 +24,7 @@ from ckpt.stock.payload_finder import locate_payload
 from ckpt.stock.safe_load import load_tensor_item, safe_object
 from ckpt.torch_private import StorageInfo
 from ckpt.transfer.boxes import Box
+from ckpt.transfer.buffer_pool import StagingPool
 from ckpt.transfer.fetcher import Fetcher, StoredFile
 from ckpt.transfer.read_pieces import NoSink, Piece, region_pieces
 from ckpt.transfer.tensor_memory import plain
@@ -58,27 +58,22 @@ class Loader:
 
     Args:
         trusted_objects: FQN patterns of objects that the planner may unpickle as they were stored.
-        located: where payloads are in stock files, kept from one load of a checkpoint to the next.
     """
 
     def __init__(
         self,
-        store: Store,
         checkpoint: Checkpoint,
         planner: LoadPlanner,
-        fetcher: Fetcher,
+        pool: StagingPool,
         threads: Executor,
         trusted_objects: Collection[str],
-        located: dict[tuple[str, int], StoredTensor | None] | None = None,
     ) -> None:
-        self._store, self._checkpoint, self._planner = store, checkpoint, planner
-        self._fetcher, self._threads = fetcher, threads
-        self._trusted_objects = trusted_objects
-        self._located = {} if located is None else located
+        self._checkpoint, self._store, self._planner = checkpoint, checkpoint.store, planner
+        self._threads, self._trusted_objects = threads, trusted_objects
+        self._fetcher = Fetcher(checkpoint.store, pool, checkpoint.when_visible)
         self._filled: Mapping[MetadataIndex, Box | None] = {}
 
     def run(self, items: Sequence[ReadItem]) -> None:
-        """Read all `items` and give them to the planner."""
         self._filled = filled_boxes(items)
         check_coverage(self._planner, self._checkpoint.metadata, self._filled, url=self._store.url)
         infos = [self._info(item.storage_index) for item in items]
@@ -136,7 +131,7 @@ class Loader:
         try:
             window.pieces[file] += region_pieces(stored, item.storage_offsets, item.lengths, memory)
         except ValueError as error:
-            raise self._wrong(info, f"{item.storage_index.fqn!r}: {error}") from error
+            raise self._fault(info, f"{item.storage_index.fqn!r}: {error}") from error
         if file.block_crcs is not None and item.lengths == self._checkpoint.chunk(item.storage_index)[0]:
             window.pieces[file] += _frame_pieces(info, stored, file.block_size_bytes)
         window.tensor_bytes += target.given.numel() * stored.dtype.itemsize
@@ -162,8 +157,8 @@ class Loader:
                 stop=stop,
             )
 
-    def _wrong(self, info: StorageInfo, message: str) -> FormatError:
-        return FormatError(message, url=self._store.url, key=info.relative_path)
+    def _fault(self, info: StorageInfo, message: str) -> FormatError:
+        return self._checkpoint.fault(message, info.relative_path)
 
     # -- items that are read whole ----------------------------------------------------------------------------
 
@@ -172,18 +167,18 @@ class Loader:
         max_bytes = max(_MAX_EXPANDED_BYTES, _MAX_EXPANSION * info.length)
         data = self._untransformed(item, info, data, max_bytes)
         if any(fnmatchcase(fqn, pattern) for pattern in self._trusted_objects):
-            self._planner.load_bytes(item, io.BytesIO(data))
-            return
-        safe = safe_object(MemoryFile(data), fqn=fqn, url=self._store.url, key=info.relative_path)
-        self._planner.load_bytes(item, safe)
+            value = io.BytesIO(data)
+        else:
+            value = safe_object(MemoryFile(data), fqn=fqn, url=self._store.url, key=info.relative_path)
+        self._planner.load_bytes(item, value)
 
     def _load_tensor(self, item: ReadItem, info: StorageInfo, data: bytearray, target: _Target) -> None:
         fqn, (shape, dtype) = item.storage_index.fqn, self._checkpoint.chunk(item.storage_index)
         max_bytes = max(math.prod(shape) * dtype.itemsize, info.length) + _FRAME_BYTES
-        plain_data = MemoryFile(self._untransformed(item, info, data, max_bytes))
-        tensor = load_tensor_item(plain_data, fqn=fqn, url=self._store.url, key=info.relative_path)
+        file = MemoryFile(self._untransformed(item, info, data, max_bytes))
+        tensor = load_tensor_item(file, fqn=fqn, url=self._store.url, key=info.relative_path)
         if tensor.size() != shape:
-            raise self._wrong(
+            raise self._fault(
                 info, f"{fqn!r} is {tuple(tensor.size())} where the metadata says {tuple(shape)}"
             )
         try:
@@ -194,7 +189,7 @@ class Loader:
                 if (offset, length) != (0, tensor.size(dimension)):
                     tensor = tensor.narrow(dimension, offset, length)
         except (IndexError, RuntimeError, ValueError) as error:
-            raise self._wrong(info, f"{fqn!r}: {error}") from error
+            raise self._fault(info, f"{fqn!r}: {error}") from error
         with torch.no_grad():
             target.given.copy_(tensor)
         self._planner.commit_tensor(item, target.given)
@@ -218,9 +213,9 @@ class Loader:
         shape, dtype = self._checkpoint.chunk(index)
         item = self._checkpoint.item(info)
         if item is None:
-            located = self._located.get((info.relative_path, info.offset))
+            located = self._checkpoint.located.get((info.relative_path, info.offset))
             if located is not None and located.shape != tuple(shape):
-                raise self._wrong(
+                raise self._fault(
                     info, f"{index.fqn!r} is {located.shape} where the metadata says {tuple(shape)}"
                 )
             return located
@@ -228,13 +223,13 @@ class Loader:
             return None
         stored = StoredTensor.row_major(item.payload_offset, dtype, shape)
         if stored.payload_bytes != item.payload_bytes:
-            raise self._wrong(info, f"{index.fqn!r}: the metadata and the manifest disagree on its size")
+            raise self._fault(info, f"{index.fqn!r}: the metadata and the manifest disagree on its size")
         return stored
 
     def _info(self, index: MetadataIndex) -> StorageInfo:
         info = self._checkpoint.metadata.storage_data.get(index)
         if info is None:
-            raise FormatError(f"the metadata does not say where {index.fqn!r} is stored", url=self._store.url)
+            raise self._checkpoint.fault(f"the metadata does not say where {index.fqn!r} is stored")
         return info  # type: ignore[no-any-return]
 
     def _locate(self, items: Sequence[ReadItem], infos: Sequence[StorageInfo]) -> None:
@@ -245,7 +240,7 @@ class Loader:
             if item.type != LoadItemType.BYTE_IO
             and info.length > _SMALL_ITEM_BYTES
             and not info.transform_descriptors
-            and (info.relative_path, info.offset) not in self._located
+            and (info.relative_path, info.offset) not in self._checkpoint.located
         }
 
         def locate(info: StorageInfo) -> StoredTensor | None:
@@ -256,7 +251,7 @@ class Loader:
 
             return locate_payload(read_at, info.offset, info.length)
 
-        self._located |= dict(zip(wanted, self._threads.map(locate, wanted.values()), strict=True))
+        self._checkpoint.located |= dict(zip(wanted, self._threads.map(locate, wanted.values()), strict=True))
 
 
 def _has_room(window: Window, target: _Target | None) -> bool:

@@ -21,11 +21,10 @@ from torch.futures import Future
 
 from ckpt.consistency.commit import COMMIT_KEY
 from ckpt.dcp_storage import DcpStorage
-from ckpt.errors import CheckpointError, CommitConflict, ConfigurationError, NotCommitted, NotFound
+from ckpt.errors import CheckpointError, CommitConflict, ConfigurationError
 from ckpt.ranks.group import DEFAULT_TIMEOUT_S
-from ckpt.reading.checkpoint import Checkpoint, ReadSettings, is_rank_local, open_checkpoint, open_rank_local
+from ckpt.reading.checkpoint import Checkpoint, ReadSettings, open_checkpoint, open_rank_local, open_whole
 from ckpt.reading.loader import Loader
-from ckpt.transfer.fetcher import Fetcher
 from ckpt.transfer.threads import workers
 
 
@@ -165,11 +164,7 @@ class CheckpointReader(DcpStorage, StorageReader):
         Raises:
             NotFound, NotCommitted, IntegrityError, FormatError, UnsafeContent, NotVisible.
         """
-        try:
-            self._checkpoint = open_checkpoint(self._store, self._settings)
-        except (NotFound, NotCommitted):
-            if not is_rank_local(self._store):
-                raise
+        self._checkpoint = open_whole(self._store, self._settings)
         self._opened_ahead = self._checkpoint is not None
         return self._checkpoint
 
@@ -188,11 +183,8 @@ class CheckpointReader(DcpStorage, StorageReader):
         leaves the others waiting. So the rank is guessed, and corrected as soon as DCP does tell
         it.
         """
-        try:
-            self._checkpoint = open_checkpoint(self._store, self._settings)
-        except (NotFound, NotCommitted):
-            if not is_rank_local(self._store):
-                raise
+        self._checkpoint = open_whole(self._store, self._settings)
+        if self._checkpoint is None:
             self._part = rank if rank is not None else _global_rank()
             self._checkpoint = open_rank_local(self._store, self._settings, self._part)
 
@@ -200,9 +192,8 @@ class CheckpointReader(DcpStorage, StorageReader):
         checkpoint = self._checkpoint
         if checkpoint is None:
             raise CheckpointError("read_data was called before set_up_storage_reader")
-        fetcher = Fetcher(self._store, self._pool, checkpoint.when_visible)
         with workers(self._store.threads, "ckpt-read") as threads:
-            loader = Loader(self._store, checkpoint, planner, fetcher, threads, self._trusted_objects)
+            loader = Loader(checkpoint, planner, self._pool, threads, self._trusted_objects)
             loader.run(plan.items)
         if torch.accelerator.is_available():
             # Other threads have queued copies.

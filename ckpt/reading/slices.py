@@ -2,37 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from ckpt.backends.base import Store
 from ckpt.backends.registry import open_store
 from ckpt.errors import ConfigurationError, FormatError, NotFound
 from ckpt.format.columns import Columns, ObjectRow, TensorColumns, columns_of, is_quantized
-from ckpt.format.stored_tensor import StoredTensor
 from ckpt.reading.checkpoint import Checkpoint, ReadSettings, open_parts
+from ckpt.reading.coverage import box_of
 from ckpt.reading.loader import Loader
-from ckpt.transfer.boxes import Box, tiling_fault
+from ckpt.transfer.boxes import tiling_fault
 from ckpt.transfer.buffer_pool import MIN_MEMORY_BUDGET_BYTES, StagingPool
-from ckpt.transfer.fetcher import Fetcher
 from ckpt.transfer.threads import thread_pool
 
 
-class OpenCheckpoint:
-    """Read parts of a checkpoint by the names that `ckpt.inspect` shows.
-
-    Raises:
-        NotFound, NotCommitted, IntegrityError, FormatError, UnsafeContent, NotVisible: as
-            `ckpt.inspect`.
-    """
+class OpenCheckpoint(contextlib.AbstractContextManager["OpenCheckpoint"]):
+    """Read parts of a checkpoint by the names that `ckpt.inspect` shows. Raises as that does."""
 
     def __init__(
         self,
@@ -44,34 +40,20 @@ class OpenCheckpoint:
         self.store: Store = guard(open_store(url, storage_options))
         self.threads = thread_pool(self.store.threads, "ckpt-read")
         try:
-            parts = open_parts(self.store, ReadSettings())
-            self._parts = [(part, columns_of(part.metadata, url=self.store.url)) for part in parts]
+            self.parts = open_parts(self.store, ReadSettings())
+            self._columns = [columns_of(part.metadata, url=self.store.url) for part in self.parts]
         except BaseException:
             self.close()
             raise
         self._pool = StagingPool(MIN_MEMORY_BUDGET_BYTES)
-        self._located: dict[int, dict[tuple[str, int], StoredTensor | None]] = {}
-
-    @property
-    def parts(self) -> list[Checkpoint]:
-        """The checkpoint, or its parts if each rank saved one."""
-        return [part for part, _ in self._parts]
 
     @property
     def names(self) -> list[str]:
-        return [
-            self._prefix(number) + fqn
-            for number, (_, columns) in enumerate(self._parts)
-            for fqn in columns.entries
-        ]
+        return [self._prefix(n) + fqn for n, columns in enumerate(self._columns) for fqn in columns.entries]
 
     def find(self, name: str) -> tuple[Checkpoint, Columns, str, TensorColumns | ObjectRow]:
-        """Find a name: its part of the checkpoint, and its FQN and entry there.
-
-        Raises:
-            NotFound: there is no such name.
-        """
-        for number, (part, columns) in enumerate(self._parts):
+        """Find the part of a name, and its FQN and entry there. Raises NotFound if there is none."""
+        for number, (part, columns) in enumerate(zip(self.parts, self._columns, strict=True)):
             prefix = self._prefix(number)
             fqn = name.removeprefix(prefix)
             if name.startswith(prefix) and fqn in columns.entries:
@@ -100,12 +82,12 @@ class OpenCheckpoint:
 
     def read_into(self, wanted: Sequence[tuple[str, Sequence[int], torch.Tensor]]) -> None:
         """Fill each target from its tensor at the given offsets, cast to its dtype. Raises as `read`."""
-        todo: dict[int, tuple[Checkpoint, list[ReadItem]]] = {}
+        todo: dict[Checkpoint, list[ReadItem]] = defaultdict(list)
         for number, (name, offsets, target) in enumerate(wanted):
             part, items = self._plan(name, offsets, target.shape, number)
-            todo.setdefault(id(part), (part, []))[1].extend(items)
+            todo[part] += items
         planner = _Planner([target for _, _, target in wanted])
-        for part, items in todo.values():
+        for part, items in todo.items():
             self._run(part, planner, items)
 
     def _plan(
@@ -119,11 +101,7 @@ class OpenCheckpoint:
                 f"{name[:200]!r} is quantized; its values cannot be shown", url=self.store.url
             )
         items = list(_read_items(fqn, entry, offsets, lengths, str(number)))
-        boxes: list[Box] = [
-            (tuple(i.dest_offsets), tuple(o + n for o, n in zip(i.dest_offsets, i.lengths, strict=True)))
-            for i in items
-        ]
-        if (fault := tiling_fault(boxes, lengths)) is not None:
+        if (fault := tiling_fault([box_of(item) for item in items], lengths)) is not None:
             raise FormatError(
                 f"the requested region of {name[:200]!r} cannot be read from this checkpoint: {fault}",
                 url=self.store.url,
@@ -131,11 +109,7 @@ class OpenCheckpoint:
         return part, items
 
     def read_object(self, name: str) -> Any:
-        """Load an object with `weights_only=True`.
-
-        Raises:
-            UnsafeContent: loading it needs more than torch's safe types.
-        """
+        """Load an object. Raises UnsafeContent if that needs more than torch's safe types."""
         data = self._read_object(name, trusted=False)
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
@@ -148,34 +122,22 @@ class OpenCheckpoint:
         index, nothing = MetadataIndex(fqn), torch.Size([0])
         planner = _Planner([])
         item = ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)
-        self._run(part, planner, [item], trusted_objects=("*",) if trusted else ())
+        self._run(part, planner, [item], trusted=("*",) if trusted else ())
         return planner.data
 
     def _run(
-        self,
-        part: Checkpoint,
-        planner: _Planner,
-        items: Sequence[ReadItem],
-        trusted_objects: Collection[str] = (),
+        self, part: Checkpoint, planner: _Planner, items: Sequence[ReadItem], trusted: Collection[str] = ()
     ) -> None:
-        fetcher = Fetcher(self.store, self._pool, part.when_visible)
-        located = self._located.setdefault(id(part), {})
-        loader = Loader(self.store, part, planner, fetcher, self.threads, trusted_objects, located)
-        loader.run(items)
+        Loader(part, planner, self._pool, self.threads, trusted).run(items)
 
     def _prefix(self, number: int) -> str:
-        return f"rank {number}: " if len(self._parts) > 1 else ""
+        return f"rank {number}: " if len(self.parts) > 1 else ""
 
     def close(self) -> None:
         self.threads.shutdown(wait=True, cancel_futures=True)
         self.store.close()
 
-    def __enter__(self) -> OpenCheckpoint:  # noqa: PYI034 (typing.Self is of Python 3.11)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -198,35 +160,16 @@ def _read_items(
         )
 
 
-class _Planner(LoadPlanner):
+class _Planner(DefaultLoadPlanner):
     """Give the loader tensors by their number, and keep the bytes of an object."""
 
     def __init__(self, targets: Sequence[torch.Tensor]) -> None:
+        super().__init__()
         self._targets = targets
         self.data = b""
 
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        target = self._targets[int(read_item.dest_index.fqn)]
-        for dimension, (start, length) in enumerate(
-            zip(read_item.dest_offsets, read_item.lengths, strict=True)
-        ):
-            target = target.narrow(dimension, start, length)
-        return target
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        pass
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        return self._targets[int(index.fqn)]
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         self.data = value.getvalue()
-
-    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError  # only the loader uses it, not DCP
-
-    def create_local_plan(self) -> LoadPlan:
-        raise NotImplementedError
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        raise NotImplementedError
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        raise NotImplementedError

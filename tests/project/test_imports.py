@@ -20,7 +20,7 @@ SDKS = {
     "fsspec": "ckpt.backends.fsspec_connection",
 }
 PUBLIC_FOLDERS = ("ckpt.backends", "ckpt.trainer_integration", "ckpt.testing")
-PUBLIC_MODULES = ("ckpt.errors", "ckpt.api", "ckpt.torch_private")  # the last hands torch's names on
+PUBLIC_MODULES = ("ckpt.errors", "ckpt.api")
 MAX_FILES_IN_A_ROOM = 16
 MAX_CLASS_LINES = 250
 MAX_FUNCTION_LINES = 70
