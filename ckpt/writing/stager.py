@@ -14,7 +14,8 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +24,6 @@ from torch.distributed.tensor import DTensor
 
 from ckpt.errors import CheckpointError
 from ckpt.torch_private import (
-    Shard,
     ShardedTensor,
     ShardMetadata,
     dtensor_like,
@@ -56,7 +56,7 @@ class Stager(AsyncStager):
     """
 
     def __init__(self, *, shared_memory: bool = False) -> None:
-        self._blocks: _Blocks = _SharedBlock() if shared_memory else _Blocks()
+        self._blocks = _SharedBlock() if shared_memory else _Blocks()
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Copy `state_dict`: tensors to CPU memory, everything else by `copy.deepcopy`.
@@ -65,9 +65,9 @@ class Stager(AsyncStager):
             CheckpointError: both copies made before are still in use.
         """
         copies = _Copies()
-        staged = copies.placed(state_dict)
-        memory = self._blocks.take(copies.nbytes)
-        return copies.carried_out(staged, memory)  # type: ignore[no-any-return]
+        staged: dict[str, Any] = copies.of(state_dict)
+        copies.fill(self._blocks.take(copies.nbytes))
+        return staged
 
     def synchronize_staging(self) -> None:
         """Do nothing: the copy is complete when `stage` returns."""
@@ -139,11 +139,10 @@ class _Blocks:
         self._lock = threading.Lock()
 
 
-class _SharedBlock(_Blocks):
+class _SharedBlock:
     """A block of shared memory: torch would move other memory there when it is sent."""
 
     def __init__(self) -> None:
-        super().__init__()
         self._block: torch.Tensor | None = None
 
     def take(self, nbytes: int) -> torch.Tensor:
@@ -158,61 +157,49 @@ class _SharedBlock(_Blocks):
         self._block = None
 
 
-class _Place:
-    """A tensor and where its copy goes."""
+@dataclass
+class _Copy:
+    """A tensor, and its copy, which gets memory at `offset`."""
 
-    def __init__(self, source: torch.Tensor, offset: int) -> None:
-        self.source, self.offset = source, offset
-        self.copy: torch.Tensor | None = None
-
-    def copy_into(self, memory: torch.Tensor) -> Iterator[_Run]:
-        """Make or begin the copy, and list the runs of memory that remain to be moved.
-
-        A copy by torch uses all cores for each tensor and waits for the last of them, so memory is
-        moved by threads that do not wait for each other. Copies from a device belong into the
-        caller's stream.
-        """
-        nbytes = self.source.numel() * self.source.element_size()
-        target = memory[self.offset : self.offset + nbytes]
-        self.copy = target.view(self.source.dtype).view(self.source.shape)
-        if not has_memory_view(self.source):
-            copy_elements(self.source, self.copy, non_blocking=True)
-            return
-        for start in range(0, nbytes, _RUN_BYTES):
-            size = min(_RUN_BYTES, nbytes - start)
-            yield target.data_ptr() + start, self.source.data_ptr() + start, size
+    source: torch.Tensor
+    target: torch.Tensor
+    offset: int
 
 
 class _Copies:
-    """The copies that a state needs: first placed, then made together."""
+    """The copies of the tensors of a state, which get their memory all at once."""
 
     def __init__(self) -> None:
         self.nbytes = 0
-        self._places: dict[Any, _Place] = {}
+        self._copies: dict[Any, _Copy] = {}
 
-    def placed(self, value: Any) -> Any:
-        """Replace every tensor in `value` by a place, and everything else by a copy."""
-        if isinstance(value, ShardedTensor | DTensor):
-            return _Rebuilt(value, [self.placed(local) for local in _locals(value)])
+    def of(self, value: Any) -> Any:
+        """Copy `value`, except for the elements of its tensors: these come with `fill`."""
+        if isinstance(value, DTensor):
+            return dtensor_like(value, self.of(local_tensor(value)))
+        if isinstance(value, ShardedTensor):
+            return self._of_sharded(value)
         if isinstance(value, torch.Tensor):
-            return self._place(value)
+            return self._of_tensor(value)
         if isinstance(value, Mapping):
-            return {key: self.placed(item) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return _like(value, [self.placed(item) for item in value])
+            return {key: self.of(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self.of(item) for item in value]
+        if isinstance(value, tuple):
+            items = [self.of(item) for item in value]
+            return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
         return copy.deepcopy(value)
 
-    def carried_out(self, value: Any, memory: torch.Tensor) -> Any:
-        """Make the copies in `memory`, and put them into the result of `placed`."""
-        runs = [run for place in self._places.values() for run in place.copy_into(memory)]
-        with thread_pool(_copy_threads(), "ckpt-stage") as threads:
-            run_all(threads, lambda run: ctypes.memmove(*run), runs)
-        for device in {place.source.device for place in self._places.values()}:
-            if device.type not in ("cpu", "meta"):
-                torch.accelerator.current_stream(device).synchronize()
-        return _finished(value)
+    def _of_sharded(self, original: ShardedTensor) -> ShardedTensor:
+        # Shallow copies: new ones would have to be on the device that their metadata names.
+        copied = copy.copy(original)
+        shards = [copy.copy(shard) for shard in original.local_shards()]
+        for shard in shards:
+            shard.tensor, shard.metadata = self.of(shard.tensor), _on_cpu(shard.metadata)
+        set_local_shards(copied, shards)
+        return copied
 
-    def _place(self, tensor: torch.Tensor) -> Any:
+    def _of_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         source = plain(tensor)
         if source is None or source.device.type == "meta":
             return tensor.detach().clone()
@@ -221,28 +208,38 @@ class _Copies:
             return torch.empty(source.shape, dtype=source.dtype, device="cpu")
         lazy = (source.is_conj(), source.is_neg())
         key = (source.device, source.data_ptr(), source.dtype, shape, strides, *lazy)
-        if key not in self._places:
+        if key not in self._copies:
             self.nbytes += -self.nbytes % _ALIGNMENT_BYTES
-            self._places[key] = _Place(source, self.nbytes)
+            target = torch.empty(0, dtype=source.dtype, device="cpu")
+            self._copies[key] = _Copy(source, target, self.nbytes)
             self.nbytes += source.numel() * source.element_size()
-        return self._places[key]
+        return self._copies[key].target
 
+    def fill(self, memory: torch.Tensor) -> None:
+        """Give the copies their memory, and copy the elements.
 
-class _Rebuilt:
-    """A sharded tensor that gets copies of its local parts."""
-
-    def __init__(self, original: ShardedTensor | DTensor, parts: list[Any]) -> None:
-        self.original, self.parts = original, parts
-
-    def around(self, parts: list[torch.Tensor]) -> ShardedTensor | DTensor:
-        original = self.original
-        if isinstance(original, DTensor):
-            return dtensor_like(original, parts[0])
-        # A shallow copy: a new one would have to be on the device that its metadata names.
-        rebuilt = copy.copy(original)
-        pairs = zip(parts, original.local_shards(), strict=True)
-        set_local_shards(rebuilt, [Shard(part, _on_cpu(shard.metadata)) for part, shard in pairs])
-        return rebuilt
+        A copy by torch uses all cores for each tensor and waits for the last of them, so memory is
+        moved by threads that do not wait for each other. Copies from a device belong into the
+        caller's stream.
+        """
+        storage = memory.untyped_storage()
+        runs: list[_Run] = []
+        for each in self._copies.values():
+            source, target = each.source, each.target
+            target.set_(storage, each.offset // source.element_size(), source.shape)
+            if not has_memory_view(source):
+                copy_elements(source, target, non_blocking=True)
+                continue
+            begin, end = source.data_ptr(), source.data_ptr() + source.numel() * source.element_size()
+            runs += [
+                (target.data_ptr() + start - begin, start, min(_RUN_BYTES, end - start))
+                for start in range(begin, end, _RUN_BYTES)
+            ]
+        with thread_pool(max(1, min(8, os.cpu_count() or 1)), "ckpt-stage") as threads:
+            run_all(threads, lambda run: ctypes.memmove(*run), runs)
+        for device in {each.source.device for each in self._copies.values()}:
+            if device.type != "cpu":
+                torch.accelerator.current_stream(device).synchronize()
 
 
 def _on_cpu(metadata: ShardMetadata) -> ShardMetadata:
@@ -251,33 +248,3 @@ def _on_cpu(metadata: ShardMetadata) -> ShardMetadata:
     rank = metadata.placement.rank()
     placement = "cpu" if rank is None else f"rank:{rank}/cpu"
     return ShardMetadata(metadata.shard_offsets, metadata.shard_sizes, placement)
-
-
-def _copy_threads() -> int:
-    return max(1, min(8, os.cpu_count() or 1))
-
-
-def _locals(value: ShardedTensor | DTensor) -> list[torch.Tensor]:
-    if isinstance(value, DTensor):
-        return [local_tensor(value)]
-    return [shard.tensor for shard in value.local_shards()]
-
-
-def _finished(value: Any) -> Any:
-    """Replace every place in the result of `placed` by its copy."""
-    if isinstance(value, _Place):
-        return value.copy
-    if isinstance(value, _Rebuilt):
-        return value.around([_finished(part) for part in value.parts])
-    if isinstance(value, dict):
-        return {key: _finished(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return _like(value, [_finished(item) for item in value])
-    return value
-
-
-def _like(original: list[Any] | tuple[Any, ...], items: list[Any]) -> Any:
-    """Make a list, tuple or named tuple like `original` of `items`."""
-    if isinstance(original, list):
-        return items
-    return type(original)(*items) if hasattr(original, "_fields") else tuple(items)
