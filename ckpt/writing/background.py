@@ -21,8 +21,7 @@ class Background:
     """The one save that may run in the background.
 
     A program that ends waits for it. The interpreter lets no new thread start once it is ending, so
-    the wait
-    comes before that: at the moment at which `concurrent.futures` waits for its own threads.
+    the wait comes before that: when `concurrent.futures` waits for its own threads.
     """
 
     def __init__(self) -> None:
@@ -50,12 +49,10 @@ class Background:
         if self._running is None or self._running.done():
             return
         started_s = time.monotonic()
-        # Its outcome is for the holder of its future.
-        self._running.exception()
-        waited_s = time.monotonic() - started_s
+        self._running.exception()  # its outcome is for the holder of its future
         _logger.warning(
             "async_save waited %.1f s for the previous save to finish; save less often, or to faster storage",
-            waited_s,
+            time.monotonic() - started_s,
         )
 
     def _wait_at_exit(self) -> None:

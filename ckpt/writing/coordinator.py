@@ -56,7 +56,7 @@ class Coordinator:
     """Commit one save, on the coordinating rank."""
 
     def __init__(self, store: Store, objects: SaveObjects, confirm_timeout_s: float | None = None) -> None:
-        """Add each object to `objects` before it exists; the commit releases them all."""
+        """`objects` gets each object before it exists; the commit releases them all."""
         self._store, self._objects = store, objects
         self._confirm_timeout_s = confirm_timeout_s
         self._previous: StoredCommit | None = None
@@ -109,7 +109,8 @@ class Coordinator:
     def commit_columns(self, columns: Columns, record: CommitRecord) -> None:
         """Write the index of `columns` and commit `record` with it. Raises as `commit`."""
         with no_gc():
-            index, stock_metadata = self._index(columns), self._stock_metadata(columns)
+            index, stock_metadata = self._index(columns), seal_pickle(pickled_metadata(columns))
+        self._stock_seal = stock_metadata[-PICKLE_SEAL_BYTES:]
         key = index_key(self._objects.rank, self._objects.token)
         self._objects.add(key)
         try:
@@ -151,18 +152,14 @@ class Coordinator:
             text = error.message if isinstance(error, FormatError) else str(error)
             raise ConfigurationError(f"this state cannot be stored: {text}", url=self._store.url) from None
 
-    def _stock_metadata(self, columns: Columns) -> CheckedBody:
-        data = seal_pickle(pickled_metadata(columns))
-        self._stock_seal = data[-PICKLE_SEAL_BYTES:]
-        return CheckedBody(data)
-
     def _record(
         self, receipts: Sequence[RankReceipt], world_size: int, tags: Mapping[str, str]
     ) -> CommitRecord:
         manifests = [receipt.manifest for receipt in receipts if receipt.manifest is not None]
+        created_at = datetime.datetime.fromtimestamp(environment.now(), datetime.timezone.utc)
         return CommitRecord(
             id=self._objects.token,
-            created_at=_iso(environment.now()),
+            created_at=created_at.isoformat(timespec="seconds"),
             library=_library_version(),
             torch=str(torch.__version__),
             world_size=world_size,
@@ -171,13 +168,13 @@ class Coordinator:
             tags=dict(tags),
         )
 
-    def _publish(self, record: bytes, stock_metadata: CheckedBody) -> bool:
+    def _publish(self, record: bytes, stock_metadata: bytes) -> bool:
         try:
             return publish(
                 self._store,
                 record,
                 previous=None if self._previous is None else self._previous.raw,
-                stock_metadata=stock_metadata,
+                stock_metadata=CheckedBody(stock_metadata),
                 restore_stock_metadata=self._restore_stock_metadata,
                 confirm_timeout_s=self._confirm_timeout_s,
             )
@@ -200,8 +197,7 @@ class Coordinator:
         if commit is None:
             self._store.delete([STOCK_METADATA_KEY])
             return True
-        data = stock_metadata_of(self._store, commit.record)
-        self._store.put(STOCK_METADATA_KEY, CheckedBody(data))
+        self._store.put(STOCK_METADATA_KEY, CheckedBody(stock_metadata_of(self._store, commit.record)))
         return True
 
     def _retire(self, previous: StoredCommit) -> None:
@@ -248,10 +244,6 @@ def _check_ranks(receipts: Sequence[RankReceipt], world_size: int) -> None:
         raise CommitError(
             f"nothing was committed: the ranks save to different places: {' and '.join(places[:3])}"
         )
-
-
-def _iso(time_s: float) -> str:
-    return datetime.datetime.fromtimestamp(time_s, datetime.timezone.utc).isoformat(timespec="seconds")
 
 
 @functools.cache

@@ -1,7 +1,4 @@
-"""Lay out a rank's files: frame items, spread them over files, give each its place.
-
-The plan gives all sizes, so files are laid out before any tensor's bytes are touched.
-"""
+"""Lay out a rank's files before the bytes of a tensor are touched: the plan gives all sizes."""
 
 from __future__ import annotations
 
@@ -44,11 +41,7 @@ class Entry:
 
 
 def refuse_layouts(items: Iterable[WriteItem]) -> None:
-    """DCP plans sparse tensors like dense ones, writes them, and then cannot load them.
-
-    Raises:
-        CheckpointError: there is one.
-    """
+    """Raise CheckpointError for a sparse tensor, which DCP plans like a dense one and cannot load."""
     for item in items:
         layout = item.tensor_data.properties.layout if item.tensor_data is not None else torch.strided
         if layout is not torch.strided:
@@ -61,15 +54,19 @@ def refuse_layouts(items: Iterable[WriteItem]) -> None:
 def tensor_entries(items: Iterable[WriteItem], planner: SavePlanner) -> tuple[list[Entry], list[WriteItem]]:
     """Frame the plain tensors of a plan; return them, and the items that have to be pickled.
 
-    Each is looked at once now and asked for again when its bytes are due.
+    Each tensor is looked at once now and asked for again when its bytes are due.
 
     Raises:
         CheckpointError: the planner failed, or gave another tensor than it planned.
     """
     entries: list[Entry] = []
+    objects: list[WriteItem] = []
     others: list[WriteItem] = []
     for item in items:
-        tensor = _plain(_resolve_tensor(planner, item), item)
+        if item.type == WriteItemType.BYTE_IO:
+            objects.append(item)
+            continue
+        tensor = _plain_tensor(planner, item)
         if tensor is None:
             others.append(item)
             continue
@@ -79,41 +76,25 @@ def tensor_entries(items: Iterable[WriteItem], planner: SavePlanner) -> tuple[li
             raise CheckpointError(f"{item.index.fqn!r}: {error}") from error
         payload = _payload(planner, item, framed.payload_bytes)
         entries.append(Entry(item.index, framed.head, payload, framed.tail, True))
-    return entries, others
+    return entries, [*objects, *others]
 
 
 def pickled_entries(items: Iterable[WriteItem], planner: SavePlanner) -> Iterator[Entry]:
-    """Pickle, one at a time, tensors that are not plain (quantized, subclasses with a dispatch).
+    """Pickle items that are not plain tensors, one at a time.
 
     Raises:
         CheckpointError: the planner failed, or torch cannot save one.
     """
     for item in items:
-        data = _pickled(_resolve_tensor(planner, item), item)
-        yield Entry(item.index, b"", BytesPayload(data), b"", False)
-
-
-def object_entries(items: Iterable[WriteItem], planner: SavePlanner) -> Iterator[Entry]:
-    """Let the planner pickle the non-tensor objects of a plan, one at a time.
-
-    Raises:
-        CheckpointError: the planner failed.
-    """
-    for item in items:
-        data = _resolve(planner, item)
-        if not isinstance(data, io.BytesIO):
-            raise CheckpointError(
-                f"the planner planned bytes for {item.index.fqn!r} but returned a {type(data).__name__}"
-            )
-        yield Entry(item.index, b"", BytesPayload(data.getbuffer()), b"", False)
+        pickled = _pickled_object if item.type == WriteItemType.BYTE_IO else _pickled_tensor
+        yield Entry(item.index, b"", BytesPayload(pickled(planner, item).getbuffer()), b"", False)
 
 
 def spread(entries: Sequence[Entry], files: int) -> list[list[Entry]]:
     """Spread entries over at most `files` files of about one size (more if one got too large).
 
     Within a file the plan's order is kept. Small items are more work for Python than for the disk,
-    and threads
-    only slow each other down with them: they count for no more files.
+    and threads only slow each other down with them: they count for no more files.
     """
     lengths = [entry.length for entry in entries]
     large = sum(length for length in lengths if length >= SMALL_ITEM_BYTES)
@@ -125,12 +106,10 @@ def spread(entries: Sequence[Entry], files: int) -> list[list[Entry]]:
 
 
 def pack(sizes: Sequence[int], bins: int) -> list[list[int]]:
-    """Pack items into bins of about the same size: the largest first, each into the smallest bin.
-
-    Returns the numbers of the items in each bin, in order.
-    """
+    """Return the numbers of the items for each of some bins of about the same size, in order."""
     filled = [(0, number) for number in range(bins)]
     packed: list[list[int]] = [[] for _ in range(bins)]
+    # The largest first, each into the smallest bin.
     for item in sorted(range(len(sizes)), key=lambda item: -sizes[item]):
         size, smallest = filled[0]
         heapq.heapreplace(filled, (size + max(sizes[item], 1), smallest))
@@ -151,7 +130,7 @@ def place(entries: Iterable[Entry]) -> list[FileItem]:
 
 def _payload(planner: SavePlanner, item: WriteItem, nbytes: int) -> TensorPayload:
     def resolve() -> torch.Tensor:
-        tensor = _plain(_resolve_tensor(planner, item), item)
+        tensor = _plain_tensor(planner, item)
         if tensor is None or tensor.numel() * tensor.element_size() != nbytes:
             raise CheckpointError(
                 f"the planner returned {item.index.fqn!r} with another shape or dtype than before"
@@ -171,10 +150,10 @@ def _resolve(planner: SavePlanner, item: WriteItem) -> object:
 
 
 def _resolve_tensor(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
-    """Get the tensor of an item and check it against the plan, which the metadata is made of."""
+    """Get the tensor of an item, and check it against the plan, of which the metadata is made."""
     tensor = _resolve(planner, item)
     fqn = item.index.fqn
-    if item.type == WriteItemType.BYTE_IO or item.tensor_data is None or not isinstance(tensor, torch.Tensor):
+    if item.tensor_data is None or not isinstance(tensor, torch.Tensor):
         raise CheckpointError(
             f"the planner planned a tensor for {fqn!r} but returned a {type(tensor).__name__}"
         )
@@ -189,15 +168,25 @@ def _resolve_tensor(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
     return tensor
 
 
-def _plain(tensor: torch.Tensor, item: WriteItem) -> torch.Tensor | None:
+def _plain_tensor(planner: SavePlanner, item: WriteItem) -> torch.Tensor | None:
     try:
-        return plain(tensor)
+        return plain(_resolve_tensor(planner, item))
     except ValueError as error:
         raise CheckpointError(f"{item.index.fqn!r} cannot be saved: {error}") from error
 
 
-def _pickled(tensor: torch.Tensor, item: WriteItem) -> memoryview:
-    """Pickle a tensor that is not plain, as stock PyTorch would save it."""
+def _pickled_object(planner: SavePlanner, item: WriteItem) -> io.BytesIO:
+    data = _resolve(planner, item)
+    if not isinstance(data, io.BytesIO):
+        raise CheckpointError(
+            f"the planner planned bytes for {item.index.fqn!r} but returned a {type(data).__name__}"
+        )
+    return data
+
+
+def _pickled_tensor(planner: SavePlanner, item: WriteItem) -> io.BytesIO:
+    """Pickle a quantized tensor, or a subclass with a dispatch, as stock PyTorch would save it."""
+    tensor = _resolve_tensor(planner, item)
     buffer = io.BytesIO()
     try:
         torch.save(tensor.detach().cpu().clone(), buffer)
@@ -206,4 +195,4 @@ def _pickled(tensor: torch.Tensor, item: WriteItem) -> memoryview:
             f"{item.index.fqn!r}, a {type(tensor).__name__} of {tensor.dtype} and {tensor.layout}, cannot be saved: "
             f"{type(error).__name__}: {error}"
         ) from error
-    return buffer.getbuffer()
+    return buffer

@@ -13,7 +13,7 @@ from ckpt.format.names import data_key, manifest_key
 from ckpt.format.records import FileRecord, ItemRecord, ManifestRef, RankManifest, encode
 from ckpt.gc_pause import no_gc
 from ckpt.transfer.buffer_pool import StagingPool
-from ckpt.transfer.file_body import FileBody, FileItem
+from ckpt.transfer.file_body import FileBody
 from ckpt.transfer.threads import run_all, workers
 from ckpt.writing.layout import Entry, place
 from ckpt.writing.receipts import PlacedItem, RankReceipt, pack_items
@@ -58,19 +58,18 @@ class RankFiles:
             for number, key, body, items, entries in zip(numbers, keys, bodies, placed, files, strict=True):
                 self._records.append(FileRecord(path=key, size_bytes=body.nbytes, blocks=body.blocks()))
                 self.data_bytes += body.nbytes
-                self._note(number, items, entries)
+                for item, entry in zip(items, entries, strict=True):
+                    self._note(entry, number, item.offset)
 
-    def _note(self, file: int, items: Sequence[FileItem], entries: Sequence[Entry]) -> None:
-        for item, entry in zip(items, entries, strict=True):
-            index, length = entry.index, item.length
-            payload = (item.payload_offset, item.payload.nbytes) if entry.is_plain else (-1, 0)
-            offsets = None if index.offset is None else list(index.offset)
-            self._items.append(ItemRecord(index.fqn, offsets, file, item.offset, length, *payload))
-            chunk = None if index.offset is None else tuple(index.offset)
-            self._placed.append(PlacedItem(index.fqn, chunk, index.index, file, item.offset, length))
+    def _note(self, entry: Entry, file: int, offset: int) -> None:
+        index, length = entry.index, entry.length
+        payload = (offset + len(entry.head), entry.payload.nbytes) if entry.is_plain else (-1, 0)
+        chunk_offsets = None if index.offset is None else list(index.offset)
+        self._items.append(ItemRecord(index.fqn, chunk_offsets, file, offset, length, *payload))
+        self._placed.append(PlacedItem(index.fqn, index.offset, index.index, file, offset, length))
 
     def receipt(self, place: str, manifest: ManifestRef | None) -> RankReceipt:
-        """Make the report on all that was written, at the place with this last segment."""
+        """Report all that was written, at the place with this last segment."""
         names = [record.path for record in self._records]
         return RankReceipt(self._objects.rank, place, manifest, names, pack_items(self._placed))
 

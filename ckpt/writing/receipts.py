@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import (
-    STORAGE_TYPES,
     BytesStorageMetadata,
+    ChunkStorageMetadata,
     Metadata,
     TensorStorageMetadata,
 )
@@ -25,7 +25,7 @@ class PlacedItem(msgspec.Struct, array_like=True):
     """An item that a rank has written.
 
     Attributes:
-        fqn, chunk_offsets: its name (offsets are None for an object).
+        chunk_offsets: None for an object.
         hint: the chunk's number in DCP's metadata, if the plan says it.
         file: index into the rank's files.
         offset, length: its place in the file, in bytes.
@@ -128,8 +128,8 @@ class _Table:
         if item.fqn not in self._numbers:
             numbered = [(tuple(chunk.offsets), number) for number, chunk in enumerate(chunks)]
             self._numbers[item.fqn] = dict(reversed(numbered))
-        number = self._numbers[item.fqn].get(item.chunk_offsets or ())
-        return None if number is None or item.chunk_offsets is None else first + number
+        number = None if item.chunk_offsets is None else self._numbers[item.fqn].get(item.chunk_offsets)
+        return None if number is None else first + number
 
     def missing(self) -> Iterator[str]:
         """List the planned rows that no rank wrote. A chunk that was planned twice is written once."""
@@ -138,28 +138,31 @@ class _Table:
             if not isinstance(stored, TensorStorageMetadata):
                 if self._file[first] < 0:
                     yield fqn
-                continue
-            if -1 in self._file[first : first + len(stored.chunks)]:
-                yield from self._missing_chunks(fqn, first, [tuple(c.offsets) for c in stored.chunks])
+            elif -1 in self._file[first : first + len(stored.chunks)]:
+                yield from self._missing_chunks(fqn, first, stored.chunks)
 
-    def _missing_chunks(self, fqn: str, first: int, offsets: Sequence[tuple[int, ...]]) -> Iterator[str]:
-        written = {offset: first + n for n, offset in enumerate(offsets) if self._file[first + n] >= 0}
-        for number, offset in enumerate(offsets):
-            row, source = first + number, written.get(offset)
+    def _missing_chunks(self, fqn: str, first: int, chunks: Sequence[ChunkStorageMetadata]) -> Iterator[str]:
+        rows = list(enumerate((tuple(chunk.offsets) for chunk in chunks), first))
+        written = {offsets: row for row, offsets in rows if self._file[row] >= 0}
+        for row, offsets in rows:
+            source = written.get(offsets)
             if source is None:
-                yield _name(fqn, offset)
+                yield _name(fqn, offsets)
             else:
                 self._file[row], self._offset[row] = self._file[source], self._offset[source]
                 self._length[row] = self._length[source]
 
     def entries(self) -> dict[str, TensorColumns | ObjectRow]:
+        tensors = [stored for stored in self._described.values() if isinstance(stored, TensorStorageMetadata)]
+        offsets = _flat(chunk.offsets for stored in tensors for chunk in stored.chunks)
+        sizes = _flat(chunk.sizes for stored in tensors for chunk in stored.chunks)
         file, offset, length = (np.array(c, dtype=np.int64) for c in (self._file, self._offset, self._length))
-        offsets, sizes = _flat_chunks(self._described)
         entries: dict[str, TensorColumns | ObjectRow] = {}
         cell = 0
         for fqn, stored in self._described.items():
             row = self._first[fqn]
             if isinstance(stored, TensorStorageMetadata):
+                _check_described(fqn, stored)
                 shape = (len(stored.chunks), len(stored.size))
                 rows, cells = slice(row, row + shape[0]), slice(cell, cell + shape[0] * shape[1])
                 cell = cells.stop
@@ -173,17 +176,6 @@ class _Table:
             else:
                 raise ConfigurationError(f"the planner describes {fqn!r} by a {type(stored).__name__}")
         return entries
-
-
-def _flat_chunks(described: Mapping[str, STORAGE_TYPES]) -> tuple[Integers, Integers]:
-    """Concatenate the offsets, and the sizes, of all chunks of all tensors."""
-    tensors = [stored for stored in described.values() if isinstance(stored, TensorStorageMetadata)]
-    for fqn, stored in described.items():
-        if isinstance(stored, TensorStorageMetadata):
-            _check_described(fqn, stored)
-    offsets = (chunk.offsets for stored in tensors for chunk in stored.chunks)
-    sizes = (chunk.sizes for stored in tensors for chunk in stored.chunks)
-    return _flat(offsets), _flat(sizes)
 
 
 def _check_described(fqn: str, stored: TensorStorageMetadata) -> None:

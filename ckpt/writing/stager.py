@@ -226,7 +226,7 @@ class _Copies:
         runs: list[_Run] = []
         for each in self._copies.values():
             source, target = each.source, each.target
-            target.set_(storage, each.offset // source.element_size(), source.shape)
+            target.set_(storage, each.offset // source.element_size(), source.shape)  # type: ignore[call-overload]
             if not has_memory_view(source):
                 copy_elements(source, target, non_blocking=True)
                 continue

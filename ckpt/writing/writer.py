@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -30,7 +30,7 @@ from ckpt.gc_pause import no_gc
 from ckpt.ranks.group import DEFAULT_TIMEOUT_S
 from ckpt.transfer.bandwidth import Pacer
 from ckpt.writing.coordinator import Coordinator
-from ckpt.writing.layout import Entry, object_entries, pickled_entries, refuse_layouts, spread, tensor_entries
+from ckpt.writing.layout import Entry, pickled_entries, refuse_layouts, spread, tensor_entries
 from ckpt.writing.rank_files import RankFiles
 from ckpt.writing.receipts import RankReceipt
 from ckpt.writing.save_objects import SaveObjects
@@ -204,11 +204,9 @@ class CheckpointWriter(DcpStorage, StorageWriter):
         files = RankFiles(self._store, self._objects, self._pool, pace)
         objects: list[Entry] = []
         objects_bytes = 0
-        byte_items = [item for item in plan.items if item.type == WriteItemType.BYTE_IO]
-        tensor_items = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
         with no_gc():
-            tensors, others = tensor_entries(tensor_items, planner)
-        for entry in itertools.chain(object_entries(byte_items, planner), pickled_entries(others, planner)):
+            tensors, others = tensor_entries(plan.items, planner)
+        for entry in pickled_entries(others, planner):
             # Pickled objects take memory of this library's: they are written batch by batch.
             if objects and objects_bytes + entry.length > _OBJECT_BATCH_BYTES:
                 files.put([objects])

@@ -107,14 +107,17 @@ def test_memory_is_free_when_a_save_has_ended(tmp_path: Path) -> None:
     import gc
 
     from ckpt.api import _stager
+    from ckpt.writing.stager import _Blocks
 
+    blocks = _stager._blocks
+    assert isinstance(blocks, _Blocks)
     gc.collect()
     gc.disable()  # nothing may depend on it
     try:
         for step in range(5):
             ckpt.async_save({"m": {"t": torch.ones(9), "o": [step]}}, tmp_path / str(step)).result(60)
-            _stager._blocks._take_back()
-            assert _stager._blocks._in_use == 0
+            blocks._take_back()
+            assert blocks._in_use == 0
     finally:
         gc.enable()
 
