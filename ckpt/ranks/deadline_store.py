@@ -35,17 +35,14 @@ _PAGE_ITEMS = 1000
 class DeadlineStore(WrappedStore):
     """Bounds the time of every operation of another store, and reports it to `progress`.
 
-    Operations that do not touch the caller's memory run in a thread of their own. They are given
-    up, with StorageUnavailable, after `limit_s` without progress (None: never). A thread that the
-    kernel or a server holds ends when it is let go; it then finds that its operation was cancelled,
-    and undoes it. A listing is bounded page by page.
-
-    Reads are cancelled then, as what arrives late would change memory that is in use again. Reads
-    of a store that cannot cancel them (`Store.reads`) are not given up.
+    Operations run in a thread of their own, and are given up, with StorageUnavailable, after
+    `limit_s` without progress (None: never). A thread that the kernel or a server holds ends when
+    it is let go; it then finds that its operation was cancelled, and undoes it. A listing is
+    bounded page by page. Reads are cancelled then, as what arrives late would change memory that is
+    in use again. Reads of a store that cannot cancel them (`Store.reads`) are not given up.
 
     Args:
-        own_memory: only this library reads from the store, into memory that nobody else uses: all
-            reads are given up.
+        own_memory: reads fill only memory that nobody else uses: all of them are given up.
     """
 
     def __init__(
@@ -66,16 +63,13 @@ class DeadlineStore(WrappedStore):
         self.run("writing", key, work, body.nbytes)
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
-        def work(_: Operation) -> None:
-            self._inner.read_into(key, offset, buffers)
-
-        reads = self._reads
-        if self._own_memory or reads is not None:
-            self.run("reading", key, work, cancel=None if reads is None else reads.cancel)
+        cancel = None if self._reads is None else self._reads.cancel
+        if self._own_memory or cancel is not None:
+            self.run("reading", key, lambda _: self._inner.read_into(key, offset, buffers), cancel=cancel)
         else:
             self._raise_if_given_up(key, settled=True)
-            with self._progress.operation("reading", key) as operation:
-                work(operation)
+            with self._progress.operation("reading", key):
+                self._inner.read_into(key, offset, buffers)
 
     def stat(self, key: str) -> ObjectStat:
         return self.run("looking for", key, lambda _: self._inner.stat(key))
@@ -158,8 +152,7 @@ class DeadlineStore(WrappedStore):
             cancel: called once the operation is given up.
 
         Raises:
-            StorageUnavailable: it was given up.
-            StorageError: this save or load has failed elsewhere.
+            StorageUnavailable: it was given up. StorageError: this save or load failed elsewhere.
         """
         self._raise_if_given_up(key, settled=True)
         with self._progress.operation(action, key, size_bytes) as operation:
@@ -168,8 +161,15 @@ class DeadlineStore(WrappedStore):
             outcome: Future[T] = Future()
             done = threading.Event()
             outcome.add_done_callback(lambda _: done.set())
+
+            def carry_out() -> None:
+                try:
+                    outcome.set_result(work(operation))
+                except BaseException as error:
+                    outcome.set_exception(error)
+
             try:
-                environment.start_thread(lambda: _carry_out(work, operation, outcome), "ckpt-store")
+                environment.start_thread(carry_out, "ckpt-store")
             except RuntimeError:  # Python starts no thread any more once it is ending
                 return work(operation)
             try:
@@ -203,15 +203,6 @@ class DeadlineStore(WrappedStore):
             )
 
 
-def _carry_out(work: Callable[[Operation], T], operation: Operation, outcome: Future[T]) -> None:
-    try:
-        result = work(operation)
-    except BaseException as error:
-        outcome.set_exception(error)
-    else:
-        outcome.set_result(result)
-
-
 class _BoundedRequests:
     """Raw requests that are given up as the operations of `store` are."""
 
@@ -231,10 +222,7 @@ class _BoundedRequests:
         return self._run("beginning an upload of", key, lambda _: self._inner.begin(key))
 
     def send_part(self, key: str, upload_id: str, number: int, body: Body) -> None:
-        def work(_: Operation) -> None:
-            self._inner.send_part(key, upload_id, number, body)
-
-        self._run("writing", key, work, body.nbytes)
+        self._run("writing", key, lambda _: self._inner.send_part(key, upload_id, number, body), body.nbytes)
 
     def uploads(self, key: str) -> list[str]:
         return self._run("listing uploads of", key, lambda _: self._inner.uploads(key))

@@ -7,6 +7,7 @@ import gc
 import pickle
 import traceback
 import zlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
@@ -24,16 +25,11 @@ DEFAULT_TIMEOUT_S = 600.0
 
 _MIN_TIMEOUT_S, _MAX_TIMEOUT_S = 1.0, 7 * 86400.0
 
-_COLLECTIVE_TIMEOUT_S = {
-    "foreground": 86400.0,
-    "background": 86400.0,
-    "conversion": 86400.0,
-    "manager": 3600.0,
-}
-"""Of our groups. The watch ends a wait for a rank that stopped; one that is slow may take as long as it takes."""
+_LONGEST_WAIT = timedelta(days=1)
+"""In a collective: the watch ends a wait for a rank that stopped, and one that is slow may take its time."""
 
-_WATCHED = ("foreground", "background", "conversion")
-"""Saves, loads and conversions. Between two calls of a manager the ranks train, and that is not for it to judge."""
+_MANAGER_WAIT = timedelta(hours=1)
+"""Without a watch: between two calls of a manager the ranks train, and that is not for it to judge."""
 
 _BREAK_OFF_TAG = 0x636B7074
 
@@ -42,12 +38,12 @@ Purpose = Literal["foreground", "background", "conversion", "manager"]
 _Name = tuple[Purpose, tuple[int, ...]]
 
 _own_groups: dict[_Name, tuple[object, Any]] = {}
-_calls: dict[_Name, int] = {}
+_calls: Counter[_Name] = Counter()
 _broken: set[_Name] = set()
 
 
 class RanksFailed(Exception):
-    """Some ranks failed where all had to succeed; `failures` maps them to their errors, on every rank alike."""
+    """Some ranks failed where all had to succeed; every rank has the same `failures`, by rank."""
 
     def __init__(self, failures: Mapping[int, CheckpointError]) -> None:
         super().__init__(failures)
@@ -55,11 +51,11 @@ class RanksFailed(Exception):
 
 
 class Ranks:
-    """The process group of one save, load or conversion. Every rank makes one at the same point of the program.
+    """The process group of one save, load or conversion; all ranks make theirs at the same point.
 
-    A gloo group of this library's own is used, over all ranks or those of the caller's group: object
-    collectives over NCCL would take GPU memory, those of a background save must not mix with the trainer's,
-    and it can be given up when a rank dies or stops, which frees the others from waiting.
+    It is a gloo group of this library's own, over all ranks or those of the caller's group: object
+    collectives over NCCL would take GPU memory, those of a background save must not mix with the
+    trainer's, and it can be given up when a rank dies or stops, which frees the others.
 
     Args:
         timeout_s: every rank has failed when one has made no progress for so long.
@@ -87,11 +83,20 @@ class Ranks:
         # Asked now: a program may end its process group while a save still runs.
         self.rank = 0 if self.no_dist else dist.get_rank(process_group)
         self._global_rank = 0 if self.no_dist else dist.get_rank()
-        self._connected = len(self._members) == 1
+        self._connected = self.size == 1
         self._watch: Watch | None = None
-        if len(self._members) > 1 and purpose in _WATCHED:
-            _calls[self._name] = _calls.get(self._name, 0) + 1
-            self._watch = self._make_watch(_calls[self._name])
+        if self.size > 1 and purpose != "manager":
+            _calls[self._name] += 1
+            self._watch = Watch(
+                default_store(),
+                f"{purpose}/{zlib.crc32(repr(self._members).encode())}",
+                rank=self.rank,
+                size=self.size,
+                call=_calls[self._name],
+                limits=self._limits,
+                progress=self.progress,
+                break_off=self._break_off,
+            )
 
     @property
     def size(self) -> int:
@@ -99,7 +104,7 @@ class Ranks:
 
     def broadcast(self, value: Any) -> Any:
         """Return the first rank's `value` on all ranks."""
-        if len(self._members) == 1:
+        if self.size == 1:
             return value
         box = [value]
         dist.broadcast_object_list(box, group=self.group, group_src=0)
@@ -107,14 +112,14 @@ class Ranks:
 
     def gather(self, value: T) -> list[T]:
         """Return every rank's `value`, in order, on all ranks."""
-        values: list[Any] = [value] * len(self._members)
-        if len(self._members) > 1:
+        values = [value] * self.size
+        if self.size > 1:
             dist.all_gather_object(values, value, group=self.group)
         return values
 
     def most(self, values: Sequence[int]) -> list[int]:
-        """Return the largest of all ranks' `values`, place by place, for the price of a round trip."""
-        if len(self._members) == 1:
+        """Return the largest of all ranks' `values`, place by place, in one round trip."""
+        if self.size == 1:
             return list(values)
         self._connect()
         largest = torch.tensor(values, dtype=torch.int64, device="cpu")
@@ -122,7 +127,7 @@ class Ranks:
         return largest.tolist()
 
     def from_first(self, work: Callable[[], T]) -> T:
-        """Run `work` on the first rank; return its result, or raise its error as one of ours, on all ranks."""
+        """Run `work` on the first rank; return its result or raise its error, as one of ours, on all."""
         self._connect()
         answer: tuple[bool, Any] | None = None
         if self.rank == 0:
@@ -156,31 +161,25 @@ class Ranks:
         except Exception as error:
             failure = portable(error, self.rank)
         except BaseException as error:  # an interrupt of this rank alone, for which the others must not wait
-            interrupt, failure = (
-                error,
-                CheckpointError(f"interrupted: {type(error).__name__}", rank=self.rank),
-            )
+            interrupt = error
+            failure = CheckpointError(f"interrupted: {type(error).__name__}", rank=self.rank)
         self.progress.wait_for(f"the other ranks to enter the {call}")
-        outcomes: list[Any] = [(call, failure)] * len(self._members)
-        if len(self._members) > 1:
-            dist.all_gather_object(outcomes, (call, failure), group=self.group)
+        outcomes = self.gather((call, failure))
         if interrupt is not None:
             raise interrupt
         failures = {rank: error for rank, (_, error) in enumerate(outcomes) if error is not None}
-        if not failures:
-            failures = _different_calls([other for other, _ in outcomes])
+        failures = failures or _different_calls([other for other, _ in outcomes])
         if failures:
             raise RanksFailed(failures)
         return value  # type: ignore[no-any-return]
 
     def roll_call(self, error: Exception) -> dict[int, Answer] | None:
-        """Ask every rank, after a broken collective, what is the matter.
+        """Ask every rank, after a broken collective, what is the matter; None: the store is gone.
 
-        This gives the broken group up first, so that ranks still waiting in it wake up and answer. Return None
-        if the rendezvous store is gone.
+        This gives the broken group up first, so that ranks still waiting in it wake up and answer.
         """
         cause: Cause = "connection" if is_connection_error(error) else "own"
-        if len(self._members) == 1:
+        if self.size == 1:
             return {0: Answer(True, failure=_text(error), cause=cause)}
         self._give_up(error)
         return None if self._watch is None else self._watch.roll_call(_text(error), cause)
@@ -190,31 +189,16 @@ class Ranks:
         if self._watch is not None:
             self._watch.close()
 
-    def _make_watch(self, call: int) -> Watch:
-        kind, members = self._name
-        return Watch(
-            default_store(),
-            f"{kind}/{zlib.crc32(repr(list(members)).encode())}",
-            rank=self.rank,
-            size=len(members),
-            call=call,
-            limits=self._limits,
-            progress=self.progress,
-            break_off=self._break_off,
-        )
-
     def _break_off(self) -> None:
         """End the collective that this rank waits in, from another thread.
 
-        gloo closes all connections of a group when any wait in it times out: so wait for a message that nobody
-        sends.
+        gloo closes all connections of a group when any wait in it times out: so wait for a message
+        that nobody sends.
         """
         group = self.group
         if group is None or not self._owned:
             return
-        for other in range(len(self._members)):
-            if other == self.rank:
-                continue
+        for other in {*range(self.size)} - {self.rank}:
             try:
                 work = dist.irecv(torch.empty(1), group=group, group_src=other, tag=_BREAK_OFF_TAG)
                 if work is not None:
@@ -225,14 +209,36 @@ class Ranks:
 
     def _connect(self) -> None:
         if not self._connected:
-            own = _own_group(self._name, self.group, self._limits.stall_s)
-            self.group, self._owned = (own, True) if own is not None else (self.group, False)
+            own = self._own_group()
+            if own is not None:
+                self.group, self._owned = own, True
             self._connected = True
             if self._watch is not None:
                 self._watch.start()
 
+    def _own_group(self) -> Any:
+        """Return our gloo group, made once for each default group; None to use the caller's."""
+        world = dist.group.WORLD
+        known = _own_groups.get(self._name)
+        if known is not None and known[0] is world:
+            return known[1]
+        # A rank that died before its first save or load must not be waited for as long as a slow one.
+        timeout = timedelta(seconds=self._limits.stall_s)
+        if self.size == dist.get_world_size():
+            group = dist.new_group(backend="gloo", timeout=timeout)
+        elif self._name in _broken or len(set(self.gather(len(group_names())))) > 1:
+            # torch names a group of some ranks after them and the number of groups that each knows. If
+            # the numbers differ, the ranks would wait for each other under different names.
+            return None
+        else:
+            group = dist.new_group(self._members, timeout, backend="gloo", use_local_synchronization=True)
+        is_manager = self._name[0] == "manager"
+        set_group_timeout(_MANAGER_WAIT if is_manager else _LONGEST_WAIT, group)
+        _own_groups[self._name] = (world, group)
+        return group
+
     def _give_up(self, error: Exception) -> None:
-        """Let go of our group: its connections close when nothing refers to it any more, tracebacks included."""
+        """Let go of our group: its connections close when nothing, no traceback either, refers to it."""
         if not self._owned:
             return
         _own_groups.pop(self._name, None)
@@ -280,34 +286,3 @@ def check_timeout(timeout_s: float) -> float:
 def _is_timeout(timeout_s: object) -> bool:
     is_number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
     return is_number and _MIN_TIMEOUT_S <= timeout_s <= _MAX_TIMEOUT_S  # type: ignore[operator]
-
-
-def _own_group(name: _Name, process_group: Any, connect_timeout_s: float) -> Any:
-    """Return our gloo group over these ranks, made once for each default group; None to use the caller's."""
-    world = dist.group.WORLD
-    known = _own_groups.get(name)
-    if known is not None and known[0] is world:
-        return known[1]
-    # A rank that died before its first save or load must not be waited for as long as a slow one.
-    timeout = timedelta(seconds=connect_timeout_s)
-    purpose, members = name
-    if len(members) == dist.get_world_size():
-        group = dist.new_group(backend="gloo", timeout=timeout)
-    elif name in _broken or not _would_agree_on_a_name(process_group, len(members)):
-        return None
-    else:
-        group = dist.new_group(list(members), timeout=timeout, backend="gloo", use_local_synchronization=True)
-    set_group_timeout(timedelta(seconds=_COLLECTIVE_TIMEOUT_S[purpose]), group)
-    _own_groups[name] = (world, group)
-    return group
-
-
-def _would_agree_on_a_name(process_group: Any, size: int) -> bool:
-    """Return True if the ranks of a subgroup can make another group by themselves.
-
-    torch names such a group after its ranks and the number of groups each knows. If the numbers differ, the
-    ranks would wait for each other under different names.
-    """
-    counts: list[Any] = [None] * size
-    dist.all_gather_object(counts, len(group_names()), group=process_group)
-    return len(set(counts)) == 1

@@ -1,8 +1,7 @@
-"""Exchange heartbeats: each rank tells what it is doing, so that one that stopped is missed, and named.
+"""Exchange heartbeats, so that a rank that stopped is missed, and named with what it was doing.
 
-Nothing is sent in the first seconds of a save or load. From then on a rank posts a beat to the rendezvous
-store once per period. The first rank listens to all, the others to the first; so the store carries three
-requests per rank and period, however many ranks there are.
+After the first seconds of a save or load, a rank posts a beat to the rendezvous store once per
+period. The first rank listens to all, the others to the first: three requests per rank and period.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ class Limits:
     """Divide `timeout_s`, the time until every rank has failed.
 
     Attributes:
-        stall_s: after so long without progress, a storage operation is given up; without a beat, a rank is.
+        stall_s: after so long a storage operation without progress, or a silent rank, is given up.
         stuck_s: after so long without progress, the others give up a rank that is alive.
-        roll_call_s: time for the ranks to answer when contact is lost; twice that on an overloaded machine.
+        roll_call_s: for the ranks to answer when contact is lost; twice that on a busy machine.
         period_s: between two beats.
     """
 
@@ -73,8 +72,7 @@ class Answer:
         is_alive: it said something after it was asked.
         doing: its step when last heard; None if it was never heard.
         stuck_s: time without progress in work of its own; 0 while it waits for others.
-        failure: its error, if it has one.
-        cause: of that.
+        failure, cause: its error, if it has one, and where that comes from.
     """
 
     is_alive: bool
@@ -84,12 +82,7 @@ class Answer:
     cause: Cause = "own"
 
 
-@dataclass
-class _Heard:
-    beat: _Beat
-    changed_at_s: float
-
-
+@dataclass(eq=False)
 class Watch:
     """Post the beats of one rank in one save or load, and judge those of the others.
 
@@ -98,33 +91,27 @@ class Watch:
         name: of the group and the kind of call; the same on all ranks.
         rank, size: in the group.
         call: the number of this call, the same on all ranks; beats of other calls do not count.
-        progress: returns this rank's progress.
+        progress: of this rank.
         break_off: ends the collective in which this rank waits, with an error.
     """
 
-    def __init__(
-        self,
-        store: Any,
-        name: str,
-        *,
-        rank: int,
-        size: int,
-        call: int,
-        limits: Limits,
-        progress: Progress,
-        break_off: Callable[[], None],
-    ) -> None:
-        self._store, self._name, self._rank, self._size, self._call = store, name, rank, size, call
-        self._limits, self._progress, self._break_off = limits, progress, break_off
-        self._heard: dict[int, _Heard] = {}
+    store: Any
+    name: str
+    rank: int
+    size: int
+    call: int
+    limits: Limits
+    progress: Progress
+    break_off: Callable[[], None]
+
+    def __post_init__(self) -> None:
+        self._heard: dict[int, tuple[_Beat, float]] = {}
         self._failure: str | None = None
         self._cause: Cause = "own"
         self._asked_at_s: float | None = None
         self._first_since_asked: dict[int, _Beat] = {}
-        self._signed_in = False
-        self._talking = False
-        self._gone = False
-        self._clock = _Clock(2 * limits.period_s)
+        self._signed_in = self._talking = self._gone = False
+        self._clock = _Clock(2 * self.limits.period_s)
         self._begun_at_s = self._answered_at_s = self._clock.now_s()
         self._closed, self._wake = threading.Event(), threading.Event()
 
@@ -139,11 +126,10 @@ class Watch:
         """Tell the others of this rank's failure, and return their answers; None if the store is gone."""
         self._clock.tick()
         asked_at_s = self._clock.now_s()
-        self._cause, self._failure = cause, failure
-        self._asked_at_s = asked_at_s
+        self._cause, self._failure, self._asked_at_s = cause, failure, asked_at_s
         self._talk()
         self._wake.set()
-        limit_s, slept_s = self._limits.roll_call_s, 0.0
+        limit_s, slept_s = self.limits.roll_call_s, 0.0
         deadline = environment.monotonic() + 2 * limit_s
         # Up to the deadline, only time in which this process ran counts: a starved one would hear nobody.
         while slept_s < limit_s and environment.monotonic() < deadline and not self._gone:
@@ -153,47 +139,48 @@ class Watch:
                 and all(self._answer(rank).is_alive for rank in self._others())
             ):
                 break
-            tick_s = min(0.05, self._limits.period_s)
+            tick_s = min(0.05, self.limits.period_s)
             environment.sleep(tick_s)
             slept_s += tick_s
             self._clock.tick()
         if self._gone or self._answered_at_s < asked_at_s:
             return None
         answers = {rank: self._answer(rank) for rank in self._others()}
-        return {**answers, self._rank: Answer(True, failure=failure, cause=cause)}
+        return {**answers, self.rank: Answer(True, failure=failure, cause=cause)}
 
     # -- judge: in a thread that nothing can hold up --------------------------------------------------------
 
     def _watch(self) -> None:
-        while not environment.wait(self._closed, self._limits.period_s):
+        while not environment.wait(self._closed, self.limits.period_s):
             self._clock.tick()
             self._talk()
             reason = self._reason()
             if reason is not None:
                 if self._failure is None:
                     self._cause, self._failure = "watch", f"lost contact: {reason}"
-                self._progress.given_up = reason
+                self.progress.given_up = reason
                 self._wake.set()
-                self._break_off()
+                self.break_off()
                 break
         # gloo does not wake a rank that sends to ranks that are gone; all that is left is to say so.
-        if not environment.wait(self._closed, 3 * self._limits.roll_call_s):
+        if not environment.wait(self._closed, 3 * self.limits.roll_call_s):
             _logger.error(
                 "%s; rank %d was told to give up, but is still %s. If it does not end soon, kill this process",
                 self._failure,
-                self._rank,
-                self._progress,
+                self.rank,
+                self.progress,
             )
 
     def _reason(self) -> str | None:
         """Return why this rank must not wait any longer, or None."""
-        limits, now_s = self._limits, self._clock.now_s()
+        limits, now_s = self.limits, self._clock.now_s()
         if self._gone:
             return None  # no beat can arrive any more; closed connections still end a collective
         if now_s - self._answered_at_s > limits.stall_s:
             return f"the rendezvous store has not answered for {now_s - self._answered_at_s:.0f} s"
-        for rank, heard in sorted(self._heard.items()):
-            beat, silent_s = heard.beat, now_s - heard.changed_at_s
+        for rank in sorted(self._heard):
+            beat, changed_at_s = self._heard[rank]
+            silent_s = now_s - changed_at_s
             if beat.failure is not None:
                 return f"rank {rank} says: {beat.failure}"
             if silent_s > limits.stall_s:
@@ -203,33 +190,31 @@ class Watch:
         return self._reason_of_all(now_s)
 
     def _reason_of_all(self, now_s: float) -> str | None:
-        limits, beats = self._limits, [heard.beat for heard in self._heard.values()]
+        limits, beats = self.limits, [beat for beat, _ in self._heard.values()]
         missing = [rank for rank in self._listened() if rank not in self._heard]
         if missing and now_s - self._begun_at_s > limits.stall_s:
             return f"rank {missing[0]} has never been heard of"
-        progress = self._progress
-        everywhere = not missing and self._rank == 0 and progress.is_waiting
+        progress = self.progress
+        everywhere = not missing and self.rank == 0 and progress.is_waiting
         idle_s = min([progress.idle_s, *(beat.idle_s for beat in beats)])
         if everywhere and idle_s > limits.stuck_s and all(beat.is_waiting for beat in beats):
             return f"all ranks have been waiting for each other for {idle_s:.0f} s"
         return None
 
     def _answer(self, rank: int) -> Answer:
-        heard = self._heard.get(rank)
-        if heard is None:
+        if rank not in self._heard:
             return Answer(False)
-        beat = heard.beat
+        beat, _ = self._heard[rank]
         # The first beat heard after the question may be older than it; a second, different one is not.
         is_alive = beat.failure is not None or beat != self._first_since_asked.get(rank, beat)
-        stuck_s = 0.0 if beat.is_waiting else beat.idle_s
-        stuck_s = stuck_s if stuck_s > self._limits.stall_s else 0.0
-        return Answer(is_alive, beat.doing, stuck_s, beat.failure, beat.cause)
+        is_stuck = not beat.is_waiting and beat.idle_s > self.limits.stall_s
+        return Answer(is_alive, beat.doing, beat.idle_s if is_stuck else 0.0, beat.failure, beat.cause)
 
     def _others(self) -> list[int]:
-        return [rank for rank in range(self._size) if rank != self._rank]
+        return [rank for rank in range(self.size) if rank != self.rank]
 
     def _listened(self) -> list[int]:
-        listens_to_all = self._rank == 0 or self._asked_at_s is not None
+        listens_to_all = self.rank == 0 or self._asked_at_s is not None
         return self._others() if listens_to_all else [0]
 
     # -- talk: in a thread that the rendezvous store can hold up --------------------------------------------
@@ -242,29 +227,26 @@ class Watch:
 
     def _beats(self) -> None:
         try:
-            # A connection of its own: on the shared one, a long wait of another user holds up all requests.
-            store = self._store.clone()
-            store.set_timeout(timedelta(seconds=self._limits.timeout_s))
+            # Not on the shared connection, where a long wait of another user holds up all requests.
+            store = self.store.clone()
+            store.set_timeout(timedelta(seconds=self.limits.timeout_s))
             number = 0
             while not self._closed.is_set():
                 self._clock.tick()
                 number += 1
-                failure = self._failure
-                self._say(store, number, failure)
+                progress, failure = self.progress, self._failure
+                state = [progress.idle_s, progress.is_waiting, str(progress)]
+                beat = [self.call, number, *state, failure, self._cause]
+                store.set(self._key(self.rank), json.dumps(beat))
                 self._listen(store)
                 self._answered_at_s = self._clock.now_s()
                 self._signed_in = failure is not None
-                period_s = self._limits.period_s / (4 if self._asked_at_s is not None else 1)
+                period_s = self.limits.period_s / (4 if self._asked_at_s is not None else 1)
                 environment.wait(self._wake, period_s)
                 self._wake.clear()
         except Exception as error:
             self._gone = True
             _logger.warning("heartbeats end, as the rendezvous store does not answer: %s", error)
-
-    def _say(self, store: Any, number: int, failure: str | None) -> None:
-        progress = self._progress
-        beat = [self._call, number, progress.idle_s, progress.is_waiting, str(progress), failure, self._cause]
-        store.set(self._key(self._rank), json.dumps(beat))
 
     def _listen(self, store: Any) -> None:
         is_asking, ranks = self._asked_at_s is not None, self._listened()
@@ -274,24 +256,23 @@ class Watch:
             return
         now_s = self._clock.now_s()
         for rank, text in zip(ranks, store.multi_get([self._key(rank) for rank in ranks]), strict=True):
-            beat, heard = _Beat(*json.loads(text)), self._heard.get(rank)
-            if beat.call != self._call:
+            beat = _Beat(*json.loads(text))
+            if beat.call != self.call:
                 continue
             if is_asking:
                 self._first_since_asked.setdefault(rank, beat)
-            if heard is None or beat != heard.beat:
-                self._heard[rank] = _Heard(beat, now_s)
+            if rank not in self._heard or beat != self._heard[rank][0]:
+                self._heard[rank] = (beat, now_s)
 
     def _key(self, rank: int) -> str:
         # The same for every save: a store that runs for months does not fill up.
-        return f"ckpt/beat/{self._name}/{rank}"
+        return f"ckpt/beat/{self.name}/{rank}"
 
 
 class _Clock:
-    """Count the time in which this process ran: while it is stopped, the silence of others does not grow.
+    """Count the time in which this process ran: more than `longest_s` between two ticks does not count.
 
-    Args:
-        longest_s: more than this between two ticks does not count.
+    So the silence of others does not grow while this process is stopped.
     """
 
     def __init__(self, longest_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Find out, when ranks lose each other in a save, a load or a conversion, who is gone, and put it in words."""
+"""Find out, when ranks lose each other, who is gone, and put it in words."""
 
 from __future__ import annotations
 
@@ -23,10 +23,7 @@ def summary(call: str, failures: Mapping[int, BaseException]) -> str:
 
 
 def lost(call: str, ranks: Ranks, error: Exception) -> tuple[str, dict[int, BaseException]]:
-    """Find out, after a collective broke, who is gone or whose error it was.
-
-    Returns the message, and the errors by rank.
-    """
+    """Find out, after a collective broke, who is gone or whose error it was: message, errors by rank."""
     first_line = str(error).splitlines()[0] if str(error) else ""
     cause = ranks.progress.given_up or f"{type(error).__name__}: {first_line}"
     answers = ranks.roll_call(error)

@@ -15,11 +15,7 @@ _MIB = 1 << 20
 
 @dataclass(eq=False)
 class Operation:
-    """One operation of a store.
-
-    Attributes:
-        cancelled: its caller does not wait for it any more; it must end as soon as it can.
-    """
+    """One operation of a store; if `cancelled`, nobody waits for it, and it must end soon."""
 
     action: str
     key: str
@@ -42,9 +38,9 @@ class Operation:
 class Progress:
     """Steps of a save or load, and operations of the store within them.
 
-    These are progress: a step that begins, an operation that the storage answered, a part of one
-    that was sent. A byte is not: a server that takes or gives one every ten seconds makes none. Nor
-    is work after a failure: all of it has to fit into the time that is left.
+    Progress is a step that begins, an operation that the storage answered, a part of one that was
+    sent. A byte is none: a server may take or give one every ten seconds. Nor is work after a
+    failure: all of it has to fit into the time that is left.
 
     Attributes:
         given_up: why this save or load has failed elsewhere, so that this rank need not go on.
@@ -58,7 +54,6 @@ class Progress:
         self.restart()
 
     def begin(self, step: str) -> None:
-        """Begin a step."""
         self._step, self.is_waiting = step, False
         if not self._failing:
             self.moved()
@@ -75,7 +70,7 @@ class Progress:
 
     @contextlib.contextmanager
     def cleaning_up(self) -> Iterator[None]:
-        """Let operations run although the call was given up before; a reason given from now on ends these too."""
+        """Let operations run although the call was given up before; a new reason ends these too."""
         self._overlooked = self.given_up
         try:
             yield
@@ -88,7 +83,6 @@ class Progress:
         return None if self.given_up is self._overlooked else self.given_up
 
     def restart(self) -> None:
-        """Begin a new save or load."""
         self.given_up: str | None = None
         self._failing = self.is_ending = False
         self.begin("beginning")
@@ -112,7 +106,6 @@ class Progress:
             del self._operations[id(operation)]
 
     def moved(self) -> None:
-        """Note progress."""
         self._moved_at_s = environment.monotonic()
 
     @property
