@@ -1,17 +1,8 @@
 """Storage for torch.distributed.checkpoint: fast, never torn, checked end to end, readable by stock PyTorch.
 
-    import ckpt
-
-    ckpt.save(state_dict, "s3://bucket/run/step-1000")
-    ckpt.load(state_dict, "s3://bucket/run/step-1000")
-
-or, with DCP's own functions:
-
-    dcp.save(state_dict, storage_writer=ckpt.CheckpointWriter("s3://bucket/run/step-1000"))
-    dcp.load(state_dict, storage_reader=ckpt.CheckpointReader("s3://bucket/run/step-1000"))
-
-or, without another line changed: `ckpt.install()`, then `dcp.save(state_dict, checkpoint_id="s3://...")`. In a
-training loop, `ckpt.CheckpointManager` says when to save, what to keep, and where to go on from.
+`save` and `load` take a state dict and a URL. `CheckpointWriter` and `CheckpointReader` go into DCP's
+own functions, and after `install()` those work as they are. In a training loop, `CheckpointManager`
+says when to save, what to keep, and where to go on from.
 """
 
 from __future__ import annotations

@@ -143,11 +143,8 @@ class Ranks:
     def together(self, call: str, work: Callable[[], T]) -> T:
         """Run `work` on every rank; return this rank's result if all succeeded.
 
-        Args:
-            call: what this rank is doing; it has to be the same on all ranks.
-
         Raises:
-            RanksFailed: on every rank, if it failed on one or the ranks are not doing the same.
+            RanksFailed: on every rank, if it failed on one or the ranks are not in the same `call`.
         """
         self.progress.wait_for("all ranks to connect")
         self._connect()

@@ -23,7 +23,6 @@ Cause = Literal["own", "connection", "watch"]
 _logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
 class Limits:
     """Divide `timeout_s`, the time until every rank has failed.
 
@@ -34,23 +33,12 @@ class Limits:
         period_s: between two beats.
     """
 
-    timeout_s: float
-
-    @property
-    def stall_s(self) -> float:
-        return 0.6 * self.timeout_s
-
-    @property
-    def stuck_s(self) -> float:
-        return 0.7 * self.timeout_s
-
-    @property
-    def roll_call_s(self) -> float:
-        return min(10.0, 0.15 * self.timeout_s)
-
-    @property
-    def period_s(self) -> float:
-        return min(3.0, self.timeout_s / 30)
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self.stall_s = 0.6 * timeout_s
+        self.stuck_s = 0.7 * timeout_s
+        self.roll_call_s = min(10.0, 0.15 * timeout_s)
+        self.period_s = min(3.0, timeout_s / 30)
 
 
 @dataclass(frozen=True)

@@ -129,12 +129,7 @@ class Checkpoint:
         return Checkpoint(store, settings, commit, metadata_key, metadata)
 
     def when_visible(self, read: Callable[[], T]) -> T:
-        """Call `read` for one of its objects again until the object is visible.
-
-        Raises:
-            NotVisible: it did not become visible in time.
-            CommitConflict: another save has replaced this checkpoint and deletes its objects.
-        """
+        """Call `read` for one of its objects until that is visible. Raises as `read_listed`."""
         return _when_visible(read, self.store, self._settings, self.stored_commit)
 
     def fault(self, message: str, key: str | None = None) -> FormatError:
@@ -173,12 +168,7 @@ class Checkpoint:
         return shape, tensor.properties.dtype
 
     def file(self, info: StorageInfo) -> StoredFile:
-        """Return the file of an item, after `prepare`.
-
-        Raises:
-            Truncated: the file ends before the item does.
-            FormatError: no manifest lists it.
-        """
+        """Return the file of an item, after `prepare`. Raises Truncated, or FormatError if unlisted."""
         file = self._files.get(info.relative_path)
         if file is None:
             message = "the metadata names this file, but the manifest of its rank does not list it"
@@ -195,11 +185,7 @@ class Checkpoint:
         return file
 
     def item(self, info: StorageInfo) -> ItemRecord | None:
-        """Return the manifest's record of an item, after `prepare`; None in a stock checkpoint.
-
-        Raises:
-            FormatError: the manifest has no such item.
-        """
+        """Return the manifest's record of an item, after `prepare`; None in a stock checkpoint."""
         if self.commit is None:
             return None
         item = self._items.get((info.relative_path, info.offset))

@@ -1,8 +1,7 @@
 """Check that a load plan fills all of its destinations.
 
-DCP's planner plans a read wherever a destination and a stored chunk overlap. Where the metadata
-lacks a chunk it plans nothing, and the destination would silently keep its values from before the
-load.
+DCP plans a read wherever a destination and a stored chunk overlap. Where the metadata lacks a chunk,
+it plans nothing, and the destination would silently keep its values from before the load.
 """
 
 from __future__ import annotations
@@ -40,10 +39,7 @@ def check_coverage(
 ) -> None:
     """Check that every destination of DCP's own planner is filled whole, each element by one read.
 
-    Other planners may leave parts out on purpose.
-
-    Raises:
-        FormatError: the checkpoint lacks a part of a tensor, or has it twice.
+    Raises FormatError if not. Other planners may leave parts out on purpose.
     """
     for index, sizes in _destinations(planner, metadata):
         if 0 in sizes or filled.get(index) == ((0,) * len(sizes), sizes):
@@ -58,8 +54,9 @@ def _destinations(
     planner: LoadPlanner, metadata: Metadata
 ) -> Iterator[tuple[MetadataIndex, tuple[int, ...]]]:
     """List the chunks that DCP's own planner has to fill on this rank, and their sizes."""
+    planning = ("create_local_plan", "create_global_plan", "finish_plan")
     if not isinstance(planner, DefaultLoadPlanner) or any(
-        getattr(type(planner), name) is not getattr(DefaultLoadPlanner, name) for name in _PLANNING
+        getattr(type(planner), name) is not getattr(DefaultLoadPlanner, name) for name in planning
     ):
         return
     for fqn, value in getattr(planner, "state_dict", {}).items():  # there once `set_up_planner` has run
@@ -70,6 +67,3 @@ def _destinations(
             continue  # this rank has no part in it
         for chunk in create_chunk_list(value):
             yield MetadataIndex(fqn, chunk.offsets), tuple(chunk.sizes)
-
-
-_PLANNING = ("create_local_plan", "create_global_plan", "finish_plan")

@@ -54,11 +54,7 @@ class _Target:
 
 
 class Loader:
-    """Read a rank's items and give them to its planner.
-
-    Args:
-        trusted_objects: FQN patterns of objects that the planner may unpickle as they were stored.
-    """
+    """Read a rank's items and give them to its planner; `trusted_objects` as they were stored."""
 
     def __init__(
         self,

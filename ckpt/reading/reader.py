@@ -1,8 +1,4 @@
-"""Read checkpoints under DCP: `dcp.load(state, storage_reader=ckpt.CheckpointReader(url))`.
-
-The reader checks every byte of checkpoints that `CheckpointWriter` committed, and those of stock
-PyTorch as far as they can be checked. It never runs code from a checkpoint unless told to.
-"""
+"""Read checkpoints under DCP: `dcp.load(state, storage_reader=ckpt.CheckpointReader(url))`."""
 
 from __future__ import annotations
 
@@ -29,25 +25,20 @@ from ckpt.transfer.threads import workers
 
 
 class CheckpointReader(DcpStorage, StorageReader):
-    """Reads a committed checkpoint, or one of stock PyTorch.
+    """Reads a committed checkpoint, or one of stock PyTorch, and runs no code from it unless told to.
 
     Args:
         url: the checkpoint's place, as for `CheckpointWriter`.
         storage_options: credentials, endpoint and settings of the store.
-        verify: check every block that is read against its checksum (checkpoints of this library
-            have them).
-        visibility_timeout_s: how long to wait for an object that is known to be committed but is
-            not visible yet, and, on storage that may lag, for the commit itself. Default 60 s on
-            such storage, else 5 s.
+        verify: check every block that is read against its checksum, if there is one.
+        visibility_timeout_s: how long to wait for a committed object that is not visible yet, and,
+            on storage that may lag, for the commit. Default 60 s on such storage, else 5 s.
         threads: transfers at the same time; default by the number of cores, 4 to 16.
-        memory_budget_bytes: memory this rank may use beyond the tensors themselves (default 256
-            MiB).
+        memory_budget_bytes: memory this rank may use beyond the tensors (default 256 MiB).
         trusted_objects: names (FQNs, `*` allowed) of non-tensor objects that may be unpickled as
             they are, which runs code of whoever wrote the checkpoint. All others load with
             `weights_only=True`.
-        timeout_s: a storage operation of this rank that makes no progress for most of it is given
-            up, so that all ranks fail within it; None waits as long as the store does. (`ckpt.load`
-            watches the other ranks too.)
+        timeout_s: for the storage operations of this rank, as for `CheckpointWriter`.
 
     Raises:
         ConfigurationError: an argument is wrong.
@@ -159,10 +150,8 @@ class CheckpointReader(DcpStorage, StorageReader):
         """Open the checkpoint now; the next load uses it.
 
         Returns None for a stock checkpoint that was saved with `use_collectives=False`: each rank
-        opens its own part later.
-
-        Raises:
-            NotFound, NotCommitted, IntegrityError, FormatError, UnsafeContent, NotVisible.
+        opens its own part later. Raises NotFound, NotCommitted, IntegrityError, FormatError,
+        UnsafeContent or NotVisible.
         """
         self._checkpoint = open_whole(self._store, self._settings)
         self._opened_ahead = self._checkpoint is not None
@@ -179,13 +168,14 @@ class CheckpointReader(DcpStorage, StorageReader):
     def _open_any(self, rank: int | None) -> None:
         """Open the checkpoint, or this rank's part if stock saved with `use_collectives=False`.
 
-        DCP would tell the rank if such parts were loaded its own way, in which a rank that fails
-        leaves the others waiting. So the rank is guessed, and corrected as soon as DCP does tell
-        it.
+        DCP tells the rank only if parts are loaded its own way, in which a rank that fails leaves the
+        others waiting. So it is guessed, and corrected in `set_up_storage_reader`.
         """
         self._checkpoint = open_whole(self._store, self._settings)
         if self._checkpoint is None:
-            self._part = rank if rank is not None else _global_rank()
+            if rank is None:
+                rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+            self._part = rank
             self._checkpoint = open_rank_local(self._store, self._settings, self._part)
 
     def _read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
@@ -198,7 +188,3 @@ class CheckpointReader(DcpStorage, StorageReader):
         if torch.accelerator.is_available():
             # Other threads have queued copies.
             torch.accelerator.synchronize()
-
-
-def _global_rank() -> int:
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0

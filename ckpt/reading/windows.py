@@ -20,10 +20,10 @@ _EXTRA_BYTES = 64 << 20
 
 
 class TargetMemory:
-    """Keep track of the memory that the targets of a window fill.
+    """Keep track of the memory that the targets of a window fill: no two may fill the same.
 
     A planner may return one buffer for many items and empty it whenever an item is committed, and
-    tied weights are two names for one memory. Such targets must not be open at the same time.
+    tied weights are two names for one memory.
     """
 
     def __init__(self) -> None:
@@ -32,10 +32,7 @@ class TargetMemory:
         self._runs: dict[torch.device, list[tuple[int, int, Hashable]]] = defaultdict(list)
 
     def add(self, tensor: torch.Tensor, owner: Hashable) -> bool:
-        """Add the memory of `tensor`, or return False if some of it is another target's already.
-
-        Targets of one `owner` (unless None) share no element, even where they interleave.
-        """
+        """Add the memory of `tensor`, or return False if some of it is another owner's already."""
         begin, end = _extent(tensor)
         if begin == end:
             return True
@@ -67,8 +64,7 @@ class Window:
     """Hold the items that are read together.
 
     Attributes:
-        pieces: what to read, by file.
-        then: called in order once everything is read.
+        then: called in order once all pieces are read.
         extra_bytes: memory that the window itself takes, beyond the targets.
     """
 

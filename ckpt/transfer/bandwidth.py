@@ -27,6 +27,9 @@ class Pacer:
         self._lock = threading.Lock()
         self._next_at_s = 0.0
 
+    def __reduce__(self) -> tuple[type[Pacer], tuple[float]]:
+        return Pacer, (self._bytes_per_s,)
+
     def wait(self, nbytes: int) -> None:
         """Return when `nbytes` may be sent."""
         with self._lock:

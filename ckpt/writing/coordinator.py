@@ -63,11 +63,7 @@ class Coordinator:
         self._stock_seal = b""
 
     def look(self, *, overwrite: bool) -> None:
-        """Look at the place before anything is written.
-
-        Raises:
-            AlreadyExists: a checkpoint is there that must not be replaced.
-        """
+        """Raise AlreadyExists, before anything is written, if a checkpoint must not be replaced."""
         previous = read_commit(self._store)
         if previous is not None and not previous.is_ours:
             raise self._foreign(COMMIT_KEY)
@@ -95,10 +91,8 @@ class Coordinator:
         """Commit the checkpoint that the receipts describe; return DCP's view of it.
 
         Raises:
-            CommitError: nothing was committed (CommitUnknown: perhaps it was); what was here before
-                still is.
-            ConfigurationError: the planner describes, or wants to keep, something that cannot be
-                stored.
+            CommitError: nothing was committed (CommitUnknown: perhaps it was), and nothing replaced.
+            ConfigurationError: the planner describes, or wants to keep, what cannot be stored.
         """
         with no_gc():
             columns = self._columns(metadata, receipts, world_size)
@@ -187,10 +181,7 @@ class Coordinator:
             ) from error
 
     def _restore_stock_metadata(self) -> bool:
-        """Replace this save's `.metadata` by that of the checkpoint that is committed here now.
-
-        Returns False, and changes nothing, if `.metadata` is not this save's.
-        """
+        """Replace `.metadata` by that of the committed checkpoint; return False if it is not ours."""
         if stock_metadata_seal(self._store) != self._stock_seal:
             return False
         commit = read_commit(self._store)

@@ -23,9 +23,7 @@ from ckpt.writing.save_objects import SaveObjects
 class RankFiles:
     """Write the files of one rank in one save, and record what they hold.
 
-    Args:
-        objects: gets the name of every object before it exists.
-        pace: called before bytes are sent (`ckpt.backends.base.Part`).
+    `objects` gets the name of every object before it exists; `pace` is called before bytes are sent.
     """
 
     def __init__(

@@ -44,11 +44,10 @@ class RankReceipt:
     """One rank's report to the coordinator, through DCP's collectives.
 
     Attributes:
-        place: the last segment of the URL that it saves to. The rest may differ: each rank may have
-            its own view of the same storage.
+        place: the last segment of the URL that it saves to; ranks may see the rest differently.
         manifest: None if it had nothing to write.
         files: the names of its data files.
-        items: the items in them, packed: half a million objects would take seconds to unpickle.
+        items: the items in them, packed: objects would take seconds to unpickle.
         retries: requests that it has sent again so far in this save.
     """
 
@@ -64,7 +63,6 @@ _ITEMS = msgspec.msgpack.Decoder(list[PlacedItem])  # made once, before there ar
 
 
 def pack_items(items: Sequence[PlacedItem]) -> bytes:
-    """Encode items for a receipt."""
     return msgspec.msgpack.encode(items)
 
 

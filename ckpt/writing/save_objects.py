@@ -15,9 +15,8 @@ _logger = logging.getLogger(__name__)
 class SaveObjects:
     """The objects of one rank in one save that no checkpoint lists yet.
 
-    Attributes:
-        token: drawn for each save. No name is ever written twice, so a store that lags can only
-            show "not there".
+    `token` is drawn for each save: no name is written twice, so a store that lags can only show
+    "not there".
     """
 
     rank: int = 0

@@ -1,8 +1,7 @@
 """Stage states for asynchronous saves: copy them into memory that is reused.
 
-Memory fresh from the system costs five times the copy into it (page faults), and pinned memory far
-more. So a copy goes into one block that is kept. A block is free again when the last staged tensor
-in it is gone.
+Memory fresh from the system costs five times the copy into it (page faults), pinned memory far more.
+So a copy goes into a block that is kept, and free again when the last staged tensor in it is gone.
 """
 
 from __future__ import annotations
@@ -61,8 +60,7 @@ class Stager(AsyncStager):
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Copy `state_dict`: tensors to CPU memory, everything else by `copy.deepcopy`.
 
-        Raises:
-            CheckpointError: both copies made before are still in use.
+        Raises CheckpointError if both copies made before are still in use.
         """
         copies = _Copies()
         staged: dict[str, Any] = copies.of(state_dict)

@@ -1,13 +1,11 @@
 """Write checkpoints under DCP: `dcp.save(state, storage_writer=ckpt.CheckpointWriter(url))`.
 
-Every rank writes only into its own directory, under names that it draws anew for each save, and
-tells the coordinator through DCP's collectives what it wrote. The coordinator commits. No rank
-reads what another rank wrote, so none depends on seeing it.
+Every rank writes under new names into its own directory, and tells the coordinator, which commits,
+through DCP's collectives what it wrote. No rank depends on seeing what another one wrote.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import time
@@ -46,8 +44,7 @@ class SaveMeta(StorageMeta):
     """Figures of a committed save, in the metadata that a save returns; they are not stored.
 
     Attributes:
-        seconds: on the coordinator: `plan_s`, `write_s` (until all ranks have written) and
-            `commit_s`.
+        seconds: of the coordinator: `plan_s`, `write_s` (until all have written), `commit_s`.
         retries: requests to the storage that were sent again, by all ranks.
     """
 
@@ -59,15 +56,13 @@ class CheckpointWriter(DcpStorage, StorageWriter):
     """Write checkpoints that are committed whole or not at all.
 
     Args:
-        url: the checkpoint's place: a path, `s3://bucket/key`, `cos://bucket/key`, or any fsspec
-            URL.
+        url: a path, `s3://bucket/key`, `cos://bucket/key`, or any fsspec URL.
         storage_options: credentials, endpoint and settings of the store, as with fsspec and pandas.
         overwrite: replace a checkpoint of this library at the same place; until the commit the old
             one stays loadable. Otherwise that is an error; checkpoints of other programs are never
             replaced.
         threads: transfers at the same time; default by the number of cores, 4 to 16.
-        memory_budget_bytes: memory this rank may use beyond the tensors themselves (default 256
-            MiB).
+        memory_budget_bytes: memory this rank may use beyond the tensors (default 256 MiB).
         max_bandwidth_bytes_per_s: the most that this rank sends, on average; None is no cap.
         tags: short texts kept in the commit record.
         timeout_s: a storage operation of this rank that makes no progress for most of it is given
@@ -94,8 +89,7 @@ class CheckpointWriter(DcpStorage, StorageWriter):
     ) -> None:
         self._tags = _checked_tags(tags)
         self._overwrite = overwrite
-        self._bandwidth_bytes_per_s = max_bandwidth_bytes_per_s
-        self._pacer = _pacer(max_bandwidth_bytes_per_s)
+        self._pacer = None if max_bandwidth_bytes_per_s is None else Pacer(max_bandwidth_bytes_per_s)
         super().__init__(url, storage_options, threads, memory_budget_bytes, timeout_s)
         self._objects = SaveObjects()
         self._began_at_s: dict[str, float] = {}
@@ -189,11 +183,7 @@ class CheckpointWriter(DcpStorage, StorageWriter):
         self._objects.discard(self._store)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_pacer": None, "_coordinator": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._pacer = _pacer(self._bandwidth_bytes_per_s)
+        return {**super().__getstate__(), "_coordinator": None}
 
     # -- writing -------------------------------------------------------------------------------------------
 
@@ -226,7 +216,6 @@ class CheckpointWriter(DcpStorage, StorageWriter):
         return [WriteResult(_RECEIPT, nbytes, receipt)]
 
     def _retries(self) -> int:
-        """Count this rank's repeated requests since the save began."""
         return self._store.retries - self._retries_before
 
 
@@ -236,16 +225,10 @@ def _wait_for_devices() -> None:
         torch.accelerator.current_stream().synchronize()
 
 
-def _pacer(bytes_per_s: float | None) -> Pacer | None:
-    return None if bytes_per_s is None else Pacer(bytes_per_s)
-
-
 def _durations(began_at_s: Mapping[str, float]) -> dict[str, float]:
     """Compute how long phases took that follow one another; the last ends now."""
-    edges = [*began_at_s.values(), environment.monotonic()]
-    return {
-        name: end - start for name, (start, end) in zip(began_at_s, itertools.pairwise(edges), strict=True)
-    }
+    ended_at_s = [*began_at_s.values(), environment.monotonic()][1:]
+    return {name: end - begin for (name, begin), end in zip(began_at_s.items(), ended_at_s, strict=True)}
 
 
 def _checked_tags(tags: Mapping[str, str] | None) -> dict[str, str]:
