@@ -1,7 +1,9 @@
-"""Run simulated schedules and print what came of them: `PYTHONPATH=tests python -m simulation.simulate --schedules 100000 --seed 1`.
+"""Run simulated schedules and sum up their outcomes.
 
-`--seed N --trace` runs the one schedule of that seed and prints every request. `--deviations N` runs every schedule
-of two ranks and two saves in which at most N things are out of the ordinary (3 takes hours).
+    PYTHONPATH=tests python -m simulation.simulate --schedules 100000 --seed 1
+
+`--seed N --trace` prints every request of one schedule. `--deviations N` runs every schedule of two
+ranks and two saves in which at most N things are out of the ordinary (3 takes hours).
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ def _start() -> None:
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     gc.collect()
-    gc.freeze()  # what lives on need not be walked again and again
+    gc.freeze()  # what lives on need not be visited in every collection
 
 
 def _run(seeds: tuple[int, int]) -> tuple[Tally, list[str]]:
@@ -71,7 +73,7 @@ def _run(seeds: tuple[int, int]) -> tuple[Tally, list[str]]:
 
 
 def _explore(deviations: int) -> int:
-    """Each fault on storage that shows everything at once; then every visibility, where lags are rare, and the rule."""
+    """Try each fault on prompt storage; then every visibility, where lags are rare or the rule."""
     logging.disable(logging.WARNING)
     url = "simulated://step-1"
     twice, again = Plan(2, 1, [("save", url), ("save", url)]), Plan(2, 2, [("save", url)])
@@ -109,15 +111,15 @@ def _trace(seed: int) -> int:
 def _report(total: Tally, seed: int, elapsed_s: float) -> None:
     rows = [
         ("schedules", f"{total.schedules} (seeds from {seed}, {elapsed_s:.0f} s)"),
-        ("faults injected", f"{sum(total.faults.values())}"),
-        *((f"  {fault}", f"{count}") for fault, count in total.faults.most_common()),
-        ("saves attempted", f"{sum(total.saves.values())}"),
-        *((f"  {outcome}", f"{count}") for outcome, count in total.saves.most_common()),
-        ("deletes", f"{total.deletes}"),
-        ("commits", f"{total.commits}"),
-        ("loads", f"{total.loads}"),
-        ("loads verified", f"{total.verified}"),
-        ("losses", f"{total.losses}"),
+        ("faults injected", sum(total.faults.values())),
+        *((f"  {fault}", count) for fault, count in total.faults.most_common()),
+        ("saves attempted", sum(total.saves.values())),
+        *((f"  {outcome}", count) for outcome, count in total.saves.most_common()),
+        ("deletes", total.deletes),
+        ("commits", total.commits),
+        ("loads", total.loads),
+        ("loads verified", total.verified),
+        ("losses", total.losses),
     ]
     for name, value in rows:
         print(f"{name:<20} {value}")

@@ -1,4 +1,4 @@
-"""How others have done it, each in its smallest form: protocols that the checks of ours must catch."""
+"""Protocols as others have them, each in its smallest form: the checks of ours must catch them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class _Simple(Protocol):
     """Ranks write, all meet, the first rank finishes, all meet."""
 
     def save(self, url: str, group: Group, rank: int, content: Content) -> None:
-        store = self.store(url)
+        store = _open(url)
         token = group.broadcast(rank, environment.token() if rank == 0 else None)
         if rank == 0:
             self.begin(store)
@@ -25,11 +25,6 @@ class _Simple(Protocol):
             self.finish(store, token, len(content))
         group.broadcast(rank, "finished")
 
-    def store(self, url: str) -> SimulatedStore:
-        store = open_store(url)
-        assert isinstance(store, SimulatedStore)
-        return store
-
     def begin(self, store: SimulatedStore) -> None:
         pass
 
@@ -37,14 +32,28 @@ class _Simple(Protocol):
         raise NotImplementedError
 
     def finish(self, store: SimulatedStore, token: str, size: int) -> None:
-        raise NotImplementedError
+        pass
 
     def delete(self, url: str) -> None:
         raise SurelyFailed("not offered")
 
 
+def _open(url: str) -> SimulatedStore:
+    store = open_store(url)
+    assert isinstance(store, SimulatedStore)
+    return store
+
+
+def _read_marker(store: SimulatedStore, key: str) -> bytes:
+    """Read the object without which there is no checkpoint."""
+    try:
+        return bytes(read_bytes(store, key))
+    except NotFound as error:
+        raise Uncommitted from error
+
+
 class RankZeroMakesTheDirectory(_Simple):
-    """As it was in 2023: the first rank makes the directory, all others take it to be there."""
+    """The first rank makes the directory, as in 2023; all others take it to be there."""
 
     def begin(self, store: SimulatedStore) -> None:
         store.prepare("data")
@@ -56,16 +65,13 @@ class RankZeroMakesTheDirectory(_Simple):
         put_bytes(store, "done", f"{token} {size}".encode())
 
     def load(self, url: str) -> Content:
-        store = self.store(url)
-        try:
-            token, size = bytes(read_bytes(store, "done")).split()
-        except NotFound as error:
-            raise Uncommitted from error
+        store = _open(url)
+        token, size = _read_marker(store, "done").split()
         return tuple(int(read_bytes(store, f"data/{token.decode()}-{rank}")) for rank in range(int(size)))
 
 
 class RenamesAtTheEnd(_Simple):
-    """Writes beside and renames, which an object store does by copying and deleting one object after the other."""
+    """Writes beside and renames: an object store copies and deletes one object after the other."""
 
     def write(self, store: SimulatedStore, token: str, rank: int, content: Content) -> None:
         put_bytes(store, f"tmp-{token}/{rank}", f"{len(content)} {content[rank]}".encode())
@@ -77,26 +83,20 @@ class RenamesAtTheEnd(_Simple):
             store.delete([f"tmp-{token}/{rank}"])
 
     def load(self, url: str) -> Content:
-        store = self.store(url)
-        try:
-            size = int(bytes(read_bytes(store, "final/0")).split()[0])
-        except NotFound as error:
-            raise Uncommitted from error
+        store = _open(url)
+        size = int(_read_marker(store, "final/0").split()[0])
         return tuple(int(bytes(read_bytes(store, f"final/{rank}")).split()[1]) for rank in range(size))
 
 
 class FindsByListing(_Simple):
-    """The newest save of which all files are listed is the checkpoint."""
+    """Takes the newest save of which all files are listed for the checkpoint."""
 
     def write(self, store: SimulatedStore, token: str, rank: int, content: Content) -> None:
         put_bytes(store, f"{token}/{rank}-of-{len(content)}", str(content[rank]).encode())
 
-    def finish(self, store: SimulatedStore, token: str, size: int) -> None:
-        pass
-
     def load(self, url: str) -> Content:
-        store = self.store(url)
-        keys = [found.key for found in store.list() if "-of-" in found.key]
+        store = _open(url)
+        keys = [stat.key for stat in store.list() if "-of-" in stat.key]
         for token in sorted({key.partition("/")[0] for key in keys}, reverse=True):
             names = sorted(key for key in keys if key.startswith(token))
             if len(names) == int(names[0].rpartition("-")[2]):
@@ -105,7 +105,7 @@ class FindsByListing(_Simple):
 
 
 class WritesInPlace(_Simple):
-    """The same names every time, and a marker at the end."""
+    """Uses the same names every time, and a marker at the end."""
 
     def write(self, store: SimulatedStore, token: str, rank: int, content: Content) -> None:
         put_bytes(store, f"data/{rank}", str(content[rank]).encode())
@@ -114,9 +114,6 @@ class WritesInPlace(_Simple):
         put_bytes(store, "done", str(size).encode())
 
     def load(self, url: str) -> Content:
-        store = self.store(url)
-        try:
-            size = int(read_bytes(store, "done"))
-        except NotFound as error:
-            raise Uncommitted from error
+        store = _open(url)
+        size = int(_read_marker(store, "done"))
         return tuple(int(read_bytes(store, f"data/{rank}")) for rank in range(size))

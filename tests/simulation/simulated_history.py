@@ -1,4 +1,4 @@
-"""What may be found on simulated storage, whatever happened: the invariants, and who watches over them."""
+"""Check the invariants of checkpoints on simulated storage, at every change and at the end."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
-from ckpt.consistency.checksums import crc64nvme
+from ckpt.consistency.checksums import crc64nvme, crc_text
 from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY
 from ckpt.errors import AlreadyExists, FormatError, IntegrityError, SaveFailed
 from ckpt.format.records import CommitRecord, decode_commit, decode_manifest
@@ -32,8 +32,8 @@ class Write:
 
     Attributes:
         ends_s: when each rank was done with it; a crash is an end too.
-        outcomes: what each rank made of it: "acknowledged", "failed" (surely did not happen), "unknown".
-        ranks: the processes, by rank.
+        outcomes: of each rank: "acknowledged", "failed" (surely did not happen), "unknown".
+        members: the processes, by rank.
     """
 
     url: str
@@ -49,14 +49,14 @@ class Write:
 
     @property
     def outcome(self) -> str:
-        found = set(self.outcomes.values())
-        return next((each for each in ("acknowledged", "failed") if each in found), "unknown")
+        outcomes = self.outcomes.values()
+        return next((each for each in ("acknowledged", "failed") if each in outcomes), "unknown")
 
     def end_s(self, late_s: float) -> float:
-        """From when on it can change nothing that is found at the place."""
-        acknowledged = [self.ends_s[rank] for rank, found in self.outcomes.items() if found == "acknowledged"]
-        if acknowledged:
-            return min(acknowledged)
+        """Return from when on it can change nothing that is found at the place."""
+        ends_s = [self.ends_s[rank] for rank, outcome in self.outcomes.items() if outcome == "acknowledged"]
+        if ends_s:
+            return min(ends_s)
         if len(self.ends_s) < len(self.begun):
             return _INF
         return max(self.ends_s.values(), default=_INF) + (late_s if self.outcome == "unknown" else 0.0)
@@ -64,7 +64,7 @@ class Write:
 
 @dataclass(eq=False)
 class Load:
-    """A load: what it returned (None: there is no checkpoint), or its error."""
+    """A load: the content that it returned (None: there is no checkpoint), or its error."""
 
     url: str
     begin_s: float
@@ -75,27 +75,29 @@ class Load:
 
 
 class History:
-    """Everything that processes did and found. `judge` says whether it is as promised."""
+    """Everything that processes did and found; `judge` tells whether it is as promised.
+
+    Attributes:
+        spoilt: places that hold something of another program, where nothing of ours may come to be.
+        abandoned: places where somebody aborted all uploads, also those of a running save.
+    """
 
     def __init__(self, world: World, protocol: Protocol) -> None:
         self.world, self.protocol = world, protocol
         self.writes: list[Write] = []
         self.loads: list[Load] = []
-        self._shared: dict[tuple[Group, int], Write] = {}
         self.spoilt: set[str] = set()
-        """Places that hold something of another program, where nothing of ours may come to be."""
         self.abandoned: set[str] = set()
-        """Places where somebody aborted all uploads, also those of a save that was still running."""
+        self._shared: dict[tuple[Group, int], Write] = {}
 
     # -- what processes do -------------------------------------------------------------------------
 
     def save(self, url: str, group: Group, rank: int, number: int, content: Content) -> bool:
-        """One rank's part of the `number`-th save of its job; returns whether it was acknowledged."""
+        """Take part in the `number`-th save of a job; return whether it was acknowledged."""
         write = self._shared.get((group, number))
         if write is None:
-            write = self._shared[group, number] = Write(
-                url, content, group.size, self.world.now_s, members=group.members
-            )
+            write = Write(url, content, group.size, self.world.now_s, members=group.members)
+            self._shared[group, number] = write
             self.writes.append(write)
         return self._write(write, rank, lambda: self.protocol.save(url, group, rank, content))
 
@@ -137,7 +139,7 @@ class History:
     # -- what is promised --------------------------------------------------------------------------
 
     def judge(self) -> None:
-        """Raises Violation."""
+        """Raise Violation if a promise was broken."""
         for write in self.writes:
             self._judge_write(write)
         for load in self.loads:
@@ -182,7 +184,7 @@ class History:
             raise Violation(f"a load failed although a checkpoint is committed: {load}") from load.error
 
     def possible(self, url: str, begin_s: float, end_s: float, lag_s: float) -> list[Write | None]:
-        """Every write whose result may be found at that time; None: nothing was ever written."""
+        """Return every write whose result may be found then; None: nothing was ever written."""
         late_s = self.world.model.late_s
         writes = [write for write in self.writes if write.url == url and write.begin_s <= end_s]
         settled = [
@@ -190,16 +192,16 @@ class History:
             for write in writes
             if write.outcome == "acknowledged" and write.end_s(0.0) + lag_s <= begin_s
         ]
-        found: list[Write | None] = [
+        possible: list[Write | None] = [
             write
             for write in writes
             if write.outcome != "failed"
             and not any(write.end_s(late_s) <= later.begin_s for later in settled if later is not write)
         ]
-        return found if settled else [None, *found]
+        return possible if settled else [None, *possible]
 
     def _disturbed(self, url: str, begin_s: float, end_s: float, but: Write | None = None) -> bool:
-        """Whether another write at the place may have had, or have shown, an effect during that time."""
+        """Tell whether another write at the place may have had, or shown, an effect then."""
         lag_s = self.world.model.visibility_s
         return any(
             write.url == url
@@ -211,19 +213,19 @@ class History:
 
 
 class Guard:
-    """Watches every change the moment it takes effect: no torn checkpoint, nothing of others touched."""
+    """Watch every change as it takes effect: no torn checkpoint, nothing of others touched."""
 
     def __init__(self) -> None:
         self.commits = 0
-        self._listed: dict[str, dict[str, bytes]] = {}  # by place: the objects of the checkpoint there
+        self._listed: dict[str, dict[str, bytes]] = {}  # by place: the objects of its checkpoint
         self._once_listed: set[str] = set()
-        # Weak: a dict with a running greenlet as its key is not tracked, so nothing it refers to is ever freed.
+        # Weak: a dict with a running greenlet as its key is not tracked, so never freed.
         self._wrote_data: WeakKeyDictionary[Process, int] = WeakKeyDictionary()
 
     def changed(self, world: World, name: str, before: Version | None, after: Version) -> None:
         place, _, key = name.partition("/")
         if before is not None and before.data is not None:
-            self._check_right(name, key, before, after)
+            self._check_permission(name, key, before, after)
         if key == COMMIT_KEY:
             if after.data is not None and not world.is_late and after.process is not None:
                 self._check_looked(world, after.process, name, before)
@@ -232,15 +234,12 @@ class Guard:
             self.commits += after.data is not None
         elif after.process is not None and key.endswith(_DATA) and not world.is_late:
             self._wrote_data[after.process] = after.process.requests
-        if (
-            key != COMMIT_KEY
-            and name in (listed := self._listed.get(place, {}))
-            and after.data != listed[name]
-        ):
+        listed = self._listed.get(place, {})
+        if key != COMMIT_KEY and name in listed and after.data != listed[name]:
             raise Violation(f"{after.process} took {name} away from the checkpoint that is committed there")
 
     def _check_looked(self, world: World, process: Process, name: str, before: Version | None) -> None:
-        """A commit is put by who looked at the place once its data were durable, and found it as it should be."""
+        """Check that who commits looked at the place after its data were durable."""
         request, was_there = process.looked.get(name, (-1, False))
         if request < self._wrote_data.get(process, 0):
             raise Violation(f"{process} committed {name} without another look after writing its data")
@@ -248,16 +247,13 @@ class Guard:
         if replaced and not was_there and world.model.conditional_create:
             raise Violation(f"{process} put {name} over a commit where it had seen none")
 
-    def _check_right(self, name: str, key: str, before: Version, after: Version) -> None:
-        """Only what one wrote oneself, and what a commit replaced, may be changed or deleted."""
+    def _check_permission(self, name: str, key: str, before: Version, after: Version) -> None:
+        """Check that a process changes only what it wrote itself, or what a commit replaced."""
         if before.process is None:
             raise Violation(f"{after.process} changed {name}, which another program wrote")
         if key in (COMMIT_KEY, STOCK_METADATA_KEY):
-            if (
-                after.data is None
-                and not may_delete(after.process)
-                and not _took_for_own(name, before, after)
-            ):
+            is_delete = after.process is not None and "delete" in after.process.name
+            if after.data is None and not is_delete and not _took_for_own(name, before, after):
                 raise Violation(f"{after.process} deleted {name} of {before.process}")
             return
         if name.endswith("/"):  # a directory, which is made again where it was not seen
@@ -270,7 +266,7 @@ class Guard:
 
 
 def _took_for_own(name: str, before: Version, after: Version) -> bool:
-    """Whether what is deleted is one's own, or was when one last looked."""
+    """Tell whether what is deleted is the process's own, or was when it last looked."""
     last_read = after.process.read.get(name) if after.process is not None else None
     return _job(after) in (_job(before), _job(last_read) if last_read is not None else "")
 
@@ -279,32 +275,28 @@ def _blames_others(error: SaveFailed) -> bool:
     return any(isinstance(failure, AlreadyExists) for failure in error.failures.values())
 
 
-def may_delete(process: Process | None) -> bool:
-    return process is not None and "delete" in process.name
-
-
 def _job(version: Version) -> str:
     return version.process.name.partition(" ")[0] if version.process is not None else "outside"
 
 
 def _objects(world: World, place: str, commit: bytes | None) -> dict[str, bytes]:
-    """Everything that a commit lists, all of which must be there and be what it says."""
+    """Return all that a commit lists. Raises Violation where it is not as the commit says."""
     if commit is None:
         return {}
     record = _record(commit)
-    found: dict[str, bytes] = {}
+    objects: dict[str, bytes] = {}
     for ref in (record.described_by, *record.manifests):
         data = world.truth(f"{place}/{ref.path}")
-        if data is None or len(data) != ref.size_bytes or f"{crc64nvme(data):016x}" != ref.crc64nvme:
+        if data is None or len(data) != ref.size_bytes or crc_text(crc64nvme(data)) != ref.crc64nvme:
             raise Violation(f"a commit at {place} lists {ref.path}, which is not there or another one")
-        found[f"{place}/{ref.path}"] = data
+        objects[f"{place}/{ref.path}"] = data
     for ref in record.manifests:
-        for file in decode_manifest(found[f"{place}/{ref.path}"], url=place, key=ref.path).files:
+        for file in decode_manifest(objects[f"{place}/{ref.path}"], url=place, key=ref.path).files:
             data = world.truth(f"{place}/{file.path}")
             if data is None or [crc64nvme(data)] != list(file.block_crcs()):
                 raise Violation(f"a commit at {place} lists {file.path}, which is not there or another one")
-            found[f"{place}/{file.path}"] = data
-    return found
+            objects[f"{place}/{file.path}"] = data
+    return objects
 
 
 @functools.lru_cache(maxsize=64)

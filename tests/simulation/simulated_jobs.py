@@ -1,7 +1,7 @@
-"""Training jobs on simulated storage: the library's own save and load, run by ranks that crash, stall and come back.
+"""Run training jobs on simulated storage, with ranks that crash, stall and come back.
 
-What is ours runs as it ships: `ckpt.api._save` with everything below it, and `CheckpointReader`. In DCP's place
-stands `_save_state_dict` below: the same steps, with collectives over simulated ranks.
+What is ours runs as it ships: `ckpt.api._save` with everything below it, and `CheckpointReader`. In
+DCP's place stands `_save_state_dict` below: the same steps, with collectives over simulated ranks.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ import functools
 import io
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from greenlet import getcurrent
 from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 import ckpt.api
 from ckpt.backends import registry
@@ -51,12 +53,12 @@ def this_process() -> Process:
 
 @contextlib.contextmanager
 def simulated_storage(world: World) -> Iterator[None]:
-    """The library in `world`: its clock, and its storage under `simulated://`."""
+    """Put the library into `world`: its clock, and its storage under `simulated://`."""
 
-    def open_there(url: str, options: object, *, threads: int) -> Store:
+    def open_simulated(url: str, options: object, *, threads: int) -> Store:
         return SimulatedStore(world, this_process().node, url)
 
-    registry.register("simulated", open_there)
+    registry.register("simulated", open_simulated)
     try:
         with environment.replaced(world):
             yield
@@ -66,75 +68,65 @@ def simulated_storage(world: World) -> Iterator[None]:
 
 @contextlib.contextmanager
 def simulated(world: World) -> Iterator[None]:
-    """The same, with simulated ranks in the place of DCP's."""
-    api = vars(ckpt.api)
-    before = api["save_state_dict"]
-    api["save_state_dict"] = _save_state_dict
-    try:
-        with simulated_storage(world):
-            yield
-    finally:
-        api["save_state_dict"] = before
+    """Put the library into `world`, with simulated ranks in the place of DCP's."""
+    with mock.patch.object(ckpt.api, "save_state_dict", _save_state_dict), simulated_storage(world):
+        yield
 
 
 # -- ranks -----------------------------------------------------------------------------------------
 
 
 class LostContact(RuntimeError):
-    """What gloo says when a rank is gone."""
+    """The error of gloo when a rank is gone."""
 
     def __init__(self) -> None:
         super().__init__("Connection closed by peer")
 
 
 class Group:
-    """The ranks of one job, and what they say to each other."""
+    """The ranks of one job, and their collectives."""
 
     def __init__(self, world: World, size: int) -> None:
         self.world, self.size = world, size
         self.members: list[Process] = []
-        self._said: dict[tuple[str, int], dict[int, Any]] = {}
+        self._values: dict[tuple[str, int], dict[int, Any]] = {}
         self._calls: dict[tuple[str, int], int] = {}
         self._broken = False
 
     def gather(self, rank: int, value: Any) -> list[Any]:
-        """All values, on rank 0; the others only send theirs."""
-        said = self._slot("gather", rank)
-        said[rank] = value
+        """Return all values on rank 0; the others only send theirs."""
+        values = self._slot("gather", rank)
+        values[rank] = value
         if rank == 0:
-            self._wait(lambda: len(said) == self.size)
+            self._wait(lambda: len(values) == self.size)
         elif self._broken:
             raise LostContact
-        return [said.get(other) for other in range(self.size)]
+        return [values.get(member) for member in range(self.size)]
 
     def broadcast(self, rank: int, value: Any) -> Any:
-        """Rank 0's value, everywhere."""
-        said = self._slot("broadcast", rank)
+        """Return rank 0's value on all ranks."""
+        values = self._slot("broadcast", rank)
         if rank == 0:
             if any(member.crashed for member in self.members):
                 self._lose()
-            said[0] = value
+            values[0] = value
         else:
-            self._wait(lambda: 0 in said)
-        return said[0]
+            self._wait(lambda: 0 in values)
+        return values[0]
 
     def _slot(self, kind: str, rank: int) -> dict[int, Any]:
         call = self._calls[kind, rank] = self._calls.get((kind, rank), 0) + 1
-        return self._said.setdefault((kind, call), {})
+        return self._values.setdefault((kind, call), {})
 
-    def _wait(self, said: Callable[[], bool]) -> None:
-        def decided() -> bool:
-            return said() or self._broken or any(member.crashed for member in self.members)
+    def _wait(self, has_arrived: Callable[[], bool]) -> None:
+        def is_decided() -> bool:
+            return has_arrived() or self._broken or any(member.crashed for member in self.members)
 
-        def is_slow() -> bool:
-            """All are there and at work: that may take as long as it takes, up to a day."""
-            return not decided() and not any(member.stalled or member.done for member in self.members)
-
-        for _ in range(144):
-            self.world.wait_for(decided, COLLECTIVE_TIMEOUT_S)
-            if not is_slow():
+        for _ in range(144):  # ranks that are all at work may take up to a day
+            is_over = self.world.wait_for(is_decided, COLLECTIVE_TIMEOUT_S)
+            if is_over or any(member.stalled or member.done for member in self.members):
                 break
-        if not said():
+        if not has_arrived():
             self._lose()
 
     def _lose(self) -> None:
@@ -143,7 +135,7 @@ class Group:
 
 
 class Ranks:
-    """Stands in for `ckpt.ranks.group.Ranks`."""
+    """Stand in for `ckpt.ranks.group.Ranks`."""
 
     no_dist = False
 
@@ -153,13 +145,13 @@ class Ranks:
         self.progress = Progress()
 
     def together(self, local: Callable[[], Any], combine: Callable[[list[Any]], Any]) -> Any:
-        """One step of DCP's: `local` on every rank, `combine` on the first, its result on all."""
-        mine: Any
+        """Carry out a step of DCP: `local` on all ranks, `combine` on the first one."""
+        value: Any
         try:
-            mine = local()
+            value = local()
         except Exception as error:
-            mine = _Failed(error)
-        values = self._group.gather(self.rank, mine)
+            value = _Failed(error)
+        values = self._group.gather(self.rank, value)
         answer: Any = None
         if self.rank == 0:
             failures = {rank: value.error for rank, value in enumerate(values) if isinstance(value, _Failed)}
@@ -184,9 +176,9 @@ class Ranks:
         return {rank: Answer(False) if silent[rank] else alive for rank in range(self.size)}
 
 
+@dataclass(frozen=True)
 class _Failed:
-    def __init__(self, error: Exception) -> None:
-        self.error = error
+    error: Exception
 
 
 def _save_state_dict(
@@ -197,7 +189,7 @@ def _save_state_dict(
     process_group: Ranks,
     no_dist: bool,
 ) -> Metadata:
-    """DCP's function of this name, over simulated ranks."""
+    """Save as DCP's function of this name does, over simulated ranks."""
     ranks, writer = process_group, storage_writer
     plans, template = _planned(ranks.size)
     metadata = copy.copy(template)
@@ -213,7 +205,9 @@ def _save_state_dict(
 
     ranks.together(plan, writer.prepare_global_plan)
     planner = _Planner(state_dict[ranks.rank])
-    return ranks.together(lambda: writer.write_data(plans[ranks.rank], planner).wait(), finish)  # type: ignore[no-any-return]
+    result = ranks.together(lambda: writer.write_data(plans[ranks.rank], planner).wait(), finish)
+    assert isinstance(result, Metadata)
+    return result
 
 
 @functools.cache
@@ -224,17 +218,13 @@ def _planned(size: int) -> tuple[list[SavePlan], Metadata]:
     return planners[0].create_global_plan([planner.create_local_plan() for planner in planners])
 
 
-class _Planner(SavePlanner):
+class _Planner(DefaultSavePlanner):
     def __init__(self, value: int) -> None:
+        super().__init__()
         self._tensor = torch.tensor([float(value)])
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         return self._tensor
-
-    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError
-
-    create_local_plan = create_global_plan = finish_plan = set_up_planner  # type: ignore[assignment]
 
 
 # -- protocols -------------------------------------------------------------------------------------
@@ -245,18 +235,18 @@ class Uncommitted(Exception):
 
 
 class Protocol(ABC):
-    """How checkpoints are saved, found and deleted. Each is called in a process of a world."""
+    """Save, load and delete checkpoints, in a process of a world."""
 
     keeps_records = False
-    """Whether `commit.json` is what it is for this library, and to be watched."""
+    """True if `commit.json` is this library's, and to be watched."""
 
     @abstractmethod
     def save(self, url: str, group: Group, rank: int, content: Content) -> None:
-        """On every rank. Raises SurelyFailed or anything else."""
+        """Save one rank's part. Raises SurelyFailed or anything else."""
 
     @abstractmethod
     def load(self, url: str) -> Content:
-        """Raises Uncommitted, or anything else if there is one that cannot be loaded."""
+        """Load a checkpoint. Raises Uncommitted, or anything else if it cannot be loaded."""
 
     @abstractmethod
     def delete(self, url: str) -> None: ...
@@ -297,13 +287,13 @@ class Ours(Protocol):
         return tuple(int(state[f"rank{rank}"].item()) for rank in range(len(state)))
 
     def delete(self, url: str) -> None:
-        """The commit first: from then on there is no checkpoint."""
+        """Delete the commit first: from then on there is no checkpoint."""
         store = registry.open_store(url)
-        found = read_commit(store)
-        if found is None:  # or it is not seen here
+        commit = read_commit(store)
+        if commit is None:  # or it is not seen here
             raise SurelyFailed("there is nothing to delete")
         store.delete([COMMIT_KEY])
-        record = found.record
+        record = commit.record
         keys = [STOCK_METADATA_KEY, record.described_by.path]
         for ref in record.manifests:
             with contextlib.suppress(CheckpointError):

@@ -1,4 +1,4 @@
-"""Schedules: what jobs do on simulated storage, drawn from a seed, run to the end, and judged."""
+"""Draw what jobs do on simulated storage from a seed, run it to the end, and judge it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def with_faults(model: Model, *faults: str) -> Model:
 
 @dataclass
 class Plan:
-    """What jobs do: `attempts` after each other, of `size` ranks each; every attempt goes through `steps`."""
+    """A job: `attempts` after each other, of `size` ranks; each attempt goes through `steps`."""
 
     size: int
     attempts: int
@@ -61,10 +61,8 @@ class Tally:
     losses: int = 0
 
     def add(self, other: Tally) -> None:
-        self.faults += other.faults
-        self.saves += other.saves
-        for name in ("schedules", "deletes", "commits", "loads", "verified", "losses"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name, count in vars(other).items():
+            setattr(self, name, getattr(self, name) + count)
 
 
 class Simulation:
@@ -78,12 +76,12 @@ class Simulation:
         self._values = 0
 
     def put_foreign(self, name: str, data: bytes = b"not ours") -> None:
-        """What another program left there long ago."""
+        """Have another program have left an object long ago."""
         self.world.change("outside", name, data)
         self.world.settle(self.world.model.visibility_s)
 
     def start_job(self, name: str, plan: Plan, *, after: tuple[Process, float] | None = None) -> Process:
-        """The agent that starts a job, and again when it lost a rank; `after` another job and a delay."""
+        """Start a job, and again when it lost a rank; `after` another job and a delay."""
 
         def run() -> None:
             if after is not None:
@@ -95,7 +93,7 @@ class Simulation:
         return self.world.start(f"{name} agent", f"{name}-agent", run)
 
     def start_reader(self, node: str, urls: list[str], *, pause_s: float) -> Process:
-        """Somebody who looks at the checkpoints from time to time."""
+        """Start somebody who looks at the checkpoints from time to time."""
 
         def run() -> None:
             for number in range(3):
@@ -110,7 +108,7 @@ class Simulation:
             self.finish()
 
     def finish(self) -> None:
-        """Run what is left; then look at every place once more, from old nodes and from a new one, and judge."""
+        """Run what is left; look at every place once more, from old nodes and a new one; judge."""
         try:
             self.world.run()
             self._look_again()
@@ -162,16 +160,16 @@ class Simulation:
 
     def _program(self, plan: Plan, group: Group, rank: int, contents: list[Content]) -> Callable[[], None]:
         def run() -> None:
-            for number, (what, url) in enumerate(plan.steps):
-                if what == "save":
+            for number, (step, url) in enumerate(plan.steps):
+                if step == "save":
                     if not self.history.save(url, group, rank, number, contents[number]):
                         return
-                elif rank == 0 and what == "load":
+                elif rank == 0 and step == "load":
                     self.history.load(url)
-                elif rank == 0 and what == "delete":
+                elif rank == 0 and step == "delete":
                     this_process().name += " delete"
                     self.history.delete(url)
-                elif rank == 0 and what == "abandon":
+                elif rank == 0 and step == "abandon":
                     self.history.abandoned.add(url)
                     open_store(url).abandon()
 
@@ -187,7 +185,7 @@ def _is_over(members: Sequence[Process]) -> bool:
 
 
 def draw(seed: int, protocol: Protocol | None = None) -> Simulation:
-    """The schedule of a seed: a model, faults, jobs."""
+    """Draw the schedule of a seed: a model, faults, jobs."""
     choices = Seeded(seed)
     chance = choices.random
     model = chance.choice((PROMPT, PROMPT, MOUNT, OLD_S3))
@@ -211,12 +209,11 @@ def draw(seed: int, protocol: Protocol | None = None) -> Simulation:
         simulation.put_foreign("step-1/.metadata", b"stock")
         simulation.history.spoilt.add("simulated://step-1")
     first = simulation.start_job("a", _plan(chance, places))
-    other = chance.choices(("none", "at the same time", "afterwards"), (6, 2, 2))[0]
-    if other != "none":
-        delay_s = 2 * model.visibility_s * chance.random()
-        simulation.start_job(
-            "b", _plan(chance, places), after=(first, delay_s) if other == "afterwards" else None
-        )
+    second = chance.choices(("none", "at the same time", "afterwards"), (6, 2, 2))[0]
+    if second != "none":
+        after = first, 2 * model.visibility_s * chance.random()
+        plan = _plan(chance, places)
+        simulation.start_job("b", plan, after=after if second == "afterwards" else None)
     if chance.random() < 0.12:
         simulation.start_reader(f"{chance.choice('ab')}-0", places, pause_s=chance.choice((0.3, 20.0)))
     return simulation
@@ -225,8 +222,8 @@ def draw(seed: int, protocol: Protocol | None = None) -> Simulation:
 def _plan(chance: random.Random, places: list[str]) -> Plan:
     steps = [("save", chance.choice(places))]
     for _ in range(chance.choice((0, 0, 1, 1, 2))):
-        what = chance.choices(("save", "load", "delete", "abandon"), (5, 3, 1, 1))[0]
-        steps.append((what, chance.choice(places)))
+        step = chance.choices(("save", "load", "delete", "abandon"), (5, 3, 1, 1))[0]
+        steps.append((step, chance.choice(places)))
     return Plan(chance.choices((1, 2, 3), (4, 5, 1))[0], chance.randint(1, 3), steps)
 
 
@@ -236,18 +233,17 @@ def simulate(seed: int, protocol: Protocol | None = None) -> Tally:
     try:
         simulation.run()
     except Violation as error:
-        raise Violation(
-            f"seed {seed}: {error}\nreplay: PYTHONPATH=tests python -m simulation.simulate --seed {seed} --trace"
-        ) from error
+        replay = f"PYTHONPATH=tests python -m simulation.simulate --seed {seed} --trace"
+        raise Violation(f"seed {seed}: {error}\nreplay: {replay}") from error
     return simulation.tally()
 
 
 def explore(
     model: Model, plan: Plan, deviations: int, protocol: type[Protocol] = Ours, *, lag: float = 0.0
 ) -> Iterator[Simulation]:
-    """Every schedule of one job in which at most `deviations` things are out of the ordinary, each run and judged.
+    """Run and judge every schedule of one job with at most `deviations` from the ordinary.
 
-    Out of the ordinary are: another process than the last goes on; a fault of the model; a lag, or a time of
+    Deviations are: another process than the last goes on; a fault of the model; a lag, or a time of
     remembering, that is not `lag` (0 none, 1 as long as the model allows) but the other extreme.
 
     Raises:

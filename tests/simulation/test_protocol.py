@@ -1,6 +1,6 @@
-"""The commit protocol against storage that lies: every schedule of a bound, ten thousand by chance, and state machines.
+"""Test the commit protocol on storage that lies: schedules up to a bound, by chance, by machine.
 
-`docs/consistency.md` says what is assumed and what is promised.
+`docs/consistency.md` names the assumptions and the promises.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from simulation.simulated_failures import (
     WritesInPlace,
 )
 from simulation.simulated_history import Violation
-from simulation.simulated_jobs import Protocol, simulated, simulated_storage
+from simulation.simulated_jobs import Ours, Protocol, simulated, simulated_storage
 from simulation.simulated_schedules import (
     MOUNT,
     PROMPT,
@@ -58,7 +58,7 @@ RESTARTED = Plan(2, 2, [("save", URL)])
 
 @pytest.fixture(autouse=True)
 def _quiet() -> Iterator[None]:
-    """What failed saves log is of no interest here; and what lives on need not be walked again and again."""
+    """Log no failed saves; and keep what lives on out of every garbage collection."""
     logging.disable(logging.WARNING)
     gc.freeze()
     yield
@@ -68,13 +68,12 @@ def _quiet() -> Iterator[None]:
 
 # -- every schedule up to a bound ------------------------------------------------------------------
 
-# 2 ranks, 2 saves at one place, then a load from another node. `deviations` things are out of the ordinary: a
-# fault at a request, a rank overtaking another, a lag. `PYTHONPATH=tests python -m simulation.simulate --deviations 3` goes
-# further, and prints how many schedules that were.
+# 2 ranks, 2 saves at one place, then a load from another node. `deviations` things are out of the
+# ordinary: a fault at a request, a rank overtaking another, a lag. `simulate.py` goes further.
 
 
 def bounds(one: int, two: int) -> pytest.MarkDecorator:
-    """Try one deviation, and in the long tier two; each has to come to more schedules than named here."""
+    """Try one deviation, and in the long tier two; `least` schedules are too few."""
     return pytest.mark.parametrize(
         ("deviations", "least"), [(1, one), pytest.param(2, two, marks=pytest.mark.long)]
     )
@@ -98,8 +97,10 @@ def test_every_visibility(lag: float, deviations: int, least: int) -> None:
     assert all_schedules(MOUNT, TWO_SAVES, deviations, lag=lag) > least
 
 
-def all_schedules(model: Model, plan: Plan, deviations: int, *, lag: float = 0.0) -> int:
-    return sum(1 for _ in explore(model, plan, deviations, lag=lag))
+def all_schedules(
+    model: Model, plan: Plan, deviations: int, *, protocol: type[Protocol] = Ours, lag: float = 0.0
+) -> int:
+    return sum(1 for _ in explore(model, plan, deviations, protocol, lag=lag))
 
 
 # -- protocols that must fail ----------------------------------------------------------------------
@@ -114,13 +115,11 @@ BROKEN = [
 
 @pytest.mark.parametrize(("protocol", "model", "finding"), BROKEN)
 def test_the_same_checks_catch_other_protocols(protocol: type[Protocol], model: Model, finding: str) -> None:
-    for _ in explore(replace(PROMPT, directories=True), TWO_SAVES, 1, protocol):
-        pass  # on storage as one would wish it, they work
+    wishful = replace(PROMPT, directories=True)
+    all_schedules(wishful, TWO_SAVES, 1, protocol=protocol)
     with pytest.raises(Violation, match=finding):
-        for _ in explore(model, TWO_SAVES, 1, protocol):
-            pass
-    for _ in explore(model, TWO_SAVES, 1):
-        pass
+        all_schedules(model, TWO_SAVES, 1, protocol=protocol)
+    all_schedules(model, TWO_SAVES, 1)
 
 
 @pytest.mark.parametrize(("protocol", "model", "finding"), BROKEN)
@@ -159,7 +158,7 @@ def test_seeded_schedules(chunk: int) -> None:
     assert all(total.faults[fault] > 50 for fault in FAULTS[1:])
 
 
-# What once failed. The seeds are those of the schedules as they are drawn now: each fails if its fix is taken away.
+# What once failed, by the seeds of today: each fails if its fix is taken away.
 
 
 @pytest.mark.parametrize(
@@ -168,9 +167,7 @@ def test_seeded_schedules(chunk: int) -> None:
         pytest.param(1050, id="a stale size cuts a sound commit, which looks damaged"),
         pytest.param(685, id="a stale size is longer than the commit that is there"),
         pytest.param(1677, id="a stale size makes our metadata look like another program's"),
-        pytest.param(
-            1039924, id="a commit that worked and was replaced while a zombie looked for it, told as failed"
-        ),
+        pytest.param(1039924, id="a commit replaced while a zombie looked for it, told as failed"),
         pytest.param(745, id="a zombie deletes the metadata of the attempt after it"),
     ],
 )
@@ -180,9 +177,9 @@ def test_seeds_that_failed(seed: int) -> None:
 
 @pytest.mark.parametrize("notes", [("x", ""), ("", "x" * 300)], ids=["shorter", "longer"])
 def test_a_size_that_is_remembered(notes: tuple[str, str]) -> None:
-    """Node b knows the sizes of the first save when it loads, or replaces, the second: it waits until it does not."""
+    """A node that knows the sizes of the first save waits before it loads or replaces the second."""
     world = World(Seeded(1), Model(attribute_cache_s=30.0))
-    found: list[float] = []
+    loaded: list[float] = []
 
     def save(note: str, value: float) -> None:
         writer = ckpt.CheckpointWriter(URL, threads=1, tags={"note": note}, timeout_s=None)
@@ -196,7 +193,7 @@ def test_a_size_that_is_remembered(notes: tuple[str, str]) -> None:
         state = {"t": torch.zeros(1)}
         reader = ckpt.CheckpointReader(URL, threads=1, timeout_s=None)
         dcp.load(state, storage_reader=reader, no_dist=True)
-        found.append(state["t"].item())
+        loaded.append(state["t"].item())
 
     with simulated_storage(world):
         for node, work in [
@@ -212,7 +209,7 @@ def test_a_size_that_is_remembered(notes: tuple[str, str]) -> None:
             process = world.start(f"p{world.now_s}", node, work)
             world.run()
             assert process.error is None, process.error
-    assert found == [2.0, 4.0]
+    assert loaded == [2.0, 4.0]
 
 
 def test_a_seed_is_a_history() -> None:
@@ -225,7 +222,7 @@ def test_a_seed_is_a_history() -> None:
 
 
 def test_worlds_are_freed() -> None:
-    """A test of ten thousand schedules must not grow: whatever ended one, nothing of it stays."""
+    """Nothing of a schedule stays, whatever ended it: ten thousand of them must not grow."""
     worlds = []
     for seed in range(12):
         simulation = draw(seed, WritesInPlace() if seed % 3 == 0 else None)
@@ -238,7 +235,7 @@ def test_worlds_are_freed() -> None:
 
 
 def test_the_limit() -> None:
-    """An answered put that the network repeats much later is beyond any put without a condition: documented."""
+    """No put without a condition survives that the network repeats it long after its answer."""
     with pytest.raises(Violation, match="a commit at step-1 lists"):
         run_with_echoes()
 
@@ -253,13 +250,12 @@ def run_with_echoes() -> None:
 # -- state machines --------------------------------------------------------------------------------
 
 
-class _Told(Choices):
-    """Decides what it was told last."""
+class _Commanded(Choices):
+    """Decide as commanded; a fault comes once."""
 
     fault, lag = "none", 0.0
 
     def pick(self, what: str, weights: Sequence[float]) -> int:
-        """A fault counts once."""
         fault, self.fault = self.fault, "none"
         return FAULTS.index(fault) if len(weights) == len(FAULTS) and weights[FAULTS.index(fault)] else 0
 
@@ -268,13 +264,13 @@ class _Told(Choices):
 
 
 class Training(RuleBasedStateMachine):
-    """Any number of jobs at two places; every request, fault, lag and pause is a step that Hypothesis chooses."""
+    """Run jobs at two places; Hypothesis chooses every request, fault, lag and pause."""
 
     model = MOUNT
 
     def __init__(self) -> None:
         super().__init__()
-        self.choices = _Told()
+        self.choices = _Commanded()
         self.simulation = Simulation(self.choices, with_faults(self.model, *FAULTS[1:]))
         self.world = self.simulation.world
         self.world.trace = []
@@ -284,11 +280,8 @@ class Training(RuleBasedStateMachine):
 
     @property
     def ready(self) -> list[Process]:
-        return [
-            process
-            for process in self.world.processes
-            if not process.done and process.ready(self.world.now_s)
-        ]
+        processes = (process for process in self.world.processes if not process.done)
+        return [process for process in processes if process.ready(self.world.now_s)]
 
     @precondition(lambda self: self.jobs < 4)
     @rule(size=st.integers(1, 2), attempts=st.integers(1, 2), steps=st.lists(STEPS, min_size=1, max_size=3))

@@ -1,4 +1,4 @@
-"""The simulated storage itself: it keeps the stores' contract, and its lies are those of its model."""
+"""Test that simulated storage keeps the stores' contract, and lies only as its model says."""
 
 from __future__ import annotations
 
@@ -59,12 +59,14 @@ def _reopened(url: str) -> Store:
 
 
 class Always(Choices):
-    """Always the whole of a bound, and one fault at the request named."""
+    """Use up the whole of each bound, send in parts, and bring one fault at the request named."""
 
     def __init__(self, request: str = "", fault: str = "none", fraction: float = 1.0) -> None:
         self.request, self.fault, self._fraction = request, fault, fraction
 
     def pick(self, what: str, weights: Sequence[float]) -> int:
+        if what == "in parts":
+            return 1
         if what != self.request:
             return 0
         self.request = ""
@@ -82,7 +84,7 @@ def world_of(choices: Choices | None = None, **model: Any) -> tuple[World, Simul
 def failing(
     request: str, fault: str, act: Callable[[SimulatedStore], None], **model: Any
 ) -> tuple[World, Process]:
-    """A world in which a process acts and has that fault."""
+    """Run a process that acts and meets that fault, in a world of its own."""
     world = World(Always(request, fault), Model(faults={fault: 1.0}, late_s=10.0, stall_s=50.0, **model))
     process = world.start("p", "a", lambda: act(SimulatedStore(world, "a")))
     world.run()
@@ -171,13 +173,10 @@ def test_a_create_that_is_sent_twice_finds_its_own_work() -> None:
 
 @pytest.mark.parametrize(("request_", "left"), [("begin", 0), ("part", 1), ("complete", 1)])
 def test_a_crash_leaves_parts_of_an_upload(request_: str, left: int) -> None:
-    class InParts(Always):
-        def pick(self, what: str, weights: Sequence[float]) -> int:
-            return 1 if what == "in parts" else super().pick(what, weights)
+    def put(store: SimulatedStore) -> None:
+        put_bytes(store, "k", b"x")
 
-    world = World(InParts(request_, "crash"), Model(multipart=True, faults={"crash": 1.0}))
-    process = world.start("p", "a", lambda: put_bytes(SimulatedStore(world, "a"), "k", b"x"))
-    world.run()
+    world, process = failing(request_, "crash", put, multipart=True)
     assert process.crashed
     assert world.truth("place/k") is None
     assert SimulatedStore(world, "b").abandon() == left
@@ -236,7 +235,7 @@ def test_waiting_for_each_other_is_noticed() -> None:
 
 
 def test_requests_of_other_threads_are_not_let_through() -> None:
-    """They would meet no fault, and a schedule with them would not be the same twice."""
+    """They would meet no fault, and their schedule would not be the same twice."""
     world, store, _ = world_of()
     with ThreadPoolExecutor(1) as pool:
         world.start("p", "a", lambda: pool.submit(exists, store, "x").result())
@@ -245,9 +244,7 @@ def test_requests_of_other_threads_are_not_let_through() -> None:
 
 
 def test_exhaustive_means_every_way() -> None:
-    found = set()
-    for choices in Exhaustive.all(2):
-        found.add(tuple(choices.pick("x", (1, 1, 0, 1)) for _ in range(3)))
+    ways = {tuple(choices.pick("x", (1, 1, 0, 1)) for _ in range(3)) for choices in Exhaustive.all(2)}
     one, two = 3 * 2, 3 * 2 * 2
-    assert len(found) == 1 + one + two
-    assert all(sum(pick != 0 for pick in picks) <= 2 for picks in found)
+    assert len(ways) == 1 + one + two
+    assert all(sum(pick != 0 for pick in picks) <= 2 for picks in ways)

@@ -1,4 +1,4 @@
-"""Copy, verify and gc as they ship, on simulated storage: crashes, lost replies, lags.
+"""Test copy, verify and gc on simulated storage: crashes, lost replies, lags.
 
 A copy that was interrupted is run again; verify never calls a sound checkpoint damaged; gc deletes
 nothing that a commit lists or a running save has written, and in the end nothing is left over.
@@ -11,6 +11,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -41,7 +42,7 @@ def _quiet() -> Iterator[None]:
 
 
 class ToolGuard(Guard):
-    """Watches gc too: it may delete the leftovers of others, but nothing live."""
+    """Watch gc too: it may delete the leftovers of others, but nothing live."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,9 +55,9 @@ class ToolGuard(Guard):
             raise Violation(f"{after.process} deleted {name} of a checkpoint")
         super().changed(world, name, before, after)
 
-    def _check_right(self, name: str, key: str, before: Version, after: Version) -> None:
+    def _check_permission(self, name: str, key: str, before: Version, after: Version) -> None:
         if not (_is_gc(after) and after.data is None):
-            super()._check_right(name, key, before, after)
+            super()._check_permission(name, key, before, after)
             return
         if isinstance(before.process, Process) and not before.process.done:
             raise Violation(f"{after.process} deleted {name}, which {before.process} has just written")
@@ -76,7 +77,7 @@ def watched(simulation: Simulation) -> ToolGuard:
 
 
 def run_alone(world: World, name: str, node: str, model: Model, work: object) -> Process:
-    """Let one process work in a world that is like `model` meanwhile."""
+    """Run one process in a world that is like `model` meanwhile."""
     before = world.model
     world.adopt(model)
     process = world.start(name, node, work)  # type: ignore[arg-type]
@@ -86,7 +87,7 @@ def run_alone(world: World, name: str, node: str, model: Model, work: object) ->
 
 
 def result_of(world: World, name: str, node: str, work: object) -> object:
-    """What a process returns where nothing goes wrong."""
+    """Return the result of a process where nothing goes wrong."""
     process = run_alone(world, name, node, replace(world.model, faults={}, echo_s=0.0), work)
     if process.error is not None:
         raise process.error
@@ -223,15 +224,13 @@ def collected(seed: int) -> Counter[str]:
         world.settle(GRACE_S + 1200.0)
         simulation.start_job("later", Plan(chance.randint(1, 2), 2, [("save", chance.choice(urls))] * 2))
         for number, url in enumerate(urls):
-            world.start(f"gc {number}", "gc", lambda url=url: collect_twice(world, url))  # type: ignore[misc]
+            world.start(f"gc {number}", "gc", partial(collect_twice, world, url))
         simulation.finish()
         world.settle(GRACE_S + 1200.0)
         for url in urls:
             place = url.partition("://")[2]
             if any(world.truth(name) for name in world.versions if name.startswith(f"{place}/")):
-                result_of(
-                    world, "gc at the end", "new", lambda url=url: ckpt.collect_garbage(url, grace_s=GRACE_S)
-                )
+                result_of(world, "gc at the end", "new", partial(ckpt.collect_garbage, url, grace_s=GRACE_S))
                 assert_nothing_left(world, place, guard)
                 if world.truth(f"{place}/{COMMIT_KEY}") is not None:
                     assert_sound(world, url)
@@ -249,12 +248,9 @@ def collect_twice(world: World, url: str) -> None:
 def assert_nothing_left(world: World, place: str, guard: ToolGuard) -> None:
     listed = guard._listed.get(place, {}) if world.truth(f"{place}/{COMMIT_KEY}") is not None else {}
     kept = {*listed, f"{place}/{COMMIT_KEY}", f"{place}/{STOCK_METADATA_KEY}", f"{place}/notes.txt"}
-    left = [
-        name
-        for name in world.versions
-        if name.startswith(f"{place}/") and world.truth(name) is not None and not name.endswith("/")
-    ]
-    assert set(left) <= kept, (place, set(left) - kept)
+    names = {name for name in world.versions if name.startswith(f"{place}/") and not name.endswith("/")}
+    left = {name for name in names if world.truth(name) is not None}
+    assert left <= kept, (place, left - kept)
 
 
 def run_seeds(seeds: Sequence[int]) -> None:
@@ -279,7 +275,7 @@ def test_gc_deletes_nothing_live_in_many_schedules(chunk: int) -> None:
 
 
 def test_the_guard_sees_a_gc_that_is_too_eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a grace period shorter than a save, the guard objects."""
+    """The guard objects to a grace period that is shorter than a save."""
     monkeypatch.setattr("simulation.test_tools_simulated.GRACE_S", -1300.0)
     with pytest.raises(Violation, match=r"has just written|took"):
         run_seeds(range(60))
