@@ -1,11 +1,9 @@
-"""Faults by chance: real ranks save or load over a real network, or on a real file system, and something goes wrong.
+"""Have real ranks save or load on a real network or file system, while something goes wrong.
 
-    PYTHONPATH=tests python -m faults.campaign --rounds 20 --seed 1       # 20 times each class of faults
-    PYTHONPATH=tests python -m faults.campaign --replay 745               # one trial, in words
+    PYTHONPATH=tests python -m faults.campaign --rounds 20 --seed 1  # 20 times each class of faults
+    PYTHONPATH=tests python -m faults.campaign --replay 745          # one trial, in words
 
-After each fault: what was acknowledged loads, bit for bit; what surely was not committed does not, but what was
-there before does; a load that worked gave exactly what was saved; garbage collection leaves nothing but the checkpoint;
-every rank that lives has said within the deadline which rank failed, and at what.
+`docs/consistency.md` says what must hold after each fault.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ from support.servers import S3Server, moto_server
 from support.states import digest, emptied, random_tensor
 
 import ckpt
-from ckpt.backends.base import MIB
+from ckpt.backends.base import MIB, ObjectStat
 from ckpt.backends.registry import open_store
 from ckpt.errors import (
     CheckpointError,
@@ -66,7 +64,7 @@ OLD, NEW = 1, 2
 
 @functools.cache
 def state_of(ranks: range, content: int) -> dict[str, Any]:
-    """What these ranks save: each 6 MiB and more, in two parts, beside smaller things."""
+    """Make what these ranks save: each 6 MiB and more, in two parts, beside smaller things."""
     return {
         f"rank{rank}.{name}": value
         for rank in ranks
@@ -88,7 +86,7 @@ def digest_of(ranks: int, content: int) -> Any:
 
 @dataclass(frozen=True)
 class Attempt:
-    """How the save or load ended on a rank: acknowledged, or with an error."""
+    """The end of a save or load on a rank: acknowledged, or with an error."""
 
     ended_at_s: float
     failure: str | None = None
@@ -98,15 +96,15 @@ class Attempt:
 
 @dataclass
 class Outcome:
-    """What came of a trial.
+    """The outcome of a trial.
 
     Attributes:
         happened_at_s: when the fault began; None if the save was over before.
         attempts: of each rank; None where it died, or was stopped and stayed so.
         slowest_s: from the fault to the last rank's error.
-        loaded: what the place holds afterwards: NEW, OLD, None for nothing.
+        loaded: the content of the place afterwards: NEW, OLD, None for nothing.
         damage: the error of a load that found the checkpoint damaged.
-        problems: what must not be.
+        problems: all that must not be.
     """
 
     trial: Trial
@@ -127,7 +125,7 @@ class Outcome:
 
 
 def attempt(rank: int, trial: Trial, url: str, options: dict[str, Any], note: str, breakage: Any) -> Attempt:
-    """A rank of the job."""
+    """Save or load on a rank of the job."""
     logging.disable()  # what is logged is also raised, or of no account
     if breakage is not None:
         breakage()
@@ -229,19 +227,16 @@ def _save_broken(
 
 
 def _attempts(trial: Trial, job: Job) -> list[Attempt | None]:
-    """What became of the save on each rank. Those that were stopped go on once all others have ended, or stay so."""
+    """Return the end on each rank. Stopped ones go on once all others have ended, or stay so."""
     attempts: list[Attempt | None] = [None] * trial.ranks
     waiting, deadline = set(range(trial.ranks)), time.monotonic() + 6 * DEADLINE_S
     resumed = False
     while waiting:
         for rank in sorted(waiting):
-            try:
-                attempts[rank] = job.result(rank, 0.05)
+            with contextlib.suppress(TimeoutError):
+                with contextlib.suppress(RankDied):
+                    attempts[rank] = job.result(rank, 0.05)
                 waiting.discard(rank)
-            except RankDied:
-                waiting.discard(rank)
-            except TimeoutError:
-                pass
         stopped = {rank for rank in waiting if is_stopped(job.processes[rank].pid)}
         if waiting and waiting == stopped and not resumed:
             if not trial.resumes:
@@ -280,33 +275,37 @@ def _judge(outcome: Outcome, url: str, options: dict[str, Any], verify: bool) ->
             problems.append(f"{when}what was committed before is lost")
         if not when:
             problems += _collect_garbage(url, options, outcome.loaded)
-    failures = [found for found in outcome.attempts if found is not None and found.failure is not None]
-    problems += [f"names no rank: {found.failure}" for found in failures if "rank" not in str(found.failure)]
-    if failures and not trial.signal and not any(_OBJECT.search(str(found.failure)) for found in failures):
-        problems.append(f"names no object: {failures[0].failure}")
-    if not all(found.is_exact for found in outcome.attempts if found is not None):
+    attempts = {rank: attempt for rank, attempt in enumerate(outcome.attempts) if attempt is not None}
+    if not all(attempt.is_exact for attempt in attempts.values()):
         problems.append("a load that worked gave other values than were saved")
-    if failures and outcome.happened_at_s is None:
-        problems.append(f"failed without a fault: {failures[0].failure}")
-    elif failures and outcome.happened_at_s is not None:
-        # A stopped rank has all the time until it goes on.
-        timed = [found for rank, found in enumerate(outcome.attempts)
-                 if found in failures and not (trial.signal and rank in trial.victims)]  # fmt: skip
-        outcome.slowest_s = max([found.ended_at_s - outcome.happened_at_s for found in timed], default=0.0)
+    failures = {rank: attempt.failure for rank, attempt in attempts.items() if attempt.failure is not None}
+    if not failures:
+        return
+    first, *_ = failures.values()
+    problems += [f"names no rank: {failure}" for failure in failures.values() if "rank" not in failure]
+    if not trial.signal and not any(_OBJECT.search(failure) for failure in failures.values()):
+        problems.append(f"names no object: {first}")
+    if outcome.happened_at_s is None:
+        problems.append(f"failed without a fault: {first}")
+        return
+    # A stopped rank has all the time until it goes on.
+    timed = [rank for rank in failures if not (trial.signal and rank in trial.victims)]
+    ended_at_s = max((attempts[rank].ended_at_s for rank in timed), default=outcome.happened_at_s)
+    outcome.slowest_s = ended_at_s - outcome.happened_at_s
 
 
 _OBJECT = re.compile(r"rank-\d{5}|commit\.json|\.metadata")
 
 
 def _load(ranks: int, url: str, options: dict[str, Any], verify: bool) -> int | None:
-    """What a checkpoint holds. Raises AssertionError if it is neither, bit for bit."""
+    """Return the content of a checkpoint. Raises AssertionError if it is neither, bit for bit."""
     state = emptied(state_of(range(ranks), NEW))
     try:
         ckpt.load(state, url, storage_options=options, no_dist=True, verify=verify)
     except (NotFound, NotCommitted):
         return None
-    found = digest(state)
-    contents = [content for content in (OLD, NEW) if found == digest_of(ranks, content)]
+    loaded = digest(state)
+    contents = [content for content in (OLD, NEW) if loaded == digest_of(ranks, content)]
     assert contents, "the values that were loaded were never saved"
     return contents[0]
 
@@ -318,15 +317,17 @@ def _collect_garbage(url: str, options: dict[str, Any], loaded: int | None) -> I
     wanted = set()
     if loaded is not None:
         wanted = set(ckpt.remove(url, storage_options=options, dry_run=True).keys) | {".metadata"}
-    store = open_store(url, options)
     unfinished: list[str] = []
-    try:
-        found = {stat.key for stat in store.list()}
-        store.abandon(choose=lambda stat: bool(unfinished.append(stat.key)))  # type: ignore[func-returns-value]
-    finally:
-        store.close()
-    if found - wanted:
-        yield f"garbage collection left {sorted(found - wanted)}"
+
+    def note(stat: ObjectStat) -> bool:
+        unfinished.append(stat.key)
+        return False
+
+    with contextlib.closing(open_store(url, options)) as store:
+        unwanted = {stat.key for stat in store.list()} - wanted
+        store.abandon(choose=note)
+    if unwanted:
+        yield f"garbage collection left {sorted(unwanted)}"
     if unfinished:
         yield f"garbage collection left unfinished {unfinished}"
 
@@ -336,7 +337,7 @@ def _collect_garbage(url: str, options: dict[str, Any], loaded: int | None) -> I
 
 @dataclass
 class Row:
-    """One class of faults, summed up. Loads are those that the faults befell; verified are also those that look afterwards."""
+    """One class of faults, summed up; `loads_verified` counts the looks afterwards too."""
 
     fault: str
     injected: int = 0
@@ -355,7 +356,7 @@ class Row:
         self.injected += outcome.happened_at_s is not None
         self.committed += outcome.loaded == NEW
         self.failed += not outcome.acknowledged
-        worked = sum(found is not None and found.failure is None for found in outcome.attempts)
+        worked = sum(attempt is not None and attempt.failure is None for attempt in outcome.attempts)
         self.loads_verified += (0 if outcome.damage else 2) + (worked if outcome.trial.loads else 0)
         self.damage_reported += outcome.damage is not None
         self.losses += bool(outcome.problems)
@@ -363,15 +364,14 @@ class Row:
 
 
 def table(rows: Iterable[Row]) -> str:
-    """The rows as Markdown."""
+    """Write the rows as Markdown."""
     lines = [
         "| fault | injected | saves | committed | loads | failed | loads verified | damage reported | losses | slowest error, s |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        values = (row.injected, row.saves, row.committed, row.loads, row.failed, row.loads_verified,
-                  row.damage_reported, row.losses)  # fmt: skip
-        lines.append(f"| {row.fault} | {' | '.join(map(str, values))} | {row.slowest_s:.1f} |")
+        *values, slowest_s = vars(row).values()
+        lines.append(f"| {' | '.join(map(str, values))} | {slowest_s:.1f} |")
     return "\n".join(lines)
 
 
@@ -383,10 +383,11 @@ def campaign(
     say: Callable[[str], None] = lambda text: None,
     **broken: Any,
 ) -> tuple[list[Row], list[Outcome]]:
-    """The trials of these seeds; returns a row per class of faults, and the outcomes in which something was wrong."""
-    rows, wrong, skipped = {fault: Row(fault) for fault in FAULTS}, [], Counter[str]()
+    """Run the trials of these seeds; return a row per class of faults, and the wrong outcomes."""
+    rows, total = {fault: Row(fault) for fault in FAULTS}, Row("all")
+    wrong, skipped = [], Counter[str]()
 
-    def one(seed: int) -> Outcome | None:
+    def run_seed(seed: int) -> Outcome | None:
         trial = draw(seed)
         try:
             return run(trial, server, **broken)
@@ -397,22 +398,16 @@ def campaign(
         return None
 
     with ThreadPoolExecutor(at_once) as pool:
-        for outcome in pool.map(one, seeds):
+        for outcome in pool.map(run_seed, seeds):
             if outcome is None:
                 continue
-            rows[outcome.trial.fault].add(outcome)
+            for row in (rows[outcome.trial.fault], total):
+                row.add(outcome)
             if outcome.problems:
                 wrong.append(outcome)
                 say(f"seed {outcome.trial.seed}: {outcome.trial}\n  " + "\n  ".join(outcome.problems))
-    for what, count in skipped.items():
-        say(f"skipped {count} of {what}")
-    total = Row("all")
-    for row in rows.values():
-        for name, value in vars(row).items():
-            if name == "slowest_s":
-                total.slowest_s = max(total.slowest_s, value)
-            elif name != "fault":
-                setattr(total, name, getattr(total, name) + value)
+    for reason, count in skipped.items():
+        say(f"skipped {count} of {reason}")
     return [*(row for row in rows.values() if row.saves + row.loads), total], wrong
 
 

@@ -1,4 +1,4 @@
-"""What goes wrong in the fault campaign: classes of faults, each injected at a drawn place of one save."""
+"""Draw the faults of the campaign from a seed, and inject them into a save or load."""
 
 from __future__ import annotations
 
@@ -20,23 +20,10 @@ from typing import Any
 from support.fault_disk import Orders, fault_disk
 from support.proxy import Call, Rule
 
-__all__ = [
-    "FAULTS",
-    "UNSEEN",
-    "CannotMount",
-    "Place",
-    "Trial",
-    "draw",
-    "file_system",
-    "install",
-    "network_rule",
-    "note_time",
-]
-
-MIB = 1 << 20
+from ckpt.backends.base import MIB
 
 UNSEEN = "corrupted request, unseen by the server"
-"""No store without end-to-end checksums can refuse it, so a save may commit it; but no load may give it for good."""
+"""A store without end-to-end checksums lets a save commit it; but no load may return it."""
 
 # By a proxy between the client and a server; for one request, or for all from one on.
 NETWORK: dict[str, str | int] = {
@@ -48,7 +35,7 @@ NETWORK: dict[str, str | int] = {
 }  # fmt: skip
 REPLIES: dict[str, str | int] = {"reply stops": "hold", "reply trickles": "dribble"}
 
-# By the kernel: a tmpfs that is too small, an ext4 that is frozen or whose disk goes away, a file system of ours in FUSE.
+# By the kernel: a tmpfs that is too small, an ext4 that is frozen or whose disk goes away, FUSE.
 LOCAL = ("disk full", "file system hangs", "disk dies", "EIO", "short writes")
 IN_FUSE = {"EIO": "EIO", "short writes": "short", "short reads": "short", "reads hang": "hang"}
 
@@ -57,7 +44,7 @@ PROCESSES: dict[str, signal.Signals] = {"SIGKILL": signal.SIGKILL, "SIGSTOP": si
 AT_A_REQUEST = tuple(f"{name} at a request" for name in PROCESSES)
 
 LOADING = ", loading"
-"""So end the classes of faults that befall a load."""
+"""The end of the names of faults that befall a load."""
 
 FAULTS = (
     *NETWORK,
@@ -80,7 +67,7 @@ _LOOP_SET_STATUS64, _LOOP_GET_STATUS64, _SIZE_LIMIT_AT = 0x4C04, 0x4C05, 32
 
 @dataclass(frozen=True)
 class Trial:
-    """One save or load, and what goes wrong in it.
+    """One save or load, and the fault in it.
 
     Attributes:
         first: there is no checkpoint at the place yet. (What is loaded is always there.)
@@ -123,7 +110,7 @@ class Trial:
 
 
 def draw(seed: int) -> Trial:
-    """The trial of that seed. Any so many seeds in a row have each class of faults once."""
+    """Draw the trial of a seed; as many seeds in a row as there are faults have each one once."""
     chance = random.Random(seed)
     fault = FAULTS[seed % len(FAULTS)]
     ranks = chance.randint(1, 3)
@@ -149,7 +136,7 @@ def draw(seed: int) -> Trial:
 
 
 def network_rule(trial: Trial, pids: list[int], happened: Callable[[], None]) -> Rule:
-    """The proxy's rule during the save or load; `happened` is called when the fault begins."""
+    """Return the proxy's rule; it calls `happened` when the fault begins."""
     lock, count = threading.Lock(), 0
 
     def rule(call: Call) -> str | int:
@@ -190,8 +177,12 @@ def install(trial: Trial, rank: int, place: str, happened: Callable[[], None]) -
         if not is_due:
             return call(*args, **kwargs)
         if trial.signal is None:
+            mount = Path(place).parent
             with contextlib.suppress(OSError):  # another rank has done it
-                (_die if trial.kind == "disk dies" else _freeze)(Path(place).parent)
+                if trial.kind == "disk dies":
+                    _die(mount)
+                else:
+                    _ioctl(mount, _FIFREEZE)
         happened()
         if trial.signal is not None and not trial.carried_out:
             os.kill(os.getpid(), trial.signal)
@@ -227,13 +218,9 @@ class Place:
 
 @contextlib.contextmanager
 def file_system(trial: Trial, folder: Path, checkpoint_bytes: int, note: Path) -> Iterator[Place]:
-    """A place to save in, on a file system of its own where the trial needs one.
+    """Make a place to save in, on a file system of its own where the trial needs one.
 
-    Args:
-        note: gets the time at which the fault begins, where the file system itself brings it.
-
-    Raises:
-        CannotMount
+    `note` gets the time at which a fault of the file system itself begins. Raises CannotMount.
     """
     mount = folder / "disk"
     mount.mkdir()
@@ -261,7 +248,7 @@ def file_system(trial: Trial, folder: Path, checkpoint_bytes: int, note: Path) -
 
 @contextlib.contextmanager
 def _disk(folder: Path, mount: Path, size_bytes: int) -> Iterator[Place]:
-    """A file as a disk, with ext4 on it."""
+    """Use a file as a disk, with ext4 on it."""
     image = folder / "image"
     with image.open("wb") as file:
         file.truncate(size_bytes)
@@ -279,7 +266,7 @@ def _disk(folder: Path, mount: Path, size_bytes: int) -> Iterator[Place]:
 
 
 def _mount_again(device: str, mount: Path) -> None:
-    """What was read before is read again, and what was not yet written is lost if the disk has died."""
+    """Have everything read again; what was not yet written is lost if the disk has died."""
     _run("umount", mount)
     _run("mount", device, mount)
 
@@ -293,17 +280,13 @@ def _revive(device: str, mount: Path) -> None:
         _run("mount", device, mount)
 
 
-def _freeze(mount: Path) -> None:
-    _ioctl(mount, _FIFREEZE)
-
-
 def _die(mount: Path) -> None:
-    """Whoever reads or writes blocks of the disk from now on gets EIO: there are none behind the first."""
+    """Have reads and writes of the disk fail with EIO: no block is behind the first any more."""
     _limit_size(f"/dev/loop{os.minor(os.stat(mount).st_dev)}", 512)
 
 
 def _limit_size(device: str, size_bytes: int) -> bool:
-    """Use only so many bytes of a loop device's file; 0: all. Returns whether that is a change."""
+    """Use only so many bytes of a loop device's file (0: all); return whether that is a change."""
     fd = _open(device, os.O_RDONLY)
     try:
         status = bytearray(232)
@@ -322,12 +305,12 @@ class CannotMount(Exception):
 
 def _run(*command: object) -> str:
     try:
-        done = subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False)
+        process = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
     except OSError as error:
         raise CannotMount(str(error)) from error
-    if done.returncode:
-        raise CannotMount(f"{command[0]}: {done.stderr.strip()}")
-    return done.stdout.strip()
+    if process.returncode:
+        raise CannotMount(f"{command[0]}: {process.stderr.strip()}")
+    return process.stdout.strip()
 
 
 def _ioctl(path: str | Path, request: int) -> None:

@@ -1,4 +1,4 @@
-"""A short fault campaign (`make test-faults` runs a long one), and that it notices a library that is broken."""
+"""Run a short fault campaign (`make test-faults`: a long one); see it notice a broken library."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def seeds_of(fault: str, wanted: Callable[[Any], bool] = lambda trial: True) -> 
 
 
 def writes_in_place() -> None:
-    """Every save uses the same names, so a save that fails has written over the checkpoint before it."""
+    """Have saves use the same names, so that one that fails destroys the checkpoint before it."""
     environment.token = lambda: "0" * 16
 
 
@@ -52,7 +52,7 @@ def test_a_broken_commit_is_noticed(s3: S3Server, breakage: Callable[[], None]) 
 
 
 def test_values_that_were_never_saved_are_noticed(s3: S3Server) -> None:
-    """What the network has damaged, and the server has not seen: the checksums tell, and nothing else would."""
+    """Only checksums tell of damage by the network that the server has not seen."""
     alone = replace(draw(FAULTS.index(UNSEEN)), ranks=1, first=True, in_background=False, lasts=False)
     in_a_part = replace(alone, position=4)  # after two looks, and the beginning of the upload
     outcome = run(in_a_part, s3)
