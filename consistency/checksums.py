@@ -24,11 +24,6 @@ def crc_text(crc: int) -> str:
     return f"{crc:016x}"
 
 
-def combine(first: int, second: int, second_nbytes: int) -> int:
-    """Return the CRC of two runs of bytes, one after the other, from the CRC of each."""
-    return int(checksums.combine_crc64nvme(first, second, second_nbytes))
-
-
 def block_crcs(buffers: Iterable[memoryview], block_size_bytes: int) -> list[int]:
     """Return the CRC of every block of the bytes in `buffers`, which start at a block's start."""
     crcs: list[int] = []
@@ -53,6 +48,6 @@ def combine_blocks(crcs: Sequence[int], nbytes: int, block_size_bytes: int) -> i
     total, remaining = 0, nbytes
     for crc in crcs:
         size = min(block_size_bytes, remaining)
-        total = combine(total, crc, size)
+        total = checksums.combine_crc64nvme(total, crc, size)
         remaining -= size
-    return total
+    return int(total)

@@ -140,10 +140,9 @@ def publish(
         raise failure from error
     try:
         return _put_record(store, record, previous, confirm_timeout_s)
-    except CommitUnknown:
-        raise
     except CommitError as error:
-        error.keeps_data = _restored(restore_stock_metadata) is None
+        if not isinstance(error, CommitUnknown):
+            error.keeps_data = _restored(restore_stock_metadata) is None
         raise
 
 

@@ -38,8 +38,7 @@ class SimulatedStore(Store):
 
     def put(self, key: str, body: Body, *, mode: PutMode = PutMode.OVERWRITE) -> None:
         name, world = self._name(key), self._world
-        if world.model.directories:
-            self._make_directory(name.rpartition("/")[0])
+        self._make_directory(name.rpartition("/")[0])
         if mode is PutMode.CREATE and not world.model.conditional_create:
             self._request("look", key, lambda: self._refuse(key, world.seen(self._node, name)))
             mode = PutMode.OVERWRITE
@@ -84,7 +83,7 @@ class SimulatedStore(Store):
             raise
 
     def _is_ours(self, key: str, name: str, data: bytes) -> bool:
-        """Whether a completion without answer worked, as the stores of this library find out."""
+        """Look whether a completion without answer worked, as the stores of this library do."""
         try:
             version = self._request("stat", key, lambda: self._world.seen(self._node, name))
         except StorageError:
@@ -123,8 +122,7 @@ class SimulatedStore(Store):
             self._request("delete", key, effect, writes=True)
 
     def prepare(self, prefix: str) -> None:
-        if self._world.model.directories:
-            self._make_directory(self._prefix + prefix)
+        self._make_directory(self._prefix + prefix)
 
     def abandon(self, prefix: str = "", *, choose: Callable[[ObjectStat], bool] | None = None) -> int:
         uploads = self._world.uploads
@@ -159,7 +157,7 @@ class SimulatedStore(Store):
 
     def _make_directory(self, directory: str) -> None:
         marker = f"{directory}/"
-        if self._world.seen(self._node, marker) is None:
+        if self._world.model.directories and self._world.seen(self._node, marker) is None:
             effect = functools.partial(self._world.change, self._node, marker, b"")
             self._request("mkdir", directory, effect, writes=True)
 

@@ -147,7 +147,7 @@ class VirtualTime(Environment):
     def run(self, until: Callable[[], bool] = lambda: False) -> None:
         """Let processes run until all are done, or `until` holds. Raises Stuck if none can."""
         while self._alive and not until():
-            self._make_calls()
+            self._make_calls(self.now_s)
             ready = [process for process in self._alive if process.ready(self.now_s)]
             if len(ready) > 1:
                 ready.sort(key=lambda process: process is not self._last)  # going on is uneventful
@@ -162,7 +162,7 @@ class VirtualTime(Environment):
 
     def step(self, process: Process) -> None:
         """Let `process` go on until it waits again, whatever it waits for now."""
-        self._make_calls()
+        self._make_calls(self.now_s)
         self._resume(process)
 
     def crash(self, process: Process) -> None:
@@ -182,9 +182,7 @@ class VirtualTime(Environment):
     def settle(self, duration_s: float) -> None:
         """Let time pass, in which no process goes on, and make the calls that are due."""
         end_s = self.now_s + duration_s
-        while self._due and self._due[0][0] <= end_s:
-            self.now_s = max(self.now_s, self._due[0][0])
-            self._make_calls()
+        self._make_calls(end_s)
         self.now_s = end_s
 
     def _resume(self, process: Process) -> None:
@@ -206,7 +204,8 @@ class VirtualTime(Environment):
         process.wakes_at_s, process.until = until_s, condition
         process.pause()
 
-    def _make_calls(self) -> None:
-        while self._due and self._due[0][0] <= self.now_s:
-            _, _, call = heapq.heappop(self._due)
+    def _make_calls(self, until_s: float) -> None:
+        while self._due and self._due[0][0] <= until_s:
+            at_s, _, call = heapq.heappop(self._due)
+            self.now_s = max(self.now_s, at_s)
             call()

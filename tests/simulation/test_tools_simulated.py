@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -76,17 +76,17 @@ def watched(simulation: Simulation) -> ToolGuard:
     return guard
 
 
-def run_alone(world: World, name: str, node: str, model: Model, work: object) -> Process:
+def run_alone(world: World, name: str, node: str, model: Model, work: Callable[[], object]) -> Process:
     """Run one process in a world that is like `model` meanwhile."""
     before = world.model
     world.adopt(model)
-    process = world.start(name, node, work)  # type: ignore[arg-type]
+    process = world.start(name, node, work)
     world.run()
     world.adopt(before)
     return process
 
 
-def result_of(world: World, name: str, node: str, work: object) -> object:
+def result_of(world: World, name: str, node: str, work: Callable[[], object]) -> object:
     """Return the result of a process where nothing goes wrong."""
     process = run_alone(world, name, node, replace(world.model, faults={}, echo_s=0.0), work)
     if process.error is not None:
