@@ -28,6 +28,7 @@ from ckpt.backends.bodies import (
 )
 from ckpt.backends.cancellable_reads import Read, Reads
 from ckpt.backends.options import redact_url, scrub, take_options
+from ckpt.backends.raw_requests import RawRequests
 from ckpt.errors import AlreadyExists, ConfigurationError, IntegrityError, NotFound
 
 __all__ = [
@@ -211,6 +212,10 @@ class Store(ABC):
     def retries(self) -> int:
         """The number of requests sent again because they failed; 0 if the store cannot tell."""
         return 0
+
+    def raw_requests(self) -> RawRequests | None:
+        """Return single requests to a server, for probes; None if the operations show all there is."""
+        return None
 
     def folders(self, prefix: str = "") -> Iterator[str]:
         """List the names of the folders directly below `prefix` (empty, or a key and a slash)."""

@@ -9,18 +9,6 @@ from typing import Protocol
 
 from awscrt.checksums import crc64nvme
 
-__all__ = [
-    "Body",
-    "BodyError",
-    "BytesBody",
-    "CheckedBody",
-    "Part",
-    "body_errors_unchanged",
-    "fill",
-    "open_part",
-    "remaining",
-]
-
 
 @dataclass(frozen=True)
 class Part:

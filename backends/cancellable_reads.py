@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator
 
 from ckpt.errors import StorageError
 
-__all__ = ["CANCELLED", "Read", "Reads"]
-
 CANCELLED = "cancelled: the operation passed its deadline"
 
 

@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from ckpt.backends.base import transfer_size_bytes
-from ckpt.backends.options import take_options
-from ckpt.backends.s3_protocol.options import (
-    DEFAULTS,
-    client_settings,
-    with_shared_models,
-)
+from ckpt.backends.s3_protocol.options import client_settings, take_s3_options, with_shared_models
 from ckpt.backends.s3_protocol.requests import S3Requests
 from ckpt.backends.s3_protocol.store import S3ApiStore
 from ckpt.errors import ConfigurationError
 
 __all__ = ["CosStore"]
 
-_DEFAULTS: Mapping[str, Any] = {
-    **DEFAULTS,
-    "ibm_api_key_id": None,
-    "ibm_service_instance_id": None,
-    "ibm_auth_endpoint": None,
+_IAM_VARIABLES = {
+    "ibm_api_key_id": "IBM_API_KEY_ID",
+    "ibm_service_instance_id": "IBM_SERVICE_INSTANCE_ID",
+    "ibm_auth_endpoint": "IBM_AUTH_ENDPOINT",
 }
+"""The options of IAM authentication, and the environment variables that stand for them."""
 
 
 class CosStore(S3ApiStore):
@@ -47,96 +39,75 @@ class CosStore(S3ApiStore):
     """
 
     def __init__(self, url: str, options: Mapping[str, Any] | None = None, *, threads: int = 8) -> None:
-        defaults = {**_DEFAULTS, "part_size_bytes": transfer_size_bytes(threads)}
-        settings = take_options("cos", options or {}, defaults)
-        self._use_environment(settings)
+        settings = take_s3_options("cos", options, dict.fromkeys(_IAM_VARIABLES), threads)
+        _use_environment(settings)
         if settings["endpoint_url"] is None:
             raise ConfigurationError(
                 "cos: set endpoint_url or region in storage_options (or COS_ENDPOINT_URL, or IBM_COS_REGION)"
             )
         if settings["key"] and settings["ibm_api_key_id"]:
             raise ConfigurationError("cos: give either HMAC keys (key, secret) or ibm_api_key_id, not both")
-        super().__init__(_IbmBoto3(url, settings, threads=threads))
-
-    @staticmethod
-    def _use_environment(settings: dict[str, Any]) -> None:
-        names = {"region": "IBM_COS_REGION", "endpoint_url": "COS_ENDPOINT_URL"}
-        if not settings["key"] and not settings["ibm_api_key_id"]:
-            settings["key"] = os.environ.get("COS_HMAC_ACCESS_KEY_ID")
-            settings["secret"] = os.environ.get("COS_HMAC_SECRET_ACCESS_KEY")
-        if not settings["key"]:
-            names["ibm_api_key_id"] = "IBM_API_KEY_ID"
-            names["ibm_service_instance_id"] = "IBM_SERVICE_INSTANCE_ID"
-            names["ibm_auth_endpoint"] = "IBM_AUTH_ENDPOINT"
-        for option, name in names.items():
-            settings[option] = settings[option] or os.environ.get(name)
-        if settings["endpoint_url"] is None and settings["region"]:
-            settings["endpoint_url"] = f"https://s3.{settings['region']}.cloud-object-storage.appdomain.cloud"
+        super().__init__(S3Requests(url, settings, _make_client, threads))
 
 
-class _IbmBoto3(S3Requests):
-    def __init__(self, url: str, options: Mapping[str, Any], *, threads: int) -> None:
-        super().__init__(url, options, threads=threads)
-        self._creating = threading.local()
+def _use_environment(settings: dict[str, Any]) -> None:
+    if not settings["key"] and not settings["ibm_api_key_id"]:
+        settings["key"] = os.environ.get("COS_HMAC_ACCESS_KEY_ID")
+        settings["secret"] = os.environ.get("COS_HMAC_SECRET_ACCESS_KEY")
+    variables = {"region": "IBM_COS_REGION", "endpoint_url": "COS_ENDPOINT_URL"}
+    if not settings["key"]:
+        variables |= _IAM_VARIABLES
+    for option, variable in variables.items():
+        settings[option] = settings[option] or os.environ.get(variable)
+    if settings["endpoint_url"] is None and settings["region"]:
+        settings["endpoint_url"] = f"https://s3.{settings['region']}.cloud-object-storage.appdomain.cloud"
 
-    def make_client(self) -> Any:
-        try:
-            import ibm_boto3
-            import ibm_botocore.session
-            from ibm_botocore.client import Config
-        except ImportError as error:
-            raise ConfigurationError("cos:// needs ibm-cos-sdk: pip install 'ckpt-storage[cos]'") from error
-        options = self.options
-        session = ibm_boto3.Session(botocore_session=with_shared_models(ibm_botocore.session.get_session()))
-        settings = {
-            "signature_version": "oauth" if self._uses_iam(session) else "s3v4",
-            **client_settings(options, self.threads),
-        }
-        client = session.client(
-            "s3",
-            **{
-                "config": Config(**settings),
-                "endpoint_url": options["endpoint_url"],
-                "region_name": options["region"] or "us-south",
-                "aws_access_key_id": options["key"],
-                "aws_secret_access_key": options["secret"],
-                "ibm_api_key_id": options["ibm_api_key_id"],
-                "ibm_service_instance_id": options["ibm_service_instance_id"],
-                "ibm_auth_endpoint": options["ibm_auth_endpoint"],
-                **options["client_kwargs"],
-            },
-        )
-        # ibm-cos-sdk has no parameter for conditional writes; COS knows the header.
-        for operation in ("PutObject", "CompleteMultipartUpload"):
-            client.meta.events.register(f"before-call.s3.{operation}", self._add_condition)
-        return client
 
-    def _uses_iam(self, session: Any) -> bool:
-        """Tell whether requests carry a token; the SDK's own chain may find an API key as well."""
-        options = self.options
-        if options["key"]:
-            return False
-        given = {name for name, value in options["client_kwargs"].items() if value}
-        if options["ibm_api_key_id"] or given & {"ibm_api_key_id", "token_manager", "auth_function"}:
-            return True
-        return hasattr(session.get_credentials(), "token_manager")
+def _make_client(options: Mapping[str, Any], threads: int) -> Any:
+    try:
+        import ibm_boto3
+        import ibm_botocore.session
+        from ibm_botocore.client import Config
+    except ImportError as error:
+        raise ConfigurationError("cos:// needs ibm-cos-sdk: pip install 'ckpt-storage[cos]'") from error
+    session = ibm_boto3.Session(botocore_session=with_shared_models(ibm_botocore.session.get_session()))
+    settings = {
+        "signature_version": "oauth" if _uses_iam(options, session) else "s3v4",
+        **client_settings(options, threads),
+    }
+    arguments = {
+        "config": Config(**settings),
+        "endpoint_url": options["endpoint_url"],
+        "region_name": options["region"] or "us-south",
+        "aws_access_key_id": options["key"],
+        "aws_secret_access_key": options["secret"],
+        **{name: options[name] for name in _IAM_VARIABLES},
+        **options["client_kwargs"],
+    }
+    client = session.client("s3", **arguments)
+    for operation in ("PutObject", "CompleteMultipartUpload"):
+        client.meta.events.register(f"before-parameter-build.s3.{operation}", _take_condition)
+        client.meta.events.register(f"before-call.s3.{operation}", _send_condition)
+    return client
 
-    @contextlib.contextmanager
-    def create_condition(self, operation: str) -> Iterator[dict[str, Any]]:
-        self._creating.now = True
-        try:
-            yield {}
-        finally:
-            self._creating.now = False
 
-    def _add_condition(self, params: dict[str, Any], **_: Any) -> None:
-        # The SDK calls this in the thread that sends the request.
-        if getattr(self._creating, "now", False):
-            params["headers"]["If-None-Match"] = "*"
+def _uses_iam(options: Mapping[str, Any], session: Any) -> bool:
+    """Tell whether requests carry a token; the SDK's own chain may find an API key as well."""
+    if options["key"]:
+        return False
+    given = {name for name, value in options["client_kwargs"].items() if value}
+    if options["ibm_api_key_id"] or given & {"ibm_api_key_id", "token_manager", "auth_function"}:
+        return True
+    return hasattr(session.get_credentials(), "token_manager")
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_creating": None}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._creating = threading.local()
+# ibm-cos-sdk has no parameter for conditional writes; COS knows the header.
+
+
+def _take_condition(params: dict[str, Any], context: dict[str, Any], **_: Any) -> None:
+    context["if_none_match"] = params.pop("IfNoneMatch", None)
+
+
+def _send_condition(params: dict[str, Any], context: dict[str, Any], **_: Any) -> None:
+    if context["if_none_match"] is not None:
+        params["headers"]["If-None-Match"] = context["if_none_match"]

@@ -25,8 +25,6 @@ from ckpt.errors import (
     UnsafeContent,
 )
 
-__all__ = ["LOCAL", "FsspecConnection"]
-
 LOCAL = frozenset({"file", "local"})
 # Their one connection cannot be shared by threads.
 _ONE_AT_A_TIME = frozenset({"ftp"})

@@ -33,8 +33,6 @@ from ckpt.backends.cancellable_reads import Reads
 from ckpt.backends.fsspec_connection import LOCAL, FsspecConnection
 from ckpt.errors import AccessDenied, NotFound, StorageError, StorageUnavailable, Truncated
 
-__all__ = ["FsspecStore"]
-
 _TEMPORARY = re.compile(r"\.[0-9a-f]{16}\.ckpt-tmp$")
 _S3 = frozenset({"s3", "s3a"})
 # No directories to make, and one object is seen by all clients as soon as it is written.

@@ -42,10 +42,16 @@ class _Version:
 
 @dataclass
 class _Place:
+    """The objects of a name: oldest version first. Pickled, it is the name."""
+
+    name: str
     objects: dict[str, list[_Version]] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
     writes: int = 0
+
+    def __reduce__(self) -> tuple[Callable[[str], _Place], tuple[str]]:
+        return _place, (self.name,)
 
 
 _places: dict[str, _Place] = {}
@@ -54,13 +60,15 @@ _places_lock = threading.Lock()
 
 def inject(url: str, fault: Fault) -> None:
     """Add a fault to the place that `url` names."""
-    _place(url)[0].faults.append(fault)
+    name, _ = _split(url)
+    _place(name).faults.append(fault)
 
 
 def clear(url: str) -> None:
     """Forget all objects and faults of the place that `url` names."""
+    name, _ = _split(url)
     with _places_lock:
-        _places.pop(_split(url)[0], None)
+        _places.pop(name, None)
 
 
 class MemoryStore(Store):
@@ -71,12 +79,11 @@ class MemoryStore(Store):
     """
 
     def __init__(self, url: str, options: Mapping[str, Any] | None = None, *, threads: int = 4) -> None:
-        self._lag_s = float(
-            take_options("memory", options or {}, {"visibility_lag_s": 0.0})["visibility_lag_s"]
-        )
-        self.url = url.rstrip("/")
-        self.threads = threads
-        self._place, self._prefix = _place(url)
+        settings = take_options("memory", options or {}, {"visibility_lag_s": 0.0})
+        self._lag_s = float(settings["visibility_lag_s"])
+        self.url, self.threads = url.rstrip("/"), threads
+        name, self._prefix = _split(url)
+        self._place = _place(name)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -109,16 +116,16 @@ class MemoryStore(Store):
         self._fault("read", key, "before")
         data = self._see(key).data or b""
         for buffer in buffers:
-            if offset + buffer.nbytes > len(data):
-                where: dict[str, Any] = {"start": offset, "stop": offset + buffer.nbytes}
-                raise Truncated(f"ends at byte {len(data)}", url=self.url, key=key, **where)
-            buffer[:] = data[offset : offset + buffer.nbytes]
-            offset += buffer.nbytes
+            stop = offset + buffer.nbytes
+            if stop > len(data):
+                raise Truncated(f"ends at byte {len(data)}", url=self.url, key=key, start=offset, stop=stop)
+            buffer[:] = data[offset:stop]
+            offset = stop
         self._fault("read", key, "after")
 
     def stat(self, key: str) -> ObjectStat:
         self._fault("stat", key, "before")
-        return self._stat(key, self._see(key))
+        return _stat(key, self._see(key))
 
     def list(self, prefix: str = "") -> Iterator[ObjectStat]:
         self._fault("list", prefix, "before")
@@ -126,8 +133,8 @@ class MemoryStore(Store):
             names = [name for name in self._place.objects if name.startswith(self._prefix + prefix)]
         for name in names:
             version, key = self._visible(name), name.removeprefix(self._prefix)
-            if version is not None and version.data is not None and is_key(key):
-                yield self._stat(key, version)
+            if version is not None and is_key(key):
+                yield _stat(key, version)
 
     def delete(self, keys: Iterable[str]) -> None:
         for key in keys:
@@ -156,39 +163,32 @@ class MemoryStore(Store):
         with self._place.lock:
             for version in reversed(self._place.objects.get(name, [])):
                 if version.writer is self or now - version.written_at_s >= self._lag_s:
-                    return version
+                    return version if version.data is not None else None
         return None
 
     def _see(self, key: str) -> _Version:
         version = self._visible(self._name(key))
-        if version is None or version.data is None:
+        if version is None:
             raise NotFound("no such object", url=self.url, key=key)
         return version
-
-    @staticmethod
-    def _stat(key: str, version: _Version) -> ObjectStat:
-        return ObjectStat(key, len(version.data or b""), str(version.number))
 
     def _fault(self, operation: str, key: str, when: Literal["before", "after"]) -> None:
         for fault in list(self._place.faults):
             fault(operation, key, when)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_place"}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._place, self._prefix = _place(self.url)
+def _stat(key: str, version: _Version) -> ObjectStat:
+    return ObjectStat(key, len(version.data or b""), str(version.number))
 
 
 def _split(url: str) -> tuple[str, str]:
+    """Split `memory://name/prefix` into the name of a place, and a key prefix (empty, or ending in `/`)."""
     name, _, prefix = url.removeprefix("memory://").strip("/").partition("/")
     if not name:
         raise ConfigurationError(f"{url!r}: write memory://name/prefix")
     return name, f"{prefix}/" if prefix else ""
 
 
-def _place(url: str) -> tuple[_Place, str]:
-    name, prefix = _split(url)
+def _place(name: str) -> _Place:
     with _places_lock:
-        return _places.setdefault(name, _Place()), prefix
+        return _places.setdefault(name, _Place(name))

@@ -8,8 +8,6 @@ from typing import Any
 
 from ckpt.errors import ConfigurationError
 
-__all__ = ["redact_url", "scrub", "take_options"]
-
 _USER_INFO = re.compile(r"(?<=://)[^/@]*@")
 
 
@@ -35,6 +33,12 @@ def scrub(text: str, secrets: Iterable[str]) -> str:
         if len(secret) > 3:
             text = text.replace(secret, "***")
     return text
+
+
+def scrub_error(error: Exception, text: str, secrets: Iterable[str]) -> tuple[str, Exception | None]:
+    """Scrub a text about `error`; also returns `error`, as a cause to show, unless it shows secrets."""
+    shown = scrub(text, secrets)
+    return shown, error if shown == text else None
 
 
 def take_options(scheme: str, options: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:

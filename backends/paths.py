@@ -9,18 +9,6 @@ from collections.abc import Iterator
 
 from ckpt.errors import ConfigurationError
 
-__all__ = [
-    "LOCAL_TYPES",
-    "O_PATH",
-    "files_below",
-    "filesystem_type",
-    "is_within",
-    "list_way_to",
-    "path_of",
-    "real_directory",
-    "real_path",
-]
-
 LOCAL_TYPES = frozenset(
     {"ext2", "ext3", "ext4", "xfs", "btrfs", "tmpfs", "ramfs", "overlay", "zfs", "f2fs", "bcachefs",
      "hugetlbfs", "devtmpfs"}
@@ -50,11 +38,19 @@ def is_within(path: str, root: str) -> bool:
     return path == root or path.startswith(root.rstrip(os.sep) + os.sep)
 
 
+@contextlib.contextmanager
+def closing_fd(fd: int) -> Iterator[int]:
+    """Close an open file in the end."""
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
 def real_path(fd: int, path: str) -> str:
     """Return the path, without links, of the open file `fd`, which was opened at `path`."""
     try:
-        # One call instead of one for every directory on the way, and it judges the file that was
-        # opened.
+        # One call, not one for every directory on the way; and it judges the file that was opened.
         return os.readlink(f"/proc/self/fd/{fd}")
     except OSError:
         return os.path.realpath(path)
@@ -63,13 +59,11 @@ def real_path(fd: int, path: str) -> str:
 def real_directory(path: str) -> str:
     """Return `path` without links, even if it, or the end of it, does not exist yet."""
     try:
-        fd = os.open(path, O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        fd = os.open(path, O_PATH | os.O_DIRECTORY)
     except OSError:
         return os.path.realpath(path)
-    try:
+    with closing_fd(fd):
         return real_path(fd, path)
-    finally:
-        os.close(fd)
 
 
 def list_way_to(path: str) -> None:

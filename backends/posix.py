@@ -12,6 +12,7 @@ import errno
 import os
 import re
 import secrets
+import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -34,6 +35,7 @@ from ckpt.backends.options import take_options
 from ckpt.backends.paths import (
     LOCAL_TYPES,
     O_PATH,
+    closing_fd,
     files_below,
     filesystem_type,
     is_within,
@@ -135,13 +137,13 @@ class PosixStore(Store):
                 _fsync_directory(directory)
 
     def _write(self, temporary: str, body: Body, key: str) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         try:
             fd = os.open(temporary, flags, 0o666)
         except FileNotFoundError:
             self._make_directory(os.path.dirname(temporary))
             fd = os.open(temporary, flags, 0o666)
-        try:
+        with closing_fd(fd):
             size = part_size_bytes(body.nbytes, WRITE_SIZE_BYTES, self.capabilities)
             if self._fsync and self._filesystem == "fuse.rclone":
                 _refuse_write_back(fd, self.url, key)
@@ -155,18 +157,13 @@ class PosixStore(Store):
             if self._fsync:
                 os.fsync(fd)
             written = os.fstat(fd).st_size
-        finally:
-            os.close(fd)
         check_kept(written, body.nbytes, url=self.url, key=key)
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
         # Without O_NONBLOCK, a pipe that stands under a file's name would be waited for.
-        with self._opened(key, "read", os.O_RDONLY | os.O_NONBLOCK) as fd:
-            if self.reads is None:
-                got = _read_all(fd, offset, buffers)
-            else:
-                with self.reads.begin() as read:
-                    got = _read_through(fd, offset, buffers, read)
+        begun = contextlib.nullcontext() if self.reads is None else self.reads.begin()
+        with self._opened(key, "read", os.O_RDONLY | os.O_NONBLOCK) as fd, begun as read:
+            got = _read_all(fd, offset, buffers, read)
             size = os.fstat(fd).st_size
         wanted = sum(buffer.nbytes for buffer in buffers)
         if got < wanted:
@@ -235,9 +232,8 @@ class PosixStore(Store):
         while not os.path.isdir(path):
             path = os.path.dirname(path)
         with self._translated("", "ask for free space"):
-            numbers = os.statvfs(path)
-        # Some network file systems do not know their size, and say 0.
-        return numbers.f_bavail * numbers.f_frsize if numbers.f_blocks else None
+            usage = shutil.disk_usage(path)
+        return usage.free if usage.total else None  # some network file systems do not know their size
 
     def _make_directory(self, path: str) -> None:
         """Create `path` and its parents; another client may do so meanwhile."""
@@ -268,15 +264,11 @@ class PosixStore(Store):
     def _opened(self, key: str, action: str, flags: int) -> Iterator[int]:
         """Open the regular file behind `key`. A link that leads out of the root is refused."""
         path = self._path(key)
-        with self._translated(key, action):
-            fd = self._open(path, flags | os.O_CLOEXEC)
-            try:
-                if not stat.S_ISREG(os.fstat(fd).st_mode):
-                    raise FileNotFoundError(errno.ENOENT, "not a file")
-                self._refuse_outside(real_path(fd, path), key)
-                yield fd
-            finally:
-                os.close(fd)
+        with self._translated(key, action), closing_fd(self._open(path, flags)) as fd:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise FileNotFoundError(errno.ENOENT, "not a file")
+            self._refuse_outside(real_path(fd, path), key)
+            yield fd
 
     def _open(self, path: str, flags: int) -> int:
         try:
@@ -347,8 +339,7 @@ def _publish(temporary: str, path: str, mode: PutMode) -> None:
     try:
         os.link(temporary, path)
     except FileExistsError:
-        # Over NFS the reply to a link that worked can get lost and its repetition finds the name
-        # taken.
+        # Over NFS, a link can work, its reply get lost, and its repetition find the name taken.
         if os.stat(temporary).st_nlink != 2 or not os.path.samefile(temporary, path):
             raise
     except OSError as error:
@@ -382,28 +373,25 @@ def _write_all(fd: int, buffers: Sequence[memoryview]) -> None:
         pending = remaining(pending, written)
 
 
-def _read_all(fd: int, offset: int, buffers: Sequence[memoryview]) -> int:
+def _read_all(fd: int, offset: int, buffers: Sequence[memoryview], read: Read | None) -> int:
+    """Fill `buffers` until they or the file end; return the number of bytes.
+
+    With `read`, through memory of our own: the kernel cannot be interrupted, but the copy left out.
+    """
     pending, total = [buffer for buffer in buffers if buffer.nbytes], 0
+    if read is not None:
+        own = memoryview(bytearray(min(sum(buffer.nbytes for buffer in pending), _READ_THROUGH_BYTES)))
     while pending:
-        got = os.preadv(fd, pending[:_IOV_MAX], offset + total)
+        if read is None:
+            got = os.preadv(fd, pending[:_IOV_MAX], offset + total)
+        else:
+            read.check()
+            wanted = min(sum(buffer.nbytes for buffer in pending), own.nbytes)
+            got = os.preadv(fd, [own[:wanted]], offset + total)
+            with read.filling():
+                fill(pending, own[:got])
         if got == 0:
             break
-        pending, total = remaining(pending, got), total + got
-    return total
-
-
-def _read_through(fd: int, offset: int, buffers: Sequence[memoryview], read: Read) -> int:
-    """Read through memory of our own: the kernel cannot be interrupted, but the copy left out."""
-    pending, total = [buffer for buffer in buffers if buffer.nbytes], 0
-    through = memoryview(bytearray(min(sum(buffer.nbytes for buffer in pending), _READ_THROUGH_BYTES)))
-    while pending:
-        wanted = min(sum(buffer.nbytes for buffer in pending), through.nbytes)
-        read.check()
-        got = os.preadv(fd, [through[:wanted]], offset + total)
-        if got == 0:
-            break
-        with read.filling():
-            fill(pending, through[:got])
         pending, total = remaining(pending, got), total + got
     return total
 
@@ -411,12 +399,9 @@ def _read_through(fd: int, offset: int, buffers: Sequence[memoryview], read: Rea
 def _fsync_directory(path: str) -> None:
     # A directory may allow making files and forbid looking; and some network and FUSE file systems
     # cannot fsync a directory. Names in it are durable or not, whatever we do.
-    with contextlib.suppress(PermissionError):
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    with contextlib.suppress(PermissionError), closing_fd(os.open(path, os.O_RDONLY | os.O_DIRECTORY)) as fd:
         try:
             os.fsync(fd)
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF):
                 raise
-        finally:
-            os.close(fd)

@@ -13,8 +13,6 @@ from ckpt.backends.raw_requests import RawRequests
 from ckpt.backends.wrapper import WrappedStore
 from ckpt.errors import CheckpointError
 
-__all__ = ["PrefixStore"]
-
 T = TypeVar("T")
 
 

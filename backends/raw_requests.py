@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import enum
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from ckpt.backends.bodies import Body
-
-__all__ = ["Condition", "RawRequests", "SupportsRawRequests", "raw_requests_of"]
 
 
 class Condition(enum.Enum):
@@ -49,16 +47,3 @@ class RawRequests(Protocol):
 
     def abort(self, key: str, upload_id: str) -> None:
         """Abort an upload."""
-
-
-@runtime_checkable
-class SupportsRawRequests(Protocol):
-    """A store whose server can be sent single requests."""
-
-    def raw_requests(self) -> RawRequests | None:
-        """Return them; None for a wrapper around a store that has none."""
-
-
-def raw_requests_of(store: object) -> RawRequests | None:
-    """Return the raw requests of `store`; None if its operations already show all there is."""
-    return store.raw_requests() if isinstance(store, SupportsRawRequests) else None

@@ -6,25 +6,12 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from ckpt.backends.base import transfer_size_bytes
-from ckpt.backends.options import take_options
-from ckpt.backends.s3_protocol.options import (
-    DEFAULTS,
-    client_settings,
-    with_shared_models,
-)
+from ckpt.backends.s3_protocol.options import client_settings, take_s3_options, with_shared_models
 from ckpt.backends.s3_protocol.requests import S3Requests
 from ckpt.backends.s3_protocol.store import S3ApiStore
 from ckpt.errors import ConfigurationError
 
 __all__ = ["S3Store"]
-
-_DEFAULTS: Mapping[str, Any] = {
-    **DEFAULTS,
-    "token": None,
-    "anon": False,
-    "profile": None,
-}
 
 
 class S3Store(S3ApiStore):
@@ -46,40 +33,36 @@ class S3Store(S3ApiStore):
     """
 
     def __init__(self, url: str, options: Mapping[str, Any] | None = None, *, threads: int = 8) -> None:
-        defaults = {**_DEFAULTS, "part_size_bytes": transfer_size_bytes(threads)}
-        super().__init__(_Boto3(url, take_options("s3", options or {}, defaults), threads=threads))
+        own_defaults = {"token": None, "anon": False, "profile": None}
+        settings = take_s3_options("s3", options, own_defaults, threads)
+        super().__init__(S3Requests(url, settings, _make_client, threads))
 
 
-class _Boto3(S3Requests):
-    def make_client(self) -> Any:
-        try:
-            import boto3
-            import botocore.session
-            from botocore import UNSIGNED
-            from botocore.config import Config
-        except ImportError as error:
-            raise ConfigurationError("s3:// needs boto3: pip install 'ckpt-storage[s3]'") from error
-        options = self.options
-        settings = client_settings(options, self.threads)
-        if options["anon"]:
-            settings["signature_version"] = UNSIGNED
-        session = boto3.Session(
-            botocore_session=with_shared_models(botocore.session.get_session()),
-            aws_access_key_id=options["key"],
-            aws_secret_access_key=options["secret"],
-            aws_session_token=options["token"],
-            profile_name=options["profile"],
-            # boto3 itself reads only AWS_DEFAULT_REGION.
-            region_name=options["region"] or os.environ.get("AWS_REGION"),
-        )
+def _make_client(options: Mapping[str, Any], threads: int) -> Any:
+    try:
+        import boto3
+        import botocore.session
+        from botocore import UNSIGNED
+        from botocore.config import Config
+    except ImportError as error:
+        raise ConfigurationError("s3:// needs boto3: pip install 'ckpt-storage[s3]'") from error
+    settings = client_settings(options, threads)
+    if options["anon"]:
+        settings["signature_version"] = UNSIGNED
+    session = boto3.Session(
+        botocore_session=with_shared_models(botocore.session.get_session()),
+        aws_access_key_id=options["key"],
+        aws_secret_access_key=options["secret"],
+        aws_session_token=options["token"],
+        profile_name=options["profile"],
+        # boto3 itself reads only AWS_DEFAULT_REGION.
+        region_name=options["region"] or os.environ.get("AWS_REGION"),
+    )
+    arguments = {
+        "config": Config(**settings),
+        "endpoint_url": options["endpoint_url"],
         # Every request names its region; a server that is not AWS does not care which.
-        region = session.region_name or "us-east-1"
-        return session.client(
-            "s3",
-            **{
-                "config": Config(**settings),
-                "endpoint_url": options["endpoint_url"],
-                "region_name": region,
-                **options["client_kwargs"],
-            },
-        )
+        "region_name": session.region_name or "us-east-1",
+        **options["client_kwargs"],
+    }
+    return session.client("s3", **arguments)

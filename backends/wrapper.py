@@ -7,9 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from ckpt.backends.base import Capabilities, ObjectStat, PutMode, Store
 from ckpt.backends.bodies import Body
 from ckpt.backends.cancellable_reads import Reads
-from ckpt.backends.raw_requests import RawRequests, raw_requests_of
-
-__all__ = ["WrappedStore"]
+from ckpt.backends.raw_requests import RawRequests
 
 
 class WrappedStore(Store):
@@ -59,7 +57,7 @@ class WrappedStore(Store):
         self._inner.remove_empty(prefix)
 
     def raw_requests(self) -> RawRequests | None:
-        return raw_requests_of(self._inner)
+        return self._inner.raw_requests()
 
     def free_bytes(self) -> int | None:
         return self._inner.free_bytes()

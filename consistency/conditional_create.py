@@ -12,7 +12,7 @@ import threading
 
 from ckpt.backends.base import Store
 from ckpt.backends.bodies import CheckedBody
-from ckpt.backends.raw_requests import Condition, RawRequests, raw_requests_of
+from ckpt.backends.raw_requests import Condition, RawRequests
 from ckpt.errors import AlreadyExists, CheckpointError, StorageError, StorageUnavailable
 
 _logger = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ def learn_condition(store: Store, key: str) -> None:
     A store without such a server, or without permission to ask, keeps its careful path: it looks
     before it puts.
     """
-    raw = raw_requests_of(store)
+    raw = store.raw_requests()
     if raw is None:
         return
     place = raw.bucket_url

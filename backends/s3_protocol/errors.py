@@ -10,14 +10,7 @@ import re
 from dataclasses import dataclass
 
 from ckpt.backends.options import redact_url
-from ckpt.errors import (
-    AccessDenied,
-    AlreadyExists,
-    NotFound,
-    StorageError,
-    StorageFull,
-    StorageUnavailable,
-)
+from ckpt.errors import AccessDenied, AlreadyExists, NotFound, StorageError, StorageFull, StorageUnavailable
 
 
 class Signal(Exception):
@@ -67,25 +60,30 @@ _TRANSIENT = frozenset(
 )  # fmt: skip
 # The SDK itself refuses these: nothing was sent.
 _UNSENT = frozenset({"ParamValidationError", "NoCredentialsError"})
-_CONNECTION_WORDS = (
-    "Connection",
-    "Timeout",
-    "HTTPClient",
-    "SSL",
-    "IncompleteRead",
-    "ResponseStreaming",
-    "Protocol",
-)
+_CONNECTION_ERROR = re.compile("Connection|Timeout|HTTPClient|SSL|IncompleteRead|ResponseStreaming|Protocol")
+_URL = re.compile(r"https?://[^\s\"'<>]*")
 
 
 @dataclass(frozen=True)
 class _Facts:
-    """Facts from an SDK's exception. An empty code, status 0 and `retries` None are unknown."""
+    """Facts from an SDK's exception; an empty code, status 0 and `retries` None are unknown."""
 
     code: str
     status: int
     retries: int | None
     text: str
+
+    @classmethod
+    def of(cls, error: Exception) -> _Facts:
+        response = getattr(error, "response", None)
+        if not isinstance(response, dict):
+            return cls("", 0, None, text_of(error))
+        inner = response.get("Error") or {}
+        about = response.get("ResponseMetadata") or {}
+        code = str(inner.get("Code") or "")
+        status = int(about.get("HTTPStatusCode") or 0)
+        text = f"{code or status or type(error).__name__}: {inner.get('Message') or 'no message'}"
+        return cls(code, status, about.get("RetryAttempts"), text)
 
     @property
     def transient(self) -> bool:
@@ -114,7 +112,7 @@ def translate(
         signals: answers that the caller acts upon.
         harmless: however this request ended, no object appeared by it.
     """
-    facts = _facts(error)
+    facts = _Facts.of(error)
     signal = _signal(facts)
     if signal in signals:
         return signal(facts.text)
@@ -164,24 +162,7 @@ def _kind(facts: _Facts, error: Exception, conditional: bool) -> type[StorageErr
 
 def is_connection_error(error: Exception) -> bool:
     """Tell whether no answer came, or only a part of it."""
-    return isinstance(error, OSError) or any(word in type(error).__name__ for word in _CONNECTION_WORDS)
-
-
-def _facts(error: Exception) -> _Facts:
-    response = getattr(error, "response", None)
-    if not isinstance(response, dict):
-        return _Facts("", 0, None, text_of(error))
-    inner = response.get("Error") or {}
-    about = response.get("ResponseMetadata") or {}
-    code = str(inner.get("Code") or "")
-    status = int(about.get("HTTPStatusCode") or 0)
-    message = str(inner.get("Message") or "no message")
-    return _Facts(
-        code, status, about.get("RetryAttempts"), f"{code or status or type(error).__name__}: {message}"
-    )
-
-
-_URL = re.compile(r"https?://[^\s\"'<>]*")
+    return isinstance(error, OSError) or _CONNECTION_ERROR.search(type(error).__name__) is not None
 
 
 def text_of(error: Exception) -> str:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import base64
 import bisect
 import contextlib
 import functools
-import hashlib
 import http.client
 import itertools
-import re
 import socket
-from collections.abc import Iterator, Mapping, Sequence
-from datetime import datetime, timezone
-from email.utils import parsedate_to_datetime
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ckpt.backends.base import MIB
@@ -32,7 +28,7 @@ class PartReader:
         self._buffers = [buffer for buffer in part.buffers if buffer.nbytes]
         self._pace = part.pace
         self._ends = list(itertools.accumulate(buffer.nbytes for buffer in self._buffers))
-        self._size = self._ends[-1] if self._ends else 0
+        self._size = part.nbytes
         self._position = 0
 
     def __len__(self) -> int:
@@ -72,25 +68,23 @@ class PartReader:
         return True
 
 
+@dataclass(frozen=True)
 class _Pieces:
     """A request's body for the HTTP stack: an iterable is sent piece by piece."""
 
-    def __init__(self, reader: PartReader) -> None:
-        self._reader = reader
+    reader: PartReader
 
     def __iter__(self) -> Iterator[memoryview | bytes]:
-        return self._reader.pieces()
+        return self.reader.pieces()
 
-    def seek(self, offset: int) -> None:
-        """Rewind the reader, as the SDKs do before they try again."""
-        self._reader.seek(offset)
+    def seek(self, offset: int) -> None:  # the SDKs call this before they try again
+        self.reader.seek(offset)
 
 
 def send_whole_buffers(request: Any, **_: Any) -> None:
-    """Handle the SDKs' `before-send` event: have the body sent in pieces of 4 MiB.
+    """Have the body of a request that is about to be sent (and signed already) sent in large pieces.
 
-    The HTTP stack would read it in blocks of 16 KiB, each a system call. By now the request is
-    signed, and a retry is signed anew, from the reader.
+    The HTTP stack would read it in blocks of 16 KiB, each a system call.
     """
     if isinstance(request.body, PartReader):
         request.body = _Pieces(request.body)
@@ -136,14 +130,13 @@ def _interrupt(connection: socket.socket) -> None:
 
 
 def drain(body: RawBody, buffers: Sequence[memoryview], read: Read) -> tuple[int, Exception | None]:
-    """Fill `buffers`; returns the number of bytes that came, and the error that ended them."""
+    """Fill `buffers`; return the number of bytes that came, and the error that ended them."""
     total = 0
     try:
         for buffer in buffers:
             filled = 0
             while filled < buffer.nbytes:
-                # In slices: when the connection breaks, all but the last slice is known to have
-                # come.
+                # In slices: when a connection breaks, all but the last slice is known to have come.
                 got = body.readinto(buffer[filled : filled + MIB], read)
                 if not got:
                     return total, None
@@ -154,40 +147,3 @@ def drain(body: RawBody, buffers: Sequence[memoryview], read: Read) -> tuple[int
             return total, error
         raise
     return total, None
-
-
-_CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
-
-
-def content_range(reply: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return the bytes `[start, stop)` that a reply says it holds; None if it does not say."""
-    match = _CONTENT_RANGE.fullmatch(str(reply.get("ContentRange") or ""))
-    return (int(match[1]), int(match[2]) + 1) if match else None
-
-
-def etag_of(reply: Mapping[str, Any]) -> str | None:
-    """Return the reply's ETag without quotes; None if it has none."""
-    return str(reply.get("ETag") or "").strip('"') or None
-
-
-def server_time(reply: Mapping[str, Any]) -> datetime | None:
-    """Return when the reply was sent, by the server's clock; None if it does not say."""
-    try:
-        sent = parsedate_to_datetime(reply["ResponseMetadata"]["HTTPHeaders"]["date"])
-    except (KeyError, TypeError, ValueError):
-        return None
-    return sent if sent.tzinfo is not None else sent.replace(tzinfo=timezone.utc)
-
-
-def encode_crc(crc64nvme: int) -> str:
-    """Write a checksum as S3 does."""
-    return base64.b64encode(crc64nvme.to_bytes(8, "big")).decode()
-
-
-def composite_etag(parts: Sequence[Mapping[str, Any]]) -> str:
-    """Return the ETag of an object made of these parts; empty if their own are not MD5s."""
-    try:
-        digests = b"".join(bytes.fromhex(etag_of(part) or "-") for part in parts)
-    except ValueError:
-        return ""
-    return f"{hashlib.md5(digests, usedforsecurity=False).hexdigest()}-{len(parts)}"

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from datetime import timedelta
+from datetime import datetime, timedelta, timezone
+from email.utils import parsedate_to_datetime
 from typing import Any
 
 from ckpt.backends.base import check_kept
 from ckpt.backends.bodies import Body
 from ckpt.backends.s3_protocol.errors import Malformed, UploadGone
-from ckpt.backends.s3_protocol.http_bodies import composite_etag, encode_crc, etag_of, server_time
-from ckpt.backends.s3_protocol.requests import S3Requests
+from ckpt.backends.s3_protocol.requests import S3Requests, encode_crc, etag_of
 from ckpt.errors import AccessDenied, StorageError, StorageUnavailable
 
 
@@ -51,11 +53,10 @@ def put_in_parts(s3: S3Requests, key: str, body: Body, part_size_bytes: int, *, 
 
 
 def begin_upload(s3: S3Requests, key: str, *, checksums: bool) -> str:
-    """Begin an upload, and only one; returns its id."""
+    """Begin an upload, and only one; return its id."""
     began = time.monotonic()
-    reply = s3.start_upload(key, checksums=checksums)
-    upload_id: str = reply["UploadId"]
-    if reply["ResponseMetadata"].get("RetryAttempts"):
+    upload_id, was_retried = s3.start_upload(key, checksums=checksums)
+    if was_retried:
         _abort_twins(s3, key, upload_id, time.monotonic() - began)
     return upload_id
 
@@ -68,7 +69,7 @@ def _abort_twins(s3: S3Requests, key: str, upload_id: str, took_s: float) -> Non
     name = s3.prefix + key
     for page in s3.upload_pages(key, best_effort=True):
         uploads = [upload for upload in page.get("Uploads", ()) if upload.get("Key") == name]
-        now = server_time(page)
+        now = _server_time(page)
         if now is None:
             return
         since = now - timedelta(seconds=took_s + 2)  # both times are whole seconds
@@ -76,6 +77,15 @@ def _abort_twins(s3: S3Requests, key: str, upload_id: str, took_s: float) -> Non
             begun = upload.get("Initiated")
             if upload["UploadId"] != upload_id and begun is not None and begun >= since:
                 _try_to_abort(s3, key, upload["UploadId"])
+
+
+def _server_time(reply: Mapping[str, Any]) -> datetime | None:
+    """Return when the reply was sent, by the server's clock; None if it does not say."""
+    try:
+        sent = parsedate_to_datetime(reply["ResponseMetadata"]["HTTPHeaders"]["date"])
+    except (KeyError, TypeError, ValueError):
+        return None
+    return sent if sent.tzinfo is not None else sent.replace(tzinfo=timezone.utc)
 
 
 def _try_to_abort(s3: S3Requests, key: str, upload_id: str) -> None:
@@ -122,5 +132,14 @@ def _is_ours(s3: S3Requests, key: str, nbytes: int, parts: list[dict[str, Any]],
         return False
     if crc is not None and reply.get("ChecksumCRC64NVME") == encode_crc(crc):
         return True
-    expected = composite_etag(parts)
-    return bool(expected) and etag_of(reply) == expected
+    expected = _composite_etag(parts)
+    return expected is not None and etag_of(reply) == expected
+
+
+def _composite_etag(parts: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return the ETag of an object made of these parts; None if their own are not MD5s."""
+    try:
+        digests = b"".join(bytes.fromhex(etag_of(part) or "-") for part in parts)
+    except ValueError:
+        return None
+    return f"{hashlib.md5(digests, usedforsecurity=False).hexdigest()}-{len(parts)}"

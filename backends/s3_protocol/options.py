@@ -8,25 +8,11 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from ckpt.backends.base import check_key
-from ckpt.backends.options import redact_url
+from ckpt.backends.base import check_key, transfer_size_bytes
+from ckpt.backends.options import redact_url, take_options
 from ckpt.errors import ConfigurationError
 
 MAX_PART_SIZE_BYTES = 5 << 30
-DEFAULTS: Mapping[str, Any] = {
-    "key": None,
-    "secret": None,
-    "region": None,
-    "endpoint_url": None,
-    "part_size_bytes": 0,  # by the number of threads
-    "max_attempts": 8,
-    "connect_timeout_s": 10.0,
-    "read_timeout_s": 60.0,
-    "checksum": "crc64nvme",
-    "s3_additional_kwargs": {},
-    "client_kwargs": {},
-    "config_kwargs": {},
-}
 
 
 def split_bucket_url(url: str) -> tuple[str, str]:
@@ -44,6 +30,28 @@ def split_bucket_url(url: str) -> tuple[str, str]:
         raise ConfigurationError(f"{url!r}: write {scheme}://bucket/prefix")
     prefix = prefix.strip("/")
     return bucket, f"{check_key(prefix)}/" if prefix else ""
+
+
+def take_s3_options(
+    scheme: str, options: Mapping[str, Any] | None, more_defaults: Mapping[str, Any], threads: int
+) -> dict[str, Any]:
+    """Take the options of a store: those that all share, and those of `more_defaults`."""
+    defaults = {
+        "key": None,
+        "secret": None,
+        "region": None,
+        "endpoint_url": None,
+        "part_size_bytes": transfer_size_bytes(threads),
+        "max_attempts": 8,
+        "connect_timeout_s": 10.0,
+        "read_timeout_s": 60.0,
+        "checksum": "crc64nvme",
+        "s3_additional_kwargs": {},
+        "client_kwargs": {},
+        "config_kwargs": {},
+        **more_defaults,
+    }
+    return take_options(scheme, options or {}, defaults)
 
 
 def client_settings(options: Mapping[str, Any], threads: int) -> dict[str, Any]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +13,7 @@ from ckpt.backends.bodies import Part
 from ckpt.backends.raw_requests import Condition
 from ckpt.backends.s3_protocol.connection import S3Connection
 from ckpt.backends.s3_protocol.errors import (
+    Conflict,
     Malformed,
     NotImplementedByServer,
     RangeRefused,
@@ -18,15 +21,11 @@ from ckpt.backends.s3_protocol.errors import (
     Signal,
     UploadGone,
 )
-from ckpt.backends.s3_protocol.http_bodies import PartReader, RawBody, content_range, encode_crc, etag_of
-from ckpt.errors import (
-    AccessDenied,
-    CheckpointError,
-    NotFound,
-    StorageError,
-    StorageUnavailable,
-    Truncated,
-)
+from ckpt.backends.s3_protocol.http_bodies import PartReader, RawBody
+from ckpt.errors import AccessDenied, CheckpointError, NotFound, StorageError, StorageUnavailable, Truncated
+
+_REFUSALS = (NotImplementedByServer, Conflict)
+_CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
 
 
 class S3Requests(S3Connection):
@@ -46,28 +45,28 @@ class S3Requests(S3Connection):
 
     def put(self, key: str, part: Part, *, create: bool) -> None:
         """Put an object in one request."""
-        with self.writing(key, "put", "PutObject", create) as extra:
+        with self.translated(key, "put", *(_REFUSALS if create else ())):
             self.client.put_object(
                 **self.object(key),
                 Body=PartReader(part),
                 ContentLength=part.nbytes,
                 **self._checksum(part),
                 **self.options["s3_additional_kwargs"],
-                **extra,
+                **_condition(create),
             )
 
-    def start_upload(self, key: str, *, checksums: bool) -> Mapping[str, Any]:
-        """Start a multipart upload; returns a reply with an `UploadId`."""
+    def start_upload(self, key: str, *, checksums: bool) -> tuple[str, bool]:
+        """Start a multipart upload; return its id, and whether the request was sent again."""
         with self.translated(key, "start a multipart upload", harmless=True):
             reply = self.client.create_multipart_upload(
                 **self.object(key),
                 **({"ChecksumAlgorithm": "CRC64NVME", "ChecksumType": "FULL_OBJECT"} if checksums else {}),
                 **self.options["s3_additional_kwargs"],
             )
-            return {**reply, "UploadId": str(reply["UploadId"])}
+            return str(reply["UploadId"]), bool(reply["ResponseMetadata"].get("RetryAttempts"))
 
     def send_part(self, key: str, part: Part, upload_id: str, number: int) -> dict[str, Any]:
-        """Send a part; returns its entry for the list of parts."""
+        """Send a part; return its entry for the list of parts."""
         checksum = self._checksum(part)
         with self.translated(key, f"upload part {number}", UploadGone, harmless=True):
             reply = self.client.upload_part(
@@ -85,25 +84,23 @@ class S3Requests(S3Connection):
     ) -> None:
         """Complete a multipart upload; `crc` is the checksum of the whole object, if any."""
         checksum: dict[str, str] = {}
-        signals: list[type[Signal]] = [UploadGone]
+        signals: list[type[Signal]] = [UploadGone, *(_REFUSALS if create else ())]
         if crc is not None:
             checksum = {"ChecksumCRC64NVME": encode_crc(crc), "ChecksumType": "FULL_OBJECT"}
         if crc is not None and self.lists_checksums:
             signals.append(Malformed)
         else:
             parts = [{name: part[name] for name in ("PartNumber", "ETag")} for part in parts]
-        action = "complete the upload"
-        with self.writing(key, action, "CompleteMultipartUpload", create, *signals) as extra:
+        with self.translated(key, "complete the upload", *signals):
             self.client.complete_multipart_upload(
                 **self.object(key),
                 UploadId=upload_id,
                 MultipartUpload={"Parts": parts},
                 **checksum,
-                **extra,
+                **_condition(create),
             )
 
     def abort_upload(self, key: str, upload_id: str, *signals: type[Signal]) -> None:
-        """Abort a multipart upload."""
         with self.translated(key, "abort the upload", *signals):
             self.client.abort_multipart_upload(Bucket=self.bucket, Key=self.prefix + key, UploadId=upload_id)
 
@@ -128,10 +125,7 @@ class S3Requests(S3Connection):
             yield page
 
     def get(self, key: str, start: int, stop: int, etag: str) -> tuple[RawBody, str]:
-        """Get bytes `[start, stop)`; returns the body of the reply, and its ETag.
-
-        `etag`: that of the reply to continue; empty for the first.
-        """
+        """Get bytes `[start, stop)` of the object with this ETag (empty: any); return the ETag too."""
         where: dict[str, Any] = {"url": self.url, "key": key, "start": start, "stop": stop}
         # A weak ETag never matches a condition.
         condition = {"IfMatch": etag} if etag and not etag.startswith("W/") else {}
@@ -146,33 +140,30 @@ class S3Requests(S3Connection):
             raise Truncated(f"ends before byte {stop}", **where) from error
         except Replaced as error:
             raise StorageError("was replaced while it was being read", **where) from error
-        problem = _range_problem(reply, start, stop)
+        problem = _range_problem(reply, where)
         if problem is None and etag and new_etag and new_etag != etag:
-            problem = StorageError("was replaced while it was being read")
+            problem = StorageError("was replaced while it was being read", **where)
         if problem is not None:
             body.close()
-            raise type(problem)(problem.message, **where)
+            raise problem
         return body, etag or new_etag
 
     def head(self, key: str, **arguments: Any) -> Mapping[str, Any]:
-        """Ask for the facts about an object."""
         with self.translated(key, "stat"):
             reply: Mapping[str, Any] = self.client.head_object(**self.object(key), **arguments)
             return reply
 
     def stat(self, key: str) -> ObjectStat:
-        """Return the facts about an object."""
         with self.translated(key, "stat"):
             reply = self.head(key)
             return stat_of(key, reply, reply["ContentLength"])
 
     def delete(self, key: str) -> None:
-        """Delete an object, if it is there."""
         with contextlib.suppress(NotFound), self.translated(key, "delete"):
             self.client.delete_object(**self.object(key))
 
     def delete_batch(self, keys: Sequence[str]) -> bool:
-        """Delete objects in one request. Returns False if the server cannot, or not for all."""
+        """Delete objects in one request; return False if the server cannot, or not for all."""
         try:
             with self.translated(keys[0], "delete", NotImplementedByServer):
                 reply = self.client.delete_objects(
@@ -191,29 +182,45 @@ class S3Requests(S3Connection):
         return {"ChecksumCRC64NVME": encode_crc(part.crc64nvme)}
 
 
+def _condition(create: bool) -> dict[str, str]:
+    return {"IfNoneMatch": "*"} if create else {}
+
+
 def stat_of(key: str, entry: Mapping[str, Any], size: Any) -> ObjectStat:
     """Read the facts about an object from a reply, or from an entry of a listing."""
     modified = entry.get("LastModified") or entry.get("Initiated")
     return ObjectStat(key, int(size), etag_of(entry), modified.timestamp() if modified else None)
 
 
-def _range_problem(reply: Mapping[str, Any], start: int, stop: int) -> CheckpointError | None:
+def etag_of(reply: Mapping[str, Any]) -> str | None:
+    """Return the reply's ETag without quotes; None if it has none."""
+    return str(reply.get("ETag") or "").strip('"') or None
+
+
+def encode_crc(crc64nvme: int) -> str:
+    """Write a checksum as S3 does."""
+    return base64.b64encode(crc64nvme.to_bytes(8, "big")).decode()
+
+
+def _range_problem(reply: Mapping[str, Any], where: dict[str, Any]) -> CheckpointError | None:
     """Find out why a reply is not bytes `[start, stop)` of the object; None if it is.
 
     Judged by what the reply says about itself, not by its status: some servers answer 200 to a
     range, and caches answer 206 with another one.
     """
+    start, stop = where["start"], where["stop"]
     length = int(reply["ContentLength"])
-    answered = content_range(reply)
-    if answered is None:
+    match = _CONTENT_RANGE.fullmatch(str(reply.get("ContentRange") or ""))
+    if match is None:
         if reply["ResponseMetadata"]["HTTPStatusCode"] == 206:
-            return StorageError("the server does not say which bytes it sent")
+            return StorageError("the server does not say which bytes it sent", **where)
         if length < stop:
-            return Truncated(f"ends at byte {length}")
-        # The object as a whole.
-        return None if (start, stop) == (0, length) else StorageError("the server ignores byte ranges")
-    if answered == (start, stop) and length == stop - start:
+            return Truncated(f"ends at byte {length}", **where)
+        is_whole_object = (start, stop) == (0, length)
+        return None if is_whole_object else StorageError("the server ignores byte ranges", **where)
+    begin, end = int(match[1]), int(match[2]) + 1
+    if (begin, end) == (start, stop) and length == stop - start:
         return None
-    if answered[0] == start and answered[1] < stop and length == answered[1] - start:
-        return Truncated(f"ends at byte {answered[1]}")
-    return StorageError(f"the server sent bytes {answered[0]}-{answered[1]} ({length} in all) instead")
+    if begin == start and end < stop and length == end - start:
+        return Truncated(f"ends at byte {end}", **where)
+    return StorageError(f"the server sent bytes {begin}-{end} ({length} in all) instead", **where)

@@ -27,8 +27,9 @@ from ckpt.backends.base import (
 )
 from ckpt.backends.bodies import Body, remaining
 from ckpt.backends.cancellable_reads import Read, Reads
+from ckpt.backends.options import scrub
 from ckpt.backends.raw_requests import Condition
-from ckpt.backends.s3_protocol.errors import Conflict, NotImplementedByServer, Signal, UploadGone, text_of
+from ckpt.backends.s3_protocol.errors import Conflict, NotImplementedByServer, UploadGone, text_of
 from ckpt.backends.s3_protocol.http_bodies import drain
 from ckpt.backends.s3_protocol.multipart import put_in_parts
 from ckpt.backends.s3_protocol.options import MAX_PART_SIZE_BYTES
@@ -74,24 +75,18 @@ class S3ApiStore(Store):
         create, s3 = mode is PutMode.CREATE, self._s3
         size = part_size_bytes(body.nbytes, s3.options["part_size_bytes"], self.capabilities)
         if create and not (s3.condition is Condition.HONOURED and body.nbytes <= size):
-            # The condition is sent all the same, but a server may ignore it; some do so for uploads
-            # in parts only.
+            # The condition is sent all the same, but a server may ignore it, or do so for parts only.
             refuse_existing(self, key)
         try:
             self._put(key, body, size, create and s3.condition is not Condition.REFUSED)
         except NotImplementedByServer:
-            # The server has no conditional requests: look, then write. Not atomic, and the
-            # capabilities say so.
+            # No conditional requests here: look, then write. Not atomic, and the capabilities say so.
             s3.condition = Condition.REFUSED
             refuse_existing(self, key)
             self._put(key, body, size, create=False)
 
     def _put(self, key: str, body: Body, size: int, create: bool) -> None:
-        failure: Signal | None = None
-        for attempt in range(_PUT_ATTEMPTS):
-            if failure is not None:
-                self._s3.note_retry()
-                time.sleep(0.2 * 2**attempt * random.random())
+        for attempt in itertools.count(1):
             try:
                 if body.nbytes > size:
                     put_in_parts(self._s3, key, body, size, create=create)
@@ -103,22 +98,23 @@ class S3ApiStore(Store):
                 # The server forgot the upload, as some do in a restart; or another conditional
                 # write of this key was in flight, and S3 wants ours begun anew. Either way nothing
                 # of it is left.
-                failure = error
-        raise StorageUnavailable(
-            f"cannot put: refused {_PUT_ATTEMPTS} times: {failure}", url=self.url, key=key
-        ) from failure
+                if attempt == _PUT_ATTEMPTS:
+                    text = f"cannot put: refused {_PUT_ATTEMPTS} times: {error}"
+                    raise StorageUnavailable(text, url=self.url, key=key) from error
+            self._s3.note_retry()
+            time.sleep(0.2 * 2**attempt * random.random())
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
         pending = [buffer for buffer in buffers if buffer.nbytes]
-        stop = offset + sum(buffer.nbytes for buffer in pending)
-        if offset == stop:
+        if not pending:
             self.stat(key)
             return
         with self._reads.begin() as read:
-            self._read(key, offset, stop, pending, read)
+            self._read(key, offset, pending, read)
 
-    def _read(self, key: str, offset: int, stop: int, pending: Sequence[memoryview], read: Read) -> None:
+    def _read(self, key: str, offset: int, pending: Sequence[memoryview], read: Read) -> None:
         position, etag = offset, ""
+        stop = offset + sum(buffer.nbytes for buffer in pending)
         for attempt in itertools.count(1):
             read.check()
             body, etag = self._s3.get(key, position, stop, etag)
@@ -131,7 +127,7 @@ class S3ApiStore(Store):
                 return
             pending = remaining(pending, got)
             if attempt >= _BODY_ATTEMPTS + (position - offset) // MIB:
-                reason = self._s3.scrubbed(text_of(failure)) if failure else "the reply ended early"
+                reason = scrub(text_of(failure), self._s3.secrets()) if failure else "the reply ended early"
                 raise StorageUnavailable(
                     f"cannot read: {reason}", url=self.url, key=key, start=position, stop=stop
                 ) from failure

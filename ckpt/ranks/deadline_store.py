@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from ckpt.backends.base import ObjectStat, PutMode, Store
 from ckpt.backends.bodies import Body, Part
-from ckpt.backends.raw_requests import Condition, RawRequests, raw_requests_of
+from ckpt.backends.raw_requests import Condition, RawRequests
 from ckpt.backends.wrapper import WrappedStore
 from ckpt.consistency import environment
 from ckpt.errors import StorageError, StorageUnavailable
@@ -106,7 +106,7 @@ class DeadlineStore(WrappedStore):
         return self.run("asking for free space", "", lambda _: self._inner.free_bytes())
 
     def raw_requests(self) -> RawRequests | None:
-        inner = self.run("connecting", "", lambda _: raw_requests_of(self._inner))
+        inner = self.run("connecting", "", lambda _: self._inner.raw_requests())
         return None if inner is None else _BoundedRequests(inner, self)
 
     def close(self) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from ckpt.backends.raw_requests import raw_requests_of
 from ckpt.consistency.probes.examine import Finding, Subject, Verdict
 from ckpt.errors import AccessDenied, StorageError
 
@@ -63,7 +62,7 @@ def _operations(subject: Subject) -> Iterator[tuple[str, Callable[[], object]]]:
     yield "look for what is not there", partial(first.exists, "access/nothing")
     yield "list", partial(first.names, "access/")
     yield "delete", partial(first.delete, [key])
-    raw = raw_requests_of(first.store)
+    raw = first.store.raw_requests()
     if raw is not None:
         upload_id = raw.begin(key)
         yield "list uploads", partial(raw.uploads, key)

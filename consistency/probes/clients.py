@@ -19,7 +19,6 @@ from typing import TypeVar
 
 from ckpt.backends.base import ObjectStat, PutMode, Store, exists, put_bytes, read_bytes
 from ckpt.backends.bodies import CheckedBody
-from ckpt.backends.raw_requests import raw_requests_of
 from ckpt.consistency import environment
 from ckpt.errors import AlreadyExists, CheckpointError, StorageError, StorageUnavailable
 
@@ -164,7 +163,7 @@ def serve(descriptor: int) -> None:
 
 
 def _create(store: Store, key: str, data: bytes) -> None:
-    raw = raw_requests_of(store)
+    raw = store.raw_requests()
     if raw is None or not raw.put(key, CheckedBody(data), create=True):
         put_bytes(store, key, data, mode=PutMode.CREATE)
 

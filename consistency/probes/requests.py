@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from ckpt.backends.base import MIB, transfer_size_bytes
 from ckpt.backends.bodies import CheckedBody, Part
-from ckpt.backends.raw_requests import Condition, RawRequests, raw_requests_of
+from ckpt.backends.raw_requests import Condition, RawRequests
 from ckpt.consistency.conditional_create import measure_condition
 from ckpt.consistency.probes.examine import Finding, Subject, Verdict
 from ckpt.errors import AccessDenied, NotFound, StorageError, StorageUnavailable
@@ -22,7 +22,7 @@ _RESULTS = {
 
 def conditions(subject: Subject) -> Iterator[Finding]:
     """Try "only if absent" on a single put and on the completion of an upload in parts."""
-    store, raw = subject.first.store, raw_requests_of(subject.first.store)
+    store, raw = subject.first.store, subject.first.store.raw_requests()
     if raw is None:
         return
     for in_parts, check in ((False, "conditional put"), (True, "conditional upload in parts")):
@@ -32,7 +32,7 @@ def conditions(subject: Subject) -> Iterator[Finding]:
         verdict, result, advice = _RESULTS[condition]
         if not in_parts:
             for client in subject.clients:
-                learner = raw_requests_of(client.store)
+                learner = client.store.raw_requests()
                 if learner is not None:
                     learner.learn(condition)
         elif condition is not Condition.HONOURED:
@@ -43,7 +43,7 @@ def conditions(subject: Subject) -> Iterator[Finding]:
 
 def checksums(subject: Subject) -> Iterator[Finding]:
     """Find out whether the server refuses bytes that do not match the checksum sent along."""
-    raw = raw_requests_of(subject.first.store)
+    raw = subject.first.store.raw_requests()
     if raw is None:
         return
     verified = {}
@@ -79,7 +79,7 @@ class _MislabelledBody(CheckedBody):
 
 def limits(subject: Subject) -> Iterator[Finding]:
     """Find out which parts of an upload the server takes."""
-    raw = raw_requests_of(subject.first.store)
+    raw = subject.first.store.raw_requests()
     if raw is None:
         return
     key = "limits/small-parts"
@@ -128,7 +128,7 @@ def _is_taken(request: Callable[[], object]) -> bool:
 
 def uploads(subject: Subject) -> Iterator[Finding]:
     """Find out whether an unfinished upload can be found and aborted."""
-    raw = raw_requests_of(subject.first.store)
+    raw = subject.first.store.raw_requests()
     if raw is None:
         return
     if not {"list uploads", "abort uploads"} <= subject.allowed:

@@ -22,7 +22,6 @@ from ckpt.backends.base import MIB, Capabilities, part_size_bytes
 from ckpt.backends.memory import MemoryStore
 from ckpt.backends.paths import filesystem_type
 from ckpt.backends.posix import PosixStore
-from ckpt.backends.raw_requests import raw_requests_of
 from ckpt.backends.registry import open_store, register
 from ckpt.errors import ConfigurationError, SaveFailed
 
@@ -150,7 +149,7 @@ def test_no_server_is_trusted_by_its_name(url: str, options: dict[str, Any]) -> 
 
 def test_servers_are_told_apart_by_where_requests_go(monkeypatch: pytest.MonkeyPatch) -> None:
     def place(url: str, **options: str) -> str:
-        raw = raw_requests_of(open_store(url, options))
+        raw = open_store(url, options).raw_requests()
         assert raw is not None
         return raw.bucket_url
 

@@ -19,8 +19,12 @@ SDKS = {
     "ibm_botocore": "ckpt.backends.cos",
     "fsspec": "ckpt.backends.fsspec_connection",
 }
-PUBLIC_FOLDERS = ("ckpt.backends", "ckpt.trainer_integration", "ckpt.testing")
-PUBLIC_MODULES = ("ckpt.errors", "ckpt.api")
+PUBLIC_FOLDERS = ("ckpt.trainer_integration", "ckpt.testing")
+PUBLIC_MODULES = (
+    "ckpt.errors",
+    "ckpt.api",
+    *(f"ckpt.backends.{name}" for name in ("base", "registry", "posix", "s3", "cos", "memory")),
+)
 MAX_FILES_IN_A_ROOM = 16
 MAX_CLASS_LINES = 250
 MAX_FUNCTION_LINES = 70

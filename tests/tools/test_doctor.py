@@ -269,10 +269,10 @@ class Bad(MemoryStore):
             raise
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "hang": None}
+        return {**self.__dict__, "hang": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        self.__dict__.update(state)
         self.hang = threading.Event()
 
 

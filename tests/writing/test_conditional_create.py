@@ -15,7 +15,7 @@ from support.strict_s3 import Request, StrictS3
 import ckpt
 from ckpt.backends.base import PutMode, Store, put_bytes, read_bytes
 from ckpt.backends.bodies import BytesBody
-from ckpt.backends.raw_requests import Condition, raw_requests_of
+from ckpt.backends.raw_requests import Condition
 from ckpt.backends.registry import open_store
 from ckpt.consistency import conditional_create
 from ckpt.consistency.conditional_create import learn_condition, measure_condition
@@ -78,7 +78,7 @@ def test_a_lost_reply_is_no_answer(server: StrictS3, store: Store) -> None:
 
 
 def measured(store: Store, in_parts: bool) -> Condition:
-    raw = raw_requests_of(store)
+    raw = store.raw_requests()
     assert raw is not None
     return measure_condition(store, raw, PROBE, in_parts=in_parts)
 
