@@ -92,7 +92,7 @@ class BodyError(Exception):
 
 @contextlib.contextmanager
 def open_part(body: Body, start: int, stop: int) -> Iterator[Part]:
-    """Open a part; exceptions of the body travel as a BodyError (see `body_errors_unchanged`)."""
+    """Open a part; exceptions of the body become a BodyError (see `body_errors_unchanged`)."""
     with contextlib.ExitStack() as stack:
         try:
             part = stack.enter_context(body.part(start, stop))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import posixpath
 import re
@@ -12,7 +13,8 @@ from typing import Any
 
 from ckpt.backends.base import check_key
 from ckpt.backends.bodies import BodyError
-from ckpt.backends.options import redact_url, scrub
+from ckpt.backends.options import redact_url, scrub_error
+from ckpt.backends.paths import is_within
 from ckpt.errors import (
     AccessDenied,
     AlreadyExists,
@@ -26,14 +28,13 @@ from ckpt.errors import (
 )
 
 LOCAL = frozenset({"file", "local"})
-# Their one connection cannot be shared by threads.
-_ONE_AT_A_TIME = frozenset({"ftp"})
+_ONE_AT_A_TIME = frozenset({"ftp"})  # threads cannot share its one connection
 # Options that may be quoted in messages; any other text among them may be a credential.
 _HARMLESS = frozenset(
     {"endpoint_url", "region", "region_name", "profile", "host", "protocol", "project", "encoding"}
 )
-_CONNECTION_WORDS = ("Connection", "Timeout", "HTTPClient", "SSL", "Server", "Client")
-_FULL = (28, 122, 27)  # ENOSPC, EDQUOT, EFBIG
+_CONNECTION_ERROR = re.compile("Connection|Timeout|HTTPClient|SSL|Server|Client")
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class FsspecConnection:
@@ -43,23 +44,19 @@ class FsspecConnection:
         turn: held by whoever uses a file system that serves one thread at a time.
     """
 
-    turn: contextlib.AbstractContextManager[Any]
-
     def __init__(self, url: str, options: Mapping[str, Any] | None) -> None:
+        self._given_url, self._options = url, dict(options or {})
         self.url = redact_url(url).rstrip("/")
         self._target = url.removeprefix("fsspec+")
         self.protocol = self._target.partition("://")[0]
-        self._options = dict(options or {})
-        self.__setstate__({})
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_lock": None, "turn": None, "_opened": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
         self._opened: tuple[Any, str] | None = None
         self._lock = threading.Lock()
-        self.turn = threading.RLock() if self.protocol in _ONE_AT_A_TIME else contextlib.nullcontext()
+        self.turn: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if self.protocol in _ONE_AT_A_TIME:
+            self.turn = threading.RLock()
+
+    def __reduce__(self) -> tuple[type[FsspecConnection], tuple[str, dict[str, Any]]]:
+        return FsspecConnection, (self._given_url, self._options)
 
     @property
     def fs(self) -> Any:
@@ -72,19 +69,22 @@ class FsspecConnection:
     def _open(self) -> tuple[Any, str]:
         with self._lock:
             if self._opened is None:
-                try:
-                    import fsspec
-                except ImportError as error:
-                    raise ConfigurationError(
-                        f"{self.protocol}:// needs fsspec: pip install 'ckpt-storage[fsspec]'"
-                    ) from error
-                try:
-                    fs, root = fsspec.core.url_to_fs(self._target, skip_instance_cache=True, **self._options)
-                except (ImportError, ValueError, TypeError) as error:
-                    shown, cause = self._shown(error)
-                    raise ConfigurationError(f"{self.protocol}://: {shown}", url=self.url) from cause
-                self._opened = fs, root.rstrip("/")
+                self._opened = self._connect()
             return self._opened
+
+    def _connect(self) -> tuple[Any, str]:
+        scheme = f"{self.protocol}://"
+        try:
+            import fsspec
+        except ImportError as error:
+            raise ConfigurationError(f"{scheme} needs fsspec: pip install 'ckpt-storage[fsspec]'") from error
+        try:
+            fs, root = fsspec.core.url_to_fs(self._target, skip_instance_cache=True, **self._options)
+        except (ImportError, ValueError, TypeError) as error:
+            text = f"{scheme}: {type(error).__name__}: {error}"
+            shown, cause = scrub_error(error, text, self._secrets())
+            raise ConfigurationError(shown, url=self.url) from cause
+        return fs, root.rstrip("/")
 
     def close(self) -> None:
         """Let go of the file system, which then ends its sessions."""
@@ -94,20 +94,14 @@ class FsspecConnection:
     def path(self, key: str) -> str:
         """Return the path of an object; links that lead out of the root are refused."""
         path = f"{self.root}/{check_key(key)}"
-        if self.protocol in LOCAL:
-            root = os.path.realpath(self.root)
-            if os.path.commonpath([root, os.path.realpath(path)]) != root:
-                raise UnsafeContent(
-                    "is a link that leads out of the checkpoint; refused", url=self.url, key=key
-                )
+        if self.protocol in LOCAL and not is_within(os.path.realpath(path), os.path.realpath(self.root)):
+            raise UnsafeContent("is a link that leads out of the checkpoint; refused", url=self.url, key=key)
         return path
 
     def folder(self, prefix: str) -> str:
-        """Return the path of a folder; the root for an empty prefix."""
         return self.path(prefix) if prefix else self.root
 
     def key(self, path: str) -> str:
-        """Return the key of the object at `path`."""
         return path.removeprefix(self.root).lstrip("/")
 
     def info(self, path: str) -> dict[str, Any]:
@@ -143,7 +137,6 @@ class FsspecConnection:
             self.fs.mv(source, target)
 
     def remove(self, path: str) -> None:
-        """Remove a file, if it is there."""
         try:
             self.fs.rm_file(path)
         except FileNotFoundError:
@@ -163,15 +156,9 @@ class FsspecConnection:
         except (CheckpointError, BodyError):
             raise
         except Exception as error:
-            shown, cause = self._shown(error)
-            text = f"cannot {action}: {shown}"
-            raise _kind(error)(text, url=self.url, key=key, settled=settled) from cause
-
-    def _shown(self, error: Exception) -> tuple[str, Exception | None]:
-        """Return an exception's text without credentials, and the exception if it shows none."""
-        text = f"{type(error).__name__}: {error}"
-        shown = scrub(text, self._secrets())
-        return shown, error if shown == text else None
+            text = f"cannot {action}: {type(error).__name__}: {error}"
+            shown, cause = scrub_error(error, text, self._secrets())
+            raise _kind(error)(shown, url=self.url, key=key, settled=settled) from cause
 
     def _secrets(self) -> Sequence[str]:
         secrets: list[str] = []
@@ -197,7 +184,7 @@ def _kind(error: Exception) -> type[StorageError]:
     if isinstance(error, OSError) and error.errno in _FULL:
         return StorageFull
     name = type(error).__name__
-    if isinstance(error, ConnectionError | TimeoutError) or any(word in name for word in _CONNECTION_WORDS):
+    if isinstance(error, ConnectionError | TimeoutError) or _CONNECTION_ERROR.search(name):
         return StorageUnavailable
     if "Credentials" in name:
         return AccessDenied

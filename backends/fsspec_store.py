@@ -1,8 +1,7 @@
-"""A store on any file system of fsspec.
+"""A store on any file system of fsspec, slower than the others: fsspec hands data over as copies.
 
-Slower than the other stores: fsspec hands data over as copies. A put never writes to the final
-name. On s3fs it is a multipart upload that is completed at the very end. On every other file system
-it is a temporary object, moved into place once its size proved right.
+A put never writes to the final name. On s3fs it is a multipart upload that is completed at the very
+end; elsewhere it is a temporary object, moved into place once its size proved right.
 """
 
 from __future__ import annotations
@@ -137,29 +136,25 @@ class FsspecStore(Store):
                 fill(buffers, data)
 
     def _read(self, key: str, offset: int, stop: int) -> memoryview:
-        files = self._files
+        files, failure = self._files, None
         try:
             with files.translated(key, "read"):
                 data = memoryview(files.fs.cat_file(files.path(key), start=offset, end=stop))
         except (NotFound, AccessDenied, StorageUnavailable):
             raise
-        except StorageError:
+        except StorageError as error:
             # File systems word a range past the end in many ways; the size tells.
-            if self.stat(key).size_bytes >= stop:
-                raise
-            data = memoryview(b"")
-        return self._trim(key, data, offset, stop)
-
-    def _trim(self, key: str, data: memoryview, offset: int, stop: int) -> memoryview:
-        """Take bytes `[offset, stop)` from an answer: it may be those, fewer, or the whole file."""
-        where: dict[str, Any] = {"url": self.url, "key": key, "start": offset, "stop": stop}
+            data, failure = memoryview(b""), error
         is_size_right = data.nbytes == stop - offset
         # A web server that ignores ranges sends the whole file, which can be as long as the range.
-        if is_size_right and not (offset and self._files.protocol in _HTTP):
+        if is_size_right and not (offset and files.protocol in _HTTP):
             return data
+        where: dict[str, Any] = {"url": self.url, "key": key, "start": offset, "stop": stop}
         size = self.stat(key).size_bytes
         if size < stop:
             raise Truncated(f"ends at byte {size}", **where)
+        if failure is not None:
+            raise failure
         if is_size_right:
             return data
         if data.nbytes == size:
@@ -207,7 +202,7 @@ class FsspecStore(Store):
             return count
 
     def _uploads(self, prefix: str) -> Iterator[tuple[ObjectStat, Callable[[], None]]]:
-        """List unfinished uploads, and how to abort each. Their sizes are not known."""
+        """List unfinished uploads (their sizes are not known), and how to abort each."""
         files = self._files
         bucket, _, start = files.root.partition("/")
         start = posixpath.join(start, prefix) if prefix else f"{start}/" if start else ""

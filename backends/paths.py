@@ -68,16 +68,14 @@ def real_directory(path: str) -> str:
 
 def list_way_to(path: str) -> None:
     """List the directories that lead to `path`, beginning with the deepest that is visible."""
-    unseen: list[str] = []
+    unseen = []
     directory = os.path.dirname(path)
     while not os.path.isdir(directory) and directory != os.path.dirname(directory):
         unseen.append(directory)
         directory = os.path.dirname(directory)
     for each in (directory, *reversed(unseen)):
         try:
-            with os.scandir(each) as entries:
-                for _ in entries:
-                    pass
+            os.listdir(each)
         except OSError:
             return
 

@@ -1,8 +1,7 @@
 """A store in a directory: on a local disk, NFS, Lustre or a FUSE mount.
 
-A put writes a temporary file beside its final name, sequentially and never seeking back (FUSE
-mounts of object stores allow nothing else). It makes the file durable, and only then gives it its
-name: no short file ever stands under a final name. Nothing here depends on files of another client.
+A put writes a temporary file beside its final name, never seeking back (FUSE mounts of object
+stores allow nothing else), makes it durable, and only then gives it its name.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+from ckpt.backends import paths
 from ckpt.backends.base import (
     WRITE_SIZE_BYTES,
     Capabilities,
@@ -32,18 +32,6 @@ from ckpt.backends.base import (
 from ckpt.backends.bodies import Body, body_errors_unchanged, fill, open_part, remaining
 from ckpt.backends.cancellable_reads import Read, Reads
 from ckpt.backends.options import take_options
-from ckpt.backends.paths import (
-    LOCAL_TYPES,
-    O_PATH,
-    closing_fd,
-    files_below,
-    filesystem_type,
-    is_within,
-    list_way_to,
-    path_of,
-    real_directory,
-    real_path,
-)
 from ckpt.errors import (
     AccessDenied,
     AlreadyExists,
@@ -78,7 +66,10 @@ _ERRORS: dict[int, type[StorageError]] = {
     errno.ENOTCONN: StorageUnavailable,
 }
 
-_NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
+# A directory may allow making files and forbid looking; and some network and FUSE file systems cannot
+# fsync a directory. Names in it are durable or not, whatever we do.
+_CANNOT_SYNC = (errno.EACCES, errno.EPERM, errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
 class PosixStore(Store):
@@ -91,7 +82,7 @@ class PosixStore(Store):
 
     def __init__(self, url: str, options: Mapping[str, Any] | None = None, *, threads: int = 4) -> None:
         self._fsync = bool(take_options("file", options or {}, {"fsync": True})["fsync"])
-        self._root = path_of(url)
+        self._root = paths.path_of(url)
         self.url = self.directory = self._root
         self.threads = threads
 
@@ -101,11 +92,11 @@ class PosixStore(Store):
 
     @cached_property
     def _filesystem(self) -> str:
-        return filesystem_type(self._root)
+        return paths.filesystem_type(self._root)
 
     @cached_property
     def capabilities(self) -> Capabilities:
-        local = self._filesystem in LOCAL_TYPES
+        local = self._filesystem in paths.LOCAL_TYPES
         return Capabilities(
             conditional_create=local,
             atomic_replace=local,
@@ -115,13 +106,12 @@ class PosixStore(Store):
 
     @cached_property
     def reads(self) -> Reads | None:
-        """The running reads, for file systems that can hang: those that are not of this kernel."""
-        return None if self._filesystem in LOCAL_TYPES else Reads()
+        return None if self._filesystem in paths.LOCAL_TYPES else Reads()  # others can hang
 
     def put(self, key: str, body: Body, *, mode: PutMode = PutMode.OVERWRITE) -> None:
         path = self._path(key)
         directory, name = os.path.split(path)
-        self._refuse_outside(real_directory(directory), key)
+        self._refuse_outside(paths.real_directory(directory), key)
         temporary = os.path.join(directory, f".{name}.{secrets.token_hex(8)}.ckpt-tmp")
         try:
             with body_errors_unchanged(), self._translated(key, "write", settled=True):
@@ -143,7 +133,7 @@ class PosixStore(Store):
         except FileNotFoundError:
             self._make_directory(os.path.dirname(temporary))
             fd = os.open(temporary, flags, 0o666)
-        with closing_fd(fd):
+        with paths.closing_fd(fd):
             size = part_size_bytes(body.nbytes, WRITE_SIZE_BYTES, self.capabilities)
             if self._fsync and self._filesystem == "fuse.rclone":
                 _refuse_write_back(fd, self.url, key)
@@ -170,14 +160,14 @@ class PosixStore(Store):
             raise Truncated(f"ends at byte {size}", url=self.url, key=key, start=offset, stop=offset + wanted)
 
     def stat(self, key: str) -> ObjectStat:
-        with self._opened(key, "stat", O_PATH) as fd:
+        with self._opened(key, "stat", paths.O_PATH) as fd:
             return _stat(key, os.fstat(fd))
 
     def list(self, prefix: str = "") -> Iterator[ObjectStat]:
         # Start at the deepest directory that the prefix names whole, not at the root.
         top = self._folder(prefix.rpartition("/")[0])
         with self._translated(prefix, "list"):
-            for path, entry in files_below(top):
+            for path, entry in paths.files_below(top):
                 key = self._key(path)
                 if key.startswith(prefix) and is_key(key) and not _TEMPORARY.match(entry.name):
                     with contextlib.suppress(FileNotFoundError):
@@ -187,20 +177,20 @@ class PosixStore(Store):
         for key in keys:
             path = self._path(key)
             # Not the name itself: a link is removed, never its target.
-            self._refuse_outside(real_directory(os.path.dirname(path)), key)
+            self._refuse_outside(paths.real_directory(os.path.dirname(path)), key)
             with self._translated(key, "delete"), contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 os.unlink(path)
 
     def prepare(self, prefix: str) -> None:
         path = self._folder(prefix)
-        self._refuse_outside(real_directory(path), prefix)
+        self._refuse_outside(paths.real_directory(path), prefix)
         with self._translated(prefix, "make the directory"):
             self._make_directory(path)
 
     def abandon(self, prefix: str = "", *, choose: Callable[[ObjectStat], bool] | None = None) -> int:
         count = 0
         with self._translated(prefix, "abandon"):
-            for path, entry in files_below(self._root):
+            for path, entry in paths.files_below(self._root):
                 name = _TEMPORARY.match(entry.name)
                 if name is None:
                     continue
@@ -221,7 +211,7 @@ class PosixStore(Store):
 
     def remove_empty(self, prefix: str = "") -> None:
         top = self._folder(prefix)
-        self._refuse_outside(real_directory(top), prefix)
+        self._refuse_outside(paths.real_directory(top), prefix)
         with self._translated(prefix, "remove the empty directory"):
             for directory, _, _ in os.walk(top, topdown=False):
                 with contextlib.suppress(OSError):  # it is not empty, or a mount, or not ours to remove
@@ -262,12 +252,12 @@ class PosixStore(Store):
 
     @contextlib.contextmanager
     def _opened(self, key: str, action: str, flags: int) -> Iterator[int]:
-        """Open the regular file behind `key`. A link that leads out of the root is refused."""
+        """Open the regular file behind `key`; refuse a link that leads out of the root."""
         path = self._path(key)
-        with self._translated(key, action), closing_fd(self._open(path, flags)) as fd:
+        with self._translated(key, action), paths.closing_fd(self._open(path, flags)) as fd:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 raise FileNotFoundError(errno.ENOENT, "not a file")
-            self._refuse_outside(real_path(fd, path), key)
+            self._refuse_outside(paths.real_path(fd, path), key)
             yield fd
 
     def _open(self, path: str, flags: int) -> int:
@@ -278,14 +268,14 @@ class PosixStore(Store):
                 raise
         # This client may only remember that the name was missing when it looked before (s3fs for 15
         # minutes). A name that it lists, it knows again.
-        list_way_to(path)
+        paths.list_way_to(path)
         return os.open(path, flags)
 
     def _refuse_outside(self, real: str, key: str) -> None:
         """Raise UnsafeContent unless `real`, a path without links, is inside of the root."""
-        if not is_within(real, self._real_root):
+        if not paths.is_within(real, self._real_root):
             self._real_root = os.path.realpath(self._root)  # may be a link that was turned meanwhile
-            if not is_within(real, self._real_root):
+            if not paths.is_within(real, self._real_root):
                 raise UnsafeContent(
                     "is a link that leads out of the checkpoint; refused", url=self.url, key=key
                 )
@@ -314,9 +304,7 @@ def _stat(key: str, facts: os.stat_result) -> ObjectStat:
 def _refuse_write_back(fd: int, url: str, key: str) -> None:
     """Raise ConfigurationError if this rclone mount acknowledges files before it stores them.
 
-    Its fsync does nothing. Without a cache of writes, closing a file stores it; with one, storing comes
-    later and may fail unseen. No mount table tells which, but only a cache can make an empty file
-    longer.
+    No mount table tells, but only a cache of writes can make an empty file longer.
     """
     try:
         os.ftruncate(fd, 1)
@@ -397,11 +385,9 @@ def _read_all(fd: int, offset: int, buffers: Sequence[memoryview], read: Read | 
 
 
 def _fsync_directory(path: str) -> None:
-    # A directory may allow making files and forbid looking; and some network and FUSE file systems
-    # cannot fsync a directory. Names in it are durable or not, whatever we do.
-    with contextlib.suppress(PermissionError), closing_fd(os.open(path, os.O_RDONLY | os.O_DIRECTORY)) as fd:
-        try:
+    try:
+        with paths.closing_fd(os.open(path, os.O_RDONLY | os.O_DIRECTORY)) as fd:
             os.fsync(fd)
-        except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF):
-                raise
+    except OSError as error:
+        if error.errno not in _CANNOT_SYNC:
+            raise

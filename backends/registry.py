@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import os
+import pkgutil
 from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 from typing import Any
@@ -80,8 +80,7 @@ def _factory(scheme: str) -> StoreFactory:
     if scheme in _registered:
         return _registered[scheme]
     if scheme in _BUILT_IN:
-        module, _, name = _BUILT_IN[scheme].partition(":")
-        return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
+        return pkgutil.resolve_name(_BUILT_IN[scheme])  # type: ignore[no-any-return]
     for entry_point in entry_points(group=ENTRY_POINT_GROUP, name=scheme):
         return entry_point.load()  # type: ignore[no-any-return]
     from ckpt.backends.fsspec_store import FsspecStore

@@ -1,13 +1,19 @@
-"""A base class for stores that wrap another one."""
+"""Stores that wrap another one: their base class, and a folder of a store as a store of its own."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import TypeVar
 
 from ckpt.backends.base import Capabilities, ObjectStat, PutMode, Store
 from ckpt.backends.bodies import Body
 from ckpt.backends.cancellable_reads import Reads
 from ckpt.backends.raw_requests import RawRequests
+from ckpt.errors import CheckpointError
+
+T = TypeVar("T")
 
 
 class WrappedStore(Store):
@@ -64,3 +70,67 @@ class WrappedStore(Store):
 
     def close(self) -> None:
         self._inner.close()
+
+
+class PrefixStore(WrappedStore):
+    """The part of `inner` below `path` (empty: all of it). Errors name keys relative to it.
+
+    It borrows the inner store: closing it does nothing.
+    """
+
+    def __init__(self, inner: Store, path: str) -> None:
+        super().__init__(inner)
+        self.path = path
+        self._prefix = f"{path}/" if path else ""
+        if path:
+            self.url = f"{inner.url.rstrip('/')}/{path}"
+            self.directory = None if inner.directory is None else os.path.join(inner.directory, path)
+
+    def put(self, key: str, body: Body, *, mode: PutMode = PutMode.OVERWRITE) -> None:
+        self._call(key, lambda name: self._inner.put(name, body, mode=mode))
+
+    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        self._call(key, lambda name: self._inner.read_into(name, offset, buffers))
+
+    def stat(self, key: str) -> ObjectStat:
+        return replace(self._call(key, self._inner.stat), key=key)
+
+    def list(self, prefix: str = "") -> Iterator[ObjectStat]:
+        return map(self._relative, self._inner.list(self._prefix + prefix))
+
+    def delete(self, keys: Iterable[str]) -> None:
+        self._inner.delete(self._prefix + key for key in keys)
+
+    def prepare(self, prefix: str) -> None:
+        self._inner.prepare(self._folder(prefix))
+
+    def abandon(self, prefix: str = "", *, choose: Callable[[ObjectStat], bool] | None = None) -> int:
+        chosen = None if choose is None else lambda stat: choose(self._relative(stat))
+        return self._inner.abandon(self._prefix + prefix, choose=chosen)
+
+    def folders(self, prefix: str = "") -> Iterator[str]:
+        return self._inner.folders(self._prefix + prefix)
+
+    def remove_empty(self, prefix: str = "") -> None:
+        self._inner.remove_empty(self._folder(prefix))
+
+    def raw_requests(self) -> RawRequests | None:
+        return None  # servers are probed at the root of a store
+
+    def close(self) -> None:
+        pass
+
+    def _folder(self, prefix: str) -> str:
+        return self._prefix + prefix if prefix else self.path
+
+    def _relative(self, stat: ObjectStat) -> ObjectStat:
+        return replace(stat, key=stat.key.removeprefix(self._prefix))
+
+    def _call(self, key: str, operation: Callable[[str], T]) -> T:
+        name = self._prefix + key
+        try:
+            return operation(name)
+        except CheckpointError as error:
+            if error.key == name:
+                error.url, error.key = self.url, key
+            raise

@@ -12,12 +12,7 @@ from typing import Any, TypeVar
 
 from ckpt.backends.base import check_key
 from ckpt.backends.options import redact_url, scrub_error
-from ckpt.backends.s3_protocol.errors import (
-    CREDENTIAL_ERRORS,
-    Signal,
-    text_of,
-    translate,
-)
+from ckpt.backends.s3_protocol.errors import CREDENTIAL_ERRORS, Conflict, Refusal, Signal, text_of
 from ckpt.backends.s3_protocol.http_bodies import send_whole_buffers
 from ckpt.backends.s3_protocol.options import check_options, split_bucket_url
 from ckpt.errors import AccessDenied, CheckpointError, ConfigurationError, StorageError
@@ -25,7 +20,6 @@ from ckpt.errors import AccessDenied, CheckpointError, ConfigurationError, Stora
 _SECRET_NAMES = re.compile("key|secret|token|password", re.IGNORECASE)
 
 T = TypeVar("T")
-
 
 MakeClient = Callable[[Mapping[str, Any], int], Any]
 """Makes a client of boto3 or ibm-cos-sdk from checked options, for a number of threads."""
@@ -127,11 +121,13 @@ class S3Connection:
         except CheckpointError:
             raise
         except Exception as error:
-            where: dict[str, Any] = {"url": self.url, "key": key, "bucket": self.bucket}
-            raised = translate(error, action, **where, signals=signals, harmless=harmless)
-            shown, cause = scrub_error(error, str(raised.args[0]), self.secrets())
-            raised.args = (shown,)
-            raise raised from cause
+            refusal = Refusal.of(error)
+            signal, kind = refusal.signal(), refusal.kind(conditional=Conflict in signals)
+            text = refusal.text if signal in signals else refusal.message(kind, action, self.bucket)
+            shown, cause = scrub_error(error, text, self.secrets())
+            if signal in signals:
+                raise signal(shown) from cause
+            raise kind(shown, url=self.url, key=key, settled=harmless or refusal.settled) from cause
 
     def secrets(self) -> list[str]:
         """List the credentials in use: a server or an SDK may quote what it was given."""

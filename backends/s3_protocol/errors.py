@@ -65,99 +65,82 @@ _URL = re.compile(r"https?://[^\s\"'<>]*")
 
 
 @dataclass(frozen=True)
-class _Facts:
-    """Facts from an SDK's exception; an empty code, status 0 and `retries` None are unknown."""
+class Refusal:
+    """An SDK's exception; an empty code, status 0 and `retries` None are unknown."""
 
+    error: Exception
     code: str
     status: int
     retries: int | None
     text: str
 
     @classmethod
-    def of(cls, error: Exception) -> _Facts:
+    def of(cls, error: Exception) -> Refusal:
+        """Read what an SDK's exception says of the server's reply, if there was one."""
         response = getattr(error, "response", None)
         if not isinstance(response, dict):
-            return cls("", 0, None, text_of(error))
+            return cls(error, "", 0, None, text_of(error))
         inner = response.get("Error") or {}
         about = response.get("ResponseMetadata") or {}
         code = str(inner.get("Code") or "")
         status = int(about.get("HTTPStatusCode") or 0)
         text = f"{code or status or type(error).__name__}: {inner.get('Message') or 'no message'}"
-        return cls(code, status, about.get("RetryAttempts"), text)
+        return cls(error, code, status, about.get("RetryAttempts"), text)
 
     @property
-    def transient(self) -> bool:
+    def settled(self) -> bool:
+        """Tell whether nothing was sent, or the server refused the one request that was."""
+        if type(self.error).__name__ in _UNSENT:
+            return True
+        return 400 <= self.status < 500 and self.status != 409 and not self._transient and self.retries == 0
+
+    @property
+    def _transient(self) -> bool:
         return self.status >= 500 or self.status in (408, 429) or self.code in _TRANSIENT
 
-    @property
-    def refused(self) -> bool:
-        """Tell whether the server refused the one request that it was sent."""
-        return 400 <= self.status < 500 and self.status != 409 and not self.transient and self.retries == 0
+    def signal(self) -> type[Signal]:
+        """Choose the signal for callers that act upon this one; `Signal` itself if there is none."""
+        if self.code == "NoSuchUpload":
+            return UploadGone
+        if self.code == "MalformedXML":
+            return Malformed
+        if self.status in (405, 501) or self.code in _UNSUPPORTED:
+            return NotImplementedByServer
+        if self.status == 416:
+            return RangeRefused
+        if self.status == 412:
+            return Replaced
+        if self.status == 409 and "Exist" not in self.code:
+            return Conflict
+        return Signal
 
+    def kind(self, *, conditional: bool) -> type[StorageError]:
+        """Choose our error, for a request that was `conditional` or was not."""
+        if conditional and self.status in (409, 412):
+            return AlreadyExists
+        if self.status == 404 or self.code in _NOT_FOUND:
+            return NotFound
+        # Some servers answer 403 to a request over a quota.
+        if self.status == 507 or self.code in _FULL or "Quota" in self.code:
+            return StorageFull
+        if (
+            self.status in (401, 403)
+            or self.code in _DENIED
+            or type(self.error).__name__ in CREDENTIAL_ERRORS
+        ):
+            return AccessDenied
+        if self._transient or is_connection_error(self.error):
+            return StorageUnavailable
+        return StorageError
 
-def translate(
-    error: Exception,
-    action: str,
-    *,
-    url: str,
-    key: str,
-    bucket: str,
-    signals: tuple[type[Signal], ...] = (),
-    harmless: bool = False,
-) -> Signal | StorageError:
-    """Make our exception from an SDK's.
-
-    Args:
-        action: completes "cannot ..." in the text.
-        signals: answers that the caller acts upon.
-        harmless: however this request ended, no object appeared by it.
-    """
-    facts = _Facts.of(error)
-    signal = _signal(facts)
-    if signal in signals:
-        return signal(facts.text)
-    kind = _kind(facts, error, conditional=Conflict in signals)
-    text = f"cannot {action}: {facts.text}"
-    if kind is AlreadyExists:
-        text = f"exists already ({facts.code or facts.status})"
-    elif facts.code == "NoSuchBucket":
-        text = f"there is no bucket named {bucket!r}"
-    elif kind is AccessDenied:
-        text += "; check the credentials and their permissions"
-    settled = harmless or facts.refused or type(error).__name__ in _UNSENT
-    return kind(text, url=url, key=key, settled=settled)
-
-
-def _signal(facts: _Facts) -> type[Signal]:
-    if facts.code == "NoSuchUpload":
-        return UploadGone
-    if facts.code == "MalformedXML":
-        return Malformed
-    if facts.status in (405, 501) or facts.code in _UNSUPPORTED:
-        return NotImplementedByServer
-    if facts.status == 416:
-        return RangeRefused
-    if facts.status == 412:
-        return Replaced
-    if facts.status == 409 and "Exist" not in facts.code:
-        return Conflict
-    return Signal
-
-
-def _kind(facts: _Facts, error: Exception, conditional: bool) -> type[StorageError]:
-    code, status = facts.code, facts.status
-    if conditional and status in (409, 412):
-        return AlreadyExists
-    if status == 404 or code in _NOT_FOUND:
-        return NotFound
-    # Some servers answer 403 to a request over a quota.
-    if status == 507 or code in _FULL or "Quota" in code:
-        return StorageFull
-    if status in (401, 403) or code in _DENIED or type(error).__name__ in CREDENTIAL_ERRORS:
-        return AccessDenied
-    if facts.transient or is_connection_error(error):
-        return StorageUnavailable
-    return StorageError
+    def message(self, kind: type[StorageError], action: str, bucket: str) -> str:
+        """Say what failed; `action` completes "cannot ..."."""
+        if kind is AlreadyExists:
+            return f"exists already ({self.code or self.status})"
+        if self.code == "NoSuchBucket":
+            return f"there is no bucket named {bucket!r}"
+        advice = "; check the credentials and their permissions" if kind is AccessDenied else ""
+        return f"cannot {action}: {self.text}{advice}"
 
 
 def is_connection_error(error: Exception) -> bool:

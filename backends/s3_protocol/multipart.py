@@ -66,21 +66,20 @@ def _abort_twins(s3: S3Requests, key: str, upload_id: str, took_s: float) -> Non
 
     Only those begun while the call ran, by the server's clock: an older one is another client's.
     """
-    name = s3.prefix + key
-    for page in s3.upload_pages(key, best_effort=True):
-        uploads = [upload for upload in page.get("Uploads", ()) if upload.get("Key") == name]
-        now = _server_time(page)
-        if now is None:
-            return
-        since = now - timedelta(seconds=took_s + 2)  # both times are whole seconds
-        for upload in uploads:
-            begun = upload.get("Initiated")
-            if upload["UploadId"] != upload_id and begun is not None and begun >= since:
-                _try_to_abort(s3, key, upload["UploadId"])
+    with contextlib.suppress(StorageError):
+        for page in s3.upload_pages(key):
+            now = _server_time(page)
+            if now is None:
+                return
+            since = now - timedelta(seconds=took_s + 2)  # both times are whole seconds
+            for upload in page.get("Uploads", ()):
+                begun = upload.get("Initiated")
+                is_twin = upload.get("Key") == s3.prefix + key and upload["UploadId"] != upload_id
+                if is_twin and begun is not None and begun >= since:
+                    _try_to_abort(s3, key, upload["UploadId"])
 
 
 def _server_time(reply: Mapping[str, Any]) -> datetime | None:
-    """Return when the reply was sent, by the server's clock; None if it does not say."""
     try:
         sent = parsedate_to_datetime(reply["ResponseMetadata"]["HTTPHeaders"]["date"])
     except (KeyError, TypeError, ValueError):
@@ -89,8 +88,7 @@ def _server_time(reply: Mapping[str, Any]) -> datetime | None:
 
 
 def _try_to_abort(s3: S3Requests, key: str, upload_id: str) -> None:
-    # Best effort: the error that brought us here is the one to report, and `abandon` finds the
-    # rest.
+    # The error that brought us here is the one to report, and `abandon` finds the rest.
     with contextlib.suppress(StorageError, UploadGone):
         s3.abort_upload(key, upload_id, UploadGone)
 
@@ -110,9 +108,8 @@ def _send_parts(s3: S3Requests, key: str, body: Body, size: int, upload_id: str)
         for number in range(1, -(-body.nbytes // size) + 1):
             futures.append(s3.submit(key, send, number))
         done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-        errors = [error for error in (future.exception() for future in done) if error is not None]
-        if errors:
-            raise errors[0]
+        for future in done:
+            future.result()  # raises what a part failed with
         return [future.result() for future in futures]
     finally:
         # No part may still be on its way when the upload is completed or aborted.

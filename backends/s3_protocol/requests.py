@@ -44,7 +44,6 @@ class S3Requests(S3Connection):
         return bool(self.options["checksum"] == "crc64nvme")
 
     def put(self, key: str, part: Part, *, create: bool) -> None:
-        """Put an object in one request."""
         with self.translated(key, "put", *(_REFUSALS if create else ())):
             self.client.put_object(
                 **self.object(key),
@@ -104,10 +103,9 @@ class S3Requests(S3Connection):
         with self.translated(key, "abort the upload", *signals):
             self.client.abort_multipart_upload(Bucket=self.bucket, Key=self.prefix + key, UploadId=upload_id)
 
-    def upload_pages(self, prefix: str, *, best_effort: bool = False) -> Iterator[Any]:
-        """List unfinished uploads."""
-        # rclone answers NoSuchUpload if there is none.
-        with contextlib.suppress(UploadGone, *([StorageError] if best_effort else [])):
+    def upload_pages(self, prefix: str) -> Iterator[Any]:
+        """Yield the pages of a listing of unfinished uploads."""
+        with contextlib.suppress(UploadGone):  # rclone's answer if there is none
             yield from self.pages("list_multipart_uploads", prefix, "list uploads", UploadGone)
 
     def pages(

@@ -1,8 +1,7 @@
 """A store over the S3 protocol; `s3` and `cos` differ only in how they build their clients.
 
-The settings here were measured. Bodies hand out the callers' own buffers; the caller computes
-checksums, which are sent as headers; payloads are not signed; reads go from the socket straight
-into the destination. That costs a fifth of TransferManager or `StreamingBody.read`.
+Bytes are not copied, and go from the socket straight into the destination; checksums are computed
+by the caller, and payloads not signed. That costs a fifth of TransferManager or `StreamingBody`.
 """
 
 from __future__ import annotations
@@ -28,14 +27,13 @@ from ckpt.backends.base import (
 from ckpt.backends.bodies import Body, remaining
 from ckpt.backends.cancellable_reads import Read, Reads
 from ckpt.backends.options import scrub
-from ckpt.backends.raw_requests import Condition
+from ckpt.backends.raw_requests import Condition, RawRequests
 from ckpt.backends.s3_protocol.errors import Conflict, NotImplementedByServer, UploadGone, text_of
 from ckpt.backends.s3_protocol.http_bodies import drain
-from ckpt.backends.s3_protocol.multipart import put_in_parts
+from ckpt.backends.s3_protocol.multipart import begin_upload, put_in_parts
 from ckpt.backends.s3_protocol.options import MAX_PART_SIZE_BYTES
-from ckpt.backends.s3_protocol.raw_requests import S3RawRequests
 from ckpt.backends.s3_protocol.requests import S3Requests, stat_of
-from ckpt.errors import StorageUnavailable
+from ckpt.errors import AlreadyExists, NotFound, StorageUnavailable
 
 _DELETE_BATCH = 1000
 _PUT_ATTEMPTS = 4
@@ -179,11 +177,63 @@ class S3ApiStore(Store):
                 self._s3.abort_upload(key, upload_id, UploadGone)
         return len(chosen)
 
-    def raw_requests(self) -> S3RawRequests:
-        return S3RawRequests(self._s3)
+    def raw_requests(self) -> RawRequests:
+        return _RawRequests(self._s3)
 
     def close(self) -> None:
         self._s3.close()
 
     def _key(self, entry: Mapping[str, object]) -> str:
         return str(entry["Key"]).removeprefix(self._s3.prefix)
+
+
+class _RawRequests:
+    """Single requests to an S3 server, for probes, sent as the store sends them."""
+
+    def __init__(self, s3: S3Requests) -> None:
+        self._s3 = s3
+        # The endpoint in use, which may come from the environment or the SDK's configuration files.
+        self.bucket_url = f"{s3.client.meta.endpoint_url}/{s3.bucket}"
+
+    def put(self, key: str, body: Body, *, create: bool = False, part_size_bytes: int | None = None) -> bool:
+        try:
+            with self._upload_found(key):
+                if part_size_bytes is not None:
+                    put_in_parts(self._s3, key, body, part_size_bytes, create=create)
+                else:
+                    with body.part(0, body.nbytes) as part:
+                        self._s3.put(key, part, create=create)
+            return True
+        except NotImplementedByServer:
+            return False
+        except Conflict as error:
+            raise AlreadyExists(str(error), url=self._s3.url, key=key) from error
+
+    def learn(self, condition: Condition | None) -> None:
+        self._s3.condition = condition
+
+    def begin(self, key: str) -> str:
+        return begin_upload(self._s3, key, checksums=False)
+
+    def send_part(self, key: str, upload_id: str, number: int, body: Body) -> None:
+        with self._upload_found(key), body.part(0, body.nbytes) as part:
+            self._s3.send_part(key, part, upload_id, number)
+
+    def uploads(self, key: str) -> list[str]:
+        name = self._s3.object(key)["Key"]
+        return [
+            str(upload["UploadId"])
+            for page in self._s3.upload_pages(key)
+            for upload in page.get("Uploads", ())
+            if upload["Key"] == name
+        ]
+
+    def abort(self, key: str, upload_id: str) -> None:
+        self._s3.abort_upload(key, upload_id)
+
+    @contextlib.contextmanager
+    def _upload_found(self, key: str) -> Iterator[None]:
+        try:
+            yield
+        except UploadGone as error:
+            raise NotFound(str(error), url=self._s3.url, key=key) from error

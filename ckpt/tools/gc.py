@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt.backends.base import ObjectStat, Store, put_bytes, read_bytes
-from ckpt.backends.prefix import PrefixStore
 from ckpt.backends.registry import open_store
+from ckpt.backends.wrapper import PrefixStore
 from ckpt.consistency import environment
 from ckpt.consistency.commit import STOCK_METADATA_KEY, is_foreign
 from ckpt.errors import CheckpointError, FormatError, NotFound, StorageError

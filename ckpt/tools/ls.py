@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckpt.backends.base import Store, exists
-from ckpt.backends.prefix import PrefixStore
 from ckpt.backends.registry import open_store
+from ckpt.backends.wrapper import PrefixStore
 from ckpt.consistency.commit import STOCK_METADATA_KEY, is_foreign
 from ckpt.errors import AccessDenied, CheckpointError, NotFound, StorageError
 from ckpt.format.names import DATA_KEY_IN_BYTES, is_rank_directory

@@ -18,9 +18,8 @@ from ckpt.backends.bodies import BytesBody
 from ckpt.backends.cancellable_reads import Reads
 from ckpt.backends.memory import MemoryStore
 from ckpt.backends.posix import PosixStore
-from ckpt.backends.prefix import PrefixStore
 from ckpt.backends.raw_requests import RawRequests
-from ckpt.backends.wrapper import WrappedStore
+from ckpt.backends.wrapper import PrefixStore, WrappedStore
 from ckpt.errors import StorageError, StorageUnavailable
 from ckpt.ranks.deadline_store import DeadlineStore
 from ckpt.ranks.progress import Progress

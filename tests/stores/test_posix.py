@@ -234,7 +234,7 @@ def test_write_back_begins_early_where_files_are_synced(
 
 def test_names_that_a_client_remembers_as_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As s3fs does with enable_noobj_cache: missing is missing, until the directory is listed."""
-    monkeypatch.setattr("ckpt.backends.posix.filesystem_type", lambda path: "fuse.s3fs")
+    monkeypatch.setattr("ckpt.backends.paths.filesystem_type", lambda path: "fuse.s3fs")
     store = PosixStore(str(tmp_path / "run" / "step-1"))
     missing: set[str] = set()
     _remember_missing(missing, monkeypatch)
@@ -249,7 +249,7 @@ def test_names_that_a_client_remembers_as_missing(tmp_path: Path, monkeypatch: p
 
 
 def _remember_missing(missing: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    open_file, isdir, scandir = os.open, os.path.isdir, os.scandir
+    open_file, isdir, listdir = os.open, os.path.isdir, os.listdir
 
     def is_hidden(path: str) -> bool:
         return any((path + "/").startswith(name + "/") for name in missing)
@@ -263,11 +263,11 @@ def _remember_missing(missing: set[str], monkeypatch: pytest.MonkeyPatch) -> Non
         if is_hidden(path):
             raise FileNotFoundError(errno.ENOENT, "remembered as missing", path)
         missing.difference_update([name for name in missing if os.path.dirname(name) == path])
-        return scandir(path)
+        return listdir(path)
 
     monkeypatch.setattr(os, "open", open_unless_hidden)
     monkeypatch.setattr(os.path, "isdir", lambda path: not is_hidden(path) and isdir(path))
-    monkeypatch.setattr(os, "scandir", list_and_forget)
+    monkeypatch.setattr(os, "listdir", list_and_forget)
 
 
 def test_local_disks_are_not_listed_for_what_is_missing(
@@ -276,13 +276,13 @@ def test_local_disks_are_not_listed_for_what_is_missing(
     def refuse(path: str) -> Any:
         raise AssertionError("listed")
 
-    monkeypatch.setattr(os, "scandir", refuse)
+    monkeypatch.setattr(os, "listdir", refuse)
     with pytest.raises(NotFound):
         store.stat("k")
 
 
 def test_rclone_mounts_that_cache_writes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpt.backends.posix.filesystem_type", lambda path: "fuse.rclone")
+    monkeypatch.setattr("ckpt.backends.paths.filesystem_type", lambda path: "fuse.rclone")
     with pytest.raises(ConfigurationError, match="cannot promise that a save is durable"):
         put_bytes(PosixStore(str(tmp_path)), "k", b"x")
     assert os.listdir(tmp_path) == []

@@ -84,7 +84,6 @@ ROOMS: Mapping[str, Room] = {
         (
             *_FLOOR,
             "ckpt.consistency.probes",
-            "ckpt.backends.prefix",
             "ckpt.backends.wrapper",
             _REGISTRY,
             "ckpt.format",
@@ -99,7 +98,7 @@ ROOMS: Mapping[str, Room] = {
         (
             *_FLOOR,
             _REGISTRY,
-            "ckpt.backends.prefix",
+            "ckpt.backends.wrapper",
             "ckpt.format",
             "ckpt.stock",
             "ckpt.transfer",
