@@ -9,6 +9,14 @@ from typing import Any
 from ckpt.errors import ConfigurationError
 
 _USER_INFO = re.compile(r"(?<=://)[^/@]*@")
+_KINDS: tuple[tuple[type, Any, str], ...] = (
+    (bool, bool, "True or False"),
+    (int, int, "a whole number"),
+    (float, (int, float), "a number"),
+    (Mapping, Mapping, "a dict"),
+    (object, str, "a str"),
+)
+"""The type of an option's default, the types that the option may have, and their name for people."""
 
 
 def redact_url(url: str) -> str:
@@ -27,8 +35,7 @@ def redact_url(url: str) -> str:
 
 
 def scrub(text: str, secrets: Iterable[str]) -> str:
-    """Replace every secret in `text` by `***`."""
-    # The longest first, as one can contain another.
+    """Replace every secret in `text` by `***`; the longest first, as one can contain another."""
     for secret in sorted({secret.strip() for secret in secrets}, key=len, reverse=True):
         if len(secret) > 3:
             text = text.replace(secret, "***")
@@ -57,7 +64,7 @@ def take_options(scheme: str, options: Mapping[str, Any], defaults: Mapping[str,
         default = defaults[name]
         if value is None and (default is None or isinstance(default, Mapping)):
             continue
-        kinds, described = _kinds(default)
+        kinds, described = next(rest for kind, *rest in _KINDS if isinstance(default, kind))
         if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
             raise ConfigurationError(f"{scheme}: {name} must be {described}, not a {type(value).__name__}")
         if isinstance(value, str) and not value.isprintable():
@@ -67,16 +74,3 @@ def take_options(scheme: str, options: Mapping[str, Any], defaults: Mapping[str,
             )
         taken[name] = value
     return taken
-
-
-def _kinds(default: object) -> tuple[Any, str]:
-    """Return the types of an option, for `isinstance`, and their name for people."""
-    if isinstance(default, bool):
-        return bool, "True or False"
-    if isinstance(default, int):
-        return int, "a whole number"
-    if isinstance(default, float):
-        return (int, float), "a number"
-    if isinstance(default, Mapping):
-        return Mapping, "a dict"
-    return str, "a str"

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 
 from ckpt.errors import ConfigurationError
 
+_MOUNTS = "/proc/self/mountinfo"
+
 LOCAL_TYPES = frozenset(
     {"ext2", "ext3", "ext4", "xfs", "btrfs", "tmpfs", "ramfs", "overlay", "zfs", "f2fs", "bcachefs",
      "hugetlbfs", "devtmpfs"}
@@ -16,10 +18,7 @@ LOCAL_TYPES = frozenset(
 """File systems of this one kernel: no process lags behind another's writes."""
 
 O_PATH: int = getattr(os, "O_PATH", os.O_RDONLY | os.O_NONBLOCK)
-"""Finds a file without opening it, which needs no permission to read it.
-
-On a system without it, O_NONBLOCK keeps a pipe from being waited for.
-"""
+"""Finds a file without the permission to read it; the substitute does not wait for a pipe at least."""
 
 
 def path_of(url: str) -> str:
@@ -40,7 +39,6 @@ def is_within(path: str, root: str) -> bool:
 
 @contextlib.contextmanager
 def closing_fd(fd: int) -> Iterator[int]:
-    """Close an open file in the end."""
     try:
         yield fd
     finally:
@@ -97,10 +95,7 @@ def filesystem_type(path: str) -> str:
     """Return the type of the file system that `path` is (or would be) on, or `unknown`."""
     path = os.path.realpath(path)
     best, kind = "", "unknown"
-    with (
-        contextlib.suppress(OSError),
-        open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as mounts,
-    ):
+    with contextlib.suppress(OSError), open(_MOUNTS, encoding="utf-8", errors="replace") as mounts:
         for line in mounts:
             before, _, after = line.partition(" - ")
             mount = re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), before.split(" ")[4])

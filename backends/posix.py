@@ -50,22 +50,13 @@ _READ_THROUGH_BYTES = 2 << 20
 _IOV_MAX = 1024
 _TEMPORARY = re.compile(r"^\.(.+)\.[0-9a-f]{16}\.ckpt-tmp$")
 
-_ERRORS: dict[int, type[StorageError]] = {
-    errno.ENOENT: NotFound,
-    errno.ENOTDIR: NotFound,
-    errno.EEXIST: AlreadyExists,
-    errno.EACCES: AccessDenied,
-    errno.EPERM: AccessDenied,
-    errno.EROFS: AccessDenied,
-    errno.ENOSPC: StorageFull,
-    errno.EDQUOT: StorageFull,
-    errno.EFBIG: StorageFull,
-    errno.EIO: StorageUnavailable,
-    errno.ESTALE: StorageUnavailable,
-    errno.ETIMEDOUT: StorageUnavailable,
-    errno.ENOTCONN: StorageUnavailable,
+_ERRORS: Mapping[type[StorageError], tuple[int, ...]] = {
+    NotFound: (errno.ENOENT, errno.ENOTDIR),
+    AlreadyExists: (errno.EEXIST,),
+    AccessDenied: (errno.EACCES, errno.EPERM, errno.EROFS),
+    StorageFull: (errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
+    StorageUnavailable: (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN),
 }
-
 # A directory may allow making files and forbid looking; and some network and FUSE file systems cannot
 # fsync a directory. Names in it are durable or not, whatever we do.
 _CANNOT_SYNC = (errno.EACCES, errno.EPERM, errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
@@ -286,7 +277,7 @@ class PosixStore(Store):
         try:
             yield
         except OSError as error:
-            kind = _ERRORS.get(error.errno or 0, StorageError)
+            kind = next((kind for kind, numbers in _ERRORS.items() if error.errno in numbers), StorageError)
             if settled is None:
                 # Over NFS, a rename can work, its reply get lost, and its repetition find nothing
                 # left to rename.

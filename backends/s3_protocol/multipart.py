@@ -96,17 +96,16 @@ def _try_to_abort(s3: S3Requests, key: str, upload_id: str) -> None:
 def _send_parts(s3: S3Requests, key: str, body: Body, size: int, upload_id: str) -> list[dict[str, Any]]:
     stop = threading.Event()
 
-    def send(number: int) -> dict[str, Any]:
+    def send(number: int, start: int) -> dict[str, Any]:
         if stop.is_set():
             raise StorageError("not sent: another part failed", url=s3.url, key=key)
-        start = (number - 1) * size
         with body.part(start, min(start + size, body.nbytes)) as part:
             return s3.send_part(key, part, upload_id, number)
 
     futures: list[Future[dict[str, Any]]] = []
     try:
-        for number in range(1, -(-body.nbytes // size) + 1):
-            futures.append(s3.submit(key, send, number))
+        for number, start in enumerate(range(0, body.nbytes, size), 1):
+            futures.append(s3.submit(key, send, number, start))
         done, _ = wait(futures, return_when=FIRST_EXCEPTION)
         for future in done:
             future.result()  # raises what a part failed with

@@ -108,19 +108,21 @@ class S3Requests(S3Connection):
         with contextlib.suppress(UploadGone):  # rclone's answer if there is none
             yield from self.pages("list_multipart_uploads", prefix, "list uploads", UploadGone)
 
+    def uploads(self, prefix: str) -> Iterator[tuple[ObjectStat, str]]:
+        """List unfinished uploads, as the objects that they would become, and the id of each."""
+        for page in self.upload_pages(prefix):
+            for upload in page.get("Uploads", ()):
+                name = str(upload["Key"])
+                if name.startswith(self.prefix + prefix):  # not every server honours the prefix
+                    yield stat_of(name.removeprefix(self.prefix), upload, 0), str(upload["UploadId"])
+
     def pages(
         self, operation: str, prefix: str, action: str, *signals: type[Signal], **arguments: Any
     ) -> Iterator[Any]:
         """Yield the pages of a listing of `prefix`."""
         arguments |= {"Bucket": self.bucket, "Prefix": self.prefix + prefix}
         with self.translated(prefix, action, *signals):
-            pages = iter(self.client.get_paginator(operation).paginate(**arguments))
-        while True:
-            with self.translated(prefix, action, *signals):
-                page = next(pages, None)
-            if page is None:
-                return
-            yield page
+            yield from self.client.get_paginator(operation).paginate(**arguments)
 
     def get(self, key: str, start: int, stop: int, etag: str) -> tuple[RawBody, str]:
         """Get bytes `[start, stop)` of the object with this ETag (empty: any); return the ETag too."""

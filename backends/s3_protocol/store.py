@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import wait
 
 from ckpt.backends.base import (
@@ -56,7 +56,6 @@ class S3ApiStore(Store):
             cross_client_visibility=True,
             parallel_parts=True,
             max_object_size_bytes=5 << 40,
-            max_parts=10_000,
             min_part_size_bytes=5 << 20,
             max_part_size_bytes=MAX_PART_SIZE_BYTES,
         )
@@ -138,7 +137,7 @@ class S3ApiStore(Store):
     def list(self, prefix: str = "") -> Iterator[ObjectStat]:
         for page in self._s3.pages("list_objects_v2", prefix, "list"):
             for entry in page.get("Contents", ()):
-                key = self._key(entry)
+                key = str(entry["Key"]).removeprefix(self._s3.prefix)
                 if is_key(key):  # else a "directory", or a name that this library could not have written
                     yield stat_of(key, entry, entry["Size"])
 
@@ -164,17 +163,11 @@ class S3ApiStore(Store):
         """Do nothing: an object store has no directories."""
 
     def abandon(self, prefix: str = "", *, choose: Callable[[ObjectStat], bool] | None = None) -> int:
-        start = self._s3.prefix + prefix
-        chosen = [
-            (self._key(upload), str(upload["UploadId"]))
-            for page in self._s3.upload_pages(prefix)
-            for upload in page.get("Uploads", ())
-            if str(upload["Key"]).startswith(start)  # not every server honours the prefix
-            and (choose is None or choose(stat_of(self._key(upload), upload, 0)))
-        ]
-        for key, upload_id in chosen:
+        uploads = self._s3.uploads(prefix)
+        chosen = [(stat, upload_id) for stat, upload_id in uploads if choose is None or choose(stat)]
+        for stat, upload_id in chosen:
             with contextlib.suppress(UploadGone):
-                self._s3.abort_upload(key, upload_id, UploadGone)
+                self._s3.abort_upload(stat.key, upload_id, UploadGone)
         return len(chosen)
 
     def raw_requests(self) -> RawRequests:
@@ -182,9 +175,6 @@ class S3ApiStore(Store):
 
     def close(self) -> None:
         self._s3.close()
-
-    def _key(self, entry: Mapping[str, object]) -> str:
-        return str(entry["Key"]).removeprefix(self._s3.prefix)
 
 
 class _RawRequests:
@@ -220,13 +210,7 @@ class _RawRequests:
             self._s3.send_part(key, part, upload_id, number)
 
     def uploads(self, key: str) -> list[str]:
-        name = self._s3.object(key)["Key"]
-        return [
-            str(upload["UploadId"])
-            for page in self._s3.upload_pages(key)
-            for upload in page.get("Uploads", ())
-            if upload["Key"] == name
-        ]
+        return [upload_id for stat, upload_id in self._s3.uploads(check_key(key)) if stat.key == key]
 
     def abort(self, key: str, upload_id: str) -> None:
         self._s3.abort_upload(key, upload_id)

@@ -17,7 +17,7 @@ SDKS = {
     "botocore": "ckpt.backends.s3",
     "ibm_boto3": "ckpt.backends.cos",
     "ibm_botocore": "ckpt.backends.cos",
-    "fsspec": "ckpt.backends.fsspec_connection",
+    "fsspec": "ckpt.backends.fsspec_store",
 }
 PUBLIC_FOLDERS = ("ckpt.trainer_integration", "ckpt.testing")
 PUBLIC_MODULES = (
