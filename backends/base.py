@@ -1,10 +1,8 @@
 """The contract between this library and a storage system.
 
-A store must have seven methods and `capabilities`. The other methods are optional: their defaults
-fit a store without folders, connections or a quota. Everything else is built once on top of them,
-below. The promises of a store are data (`Capabilities`), never an `isinstance` check.
-`ckpt.testing.StoreTests` is the executable form of this page: every store, ours or a third party's,
-runs it.
+Seven methods and `capabilities` are required; the defaults of the others fit a store without
+folders, connections or a quota. Promises are data (`Capabilities`), never an `isinstance` check.
+`ckpt.testing.StoreTests` checks all of it, for our stores and those of third parties.
 """
 
 from __future__ import annotations
@@ -32,40 +30,19 @@ from ckpt.backends.raw_requests import RawRequests
 from ckpt.errors import AlreadyExists, ConfigurationError, IntegrityError, NotFound
 
 __all__ = [
-    "Body",
-    "BodyError",
-    "BytesBody",
-    "Capabilities",
-    "CheckedBody",
-    "ObjectStat",
-    "Part",
-    "PutMode",
-    "Read",
-    "Reads",
-    "Store",
-    "body_errors_unchanged",
-    "check_key",
-    "check_kept",
-    "exists",
-    "fill",
-    "is_key",
-    "open_part",
-    "part_size_bytes",
-    "put_bytes",
-    "read_bytes",
-    "redact_url",
-    "refuse_existing",
-    "remaining",
-    "scrub",
-    "take_options",
-    "transfer_size_bytes",
-]
+    "Capabilities", "ObjectStat", "PutMode", "Store",
+    # for stores: what they get, give and check
+    "Body", "BodyError", "BytesBody", "CheckedBody", "Part", "body_errors_unchanged", "open_part",
+    "Read", "Reads", "fill", "remaining",
+    "check_kept", "is_key", "part_size_bytes", "refuse_existing", "transfer_size_bytes",
+    "redact_url", "scrub", "take_options",
+    # for users of any store
+    "check_key", "exists", "put_bytes", "read_bytes",
+]  # fmt: skip
 
 MIB = 1 << 20
 WRITE_SIZE_BYTES = 8 * MIB
 """How much of a body is opened at a time by stores that write objects from begin to end."""
-
-_IN_FLIGHT_BYTES = 256 * MIB
 
 
 class PutMode(enum.Enum):
@@ -266,7 +243,7 @@ def transfer_size_bytes(threads: int) -> int:
     That is 32 to 64 MiB, and 256 MiB for all together if possible. Each request costs an SDK 2 to 4
     ms of CPU, a tenth of the cost of 32 MiB on the wire.
     """
-    return min(max(_IN_FLIGHT_BYTES // threads, 32 * MIB), 64 * MIB)
+    return min(max(256 * MIB // threads, 32 * MIB), 64 * MIB)
 
 
 def part_size_bytes(nbytes: int, wanted_bytes: int, capabilities: Capabilities) -> int:

@@ -95,21 +95,21 @@ class FsspecStore(Store):
 
     def put(self, key: str, body: Body, *, mode: PutMode = PutMode.OVERWRITE) -> None:
         create = mode is PutMode.CREATE
+        size = part_size_bytes(body.nbytes, WRITE_SIZE_BYTES, self.capabilities)
         with body_errors_unchanged():
             if create:
                 refuse_existing(self, key)
             if self._files.protocol in _S3:
-                self._put_deferred(key, body, create)
+                self._put_deferred(key, body, size, create)
             else:
-                self._put_moved(key, body)
+                self._put_moved(key, body, size)
         with contextlib.suppress(AccessDenied, StorageUnavailable):
             # The put was acknowledged; that nobody may or can look changes nothing.
             self._check_kept(key, key, body)
 
-    def _put_deferred(self, key: str, body: Body, create: bool) -> None:
+    def _put_deferred(self, key: str, body: Body, size: int, create: bool) -> None:
         """Put a file that exists once `commit` has returned, and not if anything fails before."""
         files, path = self._files, self._files.path
-        size = part_size_bytes(body.nbytes, WRITE_SIZE_BYTES, self.capabilities)
         if create and not body.nbytes:
             # s3fs commits an empty file without the condition.
             with files.translated(key, "put"):
@@ -129,9 +129,8 @@ class FsspecStore(Store):
                 file.discard()
             raise
 
-    def _put_moved(self, key: str, body: Body) -> None:
+    def _put_moved(self, key: str, body: Body, size: int) -> None:
         files, path = self._files, self._files.path
-        size = part_size_bytes(body.nbytes, WRITE_SIZE_BYTES, self.capabilities)
         temporary = f"{key}.{secrets.token_hex(8)}.ckpt-tmp"
         try:
             with files.translated(key, "put", settled=True):
@@ -227,13 +226,12 @@ class FsspecStore(Store):
     def _uploads(self, prefix: str) -> Iterator[tuple[ObjectStat, Callable[[], None]]]:
         """List unfinished uploads (their sizes are not known), and how to abort each."""
         files = self._files
-        bucket, _, start = files.root.partition("/")
-        start = posixpath.join(start, prefix) if prefix else f"{start}/" if start else ""
+        bucket = files.root.partition("/")[0]
         for upload in files.fs.list_multipart_uploads(bucket):
-            name, upload_id = upload["Key"], upload["UploadId"]
-            if name.startswith(start):
-                stat = _stat(files.key(f"{bucket}/{name}"), {"size": 0, "mtime": upload.get("Initiated")})
-                yield stat, functools.partial(files.fs.abort_mpu, bucket, name, upload_id)
+            name, path = upload["Key"], f"{bucket}/{upload['Key']}"
+            if path.startswith(f"{files.root}/{prefix}"):
+                stat = _stat(files.key(path), {"size": 0, "mtime": upload.get("Initiated")})
+                yield stat, functools.partial(files.fs.abort_mpu, bucket, name, upload["UploadId"])
 
     def _temporaries(self, prefix: str) -> Iterator[tuple[ObjectStat, Callable[[], None]]]:
         """List temporary files, as the objects that they would become, and how to remove each."""

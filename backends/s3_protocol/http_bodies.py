@@ -106,7 +106,26 @@ class RawBody:
         sock = getattr(getattr(getattr(response, "fp", None), "raw", None), "_sock", None)
         self._socket: socket.socket | None = sock if isinstance(sock, socket.socket) else None
 
-    def readinto(self, view: memoryview, read: Read) -> int:
+    def read_into(self, buffers: Sequence[memoryview], read: Read) -> tuple[int, Exception | None]:
+        """Fill `buffers`; return the number of bytes that came, and the error that ended them."""
+        total = 0
+        try:
+            for buffer in buffers:
+                filled = 0
+                while filled < buffer.nbytes:
+                    # In slices: when a connection breaks, all but the last slice is known to have come.
+                    got = self._read_some(buffer[filled : filled + MIB], read)
+                    if not got:
+                        return total, None
+                    filled += got
+                    total += got
+        except Exception as error:
+            if isinstance(error, http.client.HTTPException | ValueError) or is_connection_error(error):
+                return total, error
+            raise
+        return total, None
+
+    def _read_some(self, view: memoryview, read: Read) -> int:
         if self._response is not None and self._socket is not None:
             with read.filling(functools.partial(_interrupt, self._socket)):
                 return self._response.readinto(view)
@@ -127,23 +146,3 @@ def _interrupt(connection: socket.socket) -> None:
     """End a connection, from another thread: a read that waits for its bytes gets none."""
     with contextlib.suppress(OSError):
         socket.socket.shutdown(connection, socket.SHUT_RDWR)  # below TLS, which would take its leave first
-
-
-def drain(body: RawBody, buffers: Sequence[memoryview], read: Read) -> tuple[int, Exception | None]:
-    """Fill `buffers`; return the number of bytes that came, and the error that ended them."""
-    total = 0
-    try:
-        for buffer in buffers:
-            filled = 0
-            while filled < buffer.nbytes:
-                # In slices: when a connection breaks, all but the last slice is known to have come.
-                got = body.readinto(buffer[filled : filled + MIB], read)
-                if not got:
-                    return total, None
-                filled += got
-                total += got
-    except Exception as error:
-        if isinstance(error, http.client.HTTPException | ValueError) or is_connection_error(error):
-            return total, error
-        raise
-    return total, None

@@ -198,7 +198,6 @@ def etag_of(reply: Mapping[str, Any]) -> str | None:
 
 
 def encode_crc(crc64nvme: int) -> str:
-    """Write a checksum as S3 does."""
     return base64.b64encode(crc64nvme.to_bytes(8, "big")).decode()
 
 

@@ -29,7 +29,6 @@ from ckpt.backends.cancellable_reads import Read, Reads
 from ckpt.backends.options import scrub
 from ckpt.backends.raw_requests import Condition, RawRequests
 from ckpt.backends.s3_protocol.errors import Conflict, NotImplementedByServer, UploadGone, text_of
-from ckpt.backends.s3_protocol.http_bodies import drain
 from ckpt.backends.s3_protocol.multipart import begin_upload, put_in_parts
 from ckpt.backends.s3_protocol.options import MAX_PART_SIZE_BYTES
 from ckpt.backends.s3_protocol.requests import S3Requests, stat_of
@@ -116,7 +115,7 @@ class S3ApiStore(Store):
             read.check()
             body, etag = self._s3.get(key, position, stop, etag)
             try:
-                got, failure = drain(body, pending, read)
+                got, failure = body.read_into(pending, read)
             finally:
                 body.close()
             position += got
