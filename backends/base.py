@@ -12,6 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from ckpt.backends.bodies import (
     Body,
@@ -26,11 +27,10 @@ from ckpt.backends.bodies import (
 )
 from ckpt.backends.cancellable_reads import Read, Reads
 from ckpt.backends.options import redact_url, scrub, take_options
-from ckpt.backends.raw_requests import RawRequests
 from ckpt.errors import AlreadyExists, ConfigurationError, IntegrityError, NotFound
 
 __all__ = [
-    "Capabilities", "ObjectStat", "PutMode", "Store",
+    "Capabilities", "Condition", "ObjectStat", "PutMode", "RawRequests", "Store",
     # for stores: what they get, give and check
     "Body", "BodyError", "BytesBody", "CheckedBody", "Part", "body_errors_unchanged", "open_part",
     "Read", "Reads", "fill", "remaining",
@@ -97,6 +97,46 @@ class ObjectStat:
     size_bytes: int
     version: str | None = None
     modified_at_s: float | None = None
+
+
+class Condition(enum.Enum):
+    """How a server treats "only if absent"."""
+
+    HONOURED = "honoured"
+    REFUSED = "refused"
+    IGNORED = "ignored"
+
+
+class RawRequests(Protocol):
+    """Single requests to a server, for probes; keys are those of the store, errors `ckpt.errors`.
+
+    Nothing is checked before, and nothing replaces a request that is refused.
+    """
+
+    bucket_url: str
+    """Endpoint and bucket: for all keys in it, the server answers alike."""
+
+    def put(self, key: str, body: Body, *, create: bool = False, part_size_bytes: int | None = None) -> bool:
+        """Put an object, in parts if their size is given; False if the server cannot.
+
+        Raises:
+            AlreadyExists: with `create`, if the server says so.
+        """
+
+    def learn(self, condition: Condition | None) -> None:
+        """Have the store act on this measurement from now on; None: it could not be measured."""
+
+    def begin(self, key: str) -> str:
+        """Begin an upload in parts; returns its id."""
+
+    def send_part(self, key: str, upload_id: str, number: int, body: Body) -> None:
+        """Send one part."""
+
+    def uploads(self, key: str) -> list[str]:
+        """List the ids of the unfinished uploads of `key`."""
+
+    def abort(self, key: str, upload_id: str) -> None:
+        """Abort an upload."""
 
 
 class Store(ABC):
@@ -191,7 +231,7 @@ class Store(ABC):
         return 0
 
     def raw_requests(self) -> RawRequests | None:
-        """Return single requests to a server, for probes; None if the operations show all there is."""
+        """Return single requests to the server; None if the operations show all there is."""
         return None
 
     def folders(self, prefix: str = "") -> Iterator[str]:
@@ -313,9 +353,6 @@ def refuse_existing(store: Store, key: str) -> None:
 
 
 def check_kept(kept_bytes: int, sent_bytes: int, *, url: str, key: str) -> None:
-    """Raise IntegrityError unless a store kept all bytes of an object.
-
-    The object stays: under its final name, it may be another writer's.
-    """
+    """Raise IntegrityError unless all bytes were kept. They stay: they may be another writer's."""
     if kept_bytes != sent_bytes:
         raise IntegrityError(f"the store kept {kept_bytes} of {sent_bytes} bytes sent", url=url, key=key)

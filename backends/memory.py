@@ -182,7 +182,7 @@ def _stat(key: str, version: _Version) -> ObjectStat:
 
 
 def _split(url: str) -> tuple[str, str]:
-    """Split `memory://name/prefix` into the name of a place, and a key prefix (empty, or ending in `/`)."""
+    """Split `memory://name/prefix` into name and key prefix (empty, or ending in `/`)."""
     name, _, prefix = url.removeprefix("memory://").strip("/").partition("/")
     if not name:
         raise ConfigurationError(f"{url!r}: write memory://name/prefix")

@@ -16,14 +16,13 @@ _KINDS: tuple[tuple[type, Any, str], ...] = (
     (Mapping, Mapping, "a dict"),
     (object, str, "a str"),
 )
-"""The type of an option's default, the types that the option may have, and their name for people."""
+"""The type of an option's default; the types that it may have, and their name for people."""
 
 
 def redact_url(url: str) -> str:
-    """Make `url` fit for messages and records.
+    """Make `url` fit for messages: no user name and password, for http(s) no query either.
 
-    Without user name and password, and, for http(s), without query and fragment. Elsewhere `?` and
-    `#` are part of a name: `s3://b/a#1` and `s3://b/a` are two places.
+    Elsewhere `?` and `#` are part of a name: `s3://b/a#1` and `s3://b/a` are two places.
     """
     scheme, separator, _ = url.partition("://")
     if not separator:
@@ -43,7 +42,7 @@ def scrub(text: str, secrets: Iterable[str]) -> str:
 
 
 def scrub_error(error: Exception, text: str, secrets: Iterable[str]) -> tuple[str, Exception | None]:
-    """Scrub a text about `error`; also returns `error`, as a cause to show, unless it shows secrets."""
+    """Scrub a text about `error`; return also `error` as its cause, unless that shows secrets."""
     shown = scrub(text, secrets)
     return shown, error if shown == text else None
 

@@ -18,7 +18,7 @@ LOCAL_TYPES = frozenset(
 """File systems of this one kernel: no process lags behind another's writes."""
 
 O_PATH: int = getattr(os, "O_PATH", os.O_RDONLY | os.O_NONBLOCK)
-"""Finds a file without the permission to read it; the substitute does not wait for a pipe at least."""
+"""Finds a file without permission to read it. The substitute at least does not wait for pipes."""
 
 
 def path_of(url: str) -> str:

@@ -57,8 +57,8 @@ _ERRORS: Mapping[type[StorageError], tuple[int, ...]] = {
     StorageFull: (errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
     StorageUnavailable: (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN),
 }
-# A directory may allow making files and forbid looking; and some network and FUSE file systems cannot
-# fsync a directory. Names in it are durable or not, whatever we do.
+# A directory may allow making files and forbid looking; and some file systems cannot fsync a
+# directory. Names in it are durable or not, whatever we do.
 _CANNOT_SYNC = (errno.EACCES, errno.EPERM, errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
@@ -266,10 +266,8 @@ class PosixStore(Store):
         """Raise UnsafeContent unless `real`, a path without links, is inside of the root."""
         if not paths.is_within(real, self._real_root):
             self._real_root = os.path.realpath(self._root)  # may be a link that was turned meanwhile
-            if not paths.is_within(real, self._real_root):
-                raise UnsafeContent(
-                    "is a link that leads out of the checkpoint; refused", url=self.url, key=key
-                )
+        if not paths.is_within(real, self._real_root):
+            raise UnsafeContent("is a link that leads out of the checkpoint; refused", url=self.url, key=key)
 
     @contextlib.contextmanager
     def _translated(self, key: str, action: str, *, settled: bool | None = None) -> Iterator[None]:

@@ -19,13 +19,12 @@ ENTRY_POINT_GROUP = "ckpt.backends"
 StoreFactory = Callable[..., Store]
 """Called as `factory(url, storage_options, threads=...)`."""
 
-_BUILT_IN = {
+_factories: dict[str, StoreFactory | str] = {
     "file": "ckpt.backends.posix:PosixStore",
     "memory": "ckpt.backends.memory:MemoryStore",
     "s3": "ckpt.backends.s3:S3Store",
     "cos": "ckpt.backends.cos:CosStore",
 }
-_registered: dict[str, StoreFactory] = {}
 
 
 def register(scheme: str, factory: StoreFactory) -> None:
@@ -34,7 +33,7 @@ def register(scheme: str, factory: StoreFactory) -> None:
     A package does the same for every process with an entry point of that name in the group
     `ckpt.backends`.
     """
-    _registered[scheme] = factory
+    _factories[scheme] = factory
 
 
 def open_store(
@@ -77,10 +76,9 @@ def default_threads() -> int:
 
 
 def _factory(scheme: str) -> StoreFactory:
-    if scheme in _registered:
-        return _registered[scheme]
-    if scheme in _BUILT_IN:
-        return pkgutil.resolve_name(_BUILT_IN[scheme])  # type: ignore[no-any-return]
+    if scheme in _factories:
+        factory = _factories[scheme]
+        return pkgutil.resolve_name(factory) if isinstance(factory, str) else factory
     for entry_point in entry_points(group=ENTRY_POINT_GROUP, name=scheme):
         return entry_point.load()  # type: ignore[no-any-return]
     from ckpt.backends.fsspec_store import FsspecStore

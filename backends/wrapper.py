@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from ckpt.backends.base import Capabilities, ObjectStat, PutMode, Store
+from ckpt.backends.base import Capabilities, ObjectStat, PutMode, RawRequests, Store
 from ckpt.backends.bodies import Body
 from ckpt.backends.cancellable_reads import Reads
-from ckpt.backends.raw_requests import RawRequests
 from ckpt.errors import CheckpointError
 
 T = TypeVar("T")
@@ -73,10 +72,7 @@ class WrappedStore(Store):
 
 
 class PrefixStore(WrappedStore):
-    """The part of `inner` below `path` (empty: all of it). Errors name keys relative to it.
-
-    It borrows the inner store: closing it does nothing.
-    """
+    """The part of `inner`, borrowed, below `path` (empty: all); errors name keys relative to it."""
 
     def __init__(self, inner: Store, path: str) -> None:
         super().__init__(inner)

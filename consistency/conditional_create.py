@@ -10,9 +10,8 @@ import contextlib
 import logging
 import threading
 
-from ckpt.backends.base import Store
+from ckpt.backends.base import Condition, RawRequests, Store
 from ckpt.backends.bodies import CheckedBody
-from ckpt.backends.raw_requests import Condition, RawRequests
 from ckpt.errors import AlreadyExists, CheckpointError, StorageError, StorageUnavailable
 
 _logger = logging.getLogger(__name__)

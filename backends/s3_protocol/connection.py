@@ -90,12 +90,8 @@ class S3Connection:
             return pool.submit(function, *arguments)
         except RuntimeError as error:
             # Python starts no thread once the main one has ended, though others still run.
-            raise StorageError(
-                f"not sent: {error}; wait for saves before the program or the store ends",
-                url=self.url,
-                key=key,
-                settled=True,
-            ) from error
+            text = f"not sent: {error}; wait for saves before the program or the store ends"
+            raise StorageError(text, url=self.url, key=key, settled=True) from error
 
     def object(self, key: str) -> dict[str, str]:
         """Make the arguments of a request that name the object at `key`."""
@@ -121,7 +117,7 @@ class S3Connection:
         except CheckpointError:
             raise
         except Exception as error:
-            refusal = Refusal.of(error)
+            refusal = Refusal(error)
             signal, kind = refusal.signal(), refusal.kind(conditional=Conflict in signals)
             text = refusal.text if signal in signals else refusal.message(kind, action, self.bucket)
             shown, cause = scrub_error(error, text, self.secrets())

@@ -7,7 +7,7 @@ on one.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from typing import Any
 
 from ckpt.backends.options import redact_url
 from ckpt.errors import AccessDenied, AlreadyExists, NotFound, StorageError, StorageFull, StorageUnavailable
@@ -64,28 +64,22 @@ _CONNECTION_ERROR = re.compile("Connection|Timeout|HTTPClient|SSL|IncompleteRead
 _URL = re.compile(r"https?://[^\s\"'<>]*")
 
 
-@dataclass(frozen=True)
 class Refusal:
     """An SDK's exception; an empty code, status 0 and `retries` None are unknown."""
 
-    error: Exception
-    code: str
-    status: int
-    retries: int | None
-    text: str
-
-    @classmethod
-    def of(cls, error: Exception) -> Refusal:
-        """Read what an SDK's exception says of the server's reply, if there was one."""
-        response = getattr(error, "response", None)
-        if not isinstance(response, dict):
-            return cls(error, "", 0, None, text_of(error))
-        inner = response.get("Error") or {}
-        about = response.get("ResponseMetadata") or {}
-        code = str(inner.get("Code") or "")
-        status = int(about.get("HTTPStatusCode") or 0)
-        text = f"{code or status or type(error).__name__}: {inner.get('Message') or 'no message'}"
-        return cls(error, code, status, about.get("RetryAttempts"), text)
+    def __init__(self, error: Exception) -> None:
+        response: Any = getattr(error, "response", None)
+        is_reply = isinstance(response, dict)
+        reply = response if is_reply else {}
+        inner, about = reply.get("Error") or {}, reply.get("ResponseMetadata") or {}
+        self.error = error
+        self.code = str(inner.get("Code") or "")
+        self.status = int(about.get("HTTPStatusCode") or 0)
+        self.retries: int | None = about.get("RetryAttempts")
+        self.text = text_of(error)
+        if is_reply:
+            kind = self.code or self.status or type(error).__name__
+            self.text = f"{kind}: {inner.get('Message') or 'no message'}"
 
     @property
     def settled(self) -> bool:
@@ -99,7 +93,7 @@ class Refusal:
         return self.status >= 500 or self.status in (408, 429) or self.code in _TRANSIENT
 
     def signal(self) -> type[Signal]:
-        """Choose the signal for callers that act upon this one; `Signal` itself if there is none."""
+        """Choose the signal for callers that act upon this; `Signal` itself if there is none."""
         if self.code == "NoSuchUpload":
             return UploadGone
         if self.code == "MalformedXML":

@@ -82,7 +82,7 @@ class _Pieces:
 
 
 def send_whole_buffers(request: Any, **_: Any) -> None:
-    """Have the body of a request that is about to be sent (and signed already) sent in large pieces.
+    """Have the body of a request that is signed, and about to be sent, sent in large pieces.
 
     The HTTP stack would read it in blocks of 16 KiB, each a system call.
     """
@@ -113,7 +113,7 @@ class RawBody:
             for buffer in buffers:
                 filled = 0
                 while filled < buffer.nbytes:
-                    # In slices: when a connection breaks, all but the last slice is known to have come.
+                    # In slices: if the connection breaks, all but the last one surely came.
                     got = self._read_some(buffer[filled : filled + MIB], read)
                     if not got:
                         return total, None

@@ -8,9 +8,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ckpt.backends.base import ObjectStat
+from ckpt.backends.base import Condition, ObjectStat
 from ckpt.backends.bodies import Part
-from ckpt.backends.raw_requests import Condition
 from ckpt.backends.s3_protocol.connection import S3Connection
 from ckpt.backends.s3_protocol.errors import (
     Conflict,
@@ -125,7 +124,7 @@ class S3Requests(S3Connection):
             yield from self.client.get_paginator(operation).paginate(**arguments)
 
     def get(self, key: str, start: int, stop: int, etag: str) -> tuple[RawBody, str]:
-        """Get bytes `[start, stop)` of the object with this ETag (empty: any); return the ETag too."""
+        """Get bytes `[start, stop)` of the object with this ETag (empty: any), and its ETag."""
         where: dict[str, Any] = {"url": self.url, "key": key, "start": start, "stop": stop}
         # A weak ETag never matches a condition.
         condition = {"IfMatch": etag} if etag and not etag.startswith("W/") else {}

@@ -16,8 +16,10 @@ from concurrent.futures import wait
 from ckpt.backends.base import (
     MIB,
     Capabilities,
+    Condition,
     ObjectStat,
     PutMode,
+    RawRequests,
     Store,
     check_key,
     is_key,
@@ -27,7 +29,6 @@ from ckpt.backends.base import (
 from ckpt.backends.bodies import Body, remaining
 from ckpt.backends.cancellable_reads import Read, Reads
 from ckpt.backends.options import scrub
-from ckpt.backends.raw_requests import Condition, RawRequests
 from ckpt.backends.s3_protocol.errors import Conflict, NotImplementedByServer, UploadGone, text_of
 from ckpt.backends.s3_protocol.multipart import begin_upload, put_in_parts
 from ckpt.backends.s3_protocol.options import MAX_PART_SIZE_BYTES
@@ -48,6 +49,10 @@ class S3ApiStore(Store):
         self._reads = Reads()
 
     @property
+    def reads(self) -> Reads:
+        return self._reads
+
+    @property
     def capabilities(self) -> Capabilities:
         return Capabilities(
             conditional_create=self._s3.condition is Condition.HONOURED,
@@ -60,10 +65,6 @@ class S3ApiStore(Store):
         )
 
     @property
-    def reads(self) -> Reads:
-        return self._reads
-
-    @property
     def retries(self) -> int:
         return self._s3.retries
 
@@ -71,12 +72,12 @@ class S3ApiStore(Store):
         create, s3 = mode is PutMode.CREATE, self._s3
         size = part_size_bytes(body.nbytes, s3.options["part_size_bytes"], self.capabilities)
         if create and not (s3.condition is Condition.HONOURED and body.nbytes <= size):
-            # The condition is sent all the same, but a server may ignore it, or do so for parts only.
+            # The condition is sent all the same, but some servers ignore it, at least for parts.
             refuse_existing(self, key)
         try:
             self._put(key, body, size, create and s3.condition is not Condition.REFUSED)
         except NotImplementedByServer:
-            # No conditional requests here: look, then write. Not atomic, and the capabilities say so.
+            # Then look, and write without. Not atomic, and the capabilities say so.
             s3.condition = Condition.REFUSED
             refuse_existing(self, key)
             self._put(key, body, size, create=False)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
 from ckpt.backends.base import Store, exists, is_key
-from ckpt.backends.wrapper import PrefixStore
 from ckpt.backends.registry import open_store
+from ckpt.backends.wrapper import PrefixStore
 from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY
 from ckpt.conversion.checkpoint_source import CheckpointSource
 from ckpt.conversion.safetensors_source import SUFFIXES, SafetensorsSource, find_model

@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from ckpt.backends.base import ObjectStat, PutMode, Store
+from ckpt.backends.base import Condition, ObjectStat, PutMode, RawRequests, Store
 from ckpt.backends.bodies import Body, Part
-from ckpt.backends.raw_requests import Condition, RawRequests
 from ckpt.backends.wrapper import WrappedStore
 from ckpt.consistency import environment
 from ckpt.errors import StorageError, StorageUnavailable

@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
-from ckpt.backends.base import MIB, transfer_size_bytes
+from ckpt.backends.base import MIB, Condition, RawRequests, transfer_size_bytes
 from ckpt.backends.bodies import CheckedBody, Part
-from ckpt.backends.raw_requests import Condition, RawRequests
 from ckpt.consistency.conditional_create import measure_condition
 from ckpt.consistency.probes.examine import Finding, Subject, Verdict
 from ckpt.errors import AccessDenied, NotFound, StorageError, StorageUnavailable

@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 
 from ckpt.backends import memory
-from ckpt.backends.base import Store, put_bytes
+from ckpt.backends.base import RawRequests, Store, put_bytes
 from ckpt.backends.bodies import BytesBody
 from ckpt.backends.cancellable_reads import Reads
 from ckpt.backends.memory import MemoryStore
 from ckpt.backends.posix import PosixStore
-from ckpt.backends.raw_requests import RawRequests
 from ckpt.backends.wrapper import PrefixStore, WrappedStore
 from ckpt.errors import StorageError, StorageUnavailable
 from ckpt.ranks.deadline_store import DeadlineStore

@@ -63,7 +63,7 @@ def simulated_storage(world: World) -> Iterator[None]:
         with environment.replaced(world):
             yield
     finally:
-        registry._registered.pop("simulated")
+        registry._factories.pop("simulated")
 
 
 @contextlib.contextmanager

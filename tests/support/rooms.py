@@ -34,12 +34,7 @@ class Room:
     uses: tuple[str, ...]
 
 
-_CONTRACT = (
-    "ckpt.backends.base",
-    "ckpt.backends.bodies",
-    "ckpt.backends.options",
-    "ckpt.backends.raw_requests",
-)
+_CONTRACT = ("ckpt.backends.base", "ckpt.backends.bodies", "ckpt.backends.options")
 _FLOOR = ("ckpt.errors", "ckpt.gc_pause", "ckpt.torch_private", "ckpt.consistency", *_CONTRACT)
 _REGISTRY = "ckpt.backends.registry"
 

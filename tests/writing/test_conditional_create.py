@@ -13,9 +13,8 @@ from support.ranks import run_ranks
 from support.strict_s3 import Request, StrictS3
 
 import ckpt
-from ckpt.backends.base import PutMode, Store, put_bytes, read_bytes
+from ckpt.backends.base import Condition, PutMode, Store, put_bytes, read_bytes
 from ckpt.backends.bodies import BytesBody
-from ckpt.backends.raw_requests import Condition
 from ckpt.backends.registry import open_store
 from ckpt.consistency import conditional_create
 from ckpt.consistency.conditional_create import learn_condition, measure_condition
