@@ -157,8 +157,6 @@ class Store(ABC):
     directory: str | None = None
     """The root as a path of this machine, if it is one."""
 
-    # -- required ------------------------------------------------------------------------------
-
     @property
     @abstractmethod
     def capabilities(self) -> Capabilities: ...
@@ -217,8 +215,6 @@ class Store(ABC):
         it was begun or last written to, if known. Those it answers False for stay. Without it, all
         are aborted.
         """
-
-    # -- optional ------------------------------------------------------------------------------
 
     @property
     def reads(self) -> Reads | None:

@@ -105,7 +105,7 @@ class FsspecStore(Store):
                 self._put_moved(key, body, size)
         with contextlib.suppress(AccessDenied, StorageUnavailable):
             # The put was acknowledged; that nobody may or can look changes nothing.
-            self._check_kept(key, key, body)
+            check_kept(self.stat(key).size_bytes, body.nbytes, url=self.url, key=key)
 
     def _put_deferred(self, key: str, body: Body, size: int, create: bool) -> None:
         """Put a file that exists once `commit` has returned, and not if anything fails before."""
@@ -136,16 +136,13 @@ class FsspecStore(Store):
             with files.translated(key, "put", settled=True):
                 with files.open_new(path(temporary), size) as file:
                     _write(file, body, size)
-                self._check_kept(temporary, key, body)
+                check_kept(self.stat(temporary).size_bytes, body.nbytes, url=self.url, key=key)
             with files.translated(key, "put"):
                 files.move(path(temporary), path(key))
         except BaseException:
             with contextlib.suppress(Exception), files.turn:
                 files.fs.rm_file(path(temporary))
             raise
-
-    def _check_kept(self, name: str, key: str, body: Body) -> None:
-        check_kept(self.stat(name).size_bytes, body.nbytes, url=self.url, key=key)
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
         stop = offset + sum(buffer.nbytes for buffer in buffers)

@@ -57,8 +57,7 @@ def open_store(
     text = os.fspath(url) if isinstance(url, str | os.PathLike) else None
     if not isinstance(text, str) or not text:
         raise ConfigurationError(f"a checkpoint's place is a path or URL in a str, not {url!r}")
-    if threads is None:
-        threads = default_threads()
+    threads = default_threads() if threads is None else threads
     if storage_options is not None and not isinstance(storage_options, Mapping):
         raise ConfigurationError(f"storage_options must be a dict, not a {type(storage_options).__name__}")
     if not isinstance(threads, int) or threads < 1:
