@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -200,12 +201,9 @@ class _Chunks:
     def metadata(self) -> Metadata:
         """Describe everything that all ranks write, as DCP does."""
         described: dict[str, STORAGE_TYPES] = {}
-        for tensor in self._selection.tensors:
+        for tensor, chunks in itertools.groupby(self._all, key=lambda chunk: chunk.tensor):
             properties = TensorProperties(dtype=tensor.facts.dtype, requires_grad=tensor.facts.requires_grad)
-            described[tensor.name] = TensorStorageMetadata(properties, torch.Size(tensor.facts.shape), [])
-        for chunk in self._all:
-            stored = described[chunk.tensor.name]
-            assert isinstance(stored, TensorStorageMetadata)
-            stored.chunks.append(ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)))
+            boxes = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in chunks]
+            described[tensor.name] = TensorStorageMetadata(properties, torch.Size(tensor.facts.shape), boxes)
         described |= {chosen.name: BytesStorageMetadata() for chosen in self._selection.objects}
         return Metadata(described, planner_data=self._selection.paths)

@@ -92,7 +92,7 @@ def open_source(endpoint: Endpoint) -> TensorSource:
     folder, key, stat = location.folder, location.key, location.stat
     threads = endpoint.stack.enter_context(thread_pool(folder.threads, "ckpt-read"))
     if key is None or stat is None:
-        return _open_folder(folder, threads) or _open_checkpoint(endpoint)
+        return _open_folder(endpoint, folder, threads)
     head = bytearray(min(stat.size_bytes, len(_ZIP)))
     folder.read_into(key, 0, [memoryview(head)])
     if key.endswith(SUFFIXES):
@@ -104,27 +104,21 @@ def open_source(endpoint: Endpoint) -> TensorSource:
     )
 
 
-def _open_folder(folder: Store, threads: Executor) -> TensorSource | None:
-    """Open the model in a folder; None if there is a checkpoint, or nothing."""
-    if any(exists(folder, key) for key in (COMMIT_KEY, STOCK_METADATA_KEY)) or is_rank_local(folder):
-        return None
-    key = find_model(folder)
-    if key is not None:
-        return SafetensorsSource(Location(folder), key, threads)
-    with contextlib.suppress(NotFound):
-        return TorchFileSource(folder, folder.stat(_OLD_WEIGHTS), threads, has_folder=True)
-    if exists(folder, f"{_OLD_WEIGHTS}.index.json"):
-        raise FormatError(
-            "is an old model in several pickles; load it with transformers, and save it with save_pretrained",
-            url=folder.url,
-        )
-    return None
-
-
-def _open_checkpoint(endpoint: Endpoint) -> CheckpointSource:
-    """Open a checkpoint; where nothing is, the error says best what is missing."""
-    opened = OpenCheckpoint(endpoint.url, endpoint.options, guard=endpoint.guard)
-    return CheckpointSource(endpoint.stack.enter_context(opened))
+def _open_folder(endpoint: Endpoint, folder: Store, threads: Executor) -> TensorSource:
+    if not any(exists(folder, key) for key in (COMMIT_KEY, STOCK_METADATA_KEY)) and not is_rank_local(folder):
+        key = find_model(folder)
+        if key is not None:
+            return SafetensorsSource(Location(folder), key, threads)
+        with contextlib.suppress(NotFound):
+            return TorchFileSource(folder, folder.stat(_OLD_WEIGHTS), threads, has_folder=True)
+        if exists(folder, f"{_OLD_WEIGHTS}.index.json"):
+            raise FormatError(
+                "is an old model in several pickles; load it with transformers, and save it with save_pretrained",
+                url=folder.url,
+            )
+    # Where nothing is, this says best what is missing.
+    checkpoint = OpenCheckpoint(endpoint.url, endpoint.options, guard=endpoint.guard)
+    return CheckpointSource(endpoint.stack.enter_context(checkpoint))
 
 
 def open_destination(endpoint: Endpoint, to: str | None, source: TensorSource) -> tuple[Location, Format]:

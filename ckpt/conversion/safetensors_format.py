@@ -80,6 +80,8 @@ def _stored_tensor(name: str, described: Any, data_start: int) -> StoredTensor:
         raise ValueError(f"{name[:200]!r} has impossible data_offsets")
     if places[1] - places[0] != math.prod(shape) * DTYPES[dtype].itemsize:
         raise ValueError(f"{name[:200]!r} has data_offsets that do not fit its shape and dtype")
+    if math.prod(n or 1 for n in shape) >= 1 << 62:  # an empty tensor, but its strides overflow
+        raise ValueError(f"{name[:200]!r} has an impossible shape")
     return StoredTensor.row_major(data_start + places[0], DTYPES[dtype], shape)
 
 

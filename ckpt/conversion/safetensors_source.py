@@ -31,7 +31,7 @@ class SafetensorsSource(FileSource):
     def __init__(self, location: Location, key: str, threads: Executor) -> None:
         store = location.folder
         stats, index = _stats(store, key)
-        super().__init__(location, stats, threads, format="safetensors", has_folder=location.key is None)
+        super().__init__("safetensors", location, stats, threads, has_folder=location.key is None)
         headers = in_order(threads, self._header, stats, ahead=_FILES_AT_ONCE)
         for file, header in zip(stats, headers, strict=True):
             for name, stored in header.items():

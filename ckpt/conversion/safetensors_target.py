@@ -31,8 +31,7 @@ class SafetensorsTarget(FileTarget):
     def __post_init__(self) -> None:
         self._drop()
         tensors, key = self.selection.tensors, self.destination.key
-        shards = _shards(tensors, self.max_shard_bytes) if key is None else [tensors]
-        self._shards = dict(zip(_names(len(shards)) if key is None else [key], shards, strict=True))
+        self._shards = _shards(tensors, self.max_shard_bytes) if key is None else {key: tensors}
         files = [(name, self._body(shard)) for name, shard in self._shards.items()]
         shares = pack([body.nbytes for _, body in files], self.ranks.size)
         self._own = dict(files[number] for number in shares[self.ranks.rank])
@@ -108,8 +107,8 @@ class SafetensorsTarget(FileTarget):
             self.put_bytes(_INDEX, encode_index(files, self.selection.nbytes, elements))
 
 
-def _shards(tensors: Sequence[ChosenTensor], max_bytes: int) -> list[list[ChosenTensor]]:
-    """Assign tensors to files: in order, as many as fit."""
+def _shards(tensors: Sequence[ChosenTensor], max_bytes: int) -> dict[str, list[ChosenTensor]]:
+    """Assign tensors to files, by their names: in order, as many as fit."""
     shards: list[list[ChosenTensor]] = [[]]
     size = 0
     for tensor in tensors:
@@ -118,13 +117,9 @@ def _shards(tensors: Sequence[ChosenTensor], max_bytes: int) -> list[list[Chosen
             size = 0
         shards[-1].append(tensor)
         size += tensor.nbytes
-    return shards
-
-
-def _names(count: int) -> list[str]:
-    if count == 1:
-        return [_SINGLE]
-    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    if len(shards) == 1:
+        return {_SINGLE: shards[0]}
+    return {f"model-{n:05d}-of-{len(shards):05d}.safetensors": shard for n, shard in enumerate(shards, 1)}
 
 
 def _with_dtype(data: bytearray, dtype: torch.dtype | None) -> bytearray | bytes:

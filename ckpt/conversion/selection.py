@@ -136,10 +136,16 @@ def _is_wanted(name: str, rules: Rules) -> bool:
 
 
 def _new_names(names: Iterable[str], rules: Sequence[tuple[str, str]]) -> dict[str, str]:
-    patterns = [(_compiled(pattern), new) for pattern, new in rules]
+    for pattern, _ in rules:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ConfigurationError(
+                f"--rename: {pattern!r} is not a valid regular expression: {error}"
+            ) from None
     taken: dict[str, str] = {}
     for name in names:
-        new = _renamed(name, patterns)
+        new = _renamed(name, rules)
         if taken.setdefault(new, name) != name:
             raise ConfigurationError(
                 f"{taken[new][:200]!r} and {name[:200]!r} would both be named {new[:200]!r}; change --rename"
@@ -147,24 +153,13 @@ def _new_names(names: Iterable[str], rules: Sequence[tuple[str, str]]) -> dict[s
     return {name: new for new, name in taken.items()}
 
 
-def _compiled(pattern: str) -> re.Pattern[str]:
-    try:
-        return re.compile(pattern)
-    except re.error as error:
-        raise ConfigurationError(
-            f"--rename: {pattern!r} is not a valid regular expression: {error}"
-        ) from None
-
-
-def _renamed(name: str, patterns: Iterable[tuple[re.Pattern[str], str]]) -> str:
+def _renamed(name: str, rules: Sequence[tuple[str, str]]) -> str:
     new = name
-    for pattern, replacement in patterns:
+    for pattern, replacement in rules:
         try:
-            new = pattern.sub(replacement, new)
+            new = re.sub(pattern, replacement, new)
         except (re.error, IndexError) as error:
-            raise ConfigurationError(
-                f"--rename: {replacement!r} does not fit {pattern.pattern!r}: {error}"
-            ) from None
+            raise ConfigurationError(f"--rename: {replacement!r} does not fit {pattern!r}: {error}") from None
     if not new:
         raise ConfigurationError(f"--rename leaves no name for {name[:200]!r}")
     try:

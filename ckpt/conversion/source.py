@@ -171,11 +171,10 @@ class FileSource(TensorSource):
 
     def __init__(
         self,
+        format: str,
         location: Location,
         files: Mapping[str, ObjectStat],
         threads: Executor,
-        *,
-        format: str,
         has_folder: bool,
     ) -> None:
         facts = sorted((stat.key, stat.size_bytes, stat.version or "") for stat in files.values())

@@ -38,7 +38,7 @@ class TorchFileSource(FileSource):
         self, folder: Store, stat: ObjectStat, threads: Executor, *, has_folder: bool = False
     ) -> None:
         location = Location(folder, stat.key)
-        super().__init__(location, {stat.key: stat}, threads, format="torch", has_folder=has_folder)
+        super().__init__("torch", location, {stat.key: stat}, threads, has_folder)
         self._key, self._size_bytes = stat.key, stat.size_bytes
         self._lazy: dict[str, tuple[bool, bool]] = {}  # is_conj, is_neg
         self._refused: dict[str, str] = {}
@@ -57,7 +57,10 @@ class TorchFileSource(FileSource):
             raise
 
     def _load(self) -> dict[str, Any]:
-        file = PagedFile(self._read_at, self._size_bytes, max_bytes=_MAX_FRAME_BYTES)
+        def read_at(offset: int, buffer: memoryview) -> None:
+            self._store.read_into(self._key, offset, [buffer])
+
+        file = PagedFile(read_at, self._size_bytes, max_bytes=_MAX_FRAME_BYTES)
         try:
             state = load_fake(file, self._threads)
         except pickle.UnpicklingError as error:
@@ -75,9 +78,6 @@ class TorchFileSource(FileSource):
         if isinstance(state, dict):
             return state
         raise FormatError(f"holds a {type(state).__name__}, not a dict with a model's state")
-
-    def _read_at(self, offset: int, buffer: memoryview) -> None:
-        self._store.read_into(self._key, offset, [buffer])
 
     def _add_all(self, state: dict[str, Any]) -> None:
         try:

@@ -16,7 +16,7 @@ from ckpt.conversion.selection import ChosenTensor
 from ckpt.conversion.target import FileTarget, Written, end_to_end
 from ckpt.errors import ConfigurationError, FormatError
 from ckpt.format.planner_data import check_planner_data
-from ckpt.stock.item_frame import save_without_crc32, untouched_memory
+from ckpt.stock.item_frame import save_without_crc32, tensor_over, untouched_memory
 from ckpt.torch_private import unflatten_state_dict
 from ckpt.transfer.file_body import BytesPayload, Payload
 
@@ -77,19 +77,14 @@ class _FrameWriter:
     def __init__(self, tensors: Sequence[ChosenTensor]) -> None:
         self._sizes = [tensor.nbytes for tensor in tensors]
         span = _STEP_BYTES * len(self._sizes)
-        memory = untouched_memory(max(self._sizes, default=0) + span + 1)
+        memory = memoryview(untouched_memory(max(self._sizes, default=0) + span + 1))
         self._begin = np.frombuffer(memory, dtype=np.uint8).__array_interface__["data"][0]
         self._end = self._begin + span
         self.tensors: dict[str, Any] = {}
         for number, chosen in enumerate(tensors):
-            dtype, shape = chosen.facts.dtype, torch.Size(chosen.facts.shape)
-            if chosen.nbytes:
-                flat = torch.frombuffer(
-                    memory, dtype=torch.uint8, count=chosen.nbytes, offset=_STEP_BYTES * number
-                )
-                self.tensors[chosen.name] = flat.view(dtype).view(shape)
-            else:
-                self.tensors[chosen.name] = torch.empty(shape, dtype=dtype, device="cpu")
+            begin = _STEP_BYTES * number
+            own, shape = memory[begin : begin + chosen.nbytes], torch.Size(chosen.facts.shape)
+            self.tensors[chosen.name] = tensor_over(own, chosen.facts.dtype, shape)
         self._parts: list[int | bytearray] = [bytearray()]
 
     def write(self, data: bytes | memoryview) -> int:

@@ -41,7 +41,7 @@ def frame(dtype: torch.dtype, shape: torch.Size) -> Frame:
     payload_bytes = math.prod(shape) * dtype.itemsize
     pattern = bytes([_MARK]) * payload_bytes if payload_bytes <= _SMALL_BYTES else None
     memory = untouched_memory(payload_bytes) if pattern is None else bytearray(pattern)
-    tensor = _tensor_over(memory, dtype, shape)
+    tensor = tensor_over(memory, dtype, shape)
     sink = _Sink(payload_bytes, pattern)
     try:
         save_without_crc32(tensor, sink)
@@ -58,7 +58,10 @@ def untouched_memory(nbytes: int) -> mmap.mmap:
     return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
 
 
-def _tensor_over(memory: bytearray | mmap.mmap, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+def tensor_over(
+    memory: bytearray | mmap.mmap | memoryview, dtype: torch.dtype, shape: torch.Size
+) -> torch.Tensor:
+    """Make a tensor over memory, which nobody touches."""
     # Not `torch.empty`, which obeys torch's global default device and its filling of new memory.
     if len(memory) == 0:
         return torch.empty(shape, dtype=dtype, device="cpu")

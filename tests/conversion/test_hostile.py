@@ -54,6 +54,10 @@ HEADERS: dict[str, tuple[bytes, str]] = {
         "data_offsets that do not fit its shape and dtype",
     ),
     "shape beyond": (file_of({"a": entry(shape=[1 << 70])}), "impossible shape"),
+    "shape of nothing": (
+        file_of({"a": entry(shape=[0, 1 << 61, 1 << 61], places=[0, 0])}, b""),
+        "impossible shape",
+    ),
     "negative shape": (file_of({"a": entry(shape=[-2])}), "impossible shape"),
     "bool shape": (file_of({"a": entry(shape=[True])}), "impossible shape"),
     "float shape": (file_of({"a": entry(shape=[2.0])}), "impossible shape"),
