@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckpt.cli.common import Json, Output, StorageOptions, Url, command, parse_storage_options, shown
+from ckpt.cli.options import Json, StorageOptions, Url, parse_storage_options
+from ckpt.cli.output import Output, command, shown
 
 if TYPE_CHECKING:
     from ckpt.reading.slices import OpenCheckpoint
@@ -83,7 +84,7 @@ def _show_tensor(output: Output, checkpoint: OpenCheckpoint, name: str, stats: b
     else:
         import numpy as np
 
-        array = tensor_values.as_numpy(tensor_values.read(checkpoint, selection))
+        array = tensor_values.read(checkpoint, selection)
         facts["values"] = _for_json(array.tolist())
         text = np.array2string(array, threshold=_MAX_VALUES + 1, max_line_width=100)
         lines = [title, *text.split("\n")]

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckpt.cli.common import (
+import ckpt
+from ckpt.cli.options import (
     DestinationOptions,
     Json,
-    Output,
     SourceOptions,
     Threads,
-    command,
-    count,
     parse_quantity,
     parse_storage_options,
-    shown,
-    sigterm_as_ctrl_c,
-    size,
 )
+from ckpt.cli.output import Output, command, count, shown, sigterm_as_ctrl_c, size
 from ckpt.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -48,7 +44,6 @@ _Source = Annotated[
         metavar="SRC", help="A checkpoint, a torch.save file, a safetensors file or a model folder."
     ),
 ]
-_Destination = Annotated[str, typer.Argument(metavar="DST", help="Where the result goes.")]
 _To = Annotated[
     str | None,
     typer.Option(
@@ -93,7 +88,7 @@ _Overwrite = Annotated[
 
 def convert(
     source: _Source,
-    destination: _Destination,
+    destination: Annotated[str, typer.Argument(metavar="DST", help="Where the result goes.")],
     to: _To = None,
     dtype: _Dtype = None,
     include: _Include = None,
@@ -119,10 +114,8 @@ def convert(
         sigterm_as_ctrl_c(),
         _process_group(),
     ):
-        from ckpt.conversion.convert import convert as run
-
-        with output.progress("converting") if is_first else _no_progress() as progress:
-            converted = run(
+        with output.progress("converting", visible=is_first) as progress:
+            converted = ckpt.convert(
                 source,
                 destination,
                 to=to,  # type: ignore[arg-type]
@@ -182,8 +175,3 @@ def _process_group() -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-
-
-@contextlib.contextmanager
-def _no_progress() -> Iterator[Callable[[int, int], None]]:
-    yield lambda done, total: None

@@ -6,17 +6,9 @@ from typing import Annotated
 
 import typer
 
-from ckpt.cli.common import (
-    DestinationOptions,
-    Json,
-    SourceOptions,
-    Threads,
-    command,
-    count,
-    parse_storage_options,
-    shown,
-    size,
-)
+import ckpt
+from ckpt.cli.options import DestinationOptions, Json, SourceOptions, Threads, parse_storage_options
+from ckpt.cli.output import command, count, shown, size
 
 
 def cp(
@@ -37,10 +29,8 @@ def cp(
     """
     interrupted = "Nothing is visible at DST; the same command goes on where this one stopped."
     with command(json, if_interrupted=interrupted) as output:
-        from ckpt.tools.copy import copy
-
         with output.progress("copying") as progress:
-            done = copy(
+            done = ckpt.copy(
                 source,
                 destination,
                 storage_options=parse_storage_options(storage_options),

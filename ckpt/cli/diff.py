@@ -8,18 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckpt.cli.common import (
-    EXIT_PROBLEM,
-    Json,
-    Output,
-    command,
-    count,
-    parse_storage_options,
-    shown,
-    size,
-    storage_options_of,
-    table,
-)
+import ckpt
+from ckpt.cli.options import Json, parse_storage_options, storage_options_of
+from ckpt.cli.output import EXIT_PROBLEM, Output, command, count, shown, size, table
 
 if TYPE_CHECKING:
     from ckpt.tools.diff import Comparison, Difference
@@ -44,11 +35,9 @@ def diff(
     checksums show that tensors are equal, without reading them. Exit code 1 if anything differs.
     """
     with command(json) as output:
-        from ckpt.tools.diff import diff as compare
-
         options, b_options = parse_storage_options(storage_options), parse_storage_options(b_storage_options)
         with output.progress("comparing") as progress:
-            result = compare(a, b, storage_options=options, b_storage_options=b_options, progress=progress)
+            result = ckpt.diff(a, b, storage_options=options, b_storage_options=b_options, progress=progress)
         if output.as_json:
             facts = dataclasses.asdict(result)
             for difference in facts["differences"]:

@@ -10,19 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckpt.cli.common import (
-    EXIT_PROBLEM,
-    EXIT_STORAGE,
-    Json,
-    Output,
-    StorageOptions,
-    command,
-    parse_storage_options,
-    shown,
-    sigterm_as_ctrl_c,
-    storage_options_of,
-    table,
-)
+import ckpt
+from ckpt.cli.options import Json, StorageOptions, parse_storage_options, storage_options_of
+from ckpt.cli.output import EXIT_PROBLEM, EXIT_STORAGE, Output, command, shown, sigterm_as_ctrl_c, table
 
 if TYPE_CHECKING:
     from ckpt.tools.doctor import Diagnosis
@@ -70,10 +60,8 @@ def doctor(
     """
     interrupted = "The folder that doctor wrote was removed, as far as the storage allowed."
     with command(json, if_interrupted=interrupted) as output:
-        from ckpt.tools.doctor import doctor as examine
-
         with sigterm_as_ctrl_c(), _status() as progress:
-            diagnosis = examine(
+            diagnosis = ckpt.doctor(
                 url,
                 second_url,
                 storage_options=parse_storage_options(storage_options),

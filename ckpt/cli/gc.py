@@ -7,21 +7,9 @@ from typing import Annotated
 
 import typer
 
-from ckpt.cli.common import (
-    Depth,
-    DryRun,
-    Json,
-    Root,
-    StorageOptions,
-    age,
-    command,
-    count,
-    parse_quantity,
-    parse_storage_options,
-    shown,
-    size,
-    table,
-)
+import ckpt
+from ckpt.cli.options import Depth, DryRun, Json, Root, StorageOptions, parse_quantity, parse_storage_options
+from ckpt.cli.output import age, command, count, shown, size, table
 
 _UNITS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 
@@ -44,9 +32,7 @@ def gc(
     save takes.
     """
     with command(json, if_interrupted="Checkpoints were not touched; run it again to go on.") as output:
-        from ckpt.tools.gc import collect_garbage
-
-        garbage = collect_garbage(
+        garbage = ckpt.collect_garbage(
             root,
             storage_options=parse_storage_options(storage_options),
             grace_s=parse_quantity("--grace", grace, _UNITS, "90s, 30m, 24h or 7d"),

@@ -9,18 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckpt.cli.common import (
-    Json,
-    Output,
-    StorageOptions,
-    Url,
-    command,
-    count,
-    parse_storage_options,
-    shown,
-    size,
-    table,
-)
+import ckpt
+from ckpt.cli.options import Json, StorageOptions, Url, parse_storage_options
+from ckpt.cli.output import Output, command, count, shown, size, table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -51,9 +42,7 @@ def inspect(
     the checkpoint.
     """
     with command(json) as output:
-        from ckpt.tools.inspect import inspect as read_records
-
-        inspection = read_records(url, storage_options=parse_storage_options(storage_options))
+        inspection = ckpt.inspect(url, storage_options=parse_storage_options(storage_options))
         chosen = None
         if tensor is not None:
             chosen = [info for fqn, info in inspection.tensors.items() if fnmatchcase(fqn, tensor)]

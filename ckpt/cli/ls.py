@@ -5,19 +5,9 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from ckpt.cli.common import (
-    Depth,
-    Json,
-    Output,
-    Root,
-    StorageOptions,
-    age,
-    command,
-    parse_storage_options,
-    shown,
-    size,
-    table,
-)
+import ckpt
+from ckpt.cli.options import Depth, Json, Root, StorageOptions, parse_storage_options
+from ckpt.cli.output import Output, age, command, shown, size, table
 
 if TYPE_CHECKING:
     from ckpt.tools.ls import ListedCheckpoint
@@ -32,10 +22,8 @@ def ls(root: Root, depth: Depth = 3, storage_options: StorageOptions = None, jso
     checkpoint.
     """
     with command(json) as output:
-        from ckpt.tools.ls import list_checkpoints
-
         options = parse_storage_options(storage_options)
-        checkpoints = list_checkpoints(root, storage_options=options, depth=depth)
+        checkpoints = ckpt.list_checkpoints(root, storage_options=options, depth=depth)
         if output.as_json:
             output.json(
                 {"root": _root_url(checkpoints, root), "checkpoints": [vars(each) for each in checkpoints]}

@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-from ckpt.cli.common import (
-    DryRun,
-    Json,
-    StorageOptions,
-    Url,
-    command,
-    count,
-    parse_storage_options,
-    shown,
-    size,
-)
+import ckpt
+from ckpt.cli.options import DryRun, Json, StorageOptions, Url, parse_storage_options
+from ckpt.cli.output import command, count, shown, size
 
 
 def rm(url: Url, dry_run: DryRun = False, storage_options: StorageOptions = None, json: Json = False) -> None:
@@ -22,9 +14,7 @@ def rm(url: Url, dry_run: DryRun = False, storage_options: StorageOptions = None
     """
     interrupted = "If the removal had begun, the checkpoint is gone; `ckpt gc` removes what is left of it."
     with command(json, if_interrupted=interrupted) as output:
-        from ckpt.tools.remove import remove
-
-        removed = remove(url, storage_options=parse_storage_options(storage_options), dry_run=dry_run)
+        removed = ckpt.remove(url, storage_options=parse_storage_options(storage_options), dry_run=dry_run)
         if output.as_json:
             output.json({**vars(removed), "dry_run": dry_run})
             return

@@ -7,17 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckpt.cli.common import (
-    EXIT_PROBLEM,
-    Json,
-    Output,
-    StorageOptions,
-    command,
-    parse_storage_options,
-    shown,
-    size,
-    table,
-)
+import ckpt
+from ckpt.cli.options import Json, StorageOptions, parse_storage_options
+from ckpt.cli.output import EXIT_PROBLEM, Output, command, shown, size, table
 
 if TYPE_CHECKING:
     from ckpt.acceptance.roundtrip import PhaseResult, Roundtrip
@@ -37,17 +29,13 @@ _Model = Annotated[
         "gpt-175b or gpt-1t.",
     ),
 ]
-_WorldSize = Annotated[int, typer.Option(min=1, metavar="N", help="Number of ranks that save.")]
 _LoadWorldSize = Annotated[
     int | None,
     typer.Option(min=1, metavar="N", help="Number of ranks that load; by default half of those that save."),
 ]
-_Dtype = Annotated[str, typer.Option(metavar="DTYPE", help="bf16, fp16, fp32, fp64 or fp8.")]
-_Optimizer = Annotated[str, typer.Option(metavar="NAME", help="none or adamw.")]
 _Mesh = Annotated[
     str, typer.Option(metavar="MESH", help="Sharding for the save: fsdp, hsdp, hsdp2xfsdp4, tp2xfsdp4, ...")
 ]
-_LoadMesh = Annotated[str, typer.Option(metavar="MESH", help="Sharding for the load.")]
 _Processes = Annotated[
     int | None,
     typer.Option(
@@ -64,24 +52,22 @@ _Phase = Annotated[
         help="both; save, which keeps the checkpoint; load, of a kept one; or plan, which writes nothing.",
     ),
 ]
-_Keep = Annotated[bool, typer.Option("--keep", help="Keep the checkpoint.")]
-_Seed = Annotated[int, typer.Option(metavar="N", help="Seed of the values.")]
 
 
 def roundtrip(
     url: _Place,
     model: _Model = "t5-small",
-    world_size: _WorldSize = 8,
+    world_size: Annotated[int, typer.Option(min=1, metavar="N", help="Number of ranks that save.")] = 8,
     load_world_size: _LoadWorldSize = None,
-    dtype: _Dtype = "bf16",
-    optimizer: _Optimizer = "none",
+    dtype: Annotated[str, typer.Option(metavar="DTYPE", help="bf16, fp16, fp32, fp64 or fp8.")] = "bf16",
+    optimizer: Annotated[str, typer.Option(metavar="NAME", help="none or adamw.")] = "none",
     mesh: _Mesh = "fsdp",
-    load_mesh: _LoadMesh = "fsdp",
+    load_mesh: Annotated[str, typer.Option(metavar="MESH", help="Sharding for the load.")] = "fsdp",
     processes: _Processes = None,
     threads: _RankThreads = None,
     phase: _Phase = "both",
-    keep: _Keep = False,
-    seed: _Seed = 0,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the checkpoint.")] = False,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the values.")] = 0,
     storage_options: StorageOptions = None,
     json: Json = False,
 ) -> None:
@@ -93,8 +79,6 @@ def roundtrip(
     """
     interrupted = "What the interrupted save wrote was removed; the same command starts over."
     with command(json, if_interrupted=interrupted) as output:
-        from ckpt.acceptance.roundtrip import roundtrip as run
-
         options = parse_storage_options(storage_options)
         with output.progress("saving and loading") as bar:
             done = {"saving": 0, "loading": 0}
@@ -103,7 +87,7 @@ def roundtrip(
                 done[phase_name] = moved
                 bar(sum(done.values()), total * (2 if phase == "both" else 1))
 
-            result = run(
+            result = ckpt.roundtrip(
                 url, model, world_size=world_size, load_world_size=load_world_size, dtype=dtype, optimizer=optimizer,
                 mesh=mesh, load_mesh=load_mesh, storage_options=options, processes=processes, threads=threads,
                 phase=phase, keep=keep, seed=seed, progress=progress,

@@ -8,21 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckpt.cli.common import (
-    EXIT_PROBLEM,
-    Json,
-    Output,
-    StorageOptions,
-    Threads,
-    Url,
-    age,
-    command,
-    count,
-    parse_storage_options,
-    shown,
-    size,
-    table,
-)
+import ckpt
+from ckpt.cli.options import Json, StorageOptions, Threads, Url, parse_storage_options
+from ckpt.cli.output import EXIT_PROBLEM, Output, age, command, count, shown, size, table
 
 if TYPE_CHECKING:
     from ckpt.tools.findings import Damage, Stray, Verification
@@ -46,11 +34,11 @@ def verify(
     files. Changes nothing.
     """
     with command(json, if_interrupted="Nothing was changed; verify starts over.") as output:
-        from ckpt.tools.verify import verify as check
-
         options = parse_storage_options(storage_options)
         with output.progress("verifying") as progress:
-            result = check(url, storage_options=options, quick=quick, threads=threads, progress=progress)
+            result = ckpt.verify(
+                url, storage_options=options, quick=quick, threads=threads, progress=progress
+            )
         if output.as_json:
             output.json({**dataclasses.asdict(result), "ok": result.ok})
         else:

@@ -157,9 +157,9 @@ ROOMS: Mapping[str, Room] = {
     "ckpt.cli": Room(
         "the ckpt command, one file a verb",
         (
+            "ckpt",
             "ckpt.errors",
             "ckpt.backends.options",
-            "ckpt.backends.registry",
             "ckpt.format",
             "ckpt.reading",
             "ckpt.tools",

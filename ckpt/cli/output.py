@@ -1,4 +1,4 @@
-"""Share options, output, progress and exit codes between all commands."""
+"""Print what commands find, draw progress, and turn errors into exit codes."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import contextlib
 import functools
 import json
 import os
-import re
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
@@ -32,80 +31,6 @@ EXIT_INTERRUPTED = 130
 
 _WIDE = 1 << 16
 """Columns of an output that is not a terminal: nothing is cut or wrapped."""
-
-
-def storage_options_of(storage: str, name: str = "--storage-options") -> Any:
-    """Declare the option for the storage options of one argument."""
-    text = f"Option of {storage}. Repeat it, or give a JSON object."
-    return typer.Option(name, metavar="KEY=VALUE|JSON", help=text)
-
-
-Url = Annotated[
-    str, typer.Argument(metavar="URL", help="The checkpoint: a path, s3://bucket/key or another URL.")
-]
-Root = Annotated[str, typer.Argument(metavar="ROOT", help="A folder of checkpoints: a path or URL.")]
-Depth = Annotated[
-    int, typer.Option("--depth", metavar="N", min=0, max=8, help="Levels of folders below ROOT to search.")
-]
-Threads = Annotated[
-    int | None,
-    typer.Option(
-        "--threads", metavar="N", min=1, help="Parallel transfers; by default twice the cores, 4 to 16."
-    ),
-]
-StorageOptions = Annotated[list[str] | None, storage_options_of("the storage")]
-SourceOptions = Annotated[
-    list[str] | None, storage_options_of("SRC's storage, and of DST's unless it has its own")
-]
-DestinationOptions = Annotated[list[str] | None, storage_options_of("DST's storage", "--dst-storage-options")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be removed, and remove nothing.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object; docs/cli.md lists its fields.")]
-
-
-def parse_storage_options(given: Sequence[str] | None) -> dict[str, Any] | None:
-    """Merge options written as `KEY=VALUE` or JSON objects; None if there are none.
-
-    The last one wins. A value that is JSON is decoded (`true`, `8388608`); any other value stays a
-    str.
-
-    Raises:
-        ConfigurationError: an option is neither. The message shows no value, as it may be a secret.
-    """
-    if not given:
-        return None
-    options: dict[str, Any] = {}
-    for text in given:
-        if text.lstrip().startswith("{"):
-            decoded = _json_or_none(text)
-            if not isinstance(decoded, dict):
-                raise ConfigurationError("--storage-options: this JSON object is not valid")
-            options |= decoded
-            continue
-        name, separator, value = text.partition("=")
-        if not separator or not name:
-            raise ConfigurationError("--storage-options: write KEY=VALUE or a JSON object")
-        decoded = _json_or_none(value)
-        options[name] = value if decoded is None and value != "null" else decoded
-    return options
-
-
-def _json_or_none(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-
-
-def parse_quantity(option: str, text: str, units: Mapping[str, float], examples: str) -> float:
-    """Parse a number with a unit.
-
-    Raises:
-        ConfigurationError: it is not a number, or its unit is not one of `units` (in lower case).
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
-    if match is None or match[2] not in units:
-        raise ConfigurationError(f"{option}: {text!r} is not understood; write {examples}")
-    return float(match[1]) * units[match[2]]
 
 
 def shown(text: object) -> str:
@@ -180,12 +105,12 @@ class Output:
             self.print(f"... and {number:,} more; --json shows them")
 
     @contextlib.contextmanager
-    def progress(self, action: str) -> Iterator[Callable[[int, int], None]]:
+    def progress(self, action: str, *, visible: bool = True) -> Iterator[Callable[[int, int], None]]:
         """Draw a bar on standard error, if that is a terminal.
 
         Yields a function to call with the bytes done so far and those in all.
         """
-        if not sys.stderr.isatty():
+        if not (visible and sys.stderr.isatty()):
             yield lambda done, total: None
             return
         from rich import progress as bars
