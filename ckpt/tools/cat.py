@@ -101,9 +101,10 @@ def _span(part: str, limit: int) -> tuple[int, int]:
     return start, max(start, stop)
 
 
-def read(checkpoint: OpenCheckpoint, selection: Selection) -> torch.Tensor:
+def read(checkpoint: OpenCheckpoint, selection: Selection) -> npt.NDArray[Any]:
     """Read the values of a slice into memory."""
-    return checkpoint.read(selection.name, selection.offsets, selection.lengths).reshape(selection.shape)
+    values = checkpoint.read(selection.name, selection.offsets, selection.lengths)
+    return as_numpy(values).reshape(selection.shape)
 
 
 def _regions(checkpoint: OpenCheckpoint, selection: Selection) -> Iterator[tuple[Box, npt.NDArray[Any]]]:
@@ -180,31 +181,16 @@ def write_npy(checkpoint: OpenCheckpoint, selection: Selection, path: str) -> No
             with open(temporary, "xb") as file:
                 np.save(file, np.empty(selection.shape, dtype=dtype))
         else:
-            target = np.lib.format.open_memmap(
-                temporary, mode="w+", dtype=dtype, shape=selection.lengths or (1,)
-            )
+            target = np.lib.format.open_memmap(temporary, mode="w+", dtype=dtype, shape=selection.shape)
+            # With the dropped dimensions, of length 1.
+            values_of = target.reshape(selection.lengths)
             for (begin, end), values in _regions(checkpoint, selection):
-                target[tuple(slice(a, b) for a, b in zip(begin, end, strict=True)) or ...] = values
+                values_of[tuple(slice(a, b) for a, b in zip(begin, end, strict=True))] = values
             target.flush()
-            del target
-            _set_shape(temporary, dtype, selection.shape)
+            del target, values_of
         os.replace(temporary, path)
     except OSError as error:
         raise ConfigurationError(f"cannot write {path!r}: {error.strerror or error}") from error
     finally:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
-
-
-def _set_shape(path: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
-    """Rewrite the header without the dropped dimensions; padding keeps its size."""
-    with open(path, "r+b") as file:
-        version = np.lib.format.read_magic(file)
-        assert version == (1, 0)
-        np.lib.format.read_array_header_1_0(file)
-        before = file.tell()
-        file.seek(0)
-        np.lib.format.write_array_header_1_0(
-            file, {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
-        )
-        assert file.tell() == before

@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -100,6 +101,9 @@ def diff(
         return _Comparing(first, second, progress or no_report).run()
 
 
+_Entry = TensorColumns | ObjectRow
+
+
 class _Comparing:
     """Compare `a` and `b`."""
 
@@ -108,61 +112,60 @@ class _Comparing:
         self._result = Comparison(a.store.url, b.store.url)
 
     def run(self) -> Comparison:
-        names, b_names = self._a.names, set(self._b.names)
-        both = [name for name in names if name in b_names]
-        add = self._result.differences.append
-        for name in names:
-            if name not in b_names:
-                add(Difference(name, "only_a", a=_described(self._a.find(name)[3])))
-        for name in sorted(b_names - set(names)):
-            add(Difference(name, "only_b", b=_described(self._b.find(name)[3])))
-        total = sum(_nbytes(self._a.find(name)[3]) for name in both)
-        done = 0
+        a, b = ({name: each.find(name)[3] for name in each.names} for each in (self._a, self._b))
+        differences = self._result.differences
+        differences += [Difference(name, "only_a", a=_described(a[name])) for name in a if name not in b]
+        differences += [
+            Difference(name, "only_b", b=_described(b[name])) for name in sorted(b.keys() - a.keys())
+        ]
+        both = [name for name in a if name in b]
+        done, total = 0, sum(_nbytes(a[name]) for name in both)
         for name in both:
-            difference = self._compare(name)
+            difference = self._compare(name, a[name], b[name])
             if difference is not None:
-                add(difference)
-            done += _nbytes(self._a.find(name)[3])
+                differences.append(difference)
+            done += _nbytes(a[name])
             self._progress(done, total)
         return self._result
 
-    def _compare(self, name: str) -> Difference | None:
-        a, b = self._a.find(name)[3], self._b.find(name)[3]
-        words: dict[str, Any] = {"a": _described(a), "b": _described(b)}
+    def _compare(self, name: str, a: _Entry, b: _Entry) -> Difference | None:
+        difference = partial(Difference, name, a=_described(a), b=_described(b))
         if isinstance(a, ObjectRow) or isinstance(b, ObjectRow):
             if not (isinstance(a, ObjectRow) and isinstance(b, ObjectRow)):
-                return Difference(name, "kind", **words)
+                return difference(kind="kind")
             self._result.objects += 1
-            return None if self._same_object(name) else Difference(name, "object", **words)
+            return None if self._same_object(name, a, b) else difference(kind="object")
         self._result.tensors += 1
         if a.size != b.size:
-            return Difference(name, "shape", **words)
-        if a.dtype == b.dtype and self._same_checksums(name, a, b):
-            self._result.equal_by_checksum += 1
+            return difference(kind="shape")
+        same_chunks = np.array_equal(a.offsets, b.offsets) and np.array_equal(a.sizes, b.sizes)
+        if a.dtype == b.dtype and same_chunks and self._same_checksums(name, a, b):
             return None
-        if is_quantized(a.dtype) or is_quantized(b.dtype):
-            return None if self._same_stored(name, a, b) else Difference(name, "values", **words)
+        if is_quantized(a.dtype) or is_quantized(b.dtype):  # values without scales cannot be compared
+            return None if same_chunks and self._same_bytes(name, a, b) else difference(kind="values")
         numbers = self._compare_values(name, a)
         if a.dtype != b.dtype:
-            return Difference(name, "dtype", **words, **numbers)
-        return Difference(name, "values", **words, **numbers) if numbers["differing"] else None
+            return difference(kind="dtype", **vars(numbers))
+        return difference(kind="values", **vars(numbers)) if numbers.differing else None
 
-    # -- without reading -------------------------------------------------------------------------------
+    def _same_object(self, name: str, a: ObjectRow, b: ObjectRow) -> bool:
+        if self._same_checksums(name, a, b) or self._same_bytes(name, a, b):
+            return True
+        try:
+            return _pickled(self._a.read_object(name)) == _pickled(self._b.read_object(name))
+        except (UnsafeContent, FormatError):
+            return False  # their bytes differ, and they cannot be loaded
 
-    def _same_checksums(self, name: str, a: TensorColumns, b: TensorColumns) -> bool:
-        if not _same_chunks(a, b):
-            return False
-        rows = range(len(a.file))
-        return self._same_items(name, [_item(a, row) for row in rows], [_item(b, row) for row in rows])
-
-    def _same_items(self, name: str, a: list[tuple[int, int, int]], b: list[tuple[int, int, int]]) -> bool:
-        """Tell whether items (file, offset, length) are equal by the checksums of their blocks."""
+    def _same_checksums(self, name: str, a: _Entry, b: _Entry) -> bool:
+        """Tell whether all stored items are equal by the checksums of their blocks, without reading."""
         items = []
-        for checkpoint, stored in ((self._a, a), (self._b, b)):
+        for checkpoint, entry in ((self._a, a), (self._b, b)):
             part, columns, _, _ = checkpoint.find(name)
             if part.commit is None:
                 return False
-            infos = [StorageInfo(columns.files[file], offset, length) for file, offset, length in stored]
+            infos = [
+                StorageInfo(columns.files[item.file], item.offset, item.length) for item in _items(entry)
+            ]
             part.prepare(infos, checkpoint.threads)
             items.append([(part.file(info), info) for info in infos])
         for (a_file, a_info), (b_file, b_info) in zip(*items, strict=True):
@@ -176,93 +179,72 @@ class _Comparing:
             count = (a_info.offset + a_info.length - 1) // size - a_first + 1 if a_info.length else 0
             if list(a_crcs[a_first : a_first + count]) != list(b_crcs[b_first : b_first + count]):
                 return False
+        self._result.equal_by_checksum += 1
         return True
 
-    # -- by reading ------------------------------------------------------------------------------------
-
-    def _same_object(self, name: str) -> bool:
-        a, b = self._a.find(name)[3], self._b.find(name)[3]
-        assert isinstance(a, ObjectRow)
-        assert isinstance(b, ObjectRow)
-        if self._same_items(name, [(a.file, a.offset, a.length)], [(b.file, b.offset, b.length)]):
-            self._result.equal_by_checksum += 1
-            return True
-        if self._same_bytes(name, a, b):
-            return True
-        try:
-            return _pickled(self._a.read_object(name)) == _pickled(self._b.read_object(name))
-        except (UnsafeContent, FormatError):
-            return False  # their bytes differ, and they cannot be loaded
-
-    def _same_stored(self, name: str, a: TensorColumns, b: TensorColumns) -> bool:
-        """Tell whether two tensors are stored as the same bytes; their values cannot be compared."""
-        return _same_chunks(a, b) and all(
-            self._same_bytes(name, ObjectRow(*_item(a, row)), ObjectRow(*_item(b, row)))
-            for row in range(len(a.file))
-        )
-
-    def _same_bytes(self, name: str, a: ObjectRow, b: ObjectRow) -> bool:
-        if a.length != b.length:
-            return False
-        stored = [(c.store, c.find(name)[1].files[row.file], row) for c, row in ((self._a, a), (self._b, b))]
-        for start in range(0, a.length, _STEP_BYTES):
-            parts = []
-            for store, file, row in stored:
-                part = bytearray(min(_STEP_BYTES, row.length - start))
-                store.read_into(file, row.offset + start, [memoryview(part)])
-                parts.append(part)
-            if parts[0] != parts[1]:
+    def _same_bytes(self, name: str, a: _Entry, b: _Entry) -> bool:
+        """Tell whether all stored items are the same bytes."""
+        a_files, b_files = self._a.find(name)[1].files, self._b.find(name)[1].files
+        for a_item, b_item in zip(_items(a), _items(b), strict=True):
+            if a_item.length != b_item.length:
                 return False
+            for start in range(0, a_item.length, _STEP_BYTES):
+                a_part, b_part = (bytearray(min(_STEP_BYTES, a_item.length - start)) for _ in range(2))
+                self._a.store.read_into(a_files[a_item.file], a_item.offset + start, [memoryview(a_part)])
+                self._b.store.read_into(b_files[b_item.file], b_item.offset + start, [memoryview(b_part)])
+                if a_part != b_part:
+                    return False
         return True
 
-    def _compare_values(self, name: str, a: TensorColumns) -> dict[str, Any]:
-        differing = nan = 0
-        max_abs = max_rel = 0.0
-        covered = 0
+    def _compare_values(self, name: str, a: TensorColumns) -> _Numbers:
+        numbers, covered = _Numbers(), 0
         for begin, end in boxes_of(a, [0] * len(a.size), a.size, _MAX_ELEMENTS):
             lengths = [stop - start for start, stop in zip(begin, end, strict=True)]
             values, b_values = (c.read(name, begin, lengths) for c in (self._a, self._b))
             self._result.read_bytes += values.numel() * values.element_size()
             covered += values.numel()
-            if values.dtype == b_values.dtype and _same_bits(values, b_values):
-                continue
-            count, nans, absolute, relative = _compare_arrays(as_numpy(values), as_numpy(b_values))
-            differing, nan = differing + count, nan + nans
-            max_abs, max_rel = max(max_abs, absolute), max(max_rel, relative)
+            if values.dtype != b_values.dtype or not _same_bits(values, b_values):
+                numbers.add(as_numpy(values), as_numpy(b_values))
         if covered != math.prod(a.size):
             raise FormatError(f"{name[:200]!r}: its chunks do not cover it", url=self._a.store.url)
-        return {"differing": differing, "max_abs": max_abs, "max_rel": max_rel, "nan": nan}
+        return numbers
 
 
-def _compare_arrays(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> tuple[int, int, float, float]:
-    """Count elements that differ, and that are NaN in one only; find the largest differences."""
-    with np.errstate(all="ignore"):
-        if a.dtype.kind in "fc" or b.dtype.kind in "fc":
-            wide = np.complex128 if "c" in (a.dtype.kind, b.dtype.kind) else np.float64
-            a, b = a.astype(wide), b.astype(wide)
-            nan_a, nan_b = np.isnan(a), np.isnan(b)
-            different = (a != b) & ~(nan_a & nan_b)
-            nans = int((nan_a != nan_b).sum())
-        else:
-            different, nans = a != b, 0
-        a, b = a[different], b[different]
-        if a.dtype.kind in "biu":
-            a, b = a.astype(np.float64), b.astype(np.float64)
-        finite = np.isfinite(a) & np.isfinite(b)
-        a, b = a[finite], b[finite]
-        if not a.size:
-            return int(different.sum()), nans, 0.0, 0.0
-        distance = np.abs(a - b)
-        relative = distance / np.maximum(np.abs(a), np.abs(b))
-        return int(different.sum()), nans, float(distance.max()), float(np.nanmax(relative))
+@dataclass
+class _Numbers:
+    """The fields of a `Difference` that tell how much values differ."""
+
+    differing: int = 0
+    max_abs: float = 0.0
+    max_rel: float = 0.0
+    nan: int = 0
+
+    def add(self, a: npt.NDArray[Any], b: npt.NDArray[Any]) -> None:
+        """Compare two arrays of the same shape."""
+        with np.errstate(all="ignore"):
+            if a.dtype.kind in "fc" or b.dtype.kind in "fc":
+                wide = np.complex128 if "c" in (a.dtype.kind, b.dtype.kind) else np.float64
+                a, b = a.astype(wide), b.astype(wide)
+                nan_a, nan_b = np.isnan(a), np.isnan(b)
+                different = (a != b) & ~(nan_a & nan_b)
+                self.nan += int((nan_a != nan_b).sum())
+            else:
+                different = a != b
+            self.differing += int(different.sum())
+            a, b = a[different], b[different]
+            if a.dtype.kind in "biu":
+                a, b = a.astype(np.float64), b.astype(np.float64)
+            finite = np.isfinite(a) & np.isfinite(b)
+            a, b = a[finite], b[finite]
+            if a.size:
+                distance = np.abs(a - b)
+                relative = distance / np.maximum(np.abs(a), np.abs(b))
+                self.max_abs = max(self.max_abs, float(distance.max()))
+                self.max_rel = max(self.max_rel, float(np.nanmax(relative)))
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
-
-
-def _same_chunks(a: TensorColumns, b: TensorColumns) -> bool:
-    return np.array_equal(a.offsets, b.offsets) and np.array_equal(a.sizes, b.sizes)
 
 
 def _pickled(value: Any) -> bytes:
@@ -271,17 +253,21 @@ def _pickled(value: Any) -> bytes:
     return file.getvalue()
 
 
-def _item(columns: TensorColumns, row: int) -> tuple[int, int, int]:
-    return int(columns.file[row]), int(columns.offset[row]), int(columns.length[row])
+def _items(entry: _Entry) -> list[ObjectRow]:
+    """List the places of an entry's stored items."""
+    if isinstance(entry, ObjectRow):
+        return [entry]
+    rows = zip(entry.file.tolist(), entry.offset.tolist(), entry.length.tolist(), strict=True)
+    return [ObjectRow(*row) for row in rows]
 
 
-def _described(entry: TensorColumns | ObjectRow) -> str:
+def _described(entry: _Entry) -> str:
     if isinstance(entry, ObjectRow):
         return f"object of {entry.length} bytes"
     return f"{dtype_name(entry.dtype)} {tuple(entry.size)}"
 
 
-def _nbytes(entry: TensorColumns | ObjectRow) -> int:
+def _nbytes(entry: _Entry) -> int:
     if isinstance(entry, ObjectRow):
         return entry.length
     return math.prod(entry.size) * entry.dtype.itemsize
