@@ -8,10 +8,12 @@ files are read, and kept if they are right.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import os
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -31,23 +33,18 @@ from ckpt.errors import (
     CommitConflict,
     ConfigurationError,
     FormatError,
+    IntegrityError,
     NotFound,
     StorageError,
 )
-from ckpt.format.columns import Columns, columns_of
+from ckpt.format.columns import columns_of
 from ckpt.format.names import ObjectName, data_key, manifest_key, rank_directory
-from ckpt.format.records import (
-    FORMAT_VERSION,
-    ManifestRef,
-    RankManifest,
-    decode_manifest,
-    encode,
-    read_commit,
-)
-from ckpt.reading.checkpoint import Checkpoint, ReadSettings, open_checkpoint, open_parts, read_listed
-from ckpt.tools.findings import Damage
-from ckpt.tools.gc import DEFAULT_GRACE_S
-from ckpt.tools.record_checks import IndexedItems, items_by_file
+from ckpt.format.records import FORMAT_VERSION, ManifestRef, RankManifest, encode, read_commit
+from ckpt.reading.checkpoint import Checkpoint, ReadSettings, open_checkpoint, open_parts
+from ckpt.tools.copy_stock import copy_stock
+from ckpt.tools.findings import Copied, Damage
+from ckpt.tools.gc import DEFAULT_GRACE_S, stems_of
+from ckpt.tools.record_checks import IndexedItems, items_by_file, read_manifest
 from ckpt.transfer.buffer_pool import StagingPool
 from ckpt.transfer.fetcher import StoredFile
 from ckpt.transfer.relay_bodies import RunReader, VerifiedBody
@@ -61,26 +58,6 @@ _FILES_AT_ONCE = 4
 _MAX_LEFTOVERS = 1 << 22
 _MAX_LEFTOVER_AGE_S = DEFAULT_GRACE_S / 2
 """Older objects are not used: `ckpt gc` could remove them before the commit."""
-
-
-@dataclass
-class Copied:
-    """The result of `ckpt.copy`.
-
-    Attributes:
-        already_there: the destination already held the same checkpoint; nothing was sent.
-        sent_files, sent_bytes: data files that were sent.
-        kept_files, kept_bytes: data files that an interrupted copy had left, and that were right.
-    """
-
-    source: str
-    destination: str
-    format: str
-    already_there: bool = False
-    sent_files: int = 0
-    sent_bytes: int = 0
-    kept_files: int = 0
-    kept_bytes: int = 0
 
 
 def copy(
@@ -113,29 +90,16 @@ def copy(
         StorageError: a storage refused, or could not be reached.
     """
     options = storage_options if destination_options is None else destination_options
-    from_store = open_store(source, storage_options, threads=threads)
-    try:
-        to_store = open_store(destination, options, threads=threads)
-        try:
-            if from_store.url == to_store.url:
-                raise ConfigurationError("source and destination are the same place", url=to_store.url)
-            return _copy(from_store, to_store, overwrite, progress or no_report)
-        finally:
-            to_store.close()
-    finally:
-        from_store.close()
-
-
-def _copy(source: Store, destination: Store, overwrite: bool, progress: ReportBytes) -> Copied:
-    parts = open_parts(source, ReadSettings())
-    if parts[0].commit is None:
-        from ckpt.tools.copy_stock import copy_stock
-
-        facts = copy_stock(source, destination, parts, progress)
-        return Copied(source.url, destination.url, "stock", **facts)
-    done = Copied(source.url, destination.url, "ckpt-storage")
-    _CheckpointCopy(source, destination, parts[0], overwrite, progress, done).run()
-    return done
+    with (
+        contextlib.closing(open_store(source, storage_options, threads=threads)) as from_store,
+        contextlib.closing(open_store(destination, options, threads=threads)) as to_store,
+    ):
+        if from_store.url == to_store.url:
+            raise ConfigurationError("source and destination are the same place", url=to_store.url)
+        parts = open_parts(from_store, ReadSettings())
+        if parts[0].commit is None:
+            return copy_stock(from_store, to_store, parts, progress or no_report)
+        return _CheckpointCopy(from_store, to_store, parts[0], progress or no_report).run(overwrite)
 
 
 @dataclass
@@ -167,47 +131,36 @@ class _RankCopy:
         return encode(msgspec.structs.replace(self.manifest, **facts))
 
 
-@dataclass
-class _FileCopy:
-    rank: _RankCopy
-    number: int
+_FileCopy = tuple[_RankCopy, int]
+"""A data file to send: its rank and number."""
 
-
-_MANIFEST = -1
-_Leftovers = dict[int, dict[str, dict[int, int]]]
-"""Objects of interrupted copies: by rank and token, their numbers (`_MANIFEST` too) and sizes."""
+_Leftovers = dict[int, dict[str, dict[int | None, int]]]
+"""Sizes of the objects of interrupted copies: by rank, token and number (None: the manifest)."""
 
 
 class _CheckpointCopy:
     def __init__(
-        self,
-        source: Store,
-        destination: Store,
-        checkpoint: Checkpoint,
-        overwrite: bool,
-        progress: ReportBytes,
-        done: Copied,
+        self, source: Store, destination: Store, checkpoint: Checkpoint, progress: ReportBytes
     ) -> None:
         assert checkpoint.stored_commit is not None
-        self._from, self._to, self._checkpoint = source, destination, checkpoint
+        self._from, self._to, self._checkpoint, self._progress = source, destination, checkpoint, progress
         self._stored_commit = checkpoint.stored_commit
         self._commit = self._stored_commit.record
-        self._overwrite, self._progress, self._done = overwrite, progress, done
+        self._done = Copied(source.url, destination.url, "ckpt-storage")
         self._pool = StagingPool(_BUDGET_BYTES)
+        self._reader = RunReader(destination, self._pool)
         self._stop = threading.Event()
-        self._source_columns = columns_of(checkpoint.metadata, url=source.url)
-        self._indexed = IndexedItems(self._source_columns)
-        self._objects = SaveObjects()
+        self._indexed = IndexedItems(columns_of(checkpoint.metadata, url=source.url))
         self._paths: dict[str, str] = {}
         self._refs: list[ManifestRef] = []
-        self._reader = RunReader(destination, self._pool)
 
-    def run(self) -> None:
-        if not self._overwrite and self._is_there():
+    def run(self, overwrite: bool) -> Copied:
+        if not overwrite and self._is_there():
             self._done.already_there = True
-            return
-        coordinator = Coordinator(self._to, self._objects)
-        coordinator.look(overwrite=self._overwrite)
+            return self._done
+        objects = SaveObjects()
+        coordinator = Coordinator(self._to, objects)
+        coordinator.look(overwrite=overwrite)
         leftovers = self._find_leftovers()
         self._to.prepare(rank_directory(0))
         parallel = self._to.capabilities.parallel_parts
@@ -216,38 +169,32 @@ class _CheckpointCopy:
             files = self._files(leftovers)
             for file in in_order(threads, self._send, files, ahead=2 * at_once, stop=self._stop):
                 self._count(file)
-        columns = self._columns()
-        record = msgspec.structs.replace(
-            self._commit, version=FORMAT_VERSION, manifests=self._refs, metadata=msgspec.UNSET
-        )
+        self._refuse(self._indexed.left_over())
+        manifests = sorted(self._refs, key=lambda ref: ref.rank)
+        facts = {"version": FORMAT_VERSION, "manifests": manifests, "metadata": msgspec.UNSET}
+        columns = self._indexed.columns
+        renamed = [self._paths[path] for path in columns.files]
         try:
-            coordinator.commit_columns(columns, record)
+            coordinator.commit_columns(
+                dataclasses.replace(columns, files=renamed, save_id=objects.token),
+                msgspec.structs.replace(self._commit, **facts),
+            )
         except CheckpointError as error:
             if proves_no_commit(error):
-                self._objects.discard(self._to)  # the index; data files serve the next attempt
+                objects.discard(self._to)  # the index; data files serve the next attempt
             raise
+        return self._done
 
     # -- the source ------------------------------------------------------------------------------------
 
-    def _manifest(self, ref: ManifestRef) -> RankManifest:
-        data = read_listed(self._from, ReadSettings(), ref, self._stored_commit)
-        return decode_manifest(data, url=self._from.url, key=ref.path)
-
     def _manifests(self) -> Iterator[tuple[ManifestRef, RankManifest]]:
-        at_once = min(4, self._from.threads)
+        at_once, refs = min(4, self._from.threads), self._commit.manifests
+
+        def read(ref: ManifestRef) -> RankManifest:
+            return read_manifest(self._from, ReadSettings(), ref, self._stored_commit)
+
         with workers(at_once, "ckpt-manifest") as threads:
-            refs = self._commit.manifests
-            yield from zip(refs, in_order(threads, self._manifest, refs, ahead=at_once), strict=True)
-
-    def _columns(self) -> Columns:
-        """Make the source's index with the new names."""
-        self._refuse(self._indexed.left_over())
-        files = [self._paths[path] for path in self._source_columns.files]
-        return dataclasses.replace(self._source_columns, files=files, save_id=self._objects.token)
-
-    def _compare(self, manifest: RankManifest) -> None:
-        for file, items in zip(manifest.files, items_by_file(manifest), strict=True):
-            self._refuse(self._indexed.compare(file.path, items))
+            yield from zip(refs, in_order(threads, read, refs, ahead=at_once), strict=True)
 
     def _refuse(self, damages: Iterable[Damage]) -> None:
         """Raise FormatError if the index and a manifest disagree, as in a copy they would too."""
@@ -269,62 +216,59 @@ class _CheckpointCopy:
         if [ref.rank for ref in ours.manifests] != [ref.rank for ref in theirs.manifests]:
             return False
         for (_, manifest), ref in zip(self._manifests(), theirs.manifests, strict=True):
-            data = read_listed(self._to, ReadSettings(), ref, existing.stored_commit)
-            if _content(manifest) != _content(decode_manifest(data, url=self._to.url, key=ref.path)):
+            theirs_manifest = read_manifest(self._to, ReadSettings(), ref, existing.stored_commit)
+            if _content(manifest) != _content(theirs_manifest):
                 return False
         return True
 
     def _find_leftovers(self) -> _Leftovers:
         """List the objects of interrupted copies. Objects that it misses are sent again."""
         commit = read_commit(self._to)
-        refs = [] if commit is None else commit.record.refs
-        used = {name.token for ref in refs if (name := ObjectName.parse(ref.path)) is not None}
-        leftovers: _Leftovers = {}
+        used = stems_of(None if commit is None else commit.record)
+        leftovers: _Leftovers = defaultdict(lambda: defaultdict(dict))
         for stat in itertools.islice(self._to.list("rank-"), _MAX_LEFTOVERS):
             name = ObjectName.parse(stat.key)
             age_s = 0.0 if stat.modified_at_s is None else environment.now() - stat.modified_at_s
-            if name is None or name.token in used or age_s >= _MAX_LEFTOVER_AGE_S:
+            if name is None or name.stem in used or age_s >= _MAX_LEFTOVER_AGE_S:
                 continue
             if name.kind in ("distcp", "json"):
-                number = _MANIFEST if name.number is None else name.number
-                leftovers.setdefault(name.rank, {}).setdefault(name.token, {})[number] = stat.size_bytes
+                leftovers[name.rank][name.token][name.number] = stat.size_bytes
         return leftovers
 
     def _files(self, leftovers: _Leftovers) -> Iterator[_FileCopy]:
         """Yield the files to send, lazily. `_count` puts a manifest after the rank's last file."""
         with workers(self._to.threads, "ckpt-check") as threads:
             for ref, manifest in self._manifests():
-                self._compare(manifest)
+                for file, items in zip(manifest.files, items_by_file(manifest), strict=True):
+                    self._refuse(self._indexed.compare(file.path, items))
                 rank = self._rank(ref, manifest, leftovers.get(ref.rank, {}), threads)
                 for number, file in enumerate(manifest.files):
                     self._paths[file.path] = rank.key(number)
                     if number in rank.kept:
-                        self._done.kept_files += 1
-                        self._done.kept_bytes += file.size_bytes
+                        self._done.count(file.size_bytes, sent=False)
                 missing = [number for number in range(len(manifest.files)) if number not in rank.kept]
                 rank.missing = len(missing)
                 if not missing:
                     self._put_manifest(rank)
                 for number in missing:
-                    yield _FileCopy(rank, number)
+                    yield rank, number
 
     def _rank(
         self,
         ref: ManifestRef,
         manifest: RankManifest,
-        leftovers: dict[str, dict[int, int]],
+        leftovers: dict[str, dict[int | None, int]],
         threads: Executor,
     ) -> _RankCopy:
         """Continue an interrupted copy of a rank if all its objects are right, else begin a new one."""
         expected = {number: file.size_bytes for number, file in enumerate(manifest.files)}
-        for token, sizes in sorted(
-            leftovers.items(), key=lambda each: -len(each[1])
-        ):  # the most objects first
-            data = {number: size for number, size in sizes.items() if number != _MANIFEST}
+        # The one with the most objects first.
+        for token, sizes in sorted(leftovers.items(), key=lambda each: len(each[1]), reverse=True):
+            data = {number: size for number, size in sizes.items() if number is not None}
             if not data or not data.items() <= expected.items():
                 continue
             rank = _RankCopy(ref, manifest, token, frozenset(data))
-            if _MANIFEST in sizes and not self._holds(manifest_key(ref.rank, token), rank.encode()):
+            if None in sizes and not self._holds(manifest_key(ref.rank, token), rank.encode()):
                 continue
             if all(self._is_right(rank, number, threads) for number in data):
                 return rank
@@ -332,9 +276,8 @@ class _CheckpointCopy:
 
     def _holds(self, key: str, expected: bytes) -> bool:
         try:
-            size = self._to.stat(key).size_bytes
-            return size == len(expected) and bytes(read_bytes(self._to, key)) == expected
-        except NotFound:
+            return read_bytes(self._to, key, size_bytes=len(expected)) == expected
+        except (NotFound, IntegrityError):
             return False
 
     def _is_right(self, rank: _RankCopy, number: int, threads: Executor | None = None) -> bool:
@@ -342,7 +285,7 @@ class _CheckpointCopy:
         return self._reader.matches(StoredFile.verified(rank.key(number), record, block), threads)
 
     def _send(self, file: _FileCopy) -> _FileCopy:
-        rank, number = file.rank, file.number
+        rank, number = file
         record, block = rank.manifest.files[number], rank.manifest.block_size_bytes
         when_visible = self._checkpoint.when_visible
         source = StoredFile.verified(record.path, record, block)
@@ -364,12 +307,12 @@ class _CheckpointCopy:
                 raise CommitConflict(text, url=self._to.url, key=key) from error
 
     def _count(self, file: _FileCopy) -> None:
-        self._done.sent_files += 1
-        self._done.sent_bytes += file.rank.manifest.files[file.number].size_bytes
+        rank, number = file
+        self._done.count(rank.manifest.files[number].size_bytes, sent=True)
         self._progress(self._done.sent_bytes + self._done.kept_bytes, self._commit.data_bytes)
-        file.rank.missing -= 1
-        if file.rank.missing == 0:
-            self._put_manifest(file.rank)
+        rank.missing -= 1
+        if rank.missing == 0:
+            self._put_manifest(rank)
 
     def _put_manifest(self, rank: _RankCopy) -> None:
         key, data = manifest_key(rank.ref.rank, rank.token), rank.encode()
@@ -378,7 +321,6 @@ class _CheckpointCopy:
         self._refs.append(
             msgspec.structs.replace(rank.ref, path=key, size_bytes=len(data), crc64nvme=checksum)
         )
-        self._refs.sort(key=lambda ref: ref.rank)
 
 
 def _content(manifest: RankManifest) -> tuple[Any, ...]:

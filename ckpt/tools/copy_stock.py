@@ -4,25 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Executor
 from functools import partial
-from typing import Any
 
-from ckpt.backends.base import PutMode, Store, check_key, exists, read_bytes
+from ckpt.backends.base import PutMode, Store, exists, read_bytes
 from ckpt.backends.bodies import CheckedBody
 from ckpt.consistency.checksums import BLOCK_SIZE_BYTES
 from ckpt.consistency.commit import COMMIT_KEY
-from ckpt.errors import (
-    AlreadyExists,
-    CommitConflict,
-    ConfigurationError,
-    IntegrityError,
-    NotFound,
-    StorageError,
-    UnsafeContent,
-)
+from ckpt.errors import AlreadyExists, CommitConflict, IntegrityError, NotFound, StorageError
 from ckpt.reading.checkpoint import Checkpoint
 from ckpt.stock.metadata_reader import MAX_METADATA_BYTES
+from ckpt.tools.findings import Copied
 from ckpt.tools.verify_stock import verify_stock
 from ckpt.transfer.buffer_pool import StagingPool
 from ckpt.transfer.file_body import Due, FileBody, FileItem, StreamedPayload
@@ -35,8 +26,8 @@ _BUDGET_BYTES = 256 << 20
 
 def copy_stock(
     source: Store, destination: Store, parts: Sequence[Checkpoint], progress: ReportBytes
-) -> dict[str, Any]:
-    """Copy a stock checkpoint, in one part or in one per rank. Return the fields of `Copied`.
+) -> Copied:
+    """Copy a stock checkpoint, in one part or in one per rank.
 
     Raises:
         AlreadyExists: another checkpoint, or another file with one of the names, is at the
@@ -46,65 +37,44 @@ def copy_stock(
     """
     with workers(source.threads, "ckpt-cp") as threads:
         checked = verify_stock(source, parts, threads, quick=True, progress=no_report)
-        if checked.damages:
-            first = checked.damages[0]
-            raise IntegrityError(
-                f"the source is damaged: {first.message}",
-                url=source.url, key=first.key, start=first.start, stop=first.stop,
-            )  # fmt: skip
-        return _StockCopy(source, destination, parts, threads, progress).run()
+    if checked.damages:
+        first = checked.damages[0]
+        raise IntegrityError(
+            f"the source is damaged: {first.message}",
+            url=source.url, key=first.key, start=first.start, stop=first.stop,
+        )  # fmt: skip
+    return _StockCopy(source, destination, parts).run(progress)
 
 
 class _StockCopy:
-    def __init__(
-        self,
-        source: Store,
-        destination: Store,
-        parts: Sequence[Checkpoint],
-        threads: Executor,
-        progress: ReportBytes,
-    ) -> None:
-        self._from, self._to, self._threads, self._progress = source, destination, threads, progress
+    def __init__(self, source: Store, destination: Store, parts: Sequence[Checkpoint]) -> None:
+        self._from, self._to = source, destination
         # The name that readers look for first is written last.
         self._metadata = [(part.metadata_key, part.metadata_bytes) for part in reversed(parts)]
         paths = {info.relative_path for part in parts for info in part.metadata.storage_data.values()}
-        self._sizes = {path: self._size(path) for path in sorted(paths)}
+        self._sizes = {path: source.stat(path).size_bytes for path in sorted(paths)}
         self._pool = StagingPool(_BUDGET_BYTES)
         self._stop = threading.Event()
 
-    def run(self) -> dict[str, Any]:
+    def run(self, progress: ReportBytes) -> Copied:
+        done = Copied(self._from.url, self._to.url, "stock")
         has_metadata = self._has_metadata()
         total = sum(self._sizes.values())
-        sent_files = sent_bytes = kept_files = kept_bytes = 0
         at_once = min(4, self._to.threads)
         with workers(at_once, "ckpt-cp") as threads:
             for size, sent in in_order(
-                threads, self._copy_file, self._sizes, ahead=2 * at_once, stop=self._stop
+                threads, self._send, self._sizes, ahead=2 * at_once, stop=self._stop
             ):
-                sent_files, sent_bytes = sent_files + sent, sent_bytes + sent * size
-                kept_files, kept_bytes = kept_files + (not sent), kept_bytes + (not sent) * size
-                self._progress(sent_bytes + kept_bytes, total)
+                done.count(size, sent=sent)
+                progress(done.sent_bytes + done.kept_bytes, total)
         for key, data in self._metadata:
             if bytes(read_bytes(self._from, key, max_bytes=MAX_METADATA_BYTES)) != data:
                 raise CommitConflict("the source was replaced while it was being copied", url=self._from.url)
         for key, data in self._metadata:
             if not exists(self._to, key):
                 self._to.put(key, CheckedBody(data), mode=PutMode.CREATE)
-        return {
-            "already_there": has_metadata and not sent_files,
-            "sent_files": sent_files,
-            "sent_bytes": sent_bytes,
-            "kept_files": kept_files,
-            "kept_bytes": kept_bytes,
-        }
-
-    def _size(self, path: str) -> int:
-        try:
-            return self._from.stat(check_key(path)).size_bytes
-        except ConfigurationError as error:
-            raise UnsafeContent(
-                f"the metadata names a file outside of the checkpoint: {path[:80]!r}", url=self._from.url
-            ) from error
+        done.already_there = has_metadata and not done.sent_files
+        return done
 
     def _has_metadata(self) -> bool:
         """Tell whether the destination has the metadata. Raises AlreadyExists if it has another one."""
@@ -120,8 +90,8 @@ class _StockCopy:
                 pass
         return equal == len(self._metadata)
 
-    def _copy_file(self, path: str) -> tuple[int, bool]:
-        """Copy a file unless it is there; return its size, and whether it was sent."""
+    def _send(self, path: str) -> tuple[int, bool]:
+        """Send a file unless it is there; return its size, and whether it was sent."""
         size = self._sizes[path]
         try:
             existing = self._to.stat(path).size_bytes

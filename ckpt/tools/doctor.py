@@ -87,6 +87,8 @@ def doctor(
     """
     if second_client and second_url is not None:
         raise ConfigurationError("give a second URL or a second client, not both")
+    if second_client and os.fspath(url).startswith("memory://"):
+        raise ConfigurationError("memory:// is this process's own memory: another process cannot see it")
     if not (wait_s > 0 and timeout_s > 0):
         raise ConfigurationError("wait_s and timeout_s must be positive")
     began_s, folder = environment.monotonic(), _FOLDER + environment.token()
@@ -95,9 +97,14 @@ def doctor(
         store = _open(url, folder, storage_options)
         first = Client(store, "this process" if second_url is None else _parent(store.url))
         clients.callback(first.close)
-        second = _second(
-            url, second_url, folder, storage_options, second_storage_options, second_client, store
-        )
+        second: Client | None = None
+        if second_url is not None:
+            options = storage_options if second_storage_options is None else second_storage_options
+            second_store = _open(second_url, folder, options)
+            name = _parent(second_store.url)
+            second = Client(second_store, name if name != first.name else f"{name} (again)")
+        elif second_client:
+            second = ProcessClient(store, "another process")
         if second is not None:
             clients.callback(second.close)
         subject = Subject(first, second, wait_s)
@@ -152,26 +159,6 @@ def _open(url: str | os.PathLike[str], folder: str, options: Mapping[str, Any] |
             url=os.path.dirname(store.directory),
         )
     return store
-
-
-def _second(
-    url: str | os.PathLike[str],
-    second_url: str | os.PathLike[str] | None,
-    folder: str,
-    options: Mapping[str, Any] | None,
-    second_options: Mapping[str, Any] | None,
-    second_client: bool,
-    store: Store,
-) -> Client | None:
-    if second_url is not None:
-        other = _open(second_url, folder, options if second_options is None else second_options)
-        name = _parent(other.url)
-        return Client(other, name if name != _parent(store.url) else f"{name} (again)")
-    if not second_client:
-        return None
-    if os.fspath(url).startswith("memory://"):
-        raise ConfigurationError("memory:// is this process's own memory: another process cannot see it")
-    return ProcessClient(store, "another process")
 
 
 @contextlib.contextmanager

@@ -1,9 +1,9 @@
-"""Hold the findings of a check, and find objects that do not belong to a checkpoint."""
+"""Hold the results of checks and copies, and find objects that do not belong to a checkpoint."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from ckpt.backends.base import ObjectStat, Store
@@ -35,10 +35,25 @@ class Damage:
     fqns: tuple[str, ...] = ()
     fqn_count: int = 0
 
+    @classmethod
+    def of(
+        cls,
+        kind: str,
+        message: str,
+        key: str | None = None,
+        start: int | None = None,
+        stop: int | None = None,
+        *,
+        fqns: Iterable[str],
+    ) -> Damage:
+        """Name the first 20 of the tensors and objects that are affected, and count them all."""
+        distinct = tuple(dict.fromkeys(fqns))
+        return cls(kind, message, key, start, stop, distinct[:_MAX_FQNS], len(distinct))
+
     @staticmethod
-    def of(kind: str, error: CheckpointError, fqns: Sequence[str] = ()) -> Damage:
+    def of_error(kind: str, error: CheckpointError, fqns: Iterable[str] = ()) -> Damage:
         """Describe an error that a check met."""
-        return Damage(kind, error.message, error.key, error.start, error.stop, *affected(fqns))
+        return Damage.of(kind, error.message, error.key, error.start, error.stop, fqns=fqns)
 
 
 @dataclass(frozen=True)
@@ -87,36 +102,67 @@ class Verification:
         """True if no damage was found."""
         return not self.damages
 
-    def add(self, damage: Damage) -> None:
-        """Add a damage, or only count it if there are very many."""
-        if len(self.damages) < _MAX_DAMAGES:
-            self.damages.append(damage)
+    def extend(self, damages: Iterable[Damage]) -> None:
+        """Add damages; of very many only count the rest."""
+        for damage in damages:
+            if len(self.damages) < _MAX_DAMAGES:
+                self.damages.append(damage)
+            else:
+                self.damages_omitted += 1
+
+
+@dataclass
+class Copied:
+    """The result of `ckpt.copy`.
+
+    Attributes:
+        already_there: the destination already held the same checkpoint; nothing was sent.
+        sent_files, sent_bytes: data files that were sent.
+        kept_files, kept_bytes: data files that an interrupted copy had left, and that were right.
+    """
+
+    source: str
+    destination: str
+    format: str
+    already_there: bool = False
+    sent_files: int = 0
+    sent_bytes: int = 0
+    kept_files: int = 0
+    kept_bytes: int = 0
+
+    def count(self, nbytes: int, *, sent: bool) -> None:
+        """Count a data file that was sent, or kept."""
+        if sent:
+            self.sent_files += 1
+            self.sent_bytes += nbytes
         else:
-            self.damages_omitted += 1
-
-
-def affected(fqns: Sequence[str]) -> tuple[tuple[str, ...], int]:
-    """Take the first 20 of some names, and count them all."""
-    distinct = list(dict.fromkeys(fqns))
-    return tuple(distinct[:_MAX_FQNS]), len(distinct)
+            self.kept_files += 1
+            self.kept_bytes += nbytes
 
 
 def find_strays(store: Store, known: Collection[str]) -> list[Stray] | None:
     """Find objects and uploads that are not `known`; None if the storage does not list them."""
     try:
         unknown = (stat for stat in store.list() if stat.key not in known)
-        strays = [
-            Stray(stat.key, stat.size_bytes, stat.modified_at_s, is_our_name(stat.key))
-            for stat in itertools.islice(unknown, _MAX_STRAYS)
-        ]
-
-        def note(stat: ObjectStat) -> bool:
-            ours = is_our_name(stat.key)
-            if len(strays) < 2 * _MAX_STRAYS:
-                strays.append(Stray(stat.key, stat.size_bytes, stat.modified_at_s, ours, unfinished=True))
-            return False
-
-        store.abandon(choose=note)
-        return strays
+        stats = list(itertools.islice(unknown, _MAX_STRAYS))
+        uploads = find_uploads(store, 2 * _MAX_STRAYS - len(stats))
     except StorageError:
         return None
+    return [
+        Stray(stat.key, stat.size_bytes, stat.modified_at_s, is_our_name(stat.key), unfinished)
+        for unfinished, listed in ((False, stats), (True, uploads))
+        for stat in listed
+    ]
+
+
+def find_uploads(store: Store, limit: int) -> list[ObjectStat]:
+    """Find unfinished uploads and temporary files, without aborting any."""
+    uploads: list[ObjectStat] = []
+
+    def note(stat: ObjectStat) -> bool:
+        if len(uploads) < limit:
+            uploads.append(stat)
+        return False
+
+    store.abandon(choose=note)
+    return uploads

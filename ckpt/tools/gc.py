@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckpt.backends.base import ObjectStat, Store, put_bytes, read_bytes
@@ -25,8 +25,8 @@ from ckpt.consistency.commit import STOCK_METADATA_KEY, is_foreign
 from ckpt.errors import CheckpointError, FormatError, NotFound, StorageError
 from ckpt.format.names import ObjectName, is_our_name, split_place
 from ckpt.format.records import CommitRecord, StoredCommit, read_commit
+from ckpt.tools.findings import find_uploads
 from ckpt.tools.ls import find_folders
-from ckpt.transfer.threads import workers
 
 DEFAULT_GRACE_S = 24 * 3600.0
 
@@ -89,16 +89,14 @@ def collect_garbage(
         NotFound: the root is empty, or does not exist.
         StorageError: the storage refused, or could not be reached.
     """
-    store = open_store(root, storage_options)
-    garbage = Garbage(store.url)
     base = os.fspath(root).rstrip("/")
-    collector = _Collector(garbage, environment.now() - grace_s, dry_run)
-    ours: set[str] = set()
-    leftovers: list[_OldObjects] = []
-    try:
-        with workers(store.threads, "ckpt-gc") as threads:
-            folders = list(find_folders(store, threads, depth=depth))
-        if not folders and next(iter(store.list()), None) is None and not _has_uploads(store):
+    with contextlib.closing(open_store(root, storage_options)) as store:
+        garbage = Garbage(store.url)
+        collector = _Collector(garbage, environment.now() - grace_s, dry_run)
+        ours: set[str] = set()
+        leftovers: list[_OldObjects] = []
+        folders = list(find_folders(store, depth=depth))
+        if not folders and next(iter(store.list()), None) is None and not find_uploads(store, 1):
             raise NotFound("there is nothing here", url=store.url)
         for folder, listed in folders:
             if listed.state == "damaged":
@@ -113,26 +111,11 @@ def collect_garbage(
         for old in leftovers:
             # As a store of its own, which refuses a link that leads out of the folder, into another
             # checkpoint.
-            own = open_store(f"{base}/{old.path}" if old.path else root, storage_options)
-            try:
+            url = f"{base}/{old.path}" if old.path else root
+            with contextlib.closing(open_store(url, storage_options)) as own:
                 collector.clean(own, old)
-            finally:
-                own.close()
         collector.abandon(store, ours)
-    finally:
-        store.close()
     return garbage
-
-
-def _has_uploads(store: Store) -> bool:
-    uploads: list[ObjectStat] = []
-
-    def note(stat: ObjectStat) -> bool:
-        uploads.append(stat)
-        return False
-
-    store.abandon(choose=note)
-    return bool(uploads)
 
 
 @dataclass(frozen=True)
@@ -144,21 +127,22 @@ class _OldObjects:
     stats: Sequence[ObjectStat]
 
 
+@dataclass(frozen=True)
 class _Collector:
     """Find and remove leftovers last modified before `before_s`; note them in `garbage`."""
 
-    def __init__(self, garbage: Garbage, before_s: float, dry_run: bool) -> None:
-        self._garbage, self._before_s, self._dry_run = garbage, before_s, dry_run
+    garbage: Garbage
+    before_s: float
+    dry_run: bool
 
-    def look(self, folder: PrefixStore) -> list[_OldObjects]:
+    def look(self, folder: PrefixStore) -> Iterator[_OldObjects]:
         """Find the old leftovers of a folder."""
-        leftovers: list[_OldObjects] = []
         with self._skipping(folder.path):
             # List first: an object that is listed and that the commit does not name belongs to
             # another save.
             listed = list(folder.list())
             commit = read_commit(folder)
-            kept = _stems(self._record(folder, commit))
+            kept = stems_of(self._record(folder, commit))
             left = [
                 stat
                 for stat in listed
@@ -169,37 +153,38 @@ class _Collector:
             if commit is None:
                 left += [stat for stat in listed if stat.key == STOCK_METADATA_KEY]
             old = [stat for stat in left if self._is_old(stat)]
-            self._garbage.young += len(left) - len(old)
+            self.garbage.young += len(left) - len(old)
             if old:
-                leftovers.append(_OldObjects(folder.path, commit, old))
-        return leftovers
+                yield _OldObjects(folder.path, commit, old)
 
     def clean(self, store: Store, old: _OldObjects) -> None:
         """Remove leftovers, unless a save was committed or wrote there meanwhile."""
         with self._skipping(old.path):
             commit = read_commit(store)
             if commit != old.commit:
-                self._garbage.skipped[old.path] = "a save was committed meanwhile"
+                self.garbage.skipped[old.path] = "a save was committed meanwhile"
                 return
             record = self._record(store, commit)
             metadata = self._old_metadata(store)
             if record is not None and metadata is not None:
                 self._restore(store, old.path, record, metadata)
             going = [stat for stat in old.stats if stat.key != STOCK_METADATA_KEY or metadata is not None]
-            if not self._dry_run:
+            if not self.dry_run:
                 store.delete([stat.key for stat in going])
                 store.remove_empty()
-            self._garbage.items += [
-                GarbageItem(old.path, stat.key, stat.size_bytes, _age_s(stat)) for stat in going
-            ]
+            for stat in going:
+                self._note(old.path, stat)
+
+    def _note(self, path: str, stat: ObjectStat, *, unfinished: bool = False) -> None:
+        age_s = environment.now() - (stat.modified_at_s or 0.0)
+        size_bytes = 0 if unfinished else stat.size_bytes
+        self.garbage.items.append(GarbageItem(path, stat.key, size_bytes, age_s, unfinished))
 
     def _record(self, store: Store, commit: StoredCommit | None) -> CommitRecord | None:
         """Decode the commit record. Raises FormatError if another program wrote the checkpoint."""
-        if commit is not None:
-            return commit.record
-        if is_foreign(store):
+        if commit is None and is_foreign(store):
             raise FormatError("the checkpoint here was written by another program")
-        return None
+        return None if commit is None else commit.record
 
     @contextlib.contextmanager
     def _skipping(self, path: str) -> Iterator[None]:
@@ -208,7 +193,7 @@ class _Collector:
         except StorageError:
             raise
         except CheckpointError as error:
-            self._garbage.skipped[path] = error.message
+            self.garbage.skipped[path] = error.message
 
     def _old_metadata(self, store: Store) -> ObjectStat | None:
         """Find `.metadata`, if a save of this library wrote it and is long over."""
@@ -229,15 +214,15 @@ class _Collector:
             if not is_our_name(key) and path not in ours:
                 return False
             if not self._is_old(stat):
-                self._garbage.young += 1
+                self.garbage.young += 1
                 return False
-            self._garbage.items.append(GarbageItem(path, key, 0, _age_s(stat), unfinished=True))
-            return not self._dry_run
+            self._note(path, replace(stat, key=key), unfinished=True)
+            return not self.dry_run
 
         store.abandon(choose=choose)
 
     def _is_old(self, stat: ObjectStat) -> bool:
-        return stat.modified_at_s is not None and stat.modified_at_s < self._before_s
+        return stat.modified_at_s is not None and stat.modified_at_s < self.before_s
 
     def _restore(self, store: Store, path: str, record: CommitRecord, stat: ObjectStat) -> None:
         """Restore the committed `.metadata`, if a save that died before its commit replaced it."""
@@ -246,16 +231,12 @@ class _Collector:
         expected = stock_metadata_of(store, record)
         if stat.size_bytes == len(expected) and bytes(read_bytes(store, stat.key)) == expected:
             return
-        self._garbage.restored.append(path)
-        if not self._dry_run:
+        self.garbage.restored.append(path)
+        if not self.dry_run:
             put_bytes(store, STOCK_METADATA_KEY, expected)
 
 
-def _age_s(stat: ObjectStat) -> float:
-    return environment.now() - (stat.modified_at_s or 0.0)
-
-
-def _stems(record: CommitRecord | None) -> set[str]:
+def stems_of(record: CommitRecord | None) -> set[str]:
     """List the stems of a commit's objects; any object with one of them belongs to it."""
     refs = [] if record is None else record.refs
     return {name.stem for ref in refs if (name := ObjectName.parse(ref.path)) is not None}

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from ckpt.backends.base import Store
 from ckpt.backends.registry import open_store
 from ckpt.format.columns import Columns, ObjectRow, TensorColumns, columns_of
 from ckpt.format.fqns import has_model, part_of, paths_of
 from ckpt.format.names import rank_of
 from ckpt.format.records import CommitRecord
 from ckpt.format.stored_tensor import dtype_name
-from ckpt.reading.checkpoint import Checkpoint, ReadSettings, open_parts
+from ckpt.reading.checkpoint import ReadSettings, open_parts
+from ckpt.tools.record_checks import item_columns
 
 
 @dataclass(frozen=True)
@@ -130,13 +131,13 @@ class Inspection:
 
     def bytes_by_dtype(self) -> dict[str, int]:
         """Sum the tensors' bytes by dtype, the largest first."""
-        return _summed((info.dtype, info.nbytes) for info in self.tensors.values())
+        return _sums((info.dtype, info.nbytes) for info in self.tensors.values())
 
     def bytes_by_part(self) -> dict[str, int]:
         """Sum the bytes of tensors and objects by part: `weights`, `optimizer` and `other`."""
         tensors = ((info.part, info.nbytes) for info in self.tensors.values())
         objects = ((info.part, info.length) for info in self.objects.values())
-        return {"weights": 0, "optimizer": 0, "other": 0} | _summed([*tensors, *objects])
+        return {"weights": 0, "optimizer": 0, "other": 0} | _sums([*tensors, *objects])
 
 
 def inspect(
@@ -152,82 +153,52 @@ def inspect(
         IntegrityError, FormatError, UnsafeContent: a record is damaged, unknown or unsafe.
         StorageError: the storage refused, or could not be reached.
     """
-    store = open_store(url, storage_options)
-    try:
-        return inspect_store(store, ReadSettings(visibility_timeout_s=visibility_timeout_s))
-    finally:
-        store.close()
-
-
-def inspect_store(store: Store, settings: ReadSettings) -> Inspection:
-    """Describe the contents of the checkpoint in an open store."""
-    parts = open_parts(store, settings)
-    commit = parts[0].commit
+    settings = ReadSettings(visibility_timeout_s=visibility_timeout_s)
+    with contextlib.closing(open_store(url, storage_options)) as store:
+        parts = open_parts(store, settings)
     tensors: dict[str, TensorInfo] = {}
     objects: dict[str, ObjectInfo] = {}
     files: dict[str, tuple[int, int]] = {}
     for number, part in enumerate(parts):
         prefix = f"rank {number}: " if len(parts) > 1 else ""
-        _collect(part, prefix, store.url, tensors, objects, files)
-    return Inspection(
-        store.url,
-        "stock" if commit is None else "ckpt-storage",
-        None if commit is None else commit.version,
-        commit,
-        tensors,
-        objects,
-        files,
-    )
+        columns = columns_of(part.metadata, url=store.url)
+        for info in _entries(columns, prefix):
+            if isinstance(info, TensorInfo):
+                tensors[info.fqn] = info
+            else:
+                objects[info.fqn] = info
+        for file, items, nbytes in _file_sizes(columns):
+            items_before, nbytes_before = files.get(file, (0, 0))
+            files[file] = (items_before + items, nbytes_before + nbytes)
+    commit = parts[0].commit
+    format_name, version = ("stock", None) if commit is None else ("ckpt-storage", commit.version)
+    return Inspection(store.url, format_name, version, commit, tensors, objects, files)
 
 
-def _collect(
-    checkpoint: Checkpoint,
-    prefix: str,
-    url: str,
-    tensors: dict[str, TensorInfo],
-    objects: dict[str, ObjectInfo],
-    files: dict[str, tuple[int, int]],
-) -> None:
-    columns = columns_of(checkpoint.metadata, url=url)
+def _entries(columns: Columns, prefix: str) -> Iterator[TensorInfo | ObjectInfo]:
     with_model = has_model(paths_of(columns.planner_data).values())
     for fqn, entry in columns.entries.items():
         part = part_of(fqn, is_tensor=isinstance(entry, TensorColumns), has_model=with_model)
-        name = prefix + fqn
         if isinstance(entry, ObjectRow):
             file = columns.files[entry.file]
-            objects[name] = ObjectInfo(name, part, rank_of(file), file, entry.offset, entry.length)
+            yield ObjectInfo(prefix + fqn, part, rank_of(file), file, entry.offset, entry.length)
         else:
             dtype = dtype_name(entry.dtype)
             nbytes = math.prod(entry.size) * entry.dtype.itemsize
-            tensors[name] = TensorInfo(name, entry.size, dtype, part, nbytes, entry, columns.files)
-    for file, (items, nbytes) in _file_sizes(columns).items():
-        items_before, nbytes_before = files.get(file, (0, 0))
-        files[file] = (items_before + items, nbytes_before + nbytes)
+            yield TensorInfo(prefix + fqn, entry.size, dtype, part, nbytes, entry, columns.files)
 
 
-def _file_sizes(columns: Columns) -> dict[str, tuple[int, int]]:
-    """Sum items and bytes by file, in columns: an index can list very many items."""
-    items: Counter[int] = Counter()
-    nbytes: Counter[int] = Counter()
-    for entry in columns.entries.values():
-        if isinstance(entry, ObjectRow):
-            items[entry.file] += 1
-            nbytes[entry.file] += entry.length
-        elif len(entry.file) == 1:
-            items[int(entry.file[0])] += 1
-            nbytes[int(entry.file[0])] += int(entry.length[0])
-        else:
-            order = np.argsort(entry.file, kind="stable")
-            files, starts = np.unique(entry.file[order], return_index=True)
-            counts = np.diff([*starts, len(order)]).tolist()
-            sums = np.add.reduceat(entry.length[order], starts).tolist() if len(starts) else []
-            for file, count, length in zip(files.tolist(), counts, sums, strict=True):
-                items[file] += count
-                nbytes[file] += length
-    return {columns.files[file]: (items[file], nbytes[file]) for file in sorted(items)}
+def _file_sizes(columns: Columns) -> Iterator[tuple[str, int, int]]:
+    """Yield the number of items and their bytes of each file that has any."""
+    file, _, length, _, _ = item_columns(columns)
+    items = np.bincount(file, minlength=len(columns.files))
+    nbytes = np.zeros_like(items)
+    np.add.at(nbytes, file, length)
+    for number in np.flatnonzero(items).tolist():
+        yield columns.files[number], int(items[number]), int(nbytes[number])
 
 
-def _summed(pairs: Any) -> dict[str, int]:
+def _sums(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:
     sums: Counter[str] = Counter()
     for name, nbytes in pairs:
         sums[name] += nbytes

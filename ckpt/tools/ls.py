@@ -6,11 +6,11 @@ checkpoint, but never changes whether one looks committed.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -71,73 +71,71 @@ def list_checkpoints(
         NotFound: the root is empty, or does not exist.
         StorageError: the storage refused, or could not be reached.
     """
-    store = open_store(root, storage_options, threads=threads)
-    try:
-        with workers(store.threads, "ckpt-ls") as pool:
-            checkpoints = [listed for _, listed in find_folders(store, pool, depth=depth)]
+    with contextlib.closing(open_store(root, storage_options, threads=threads)) as store:
+        checkpoints = [listed for _, listed in find_folders(store, depth=depth)]
         if not checkpoints and next(iter(store.list()), None) is None:
             raise NotFound("there is nothing here", url=store.url)
         checkpoints.sort(
             key=lambda each: (-1 if each.step is None else each.step, each.created_at_s or 0.0, each.path)
         )
-        return _with_latest(store, checkpoints)
-    finally:
-        store.close()
+        for number, listed in reversed(list(enumerate(checkpoints))):
+            if listed.state == "committed" and _has_all_records(PrefixStore(store, listed.path)):
+                checkpoints[number] = replace(listed, latest=True)
+                break
+        return checkpoints
 
 
-def find_folders(
-    store: Store, threads: Executor, *, depth: int = 3
-) -> Iterator[tuple[PrefixStore, ListedCheckpoint]]:
+def find_folders(store: Store, *, depth: int) -> Iterator[tuple[PrefixStore, ListedCheckpoint]]:
     """Find every folder at or below the root that holds a checkpoint, or the start of one."""
+
+    def look(path: str) -> tuple[PrefixStore, ListedCheckpoint | None, list[str]]:
+        folder = PrefixStore(store, path)
+        names: list[str] = []
+        try:
+            names += folder.folders()
+            return folder, _classify(folder, names), names
+        except CheckpointError as error:
+            # One bad folder (a link out of the root, one that only the superuser may list)
+            # hides no others.
+            if not path or (isinstance(error, StorageError) and not isinstance(error, AccessDenied)):
+                raise
+            damaged = ListedCheckpoint(path, folder.url, "damaged", step_of(path), problem=error.message)
+            return folder, damaged, names
+
     level = [""]
-    for _ in range(min(depth, _MAX_DEPTH) + 1):
-        below: list[str] = []
-
-        def look(path: str) -> tuple[PrefixStore, ListedCheckpoint | None, list[str]]:
-            folder = PrefixStore(store, path)
-            names: list[str] = []
-            try:
-                names += folder.folders()
-                return folder, classify(folder, path, names), names
-            except CheckpointError as error:
-                # One bad folder (a link out of the root, one that only the superuser may list)
-                # hides no others.
-                if not path or (isinstance(error, StorageError) and not isinstance(error, AccessDenied)):
-                    raise
-                damaged = ListedCheckpoint(path, folder.url, "damaged", step_of(path), problem=error.message)
-                return folder, damaged, names
-
-        for folder, listed, names in in_order(threads, look, level, ahead=4 * store.threads):
-            if listed is not None:
-                yield folder, listed
-            # The folder of a run may also hold a checkpoint of its own.
-            prefix = f"{folder.path}/" if folder.path else ""
-            below += [prefix + name for name in names if not is_rank_directory(name)]
-        level = sorted(below)
+    with workers(store.threads, "ckpt-ls") as threads:
+        for _ in range(min(depth, _MAX_DEPTH) + 1):
+            below: list[str] = []
+            for folder, listed, names in in_order(threads, look, level, ahead=4 * store.threads):
+                if listed is not None:
+                    yield folder, listed
+                # The folder of a run may also hold a checkpoint of its own.
+                prefix = f"{folder.path}/" if folder.path else ""
+                below += [prefix + name for name in names if not is_rank_directory(name)]
+            level = sorted(below)
 
 
-def classify(folder: PrefixStore, path: str, names: Iterable[str]) -> ListedCheckpoint | None:
-    """Classify one folder; None if it neither holds a checkpoint nor the start of one.
+def _classify(folder: PrefixStore, names: Iterable[str]) -> ListedCheckpoint | None:
+    """Classify a folder by its objects; None if it neither holds a checkpoint nor the start of one.
 
-    Args:
-        names: the folders in it, as listed: the only sign of an interrupted save.
+    Of the folders in it, `names`, one with a rank's name is a sign of an interrupted save.
     """
     begun = any(map(is_rank_directory, names))
-    base = ListedCheckpoint(path, folder.url, "incomplete", step_of(path or folder.url))
+    base = ListedCheckpoint(folder.path, folder.url, "incomplete", step_of(folder.path or folder.url))
     commit = read_commit(folder)
     if commit is not None and (commit.is_ours or begun):
         try:
             return _committed(base, commit.record)
         except CheckpointError as error:
             return _summed(folder, replace(base, state="damaged", problem=error.message))
-    if exists(folder, f"__0{STOCK_METADATA_KEY}") or is_stock(folder):
+    if exists(folder, f"__0{STOCK_METADATA_KEY}") or _is_stock(folder):
         return _summed(folder, replace(base, state="foreign"))
     if (begun and next(iter(folder.list()), None) is not None) or exists(folder, STOCK_METADATA_KEY):
         return _summed(folder, base)
     return None  # folders may stay empty where uploads were aborted (`rclone serve s3`)
 
 
-def is_stock(folder: Store) -> bool:
+def _is_stock(folder: Store) -> bool:
     """Tell whether another program wrote `.metadata`, and not this one, with its seal cut off."""
     if not is_foreign(folder):
         return False
@@ -183,35 +181,21 @@ def _seconds(created_at: str) -> float | None:
         return None
 
 
-def _with_latest(store: Store, checkpoints: list[ListedCheckpoint]) -> list[ListedCheckpoint]:
-    """Mark the latest committed checkpoint that has all its records."""
-    for number in reversed(range(len(checkpoints))):
-        listed = checkpoints[number]
-        if listed.state == "committed" and _has_all_records(PrefixStore(store, listed.path)):
-            checkpoints[number] = replace(listed, latest=True)
-            break
-    return checkpoints
-
-
 def _has_all_records(folder: PrefixStore) -> bool:
     """Check that the index and all manifests exist, with the sizes in the commit record."""
-    commit = read_commit(folder)
-    if commit is None:
-        return False
-    try:
-        record = commit.record
-    except CheckpointError:
-        return False
 
     def fits(ref: ObjectRef) -> bool:
         try:
             return folder.stat(ref.path).size_bytes == ref.size_bytes
-        except NotFound:
-            return False
-        except StorageError:
-            raise  # the record may exist, though it cannot be seen now
-        except CheckpointError:
+        except CheckpointError as error:
+            if isinstance(error, StorageError) and not isinstance(error, NotFound):
+                raise  # the record may exist, though it cannot be seen now
             return False
 
+    commit = read_commit(folder)
+    try:
+        refs = [] if commit is None else commit.record.refs
+    except CheckpointError:
+        return False
     with workers(folder.threads, "ckpt-ls") as threads:
-        return all(in_order(threads, fits, record.refs, ahead=4 * folder.threads))
+        return bool(refs) and all(in_order(threads, fits, refs, ahead=4 * folder.threads))

@@ -26,16 +26,13 @@ def check_place(
         IntegrityError: other bytes were read than had been written.
         StorageError: the storage refused, or could not be reached; the text names the action.
     """
-    store = open_store(url, storage_options)
-    try:
+    with contextlib.closing(open_store(url, storage_options)) as store:
         free = store.free_bytes()
         if free is not None and free < needed_bytes:
             text = f"only {_gib(free)} are free, but the checkpoint takes {_gib(needed_bytes)}"
             raise StorageFull(text, url=store.url)
         _try_out(store)
         return free
-    finally:
-        store.close()
 
 
 def _try_out(store: Store) -> None:

@@ -11,15 +11,29 @@ from ckpt.backends.base import Store, read_bytes
 from ckpt.consistency.commit import STOCK_METADATA_KEY
 from ckpt.consistency.seal import seal_pickle, unseal_pickle
 from ckpt.errors import FormatError, IntegrityError, NotFound, UnsafeContent
-from ckpt.format.columns import Columns, Integers, ObjectRow, TensorColumns
-from ckpt.format.records import CommitRecord, ItemRecord, RankManifest
-from ckpt.reading.checkpoint import Checkpoint
+from ckpt.format.columns import Columns, Integers, ObjectRow
+from ckpt.format.records import (
+    CommitRecord,
+    ItemRecord,
+    ManifestRef,
+    RankManifest,
+    StoredCommit,
+    decode_manifest,
+)
+from ckpt.reading.checkpoint import ReadSettings, read_listed
 from ckpt.stock.metadata_reader import MAX_METADATA_BYTES, decode_metadata
 from ckpt.stock.metadata_writer import pickled_metadata
-from ckpt.tools.findings import Damage, affected
+from ckpt.tools.findings import Damage
 from ckpt.transfer.boxes import tiling_fault
 
 _MAX_NAMED = 100
+
+
+def read_manifest(
+    store: Store, settings: ReadSettings, ref: ManifestRef, commit: StoredCommit
+) -> RankManifest:
+    """Read a rank's manifest. Raises as `read_listed`, and FormatError."""
+    return decode_manifest(read_listed(store, settings, ref, commit), url=store.url, key=ref.path)
 
 
 def items_by_file(manifest: RankManifest) -> list[list[ItemRecord]]:
@@ -30,19 +44,28 @@ def items_by_file(manifest: RankManifest) -> list[list[ItemRecord]]:
     return items
 
 
+def item_columns(columns: Columns) -> Integers:
+    """Make five rows with a column for each item: file, offset, length, number of its entry, row in that."""
+    items = [np.empty((5, 0), dtype=np.int64)]
+    for number, entry in enumerate(columns.entries.values()):
+        places = np.array([entry.file, entry.offset, entry.length], dtype=np.int64).reshape(3, -1)
+        count = places.shape[1]
+        items.append(np.vstack([places, np.full(count, number), np.arange(count)]))
+    return np.concatenate(items, axis=1)
+
+
 class IndexedItems:
     """Hold the items of an index by file, to compare them with manifests."""
 
     def __init__(self, columns: Columns) -> None:
+        self.columns = columns
         self._names = list(columns.entries)
         self._entries = list(columns.entries.values())
         self._numbers = {path: number for number, path in enumerate(columns.files)}
-        self._files = columns.files
         self._left = set(columns.files)
-        file, offset, length, entry, row = _rows(self._entries)
-        order = np.lexsort((offset, file))
-        self._file, self._offset, self._length = file[order], offset[order], length[order]
-        self._entry, self._row = entry[order], row[order]
+        items = item_columns(columns)
+        order = np.lexsort((items[1], items[0]))
+        self._file, self._offset, self._length, self._entry, self._row = items[:, order]
 
     def compare(self, path: str, items: Sequence[ItemRecord]) -> list[Damage]:
         """Compare one file's items with those of its manifest (`items`, sorted by offset)."""
@@ -51,7 +74,7 @@ class IndexedItems:
         damages: list[Damage] = []
         if len(rows) > len(items) + _MAX_NAMED:
             message = f"the index lists {len(rows):,} items in this file, the manifest {len(items):,}"
-            return [Damage("disagreement", message, path, None, None, *affected(self._fqns(rows)))]
+            return [Damage.of("disagreement", message, path, fqns=self._fqns(rows))]
         by_offset = {int(self._offset[row]): row for row in rows}
         for item in items:
             row_of_item = by_offset.pop(item.offset, None)
@@ -71,16 +94,14 @@ class IndexedItems:
     def left_over(self) -> Iterator[Damage]:
         """Yield a damage for each file that the index names and no manifest lists."""
         for path in sorted(self._left):
-            fqns = self._fqns(self._rows_of(path))
             message = "the index names this file, but no readable manifest lists it"
-            yield Damage("disagreement", message, path, None, None, *affected(fqns))
+            yield Damage.of("disagreement", message, path, fqns=self._fqns(self._rows_of(path)))
 
     def fqns_beside(self, manifest: str) -> list[str]:
         """List the names in the files that a manifest describes."""
         start = manifest.removesuffix(".json") + "-"
-        return [
-            fqn for path in self._files if path.startswith(start) for fqn in self._fqns(self._rows_of(path))
-        ]
+        files = [path for path in self.columns.files if path.startswith(start)]
+        return [fqn for path in files for fqn in self._fqns(self._rows_of(path))]
 
     def _difference(self, row: int, item: ItemRecord) -> str | None:
         entry, name = self._entries[self._entry[row]], self._names[self._entry[row]]
@@ -112,27 +133,9 @@ class IndexedItems:
         return len(self._file)
 
 
-def _rows(
-    entries: Sequence[TensorColumns | ObjectRow],
-) -> tuple[Integers, Integers, Integers, Integers, Integers]:
-    """Make columns of all items: file, offset, length, number of the entry, row in the entry."""
-    columns: list[list[Integers]] = [[], [], [], [], []]
-    for number, entry in enumerate(entries):
-        parts = [
-            np.atleast_1d(np.asarray(p, dtype=np.int64)) for p in (entry.file, entry.offset, entry.length)
-        ]
-        count = len(parts[0])
-        parts += [np.full(count, number, dtype=np.int64), np.arange(count, dtype=np.int64)]
-        for column, part in zip(columns, parts, strict=True):
-            column.append(part)
-    empty = np.empty(0, dtype=np.int64)
-    file, offset, length, entry_of, row = (np.concatenate(column) if column else empty for column in columns)
-    return file, offset, length, entry_of, row
-
-
 def _disagreement(path: str, offset: int, length: int, fqn: str, reason: str) -> Damage:
     message = f"index and manifest disagree: {reason}"
-    return Damage("disagreement", message, path, offset, offset + length, (fqn,), 1)
+    return Damage.of("disagreement", message, path, offset, offset + length, fqns=[fqn])
 
 
 def check_coverage_of(columns: Columns) -> Iterator[Damage]:
@@ -144,34 +147,27 @@ def check_coverage_of(columns: Columns) -> Iterator[Damage]:
         boxes = [(tuple(begin), tuple(end)) for begin, end in zip(entry.offsets.tolist(), ends, strict=True)]
         fault = tiling_fault(boxes, entry.size)
         if fault is not None:
-            yield Damage("coverage", f"{fqn!r}: {fault}", fqns=(fqn,), fqn_count=1)
+            yield Damage.of("coverage", f"{fqn!r}: {fault}", fqns=[fqn])
 
 
 def check_stock_metadata(
-    store: Store, commit: CommitRecord, checkpoint: Checkpoint, columns: Columns
-) -> Iterator[Damage]:
-    """Compare `.metadata`, which stock PyTorch reads, with the commit."""
+    store: Store, commit: CommitRecord, metadata: Metadata, columns: Columns
+) -> list[Damage]:
+    """Compare `.metadata`, which stock PyTorch reads, with the commit's `metadata` and its `columns`."""
     key, kind = STOCK_METADATA_KEY, "stock_metadata"
     try:
         data = bytes(read_bytes(store, key, max_bytes=MAX_METADATA_BYTES))
         pickled = unseal_pickle(data, url=store.url, key=key)
+        if commit.has_index and seal_pickle(pickled_metadata(columns)) == data:
+            return []
+        stored = decode_metadata(pickled, url=store.url, key=key)
     except NotFound:
-        yield Damage(kind, ".metadata is missing: stock PyTorch cannot read this checkpoint", key)
-        return
-    except IntegrityError as error:
-        yield Damage.of(kind, error)
-        return
-    if commit.has_index and seal_pickle(pickled_metadata(columns)) == data:
-        return
-    try:
-        metadata = decode_metadata(pickled, url=store.url, key=key)
-    except (FormatError, UnsafeContent) as error:
-        yield Damage.of(kind, error)
-        return
-    different = _different(metadata, checkpoint.metadata)
-    if different:
-        message = ".metadata disagrees with the commit: stock PyTorch would read something else"
-        yield Damage(kind, message, key, None, None, *affected(different))
+        return [Damage(kind, ".metadata is missing: stock PyTorch cannot read this checkpoint", key)]
+    except (IntegrityError, FormatError, UnsafeContent) as error:
+        return [Damage.of_error(kind, error)]
+    different = _different(stored, metadata)
+    message = ".metadata disagrees with the commit: stock PyTorch would read something else"
+    return [Damage.of(kind, message, key, fqns=different)] if different else []
 
 
 def _different(metadata: Metadata, expected: Metadata) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 from collections.abc import Mapping
@@ -47,34 +48,24 @@ def remove(
         CommitConflict: another save was committed there meanwhile.
         StorageError: the storage refused, or could not be reached.
     """
-    store = open_store(url, storage_options)
-    try:
-        return _remove(store, dry_run)
-    finally:
-        store.close()
-
-
-def _remove(store: Store, dry_run: bool) -> Removed:
-    commit = read_commit(store)
-    if commit is None or not commit.is_ours:
-        raise _nothing_to_remove(store, commit)
-    record = commit.record
-    keys = [key for key in _listed(store, record) if is_our_name(key)]
-    first = [COMMIT_KEY]
-    if exists(store, STOCK_METADATA_KEY) and not is_foreign(store):
-        first.append(STOCK_METADATA_KEY)
-    removed = Removed(store.url, record.id, (*first, *keys), record.data_bytes)
-    if dry_run:
-        return removed
-    if read_commit(store) != commit:
-        raise CommitConflict(
-            "another save was committed here meanwhile; nothing was removed", url=store.url, key=COMMIT_KEY
-        )
-    for key in first:
-        store.delete([key])
-    store.delete(keys)
-    store.remove_empty()
-    return removed
+    with contextlib.closing(open_store(url, storage_options)) as store:
+        commit = read_commit(store)
+        if commit is None or not commit.is_ours:
+            raise _nothing_to_remove(store, commit)
+        record = commit.record
+        keys = [key for key in _listed(store, record) if is_our_name(key)]
+        first = [COMMIT_KEY]
+        if exists(store, STOCK_METADATA_KEY) and not is_foreign(store):
+            first.append(STOCK_METADATA_KEY)
+        if not dry_run:
+            if read_commit(store) != commit:
+                text = "another save was committed here meanwhile; nothing was removed"
+                raise CommitConflict(text, url=store.url, key=COMMIT_KEY)
+            for key in first:
+                store.delete([key])
+            store.delete(keys)
+            store.remove_empty()
+        return Removed(store.url, record.id, (*first, *keys), record.data_bytes)
 
 
 def _nothing_to_remove(store: Store, commit: StoredCommit | None) -> NotFound | NotCommitted:

@@ -12,8 +12,10 @@ import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata
 
 from ckpt.backends.base import Store, check_key
 from ckpt.consistency.commit import STOCK_METADATA_KEY
@@ -53,10 +55,11 @@ def verify_stock(
 ) -> Verification:
     """Check a stock checkpoint, in one part or in one per rank."""
     result = Verification(store.url, "stock", quick)
-    known = {STOCK_METADATA_KEY, *(f"__{rank}{STOCK_METADATA_KEY}" for rank in range(len(parts)))}
+    check = _StockCheck(store, threads, result, progress)
     for part in parts:
-        _StockCheck(store, part, threads, result, known, progress).run()
-    result.strays = find_strays(store, known)
+        check.run(part.metadata)
+    metadata_keys = {STOCK_METADATA_KEY, *(f"__{rank}{STOCK_METADATA_KEY}" for rank in range(len(parts)))}
+    result.strays = find_strays(store, metadata_keys | check.sizes.keys())
     return result
 
 
@@ -65,76 +68,65 @@ class _Item:
     fqn: str
     info: StorageInfo
 
-    def damage(self, kind: str, message: str, start: int | None = None, stop: int | None = None) -> Damage:
-        begin = self.info.offset if start is None else start
-        end = self.info.offset + self.info.length if stop is None else stop
-        return Damage(kind, message, self.info.relative_path, begin, end, (self.fqn,), 1)
+    def damage(self, kind: str, message: str, start: int = 0, stop: int | None = None) -> Damage:
+        """Describe a damage of all of the item, or of the bytes from `start` to `stop` in it."""
+        begin = self.info.offset
+        end = begin + (self.info.length if stop is None else stop)
+        return Damage.of(kind, message, self.info.relative_path, begin + start, end, fqns=[self.fqn])
 
 
+@dataclass
 class _StockCheck:
-    """Check one metadata object and the files that it names."""
+    """Check the files that metadata objects name; `sizes` holds the damages of those that are not there."""
 
-    def __init__(
-        self,
-        store: Store,
-        checkpoint: Checkpoint,
-        threads: Executor,
-        result: Verification,
-        known: set[str],
-        progress: ReportBytes,
-    ) -> None:
-        self._store, self._checkpoint, self._threads = store, checkpoint, threads
-        self._result, self._known, self._progress = result, known, progress
-        self._pool = StagingPool(MIN_MEMORY_BUDGET_BYTES)
-        self._sizes: dict[str, int | Damage] = {}
+    store: Store
+    threads: Executor
+    result: Verification
+    progress: ReportBytes
+    sizes: dict[str, int | Damage] = field(default_factory=dict)
+    pool: StagingPool = field(default_factory=lambda: StagingPool(MIN_MEMORY_BUDGET_BYTES))
 
-    def run(self) -> None:
-        storage = self._checkpoint.metadata.storage_data
-        items = [_Item(index.fqn, info) for index, info in storage.items()]
+    def run(self, metadata: Metadata) -> None:
+        items = [_Item(index.fqn, info) for index, info in metadata.storage_data.items()]
         items.sort(key=lambda item: (item.info.relative_path, item.info.offset))
         try:
-            for damage in check_coverage_of(columns_of(self._checkpoint.metadata, url=self._store.url)):
-                self._result.add(damage)
+            self.result.extend(check_coverage_of(columns_of(metadata, url=self.store.url)))
         except FormatError as error:
-            self._result.add(Damage.of("record", error))
+            self.result.extend([Damage.of_error("record", error)])
         paths = sorted({item.info.relative_path for item in items})
-        self._known |= set(paths)
-        self._sizes = dict(zip(paths, self._threads.map(self._size, paths), strict=True))
-        self._result.checked_files += len(paths)
+        self.sizes |= zip(paths, self.threads.map(self._size, paths), strict=True)
+        self.result.checked_files += len(paths)
         for path, group in itertools.groupby(items, lambda item: item.info.relative_path):
-            if isinstance(missing := self._sizes[path], Damage):
+            if isinstance(missing := self.sizes[path], Damage):
                 fqns = [item.fqn for item in group]
-                self._result.add(
-                    Damage(missing.kind, missing.message, path, None, None, tuple(fqns[:20]), len(fqns))
-                )
+                self.result.extend([Damage.of(missing.kind, missing.message, path, fqns=fqns)])
         total = sum(item.info.length for item in items)
-        for damages, nbytes in in_order(self._threads, self._check, items, ahead=4 * self._store.threads):
-            for damage in damages:
-                self._result.add(damage)
-            self._result.unchecked_items += nbytes is None
-            self._result.checked_bytes += nbytes or 0
-            self._progress(self._result.checked_bytes, total)
+        for damages, nbytes in in_order(self.threads, self._check, items, ahead=4 * self.store.threads):
+            self.result.extend(damages)
+            self.result.unchecked_items += nbytes is None
+            self.result.checked_bytes += nbytes or 0
+            self.progress(self.result.checked_bytes, total)
 
     def _size(self, path: str) -> int | Damage:
         try:
-            return self._store.stat(check_key(path)).size_bytes
+            return self.store.stat(check_key(path)).size_bytes
         except NotFound:
             return Damage("missing", "the metadata names this file, but it is not there", path)
         except ConfigurationError:
             return Damage("record", "the metadata names a file outside of the checkpoint", path)
         except UnsafeContent as error:
-            return Damage.of("missing", error)
+            return Damage.of_error("missing", error)
 
     def _check(self, item: _Item) -> tuple[list[Damage], int | None]:
         """Check an item; return its damages, and its checked bytes, None if it has no CRCs."""
-        size = self._sizes[item.info.relative_path]
+        size = self.sizes[item.info.relative_path]
         stop = item.info.offset + item.info.length
         if isinstance(size, Damage):
             return [], 0
         if size < stop:
             message = f"the file ends at byte {size}, before the end of this item"
             return [item.damage("size", message)], 0
-        if self._result.quick:
+        if self.result.quick:
             return [], 0
         if item.info.transform_descriptors:
             return [], None
@@ -178,11 +170,11 @@ class _StockCheck:
             return
         if self._crc32(item, start, stop) != record.CRC and self._crc32(item, start, stop) != record.CRC:
             message = f"the record {record.filename[:80]!r} does not match its CRC"
-            yield item.damage("checksum", message, item.info.offset + start, item.info.offset + stop)
+            yield item.damage("checksum", message, start, stop)
 
     def _crc32(self, item: _Item, start: int, stop: int) -> int:
         crc = 0
-        with self._pool.take(min(_STEP_BYTES, stop - start)) as scratch:
+        with self.pool.take(min(_STEP_BYTES, stop - start)) as scratch:
             memory = memory_of(scratch)
             while start < stop:
                 piece = memory[: min(memory.nbytes, stop - start)]
@@ -192,4 +184,4 @@ class _StockCheck:
         return crc
 
     def _read(self, item: _Item, offset: int, buffer: memoryview) -> None:
-        self._store.read_into(item.info.relative_path, item.info.offset + offset, [buffer])
+        self.store.read_into(item.info.relative_path, item.info.offset + offset, [buffer])
