@@ -28,9 +28,7 @@ def cat(
         ),
     ],
     stats: Annotated[bool, typer.Option("--stats", help="Show statistics, not values.")] = False,
-    npy: Annotated[
-        str | None, typer.Option("--npy", metavar="FILE", help="Write the values to a NumPy file.")
-    ] = None,
+    npy: Annotated[str | None, typer.Option(metavar="FILE", help="Write the values to a NumPy file.")] = None,
     storage_options: StorageOptions = None,
     json: Json = False,
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -18,11 +18,8 @@ from ckpt.cli.options import (
     parse_quantity,
     parse_storage_options,
 )
-from ckpt.cli.output import Output, command, count, shown, sigterm_as_ctrl_c, size
+from ckpt.cli.output import command, count, shown, sigterm_as_ctrl_c, size
 from ckpt.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from ckpt.conversion.convert import Converted
 
 _FACTORS = {
     "": 1,
@@ -35,6 +32,7 @@ _FACTORS = {
     "gi": 1 << 30,
 }
 _UNITS = {prefix + unit: factor for prefix, factor in _FACTORS.items() for unit in ("", "b")}
+_EXAMPLES = "5GB or 512MiB"
 _MAX_LINES = 20
 
 
@@ -47,41 +45,30 @@ _Source = Annotated[
 _To = Annotated[
     str | None,
     typer.Option(
-        "--to",
-        metavar="FORMAT",
-        help="ckpt, dcp, torch or safetensors; by default DST's ending decides, else ckpt.",
+        metavar="FORMAT", help="ckpt, dcp, torch or safetensors; by default DST's ending decides, else ckpt."
     ),
 ]
 _Dtype = Annotated[
-    str | None,
-    typer.Option("--dtype", metavar="DTYPE", help="Convert floating-point weights to this: bfloat16, ..."),
+    str | None, typer.Option(metavar="DTYPE", help="Convert floating-point weights to this: bfloat16, ...")
 ]
 _Include = Annotated[
-    list[str] | None,
-    typer.Option("--include", metavar="GLOB", help="Convert only these names. Can be repeated."),
+    list[str] | None, typer.Option(metavar="GLOB", help="Convert only these names. Can be repeated.")
 ]
 _Exclude = Annotated[
-    list[str] | None,
-    typer.Option("--exclude", metavar="GLOB", help="Leave out these names. Can be repeated."),
+    list[str] | None, typer.Option(metavar="GLOB", help="Leave out these names. Can be repeated.")
 ]
 _Rename = Annotated[
     list[str] | None,
-    typer.Option(
-        "--rename", metavar="REGEX=NEW", help=r"Replace a part of all names: '^model\.='. Can be repeated."
-    ),
+    typer.Option(metavar="REGEX=NEW", help=r"Replace a part of all names: '^model\.='. Can be repeated."),
 ]
 _WeightsOnly = Annotated[bool, typer.Option("--weights-only", help="Leave out optimizer state and objects.")]
 _MaxShardSize = Annotated[
-    str,
-    typer.Option(
-        "--max-shard-size", metavar="SIZE", help="Size of each safetensors file of a folder: 5GB, 512MiB."
-    ),
+    str, typer.Option(metavar="SIZE", help="Size of each safetensors file of a folder: 5GB, 512MiB.")
 ]
 _Overwrite = Annotated[
     bool,
     typer.Option(
-        "--overwrite",
-        help="Replace a checkpoint of this library, one file, or what an interrupted run left.",
+        "--overwrite", help="Replace a checkpoint of this library, one file, or what an interrupted run left."
     ),
 ]
 
@@ -124,31 +111,26 @@ def convert(
                 exclude=exclude or (),
                 rename=[_rule(text) for text in rename or ()],
                 weights_only=weights_only,
-                max_shard_bytes=int(
-                    parse_quantity("--max-shard-size", max_shard_size, _UNITS, "5GB or 512MiB")
-                ),
+                max_shard_bytes=int(parse_quantity("--max-shard-size", max_shard_size, _UNITS, _EXAMPLES)),
                 overwrite=overwrite,
                 storage_options=parse_storage_options(storage_options),
                 destination_options=parse_storage_options(dst_storage_options),
                 threads=threads,
                 progress=progress,
             )
-        if is_first:
-            _show(output, converted)
-
-
-def _show(output: Output, converted: Converted) -> None:
-    if output.as_json:
-        output.json(vars(converted))
-        return
-    lines = [f"left out {shown(name)}: {shown(reason)}" for name, reason in converted.dropped.items()]
-    output.print(*lines[:_MAX_LINES])
-    output.print_hidden(len(lines) - _MAX_LINES)
-    entries = f"{count(converted.tensors, 'tensor')} and {count(converted.objects, 'object')}"
-    output.print(
-        f"converted to {converted.format}, {shown(converted.destination)}: {entries}, "
-        f"{size(converted.sent_bytes)} in {count(converted.files, 'file')}"
-    )
+        if not is_first:
+            return
+        if output.as_json:
+            output.json(vars(converted))
+            return
+        lines = [f"left out {shown(name)}: {shown(reason)}" for name, reason in converted.dropped.items()]
+        output.print(*lines[:_MAX_LINES])
+        output.print_hidden(len(lines) - _MAX_LINES)
+        entries = f"{count(converted.tensors, 'tensor')} and {count(converted.objects, 'object')}"
+        output.print(
+            f"converted to {converted.format}, {shown(converted.destination)}: {entries}, "
+            f"{size(converted.sent_bytes)} in {count(converted.files, 'file')}"
+        )
 
 
 def _rule(text: str) -> tuple[str, str]:

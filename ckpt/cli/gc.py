@@ -18,7 +18,7 @@ def gc(
     root: Root,
     grace: Annotated[
         str,
-        typer.Option("--grace", metavar="TIME", help="Keep what is younger than this: 90s, 30m, 24h, 7d."),
+        typer.Option(metavar="TIME", help="Keep what is younger than this: 90s, 30m, 24h, 7d."),
     ] = "24h",
     depth: Depth = 3,
     dry_run: DryRun = False,

@@ -29,9 +29,7 @@ def inspect(
     url: Url,
     tensor: Annotated[
         str | None,
-        typer.Option(
-            "--tensor", metavar="GLOB", help="Show the stored slices of these tensors, and the rank of each."
-        ),
+        typer.Option(metavar="GLOB", help="Show the stored slices of these tensors, and the rank of each."),
     ] = None,
     storage_options: StorageOptions = None,
     json: Json = False,

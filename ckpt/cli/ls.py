@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import ckpt
 from ckpt.cli.options import Depth, Json, Root, StorageOptions, parse_storage_options
-from ckpt.cli.output import Output, age, command, shown, size, table
+from ckpt.cli.output import age, command, shown, size, table
 
 if TYPE_CHECKING:
     from ckpt.tools.ls import ListedCheckpoint
@@ -25,11 +25,28 @@ def ls(root: Root, depth: Depth = 3, storage_options: StorageOptions = None, jso
         options = parse_storage_options(storage_options)
         checkpoints = ckpt.list_checkpoints(root, storage_options=options, depth=depth)
         if output.as_json:
-            output.json(
-                {"root": _root_url(checkpoints, root), "checkpoints": [vars(each) for each in checkpoints]}
+            root_url = _root_url(checkpoints, root)
+            output.json({"root": root_url, "checkpoints": [vars(each) for each in checkpoints]})
+            return
+        if not checkpoints:
+            output.print("no checkpoints")
+            return
+        rows = table("", "checkpoint", "step", "state", "size", "age", "ranks", "tags")
+        for each in checkpoints:
+            rows.add_row(
+                "*" if each.latest else "",
+                shown(each.path or "."),
+                "" if each.step is None else str(each.step),
+                f"[{_COLORS[each.state]}]{each.state}[/]",
+                "" if each.size_bytes is None else size(each.size_bytes),
+                age(None if each.created_at_s is None else time.time() - each.created_at_s),
+                "" if each.world_size is None else str(each.world_size),
+                ", ".join(f"{shown(name)}={shown(value)}" for name, value in each.tags.items()),
             )
-        else:
-            _print(output, checkpoints)
+        output.print(rows)
+        for each in checkpoints:
+            if each.problem is not None:
+                output.print(f"[red]{shown(each.path or '.')}:[/] {shown(each.problem)}")
 
 
 def _root_url(checkpoints: list[ListedCheckpoint], root: str) -> str:
@@ -40,25 +57,3 @@ def _root_url(checkpoints: list[ListedCheckpoint], root: str) -> str:
         return redact_url(root)
     first = checkpoints[0]
     return first.url.removesuffix(f"/{first.path}") if first.path else first.url
-
-
-def _print(output: Output, checkpoints: list[ListedCheckpoint]) -> None:
-    if not checkpoints:
-        output.print("no checkpoints")
-        return
-    rows = table("", "checkpoint", "step", "state", "size", "age", "ranks", "tags")
-    for each in checkpoints:
-        rows.add_row(
-            "*" if each.latest else "",
-            shown(each.path or "."),
-            "" if each.step is None else str(each.step),
-            f"[{_COLORS[each.state]}]{each.state}[/]",
-            "" if each.size_bytes is None else size(each.size_bytes),
-            age(None if each.created_at_s is None else time.time() - each.created_at_s),
-            "" if each.world_size is None else str(each.world_size),
-            ", ".join(f"{shown(name)}={shown(value)}" for name, value in each.tags.items()),
-        )
-    output.print(rows)
-    for each in checkpoints:
-        if each.problem is not None:
-            output.print(f"[red]{shown(each.path or '.')}:[/] {shown(each.problem)}")

@@ -23,13 +23,11 @@ Url = Annotated[
 ]
 Root = Annotated[str, typer.Argument(metavar="ROOT", help="A folder of checkpoints: a path or URL.")]
 Depth = Annotated[
-    int, typer.Option("--depth", metavar="N", min=0, max=8, help="Levels of folders below ROOT to search.")
+    int, typer.Option(metavar="N", min=0, max=8, help="Levels of folders below ROOT to search.")
 ]
 Threads = Annotated[
     int | None,
-    typer.Option(
-        "--threads", metavar="N", min=1, help="Parallel transfers; by default twice the cores, 4 to 16."
-    ),
+    typer.Option(metavar="N", min=1, help="Parallel transfers; by default twice the cores, 4 to 16."),
 ]
 StorageOptions = Annotated[list[str] | None, storage_options_of("the storage")]
 SourceOptions = Annotated[

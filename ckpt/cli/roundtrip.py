@@ -43,7 +43,7 @@ _Processes = Annotated[
     ),
 ]
 _RankThreads = Annotated[
-    int | None, typer.Option("--threads", min=1, metavar="N", help="Parallel transfers of each rank.")
+    int | None, typer.Option(min=1, metavar="N", help="Parallel transfers of each rank.")
 ]
 _Phase = Annotated[
     str,

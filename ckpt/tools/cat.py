@@ -111,19 +111,18 @@ def _regions(checkpoint: OpenCheckpoint, selection: Selection) -> Iterator[tuple
     """Yield boxes of the slice and their values, in bounded memory; every element once."""
     entry = checkpoint.tensor(selection.name)
     end = tuple(o + n for o, n in zip(selection.offsets, selection.lengths, strict=True))
-    origin = np.array(selection.offsets, dtype=np.int64)
-    first = np.maximum(entry.offsets, origin) - origin
-    last = np.minimum(entry.offsets + entry.sizes, np.array(end, dtype=np.int64)) - origin
-    inside = (first < last).all(axis=1)
-    boxes = [(tuple(a), tuple(b)) for a, b in zip(first[inside].tolist(), last[inside].tolist(), strict=True)]
-    fault = tiling_fault(boxes, selection.lengths)
+
+    def relative(box: Box) -> Box:
+        begin, stop = (tuple(a - o for a, o in zip(corner, selection.offsets, strict=True)) for corner in box)
+        return begin, stop
+
+    chunks = boxes_of(entry, selection.offsets, end, math.prod(selection.lengths))
+    fault = tiling_fault([relative(chunk) for chunk in chunks], selection.lengths)
     if fault is not None:
         raise FormatError(f"{selection.name[:200]!r}: {fault}", url=checkpoint.store.url)
-    for begin, stop in boxes_of(entry, selection.offsets, end, _MAX_ELEMENTS):
-        lengths = [b - a for a, b in zip(begin, stop, strict=True)]
-        values = as_numpy(checkpoint.read(selection.name, begin, lengths))
-        start = tuple(a - o for a, o in zip(begin, selection.offsets, strict=True))
-        yield (start, tuple(a + n for a, n in zip(start, lengths, strict=True))), values
+    for box in boxes_of(entry, selection.offsets, end, _MAX_ELEMENTS):
+        lengths = [stop - start for start, stop in zip(*box, strict=True)]
+        yield relative(box), as_numpy(checkpoint.read(selection.name, box[0], lengths))
 
 
 def as_numpy(tensor: torch.Tensor) -> npt.NDArray[Any]:

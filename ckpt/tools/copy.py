@@ -1,9 +1,7 @@
 """Copy a checkpoint to another place, verified on its way and committed last: `ckpt.copy`.
 
-A copy is a save like any other: its objects get names that were never used at the destination, and
-it is a checkpoint once its commit record is put. Data files are the same, block for block, with the
-same checksums; records are written anew, with the new names. An interrupted copy is continued: its
-files are read, and kept if they are right.
+A copy is a save like any other, of the same blocks with the same checksums; its objects and records
+have new names. An interrupted copy is continued: its files are read, and kept if they are right.
 """
 
 from __future__ import annotations

@@ -39,10 +39,8 @@ def copy_stock(
         checked = verify_stock(source, parts, threads, quick=True, progress=no_report)
     if checked.damages:
         first = checked.damages[0]
-        raise IntegrityError(
-            f"the source is damaged: {first.message}",
-            url=source.url, key=first.key, start=first.start, stop=first.stop,
-        )  # fmt: skip
+        text = f"the source is damaged: {first.message}"
+        raise IntegrityError(text, url=source.url, key=first.key, start=first.start, stop=first.stop)
     return _StockCopy(source, destination, parts).run(progress)
 
 

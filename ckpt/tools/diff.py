@@ -158,29 +158,10 @@ class _Comparing:
 
     def _same_checksums(self, name: str, a: _Entry, b: _Entry) -> bool:
         """Tell whether all stored items are equal by the checksums of their blocks, without reading."""
-        items = []
-        for checkpoint, entry in ((self._a, a), (self._b, b)):
-            part, columns, _, _ = checkpoint.find(name)
-            if part.commit is None:
-                return False
-            infos = [
-                StorageInfo(columns.files[item.file], item.offset, item.length) for item in _items(entry)
-            ]
-            part.prepare(infos, checkpoint.threads)
-            items.append([(part.file(info), info) for info in infos])
-        for (a_file, a_info), (b_file, b_info) in zip(*items, strict=True):
-            size = a_file.block_size_bytes
-            a_crcs, b_crcs = a_file.block_crcs, b_file.block_crcs
-            if a_crcs is None or b_crcs is None or size != b_file.block_size_bytes:
-                return False
-            if a_info.length != b_info.length or (a_info.offset - b_info.offset) % size:
-                return False
-            a_first, b_first = a_info.offset // size, b_info.offset // size
-            count = (a_info.offset + a_info.length - 1) // size - a_first + 1 if a_info.length else 0
-            if list(a_crcs[a_first : a_first + count]) != list(b_crcs[b_first : b_first + count]):
-                return False
-        self._result.equal_by_checksum += 1
-        return True
+        checksums = _checksums(self._a, name, a)
+        same = checksums is not None and checksums == _checksums(self._b, name, b)
+        self._result.equal_by_checksum += same
+        return same
 
     def _same_bytes(self, name: str, a: _Entry, b: _Entry) -> bool:
         """Tell whether all stored items are the same bytes."""
@@ -259,6 +240,24 @@ def _items(entry: _Entry) -> list[ObjectRow]:
         return [entry]
     rows = zip(entry.file.tolist(), entry.offset.tolist(), entry.length.tolist(), strict=True)
     return [ObjectRow(*row) for row in rows]
+
+
+def _checksums(checkpoint: OpenCheckpoint, name: str, entry: _Entry) -> list[tuple[Any, ...]] | None:
+    """List the checksums of the blocks of each stored item, and how it lies in them; None if there are none."""
+    part, columns, _, _ = checkpoint.find(name)
+    if part.commit is None:
+        return None
+    infos = [StorageInfo(columns.files[item.file], item.offset, item.length) for item in _items(entry)]
+    part.prepare(infos, checkpoint.threads)
+    checksums = []
+    for info in infos:
+        file = part.file(info)
+        if file.block_crcs is None:
+            return None
+        size = file.block_size_bytes
+        blocks = slice(info.offset // size, -(-(info.offset + info.length) // size))
+        checksums.append((size, info.offset % size, info.length, list(file.block_crcs[blocks])))
+    return checksums
 
 
 def _described(entry: _Entry) -> str:

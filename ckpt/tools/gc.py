@@ -1,10 +1,5 @@
 """Remove the leftovers of interrupted saves: `ckpt.collect_garbage`.
 
-Leftovers do no harm: no commit lists them, and their names are never used again. An object is
-removed if its name is one that only this library gives, if no commit of its checkpoint lists it or
-anything of its token, and if it is older than a grace period. A save that runs longer than the
-grace period looks like an interrupted one.
-
 On storage that lags, a commit may exist and not be seen yet. So all folders are looked at, then
 they are given time, and looked at again before anything is deleted.
 """

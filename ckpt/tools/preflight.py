@@ -48,9 +48,8 @@ def _try_out(store: Store) -> None:
             put_bytes(store, key, data)
             action = "read back"
             if read_bytes(store, key) != data:
-                raise IntegrityError(
-                    "the storage returned other bytes than had been written", url=store.url, key=key
-                )
+                text = "the storage returned other bytes than had been written"
+                raise IntegrityError(text, url=store.url, key=key)
             action = "create an object that exists already"
             _create_again(store, key)
         except BaseException:
@@ -70,11 +69,8 @@ def _create_again(store: Store, key: str) -> None:
     except AlreadyExists:
         return
     if store.capabilities.conditional_create:
-        raise StorageError(
-            "a conditional create overwrote an existing object, although the store declares conditional_create",
-            url=store.url,
-            key=key,
-        )
+        text = "a conditional create overwrote an existing object, although the store declares conditional_create"
+        raise StorageError(text, url=store.url, key=key)
 
 
 def _remove(store: Store, folder: str, key: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -68,28 +69,24 @@ class IndexedItems:
         self._file, self._offset, self._length, self._entry, self._row = items[:, order]
 
     def compare(self, path: str, items: Sequence[ItemRecord]) -> list[Damage]:
-        """Compare one file's items with those of its manifest (`items`, sorted by offset)."""
+        """Compare one file's items with those of its manifest, `items`; name 100 that disagree at most."""
         self._left.discard(path)
         rows = self._rows_of(path)
-        damages: list[Damage] = []
         if len(rows) > len(items) + _MAX_NAMED:
             message = f"the index lists {len(rows):,} items in this file, the manifest {len(items):,}"
             return [Damage.of("disagreement", message, path, fqns=self._fqns(rows))]
+        return list(itertools.islice(self._disagreements(path, rows, items), _MAX_NAMED))
+
+    def _disagreements(self, path: str, rows: range, items: Sequence[ItemRecord]) -> Iterator[Damage]:
         by_offset = {int(self._offset[row]): row for row in rows}
         for item in items:
-            row_of_item = by_offset.pop(item.offset, None)
-            reason = (
-                "the index does not list it" if row_of_item is None else self._difference(row_of_item, item)
-            )
-            if reason and len(damages) < _MAX_NAMED:
-                damages.append(_disagreement(path, item.offset, item.length, item.fqn, reason))
+            row = by_offset.pop(item.offset, None)
+            reason = "the index does not list it" if row is None else self._difference(row, item)
+            if reason:
+                yield _disagreement(path, item.offset, item.length, item.fqn, reason)
         for offset, row in by_offset.items():
-            if len(damages) < _MAX_NAMED:
-                fqn = self._names[self._entry[row]]
-                damages.append(
-                    _disagreement(path, offset, int(self._length[row]), fqn, "the manifest does not list it")
-                )
-        return damages
+            fqn, reason = self._names[self._entry[row]], "the manifest does not list it"
+            yield _disagreement(path, offset, int(self._length[row]), fqn, reason)
 
     def left_over(self) -> Iterator[Damage]:
         """Yield a damage for each file that the index names and no manifest lists."""

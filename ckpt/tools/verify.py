@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -110,22 +111,17 @@ class _UnreadBytes(Damage):
 
 @dataclass
 class _File:
-    """A data file under check: its record, its checksums, and its items by offset."""
+    """A data file under check: its record, its checksums, and its items, sorted by offset."""
 
     record: FileRecord
     block_size_bytes: int
     crcs: Sequence[int]
     items: list[ItemRecord]
-    offsets: list[int] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.items.sort(key=lambda item: item.offset)
-        self.offsets = [item.offset for item in self.items]
 
     def fqns(self, start: int, stop: int) -> list[str]:
         """List the names whose bytes are in `[start, stop)`."""
-        first = max(0, bisect_right(self.offsets, start) - 1)
-        touched = self.items[first : bisect_left(self.offsets, stop)]
+        first = max(0, bisect_right(self.items, start, key=_offset) - 1)
+        touched = self.items[first : bisect_left(self.items, stop, key=_offset)]
         return [item.fqn for item in touched if item.offset + item.length > start]
 
     def damage(self, kind: str, message: str, start: int, stop: int) -> Damage:
@@ -180,11 +176,8 @@ class _OwnCheck:
             self._check_index(self.metadata, self.indexed)
         self.result.strays = find_strays(self.store, self.known)
         if read_commit(self.store) != self.stored_commit:
-            raise CommitConflict(
-                "this checkpoint was replaced or removed while it was being verified; verify again",
-                url=self.store.url,
-                key=COMMIT_KEY,
-            )
+            text = "this checkpoint was replaced or removed while it was being verified; verify again"
+            raise CommitConflict(text, url=self.store.url, key=COMMIT_KEY)
 
     def _check_index(self, metadata: Metadata, indexed: IndexedItems) -> None:
         """Check every item of the index, unless it lists far more items than are stored."""
@@ -246,6 +239,7 @@ class _OwnCheck:
         self.items += len(manifest.items)
         for record, items in zip(manifest.files, items_by_file(manifest), strict=True):
             self.known.add(record.path)
+            items.sort(key=_offset)
             file = _File(record, manifest.block_size_bytes, record.block_crcs(), items)
             if self.indexed is not None:
                 yield partial(_known, self.indexed.compare(record.path, file.items))
@@ -277,10 +271,9 @@ class _OwnCheck:
         starts = range(start, stop, block)
         with self.pool.take(stop - start) as scratch:
             memory = memory_of(scratch)
+            read = partial(self.store.read_into, path, start, [memory])
             try:
-                when_visible(
-                    lambda: self.store.read_into(path, start, [memory]), timeout_s=self._remaining_s()
-                )
+                when_visible(read, timeout_s=self._remaining_s())
             except (Truncated, NotVisible, UnsafeContent):
                 return list(self._check_blocks(file, starts, stop, memory)), 0
             crcs = block_crcs([memory], block)
@@ -303,6 +296,9 @@ class _OwnCheck:
                 continue
             if crc64nvme(memory[: end - start]) != file.crcs[start // file.block_size_bytes]:
                 yield file.damage("checksum", "the stored bytes do not match their checksum", start, end)
+
+
+_offset = attrgetter("offset")
 
 
 def _known(damages: list[Damage]) -> Checked:
