@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import ckpt
-from ckpt.cli.options import Json, StorageOptions, parse_storage_options, storage_options_of
+from ckpt.cli.options import Json, StorageOptions, parse_storage_options, storage_options_of, url_of
 from ckpt.cli.output import EXIT_PROBLEM, EXIT_STORAGE, Output, command, shown, sigterm_as_ctrl_c, table
 
 if TYPE_CHECKING:
@@ -26,12 +26,7 @@ _SUMMARY = {
 
 
 def doctor(
-    url: Annotated[
-        str,
-        typer.Argument(
-            metavar="URL", help="Where checkpoints will be: a path, s3://bucket/key or another URL."
-        ),
-    ],
+    url: Annotated[str, url_of("Where checkpoints will be")],
     second_url: Annotated[
         str | None,
         typer.Argument(metavar="URL2", help="The same place as another mount or gateway shows it."),

@@ -18,9 +18,12 @@ def storage_options_of(storage: str, name: str = "--storage-options") -> Any:
     return typer.Option(name, metavar="KEY=VALUE|JSON", help=text)
 
 
-Url = Annotated[
-    str, typer.Argument(metavar="URL", help="The checkpoint: a path, s3://bucket/key or another URL.")
-]
+def url_of(place: str) -> Any:
+    """Declare the argument for a URL."""
+    return typer.Argument(metavar="URL", help=f"{place}: a path, s3://bucket/key or another URL.")
+
+
+Url = Annotated[str, url_of("The checkpoint")]
 Root = Annotated[str, typer.Argument(metavar="ROOT", help="A folder of checkpoints: a path or URL.")]
 Depth = Annotated[
     int, typer.Option(metavar="N", min=0, max=8, help="Levels of folders below ROOT to search.")
@@ -39,13 +42,10 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object; docs/
 
 
 def parse_storage_options(given: Sequence[str] | None) -> dict[str, Any] | None:
-    """Merge options written as `KEY=VALUE` or JSON objects; None if there are none.
+    """Merge options written as `KEY=VALUE` or JSON objects; None if there are none. The last one wins.
 
-    The last one wins. A value that is JSON is decoded (`true`, `8388608`); any other value stays a
-    str.
-
-    Raises:
-        ConfigurationError: an option is neither. The message shows no value, as it may be a secret.
+    A value that is JSON is decoded (`true`, `8388608`); any other value stays a str. Messages show
+    no value, as it may be a secret.
     """
     if not given:
         return None
@@ -73,11 +73,7 @@ def _json_or_none(text: str) -> Any:
 
 
 def parse_quantity(option: str, text: str, units: Mapping[str, float], examples: str) -> float:
-    """Parse a number with a unit.
-
-    Raises:
-        ConfigurationError: it is not a number, or its unit is not one of `units` (in lower case).
-    """
+    """Parse a number with one of `units`, in lower case. Raises ConfigurationError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
     if match is None or match[2] not in units:
         raise ConfigurationError(f"{option}: {text!r} is not understood; write {examples}")

@@ -137,8 +137,7 @@ def _console(file: Any) -> Console:
 def command(as_json: bool, *, if_interrupted: str = "Nothing was changed.") -> Iterator[Output]:
     """Run a command: an error becomes one line and an exit code, never a traceback.
 
-    Args:
-        if_interrupted: what to tell the user after Ctrl-C.
+    After Ctrl-C the line ends in `if_interrupted`.
     """
     output = Output(as_json=as_json)
     try:

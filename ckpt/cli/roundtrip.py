@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import ckpt
-from ckpt.cli.options import Json, StorageOptions, parse_storage_options
+from ckpt.cli.options import Json, StorageOptions, parse_storage_options, url_of
 from ckpt.cli.output import EXIT_PROBLEM, Output, command, shown, size, table
 
 if TYPE_CHECKING:
@@ -17,10 +17,6 @@ if TYPE_CHECKING:
 _MAX_LINES = 20
 
 
-_Place = Annotated[
-    str,
-    typer.Argument(metavar="URL", help="An empty place to save to: a path, s3://bucket/key or another URL."),
-]
 _Model = Annotated[
     str,
     typer.Option(
@@ -55,7 +51,7 @@ _Phase = Annotated[
 
 
 def roundtrip(
-    url: _Place,
+    url: Annotated[str, url_of("An empty place to save to")],
     model: _Model = "t5-small",
     world_size: Annotated[int, typer.Option(min=1, metavar="N", help="Number of ranks that save.")] = 8,
     load_world_size: _LoadWorldSize = None,

@@ -57,9 +57,7 @@ class Statistics:
 def select(checkpoint: OpenCheckpoint, text: str) -> Selection:
     """Parse `FQN[slice]` in Python's notation: `w`, `w[3]`, `w[:10, -1]`, `w[..., 0]`.
 
-    Raises:
-        NotFound: there is no such tensor.
-        ConfigurationError: it is not a slice, or not inside the tensor.
+    Raises NotFound for the tensor, ConfigurationError for the slice.
     """
     match = _SLICE.fullmatch(text)
     if text in checkpoint.names or match is None:
@@ -168,11 +166,7 @@ def statistics(checkpoint: OpenCheckpoint, selection: Selection) -> Statistics:
 
 
 def write_npy(checkpoint: OpenCheckpoint, selection: Selection, path: str) -> None:
-    """Write a slice to a `.npy` file, which appears when it is complete.
-
-    Raises:
-        ConfigurationError: the file cannot be written.
-    """
+    """Write a slice to a `.npy` file, which appears when it is complete. Raises ConfigurationError."""
     dtype = as_numpy(torch.empty(0, dtype=checkpoint.tensor(selection.name).dtype)).dtype
     temporary = f"{path}.{environment.token()}.tmp"
     try:

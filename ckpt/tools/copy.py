@@ -102,18 +102,13 @@ def copy(
 
 @dataclass
 class _RankCopy:
-    """The files of one rank at the destination.
-
-    Attributes:
-        kept: numbers of the files that an interrupted copy has left, and that are right.
-        missing: number of files still to be sent.
-    """
+    """The files of one rank at the destination."""
 
     ref: ManifestRef
     manifest: RankManifest
     token: str
-    kept: frozenset[int]
-    missing: int = 0
+    kept: frozenset[int]  # numbers of the files that an interrupted copy has left, and that are right
+    missing: int = 0  # number of files still to be sent
 
     def key(self, number: int) -> str:
         """Name a data file."""

@@ -27,14 +27,7 @@ _BUDGET_BYTES = 256 << 20
 def copy_stock(
     source: Store, destination: Store, parts: Sequence[Checkpoint], progress: ReportBytes
 ) -> Copied:
-    """Copy a stock checkpoint, in one part or in one per rank.
-
-    Raises:
-        AlreadyExists: another checkpoint, or another file with one of the names, is at the
-            destination.
-        IntegrityError: the source is damaged, as far as its sizes show.
-        CommitConflict: the source was replaced meanwhile.
-    """
+    """Copy a stock checkpoint, in one part or in one per rank. Raises as `ckpt.copy`, and CommitConflict."""
     with workers(source.threads, "ckpt-cp") as threads:
         checked = verify_stock(source, parts, threads, quick=True, progress=no_report)
     if checked.damages:

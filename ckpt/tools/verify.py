@@ -130,24 +130,18 @@ class _File:
 
 @dataclass
 class _OwnCheck:
-    """Check a checkpoint that this library committed.
-
-    Attributes:
-        metadata: None if the index is damaged.
-        items: number of items in the manifests.
-        misfits: files that are missing or of another size.
-    """
+    """Check a checkpoint that this library committed."""
 
     store: Store
     threads: Executor
     settings: ReadSettings
     result: Verification
     stored_commit: StoredCommit
-    metadata: Metadata | None
+    metadata: Metadata | None  # None: the index is damaged
     progress: ReportBytes
     indexed: IndexedItems | None = None
-    items: int = 0
-    misfits: set[str] = field(default_factory=set)
+    items: int = 0  # in the manifests
+    misfits: set[str] = field(default_factory=set)  # files that are missing or of another size
 
     def __post_init__(self) -> None:
         self.commit = self.stored_commit.record
