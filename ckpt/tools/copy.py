@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -33,13 +34,12 @@ from ckpt.errors import (
     FormatError,
     IntegrityError,
     NotFound,
-    StorageError,
 )
 from ckpt.format.columns import columns_of
 from ckpt.format.names import ObjectName, data_key, manifest_key, rank_directory
 from ckpt.format.records import FORMAT_VERSION, ManifestRef, RankManifest, encode, read_commit
 from ckpt.reading.checkpoint import Checkpoint, ReadSettings, open_checkpoint, open_parts
-from ckpt.tools.copy_stock import copy_stock
+from ckpt.tools.copy_stock import check_wanted, copy_stock
 from ckpt.tools.findings import Copied, Damage
 from ckpt.tools.gc import DEFAULT_GRACE_S, stems_of
 from ckpt.tools.record_checks import IndexedItems, items_by_file, read_manifest
@@ -282,13 +282,9 @@ class _CheckpointCopy:
         record, block = rank.manifest.files[number], rank.manifest.block_size_bytes
         when_visible = self._checkpoint.when_visible
         source = StoredFile.verified(record.path, record, block)
-        body = VerifiedBody(self._from, source, self._pool, self._check_wanted, when_visible)
+        body = VerifiedBody(self._from, source, self._pool, partial(check_wanted, self._stop), when_visible)
         self._put(rank.key(number), body, lambda: self._is_right(rank, number))
         return file
-
-    def _check_wanted(self) -> None:
-        if self._stop.is_set():
-            raise StorageError("stopped: the copy was interrupted, or another file of it failed")
 
     def _put(self, key: str, body: Body, is_right: Callable[[], bool]) -> None:
         """Put an object under a name that may belong to another copy, which still runs."""

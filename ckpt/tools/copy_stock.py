@@ -37,6 +37,12 @@ def copy_stock(
     return _StockCopy(source, destination, parts).run(progress)
 
 
+def check_wanted(stop: threading.Event) -> None:
+    """Raise StorageError once a copy has been stopped."""
+    if stop.is_set():
+        raise StorageError("stopped: the copy was interrupted, or another file of it failed")
+
+
 class _StockCopy:
     def __init__(self, source: Store, destination: Store, parts: Sequence[Checkpoint]) -> None:
         self._from, self._to = source, destination
@@ -53,9 +59,7 @@ class _StockCopy:
         total = sum(self._sizes.values())
         at_once = min(4, self._to.threads)
         with workers(at_once, "ckpt-cp") as threads:
-            for size, sent in in_order(
-                threads, self._send, self._sizes, ahead=2 * at_once, stop=self._stop
-            ):
+            for size, sent in in_order(threads, self._send, self._sizes, ahead=2 * at_once, stop=self._stop):
                 done.count(size, sent=sent)
                 progress(done.sent_bytes + done.kept_bytes, total)
         for key, data in self._metadata:
@@ -88,7 +92,7 @@ class _StockCopy:
             existing = self._to.stat(path).size_bytes
         except NotFound:
             item = FileItem(0, b"", StreamedPayload(size, partial(self._read, path)), b"")
-            body = FileBody([item], self._pool, self._check_wanted)
+            body = FileBody([item], self._pool, partial(check_wanted, self._stop))
             self._to.put(path, body, mode=PutMode.CREATE)
             return size, True
         if existing != size or not self._are_equal(path, size):
@@ -98,10 +102,6 @@ class _StockCopy:
     def _read(self, path: str, due: Sequence[Due]) -> None:
         for _, start, memory in due:
             self._from.read_into(path, start, [memory])
-
-    def _check_wanted(self) -> None:
-        if self._stop.is_set():
-            raise StorageError("stopped: the copy was interrupted, or another file of it failed")
 
     def _are_equal(self, path: str, size: int) -> bool:
         source, destination = RunReader(self._from, self._pool), RunReader(self._to, self._pool)
