@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.commands import flip, options_of, run, run_json, run_process
+from support.ranks import fork_context
 from support.servers import S3Server
 from support.tiers import examples
 from torch.distributed.checkpoint.planner import SavePlan
@@ -125,22 +126,23 @@ def test_any_slice_can_be_computed_by_itself(name: str, data: st.DataObject) -> 
 
 
 def test_wrong_elements_are_counted() -> None:
-    shape, box = (3, 1 << 20), ((0, 0), (3, 1 << 20))
+    columns = 1 << 19
+    shape, box = (3, columns), ((0, 0), (3, columns))
     tensor = torch.empty(shape, dtype=torch.bfloat16)
     fill(tensor, "w", shape, box)
     bits = tensor.view(torch.int16)
     assert compare(tensor, "w", shape, box) == 0
-    assert compare(tensor, "v", shape, box) > 3_000_000
-    assert compare(tensor, "w", shape, box, seed=1) > 3_000_000
+    assert compare(tensor, "v", shape, box) > 2.9 * columns
+    assert compare(tensor, "w", shape, box, seed=1) > 2.9 * columns
     bits[1, 77] ^= 1
     assert compare(tensor, "w", shape, box) == 1
     bits[1, 77] ^= 1
     fill(tensor, "w", shape, box)
     tensor[[0, 2]] = tensor[[2, 0]]
-    assert compare(tensor, "w", shape, box) > 2_000_000
+    assert compare(tensor, "w", shape, box) > 1.95 * columns
     fill(tensor, "w", shape, box)
     tensor[:, 1:] = tensor[:, :-1].clone()
-    assert compare(tensor, "w", shape, box) > 3_000_000
+    assert compare(tensor, "w", shape, box) > 2.9 * columns
 
 
 # -- ranks, in this process ----------------------------------------------------------------------------
@@ -241,6 +243,9 @@ def test_a_failed_save_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
     (place / "rank-00000").mkdir(parents=True)
     (place / "rank-00000" / "0123456789abcdef-0.distcp").write_bytes(b"another save's")
     monkeypatch.setattr(ckpt.acceptance.roundtrip, "SaveTask", _FailsAfterwards)
+    # Forked from one that has imported everything; the tests as a user spawn them.
+    context = fork_context()
+    monkeypatch.setattr("multiprocessing.get_context", lambda method: context)
     with pytest.raises(ConfigurationError, match="on purpose") as caught:
         ckpt.roundtrip(place, "t5-small", world_size=2, dtype="fp8", processes=1)
     assert caught.value.rank == 1

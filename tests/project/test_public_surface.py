@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 
 import pytest
+from support.ranks import start
 
 import ckpt
 
@@ -15,8 +17,22 @@ def test_importing_is_light() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
     code = "import sys, ckpt; ours = {m for m in sys.modules if m.startswith('ckpt.')} | {'typer', 'rich'} & set(sys.modules); assert not ours, ours"
     subprocess.run([sys.executable, "-c", code], check=True)
-    code = "import sys, ckpt.api; heavy = {'boto3', 'ibm_boto3', 's3fs'} & set(sys.modules); assert not heavy, heavy"
-    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.smoke
+def test_importing_the_functions_imports_no_sdk() -> None:
+    process = start(_import_again)
+    process.join(60)
+    assert process.exitcode == 0
+
+
+def _import_again() -> None:
+    sdks = {"boto3", "ibm_boto3", "s3fs"}
+    for name in list(sys.modules):
+        if name.partition(".")[0] in {*sdks, "ckpt"}:
+            del sys.modules[name]
+    importlib.import_module("ckpt.api")
+    assert not sdks & set(sys.modules)
 
 
 def test_help_is_light() -> None:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import multiprocessing
 import multiprocessing.connection
 import os
+import select
+import socket
+import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Collection
 from datetime import timedelta
-from typing import Any
+from multiprocessing import forkserver, resource_tracker
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -37,7 +44,7 @@ class Job:
     """
 
     def __init__(self, world_size: int, function: Callable[..., Any], *args: Any) -> None:
-        context = _context()
+        context = fork_context()
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._pipes, self.processes = [], []
         for rank in range(world_size):
@@ -122,13 +129,57 @@ def is_stopped(pid: int) -> bool:
 
 def start(function: Callable[..., Any], *args: Any) -> Any:
     """`function(*args)` in a process of its own."""
-    process = _context().Process(target=function, args=args)
+    process = fork_context().Process(target=function, args=args)
     process.start()
     return process
 
 
-def _context() -> Any:
-    # A server that has imported everything forks the processes: a fresh interpreter would take seconds each.
+def fork_from_here() -> None:
+    """Fork ranks from this process as it is now: a server of their own would import everything once more.
+
+    To be called before there are any threads that the ranks might miss.
+    """
+    if sys.version_info >= (3, 14):
+        return  # its servers want to be shown a secret
+    resource_tracker.ensure_running()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(multiprocessing.connection.arbitrary_address("AF_UNIX"))  # type: ignore[attr-defined]
+        listener.listen()
+        alive, ours = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            _serve_forks(listener.fileno(), alive)
+        os.close(alive)
+        server: Any = forkserver._forkserver
+        server._forkserver_address, server._forkserver_alive_fd = listener.getsockname(), ours
+        server._forkserver_pid = pid
+
+
+def _serve_forks(listener: int, alive: int) -> NoReturn:
+    """Fork processes until all that hold the other end of `alive` are gone."""
+    try:
+        # Whoever waits for the end of a pipe that this process has inherited would wait for it too.
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for name in os.listdir("/dev/fd"):
+            if int(name) > 2 and int(name) not in (listener, alive, nothing):
+                with contextlib.suppress(OSError):
+                    os.dup2(nothing, int(name))
+        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+        logging.root.handlers.clear()
+        warnings.resetwarnings()  # pytest turns them into errors
+        for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+            warnings.simplefilter("ignore", category)
+        select.select([listener, alive], [], [])  # there may be nothing to fork
+        forkserver.main(listener, alive, _PRELOADED)
+    finally:
+        os._exit(0)
+
+
+def fork_context() -> Any:
+    """How `multiprocessing` starts ranks: forked from a server that has imported everything.
+
+    A fresh interpreter would take seconds each.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     return context

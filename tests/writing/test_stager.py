@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
+import os
 import sys
+import threading
 import warnings
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.ranks import run_ranks
+from support.ranks import run_ranks, start
 from support.states import digest, emptied, plain_state, sharded_state
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -20,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import ckpt
+from ckpt.backends import memory
 from ckpt.errors import CheckpointError
 
 
@@ -84,7 +86,6 @@ def test_a_third_copy_is_refused() -> None:
 
 def test_failed_saves_give_the_memory_back(tmp_path: Path) -> None:
     """Whoever keeps their futures, or not; an error's traceback must not hold the copied state."""
-    from ckpt.backends import memory
     from ckpt.errors import StorageUnavailable
 
     url = f"memory://{tmp_path.name}/c"
@@ -149,29 +150,32 @@ def test_the_collector_may_give_memory_back_at_any_time() -> None:
         gc.unfreeze()
 
 
-def test_a_forked_child_ends(tmp_path: Path) -> None:
+@pytest.mark.smoke
+def test_a_forked_child_ends() -> None:
     """As a data loader's worker does, started while a save is running."""
-    code = """if True:
-        import os, sys, threading, warnings
-        import torch, ckpt
-        from ckpt.backends import memory
-        warnings.simplefilter("ignore")
-        inside, go_on = threading.Event(), threading.Event()
-        def fault(operation, key, when):
-            if operation == "put":
-                inside.set()
-                go_on.wait(60)
-        memory.inject("memory://fork/c", fault)
-        future = ckpt.async_save({"t": torch.ones(5)}, "memory://fork/c")
-        inside.wait(60)
-        child = os.fork()
-        if not child:
-            sys.exit(7)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-        go_on.set()
-        future.result(60)
-    """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    process = start(_fork_while_saving)
+    process.join(120)
+    assert process.exitcode == 0
+
+
+def _fork_while_saving() -> None:
+    warnings.simplefilter("ignore")
+    inside, go_on = threading.Event(), threading.Event()
+
+    def fault(operation: str, key: str, when: str) -> None:
+        if operation == "put":
+            inside.set()
+            go_on.wait(60)
+
+    memory.inject("memory://fork/c", fault)
+    future = ckpt.async_save({"t": torch.ones(5)}, "memory://fork/c")
+    assert inside.wait(60)
+    child = os.fork()
+    if not child:
+        sys.exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    go_on.set()
+    future.result(60)
 
 
 class Pair(NamedTuple):
