@@ -83,6 +83,20 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 class _Server(http.server.ThreadingHTTPServer):
     daemon_threads = True
+    is_stopped = False
+
+    def serve_until_stopped(self) -> None:
+        """Serve without looking at the clock: `serve_forever` ends only when its next poll is due."""
+        while True:
+            connection, address = self.get_request()
+            if self.is_stopped:
+                connection.close()
+                return
+            self.process_request(connection, address)
+
+    def stop(self) -> None:
+        self.is_stopped = True
+        socket.create_connection(("127.0.0.1", self.server_port)).close()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         pass  # connections are cut on purpose, and clients killed
@@ -92,11 +106,11 @@ class _Server(http.server.ThreadingHTTPServer):
 def http_server(handler: type[Handler], **attributes: Any) -> Iterator[int]:
     """Serve with a handler that has these attributes until the end of the block, and yield the port."""
     server = _Server(("127.0.0.1", 0), type(handler.__name__, (handler,), attributes))
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+    thread = threading.Thread(target=server.serve_until_stopped, daemon=True)
     thread.start()
     try:
         yield server.server_address[1]
     finally:
-        server.shutdown()
-        server.server_close()
+        server.stop()
         thread.join()
+        server.server_close()
