@@ -165,7 +165,7 @@ def test_a_roll_call_after_one_of_another_rank() -> None:
             rank=rank,
             size=2,
             call=1,
-            limits=Limits(20.0),
+            limits=Limits(8.0),
             progress=Progress(),
             break_off=lambda: None,
         )

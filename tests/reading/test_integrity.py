@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from support.clock import SkippingClock
 from support.proxy import Call, FaultProxy
 from support.states import digest, emptied, random_tensor
 
 import ckpt
 from ckpt.backends import memory
 from ckpt.backends.base import MIB
+from ckpt.consistency.environment import replaced
 from ckpt.errors import (
     CheckpointError,
     CommitConflict,
@@ -175,11 +177,15 @@ def test_half_copied(saved: Path, tmp_path: Path) -> None:
             assert caught.value.key == str(missing.relative_to(saved))
 
 
-def test_lagging_storage_is_waited_for() -> None:
+def test_lagging_storage_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SkippingClock()
+    monkeypatch.setattr("ckpt.backends.memory.time", clock)
     url = "memory://lagging/c"
     ckpt.save(STATE, url)
     loaded = emptied(STATE)
-    ckpt.load(loaded, url, storage_options={"visibility_lag_s": 1.0})
+    with replaced(clock):
+        ckpt.load(loaded, url, storage_options={"visibility_lag_s": 10.0})
+    assert clock.skipped_s > 5
     assert digest(loaded) == digest(STATE)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import http.client
 import socket
 import threading
@@ -42,6 +43,7 @@ Rule = Callable[[Call], str | int]
 """What to do with a call: "pass"; a status to answer with; "reset" the connection in the middle of the body;
 "half-close" it there: no reply, but whatever still comes is read;
 "lose" the reply of a request that was carried out; "late": carry it out `late_s` after the connection was lost;
+"held back": carry it out when its call in `held_back` is made, long after that;
 "cut" the reply in the middle; "flip" a bit of its body; "trickle" it, a byte now and then;
 "hold" the reply in the middle of its body, until `settle`; "dribble": from there on, a byte now and then;
 "stall": never answer; "stop reading" in the middle of the body; "delay" it; "throttle" its body and its reply;
@@ -60,6 +62,7 @@ class FaultProxy:
     trickle_s: float = 0.5
     bandwidth_bytes_per_s: float = 4e6
     calls: list[Call] = field(default_factory=list)
+    held_back: list[Callable[[], object]] = field(default_factory=list)
     in_flight: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
     released: threading.Event = field(default_factory=threading.Event)
@@ -128,6 +131,10 @@ class _Handler(Handler):
             return
         if action == "late":
             threading.Timer(self.proxy.late_s, self._forward, [body]).start()
+            self.reset()
+            return
+        if action == "held back":
+            self.proxy.held_back.append(functools.partial(self._forward, body))
             self.reset()
             return
         status, headers, reply = self._forward(body)
