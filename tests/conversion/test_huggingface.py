@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ from support.states import digest
 
 import ckpt
 
-transformers: Any = pytest.importorskip("transformers")
+pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 
 
 def llama(*, tied: bool, seed: int = 0) -> Any:
+    import transformers
+
     torch.manual_seed(seed)
     config = transformers.LlamaConfig(
         hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -27,6 +30,8 @@ def llama(*, tied: bool, seed: int = 0) -> Any:
 
 
 def logits(folder: Path, **more: Any) -> torch.Tensor:
+    import transformers
+
     model = transformers.LlamaForCausalLM.from_pretrained(folder, local_files_only=True, **more).eval()
     with torch.no_grad():
         found: torch.Tensor = model(torch.arange(20)[None]).logits
@@ -91,6 +96,8 @@ def test_a_head_beside_the_model_is_a_weight_too(source: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_dtype_is_that_of_save_pretrained(tied: bool, tmp_path: Path) -> None:
+    import transformers
+
     model = llama(tied=tied)
     model.save_pretrained(tmp_path / "hf")
     convert(tmp_path / "hf", tmp_path / "half", "--to", "safetensors", "--dtype", "bfloat16")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.report.chart import draw_chart
 from benchmarks.report.results import Results
 from benchmarks.run.task import Outcome
 
 
 def test_the_chart_shows_every_contender_and_its_speed(tmp_path: Path) -> None:
+    from benchmarks.report.chart import draw_chart  # with matplotlib, which takes a second
+
     results = Results({}, {})
     speeds = {
         "s3-save": {"ours": 3.25, "s3torchconnector": 1.0, "FsspecWriter + s3fs": 0.5},

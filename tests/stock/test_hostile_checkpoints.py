@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import functools
 import io
 import pickle
 import struct
@@ -185,40 +184,45 @@ def _many_keys(keys: bytes) -> bytes:
     return b"\x80\x04}(" + keys + b"u."
 
 
-@functools.cache
-def _growing_pickles() -> dict[str, bytes]:
-    """Small ones that would take all memory, all time, or all of the stack."""
+def _growing_pickles() -> dict[str, Callable[[], bytes]]:
+    """How to make small ones that would take all memory, all time, or all of the stack."""
     path = _named("pathlib", "PosixPath")
     ordered = _named("collections", "OrderedDict")
     large = b"]\x94(" + b"K\x01K\x02\x86" * 50_000 + b"e"
-    collide = b"".join(
-        b"\x8a\x14" + (7 + n * ((1 << 61) - 1)).to_bytes(20, "little") + b"N" for n in range(200_000)
-    )
-    tuples = b"".join(b"J" + struct.pack("<i", n) + b"K\x01\x86N" for n in range(200_000))
+
+    def collide() -> bytes:
+        return b"".join(
+            b"\x8a\x14" + (7 + n * ((1 << 61) - 1)).to_bytes(20, "little") + b"N" for n in range(200_000)
+        )
+
+    def tuples() -> bytes:
+        return b"".join(b"J" + struct.pack("<i", n) + b"K\x01\x86N" for n in range(200_000))
+
     return {
-        "text of a layout": _doubled(_named("torch.serialization", "_get_layout")),
-        "text of a size": _doubled(_named("torch", "Size")),
-        "path of a path": b"\x80\x04" + path + b"\x94\x8c\x01x\x94" + b"".join(b"h\x00h%ch%c\x86R\x94" % (n, n) for n in range(1, 60)) + b".",
-        "copies of a dict": b"\x80\x04(" + large + (ordered + b"h\x00\x85R") * 1000 + b"t.",
-        "numbers of one hash": _many_keys(collide),
-        "tuples as keys": _many_keys(tuples),
-        "one tuple as a key": b"\x80\x04}K\x01\x85Ns.",
-        "a tuple from the memo as a key": b"\x80\x04}K\x01\x85\x94h\x00Ns.",
-        "a tuple where the memo has a text": b"\x80\x02}X\x01\x00\x00\x00xr\x02\x00\x00\x00X\x01\x00\x00\x00x\x94K\x01\x85\x94h\x02Ns.",
-        "deep key": b"\x80\x04}" + b"N" + b"\x85" * 3_000_000 + b"Ns.",
-        "deep key of pairs": b"\x80\x04}(" + b"N" + b"N\x86" * 3_000_000 + b"Nu.",
-        "set": b"\x80\x04\x8f.",
-        "frozenset": b"\x80\x04(K\x01\x91.",
-        "changed function": b"\x80\x04" + path + b"N}\x8c\x09_function" + path + b"s\x86b.",
-        "LONG4": b"\x80\x04\x8b\xff\xff\x00\x00" + b"\x01" * 0xFFFF + b".",
+        "text of a layout": lambda: _doubled(_named("torch.serialization", "_get_layout")),
+        "text of a size": lambda: _doubled(_named("torch", "Size")),
+        "path of a path": lambda: b"\x80\x04" + path + b"\x94\x8c\x01x\x94" + b"".join(b"h\x00h%ch%c\x86R\x94" % (n, n) for n in range(1, 60)) + b".",
+        "copies of a dict": lambda: b"\x80\x04(" + large + (ordered + b"h\x00\x85R") * 1000 + b"t.",
+        "numbers of one hash": lambda: _many_keys(collide()),
+        "tuples as keys": lambda: _many_keys(tuples()),
+        "one tuple as a key": lambda: b"\x80\x04}K\x01\x85Ns.",
+        "a tuple from the memo as a key": lambda: b"\x80\x04}K\x01\x85\x94h\x00Ns.",
+        "a tuple where the memo has a text": lambda: b"\x80\x02}X\x01\x00\x00\x00xr\x02\x00\x00\x00X\x01\x00\x00\x00x\x94K\x01\x85\x94h\x02Ns.",
+        "deep key": lambda: b"\x80\x04}" + b"N" + b"\x85" * 3_000_000 + b"Ns.",
+        "deep key of pairs": lambda: b"\x80\x04}(" + b"N" + b"N\x86" * 3_000_000 + b"Nu.",
+        "set": lambda: b"\x80\x04\x8f.",
+        "frozenset": lambda: b"\x80\x04(K\x01\x91.",
+        "changed function": lambda: b"\x80\x04" + path + b"N}\x8c\x09_function" + path + b"s\x86b.",
+        "LONG4": lambda: b"\x80\x04\x8b\xff\xff\x00\x00" + b"\x01" * 0xFFFF + b".",
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", list(_growing_pickles()))
+@pytest.mark.parametrize("name", _growing_pickles())
 def test_metadata_that_grow(name: str) -> None:
+    pickled = _growing_pickles()[name]()
     started_s = time.monotonic()
     with pytest.raises((UnsafeContent, FormatError)) as caught:
-        decode_metadata(_growing_pickles()[name], url="u", key="k")
+        decode_metadata(pickled, url="u", key="k")
     assert time.monotonic() - started_s < 20
     assert ("a number of more than 255 bytes" in str(caught.value)) == (name == "LONG4")
     assert len(str(caught.value)) < 700

@@ -276,18 +276,19 @@ def _archive(*records: tuple[str, bytes], method: int = zipfile.ZIP_STORED) -> b
 
 
 NONE = b"\x80\x02N."
-ARCHIVES = {
-    "compressed": _archive(("a/data.pkl", NONE + bytes(1 << 22)), method=zipfile.ZIP_DEFLATED),
-    "many records": _archive(*[(f"a/data/{n}", b"") for n in range(20_000)]),
-    "twice": _archive(("a/data.pkl", NONE), ("a/data.pkl", NONE)),
-    "paths": _archive(("../../outside", b"x")),
-    "no archive": b"PK\x03\x04" + bytes(1000),
-    "empty": b"",
+ARCHIVES: dict[str, Callable[[], bytes]] = {
+    "compressed": lambda: _archive(("a/data.pkl", NONE + bytes(1 << 22)), method=zipfile.ZIP_DEFLATED),
+    "many records": lambda: _archive(*[(f"a/data/{n}", b"") for n in range(20_000)]),
+    "twice": lambda: _archive(("a/data.pkl", NONE), ("a/data.pkl", NONE)),
+    "paths": lambda: _archive(("../../outside", b"x")),
+    "no archive": lambda: b"PK\x03\x04" + bytes(1000),
+    "empty": lambda: b"",
 }
 
 
-@pytest.mark.parametrize("data", ARCHIVES.values(), ids=ARCHIVES)
-def test_hostile_archives(stock: Path, data: bytes) -> None:
+@pytest.mark.parametrize("archive", ARCHIVES.values(), ids=ARCHIVES)
+def test_hostile_archives(stock: Path, archive: Callable[[], bytes]) -> None:
+    data = archive()
     with Scratch(stock) as place:
         path = place / ".metadata"
         metadata = pickle.loads(path.read_bytes())
