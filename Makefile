@@ -29,7 +29,7 @@ test-ranks: $(VENV)/ready  ## Run the other tests with several ranks, or with mo
 	$(PYTEST) --dist worksteal --ignore tests/integration -m '$(RANKS)'
 
 # 10,000 schedules of a lying storage, kills at every request, a round of all faults, whole trainings;
-# and all of Hypothesis's examples, of which the other tiers draw a tenth.
+# and all of Hypothesis's examples, of which the other tiers draw a twentieth.
 test-long: $(VENV)/ready  ## Run what takes minutes: kills, deadlines in real time, all schedules and examples.
 	HYPOTHESIS_PROFILE=full $(PYTEST) --dist worksteal --ignore tests/integration -m '$(LONG)'
 

@@ -93,7 +93,7 @@ def test_parts_in_parallel_stay_in_the_limit(s3: S3Server, tmp_path: Path) -> No
 def test_very_many_small_tensors_are_read_some_at_a_time(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saved = {f"t{n}": torch.tensor([n], dtype=torch.int16) for n in range(1000)}
+    saved = {f"t{n}": torch.tensor([n], dtype=torch.int16) for n in range(400)}
     torch.save(saved, tmp_path / "a.pt")
     read_at_once: list[int] = []
     original = TorchFileSource.read
@@ -103,13 +103,13 @@ def test_very_many_small_tensors_are_read_some_at_a_time(
         original(self, regions)
 
     monkeypatch.setattr(TorchFileSource, "read", noted)
-    monkeypatch.setattr(sources, "_REGIONS_AT_ONCE", 300)
+    monkeypatch.setattr(sources, "_REGIONS_AT_ONCE", 150)
     target = tmp_path / f"out{ENDINGS[form]}"
     convert(tmp_path / "a.pt", target, "--to", form)
-    assert max(read_at_once) == 300
+    assert max(read_at_once) == 150
     assert sum(read_at_once) == len(saved)
     found = read(target, form)
-    assert all(int(found[f"t{n}"]) == n for n in range(0, 1000, 7))
+    assert all(int(found[f"t{n}"]) == n for n in range(0, 400, 7))
 
 
 # -- interrupts and failures ---------------------------------------------------------------------------

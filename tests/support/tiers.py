@@ -22,7 +22,7 @@ _RANKS = frozenset({ranks.run_ranks, ranks.Job, ranks.start})
 _SERVERS = frozenset({moto_server})
 
 # Their max_examples is a percentage of what `examples` is asked for.
-settings.register_profile("fast", max_examples=10, deadline=None)
+settings.register_profile("fast", max_examples=5, deadline=None)
 settings.register_profile("full", max_examples=100, deadline=None)
 
 
@@ -32,7 +32,7 @@ def load_profile() -> None:
 
 
 def examples(count: int) -> int:
-    """Scale the number of examples to the profile: all of them in `full`, a tenth (at least 5) in `fast`."""
+    """Scale the number of examples to the profile: all in `full`, a twentieth (at least 5) in `fast`."""
     return min(count, max(5, count * settings().max_examples // 100))
 
 

@@ -146,13 +146,14 @@ def test_a_read_damaged_on_its_way_is_repeated(place: Path, monkeypatch: pytest.
 # -- damaged data --------------------------------------------------------------------------------------
 
 
-def test_every_byte_is_checked(tmp_path: Path) -> None:
+@pytest.mark.parametrize("flips", [10, pytest.param(40, marks=pytest.mark.long)])
+def test_every_byte_is_checked(flips: int, tmp_path: Path) -> None:
     """One flipped bit anywhere in a small checkpoint, whatever it is part of."""
     place = tmp_path / "c"
     ckpt.save({"t": random_tensor(5, 7), "o": [1, 2]}, place)
     for path in [path for path in place.rglob("*") if path.is_file()]:
         data = path.read_bytes()
-        for position in range(0, len(data), max(1, len(data) // 40)):
+        for position in range(0, len(data), max(1, len(data) // flips)):
             flip(path, position)
             damages = verify(place)["damages"]
             key = path.relative_to(place).as_posix()

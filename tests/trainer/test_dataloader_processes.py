@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import multiprocessing
 import os
 import signal
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from support.ranks import run_ranks
+from support.ranks import run_ranks, start
 from support.servers import S3Server
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -63,7 +65,9 @@ def rows(loader: Any, count: int) -> list[Any]:
 # -- workers ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 5])
+@pytest.mark.parametrize(
+    "workers", [1, *(pytest.param(workers, marks=pytest.mark.long) for workers in (2, 3, 5))]
+)
 def test_the_order_does_not_depend_on_workers(file: Path, workers: int) -> None:
     """Also when a run is stopped, its workers having read ahead, and goes on with another number of them."""
     whole = rows(loader_of(file, 0), 20)
@@ -74,7 +78,7 @@ def test_the_order_does_not_depend_on_workers(file: Path, workers: int) -> None:
     assert begun + rows(second, 13) == whole
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.long)])
 def test_an_epoch_with_workers(file: Path, context: str) -> None:
     loader = loader_of(file, 2, epochs=1, pad_token=PAD, context=context)
     read = [token for batch in loader for token in batch.flatten().tolist() if token != PAD]
@@ -125,7 +129,8 @@ def test_a_worker_that_dies(file: Path) -> None:
     assert rows(loader, 1)  # a new iteration goes on
 
 
-def test_a_worker_that_does_not_answer(tmp_path: Path) -> None:
+def test_a_worker_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)  # to be ended after
     dataset = ShardedDataset(MapSource([[1, 2]] * 4, tokenize=_hang), shards=2, sequence_length=2)
     loader = RescalableLoader(dataset, batch_size=1, num_workers=1, timeout_s=1)
     with pytest.raises(
@@ -292,13 +297,19 @@ def _torchdata(rank: int, url: str, previous: str, file: str, workers: int, last
 # -- import ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.smoke
 def test_pyarrow_and_torchdata_are_not_needed() -> None:
-    import subprocess
-    import sys
+    process = start(_import_without_them)
+    process.join(60)
+    assert process.exitcode == 0
 
-    code = (
-        "import sys; sys.modules.update(dict.fromkeys(['pyarrow', 'torchdata', 'datasets']))\n"
-        "import ckpt.trainer_integration.dataloader, ckpt.trainer_integration.token_files\n"
-        "import ckpt.trainer_integration.parquet_files"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
+
+def _import_without_them() -> None:
+    missing = ("pyarrow", "torchdata", "datasets")
+    for name in list(sys.modules):
+        if name.partition(".")[0] in (*missing, "ckpt"):
+            del sys.modules[name]
+    for name in missing:
+        sys.modules[name] = None  # type: ignore[assignment]
+    for name in ("dataloader", "token_files", "parquet_files"):
+        importlib.import_module(f"ckpt.trainer_integration.{name}")
