@@ -14,11 +14,11 @@ class Choices(ABC):
     """Decide whatever a simulation leaves open."""
 
     @abstractmethod
-    def pick(self, what: str, weights: Sequence[float]) -> int:
+    def pick(self, question: str, weights: Sequence[float]) -> int:
         """Return an index of `weights`, never that of a 0; the first is the uneventful choice."""
 
     @abstractmethod
-    def fraction(self, what: str) -> float:
+    def fraction(self, question: str) -> float:
         """Return how much of a bound is used up, from 0 to 1."""
 
     def duration(self) -> float:
@@ -32,10 +32,10 @@ class Seeded(Choices):
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
 
-    def pick(self, what: str, weights: Sequence[float]) -> int:
+    def pick(self, question: str, weights: Sequence[float]) -> int:
         return self.random.choices(range(len(weights)), weights)[0]
 
-    def fraction(self, what: str) -> float:
+    def fraction(self, question: str) -> float:
         """Return a random fraction; half of the time 0 or 1, as things go wrong at the ends."""
         drawn = self.random.random()
         return 0.0 if drawn < 0.25 else 1.0 if drawn < 0.5 else 2 * drawn - 1
@@ -76,7 +76,7 @@ class Exhaustive(Choices):
                 return
             path[-1] += 1
 
-    def pick(self, what: str, weights: Sequence[float]) -> int:
+    def pick(self, question: str, weights: Sequence[float]) -> int:
         if self.deviations == 0:  # so it goes on as usual, to the end
             return 0
         allowed = [index for index, weight in enumerate(weights) if index == 0 or weight > 0]
@@ -89,5 +89,5 @@ class Exhaustive(Choices):
         self.deviations -= decision != 0
         return allowed[decision]
 
-    def fraction(self, what: str) -> float:
-        return abs(self.usual_fraction - self.pick(what, (1, 1)))
+    def fraction(self, question: str) -> float:
+        return abs(self.usual_fraction - self.pick(question, (1, 1)))

@@ -93,6 +93,12 @@ class Group:
         self._calls: dict[tuple[str, int], int] = {}
         self._broken = False
 
+    def is_done(self) -> bool:
+        return all(member.done for member in self.members)
+
+    def is_over(self) -> bool:
+        return self.is_done() or any(member.crashed or member.stalled for member in self.members)
+
     def gather(self, rank: int, value: Any) -> list[Any]:
         """Return all values on rank 0; the others only send theirs."""
         values = self._slot("gather", rank)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from ckpt.backends.registry import open_store
@@ -150,38 +150,27 @@ class Simulation:
             group = Group(self.world, plan.size)
             contents = [self.content(plan.size) for _ in plan.steps]
             for rank in range(plan.size):
-                program = self._program(plan, group, rank, contents)
+                program = functools.partial(self._run_steps, plan, group, rank, contents)
                 member = self.world.start(f"{name}.{attempt} rank {rank}", f"{name}-{rank}", program)
                 group.members.append(member)
-            self.world.wait_for(functools.partial(_is_over, group.members), 3600.0)
+            self.world.wait_for(group.is_over, 3600.0)
             if all(member.done and not member.crashed for member in group.members):
                 return
-            self.world.wait_for(functools.partial(_all_done, group.members), RESTART_S)
+            self.world.wait_for(group.is_done, RESTART_S)
 
-    def _program(self, plan: Plan, group: Group, rank: int, contents: list[Content]) -> Callable[[], None]:
-        def run() -> None:
-            for number, (step, url) in enumerate(plan.steps):
-                if step == "save":
-                    if not self.history.save(url, group, rank, number, contents[number]):
-                        return
-                elif rank == 0 and step == "load":
-                    self.history.load(url)
-                elif rank == 0 and step == "delete":
-                    this_process().name += " delete"
-                    self.history.delete(url)
-                elif rank == 0 and step == "abandon":
-                    self.history.abandoned.add(url)
-                    open_store(url).abandon()
-
-        return run
-
-
-def _all_done(members: Sequence[Process]) -> bool:
-    return all(member.done for member in members)
-
-
-def _is_over(members: Sequence[Process]) -> bool:
-    return _all_done(members) or any(member.crashed or member.stalled for member in members)
+    def _run_steps(self, plan: Plan, group: Group, rank: int, contents: list[Content]) -> None:
+        for number, (step, url) in enumerate(plan.steps):
+            if step == "save":
+                if not self.history.save(url, group, rank, number, contents[number]):
+                    return
+            elif rank == 0 and step == "load":
+                self.history.load(url)
+            elif rank == 0 and step == "delete":
+                this_process().name += " delete"
+                self.history.delete(url)
+            elif rank == 0 and step == "abandon":
+                self.history.abandoned.add(url)
+                open_store(url).abandon()
 
 
 def draw(seed: int, protocol: Protocol | None = None) -> Simulation:

@@ -72,10 +72,10 @@ def _quiet() -> Iterator[None]:
 # ordinary: a fault at a request, a rank overtaking another, a lag. `simulate.py` goes further.
 
 
-def bounds(one: int, two: int) -> pytest.MarkDecorator:
+def bounds(least_of_one: int, least_of_two: int) -> pytest.MarkDecorator:
     """Try one deviation, and in the long tier two; `least` schedules are too few."""
     return pytest.mark.parametrize(
-        ("deviations", "least"), [(1, one), pytest.param(2, two, marks=pytest.mark.long)]
+        ("deviations", "least"), [(1, least_of_one), pytest.param(2, least_of_two, marks=pytest.mark.long)]
     )
 
 
@@ -177,7 +177,7 @@ def test_seeds_that_failed(seed: int) -> None:
 
 @pytest.mark.parametrize("notes", [("x", ""), ("", "x" * 300)], ids=["shorter", "longer"])
 def test_a_size_that_is_remembered(notes: tuple[str, str]) -> None:
-    """A node that knows the sizes of the first save waits before it loads or replaces the second."""
+    """A node that knows the sizes of one save waits before it loads or replaces the next."""
     world = World(Seeded(1), Model(attribute_cache_s=30.0))
     loaded: list[float] = []
 
@@ -255,11 +255,11 @@ class _Commanded(Choices):
 
     fault, lag = "none", 0.0
 
-    def pick(self, what: str, weights: Sequence[float]) -> int:
+    def pick(self, question: str, weights: Sequence[float]) -> int:
         fault, self.fault = self.fault, "none"
         return FAULTS.index(fault) if len(weights) == len(FAULTS) and weights[FAULTS.index(fault)] else 0
 
-    def fraction(self, what: str) -> float:
+    def fraction(self, question: str) -> float:
         return self.lag
 
 

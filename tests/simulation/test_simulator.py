@@ -64,15 +64,15 @@ class Always(Choices):
     def __init__(self, request: str = "", fault: str = "none", fraction: float = 1.0) -> None:
         self.request, self.fault, self._fraction = request, fault, fraction
 
-    def pick(self, what: str, weights: Sequence[float]) -> int:
-        if what == "in parts":
+    def pick(self, question: str, weights: Sequence[float]) -> int:
+        if question == "in parts":
             return 1
-        if what != self.request:
+        if question != self.request:
             return 0
         self.request = ""
         return FAULTS.index(self.fault)
 
-    def fraction(self, what: str) -> float:
+    def fraction(self, question: str) -> float:
         return self._fraction
 
 
@@ -245,6 +245,6 @@ def test_requests_of_other_threads_are_not_let_through() -> None:
 
 def test_exhaustive_means_every_way() -> None:
     ways = {tuple(choices.pick("x", (1, 1, 0, 1)) for _ in range(3)) for choices in Exhaustive.all(2)}
-    one, two = 3 * 2, 3 * 2 * 2
-    assert len(ways) == 1 + one + two
+    of_one, of_two = 3 * 2, 3 * 2 * 2
+    assert len(ways) == 1 + of_one + of_two
     assert all(sum(pick != 0 for pick in picks) <= 2 for picks in ways)
