@@ -1,7 +1,8 @@
 """Hold a checkpoint's metadata as integer columns, at a tenth of the size and cost of DCP's `Metadata`.
 
-DCP keeps an object per chunk and two per stored item: millions at a thousand ranks, and making them takes longer
-than moving the tensors of a rank. Here the objects that DCP's planners look at are made when they are looked at.
+DCP keeps an object per chunk and two per stored item: millions at a thousand ranks, and making them
+takes longer than moving the tensors of a rank. Here the objects that DCP's planners look at are
+made when they are looked at.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Read and write `ckpt-run.json` at a run's root: the checkpoints that the run has committed.
 
-It saves a listing, and is not the truth: whether a folder holds a checkpoint, its commit record says.
+It saves a listing, and is not the truth: whether a folder holds a checkpoint, its commit record
+says.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ class RunCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
         saved_at_s: when its save began, in seconds since 1970.
         metrics: by name; None if a metric was not a number.
         pinned: it is never removed.
-        superseded: the run went on from an earlier step; this one belongs to a past that was given up.
+        superseded: the run went on from an earlier step; this one belongs to a past that was given
+            up.
     """
 
     step: int

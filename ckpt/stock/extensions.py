@@ -1,4 +1,4 @@
-"""Stock's stream extensions (compression): an item's bytes as they were before, and no more than they can be."""
+"""Undo stock's stream extensions (compression), and expand no more than an item can be."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ _STEP_BYTES = 4 << 20
 def untransformed(
     data: bytearray, descriptors: Sequence[str], *, max_bytes: int, fqn: str, url: str, key: str
 ) -> bytearray:
-    """`data` with the extensions undone in the order of the descriptors, as stock does it.
+    """Undo the extensions in the order of the descriptors, as stock does.
 
     Raises:
-        FormatError: an extension is not known here, its data are damaged, or they hold more than `max_bytes`.
+        FormatError: an extension is unknown, its data are damaged, or they hold more than
+            `max_bytes`.
     """
     if len(descriptors) > _MAX_EXTENSIONS:
         raise FormatError(f"{fqn!r} is said to be transformed {len(descriptors)} times", url=url, key=key)
@@ -42,9 +43,9 @@ def untransformed(
 
 
 def _read(stream: IO[bytes], max_bytes: int) -> bytearray:
-    found = bytearray()
+    data = bytearray()
     while part := stream.read(_STEP_BYTES):
-        found += part
-        if len(found) > max_bytes:
+        data += part
+        if len(data) > max_bytes:
             raise ValueError(f"it holds more than the {max_bytes} bytes that it may have")
-    return found
+    return data

@@ -1,17 +1,15 @@
-"""A pickle's values, without doing what the pickle says.
+"""Read a pickle's values without doing what the pickle says.
 
-Unpickling runs code of the pickle's choice; here it cannot:
-
-1. the opcodes are scanned first: only those that plain data need, no memo index that would make the unpickler
-   allocate at will, and no dict key whose hash the pickle's author can choose or nest without end;
-2. every class and function the pickle names resolves to an inert stand-in that is made for this one call,
-   or the load is refused.
+First its opcodes are scanned: only those that plain data need, no memo index that allocates at
+will, no dict key whose hash its author can choose. Then each class and function that it names is an
+inert stand-in, or refused.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
+import pickletools
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -19,11 +17,10 @@ import torch
 
 from ckpt.errors import FormatError, UnsafeContent
 from ckpt.format.planner_data import HASH_MODULUS
-from ckpt.stock.pickle_opcodes import ARGUMENTS, codes
 
 
 class StandIn:
-    """An object of a pickle: its class's name, and the state it was given."""
+    """An object of a pickle: the name of its class, and the state that it was given."""
 
     __slots__ = ()
     state: Any
@@ -33,7 +30,7 @@ class StandIn:
 
 
 def load_inert(data: bytes, classes: Mapping[str, Collection[str]]) -> Any:
-    """What a pickle holds, with a `StandIn` for each instance of `classes` (module -> names).
+    """Load a pickle, with a `StandIn` for each instance of `classes` (module -> names).
 
     Raises:
         UnsafeContent: it asks for something else.
@@ -45,36 +42,62 @@ def load_inert(data: bytes, classes: Mapping[str, Collection[str]]) -> Any:
 
 # -- the opcodes ---------------------------------------------------------------------------------------
 
-# What an opcode does to the stack.
+_CODES = {opcode.name: ord(opcode.code) for opcode in pickletools.opcodes}
+_COUNT_BYTES = {
+    pickletools.TAKEN_FROM_ARGUMENT1: 1,
+    pickletools.TAKEN_FROM_ARGUMENT4: 4,
+    pickletools.TAKEN_FROM_ARGUMENT4U: 4,
+    pickletools.TAKEN_FROM_ARGUMENT8U: 8,
+}
+
+
+def _codes(names: str) -> list[int]:
+    return [_CODES[name] for name in names.split()]
+
+
+_JOINED = dict(
+    zip(_codes("TUPLE1 TUPLE2 TUPLE3 REDUCE NEWOBJ STACK_GLOBAL"), (1, 2, 3, 2, 2, 2), strict=True)
+)
+"""The number of values that become one."""
+
+# The effects of opcodes on the stack.
 _PUSH, _PUSH_UNFIT, _JOIN, _POP, _POP_TO_MARK, _NOTHING, _OTHER = range(7)
 _EFFECTS = {
-    **dict.fromkeys(codes("NONE NEWTRUE NEWFALSE BININT BININT1 BININT2"), _PUSH),
+    **dict.fromkeys(_codes("NONE NEWTRUE NEWFALSE BININT BININT1 BININT2"), _PUSH),
     **dict.fromkeys(
-        codes("BINUNICODE SHORT_BINUNICODE BINSTRING SHORT_BINSTRING BINBYTES SHORT_BINBYTES"), _PUSH
+        _codes("BINUNICODE SHORT_BINUNICODE BINSTRING SHORT_BINSTRING BINBYTES SHORT_BINBYTES"), _PUSH
     ),
-    **dict.fromkeys(codes("EMPTY_LIST EMPTY_TUPLE EMPTY_DICT BINFLOAT"), _PUSH_UNFIT),
-    **dict.fromkeys(codes("REDUCE NEWOBJ TUPLE1 TUPLE2 TUPLE3 STACK_GLOBAL"), _JOIN),
-    **dict.fromkeys(codes("APPEND BUILD"), _POP),
-    **dict.fromkeys(codes("APPENDS SETITEMS TUPLE"), _POP_TO_MARK),
-    **dict.fromkeys(codes("PROTO FRAME"), _NOTHING),
-    **dict.fromkeys(codes("STOP MARK POP SETITEM BINPUT LONG_BINPUT LONG1"), _OTHER),
+    **dict.fromkeys(_codes("EMPTY_LIST EMPTY_TUPLE EMPTY_DICT BINFLOAT"), _PUSH_UNFIT),
+    **dict.fromkeys(_JOINED, _JOIN),
+    **dict.fromkeys(_codes("APPEND BUILD"), _POP),
+    **dict.fromkeys(_codes("APPENDS SETITEMS TUPLE"), _POP_TO_MARK),
+    **dict.fromkeys(_codes("PROTO FRAME"), _NOTHING),
+    **dict.fromkeys(_codes("STOP MARK POP SETITEM BINPUT LONG_BINPUT LONG1"), _OTHER),
 }
-_OPCODES = [(_EFFECTS.get(opcode), *ARGUMENTS[opcode]) for opcode in range(256)]
 
-_JOINED = dict(zip(codes("REDUCE NEWOBJ TUPLE1 TUPLE2 TUPLE3 STACK_GLOBAL"), (2, 2, 1, 2, 3, 2), strict=True))
-"""How many values these take for the one that they give."""
+_OPCODES: list[tuple[int | None, int, int]] = [(None, 0, 0)] * 256
+"""Effect, bytes of the argument or else of the count before it; (0, 0) for lines of text, which have no effect."""
+for _opcode in pickletools.opcodes:
+    _size_bytes = 0 if _opcode.arg is None else _opcode.arg.n
+    _OPCODES[ord(_opcode.code)] = (
+        _EFFECTS.get(ord(_opcode.code)),
+        max(_size_bytes, 0),
+        _COUNT_BYTES.get(_size_bytes, 0),
+    )
 
-_HASHED_BY_IDENTITY = codes("NEWOBJ STACK_GLOBAL")
-_MEMOIZE, _GET, _LONG_GET, _MARK, _STOP = codes("MEMOIZE BINGET LONG_BINGET MARK STOP")
-_SETITEMS, _SETITEM, _TUPLE, _LONG1, _LONG4, _DROP = codes("SETITEMS SETITEM TUPLE LONG1 LONG4 POP")
+_HASHED_BY_IDENTITY = _codes("NEWOBJ STACK_GLOBAL")
+_MEMOIZE, _GET, _LONG_GET, _MARK, _STOP = _codes("MEMOIZE BINGET LONG_BINGET MARK STOP")
+_SETITEMS, _SETITEM, _TUPLE, _LONG1, _LONG4, _DROP = _codes("SETITEMS SETITEM TUPLE LONG1 LONG4 POP")
 
 
 def _scan(data: bytes) -> None:
-    """Walk over the opcodes without carrying any out, knowing of each value only whether it may be a dict key.
+    """Walk over the opcodes without carrying any out; of each value, note whether it may be a dict key.
 
-    `LONG_BINPUT 2**31` would make the C unpickler allocate 32 GiB, and `BYTEARRAY8` any amount. A dict whose
-    keys all have the same hash takes years to fill, and the hash of a tuple nested a million times overruns the
-    stack. So keys are what nobody can do that with: texts, bytes, instances, and numbers of bounded size.
+    `LONG_BINPUT 2**31` would make the C unpickler allocate 32 GiB. A dict whose keys all have one
+    hash takes years
+    to fill, and the hash of a tuple nested a million times overruns the stack: keys must be texts,
+        bytes,
+    instances, or numbers of bounded size.
     """
     stack: list[bool] = []
     memo: list[bool] = []
@@ -133,7 +156,6 @@ def _pop_to_mark(opcode: int, stack: list[bool], mark: int) -> None:
 
 
 def _run(opcode: int, argument: bytes, stack: list[bool], memo: list[bool]) -> None:
-    """The opcodes that are rare."""
     if opcode == _LONG1:
         number = int.from_bytes(argument[1:], "little", signed=True)
         stack.append(-HASH_MODULUS < number < HASH_MODULUS)
@@ -144,7 +166,7 @@ def _run(opcode: int, argument: bytes, stack: list[bool], memo: list[bool]) -> N
     else:  # BINPUT, LONG_BINPUT
         index = int.from_bytes(argument, "little")
         if index > len(memo):
-            # No pickler leaves a gap; the C unpickler would set aside memory for it, and count otherwise than here.
+            # No pickler leaves a gap; the C unpickler would allocate it, and count otherwise than here.
             raise UnsafeContent("a pickle whose memo has a gap")
         memo[index : index + 1] = [stack[-1]]
 
@@ -153,11 +175,16 @@ _UNFIT_KEY = "a pickle with a dict key that is no text, small number or instance
 
 
 def _unknown(opcode: int) -> str:
-    what = "a number of more than 255 bytes" if opcode == _LONG4 else f"opcode {opcode:#04x}"
-    return f"a pickle with {what}, which metadata never need"
+    name = "a number of more than 255 bytes" if opcode == _LONG4 else f"opcode {opcode:#04x}"
+    return f"a pickle with {name}, which metadata never need"
 
 
 # -- stand-ins -----------------------------------------------------------------------------------------
+
+_MEMORY_FORMATS = (
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
+    ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"),
+)
 
 
 class _InertUnpickler(pickle.Unpickler):
@@ -168,16 +195,16 @@ class _InertUnpickler(pickle.Unpickler):
         self._known: dict[tuple[str, str], Any] = {
             ("torch", "Size"): _Call(_size),
             ("torch.serialization", "_get_layout"): _Call(_layout),
-            ("collections", "OrderedDict"): _Call(_dict),
+            ("collections", "OrderedDict"): _Call(_empty_dict),
         }
         for module, names in classes.items():
             for name in names:
                 self._known[module, name] = type(name, (StandIn,), {"__slots__": ("state",)})
         for module in ("pathlib", "pathlib._local"):
             for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"):
-                self._known[module, name] = _Call(_no_path)
-        for place in _MEMORY_FORMATS:
-            self._known[place] = _Call(_number)
+                # The place that a checkpoint was saved to: of no use here.
+                self._known[module, name] = _Call(lambda *parts: None)
+        self._known |= dict.fromkeys(_MEMORY_FORMATS, _Call(_number))
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in self._known:
@@ -185,12 +212,6 @@ class _InertUnpickler(pickle.Unpickler):
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
         raise UnsafeContent(f"a pickle that asks for {module[:80]}.{name[:80]}")
-
-
-_MEMORY_FORMATS = (
-    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
-    ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"),
-)
 
 
 class _Call:
@@ -220,12 +241,8 @@ def _layout(name: Any) -> str:
     return name
 
 
-def _dict() -> dict[Any, Any]:
-    return {}
-
-
-def _no_path(*parts: Any) -> None:
-    """Where a checkpoint was saved: of no use here."""
+def _empty_dict() -> dict[Any, Any]:
+    return {}  # unlike `dict`, this copies nothing
 
 
 def _number(value: Any) -> int:

@@ -1,7 +1,7 @@
 """Check `torch.save` archives (zip files) before they are loaded: each is what its directory says, and no larger.
 
-Sizes and offsets are asked of torch's own parser, which will load the archive: a second parser could be shown
-something else.
+Sizes and offsets are asked of torch's own parser, which will load the archive: a second parser
+could be shown something else.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def check_archive(file: ItemFile) -> Any:
 
     Raises:
         FormatError: records are compressed, share bytes, or have names that torch never gives.
-        UnsafeContent: its pickle names what pickling itself would call, or asks for far more than is stored.
+        UnsafeContent: its pickle names what pickling itself would call, or asks for far more than
+            is stored.
         Exception: any error of torch's, if it is not an archive.
     """
     reader = archive_reader(file)

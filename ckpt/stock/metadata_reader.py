@@ -1,7 +1,7 @@
-"""Read DCP's `Metadata` from a pickle without running any code of it.
+"""Read DCP's `Metadata`, as stock PyTorch stores it, from a pickle without running any code of it.
 
-Stock PyTorch stores its metadata so. The pickle is read into inert stand-ins, which are then turned into DCP's
-classes field by field, each checked.
+The pickle is read into inert stand-ins, which then become DCP's classes field by field, each
+checked.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ckpt.stock.inert_unpickler import StandIn, load_inert
 from ckpt.torch_private import StorageInfo
 
 MAX_METADATA_BYTES = 8 << 30
-"""The most that is read of `.metadata` or an index."""
+"""The largest `.metadata` or index that is read."""
 
 _LAYOUTS = {str(layout): layout for layout in vars(torch).values() if isinstance(layout, torch.layout)}
 
@@ -62,8 +62,8 @@ _CLASSES = {
 # -- from stand-ins to DCP's classes -------------------------------------------------------------------
 
 
-def _metadata(found: Any) -> Metadata:
-    state = _state(found, "Metadata")
+def _metadata(stand_in: Any) -> Metadata:
+    state = _state(stand_in, "Metadata")
     tensors = _checked(state["state_dict_metadata"], dict)
     planner_data = state.get("planner_data")
     check_planner_data(planner_data)
@@ -77,33 +77,33 @@ def _metadata(found: Any) -> Metadata:
     )
 
 
-def _storage_type(found: Any) -> TensorStorageMetadata | BytesStorageMetadata:
-    if type(found).__name__ == "BytesStorageMetadata":
+def _storage_type(stand_in: Any) -> TensorStorageMetadata | BytesStorageMetadata:
+    if type(stand_in).__name__ == "BytesStorageMetadata":
         return BytesStorageMetadata()
-    state = _state(found, "TensorStorageMetadata")
+    state = _state(stand_in, "TensorStorageMetadata")
     size = _size(state["size"])
     chunks = [_chunk(chunk, len(size)) for chunk in _checked(state["chunks"], list)]
     return TensorStorageMetadata(_properties(state["properties"]), size, chunks)
 
 
-def _chunk(found: Any, dimensions: int) -> ChunkStorageMetadata:
-    state = _state(found, "ChunkStorageMetadata")
+def _chunk(stand_in: Any, dimensions: int) -> ChunkStorageMetadata:
+    state = _state(stand_in, "ChunkStorageMetadata")
     offsets, sizes = _size(state["offsets"]), _size(state["sizes"])
     if not len(offsets) == len(sizes) == dimensions:
         raise ValueError("a chunk with another number of dimensions than its tensor")
     return ChunkStorageMetadata(offsets, sizes)
 
 
-def _properties(found: Any) -> TensorProperties:
+def _properties(stand_in: Any) -> TensorProperties:
     # The other fields are deprecated and play no part in loading.
-    dtype, layout, requires_grad = _state(found, "TensorProperties", tuple)[:3]
+    dtype, layout, requires_grad = _state(stand_in, "TensorProperties", tuple)[:3]
     if _checked(layout, str) not in _LAYOUTS:  # hashing a tuple can overrun the stack
         raise ValueError(f"a tensor of layout {layout[:40]}")
     return TensorProperties(_checked(dtype, torch.dtype), _LAYOUTS[layout], requires_grad is True)
 
 
-def _index(found: Any) -> MetadataIndex:
-    state = _state(found, "MetadataIndex")
+def _index(stand_in: Any) -> MetadataIndex:
+    state = _state(stand_in, "MetadataIndex")
     offset = state.get("offset")
     return MetadataIndex(
         _checked(state["fqn"], str),
@@ -112,16 +112,16 @@ def _index(found: Any) -> MetadataIndex:
     )
 
 
-def _storage(found: dict[Any, Any]) -> dict[MetadataIndex, StorageInfo]:
-    items = [(_index(key), _storage_info(value)) for key, value in found.items()]
+def _storage(storage: dict[Any, Any]) -> dict[MetadataIndex, StorageInfo]:
+    items = [(_index(key), _storage_info(value)) for key, value in storage.items()]
     # The hash of an offset is no secret: looking at it first keeps a dict of equal ones from being built.
     if len({hash(index) for index, _ in items}) != len(items):
         raise ValueError("an item that is listed twice")
     return dict(items)
 
 
-def _storage_info(found: Any) -> StorageInfo:
-    state = _state(found, "_StorageInfo")
+def _storage_info(stand_in: Any) -> StorageInfo:
+    state = _state(stand_in, "_StorageInfo")
     descriptors = state.get("transform_descriptors")
     if descriptors is not None:
         descriptors = [_checked(name, str) for name in _checked(descriptors, list)]
@@ -133,37 +133,37 @@ def _storage_info(found: Any) -> StorageInfo:
     )
 
 
-def _storage_meta(found: Any) -> StorageMeta | None:
-    if found is None:
+def _storage_meta(stand_in: Any) -> StorageMeta | None:
+    if stand_in is None:
         return None
-    state = _state(found, "StorageMeta")
+    state = _state(stand_in, "StorageMeta")
     return StorageMeta(
         checkpoint_id=_optional(state.get("checkpoint_id"), str), save_id=_optional(state.get("save_id"), str)
     )
 
 
-def _state(found: Any, name: str, kind: type = dict) -> Any:
-    if not isinstance(found, StandIn) or type(found).__name__ != name:
-        raise ValueError(f"{type(found).__name__[:40]} in place of {name}")
-    return _checked(found.state, kind)
+def _state(stand_in: Any, name: str, kind: type = dict) -> Any:
+    if not isinstance(stand_in, StandIn) or type(stand_in).__name__ != name:
+        raise ValueError(f"{type(stand_in).__name__[:40]} in place of {name}")
+    return _checked(stand_in.state, kind)
 
 
-def _size(found: Any) -> torch.Size:
-    return torch.Size([_natural(value) for value in _checked(found, tuple)])
+def _size(sizes: Any) -> torch.Size:
+    return torch.Size([_natural(value) for value in _checked(sizes, tuple)])
 
 
-def _natural(found: Any) -> int:
+def _natural(value: Any) -> int:
     # Sums and products of a few of them must stay exact in 64 bits wherever they go.
-    if type(found) is not int or not 0 <= found < 1 << 62:
+    if type(value) is not int or not 0 <= value < 1 << 62:
         raise ValueError("a size or offset that is not a number of bytes or elements")
-    return found
+    return value
 
 
-def _checked(found: Any, kind: type) -> Any:
-    if not isinstance(found, kind):
-        raise TypeError(f"{type(found).__name__[:40]} in place of {kind.__name__}")
-    return found
+def _checked(value: Any, kind: type) -> Any:
+    if not isinstance(value, kind):
+        raise TypeError(f"{type(value).__name__[:40]} in place of {kind.__name__}")
+    return value
 
 
-def _optional(found: Any, kind: type) -> Any:
-    return None if found is None else _checked(found, kind)
+def _optional(value: Any, kind: type) -> Any:
+    return None if value is None else _checked(value, kind)

@@ -1,7 +1,8 @@
-"""DCP's `Metadata` as the pickle that stock readers expect, written straight from columns.
+"""Write the pickle of DCP's `Metadata` that stock readers expect, straight from columns.
 
-Python's pickler visits every object: 8 seconds for a thousand ranks. The pickle of a row is always the same
-but for its numbers, so here numpy fills the numbers of all rows of a tensor into a template.
+Python's pickler visits every object: 8 seconds for a thousand ranks. The pickle of a row is always
+the same but for its numbers, so here numpy fills the numbers of all rows of a tensor into a
+template.
 """
 
 from __future__ import annotations
@@ -28,6 +29,14 @@ from ckpt.format.stored_tensor import dtype_name
 from ckpt.torch_private import MemoryFormat, StorageInfo
 
 _TUPLES = {0: op.EMPTY_TUPLE, 1: op.TUPLE1, 2: op.TUPLE2, 3: op.TUPLE3}
+_INTEGERS = (
+    (1 << 8, op.BININT1, "<u1"),
+    (1 << 16, op.BININT2, "<u2"),
+    (1 << 31, op.BININT, "<i4"),
+    (1 << 63, op.LONG1 + b"\x08", "<i8"),
+)
+"""Opcodes for integers below a limit, and how their arguments are stored."""
+
 _BATCH_ROWS = 1 << 16
 _FEW_ROWS = 32
 """Up to here numpy costs more than it saves. Both ways write what reads the same."""
@@ -36,7 +45,7 @@ _Bytes = npt.NDArray[np.uint8]
 
 
 def pickled_metadata(columns: Columns) -> bytes:
-    """What `pickle.loads` makes DCP's `Metadata` of; equal, item for item, to `columns.metadata()`."""
+    """Pickle what equals `columns.metadata()`, item for item."""
     return _Writer(columns).written()
 
 
@@ -44,27 +53,26 @@ class _Writer:
     def __init__(self, columns: Columns) -> None:
         self._columns = columns
         self._out: list[bytes] = [b"\x80\x04"]
-        self._memo: dict[object, bytes] = {}
+        self._get: dict[object, bytes] = {}  # the opcodes that push what is written once
         self._sizes: dict[tuple[int, ...], bytes] = {}
 
     def written(self) -> bytes:
         columns, out = self._columns, self._out
+        storage_meta = _plain(vars(StorageMeta(save_id=columns.save_id)))
         self._define_constants()
-        out += [self._global(Metadata), op.EMPTY_TUPLE, op.NEWOBJ, op.EMPTY_DICT, op.MARK]
-        out += [self._text("state_dict_metadata"), op.EMPTY_DICT, op.MARK]
+        out += [self._get[Metadata], op.EMPTY_TUPLE, op.NEWOBJ, op.EMPTY_DICT, op.MARK]
+        out += [self._get["state_dict_metadata"], op.EMPTY_DICT, op.MARK]
         for fqn, entry in columns.entries.items():
-            out.append(self._text(fqn))
+            out.append(self._get[fqn])
             self._describe(entry)
-        out += [op.SETITEMS, self._text("planner_data"), _plain(columns.planner_data)]
-        out += [self._text("storage_data"), op.EMPTY_DICT]
+        out += [op.SETITEMS, self._get["planner_data"], _plain(columns.planner_data)]
+        out += [self._get["storage_data"], op.EMPTY_DICT]
         for fqn, entry in columns.entries.items():
             self._locate(fqn, entry)
-        out += [self._text("storage_meta"), _storage_meta(columns.save_id)]
-        out += [self._text("version"), _plain(columns.version)]
+        out += [self._get["storage_meta"], _instance(StorageMeta, storage_meta)]
+        out += [self._get["version"], _plain(columns.version)]
         out += [op.SETITEMS, op.BUILD, op.STOP]
         return b"".join(out)
-
-    # -- what is written once and referred to ----------------------------------------------------------
 
     def _define_constants(self) -> None:
         names = ["state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"]
@@ -76,46 +84,37 @@ class _Writer:
             Metadata, TensorStorageMetadata, BytesStorageMetadata, ChunkStorageMetadata, MetadataIndex, StorageInfo,
             torch.Size,
         ):  # fmt: skip
-            module = "torch" if kind is torch.Size else kind.__module__
-            self._define(kind, _class(module, kind.__name__))
+            self._define(kind, _class(kind.__module__, kind.__name__))
         for entry in self._columns.entries.values():
             if isinstance(entry, TensorColumns):
                 key = (entry.dtype, entry.requires_grad)
-                if key not in self._memo:
+                if key not in self._get:
                     self._define(key, _properties(*key))
 
-        # What stands between the numbers of a row.
+        # What is between the numbers of a row.
         chunk, index, info = (
-            self._global(kind) + op.EMPTY_TUPLE + op.NEWOBJ + op.EMPTY_DICT + op.MARK
+            self._get[kind] + op.EMPTY_TUPLE + op.NEWOBJ + op.EMPTY_DICT + op.MARK
             for kind in (ChunkStorageMetadata, MetadataIndex, StorageInfo)
         )
-        self._chunk_begin, self._chunk_middle = chunk + self._text("offsets"), self._text("sizes")
-        self._index_begin, self._index_middle = index + self._text("fqn"), self._text("offset")
-        self._index_number = self._text("index")
-        self._place_begin = op.SETITEMS + op.BUILD + info + self._text("relative_path")
+        self._chunk_begin, self._chunk_middle = chunk + self._get["offsets"], self._get["sizes"]
+        self._index_begin, self._index_middle = index + self._get["fqn"], self._get["offset"]
+        self._index_number = self._get["index"]
+        self._place_begin = op.SETITEMS + op.BUILD + info + self._get["relative_path"]
 
     def _define(self, key: object, pushed: bytes) -> None:
-        number = len(self._memo)
+        number = len(self._get)
         self._out += [pushed, op.MEMOIZE, op.POP]
-        self._memo[key] = op.LONG_BINGET + number.to_bytes(4, "little")
-
-    def _global(self, kind: type) -> bytes:
-        return self._memo[kind]
-
-    def _text(self, text: str) -> bytes:
-        return self._memo[text]
-
-    # -- rows -------------------------------------------------------------------------------------------
+        self._get[key] = op.LONG_BINGET + number.to_bytes(4, "little")
 
     def _describe(self, entry: TensorColumns | ObjectRow) -> None:
         out = self._out
         if isinstance(entry, ObjectRow):
-            out += [self._global(BytesStorageMetadata), op.EMPTY_TUPLE, op.NEWOBJ]
+            out += [self._get[BytesStorageMetadata], op.EMPTY_TUPLE, op.NEWOBJ]
             return
-        out += [self._global(TensorStorageMetadata), op.EMPTY_TUPLE, op.NEWOBJ, op.EMPTY_DICT, op.MARK]
-        out += [self._text("properties"), self._memo[entry.dtype, entry.requires_grad]]
-        out += [self._text("size"), self._one_size(entry.size)]
-        out += [self._text("chunks"), op.EMPTY_LIST, op.MARK]
+        out += [self._get[TensorStorageMetadata], op.EMPTY_TUPLE, op.NEWOBJ, op.EMPTY_DICT, op.MARK]
+        out += [self._get["properties"], self._get[entry.dtype, entry.requires_grad]]
+        out += [self._get["size"], self._one_size(entry.size)]
+        out += [self._get["chunks"], op.EMPTY_LIST, op.MARK]
         if len(entry.file) <= _FEW_ROWS:
             for offset, size in zip(entry.offsets.tolist(), entry.sizes.tolist(), strict=True):
                 out += (self._chunk_begin, self._one_size(offset), self._chunk_middle, self._one_size(size))
@@ -123,17 +122,15 @@ class _Writer:
             out += [op.APPENDS, op.SETITEMS, op.BUILD]
             return
         for rows in _batches(len(entry.file)):
-            out.append(
-                _rows(
-                    self._chunk_begin, self._size(entry.offsets[rows]),
-                    self._chunk_middle, self._size(entry.sizes[rows]),
-                    op.SETITEMS + op.BUILD,
-                )
-            )  # fmt: skip
+            out.append(_rows(
+                self._chunk_begin, self._size(entry.offsets[rows]),
+                self._chunk_middle, self._size(entry.sizes[rows]),
+                op.SETITEMS + op.BUILD,
+            ))  # fmt: skip
         out += [op.APPENDS, op.SETITEMS, op.BUILD]
 
     def _locate(self, fqn: str, entry: TensorColumns | ObjectRow) -> None:
-        begin = self._index_begin + self._text(fqn) + self._index_middle
+        begin = self._index_begin + self._get[fqn] + self._index_middle
         if isinstance(entry, ObjectRow):
             row = (entry.file, entry.offset, entry.length)
             self._out += [op.MARK, begin, *self._one_place(op.NONE, op.NONE, *row), op.SETITEMS]
@@ -153,8 +150,8 @@ class _Writer:
             begin, self._size(entry.offsets[rows]),
             self._index_number, _numbers(np.arange(rows.start, rows.stop)),
             self._place_begin, self._paths(entry.file[rows]),
-            self._text("offset"), _numbers(entry.offset[rows]),
-            self._text("length"), _numbers(entry.length[rows]),
+            self._get["offset"], _numbers(entry.offset[rows]),
+            self._get["length"], _numbers(entry.length[rows]),
             op.SETITEMS + op.BUILD,
         )  # fmt: skip
 
@@ -162,8 +159,8 @@ class _Writer:
         self, chunk_offset: bytes, index: bytes, file: int, offset: int, length: int
     ) -> tuple[bytes, ...]:
         return (
-            chunk_offset, self._index_number, index, self._place_begin, self._text(self._columns.files[file]),
-            self._text("offset"), _one_number(offset), self._text("length"), _one_number(length),
+            chunk_offset, self._index_number, index, self._place_begin, self._get[self._columns.files[file]],
+            self._get["offset"], _one_number(offset), self._get["length"], _one_number(length),
             op.SETITEMS + op.BUILD,
         )  # fmt: skip
 
@@ -171,24 +168,21 @@ class _Writer:
         key = tuple(values)
         if (known := self._sizes.get(key)) is not None:  # most tensors share theirs with others
             return known
-        mark = op.MARK if len(values) > 3 else b""
-        numbers = b"".join(map(_one_number, values))
-        end = _TUPLES.get(len(values), op.TUPLE) + op.TUPLE1 + op.REDUCE
-        pushed = self._sizes[key] = self._global(torch.Size) + mark + numbers + end
+        begin, end = self._around_size(len(key))
+        pushed = self._sizes[key] = begin + b"".join(map(_one_number, key)) + end
         return pushed
 
     def _size(self, values: Integers) -> _Bytes:
-        """`torch.Size(values[row])` for every row."""
-        dimensions = values.shape[1]
-        columns: list[bytes | _Bytes] = [self._global(torch.Size)]
-        if dimensions > 3:
-            columns.append(op.MARK)
-        columns += [_numbers(values[:, dimension]) for dimension in range(dimensions)]
-        columns.append(_TUPLES.get(dimensions, op.TUPLE) + op.TUPLE1 + op.REDUCE)
-        return _side_by_side(columns, len(values))
+        """Push `torch.Size(values[row])` for every row."""
+        begin, end = self._around_size(values.shape[1])
+        return _side_by_side([begin, *map(_numbers, values.T), end], len(values))
+
+    def _around_size(self, dimensions: int) -> tuple[bytes, bytes]:
+        begin = self._get[torch.Size] + (op.MARK if dimensions > 3 else b"")
+        return begin, _TUPLES.get(dimensions, op.TUPLE) + op.TUPLE1 + op.REDUCE
 
     def _paths(self, file: Integers) -> _Bytes:
-        gets = np.frombuffer(b"".join(self._text(path) for path in self._columns.files), dtype=np.uint8)
+        gets = np.frombuffer(b"".join(self._get[path] for path in self._columns.files), dtype=np.uint8)
         chosen: _Bytes = gets.reshape(-1, 5)[file]
         return chosen
 
@@ -199,25 +193,17 @@ def _rows(*columns: bytes | _Bytes) -> bytes:
 
 
 def _side_by_side(columns: Sequence[bytes | _Bytes], count: int) -> _Bytes:
-    """Rows of bytes: constants are repeated, columns give each row its own."""
-    parts = [_constant(column) if isinstance(column, bytes) else column for column in columns]
+    """Join columns to rows of bytes; constants are repeated in each."""
+    parts = [np.frombuffer(c, dtype=np.uint8)[None, :] if isinstance(c, bytes) else c for c in columns]
     return np.concatenate([np.broadcast_to(part, (count, part.shape[1])) for part in parts], axis=1)
 
 
-def _constant(data: bytes) -> _Bytes:
-    return np.frombuffer(data, dtype=np.uint8)[None, :]
-
-
 def _numbers(values: Integers) -> _Bytes:
-    """Non-negative integers as pickle opcodes, all of the width that the largest needs."""
-    largest = int(values.max()) if len(values) else 0
-    if largest < 1 << 8:
-        return _opcode(op.BININT1, values, "<u1")
-    if largest < 1 << 16:
-        return _opcode(op.BININT2, values, "<u2")
-    if largest < 1 << 31:
-        return _opcode(op.BININT, values, "<i4")
-    return _opcode(op.LONG1 + b"\x08", values, "<i8")
+    """Push non-negative integers, all in the width that the largest needs."""
+    largest = int(values.max())
+    opcode, dtype = next((opcode, dtype) for limit, opcode, dtype in _INTEGERS if largest < limit)
+    raw = np.ascontiguousarray(values.astype(dtype)).view(np.uint8).reshape(len(values), -1)
+    return _side_by_side([opcode, raw], len(values))
 
 
 def _one_number(value: int) -> bytes:
@@ -228,11 +214,6 @@ def _one_number(value: int) -> bytes:
     if value < 1 << 31:
         return op.BININT + value.to_bytes(4, "little")
     return op.LONG1 + b"\x08" + value.to_bytes(8, "little")
-
-
-def _opcode(opcode: bytes, values: Integers, dtype: str) -> _Bytes:
-    raw = np.ascontiguousarray(values.astype(dtype)).view(np.uint8).reshape(len(values), -1)
-    return _side_by_side([opcode, raw], len(values))
 
 
 def _batches(rows: int) -> list[slice]:
@@ -248,25 +229,20 @@ def _class(module: str, name: str) -> bytes:
     return _pushed(module) + _pushed(name) + op.STACK_GLOBAL
 
 
-def _properties(dtype: torch.dtype, requires_grad: bool) -> bytes:
-    kind, encoding = TensorProperties, MemoryFormat
-    layout = _class("torch.serialization", "_get_layout") + _pushed("torch.strided") + op.TUPLE1 + op.REDUCE
-    contiguous = _class(encoding.__module__, encoding.__name__)
-    contiguous += _plain(encoding.TORCH_CONTIGUOUS_FORMAT.value) + op.TUPLE1 + op.REDUCE
-    state = op.MARK + _class("torch", dtype_name(dtype)) + layout + _plain(requires_grad)
-    state += contiguous + _plain(False) + op.TUPLE
+def _instance(kind: type, state: bytes) -> bytes:
     return _class(kind.__module__, kind.__name__) + op.EMPTY_TUPLE + op.NEWOBJ + state + op.BUILD
 
 
-def _storage_meta(save_id: str | None) -> bytes:
-    state = _plain(vars(StorageMeta(save_id=save_id)))
-    return (
-        _class(StorageMeta.__module__, StorageMeta.__name__) + op.EMPTY_TUPLE + op.NEWOBJ + state + op.BUILD
-    )
+def _properties(dtype: torch.dtype, requires_grad: bool) -> bytes:
+    layout = _class("torch.serialization", "_get_layout") + _pushed("torch.strided") + op.TUPLE1 + op.REDUCE
+    contiguous = _class(MemoryFormat.__module__, MemoryFormat.__name__)
+    contiguous += _plain(MemoryFormat.TORCH_CONTIGUOUS_FORMAT.value) + op.TUPLE1 + op.REDUCE
+    state = op.MARK + _class("torch", dtype_name(dtype)) + layout + _plain(requires_grad)
+    return _instance(TensorProperties, state + contiguous + _plain(False) + op.TUPLE)
 
 
 def _plain(value: object) -> bytes:
-    """A plain value, without use of the memo. Raises ValueError for anything else."""
+    """Push a plain value, without use of the memo. Raises ValueError for any other."""
     if value is None:
         return op.NONE
     if isinstance(value, bool):

@@ -1,7 +1,7 @@
 """Find where the payload of a large tensor lies in an item that stock PyTorch wrote.
 
-Such items are whole zip archives. Only their frame is read, page by page as torch's own parser asks for it; the
-payload then is read like one of ours, in ranges and straight into the destination.
+Such items are whole zip archives. Only their frame is read, page by page as torch's own parser asks
+for it; the payload then is read like one of ours, in ranges and straight into the destination.
 """
 
 from __future__ import annotations

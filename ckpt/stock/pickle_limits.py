@@ -1,24 +1,24 @@
 """Refuse a pickle in a `torch.save` archive that would take far more memory or time than its size.
 
-`weights_only=True` keeps a pickle from running code, but not from asking for a lot: `bytearray(2**60)`, a tensor
-class called with a size, a set made a million times of one list, dict keys that all have the same hash. Here the
-opcodes are walked over with inert values before torch carries them out. Functions of torch's safe list are known
-by name, and a call may ask for no more than is stored; functions that a caller declared safe are the caller's own.
+`weights_only=True` keeps a pickle from running code, but not from asking for `bytearray(2**60)`.
+Here its opcodes are walked over with inert values before torch carries them out. Functions of
+torch's safe list are known by name, and a call may ask for no more than is stored; functions that a
+caller declared safe are the caller's own.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-import struct
+import pickletools
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ckpt.errors import UnsafeContent
 from ckpt.format.planner_data import HASH_MODULUS
-from ckpt.stock.pickle_opcodes import ARGUMENTS, code, codes
 from ckpt.torch_private import allowed_globals, storage_dtype, user_allowed_globals
 
 _MAX_GROWTH = 16
@@ -44,118 +44,100 @@ def check_torch_pickle(data: bytes, storage_bytes: Callable[[str], int]) -> None
         Exception: the pickle is damaged, in any way.
     """
     with contextlib.suppress(_Refused):
-        _Walk(data, storage_bytes).run()
+        _Walk(storage_bytes, _MAX_GROWTH * len(data) + _SLACK).run(data)
 
 
 class _Refused(Exception):
     """The pickle names something that torch will refuse, with a better message."""
 
 
+def _require(condition: bool, fault: str) -> None:
+    if not condition:
+        raise UnsafeContent(f"a pickle {fault}")
+
+
+@dataclass(slots=True, eq=False)
 class _Global:
     """A class or function that the pickle names."""
 
-    __slots__ = ("name",)
-
-    def __init__(self, name: str) -> None:
-        self.name = name
+    name: str
 
 
+@dataclass(slots=True, eq=False)
 class _Made:
-    """The result of a call, or a container: `size` bounds its elements or bytes."""
+    """The result of a call, or a container.
 
-    __slots__ = ("chosen", "elements", "hashes", "size")
+    Attributes:
+        size: bounds its elements or bytes.
+        elements: of a storage.
+        chosen: items of a list whose hashes the pickle's author can choose; few lists have any.
+        hashes: of such keys of a dict.
+    """
 
-    def __init__(self, size: int, elements: int = 0) -> None:
-        self.size = size
-        self.elements = elements  # of a storage
-        # Few have any, and they can be very many.
-        self.chosen: list[Any] | None = None  # items of a list whose hashes the pickle's author can choose
-        self.hashes: Counter[int | None] | None = None  # of such keys of a dict
+    size: int
+    elements: int = 0
+    chosen: list[Any] | None = None
+    hashes: Counter[int | None] | None = None
 
 
-_PUSHED: dict[int, Callable[[bytes], Any]] = {
-    **dict.fromkeys(codes("BININT1 BININT2"), lambda raw: int.from_bytes(raw, "little")),
-    **dict.fromkeys(codes("BININT LONG1"), lambda raw: int.from_bytes(raw, "little", signed=True)),
-    code("BINFLOAT"): lambda raw: struct.unpack(">d", raw)[0],
-    code("BINUNICODE"): lambda raw: _no_hook(str(raw, "utf-8", "surrogatepass")),
-    code("SHORT_BINSTRING"): lambda raw: _no_hook(raw.decode("latin1")),
-    code("NONE"): lambda raw: None,
-    code("NEWTRUE"): lambda raw: True,
-    code("NEWFALSE"): lambda raw: False,
-    code("EMPTY_TUPLE"): lambda raw: (),
-    **dict.fromkeys(codes("EMPTY_LIST EMPTY_DICT EMPTY_SET"), lambda raw: _Made(0)),
-}
-"""The values that opcodes push, made of their arguments."""
-
-_OPCODES = [(*ARGUMENTS[opcode], _PUSHED.get(opcode)) for opcode in range(256)]
-
-_STOP = code("STOP")
+_PUSH_THEIR_ARGUMENT = frozenset(
+    ["BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE", "SHORT_BINSTRING"]
+)
 
 
 class _Walk:
     """Carries out the opcodes that torch's own unpickler knows, on inert values."""
 
-    def __init__(self, data: bytes, storage_bytes: Callable[[str], int]) -> None:
-        self._data, self._storage_bytes = data, storage_bytes
-        self._position = 0
+    def __init__(self, storage_bytes: Callable[[str], int], max_size: int) -> None:
+        self._storage_bytes = storage_bytes
+        self._left = max_size
         self._stack: list[Any] = []
         self._marked: list[list[Any]] = []
         self._memo: dict[int, Any] = {}
-        self._left = _MAX_GROWTH * len(data) + _SLACK
 
-    def run(self) -> None:
+    def run(self, data: bytes) -> None:
         actions = self._actions()
-        while (opcode := self._take(1)[0]) != _STOP:
-            size, count_bytes, pushed = _OPCODES[opcode]
-            if pushed is not None:
-                if count_bytes:
-                    size = int.from_bytes(self._take(count_bytes), "little")
-                self._stack.append(pushed(self._take(size) if size else b""))
-            elif opcode in actions:
-                actions[opcode](self._take(size) if size else b"")
+        for opcode, argument, _ in pickletools.genops(data):
+            if opcode.name in _PUSH_THEIR_ARGUMENT:
+                _require(argument not in _PICKLE_HOOKS, "that names a hook of pickling")
+                self._stack.append(argument)
+            elif opcode.name in actions:
+                actions[opcode.name](argument)
             else:
-                raise UnsafeContent(f"a pickle with opcode {opcode:#04x}, which torch never writes")
+                text = f"a pickle with opcode {ord(opcode.code):#04x}, which torch never writes"
+                raise UnsafeContent(text)
 
-    def _actions(self) -> Mapping[int, Callable[[bytes], None]]:
+    def _actions(self) -> Mapping[str, Callable[[Any], None]]:
         push = self._push
         return {
-            code("PROTO"): lambda raw: None,
-            code("GLOBAL"): lambda raw: push(_global(self._line(), self._line())),
-            code("MARK"): lambda raw: self._mark(),
-            code("TUPLE"): lambda raw: self._push_marked(),
-            code("TUPLE1"): lambda raw: self._join(1),
-            code("TUPLE2"): lambda raw: self._join(2),
-            code("TUPLE3"): lambda raw: self._join(3),
-            code("APPEND"): lambda raw: self._append([self._stack.pop()]),
-            code("APPENDS"): lambda raw: self._append(self._pop_mark()),
-            code("SETITEM"): lambda raw: self._set_items([self._stack.pop(-2), self._stack.pop()]),
-            code("SETITEMS"): lambda raw: self._set_items(self._pop_mark()),
-            **dict.fromkeys(codes("BINPUT LONG_BINPUT"), self._remember),
-            **dict.fromkeys(codes("BINGET LONG_BINGET"), lambda raw: push(self._memo[_index(raw)])),
-            code("BINPERSID"): lambda raw: push(self._storage(self._stack.pop())),
-            **dict.fromkeys(codes("REDUCE NEWOBJ"), lambda raw: self._call()),
-            code("BUILD"): lambda raw: self._build(),
+            "PROTO": lambda version: None,
+            "STOP": lambda _: None,
+            "NONE": lambda _: push(None),
+            "NEWTRUE": lambda _: push(True),
+            "NEWFALSE": lambda _: push(False),
+            "EMPTY_TUPLE": lambda _: push(()),
+            **dict.fromkeys(("EMPTY_LIST", "EMPTY_DICT", "EMPTY_SET"), lambda _: push(_Made(0))),
+            "GLOBAL": lambda name: push(_global(*name.split(" ", 1))),
+            "MARK": lambda _: self._mark(),
+            "TUPLE": lambda _: push(tuple(self._pop_mark())),
+            "TUPLE1": lambda _: self._join(1),
+            "TUPLE2": lambda _: self._join(2),
+            "TUPLE3": lambda _: self._join(3),
+            "APPEND": lambda _: self._append([self._stack.pop()]),
+            "APPENDS": lambda _: self._append(self._pop_mark()),
+            "SETITEM": lambda _: self._set_items([self._stack.pop(-2), self._stack.pop()]),
+            "SETITEMS": lambda _: self._set_items(self._pop_mark()),
+            **dict.fromkeys(("BINPUT", "LONG_BINPUT"), self._remember),
+            **dict.fromkeys(("BINGET", "LONG_BINGET"), lambda index: push(self._memo[index])),
+            "BINPERSID": lambda _: push(self._storage(self._stack.pop())),
+            **dict.fromkeys(("REDUCE", "NEWOBJ"), lambda _: self._call()),
+            "BUILD": lambda _: self._build(),
         }
 
     # -- what moves values -----------------------------------------------------------------------------
 
-    def _take(self, count: int) -> bytes:
-        data = self._data[self._position : self._position + count]
-        if len(data) < count:
-            raise EOFError("the pickle has no end")
-        self._position += count
-        return data
-
-    def _line(self) -> str:
-        stop = self._data.index(b"\n", self._position)
-        return self._take(stop + 1 - self._position)[:-1].decode()
-
     def _push(self, value: Any) -> None:
         self._stack.append(value)
-
-    def _push_marked(self) -> None:
-        items = tuple(self._pop_mark())
-        self._stack.append(items)
 
     def _join(self, count: int) -> None:
         self._stack[-count:] = [tuple(self._stack[-count:])]
@@ -168,8 +150,8 @@ class _Walk:
         items, self._stack = self._stack, self._marked.pop()
         return items
 
-    def _remember(self, index: bytes) -> None:
-        self._memo[_index(index)] = self._stack[-1]
+    def _remember(self, index: int) -> None:
+        self._memo[index] = self._stack[-1]
 
     def _append(self, items: list[Any]) -> None:
         container = self._container()
@@ -187,17 +169,16 @@ class _Walk:
 
     def _container(self) -> _Made:
         container = self._stack[-1]
-        if not isinstance(container, _Made):
-            raise UnsafeContent("a pickle that fills something that is not a list or dict")
-        return container
+        _require(isinstance(container, _Made), "that fills something that is not a list or dict")
+        return container  # type: ignore[no-any-return]
 
     def _check_keys(self, hashes: Counter[int | None], keys: Iterable[Any]) -> None:
         """Refuse many keys of one hash: their author can choose them so, and nest them deeper than the stack."""
         for key in keys:
             hashed = hash(key) if self._is_plain(key) else None
             hashes[hashed] += 1
-            if hashes[hashed] > (_MAX_SAME_HASH if hashed is not None else _MAX_UNKNOWN_KEYS):
-                raise UnsafeContent("a pickle with very many keys of one hash in a dict or set")
+            limit = _MAX_SAME_HASH if hashed is not None else _MAX_UNKNOWN_KEYS
+            _require(hashes[hashed] <= limit, "with very many keys of one hash in a dict or set")
 
     def _is_plain(self, key: Any) -> bool:
         """Tell whether a key's hash is known here: that of a call's result is not."""
@@ -206,8 +187,7 @@ class _Walk:
             value, depth = todo.pop()
             if type(value) is tuple:
                 self._charge(1 + len(value))  # one tuple can be part of many
-                if depth == _MAX_KEY_DEPTH:
-                    raise UnsafeContent("a pickle with very deep tuples as keys")
+                _require(depth < _MAX_KEY_DEPTH, "with very deep tuples as keys")
                 todo += [(item, depth + 1) for item in value]
             elif isinstance(value, _Made | _Global):
                 plain = False
@@ -217,13 +197,11 @@ class _Walk:
 
     def _charge(self, size: int) -> None:
         self._left -= size
-        if self._left < 0:
-            raise UnsafeContent("a pickle that grows far beyond what is stored of it")
+        _require(self._left >= 0, "that grows far beyond what is stored of it")
 
     def _call(self) -> None:
         arguments, function = self._stack.pop(), self._stack.pop()
-        if not isinstance(function, _Global) or type(arguments) is not tuple:
-            raise UnsafeContent("a pickle that calls something that is not a function")
+        _require_call(function, arguments)
         size = 1 + sum(map(_size, arguments))
         self._charge(size)
         if function.name in _VALUES:
@@ -232,9 +210,8 @@ class _Walk:
         check = _CALLS.get(function.name)
         if check is not None:
             check(arguments)
-        elif function.name in allowed_globals():
-            raise UnsafeContent(f"a pickle that calls {function.name[:80]}")
-        # All others were declared safe by the caller.
+        else:  # the caller declared it safe
+            _require(function.name not in allowed_globals(), f"that calls {function.name[:80]}")
         if check is _of_list:
             self._check_keys(Counter(), (item for argument in arguments for item in argument.chosen or ()))
         self._stack.append(_Made(size))
@@ -242,18 +219,18 @@ class _Walk:
     def _build(self) -> None:
         state = self._stack.pop()
         self._charge(1 + _size(state))
-        if not self._stack or not isinstance(self._stack[-1], _Made):
-            raise UnsafeContent("a pickle that changes something that is not an instance")
+        is_instance = bool(self._stack) and isinstance(self._stack[-1], _Made)
+        _require(is_instance, "that changes something that is not an instance")
 
     def _storage(self, place: Any) -> _Made:
-        if type(place) is not tuple or len(place) != 5 or not isinstance(place[1], _Global):
-            raise UnsafeContent("a pickle with a reference to something that is not a storage")
-        _, kind, key, _, elements = place
-        if type(elements) is not int or elements < 0 or type(key) is not str:
-            raise UnsafeContent("a pickle with a reference to something that is not a storage")
-        if elements * _item_bytes(kind.name) > self._storage_bytes(key):
-            raise UnsafeContent("a pickle with a storage larger than what is stored of it")
-        return _Made(0, elements)
+        match place:
+            case (_, _Global(name=kind), str(key), _, int(elements)) if elements >= 0:
+                nbytes = elements * _item_bytes(kind)
+                _require(
+                    nbytes <= self._storage_bytes(key), "with a storage larger than what is stored of it"
+                )
+                return _Made(0, elements)
+        raise UnsafeContent("a pickle with a reference to something that is not a storage")
 
 
 def _global(module: str, name: str) -> _Global:
@@ -269,15 +246,16 @@ def _global(module: str, name: str) -> _Global:
     return _Global(full_name)
 
 
-def _index(raw: bytes) -> int:
-    return int.from_bytes(raw, "little")
-
-
 def _size(value: Any) -> int:
     """Count the elements or bytes of a value, but not of the values inside it."""
     if isinstance(value, _Made):
         return value.size
     return len(value) if isinstance(value, str | bytes | tuple) else 1
+
+
+def _require_call(function: Any, arguments: Any) -> None:
+    is_call = isinstance(function, _Global) and type(arguments) is tuple
+    _require(is_call, "that calls something that is not a function")
 
 
 def _has_chosen_hash(value: Any) -> bool:
@@ -286,18 +264,12 @@ def _has_chosen_hash(value: Any) -> bool:
     return kind in (tuple, complex) or (kind is int and abs(value) >= HASH_MODULUS)
 
 
-def _no_hook(text: str) -> str:
-    if text in _PICKLE_HOOKS:
-        raise UnsafeContent("a pickle that names a hook of pickling")
-    return text
-
-
 def _item_bytes(storage: str) -> int:
     module, _, name = storage.rpartition(".")
     if name == "UntypedStorage":
         return 1
-    if module not in ("torch", "torch.storage", "torch.cuda"):
-        raise UnsafeContent(f"a pickle with a storage of kind {storage[:80]}")
+    is_torch = module in ("torch", "torch.storage", "torch.cuda")
+    _require(is_torch, f"with a storage of kind {storage[:80]}")
     return storage_dtype(name).itemsize
 
 
@@ -309,32 +281,28 @@ def _anything(arguments: tuple[Any, ...]) -> None:
 
 
 def _no_numbers(arguments: tuple[Any, ...]) -> None:
-    if any(isinstance(argument, int) for argument in arguments):
-        raise UnsafeContent("a pickle that sets memory aside by a number")
+    has_none = not any(isinstance(argument, int) for argument in arguments)
+    _require(has_none, "that sets memory aside by a number")
 
 
 def _none(arguments: tuple[Any, ...]) -> None:
-    if arguments:
-        raise UnsafeContent("a pickle that copies a dict")
+    _require(not arguments, "that copies a dict")
 
 
 def _of_list(arguments: tuple[Any, ...]) -> None:
     """Allow `set` of a list, `Counter` of a dict."""
-    if not all(isinstance(argument, _Made) for argument in arguments):
-        raise UnsafeContent("a pickle with a set that is not made of a list")
+    is_made = all(isinstance(argument, _Made) for argument in arguments)
+    _require(is_made, "with a set that is not made of a list")
 
 
 def _strided(arguments: tuple[Any, ...]) -> None:
     """Allow `_rebuild_tensor*(storage, offset, size, strides, ...)` inside its storage, which torch would enlarge."""
     storage, offset, size, strides = arguments[:4]
-    shapes = [size, strides]
-    if not isinstance(storage, _Made) or not all(_is_size(value) for value in [(offset,), *shapes]):
-        raise UnsafeContent("a pickle with a tensor that is not a view of a storage")
-    if len(size) != len(strides) or len(size) > 64:
-        raise UnsafeContent("a pickle with a tensor of an absurd shape")
-    steps = ((length - 1) * stride for length, stride in zip(size, strides, strict=True))
-    if math.prod(size) and offset + sum(steps) >= storage.elements:
-        raise UnsafeContent("a pickle with a tensor that is larger than its storage")
+    is_view = isinstance(storage, _Made) and all(_is_size(value) for value in ((offset,), size, strides))
+    _require(is_view, "with a tensor that is not a view of a storage")
+    _require(len(size) == len(strides) <= 64, "with a tensor of an absurd shape")
+    last = offset + sum((length - 1) * stride for length, stride in zip(size, strides, strict=True))
+    _require(0 in size or last < storage.elements, "with a tensor that is larger than its storage")
 
 
 def _is_size(value: Any) -> bool:
@@ -343,15 +311,15 @@ def _is_size(value: Any) -> bool:
 
 def _quantized(arguments: tuple[Any, ...]) -> None:
     _strided(arguments)
-    if math.prod(arguments[2]) > arguments[0].elements:  # its elements are set aside before it becomes a view
-        raise UnsafeContent("a pickle with a tensor that is larger than its storage")
+    # Its elements are set aside before it becomes a view.
+    elements = math.prod(arguments[2])
+    _require(elements <= arguments[0].elements, "with a tensor that is larger than its storage")
 
 
 def _of_rebuilt(arguments: tuple[Any, ...]) -> None:
     """Check the call inside `_rebuild_from_type_v2(function, type, arguments, state)`."""
     function, _, inner = arguments[:3]
-    if not isinstance(function, _Global) or type(inner) is not tuple:
-        raise UnsafeContent("a pickle that calls something that is not a function")
+    _require_call(function, inner)
     if function.name in _REBUILD:
         _REBUILD[function.name](inner)
     elif function.name in allowed_globals():
@@ -360,20 +328,20 @@ def _of_rebuilt(arguments: tuple[Any, ...]) -> None:
 
 def _encoded(arguments: tuple[Any, ...]) -> bytes:
     """Make bytes as `torch.save` writes them; other encodings can be slow."""
-    if len(arguments) != 2 or type(arguments[0]) is not str or arguments[1] not in ("latin1", "latin-1"):
-        raise UnsafeContent("a pickle that encodes a text in another way than torch")
-    return arguments[0].encode("latin1")
+    is_latin = len(arguments) == 2 and arguments[1] in ("latin1", "latin-1")
+    _require(is_latin and type(arguments[0]) is str, "that encodes a text in another way than torch")
+    return arguments[0].encode("latin1")  # type: ignore[no-any-return]
 
 
 def _complex(arguments: tuple[Any, ...]) -> complex:
-    if any(type(argument) not in (int, float) for argument in arguments):
-        raise UnsafeContent("a pickle with a complex number that is not made of numbers")
+    is_made_of_numbers = all(type(argument) in (int, float) for argument in arguments)
+    _require(is_made_of_numbers, "with a complex number that is not made of numbers")
     return complex(*arguments)
 
 
 def _torch_size(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    if len(arguments) > 1 or any(type(argument) is not tuple for argument in arguments):
-        raise UnsafeContent("a pickle with a size that is not made of a tuple")
+    is_made_of_tuple = all(type(argument) is tuple for argument in arguments) and len(arguments) <= 1
+    _require(is_made_of_tuple, "with a size that is not made of a tuple")
     return arguments[0] if arguments else ()
 
 

@@ -14,14 +14,15 @@ from ckpt.stock.item_files import MemoryFile
 
 _MAX_GROWTH = 4
 _SLACK_BYTES = 1 << 20
+_REASONS = ("Unsupported global:", "Unsupported operand", "Unsupported class", "WeightsUnpickler error:")
 
 
 def safe_object(file: MemoryFile, *, fqn: str, url: str, key: str) -> io.BytesIO:
-    """Make a pickle of the same object as `file` that a load planner may unpickle freely.
+    """Make a pickle of the object in `file` that a load planner may unpickle freely.
 
     DCP's own load planner unpickles with `weights_only=False`. So the object is loaded here with
-    `weights_only=True`, and what the planner gets is our pickle of the result, not the stored bytes: no
-    difference between two parsers can let anything through. Tensors inside come back on the CPU.
+    `weights_only=True`, and the planner gets our pickle of the result, with tensors on the CPU: no
+    difference between two parsers can let anything through.
 
     Raises:
         UnsafeContent: loading it needs more than torch's safe types.
@@ -88,16 +89,8 @@ class _Bounded(io.BytesIO):
 def reason(error: Exception) -> str:
     """Cut torch's message to its heart: the rest is a screen of advice for another interface."""
     text = str(error)
-    for start in (
-        "Unsupported global:",
-        "Unsupported operand",
-        "Unsupported class",
-        "WeightsUnpickler error:",
-    ):
-        if start in text:
-            text = text[text.index(start) :]
-            break
-    return text.split("\n")[0].split(". Please")[0][:200].strip()
+    begin = next((text.index(reason) for reason in _REASONS if reason in text), 0)
+    return text[begin:].split("\n")[0].split(". Please")[0][:200].strip()
 
 
 def first_line(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""A cap on bandwidth: checkpoint traffic that leaves room for the training's own."""
+"""Cap the bandwidth of checkpoint traffic, to leave room for the training's own."""
 
 from __future__ import annotations
 

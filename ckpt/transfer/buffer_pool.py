@@ -1,4 +1,4 @@
-"""Scratch memory under one budget: what must be copied on its way is copied through here."""
+"""Lend scratch memory under one budget, for bytes that must be copied on their way."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ _WAIT_TIMEOUT_S = 600.0
 class StagingPool:
     """Hands out buffers and takes them back; all of them together never exceed the budget.
 
-    Buffers are kept for reuse: memory fresh from the system costs more in page faults than the copy into it.
-    Whoever takes a buffer must not take a second before giving it back, or takers could wait for each other.
+    Buffers are kept for reuse: fresh memory costs more in page faults than the copy into it.
+        Whoever takes a
+    buffer must not take a second before giving it back, or takers could wait for each other.
     """
 
     def __init__(self, budget_bytes: int = DEFAULT_MEMORY_BUDGET_BYTES, *, pinned: bool = False) -> None:
@@ -39,11 +40,12 @@ class StagingPool:
 
     @contextlib.contextmanager
     def take(self, nbytes: int) -> Iterator[torch.Tensor]:
-        """A uint8 CPU tensor of `nbytes`, its contents arbitrary.
+        """Lend a uint8 CPU tensor of `nbytes`, its contents arbitrary.
 
         Raises:
             ConfigurationError: more than the whole budget.
-            StorageUnavailable: none was given back for ten minutes: the transfers that hold them are stuck.
+            StorageUnavailable: none was given back for ten minutes: the transfers that hold them
+                are stuck.
         """
         if nbytes == 0:
             yield torch.empty(0, dtype=torch.uint8, device="cpu")

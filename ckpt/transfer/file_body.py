@@ -1,7 +1,8 @@
 """Send a data file: `torch.save` items laid end to end, opened part by part.
 
-Large payloads of CPU tensors are handed over where they are. Everything else (frames, small payloads,
-tensors on a device or with gaps between their elements) is copied into one staging buffer per part.
+Large payloads of CPU tensors are handed over where they are. Everything else (frames, small
+payloads, tensors on a device or with gaps between their elements) is copied into one staging buffer
+per part.
 """
 
 from __future__ import annotations
@@ -189,8 +190,8 @@ class _Run:
     """A run of a file's bytes from `position` on.
 
     Attributes:
-        source: memory; a tensor or streamed payload, of which the bytes from `begin` on are copied; or a small
-            item, which is copied as a whole with the gap before it.
+        source: memory; a tensor or streamed payload, of which the bytes from `begin` on are copied;
+            or a small item, which is copied as a whole with the gap before it.
         scratch_at: where it is copied to; -1 for memory that is handed over where it is.
     """
 
@@ -224,8 +225,8 @@ def _runs_of_item(item: FileItem, position: int, stop: int) -> Iterator[_Run]:
 def _place(runs: Sequence[_Run]) -> int:
     """Give a place in scratch to every run that is copied; return the scratch bytes needed.
 
-    Neighbours lie side by side, so that they leave as one buffer, and every place is aligned as the run is
-    in its file, so that a tensor's elements are too.
+    Neighbours lie side by side, so that they leave as one buffer, and every place is aligned as the
+    run is in its file, so that a tensor's elements are too.
     """
     end, after = 0, -1
     for run in runs:

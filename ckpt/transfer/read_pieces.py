@@ -1,7 +1,7 @@
 """Cut a region of a stored tensor into pieces: runs of the file that one sink takes.
 
-The best sink is the destination's own memory. The others copy out of scratch: the destination is on a device, has
-another dtype, or has gaps where the file has none.
+The best sink is the destination's own memory. The others copy out of scratch: the destination is on
+a device, has another dtype, or has gaps where the file has none.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From pieces to reads: few, of bounded size, in whole checksum blocks, no byte read twice without need."""
+"""Plan reads for pieces: few, of bounded size, in whole checksum blocks, no byte twice without need."""
 
 from __future__ import annotations
 
@@ -35,13 +35,15 @@ def plan_requests(
     gap_bytes: int,
     request_bytes: int,
 ) -> Iterator[Request]:
-    """Requests that cover `pieces`, which may overlap, of one file.
+    """Plan requests that cover `pieces` of one file, which may overlap.
 
     Args:
-        grid_bytes: requests begin and end at multiples of it (a checksum block; 1 where there are none).
+        grid_bytes: requests begin and end at multiples of it (a checksum block; 1 where there are
+            none).
         file_bytes: the file's size; the last request ends there at most.
         gap_bytes: bytes nobody asked for that may be read to join two pieces in one request.
-        request_bytes: size of a request, rounded up to the grid; one piece that cannot be cut may exceed it.
+        request_bytes: size of a request, rounded up to the grid; one piece that cannot be cut may
+            exceed it.
     """
     request_bytes = _round_up(request_bytes, grid_bytes)
     current: Request | None = None
@@ -69,7 +71,7 @@ def plan_requests(
 
 
 def _cut(piece: Piece, start: int, limit: int) -> int:
-    """How far of `piece`, from `start`, fits below `limit`; `start` if no part of it does."""
+    """Tell how far `piece`, from `start` on, fits below `limit`; `start` if no part of it does."""
     if piece.stop <= limit:
         return piece.stop
     unit = piece.sink.unit_bytes

@@ -16,11 +16,12 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def plain(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return `tensor` as an ordinary strided tensor over the same memory; None if it is more than that.
 
-    Sparse and quantized tensors and subclasses with a dispatch of their own (wrappers without memory) can
-    only be pickled as they are.
+    Sparse and quantized tensors and subclasses with a dispatch of their own (wrappers without
+    memory) can only be pickled as they are.
 
     Raises:
-        ValueError: its storage was shrunk, as FSDP1 does with parameters it has freed; there is nothing to save.
+        ValueError: its storage was shrunk, as FSDP1 does with parameters it has freed; there is
+            nothing to save.
     """
     tensor = tensor.detach()
     if type(tensor) is not torch.Tensor:

@@ -20,7 +20,8 @@ def thread_pool(threads: int, name: str) -> ThreadPoolExecutor:
 def workers(threads: int, name: str) -> Executor:
     """Make an executor as `thread_pool` does, unless `threads` is 1.
 
-    It then carries out each call in the caller's thread when it is submitted, and none after one that failed.
+    It then carries out each call in the caller's thread when it is submitted, and none after one
+    that failed.
     """
     return _Caller() if threads == 1 else thread_pool(threads, name)
 
@@ -30,8 +31,8 @@ def run_all(
 ) -> list[R]:
     """Carry out `work` for every item of `todo` at the same time and return the results.
 
-    After an error nothing more is begun, and `stop` is set for work that can end early. The error is raised
-    once nothing is running any more.
+    After an error nothing more is begun, and `stop` is set for work that can end early. The error
+    is raised once nothing is running any more.
     """
     begun: list[Future[R]] = []
     try:
@@ -53,8 +54,8 @@ def in_order(
 ) -> Iterator[R]:
     """Yield the result of `work` for each item of `todo`, in order; at most `ahead` run before the first is taken.
 
-    Unlike `Executor.map` it does not read all of `todo` at once. If it ends early, it waits for what has begun;
-    `stop` is then set for work that can end early.
+    Unlike `Executor.map` it does not read all of `todo` at once. If it ends early, it waits for
+    what has begun; `stop` is then set for work that can end early.
     """
     if isinstance(threads, _Caller):  # nothing runs ahead
         yield from map(work, todo)
