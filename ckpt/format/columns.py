@@ -17,15 +17,7 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint import metadata as dcp
 
 from ckpt.errors import FormatError
 from ckpt.format.stored_tensor import dtype_name
@@ -85,25 +77,25 @@ class Columns:
     save_id: str | None = None
     version: str | None = None
 
-    def metadata(self) -> Metadata:
+    def metadata(self) -> dcp.Metadata:
         """Make DCP's view of it."""
-        return Metadata(
+        return dcp.Metadata(
             state_dict_metadata={fqn: self._description(fqn) for fqn in self.entries},
             planner_data=self.planner_data,
             storage_data=StorageTable(self),
-            storage_meta=StorageMeta(save_id=self.save_id),
+            storage_meta=dcp.StorageMeta(save_id=self.save_id),
             version=self.version,
         )
 
-    def _description(self, fqn: str) -> TensorStorageMetadata | BytesStorageMetadata:
+    def _description(self, fqn: str) -> dcp.TensorStorageMetadata | dcp.BytesStorageMetadata:
         entry = self.entries[fqn]
         if isinstance(entry, ObjectRow):
-            return BytesStorageMetadata()
-        properties = TensorProperties(dtype=entry.dtype, requires_grad=entry.requires_grad)
+            return dcp.BytesStorageMetadata()
+        properties = dcp.TensorProperties(dtype=entry.dtype, requires_grad=entry.requires_grad)
         chunks: Any = Chunks(self, fqn)
-        return TensorStorageMetadata(properties, torch.Size(entry.size), chunks)
+        return dcp.TensorStorageMetadata(properties, torch.Size(entry.size), chunks)
 
-    def info(self, index: MetadataIndex) -> StorageInfo:
+    def info(self, index: dcp.MetadataIndex) -> StorageInfo:
         """Tell where an item is. Raises KeyError."""
         entry = self.entries[index.fqn]
         if isinstance(entry, ObjectRow):
@@ -114,7 +106,7 @@ class Columns:
         return StorageInfo(self.files[entry.file[row]], int(entry.offset[row]), int(entry.length[row]))
 
 
-class Chunks(Sequence[ChunkStorageMetadata]):
+class Chunks(Sequence[dcp.ChunkStorageMetadata]):
     """The chunks of a tensor, made one by one where DCP's planners expect a list."""
 
     def __init__(self, columns: Columns, fqn: str) -> None:
@@ -126,7 +118,7 @@ class Chunks(Sequence[ChunkStorageMetadata]):
         assert isinstance(tensor, TensorColumns)
         return tensor
 
-    def size_at(self, index: MetadataIndex) -> torch.Size | None:
+    def size_at(self, index: dcp.MetadataIndex) -> torch.Size | None:
         """Return the size of the chunk at `index.offset`; None if there is none."""
         try:
             return torch.Size(self._tensor.sizes[self._tensor.row_of(index.offset, index.index)].tolist())
@@ -137,23 +129,23 @@ class Chunks(Sequence[ChunkStorageMetadata]):
         return len(self._tensor.file)
 
     @overload
-    def __getitem__(self, index: int) -> ChunkStorageMetadata: ...
+    def __getitem__(self, index: int) -> dcp.ChunkStorageMetadata: ...
     @overload
-    def __getitem__(self, index: slice) -> list[ChunkStorageMetadata]: ...
-    def __getitem__(self, index: int | slice) -> ChunkStorageMetadata | list[ChunkStorageMetadata]:
+    def __getitem__(self, index: slice) -> list[dcp.ChunkStorageMetadata]: ...
+    def __getitem__(self, index: int | slice) -> dcp.ChunkStorageMetadata | list[dcp.ChunkStorageMetadata]:
         if isinstance(index, slice):
             return [self[number] for number in range(*index.indices(len(self)))]
         tensor = self._tensor
-        return ChunkStorageMetadata(
+        return dcp.ChunkStorageMetadata(
             torch.Size(tensor.offsets[index].tolist()), torch.Size(tensor.sizes[index].tolist())
         )
 
-    def __iter__(self) -> Iterator[ChunkStorageMetadata]:
+    def __iter__(self) -> Iterator[dcp.ChunkStorageMetadata]:
         sizes: dict[tuple[int, ...], torch.Size] = {}  # most chunks share theirs
         rows = zip(self._tensor.offsets.tolist(), self._tensor.sizes.tolist(), strict=True)
         for offset, size in rows:
             key = tuple(size)
-            yield ChunkStorageMetadata(torch.Size(offset), sizes.setdefault(key, torch.Size(key)))
+            yield dcp.ChunkStorageMetadata(torch.Size(offset), sizes.setdefault(key, torch.Size(key)))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and len(self) == len(other) and all(map(operator.eq, self, other))
@@ -162,22 +154,22 @@ class Chunks(Sequence[ChunkStorageMetadata]):
         return f"{type(self).__name__}({list(self)!r})"
 
 
-class StorageTable(Mapping[MetadataIndex, StorageInfo]):
+class StorageTable(Mapping[dcp.MetadataIndex, StorageInfo]):
     """`Metadata.storage_data` over columns."""
 
     def __init__(self, columns: Columns) -> None:
         self.columns = columns
 
-    def __getitem__(self, index: MetadataIndex) -> StorageInfo:
+    def __getitem__(self, index: dcp.MetadataIndex) -> StorageInfo:
         return self.columns.info(index)
 
-    def __iter__(self) -> Iterator[MetadataIndex]:
+    def __iter__(self) -> Iterator[dcp.MetadataIndex]:
         for fqn, entry in self.columns.entries.items():
             if isinstance(entry, ObjectRow):
-                yield MetadataIndex(fqn)
+                yield dcp.MetadataIndex(fqn)
             else:
                 for row, offset in enumerate(entry.offsets.tolist()):
-                    yield MetadataIndex(fqn, torch.Size(offset), row)
+                    yield dcp.MetadataIndex(fqn, torch.Size(offset), row)
 
     def __len__(self) -> int:
         return sum(1 if isinstance(e, ObjectRow) else len(e.file) for e in self.columns.entries.values())
@@ -191,7 +183,7 @@ def packed(offsets: Sequence[int]) -> bytes:
     return array.array("q", offsets).tobytes()
 
 
-def columns_of(metadata: Metadata, *, url: str) -> Columns:
+def columns_of(metadata: dcp.Metadata, *, url: str) -> Columns:
     """Make the columns of any metadata.
 
     Raises:
@@ -206,7 +198,7 @@ def columns_of(metadata: Metadata, *, url: str) -> Columns:
         places[index.fqn][None if index.offset is None else packed(index.offset)] = info
     for fqn, described in metadata.state_dict_metadata.items():
         infos = places.pop(fqn, {})
-        if isinstance(described, TensorStorageMetadata):
+        if isinstance(described, dcp.TensorStorageMetadata):
             columns.entries[fqn] = _tensor(fqn, described, infos, files, url)
             continue
         if list(infos) != [None]:
@@ -224,7 +216,7 @@ def columns_of(metadata: Metadata, *, url: str) -> Columns:
 
 def _tensor(
     fqn: str,
-    described: TensorStorageMetadata,
+    described: dcp.TensorStorageMetadata,
     infos: dict[bytes | None, StorageInfo],
     files: dict[str, int],
     url: str,

@@ -1,13 +1,4 @@
-"""Make and parse the names of stored objects (`docs/format.md` is the specification).
-
-commit.json                        what makes a save a checkpoint
-.metadata                          what stock PyTorch reads
-rank-NNNNN/<token>-<number>.distcp a data file of one rank
-rank-NNNNN/<token>.json            the manifest of one rank
-rank-NNNNN/<token>.index           the index, by the coordinating rank
-rank-NNNNN/<token>.metadata        the index's predecessor, in format version 1
-rank-NNNNN/<token>.probe           a trial of "only if absent", deleted at once
-"""
+"""Make and parse the names of stored objects (`docs/format.md`)."""
 
 from __future__ import annotations
 
@@ -22,7 +13,7 @@ _RANK_OF_FILE = re.compile(rf"{_RANK}/[^/]*|__([0-9]+)_[0-9]+\.distcp")
 _PLACE_AND_KEY = re.compile(rf"(?:(.*)/)?({_RANK}/[^/]+|\.metadata|commit\.json)")
 
 DATA_KEY_IN_BYTES = re.compile(rf"{_RANK}/{_TOKEN}-[0-9]+\.distcp".encode())
-"""Finds the name of a data file of ours in a pickle that nobody wants to decode."""
+"""Finds the name of a data file of ours in a pickle without decoding it."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +23,7 @@ class ObjectName:
     Attributes:
         rank: the rank that wrote it.
         token: 16 hexadecimal digits that only this rank's part of this save has.
-        kind: `distcp`, `json`, `index`, `metadata` or `probe`.
+        kind: `distcp` (data), `json` (manifest), `index`, `metadata` (its predecessor) or `probe`.
         number: of a data file, counted from 0; None for the other kinds.
     """
 

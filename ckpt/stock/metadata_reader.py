@@ -9,15 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint import metadata as dcp
 
 from ckpt.errors import FormatError, UnsafeContent
 from ckpt.format.planner_data import check_planner_data
@@ -31,7 +23,7 @@ MAX_METADATA_BYTES = 8 << 30
 _LAYOUTS = {str(layout): layout for layout in vars(torch).values() if isinstance(layout, torch.layout)}
 
 
-def decode_metadata(data: bytes | bytearray | memoryview, *, url: str, key: str) -> Metadata:
+def decode_metadata(data: bytes | bytearray | memoryview, *, url: str, key: str) -> dcp.Metadata:
     """Decode the metadata in a pickle that may be hostile.
 
     Raises:
@@ -62,13 +54,13 @@ _CLASSES = {
 # -- from stand-ins to DCP's classes -------------------------------------------------------------------
 
 
-def _metadata(stand_in: Any) -> Metadata:
+def _metadata(stand_in: Any) -> dcp.Metadata:
     state = _state(stand_in, "Metadata")
     tensors = _checked(state["state_dict_metadata"], dict)
     planner_data = state.get("planner_data")
     check_planner_data(planner_data)
     storage = state.get("storage_data")
-    return Metadata(
+    return dcp.Metadata(
         state_dict_metadata={_checked(fqn, str): _storage_type(value) for fqn, value in tensors.items()},
         planner_data=planner_data,
         storage_data=_storage(_checked(storage, dict)),
@@ -77,42 +69,42 @@ def _metadata(stand_in: Any) -> Metadata:
     )
 
 
-def _storage_type(stand_in: Any) -> TensorStorageMetadata | BytesStorageMetadata:
+def _storage_type(stand_in: Any) -> dcp.TensorStorageMetadata | dcp.BytesStorageMetadata:
     if type(stand_in).__name__ == "BytesStorageMetadata":
-        return BytesStorageMetadata()
+        return dcp.BytesStorageMetadata()
     state = _state(stand_in, "TensorStorageMetadata")
     size = _size(state["size"])
     chunks = [_chunk(chunk, len(size)) for chunk in _checked(state["chunks"], list)]
-    return TensorStorageMetadata(_properties(state["properties"]), size, chunks)
+    return dcp.TensorStorageMetadata(_properties(state["properties"]), size, chunks)
 
 
-def _chunk(stand_in: Any, dimensions: int) -> ChunkStorageMetadata:
+def _chunk(stand_in: Any, dimensions: int) -> dcp.ChunkStorageMetadata:
     state = _state(stand_in, "ChunkStorageMetadata")
     offsets, sizes = _size(state["offsets"]), _size(state["sizes"])
     if not len(offsets) == len(sizes) == dimensions:
         raise ValueError("a chunk with another number of dimensions than its tensor")
-    return ChunkStorageMetadata(offsets, sizes)
+    return dcp.ChunkStorageMetadata(offsets, sizes)
 
 
-def _properties(stand_in: Any) -> TensorProperties:
+def _properties(stand_in: Any) -> dcp.TensorProperties:
     # The other fields are deprecated and play no part in loading.
     dtype, layout, requires_grad = _state(stand_in, "TensorProperties", tuple)[:3]
     if _checked(layout, str) not in _LAYOUTS:  # hashing a tuple can overrun the stack
         raise ValueError(f"a tensor of layout {layout[:40]}")
-    return TensorProperties(_checked(dtype, torch.dtype), _LAYOUTS[layout], requires_grad is True)
+    return dcp.TensorProperties(_checked(dtype, torch.dtype), _LAYOUTS[layout], requires_grad is True)
 
 
-def _index(stand_in: Any) -> MetadataIndex:
+def _index(stand_in: Any) -> dcp.MetadataIndex:
     state = _state(stand_in, "MetadataIndex")
     offset = state.get("offset")
-    return MetadataIndex(
+    return dcp.MetadataIndex(
         _checked(state["fqn"], str),
         None if offset is None else _size(offset),
         _optional(state.get("index"), int),
     )
 
 
-def _storage(storage: dict[Any, Any]) -> dict[MetadataIndex, StorageInfo]:
+def _storage(storage: dict[Any, Any]) -> dict[dcp.MetadataIndex, StorageInfo]:
     items = [(_index(key), _storage_info(value)) for key, value in storage.items()]
     # The hash of an offset is no secret: looking at it first keeps a dict of equal ones from being built.
     if len({hash(index) for index, _ in items}) != len(items):
@@ -133,11 +125,11 @@ def _storage_info(stand_in: Any) -> StorageInfo:
     )
 
 
-def _storage_meta(stand_in: Any) -> StorageMeta | None:
+def _storage_meta(stand_in: Any) -> dcp.StorageMeta | None:
     if stand_in is None:
         return None
     state = _state(stand_in, "StorageMeta")
-    return StorageMeta(
+    return dcp.StorageMeta(
         checkpoint_id=_optional(state.get("checkpoint_id"), str), save_id=_optional(state.get("save_id"), str)
     )
 

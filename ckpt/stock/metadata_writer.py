@@ -14,15 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint import metadata as dcp
 
 from ckpt.format.columns import Columns, Integers, ObjectRow, TensorColumns
 from ckpt.format.stored_tensor import dtype_name
@@ -58,9 +50,9 @@ class _Writer:
 
     def written(self) -> bytes:
         columns, out = self._columns, self._out
-        storage_meta = _plain(vars(StorageMeta(save_id=columns.save_id)))
+        storage_meta = _plain(vars(dcp.StorageMeta(save_id=columns.save_id)))
         self._define_constants()
-        out += [self._get[Metadata], op.EMPTY_TUPLE, op.NEWOBJ, op.EMPTY_DICT, op.MARK]
+        out += [self._get[dcp.Metadata], op.EMPTY_TUPLE, op.NEWOBJ, op.EMPTY_DICT, op.MARK]
         out += [self._get["state_dict_metadata"], op.EMPTY_DICT, op.MARK]
         for fqn, entry in columns.entries.items():
             out.append(self._get[fqn])
@@ -69,7 +61,7 @@ class _Writer:
         out += [self._get["storage_data"], op.EMPTY_DICT]
         for fqn, entry in columns.entries.items():
             self._locate(fqn, entry)
-        out += [self._get["storage_meta"], _instance(StorageMeta, storage_meta)]
+        out += [self._get["storage_meta"], _instance(dcp.StorageMeta, storage_meta)]
         out += [self._get["version"], _plain(columns.version)]
         out += [op.SETITEMS, op.BUILD, op.STOP]
         return b"".join(out)
@@ -81,8 +73,8 @@ class _Writer:
         for text in dict.fromkeys([*names, *self._columns.files, *self._columns.entries]):
             self._define(text, _pushed(text))
         for kind in (
-            Metadata, TensorStorageMetadata, BytesStorageMetadata, ChunkStorageMetadata, MetadataIndex, StorageInfo,
-            torch.Size,
+            dcp.Metadata, dcp.TensorStorageMetadata, dcp.BytesStorageMetadata, dcp.ChunkStorageMetadata,
+            dcp.MetadataIndex, StorageInfo, torch.Size,
         ):  # fmt: skip
             self._define(kind, _class(kind.__module__, kind.__name__))
         for entry in self._columns.entries.values():
@@ -94,7 +86,7 @@ class _Writer:
         # What is between the numbers of a row.
         chunk, index, info = (
             self._get[kind] + op.EMPTY_TUPLE + op.NEWOBJ + op.EMPTY_DICT + op.MARK
-            for kind in (ChunkStorageMetadata, MetadataIndex, StorageInfo)
+            for kind in (dcp.ChunkStorageMetadata, dcp.MetadataIndex, StorageInfo)
         )
         self._chunk_begin, self._chunk_middle = chunk + self._get["offsets"], self._get["sizes"]
         self._index_begin, self._index_middle = index + self._get["fqn"], self._get["offset"]
@@ -109,9 +101,9 @@ class _Writer:
     def _describe(self, entry: TensorColumns | ObjectRow) -> None:
         out = self._out
         if isinstance(entry, ObjectRow):
-            out += [self._get[BytesStorageMetadata], op.EMPTY_TUPLE, op.NEWOBJ]
+            out += [self._get[dcp.BytesStorageMetadata], op.EMPTY_TUPLE, op.NEWOBJ]
             return
-        out += [self._get[TensorStorageMetadata], op.EMPTY_TUPLE, op.NEWOBJ, op.EMPTY_DICT, op.MARK]
+        out += [self._get[dcp.TensorStorageMetadata], op.EMPTY_TUPLE, op.NEWOBJ, op.EMPTY_DICT, op.MARK]
         out += [self._get["properties"], self._get[entry.dtype, entry.requires_grad]]
         out += [self._get["size"], self._one_size(entry.size)]
         out += [self._get["chunks"], op.EMPTY_LIST, op.MARK]
@@ -238,7 +230,7 @@ def _properties(dtype: torch.dtype, requires_grad: bool) -> bytes:
     contiguous = _class(MemoryFormat.__module__, MemoryFormat.__name__)
     contiguous += _plain(MemoryFormat.TORCH_CONTIGUOUS_FORMAT.value) + op.TUPLE1 + op.REDUCE
     state = op.MARK + _class("torch", dtype_name(dtype)) + layout + _plain(requires_grad)
-    return _instance(TensorProperties, state + contiguous + _plain(False) + op.TUPLE)
+    return _instance(dcp.TensorProperties, state + contiguous + _plain(False) + op.TUPLE)
 
 
 def _plain(value: object) -> bytes:
