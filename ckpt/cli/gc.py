@@ -17,8 +17,7 @@ _UNITS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 def gc(
     root: Root,
     grace: Annotated[
-        str,
-        typer.Option(metavar="TIME", help="Keep what is younger than this: 90s, 30m, 24h, 7d."),
+        str, typer.Option(metavar="TIME", help="Keep what is younger than this: 90s, 30m, 24h, 7d.")
     ] = "24h",
     depth: Depth = 3,
     dry_run: DryRun = False,

@@ -42,7 +42,7 @@ from ckpt.reading.checkpoint import Checkpoint, ReadSettings, open_checkpoint, o
 from ckpt.tools.copy_stock import check_wanted, copy_stock
 from ckpt.tools.findings import Copied, Damage
 from ckpt.tools.gc import DEFAULT_GRACE_S, stems_of
-from ckpt.tools.record_checks import IndexedItems, items_by_file, read_manifest
+from ckpt.tools.record_checks import IndexedItems, each_manifest, items_by_file, read_manifest
 from ckpt.transfer.buffer_pool import StagingPool
 from ckpt.transfer.fetcher import StoredFile
 from ckpt.transfer.relay_bodies import RunReader, VerifiedBody
@@ -181,13 +181,8 @@ class _CheckpointCopy:
     # -- the source ------------------------------------------------------------------------------------
 
     def _manifests(self) -> Iterator[tuple[ManifestRef, RankManifest]]:
-        at_once, refs = min(4, self._from.threads), self._commit.manifests
-
-        def read(ref: ManifestRef) -> RankManifest:
-            return read_manifest(self._from, ReadSettings(), ref, self._stored_commit)
-
-        with workers(at_once, "ckpt-manifest") as threads:
-            yield from zip(refs, in_order(threads, read, refs, ahead=at_once), strict=True)
+        read = partial(read_manifest, self._from, ReadSettings(), self._stored_commit)
+        return each_manifest(self._from, self._commit.manifests, read)
 
     def _refuse(self, damages: Iterable[Damage]) -> None:
         """Raise FormatError if the index and a manifest disagree, as in a copy they would too."""
@@ -209,7 +204,7 @@ class _CheckpointCopy:
         if [ref.rank for ref in ours.manifests] != [ref.rank for ref in theirs.manifests]:
             return False
         for (_, manifest), ref in zip(self._manifests(), theirs.manifests, strict=True):
-            theirs_manifest = read_manifest(self._to, ReadSettings(), ref, existing.stored_commit)
+            theirs_manifest = read_manifest(self._to, ReadSettings(), existing.stored_commit, ref)
             if _content(manifest) != _content(theirs_manifest):
                 return False
         return True

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import numpy as np
 from torch.distributed.checkpoint.metadata import Metadata
@@ -26,15 +27,27 @@ from ckpt.stock.metadata_reader import MAX_METADATA_BYTES, decode_metadata
 from ckpt.stock.metadata_writer import pickled_metadata
 from ckpt.tools.findings import Damage
 from ckpt.transfer.boxes import tiling_fault
+from ckpt.transfer.threads import in_order, workers
+
+T = TypeVar("T")
 
 _MAX_NAMED = 100
 
 
 def read_manifest(
-    store: Store, settings: ReadSettings, ref: ManifestRef, commit: StoredCommit
+    store: Store, settings: ReadSettings, commit: StoredCommit, ref: ManifestRef
 ) -> RankManifest:
     """Read a rank's manifest. Raises as `read_listed`, and FormatError."""
     return decode_manifest(read_listed(store, settings, ref, commit), url=store.url, key=ref.path)
+
+
+def each_manifest(
+    store: Store, refs: Sequence[ManifestRef], read: Callable[[ManifestRef], T]
+) -> Iterator[tuple[ManifestRef, T]]:
+    """Yield what `read` makes of each manifest; only a few are in memory at a time."""
+    ahead = min(4, store.threads)
+    with workers(ahead, "ckpt-manifest") as threads:
+        yield from zip(refs, in_order(threads, read, refs, ahead=ahead), strict=True)
 
 
 def items_by_file(manifest: RankManifest) -> list[list[ItemRecord]]:

@@ -37,6 +37,7 @@ from ckpt.tools.record_checks import (
     IndexedItems,
     check_coverage_of,
     check_stock_metadata,
+    each_manifest,
     items_by_file,
     read_manifest,
 )
@@ -209,21 +210,17 @@ class _OwnCheck:
     # -- data ------------------------------------------------------------------------------------------
 
     def _steps(self) -> Iterator[Callable[[], Checked]]:
-        """Yield the steps of the check, lazily: only a few manifests are in memory at a time."""
-        refs, ahead = self.commit.manifests, min(4, self.store.threads)
-        with workers(self.store.threads, "ckpt-manifest") as threads:
-            manifests = in_order(threads, self._manifest, refs, ahead=ahead)
-            for ref, manifest in zip(refs, manifests, strict=True):
-                self.known.add(ref.path)
-                if isinstance(manifest, Damage):
-                    yield partial(_known, [manifest])
-                else:
-                    yield from self._check_files(manifest)
+        for ref, manifest in each_manifest(self.store, self.commit.manifests, self._manifest):
+            self.known.add(ref.path)
+            if isinstance(manifest, Damage):
+                yield partial(_known, [manifest])
+            else:
+                yield from self._check_files(manifest)
 
     def _manifest(self, ref: ManifestRef) -> RankManifest | Damage:
         settings = ReadSettings(visibility_timeout_s=self._remaining_s())
         try:
-            return read_manifest(self.store, settings, ref, self.stored_commit)
+            return read_manifest(self.store, settings, self.stored_commit, ref)
         except (IntegrityError, FormatError, UnsafeContent, NotVisible) as error:
             fqns = [] if self.indexed is None else self.indexed.fqns_beside(ref.path)
             kind = "missing" if isinstance(error, NotVisible) else "record"

@@ -46,12 +46,7 @@ _ZIP = b"PK\x03\x04"
 
 
 def verify_stock(
-    store: Store,
-    parts: Sequence[Checkpoint],
-    threads: Executor,
-    *,
-    quick: bool,
-    progress: ReportBytes,
+    store: Store, parts: Sequence[Checkpoint], threads: Executor, *, quick: bool, progress: ReportBytes
 ) -> Verification:
     """Check a stock checkpoint, in one part or in one per rank."""
     result = Verification(store.url, "stock", quick)
