@@ -89,23 +89,21 @@ def views_of(shard: RankShard, arena: torch.Tensor, dtype: torch.dtype) -> dict[
     return views
 
 
-class SaveShard(DefaultSavePlanner):
-    """Find the tensor of a write item by its name."""
-
+class _Tensors:
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         super().__init__()
         self._tensors = tensors
+
+
+class SaveShard(_Tensors, DefaultSavePlanner):
+    """Find the tensor of a write item by its name."""
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
         return self._tensors[write_item.index.fqn]
 
 
-class LoadShard(DefaultLoadPlanner):
+class LoadShard(_Tensors, DefaultLoadPlanner):
     """Find the tensor of a read item by its name."""
-
-    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
-        super().__init__()
-        self._tensors = tensors
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         return self._tensors[index.fqn]

@@ -56,12 +56,8 @@ class CheckpointSource(TensorSource):
         try:
             return self._open.read_object(name)
         except UnsafeContent as error:
-            raise UnsafeContent(
-                error.fault,
-                advice=f"--exclude {name!r}, or declare its class with torch.serialization.add_safe_globals",
-                url=error.url,
-                key=error.key,
-            ) from None
+            advice = f"--exclude {name!r}, or declare its class with torch.serialization.add_safe_globals"
+            raise UnsafeContent(error.fault, advice=advice, url=error.url, key=error.key) from None
 
     def stored_object(self, name: str) -> bytes:
         return self._open.stored_object(name)

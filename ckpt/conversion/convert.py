@@ -19,7 +19,7 @@ from ckpt.backends.options import redact_url
 from ckpt.conversion.checkpoint_target import CheckpointTarget, StockCheckpointTarget
 from ckpt.conversion.endpoints import Endpoint, Format, open_destination, open_source
 from ckpt.conversion.safetensors_target import SafetensorsTarget
-from ckpt.conversion.selection import Rules, parse_dtype, select
+from ckpt.conversion.selection import Rules, select, weight_dtype
 from ckpt.conversion.target import Target, Written
 from ckpt.conversion.torch_target import TorchTarget
 from ckpt.errors import CheckpointError, ConfigurationError
@@ -111,8 +111,8 @@ def convert(
     """
     if max_shard_bytes < 1:
         raise ConfigurationError(f"max_shard_bytes must be at least 1, not {max_shard_bytes}")
-    weights_dtype = parse_dtype(dtype) if isinstance(dtype, str) else dtype
-    rules = Rules(include, exclude, rename, weights_only, weights_dtype)
+    new_dtype = None if dtype is None else weight_dtype(dtype)
+    rules = Rules(include, exclude, rename, weights_only, new_dtype)
     ranks = Ranks(process_group, no_dist=no_dist, purpose="conversion", timeout_s=check_timeout(timeout_s))
     guard = functools.partial(DeadlineStore, progress=ranks.progress, limit_s=Limits(timeout_s).stall_s)
     stack = contextlib.ExitStack()

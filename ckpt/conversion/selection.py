@@ -101,8 +101,6 @@ class Selection:
 
 def select(source: TensorSource, rules: Rules) -> Selection:
     """Apply the rules. Raises ConfigurationError if they are not valid, or leave nothing."""
-    if rules.dtype is not None and not _is_weight_dtype(rules.dtype):
-        raise _no_dtype(str(rules.dtype))
     selection = Selection(rules)
     tensors: dict[str, TensorFacts] = {}
     with_model = has_model(source.paths.values())
@@ -186,21 +184,18 @@ def _path(source: TensorSource, name: str, new: str) -> Path:
     return (*kept, rest)
 
 
-def parse_dtype(text: str) -> torch.dtype:
-    """Parse a floating-point dtype by torch's name or a short one. Raises ConfigurationError."""
-    name = text.removeprefix("torch.").lower()
+def weight_dtype(wanted: str | torch.dtype) -> torch.dtype:
+    """Return a dtype for weights, by torch's name or a short one. Raises ConfigurationError."""
+    name = str(wanted).removeprefix("torch.").lower()
     dtype = getattr(torch, _SHORT_DTYPES.get(name, name), None)
-    if not isinstance(dtype, torch.dtype) or not _is_weight_dtype(dtype):
-        raise _no_dtype(text)
-    return dtype
+    if isinstance(dtype, torch.dtype) and _is_weight_dtype(dtype):
+        return dtype
+    raise ConfigurationError(
+        f"{str(wanted)!r} is not a floating-point dtype for weights; "
+        "use bfloat16, float16, float32 or another of torch's"
+    )
 
 
 def _is_weight_dtype(dtype: torch.dtype) -> bool:
     """Tell whether elements are signed values, not scales or packed halves."""
     return dtype.is_floating_point and dtype not in (torch.float8_e8m0fnu, torch.float4_e2m1fn_x2)
-
-
-def _no_dtype(text: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"{text!r} is not a floating-point dtype for weights; use bfloat16, float16, float32 or another of torch's"
-    )

@@ -125,10 +125,8 @@ class Target(ABC):
         except CheckpointError:
             raise
         except BaseException as error:
-            raise CommitUnknown(
-                f"{type(error).__name__} in the last step: the output may or may not be complete",
-                url=self.destination.url,
-            ) from error
+            text = f"{type(error).__name__} in the last step: the output may or may not be complete"
+            raise CommitUnknown(text, url=self.destination.url) from error
 
     def count_sent(self, nbytes: int) -> None:
         """Count bytes for `progress`. Bytes sent again never exceed the total."""

@@ -128,11 +128,8 @@ class TorchFileSource(FileSource):
     def prepare(self, names: Collection[str]) -> None:
         for name, kind in self._refused.items():
             if name in names:
-                raise ConfigurationError(
-                    f"{name[:200]!r} is {kind} and cannot be converted; --exclude it, or save it dense",
-                    url=self._store.url,
-                    key=self._key,
-                )
+                text = f"{name[:200]!r} is {kind} and cannot be converted; --exclude it, or save it dense"
+                raise ConfigurationError(text, url=self._store.url, key=self._key)
 
     def read(self, regions: Sequence[Region]) -> None:
         stored_regions: list[Region] = []
