@@ -6,6 +6,8 @@ that saw it. Each look has a folder of its own, not to refresh what another one 
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -38,9 +40,9 @@ _HARMLESS = frozenset({_FOLDER, _LISTING, _DELETE})
 class _Sight:
     """A change that `observer` saw after `after_s`; `trouble` is the last error of a look."""
 
-    kind: str
     writer: Client
     observer: Client
+    kind: str
     change: Callable[[], object]
     is_seen: Callable[[], bool]
     since_s: float = 0.0
@@ -131,12 +133,10 @@ def _finding(sights: Sequence[_Sight], wait_s: float, prompt: bool) -> Finding:
 
 def _watch_all(subject: Subject, pairs: Iterable[tuple[Client, Client]], tag: str) -> list[_Sight]:
     """Watch everything for each (writer, observer), until a new file was never seen."""
-    phases = zip(
-        *(_phases(subject, *pair, f"{tag}-{number}") for number, pair in enumerate(pairs)), strict=True
-    )
+    of_pairs = [_phases(subject, *pair, f"{tag}-{number}") for number, pair in enumerate(pairs)]
     watched: list[_Sight] = []
-    for phase in phases:
-        sights = [sight for of_pair in phase for sight in of_pair]
+    for phase in zip(*of_pairs, strict=True):
+        sights = list(itertools.chain(*phase))
         _watch(sights, subject.wait_s)
         watched += sights
         if any(sight.after_s is None and sight.kind == _FILE for sight in sights):
@@ -146,15 +146,9 @@ def _watch_all(subject: Subject, pairs: Iterable[tuple[Client, Client]], tag: st
 
 def _phases(subject: Subject, writer: Client, observer: Client, where: str) -> Sequence[list[_Sight]]:
     """Return what to watch in turn: new objects, an overwritten one, a deleted one."""
-    file, early, prefix, folders = (
-        f"{where}-file/f",
-        f"{where}-early/f",
-        f"{where}-list/",
-        f"{where}-folders/",
-    )
-
-    def sight(kind: str, change: Callable[[], object], is_seen: Callable[[], bool]) -> _Sight:
-        return _Sight(kind, writer, observer, change, is_seen)
+    file, early, listed = f"{where}-file/f", f"{where}-early/f", f"{where}-list/f"
+    folders, listing = f"{where}-folders/", f"{where}-list/"
+    sight = functools.partial(_Sight, writer, observer)
 
     def put(kind: str, key: str, data: bytes) -> _Sight:
         return sight(kind, lambda: writer.put(key, data), lambda: observer.read(key) == data)
@@ -162,17 +156,12 @@ def _phases(subject: Subject, writer: Client, observer: Client, where: str) -> S
     observer.exists(early)
     new = [put(_FILE, file, _OLD), put(_EARLY, early, _OLD)]
     if "list" in subject.allowed:
-        listed = f"{prefix}f"
-        new.append(
-            sight(_LISTING, lambda: writer.put(listed, _OLD), lambda: listed in observer.names(prefix))
-        )
+        put_listed = functools.partial(writer.put, listed, _OLD)
+        new.append(sight(_LISTING, put_listed, lambda: listed in observer.names(listing)))
         writer.prepare(f"{folders}d")
         if "d" in writer.folders(folders):  # elsewhere folders are but parts of names
-            new.append(
-                sight(
-                    _FOLDER, lambda: writer.prepare(f"{folders}e"), lambda: "e" in observer.folders(folders)
-                )
-            )
+            make_folder = functools.partial(writer.prepare, f"{folders}e")
+            new.append(sight(_FOLDER, make_folder, lambda: "e" in observer.folders(folders)))
     deleted = sight(_DELETE, lambda: writer.delete([file]), lambda: not observer.exists(file))
     return new, [put(_OVERWRITE, file, _NEW)], [deleted] if "delete" in subject.allowed else []
 
