@@ -49,13 +49,12 @@ class PartReader:
 
     def pieces(self) -> Iterator[memoryview | bytes]:
         """Yield the rest, in pieces as large as the buffers allow."""
+        size = _SEND_SIZE_BYTES if self._pace is None else _PACED_SEND_SIZE_BYTES
         while self._position < self._size:
-            if self._pace is None:
-                yield self.read(_SEND_SIZE_BYTES)
-            else:
-                piece = self.read(_PACED_SEND_SIZE_BYTES)
+            piece = self.read(size)
+            if self._pace is not None:
                 self._pace(len(piece))
-                yield piece
+            yield piece
 
     def seek(self, offset: int, whence: int = 0) -> int:
         self._position = offset + (0, self._position, self._size)[whence]
