@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import secrets
+from collections.abc import Callable
 
 import pytest
 
@@ -21,11 +22,12 @@ class _BodyBroke(Exception):
 
 
 # What a planner, a full disk or a dying collective raises is not the store's to interpret.
-_BODY_ERRORS = [
-    _BodyBroke("planner"),
-    OSError(errno.ENOSPC, "No space left on device"),
-    FileNotFoundError(errno.ENOENT, "No such file or directory"),
-    TimeoutError("a collective"),
+# Made anew for each test: an error keeps the frames that it went through, and all their data.
+_BODY_ERRORS: list[Callable[[], Exception]] = [
+    lambda: _BodyBroke("planner"),
+    lambda: OSError(errno.ENOSPC, "No space left on device"),
+    lambda: FileNotFoundError(errno.ENOENT, "No such file or directory"),
+    lambda: TimeoutError("a collective"),
 ]
 
 
@@ -112,9 +114,12 @@ class TransferTests(StoreUnderTest):
         assert len(won) == 1
         assert self.raw_get(store, "race") == won[0]
 
-    @pytest.mark.parametrize("error", _BODY_ERRORS, ids=lambda error: type(error).__name__)
+    @pytest.mark.parametrize("make_error", _BODY_ERRORS, ids=lambda make_error: type(make_error()).__name__)
     @pytest.mark.parametrize("good_bytes", [0, 17 * MIB])
-    def test_failed_put_leaves_nothing(self, store: Store, good_bytes: int, error: Exception) -> None:
+    def test_failed_put_leaves_nothing(
+        self, store: Store, good_bytes: int, make_error: Callable[[], Exception]
+    ) -> None:
+        error = make_error()
         body = _BreakingBody(secrets.token_bytes(self.large_bytes), good_bytes, error)
         with pytest.raises(type(error)) as caught:
             store.put("broken", body)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -26,6 +26,11 @@ class TestSimulated(StoreTests):
     """Without faults it is a store like any other."""
 
     model = Model()
+
+    @pytest.fixture(autouse=True)
+    def _worlds_are_freed(self) -> Iterator[None]:
+        yield
+        _worlds.clear()
 
     def make_store(self) -> Store:
         url = f"simulated://{uuid.uuid4().hex}/root"

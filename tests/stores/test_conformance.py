@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,11 @@ class TestS3fs(BucketTests):
 
 
 class TestFsspecMemory(StoreTests):
+    @pytest.fixture(autouse=True)
+    def _emptied(self) -> Iterator[None]:
+        yield
+        self._files().clear()
+
     def make_store(self) -> Store:
         self.place = f"/{uuid.uuid4().hex}/root"
         return open_store(f"fsspec+memory:/{self.place}")

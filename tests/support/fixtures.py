@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from ckpt.backends import memory
 from ckpt.backends.base import Store
 from ckpt.backends.registry import open_store
 from support.commands import sharded_checkpoint, stock_checkpoint
@@ -43,6 +44,7 @@ def server() -> Iterator[StrictS3]:
     """A server of S3 that is strict about checksums and uploads, and lies on request."""
     with strict_s3() as server:
         yield server
+        server.objects.clear()  # threads of kept connections refer to them
 
 
 @pytest.fixture
@@ -64,6 +66,12 @@ def store(request: pytest.FixtureRequest, server: StrictS3) -> Iterator[Store]:
     store = open_store(f"{request.param}://bucket/root", server.options, threads=3)
     yield store
     store.close()
+
+
+@pytest.fixture(autouse=True)
+def _memory_stores_are_emptied() -> Iterator[None]:
+    yield
+    memory._places.clear()
 
 
 @pytest.fixture(autouse=True)
