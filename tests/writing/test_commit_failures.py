@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.clock import skip_pauses_of_s3
 from support.proxy import Call, FaultProxy
 from support.ranks import run_ranks
 from support.saves import (
@@ -77,8 +78,14 @@ def _second_save_fails(rank: int, place: Place) -> Any:
     ],
 )
 def test_commit_fails(
-    proxy: FaultProxy, server: StrictS3, proxied: Place, name: str, action: str | int
+    proxy: FaultProxy,
+    server: StrictS3,
+    proxied: Place,
+    name: str,
+    action: str | int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    skip_pauses_of_s3(monkeypatch)
     url, options = proxied
     ckpt.save(state_of(0, 1), url, storage_options=options)
     stock_before = server.objects["c/.metadata"]
@@ -95,8 +102,11 @@ def test_commit_fails(
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_every_reply_to_the_commit_is_lost(proxy: FaultProxy, proxied: Place, first: bool) -> None:
+def test_every_reply_to_the_commit_is_lost(
+    proxy: FaultProxy, proxied: Place, first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The record is there, and looking for it tells: the save has succeeded."""
+    skip_pauses_of_s3(monkeypatch)
     url, options = proxied
     if not first:
         ckpt.save(state_of(0, 1), url, storage_options=options)

@@ -137,7 +137,7 @@ def test_the_collector_may_give_memory_back_at_any_time() -> None:
     stager = ckpt.Stager()
     before = gc.get_threshold()
     gc.collect()
-    gc.freeze()  # what other tests left takes a second to walk
+    gc.freeze()  # what other tests left takes a second to walk, here and in all tests that follow
     try:
         for threshold in range(20, 200, 3):
             gc.set_threshold(threshold)
@@ -147,7 +147,6 @@ def test_the_collector_may_give_memory_back_at_any_time() -> None:
             gc.collect()
     finally:
         gc.set_threshold(*before)
-        gc.unfreeze()
 
 
 @pytest.mark.smoke
