@@ -40,7 +40,10 @@ class ManifestRef(ObjectRef, frozen=True, kw_only=True):
 
 
 class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """`commit.json`, which makes a save a checkpoint: `index` (`metadata` in format version 1) describes it."""
+    """`commit.json`, which makes a save a checkpoint.
+
+    `index` describes the contents; `metadata` did in format version 1.
+    """
 
     format: str = FORMAT_NAME
     version: int = FORMAT_VERSION
@@ -120,7 +123,7 @@ class _Header(msgspec.Struct):
 
 Record = TypeVar("Record", CommitRecord, RankManifest)
 
-# Made before there are threads: two that make msgspec look at one class at the same time can crash the process.
+# Made before there are threads: two that show msgspec one class at the same time can crash the process.
 _HEADER = msgspec.json.Decoder(_Header)
 _COMMIT = msgspec.json.Decoder(CommitRecord)
 _MANIFEST = msgspec.json.Decoder(RankManifest)

@@ -76,7 +76,7 @@ _EFFECTS = {
 }
 
 _OPCODES: list[tuple[int | None, int, int]] = [(None, 0, 0)] * 256
-"""Effect, bytes of the argument or else of the count before it; (0, 0) for lines of text, which have no effect."""
+"""Effect, and bytes of the argument or else of the count before it; (0, 0) for lines of text."""
 for _opcode in pickletools.opcodes:
     _size_bytes = 0 if _opcode.arg is None else _opcode.arg.n
     _OPCODES[ord(_opcode.code)] = (

@@ -1,4 +1,4 @@
-"""Check `torch.save` archives (zip files) before they are loaded: each is what its directory says, and no larger.
+"""Check `torch.save` archives (zip files): each is what its directory says, and no larger.
 
 Sizes and offsets are asked of torch's own parser, which will load the archive: a second parser
 could be shown something else.

@@ -54,7 +54,7 @@ def load_fake(file: PagedFile, threads: Executor | None = None) -> Any:
 
 
 def _dense(tensor: Any, item_offset: int, item_bytes: int) -> StoredTensor | None:
-    """Describe a fake tensor if it is all of its memory, in any order of dimensions, and that is in the item."""
+    """Describe a fake tensor if it is dense, in any order of dimensions, and inside of its item."""
     offset = checkpoint_offset(tensor) if type(tensor) is FakeTensor else None
     if offset is None or tensor.is_conj() or tensor.is_neg():
         return None
