@@ -191,10 +191,7 @@ def _prepare_save(
     *,
     copy: bool,
 ) -> tuple[CheckpointWriter, dict[str, Any]]:
-    """Make the writer and resolve the state on every rank, or raise the same error on every rank.
-
-    DCP would wait for ranks that fail here.
-    """
+    """Make the writer and resolve the state on every rank; DCP would wait for ranks that fail here."""
 
     def prepare() -> tuple[CheckpointWriter, dict[str, Any]]:
         writer = make_writer()
@@ -222,11 +219,8 @@ def _save(
         rank = ranks.rank
         message, failures = lost("save", ranks, error)
         why = failures[rank].args[0] if rank in failures else "this rank lost contact with the others"
-        unknown = CommitUnknown(
-            f"{why}, before it heard whether the save was committed; try to load it to find out",
-            url=writer.checkpoint_id,
-            rank=rank,
-        )
+        why += ", before it heard whether the save was committed; try to load it to find out"
+        unknown = CommitUnknown(why, url=writer.checkpoint_id, rank=rank)
         message += "; whether it was committed is not known here, try to load it to find out"
         raise SaveFailed(message, url=writer.checkpoint_id, failures={**failures, rank: unknown}) from error
     finally:

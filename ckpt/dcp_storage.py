@@ -21,11 +21,7 @@ from ckpt.transfer.buffer_pool import DEFAULT_MEMORY_BUDGET_BYTES, StagingPool
 
 
 class DcpStorage:
-    """The base of `CheckpointWriter` and `CheckpointReader`.
-
-    Attributes:
-        progress: what this rank is doing now.
-    """
+    """The base of `CheckpointWriter` and `CheckpointReader`; `progress` is what this rank does now."""
 
     _own_memory = False
 
@@ -110,6 +106,5 @@ class DcpStorage:
             error.url = error.url or self.checkpoint_id
             raise
         except Exception as error:
-            raise CheckpointError(
-                f"{type(error).__name__}: {error}", url=self.checkpoint_id, rank=self._rank
-            ) from error
+            message = f"{type(error).__name__}: {error}"
+            raise CheckpointError(message, url=self.checkpoint_id, rank=self._rank) from error

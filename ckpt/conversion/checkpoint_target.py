@@ -61,7 +61,7 @@ class CheckpointTarget(Target):
         files = RankFiles(store, self._objects, self.pool, self.count_sent)
         for group in self._chunks.files():
             files.put(group)
-        receipt = files.receipt(last_segment(store.url), files.put_manifest())
+        receipt = files.finish(last_segment(store.url))
         self.source.check_unchanged()
         return Written(len(receipt.files), files.data_bytes, receipt)
 

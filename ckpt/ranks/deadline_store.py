@@ -144,14 +144,10 @@ class DeadlineStore(WrappedStore):
         *,
         cancel: Callable[[], None] | None = None,
     ) -> T:
-        """Carry out `work` and return its result, unless it makes no progress for too long.
+        """Carry out `work` and return its result; give up, and call `cancel`, without progress.
 
-        Args:
-            action, key, size_bytes: describe the operation in errors.
-            cancel: called once the operation is given up.
-
-        Raises:
-            StorageUnavailable: it was given up. StorageError: this save or load failed elsewhere.
+        `action`, `key` and `size_bytes` describe the operation in errors. Raises StorageUnavailable
+        if it was given up, StorageError if this save or load has failed elsewhere.
         """
         self._raise_if_given_up(key, settled=True)
         with self._progress.operation(action, key, size_bytes) as operation:
@@ -195,11 +191,8 @@ class DeadlineStore(WrappedStore):
         grace = _GRACE if idle_s < (1 + _GRACE) * limit_s else _LAST
         is_stalled = idle_s >= limit_s and age_s >= grace * limit_s
         if is_stalled or (self._progress.is_ending and age_s >= _CLEAN_UP * limit_s):
-            raise StorageUnavailable(
-                f"given up after {idle_s:.0f} s without progress: {operation}",
-                url=self.url,
-                key=operation.key,
-            )
+            message = f"given up after {idle_s:.0f} s without progress: {operation}"
+            raise StorageUnavailable(message, url=self.url, key=operation.key)
 
 
 class _BoundedRequests:

@@ -77,9 +77,7 @@ class Watch:
     Args:
         store: the rendezvous store.
         name: of the group and the kind of call; the same on all ranks.
-        rank, size: in the group.
-        call: the number of this call, the same on all ranks; beats of other calls do not count.
-        progress: of this rank.
+        call: its number, the same on all ranks; beats of other calls do not count.
         break_off: ends the collective in which this rank waits, with an error.
     """
 
@@ -121,11 +119,8 @@ class Watch:
         deadline = environment.monotonic() + 2 * limit_s
         # Up to the deadline, only time in which this process ran counts: a starved one would hear nobody.
         while slept_s < limit_s and environment.monotonic() < deadline and not self._gone:
-            if (
-                self._signed_in
-                and self._answered_at_s >= asked_at_s
-                and all(self._answer(rank).is_alive for rank in self._others())
-            ):
+            is_settled = self._signed_in and self._answered_at_s >= asked_at_s
+            if is_settled and all(self._answer(rank).is_alive for rank in self._others()):
                 break
             tick_s = min(0.05, self.limits.period_s)
             environment.sleep(tick_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
@@ -33,7 +34,6 @@ from ckpt.format.index import decode_index
 from ckpt.format.names import ObjectName, is_data_key, manifest_key
 from ckpt.format.records import (
     CommitRecord,
-    FileRecord,
     ItemRecord,
     ObjectRef,
     RankManifest,
@@ -50,8 +50,6 @@ T = TypeVar("T")
 
 _OPEN_ATTEMPTS = 3
 _MAX_RANKS = 1 << 20
-_PROMPT_STORE_TIMEOUT_S = 5.0
-_LAGGING_STORE_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -71,8 +69,7 @@ class ReadSettings:
         """Return how long to wait for an object of this store."""
         if self.visibility_timeout_s is not None:
             return self.visibility_timeout_s
-        prompt = store.capabilities.cross_client_visibility
-        return _PROMPT_STORE_TIMEOUT_S if prompt else _LAGGING_STORE_TIMEOUT_S
+        return 5.0 if store.capabilities.cross_client_visibility else 60.0
 
 
 _SHARED = msgspec.msgpack.Decoder(tuple[bytes, str, bytes])  # made once, before there are threads
@@ -147,7 +144,11 @@ class Checkpoint:
             self._read_manifest, sorted({self._manifest_key(info) for info in missing})
         ):
             for file in manifest.files:
-                self._files[file.path] = self._our_file(file, manifest.block_size_bytes)
+                if self._settings.verify:
+                    stored = StoredFile.verified(file.path, file, manifest.block_size_bytes)
+                else:
+                    stored = StoredFile(file.path, file.size_bytes)
+                self._files[file.path] = stored
             for item in manifest.items:
                 self._items[manifest.files[item.file].path, item.offset] = item
 
@@ -175,13 +176,8 @@ class Checkpoint:
             raise self.fault(message, info.relative_path)
         stop = info.offset + info.length
         if stop > file.size_bytes:
-            raise Truncated(
-                f"ends at byte {file.size_bytes}",
-                url=self.store.url,
-                key=file.key,
-                start=info.offset,
-                stop=stop,
-            )
+            message = f"ends at byte {file.size_bytes}"
+            raise Truncated(message, url=self.store.url, key=file.key, start=info.offset, stop=stop)
         return file
 
     def item(self, info: StorageInfo) -> ItemRecord | None:
@@ -194,18 +190,12 @@ class Checkpoint:
             raise self.fault(message, info.relative_path)
         return item
 
-    def _our_file(self, file: FileRecord, block_size_bytes: int) -> StoredFile:
-        if not self._settings.verify:
-            return StoredFile(file.path, file.size_bytes)
-        return StoredFile.verified(file.path, file, block_size_bytes)
-
     def _stock_file(self, key: str) -> StoredFile:
         try:
             check_key(key)
         except ConfigurationError as error:
-            raise UnsafeContent(
-                f"the metadata names a file outside of the checkpoint: {key[:80]!r}", url=self.store.url
-            ) from error
+            message = f"the metadata names a file outside of the checkpoint: {key[:80]!r}"
+            raise UnsafeContent(message, url=self.store.url) from error
         return StoredFile(key, self.store.stat(key).size_bytes)
 
     def _manifest_key(self, info: StorageInfo) -> str:
@@ -266,11 +256,9 @@ def open_parts(store: Store, settings: ReadSettings) -> list[Checkpoint]:
     if (whole := open_whole(store, settings)) is not None:
         return [whole]
     parts = [open_rank_local(store, settings, 0)]
-    while len(parts) < _MAX_RANKS:
-        try:
+    with contextlib.suppress(NotFound):
+        while len(parts) < _MAX_RANKS:
             parts.append(open_rank_local(store, settings, len(parts)))
-        except NotFound:
-            break
     return parts
 
 
@@ -338,10 +326,7 @@ def _await_commit(store: Store, settings: ReadSettings) -> StoredCommit | None:
 def read_listed(store: Store, settings: ReadSettings, ref: ObjectRef, commit: StoredCommit) -> bytearray:
     """Read an object that the commit lists, and check it.
 
-    Raises:
-        IntegrityError: its bytes are not those that were committed.
-        NotVisible: it did not appear in time.
-        CommitConflict: another save has replaced the checkpoint.
+    Raises IntegrityError, NotVisible (in time), or CommitConflict if another save has replaced it.
     """
 
     def read() -> bytearray:
@@ -349,13 +334,8 @@ def read_listed(store: Store, settings: ReadSettings, ref: ObjectRef, commit: St
 
     data = _when_visible(read, store, settings, commit)
     if crc_text(crc64nvme(data)) != ref.crc64nvme:
-        raise IntegrityError(
-            "the stored bytes do not match their checksum",
-            url=store.url,
-            key=ref.path,
-            start=0,
-            stop=len(data),
-        )
+        message = "the stored bytes do not match their checksum"
+        raise IntegrityError(message, url=store.url, key=ref.path, start=0, stop=len(data))
     return data
 
 
@@ -364,10 +344,7 @@ def _when_visible(
 ) -> T:
     def check_current() -> None:
         if commit is not None and read_commit(store) not in (commit, None):
-            raise CommitConflict(
-                "another save replaced this checkpoint while it was being read; load again",
-                url=store.url,
-                key=COMMIT_KEY,
-            )
+            message = "another save replaced this checkpoint while it was being read; load again"
+            raise CommitConflict(message, url=store.url, key=COMMIT_KEY)
 
     return when_visible(read, timeout_s=settings.timeout_s(store), still_expected=check_current)

@@ -145,12 +145,9 @@ class Loader:
         size_bytes = self._store.stat(info.relative_path).size_bytes
         stop = info.offset + info.length
         if size_bytes < stop:
+            message = f"has {size_bytes} bytes, fewer than the checkpoint's records say"
             raise Truncated(
-                f"has {size_bytes} bytes, fewer than the checkpoint's records say",
-                url=self._store.url,
-                key=info.relative_path,
-                start=info.offset,
-                stop=stop,
+                message, url=self._store.url, key=info.relative_path, start=info.offset, stop=stop
             )
 
     def _fault(self, info: StorageInfo, message: str) -> FormatError:

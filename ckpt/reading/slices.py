@@ -70,10 +70,8 @@ class OpenCheckpoint(contextlib.AbstractContextManager["OpenCheckpoint"]):
     def read(self, name: str, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
         """Read the region of a tensor at `offsets`, of size `lengths`, in its own dtype.
 
-        Raises:
-            FormatError: the stored chunks do not cover it, each element once.
-            IntegrityError: its bytes are damaged.
-            ConfigurationError: the tensor is quantized and has no values without its scales.
+        Raises FormatError if the stored chunks do not cover it, each element once, IntegrityError
+        if they are damaged, ConfigurationError if the tensor is quantized: it would need its scales.
         """
         part, items = self._plan(name, offsets, lengths, 0)
         target = torch.empty(tuple(lengths), dtype=self.tensor(name).dtype, device="cpu")
@@ -97,15 +95,12 @@ class OpenCheckpoint(contextlib.AbstractContextManager["OpenCheckpoint"]):
         part, _, fqn, entry = self.find(name)
         assert isinstance(entry, TensorColumns)
         if is_quantized(entry.dtype):
-            raise ConfigurationError(
-                f"{name[:200]!r} is quantized; its values cannot be shown", url=self.store.url
-            )
+            message = f"{name[:200]!r} is quantized; its values cannot be shown"
+            raise ConfigurationError(message, url=self.store.url)
         items = list(_read_items(fqn, entry, offsets, lengths, str(number)))
         if (fault := tiling_fault([box_of(item) for item in items], lengths)) is not None:
-            raise FormatError(
-                f"the requested region of {name[:200]!r} cannot be read from this checkpoint: {fault}",
-                url=self.store.url,
-            )
+            message = f"the requested region of {name[:200]!r} cannot be read from this checkpoint: {fault}"
+            raise FormatError(message, url=self.store.url)
         return part, items
 
     def read_object(self, name: str) -> Any:

@@ -70,11 +70,8 @@ class Coordinator:
         if is_foreign(self._store):
             raise self._foreign(STOCK_METADATA_KEY)
         if previous is not None and not overwrite:
-            raise AlreadyExists(
-                "a checkpoint is committed here already, and overwrite=False",
-                url=self._store.url,
-                key=COMMIT_KEY,
-            )
+            message = "a checkpoint is committed here already, and overwrite=False"
+            raise AlreadyExists(message, url=self._store.url, key=COMMIT_KEY)
         self._previous = previous
 
     def _foreign(self, key: str) -> AlreadyExists:
@@ -175,10 +172,8 @@ class Coordinator:
         except CheckpointError:
             raise
         except Exception as error:  # a store that breaks its contract: anything may have happened
-            raise CommitUnknown(
-                f"the commit may or may not have happened: {type(error).__name__}: {error}",
-                url=self._store.url,
-            ) from error
+            message = f"the commit may or may not have happened: {type(error).__name__}: {error}"
+            raise CommitUnknown(message, url=self._store.url) from error
 
     def _restore_stock_metadata(self) -> bool:
         """Replace `.metadata` by that of the committed checkpoint; return False if it is not ours."""

@@ -54,10 +54,8 @@ def refuse_layouts(items: Iterable[WriteItem]) -> None:
 def tensor_entries(items: Iterable[WriteItem], planner: SavePlanner) -> tuple[list[Entry], list[WriteItem]]:
     """Frame the plain tensors of a plan; return them, and the items that have to be pickled.
 
-    Each tensor is looked at once now and asked for again when its bytes are due.
-
-    Raises:
-        CheckpointError: the planner failed, or gave another tensor than it planned.
+    Each tensor is looked at once now and asked for again when its bytes are due. Raises
+    CheckpointError if the planner failed, or gave another tensor than it planned.
     """
     entries: list[Entry] = []
     objects: list[WriteItem] = []
@@ -80,11 +78,7 @@ def tensor_entries(items: Iterable[WriteItem], planner: SavePlanner) -> tuple[li
 
 
 def pickled_entries(items: Iterable[WriteItem], planner: SavePlanner) -> Iterator[Entry]:
-    """Pickle items that are not plain tensors, one at a time.
-
-    Raises:
-        CheckpointError: the planner failed, or torch cannot save one.
-    """
+    """Pickle items one at a time. Raises CheckpointError if the planner or torch failed."""
     for item in items:
         pickled = _pickled_object if item.type == WriteItemType.BYTE_IO else _pickled_tensor
         yield Entry(item.index, b"", BytesPayload(pickled(planner, item).getbuffer()), b"", False)

@@ -66,15 +66,13 @@ class RankFiles:
         self._items.append(ItemRecord(index.fqn, chunk_offsets, file, offset, length, *payload))
         self._placed.append(PlacedItem(index.fqn, index.offset, index.index, file, offset, length))
 
-    def receipt(self, place: str, manifest: ManifestRef | None) -> RankReceipt:
-        """Report all that was written, at the place with this last segment."""
+    def finish(self, place: str) -> RankReceipt:
+        """Write the manifest, if it has items, and report what was written to this `place`."""
+        manifest = self._put_manifest() if self._items else None
         names = [record.path for record in self._records]
         return RankReceipt(self._objects.rank, place, manifest, names, pack_items(self._placed))
 
-    def put_manifest(self) -> ManifestRef | None:
-        """Write the manifest; None if the rank had nothing to write."""
-        if not self._items:
-            return None
+    def _put_manifest(self) -> ManifestRef:
         manifest = RankManifest(
             rank=self._objects.rank,
             token=self._objects.token,

@@ -69,9 +69,8 @@ def pack_items(items: Sequence[PlacedItem]) -> bytes:
 def collect(metadata: Metadata, receipts: Iterable[RankReceipt]) -> Columns:
     """Make the columns of the items that DCP planned, placed as the ranks report.
 
-    Raises:
-        CommitError: something was planned and not written, or the other way round.
-        ConfigurationError: the planner describes something that this format cannot hold.
+    Raises CommitError if something was planned and not written, or the other way round, and
+    ConfigurationError if the planner describes something that this format cannot hold.
     """
     table = _Table(metadata)
     files: list[str] = []

@@ -37,9 +37,5 @@ class SaveObjects:
         try:
             store.delete(keys)
         except Exception as error:  # a failed save has an error of its own to report
-            _logger.warning(
-                "rank %d could not delete what a failed save wrote to %s (`ckpt gc` can): %s",
-                self.rank,
-                store.url,
-                error,
-            )
+            message = "rank %d could not delete what a failed save wrote to %s (`ckpt gc` can): %s"
+            _logger.warning(message, self.rank, store.url, error)

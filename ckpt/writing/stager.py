@@ -14,7 +14,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -155,21 +154,13 @@ class _SharedBlock:
         self._block = None
 
 
-@dataclass
-class _Copy:
-    """A tensor, and its copy, which gets memory at `offset`."""
-
-    source: torch.Tensor
-    target: torch.Tensor
-    offset: int
-
-
 class _Copies:
     """The copies of the tensors of a state, which get their memory all at once."""
 
     def __init__(self) -> None:
         self.nbytes = 0
-        self._copies: dict[Any, _Copy] = {}
+        # Each tensor, its copy, and where in memory that belongs.
+        self._copies: dict[Any, tuple[torch.Tensor, torch.Tensor, int]] = {}
 
     def of(self, value: Any) -> Any:
         """Copy `value`, except for the elements of its tensors: these come with `fill`."""
@@ -209,9 +200,9 @@ class _Copies:
         if key not in self._copies:
             self.nbytes += -self.nbytes % _ALIGNMENT_BYTES
             target = torch.empty(0, dtype=source.dtype, device="cpu")
-            self._copies[key] = _Copy(source, target, self.nbytes)
+            self._copies[key] = source, target, self.nbytes
             self.nbytes += source.numel() * source.element_size()
-        return self._copies[key].target
+        return self._copies[key][1]
 
     def fill(self, memory: torch.Tensor) -> None:
         """Give the copies their memory, and copy the elements.
@@ -222,9 +213,8 @@ class _Copies:
         """
         storage = memory.untyped_storage()
         runs: list[_Run] = []
-        for each in self._copies.values():
-            source, target = each.source, each.target
-            target.set_(storage, each.offset // source.element_size(), source.shape)  # type: ignore[call-overload]
+        for source, target, offset in self._copies.values():
+            target.set_(storage, offset // source.element_size(), source.shape)  # type: ignore[call-overload]
             if not has_memory_view(source):
                 copy_elements(source, target, non_blocking=True)
                 continue
@@ -235,7 +225,7 @@ class _Copies:
             ]
         with thread_pool(max(1, min(8, os.cpu_count() or 1)), "ckpt-stage") as threads:
             run_all(threads, lambda run: ctypes.memmove(*run), runs)
-        for device in {each.source.device for each in self._copies.values()}:
+        for device in {source.device for source, _, _ in self._copies.values()}:
             if device.type != "cpu":
                 torch.accelerator.current_stream(device).synchronize()
 

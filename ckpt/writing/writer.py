@@ -189,7 +189,9 @@ class CheckpointWriter(DcpStorage, StorageWriter):
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         started_s = time.monotonic()
-        _wait_for_devices()
+        if torch.accelerator.is_available():
+            # The caller's stream may still compute the tensors that threads will copy.
+            torch.accelerator.current_stream().synchronize()
         pace = None if self._pacer is None else self._pacer.wait
         files = RankFiles(self._store, self._objects, self._pool, pace)
         objects: list[Entry] = []
@@ -207,8 +209,7 @@ class CheckpointWriter(DcpStorage, StorageWriter):
         first, *more = spread(tensors, wanted) or [[]]
         if objects or first:
             files.put([[*objects, *first], *more])
-        manifest = files.put_manifest()
-        receipt = replace(files.receipt(last_segment(self._url), manifest), retries=self._retries())
+        receipt = replace(files.finish(last_segment(self._url)), retries=self._retries())
         nbytes, seconds = files.data_bytes, time.monotonic() - started_s
         _logger.info(
             "rank %d wrote %d bytes in %.2f s to %s", self._rank, nbytes, seconds, self.checkpoint_id
@@ -217,12 +218,6 @@ class CheckpointWriter(DcpStorage, StorageWriter):
 
     def _retries(self) -> int:
         return self._store.retries - self._retries_before
-
-
-def _wait_for_devices() -> None:
-    """Wait for the caller's stream: it may still compute the tensors that threads will copy."""
-    if torch.accelerator.is_available():
-        torch.accelerator.current_stream().synchronize()
 
 
 def _durations(began_at_s: Mapping[str, float]) -> dict[str, float]:
