@@ -35,10 +35,8 @@ class DcpStorage:
     ) -> None:
         super().__init__()
         self._storage_options, self._threads = dict(storage_options or {}), threads
-        self._budget_bytes = (
-            DEFAULT_MEMORY_BUDGET_BYTES if memory_budget_bytes is None else memory_budget_bytes
-        )
-        self._pool = self._new_pool()
+        budget_bytes = DEFAULT_MEMORY_BUDGET_BYTES if memory_budget_bytes is None else memory_budget_bytes
+        self._pool = StagingPool(budget_bytes, pinned=torch.cuda.is_available())
         self._limit_s = None if timeout_s is None else Limits(check_timeout(timeout_s)).stall_s
         self.progress = Progress()
         self._wrap: Callable[[Store], Store] | None = None
@@ -78,13 +76,6 @@ class DcpStorage:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({redact_url(self._url)!r})"
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_pool": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._pool = self._new_pool()
-
     def _open(self, url: str | os.PathLike[str]) -> None:
         self._bare = open_store(url, self._storage_options, threads=self._threads)
         self._url, self._store = os.fspath(url), self._guarded(self._bare)
@@ -92,9 +83,6 @@ class DcpStorage:
     def _guarded(self, store: Store) -> Store:
         guarded = DeadlineStore(store, self.progress, self._limit_s, own_memory=self._own_memory)
         return guarded if self._wrap is None else self._wrap(guarded)
-
-    def _new_pool(self) -> StagingPool:
-        return StagingPool(self._budget_bytes, pinned=torch.cuda.is_available())
 
     @contextlib.contextmanager
     def _errors_named(self) -> Iterator[None]:

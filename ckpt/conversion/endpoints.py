@@ -18,7 +18,7 @@ from ckpt.conversion.safetensors_source import SUFFIXES, SafetensorsSource, find
 from ckpt.conversion.source import Location, TensorSource
 from ckpt.conversion.torch_source import TorchFileSource
 from ckpt.errors import AccessDenied, ConfigurationError, FormatError, NotFound
-from ckpt.reading.checkpoint import is_rank_local
+from ckpt.reading.opening import is_rank_local
 from ckpt.reading.slices import OpenCheckpoint
 from ckpt.transfer.threads import thread_pool
 

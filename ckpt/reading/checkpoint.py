@@ -1,8 +1,7 @@
-"""Open a checkpoint: its records first, and facts about its files when a load needs them."""
+"""Keep what is known of an open checkpoint: its records, and facts about its files when needed."""
 
 from __future__ import annotations
 
-import contextlib
 import zlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
@@ -13,10 +12,9 @@ import msgspec
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from ckpt.backends.base import Store, check_key, exists, read_bytes
-from ckpt.consistency import environment
+from ckpt.backends.base import Store, check_key, read_bytes
 from ckpt.consistency.checksums import crc64nvme, crc_text
-from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY, is_foreign
+from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY
 from ckpt.consistency.seal import unseal_pickle
 from ckpt.consistency.visibility import when_visible
 from ckpt.errors import (
@@ -24,8 +22,6 @@ from ckpt.errors import (
     ConfigurationError,
     FormatError,
     IntegrityError,
-    NotCommitted,
-    NotFound,
     Truncated,
     UnsafeContent,
 )
@@ -47,9 +43,6 @@ from ckpt.torch_private import StorageInfo
 from ckpt.transfer.fetcher import StoredFile
 
 T = TypeVar("T")
-
-_OPEN_ATTEMPTS = 3
-_MAX_RANKS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -223,104 +216,6 @@ def _decode(commit: CommitRecord | None, data: bytes, *, url: str, key: str) -> 
     if not commit.has_index:  # format version 1
         return decode_metadata(unseal_pickle(data, url=url, key=key), url=url, key=key)
     return decode_index(data, url=url, key=key).metadata()
-
-
-def open_checkpoint(store: Store, settings: ReadSettings) -> Checkpoint:
-    """Open the committed checkpoint at the store's root, or the stock checkpoint there.
-
-    Raises:
-        NotFound: nothing is stored there.
-        NotCommitted: there are objects, but not (yet) a checkpoint.
-        IntegrityError, FormatError, UnsafeContent: a record is damaged, unknown, or not safe.
-        NotVisible: a listed object did not appear in time.
-    """
-    commit = _await_commit(store, settings)
-    for attempt in range(1, _OPEN_ATTEMPTS + 1):
-        if commit is None:
-            break
-        try:
-            ref = commit.record.described_by
-            metadata = read_listed(store, settings, ref, commit)
-            return Checkpoint(store, settings, commit, ref.path, bytes(metadata))
-        except (IntegrityError, CommitConflict):
-            # A save that replaces the checkpoint meanwhile can leave us with records of both.
-            again = read_commit(store)
-            if again == commit or attempt == _OPEN_ATTEMPTS:
-                raise
-            commit = again
-    return _open_stock(store, settings)
-
-
-def open_parts(store: Store, settings: ReadSettings) -> list[Checkpoint]:
-    """Open a checkpoint, or all parts of a stock checkpoint. Raises as `open_checkpoint`."""
-    if (whole := open_whole(store, settings)) is not None:
-        return [whole]
-    parts = [open_rank_local(store, settings, 0)]
-    with contextlib.suppress(NotFound):
-        while len(parts) < _MAX_RANKS:
-            parts.append(open_rank_local(store, settings, len(parts)))
-    return parts
-
-
-def open_whole(store: Store, settings: ReadSettings) -> Checkpoint | None:
-    """Open as `open_checkpoint` does; return None for a stock checkpoint in parts, one a rank."""
-    try:
-        return open_checkpoint(store, settings)
-    except (NotFound, NotCommitted):
-        if not is_rank_local(store):
-            raise
-        return None
-
-
-def open_rank_local(store: Store, settings: ReadSettings, rank: int) -> Checkpoint:
-    """Open one rank's part of a stock checkpoint that was saved with `use_collectives=False`."""
-    key = f"__{rank}{STOCK_METADATA_KEY}"
-    return Checkpoint(store, settings, None, key, _read_replaceable(store, key))
-
-
-def is_rank_local(store: Store) -> bool:
-    """Tell whether a stock checkpoint in parts is there."""
-    return exists(store, f"__0{STOCK_METADATA_KEY}")
-
-
-def _open_stock(store: Store, settings: ReadSettings) -> Checkpoint:
-    key = STOCK_METADATA_KEY
-    if is_foreign(store):
-        checkpoint = Checkpoint(store, settings, None, key, _read_replaceable(store, key))
-        # A tool may have cut off the seal, but the names of the files are ours.
-        if not any(is_data_key(info.relative_path) for info in checkpoint.metadata.storage_data.values()):
-            return checkpoint
-    elif next(iter(store.list()), None) is None:
-        raise NotFound("there is nothing here", url=store.url)
-    raise NotCommitted(
-        "no checkpoint is committed here: there are objects, but no commit.json; "
-        "the save or copy did not finish, or is still running",
-        url=store.url,
-    )
-
-
-def _read_replaceable(store: Store, key: str) -> bytes:
-    """Read an object without a checksum: all of one version, though it may be replaced meanwhile."""
-    for attempt in range(1, _OPEN_ATTEMPTS + 1):
-        before = store.stat(key)
-        try:
-            data = bytes(read_bytes(store, key, max_bytes=MAX_METADATA_BYTES))
-        except Truncated:
-            if attempt == _OPEN_ATTEMPTS:
-                raise
-            continue
-        if store.stat(key) == before:
-            return data
-    raise IntegrityError("keeps changing while it is read; is a save running here?", url=store.url, key=key)
-
-
-def _await_commit(store: Store, settings: ReadSettings) -> StoredCommit | None:
-    """Read the commit record; storage that may lag is given time to show it."""
-    may_lag = not store.capabilities.cross_client_visibility
-    backoff = environment.Backoff(settings.timeout_s(store) if may_lag else 0.0, first_pause_s=0.25)
-    while (commit := read_commit(store)) is None and not backoff.is_over and not is_foreign(store):
-        backoff.pause()
-    return commit
 
 
 def read_listed(store: Store, settings: ReadSettings, ref: ObjectRef, commit: StoredCommit) -> bytearray:

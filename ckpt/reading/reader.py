@@ -19,8 +19,9 @@ from ckpt.consistency.commit import COMMIT_KEY
 from ckpt.dcp_storage import DcpStorage
 from ckpt.errors import CheckpointError, CommitConflict, ConfigurationError
 from ckpt.ranks.group import DEFAULT_TIMEOUT_S
-from ckpt.reading.checkpoint import Checkpoint, ReadSettings, open_checkpoint, open_rank_local, open_whole
+from ckpt.reading.checkpoint import Checkpoint, ReadSettings
 from ckpt.reading.loader import Loader
+from ckpt.reading.opening import open_checkpoint, open_rank_local, open_whole
 from ckpt.transfer.threads import workers
 
 
@@ -66,14 +67,14 @@ class CheckpointReader(DcpStorage, StorageReader):
         # The rank whose part is open, of a checkpoint that was saved without collectives.
         self._part: int | None = None
         self._checkpoint: Checkpoint | None = None
-        self._opened_ahead = False
+        self._next: Checkpoint | None = None
         self._failure: CheckpointError | None = None
 
     # -- what DCP calls, in this order ---------------------------------------------------------------------
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a load, from another place if one is given."""
-        self._checkpoint, self._opened_ahead, self._failure = None, False, None
+        self._checkpoint = self._next = self._failure = None
         self.progress.restart()
         super().reset(checkpoint_id)
 
@@ -83,10 +84,8 @@ class CheckpointReader(DcpStorage, StorageReader):
         DCP keeps only the text of an error that is raised here. So a typed error waits until
         `set_up_storage_reader`, which DCP calls next, and the metadata returned meanwhile is empty.
         """
-        if not self._opened_ahead:
-            # DCP need not call `reset` between two loads.
-            self._checkpoint, self._failure = None, None
-        self._opened_ahead, self._part = False, None
+        self._checkpoint, self._next = self._next, None
+        self._failure = self._part = None  # DCP need not call `reset` between two loads
         self.progress.begin("opening")
         try:
             if self._checkpoint is None:
@@ -153,17 +152,15 @@ class CheckpointReader(DcpStorage, StorageReader):
         opens its own part later. Raises NotFound, NotCommitted, IntegrityError, FormatError,
         UnsafeContent or NotVisible.
         """
-        self._checkpoint = open_whole(self._store, self._settings)
-        self._opened_ahead = self._checkpoint is not None
-        return self._checkpoint
+        self._next = open_whole(self._store, self._settings)
+        return self._next
 
     def adopt(self, shared: bytes) -> None:
         """Use the checkpoint that another rank encoded with `open().share()`."""
-        self._checkpoint = Checkpoint.adopt(self._store, self._settings, shared)
-        self._opened_ahead = True
+        self._next = Checkpoint.adopt(self._store, self._settings, shared)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_checkpoint": None, "_opened_ahead": False}
+        return {**self.__dict__, "_checkpoint": None, "_next": None}
 
     def _open_any(self, rank: int | None) -> None:
         """Open the checkpoint, or this rank's part if stock saved with `use_collectives=False`.

@@ -19,9 +19,10 @@ from ckpt.backends.base import Store
 from ckpt.backends.registry import open_store
 from ckpt.errors import ConfigurationError, FormatError, NotFound
 from ckpt.format.columns import Columns, ObjectRow, TensorColumns, columns_of, is_quantized
-from ckpt.reading.checkpoint import Checkpoint, ReadSettings, open_parts
+from ckpt.reading.checkpoint import Checkpoint, ReadSettings
 from ckpt.reading.coverage import box_of
 from ckpt.reading.loader import Loader
+from ckpt.reading.opening import open_parts
 from ckpt.transfer.boxes import tiling_fault
 from ckpt.transfer.buffer_pool import MIN_MEMORY_BUDGET_BYTES, StagingPool
 from ckpt.transfer.threads import thread_pool

@@ -38,7 +38,8 @@ from ckpt.errors import (
 from ckpt.format.columns import columns_of
 from ckpt.format.names import ObjectName, data_key, manifest_key, rank_directory
 from ckpt.format.records import FORMAT_VERSION, ManifestRef, RankManifest, encode, read_commit
-from ckpt.reading.checkpoint import Checkpoint, ReadSettings, open_checkpoint, open_parts
+from ckpt.reading.checkpoint import Checkpoint, ReadSettings
+from ckpt.reading.opening import open_checkpoint, open_parts
 from ckpt.tools.copy_stock import check_wanted, copy_stock
 from ckpt.tools.findings import Copied, Damage
 from ckpt.tools.gc import DEFAULT_GRACE_S, stems_of

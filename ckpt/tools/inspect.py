@@ -18,7 +18,8 @@ from ckpt.format.fqns import has_model, part_of, paths_of
 from ckpt.format.names import rank_of
 from ckpt.format.records import CommitRecord
 from ckpt.format.stored_tensor import dtype_name
-from ckpt.reading.checkpoint import ReadSettings, open_parts
+from ckpt.reading.checkpoint import ReadSettings
+from ckpt.reading.opening import open_parts
 from ckpt.tools.record_checks import item_columns
 
 

@@ -31,7 +31,8 @@ from ckpt.errors import (
 )
 from ckpt.format.columns import columns_of
 from ckpt.format.records import FileRecord, ItemRecord, ManifestRef, RankManifest, StoredCommit, read_commit
-from ckpt.reading.checkpoint import ReadSettings, open_parts
+from ckpt.reading.checkpoint import ReadSettings
+from ckpt.reading.opening import open_parts
 from ckpt.tools.findings import Damage, Verification, find_strays
 from ckpt.tools.record_checks import (
     IndexedItems,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -37,6 +38,9 @@ class StagingPool:
         self._free: list[torch.Tensor] = []
         self._allocated_bytes = 0
         self._changed = threading.Condition()
+
+    def __reduce__(self) -> tuple[Callable[[int], StagingPool], tuple[int]]:
+        return functools.partial(StagingPool, pinned=self._pinned), (self.budget_bytes,)
 
     @contextlib.contextmanager
     def take(self, nbytes: int) -> Iterator[torch.Tensor]:

@@ -183,7 +183,7 @@ class CheckpointWriter(DcpStorage, StorageWriter):
         self._objects.discard(self._store)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_coordinator": None}
+        return {**self.__dict__, "_coordinator": None}
 
     # -- writing -------------------------------------------------------------------------------------------
 

@@ -23,7 +23,8 @@ from support.states import random_tensor
 
 import ckpt
 from ckpt.backends.registry import open_store
-from ckpt.reading.checkpoint import ReadSettings, open_checkpoint
+from ckpt.reading.checkpoint import ReadSettings
+from ckpt.reading.opening import open_checkpoint
 
 inspect = functools.partial(run_json, "inspect")
 
