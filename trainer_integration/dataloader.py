@@ -19,18 +19,11 @@ __all__ = ["RescalableLoader"]
 class RescalableLoader:
     """Iterate over batches of a `ShardedDataset`, with the position in the data as a `Stateful`.
 
-        dataset = ShardedDataset(TokenFiles(paths), sequence_length=4097, eos_token=0)
-        loader = RescalableLoader(dataset, batch_size=8, num_workers=2)
-        ckpt.load({"model": model, "loader": loader}, url)  # saved on any number of ranks
-        for tokens in loader:
-            ...
-
     The state is that of the batches handed out, never of those that workers have read ahead. Each
     iteration begins there; workers end with it. Each worker process reads some of the rank's
     shards; batches are the same, in the same order, for any number of workers, 0 included.
 
     Args:
-        dataset: this rank's share of the data.
         batch_size: sequences per batch of this rank. It may change from run to run.
         num_workers: processes that read; 0 reads in this one.
         prefetch_factor: sequences that a worker reads ahead.

@@ -25,8 +25,6 @@ class Event:
         kind: `preflight`, `restored`, `passed_over` (a checkpoint that cannot be loaded), `due` (a
             save begins), `not_due` (it was asked for, but not made), `staged`, `durable`, `failed`,
             `kept`, `removed`, `not_removed`.
-        step: the step concerned.
-        reason: why, in words.
         values: figures by name, units last (`stall_s`, `upload_s`, `size_bytes`, `durable_age_s`).
         at_s: seconds since 1970.
     """

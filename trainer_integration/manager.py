@@ -4,27 +4,30 @@ from __future__ import annotations
 
 import operator
 import os
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from ckpt.api import place_of
 from ckpt.errors import CheckpointError, ConfigurationError
-from ckpt.ranks.group import Ranks
+from ckpt.ranks.group import Ranks, RanksFailed
+from ckpt.tools.preflight import check_place
 from ckpt.trainer_integration.events import Event, Events
 from ckpt.trainer_integration.keeping import KeepRule
 from ckpt.trainer_integration.run.async_modes import AsyncMode, Uploads
 from ckpt.trainer_integration.run.history import History
 from ckpt.trainer_integration.run.in_flight import OnBusy, Saves
 from ckpt.trainer_integration.run.restore import Restored, restore
-from ckpt.trainer_integration.run.root_check import agreed, check_root
 from ckpt.trainer_integration.run.save_decision import Decisions
 from ckpt.trainer_integration.saving import SaveRule
-from ckpt.trainer_integration.training_state import training_state
+from ckpt.trainer_integration.training_state import size_bytes, training_state
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = ["CheckpointManager"]
+
+T = TypeVar("T")
 
 
 class CheckpointManager:
@@ -87,7 +90,7 @@ class CheckpointManager:
         save_options = {**options, "max_bandwidth_bytes_per_s": max_bandwidth_bytes_per_s}
         self._ranks = Ranks(process_group, no_dist=False, purpose="manager")
         self._is_closed, self._needs_preflight = False, preflight
-        uploads, history = agreed(
+        uploads, history = _agreed(
             self._ranks,
             f"CheckpointManager of {place_of(root)}",
             lambda: (
@@ -192,11 +195,7 @@ class CheckpointManager:
         return self._saves.durable_step
 
     def annotate(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add metrics to a durable checkpoint; those of the first rank count.
-
-        Raises:
-            NotFound: the run has no durable checkpoint of this step.
-        """
+        """Add metrics to a durable checkpoint; those of the first rank count. Raises NotFound."""
         self._ranks.from_first(lambda: self._saves.history.annotate(_number(step), metrics))
 
     def pin(self, step: int, *, pinned: bool = True) -> None:
@@ -206,8 +205,7 @@ class CheckpointManager:
     def wait_durable(self, timeout_s: float | None = None) -> int | None:
         """Wait for the save in flight; return the last durable step.
 
-        Raises:
-            SaveFailed: it failed, or is not durable in time, on any rank.
+        Raises SaveFailed if it failed, or is not durable in time, on any rank.
         """
         failure = self._saves.settle(timeout_s)
         if failure is not None:
@@ -215,11 +213,7 @@ class CheckpointManager:
         return self.durable_step
 
     def close(self) -> None:
-        """Wait for the save in flight, as the end of the `with` block does, and release everything.
-
-        Raises:
-            SaveFailed: that save failed.
-        """
+        """Wait for the save in flight, and release everything. Raises SaveFailed if that save failed."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -269,13 +263,35 @@ class CheckpointManager:
             raise ConfigurationError(f"give a state dict or parts ({', '.join(parts)}), not both")
         values = state if isinstance(state, dict) else dict(state)
         if self._needs_preflight:
-            check_root(values, self._ranks, self._saves)
+            _check_root(values, self._ranks, self._saves)
             self._needs_preflight = False
         return values
 
     def _check_open(self) -> None:
         if self._is_closed:
             raise CheckpointError("this CheckpointManager is closed; make a new one")
+
+
+def _check_root(state: Mapping[str, Any], ranks: Ranks, saves: Saves) -> None:
+    """Write, read and delete below the root, on all ranks, and see whether it has room for `state`."""
+    history, needed = saves.history, size_bytes(state)
+    began_s = time.monotonic()
+    free = _agreed(
+        ranks,
+        "preflight",
+        lambda: check_place(history.root, storage_options=history.storage_options, needed_bytes=needed),
+    )
+    room = "" if free is None or not needed else f"; there is room for {free // needed} checkpoints"
+    took_s = time.monotonic() - began_s
+    saves.tell("preflight", None, f"{history.url('')} works{room}", size_bytes=needed, took_s=took_s)
+
+
+def _agreed(ranks: Ranks, call: str, work: Callable[[], T]) -> T:
+    """Return `work()` if it works on all ranks; else raise this rank's error, or the first."""
+    try:
+        return ranks.together(call, work)
+    except RanksFailed as failed:
+        raise failed.failures.get(ranks.rank) or failed.failures[min(failed.failures)] from None
 
 
 def _number(step: Any) -> int:

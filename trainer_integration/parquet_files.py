@@ -34,7 +34,6 @@ class ParquetFiles(Source):
     Args:
         paths: the files, in an order that is the same on all ranks and in all runs.
         column: holds lists of tokens, or values for `tokenize`.
-        dtype: of the tokens.
         cache_bytes: memory for row groups, and as much for documents not read to their end yet.
 
     Raises:

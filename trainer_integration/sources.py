@@ -63,7 +63,6 @@ class MapSource(Source):
         rows: read one at a time, by number; it has to pickle, or be inherited by forked workers.
         column: the column to read; None takes the row itself.
         tokenize: turns a value into tokens; None if values are tokens already.
-        dtype: of the tokens.
         cache_bytes: memory for documents that are not read to their end yet.
     """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -48,15 +49,14 @@ class TokenFiles(Source):
         sizes = [self._facts(number) for number in range(len(self._paths))]
         if not sizes:
             raise ConfigurationError("TokenFiles needs at least one path")
-        names = [path.name for path in self._paths]
-        self._ends = [int(end) for end in np.cumsum([documents for documents, _ in sizes])]
-        self.documents = self._ends[-1]
-        self.fingerprint = fingerprint_of(names, sizes)
+        self._starts = [0, *accumulate(documents for documents, _ in sizes)]
+        self.documents = self._starts[-1]
+        self.fingerprint = fingerprint_of([path.name for path in self._paths], sizes)
 
     def tokens(self, document: int) -> Tokens:
-        number = bisect_right(self._ends, document)
+        number = bisect_right(self._starts, document) - 1
         tokens, offsets = self._mapped(number)
-        index = document - (self._ends[number - 1] if number else 0)
+        index = document - self._starts[number]
         if offsets is not None:
             start, stop = int(offsets[index]), int(offsets[index + 1])
             if not 0 <= start <= stop <= len(tokens):

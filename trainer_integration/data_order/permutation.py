@@ -13,9 +13,6 @@ class Permutation:
     Multiplying by an odd number, adding, and folding the high bits into the low ones each map the
     numbers below a power of two one to one. A number that falls outside of `range(size)` is mapped
     again until it does not: less than twice on average.
-
-    Args:
-        key: numbers and texts that name the order.
     """
 
     def __init__(self, size: int, *key: int | str) -> None:

@@ -59,9 +59,7 @@ class Positions:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state`, which holds at least this rank's shards.
 
-        Raises:
-            ConfigurationError: `state` is of other data, or of data cut in another way.
-            FormatError: it was not returned by `state_dict`.
+        Raises ConfigurationError if it is of other data, FormatError if `state_dict` did not make it.
         """
         self._check(state["settings"])
         self._positions = {index: self._loaded(shard, state) for index, shard in self._shards.items()}
@@ -83,9 +81,9 @@ class Positions:
             saved = json.loads(saved_settings)
         except (TypeError, ValueError) as error:
             raise FormatError(f"the settings in the loader's state are not valid JSON: {error}") from error
+        saved = saved if isinstance(saved, dict) else {}
         own = json.loads(json.dumps(self._settings))
-        if not isinstance(saved, dict) or saved != own:
-            saved = saved if isinstance(saved, dict) else {}
+        if saved != own:
             names = sorted(name for name in {*saved, *own} if saved.get(name) != own.get(name))
             texts = [f"{name}: saved {saved.get(name)!r}, here {own.get(name)!r}" for name in names]
             raise ConfigurationError(

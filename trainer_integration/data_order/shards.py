@@ -84,9 +84,8 @@ class _Order:
 class Cursor:
     """Cut one shard into sequences, from a position onwards, until `epochs` have been read.
 
-    Documents follow one another, with their delimiters, as one stream of tokens; a sequence that an
-    epoch cannot fill goes on with the next one. No tokens are buffered: a position is the whole
-    state.
+    Documents follow one another, with their delimiters, as one stream of tokens, also from epoch to
+    epoch. No tokens are buffered: a position is the whole state.
     """
 
     shard: Shard

@@ -107,15 +107,13 @@ def _translate(done: Future[Metadata], url: str, translated: Future[Metadata]) -
     error = done.exception()
     if error is None:
         translated.set_result(done.result())
+    elif isinstance(error, CheckpointException):
+        failures = {rank: failure[0] for rank, failure in error.failures.items()}
+        translated.set_exception(_ranks_failed(failures, url))
     else:
-        translated.set_exception(_save_failed(error, url))
-
-
-def _save_failed(error: BaseException, url: str) -> SaveFailed:
-    if isinstance(error, CheckpointException):
-        return _ranks_failed({rank: failure[0] for rank, failure in error.failures.items()}, url)
-    cause = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-    return SaveFailed(f"the save failed: {cause}; it may still have been committed: try to load it", url=url)
+        cause = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        text = f"the save failed: {cause}; it may still have been committed: try to load it"
+        translated.set_exception(SaveFailed(text, url=url))
 
 
 def _ranks_failed(failures: Mapping[int, BaseException], url: str) -> SaveFailed:

@@ -54,7 +54,17 @@ class History:
 
     def candidates(self) -> list[tuple[int, str]]:
         """List steps and folders in which a checkpoint may be, the newest first."""
-        steps = dict(self._listed())
+        steps: dict[str, int] = {}
+        try:
+            for name in self._store.folders():
+                if match := _NAME.fullmatch(name):
+                    steps[name] = int(match[1])
+        except StorageError as error:
+            if not self._record().checkpoints:
+                raise
+            _logger.warning(
+                "the checkpoints cannot be listed, only those in the run's record are known: %s", error
+            )
         for checkpoint in self._record().checkpoints:
             if checkpoint.superseded:
                 steps.pop(checkpoint.path, None)
@@ -119,20 +129,21 @@ class History:
 
     def retire(self, keep: KeepRule, newest: str) -> Iterator[tuple[RunCheckpoint, CheckpointError | None]]:
         """Remove what no rule keeps, but not the folder `newest`; yield each, and the error if it stays."""
-        done = {newest}
+        stay = {newest}
         while True:
             failure: CheckpointError | None = None
             with self._lock:  # a pin that comes meanwhile finds the checkpoint gone, or keeps it
                 kept = self.kept(keep)
-                going = [old for old in self._alive() if old.step not in kept and old.path not in done]
-                if not going:
+                unkept = (old for old in self._alive() if old.step not in kept and old.path not in stay)
+                checkpoint = next(unkept, None)
+                if checkpoint is None:
                     return
                 try:
-                    self._remove(going[0])
+                    self._remove(checkpoint)
                 except CheckpointError as error:
                     failure = error
-            done.add(going[0].path)
-            yield going[0], failure
+                    stay.add(checkpoint.path)
+            yield checkpoint, failure
 
     def kept(self, keep: KeepRule) -> dict[int, str]:
         """List the steps that stay, and the rule that keeps each, or that it is pinned."""
@@ -178,18 +189,6 @@ class History:
         # Kept also where this write fails: the next one writes all of it.
         self._known = RunRecord(checkpoints=checkpoints, starts=starts)
         write_run(self._store, self._known)
-
-    def _listed(self) -> Iterator[tuple[str, int]]:
-        try:
-            for name in self._store.folders():
-                if match := _NAME.fullmatch(name):
-                    yield name, int(match[1])
-        except StorageError as error:
-            if not self._record().checkpoints:
-                raise
-            _logger.warning(
-                "the checkpoints cannot be listed, only those in the run's record are known: %s", error
-            )
 
 
 def plain_metrics(metrics: Mapping[str, float] | None) -> dict[str, float | None]:

@@ -29,15 +29,12 @@ class NamingLoadPlanner(DefaultLoadPlanner):
         optional: top-level names that may be missing, also in part, or left over.
         optimizers: top-level names of states as `OptimizerState` has them. Where the checkpoint has
             nothing of a parameter, which had no gradient yet, they begin at zero.
-
-    Attributes:
-        missing: keys of the state that the checkpoint does not have, set by `create_local_plan`.
     """
 
     def __init__(self, *, strict: bool, optional: Collection[str], optimizers: Collection[str]) -> None:
         super().__init__(allow_partial_load=True)
         self._strict, self._optional, self._optimizers = strict, optional, optimizers
-        self.missing: tuple[str, ...] = ()
+        self.missing: tuple[str, ...] = ()  # keys that the checkpoint does not have
 
     def create_local_plan(self) -> LoadPlan:
         plan = super().create_local_plan()
