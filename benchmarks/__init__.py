@@ -1,1 +1,1 @@
-"""The benchmark suite: this library, its peers and the floors, interleaved in one run (`make bench`)."""
+"""Measure this library, its peers and the floors, interleaved in one run (`make bench`)."""

@@ -1,4 +1,4 @@
-"""The table of cases: what is measured, by whom, with which settings."""
+"""List the cases in a table, with who is measured and with which settings."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ class Entry:
         note: the settings it runs at, for the reader.
         peer: whether it runs in the peers' environment.
         job: another job than the case's.
-        threads: 0 leaves the number to the contender; -1 is the number that this library takes by default.
+        threads: 0 leaves the number to the contender; -1 is the number that this library takes by
+            default.
         options: the contender's settings.
         parameters: the job's.
         full_only: left out of the quick run.
-        written_by: for loads, the entry of this case that prepares the checkpoint; by default itself.
+        written_by: for loads, the entry of this case that prepares the checkpoint; by default
+            itself.
     """
 
     name: str
@@ -63,7 +65,8 @@ class Case:
         state: what is saved or loaded.
         server: "sink", "slow" (it takes 150 MB/s), "keep", "tls", "rclone", or "" for local files.
         prepare: the job that makes what is then loaded; `prepare_parameters` are its own.
-        rounds: at most so many, where counts or sizes are what matters; 0 is as many as the run has.
+        rounds: at most so many, where counts or sizes are what matters; 0 is as many as the run
+            has.
         peer_rounds: the same for peers, which are far enough away for one measurement to tell.
         full_only: left out of the quick run.
     """
@@ -82,7 +85,7 @@ class Case:
     full_only: bool = False
 
     def quick(self) -> Case:
-        """The case as the quick run has it."""
+        """Return the case as the quick run has it."""
         entries = tuple(entry for entry in self.entries if not entry.full_only)
         return replace(self, entries=entries, peer_rounds=1)
 

@@ -1,4 +1,4 @@
-"""A state dict as names and hashes: equal digests mean equal bits, whoever holds the tensors."""
+"""Digest a state dict as names and hashes: equal digests mean equal bits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ __all__ = ["digest"]
 
 
 def digest(state: Any) -> dict[str, str]:
-    """Name to hash (tensors) or value (all else). Collective if the state holds DTensors."""
+    """Map names to hashes (of tensors) or values (all else).
+
+    Collective if the state holds DTensors.
+    """
     return dict(_entries(state, ""))
 
 

@@ -1,9 +1,10 @@
-"""Train a small byte-level GPT under FSDP2, with checkpoints on any storage, resumable on any number of ranks.
+"""Train a small byte-level GPT under FSDP2, with checkpoints on any storage, resumable on any
+number of ranks.
 
     torchrun --nproc-per-node 2 examples/train_fsdp.py --root s3://bucket/run --steps 100
 
-It reads the Python standard library's sources, which every machine has. Each run resumes from the last
-committed checkpoint below `--root`, if there is one, however many ranks wrote it.
+It reads the Python standard library's sources, which every machine has. Each run resumes from the
+last committed checkpoint below `--root`, if there is one, however many ranks wrote it.
 """
 
 from __future__ import annotations
@@ -70,8 +71,11 @@ class GPT(nn.Module):
 
 
 class Text:
-    """Random windows of the standard library's sources. All ranks draw the same batch and take their share,
-    so the order of the data does not depend on the number of ranks."""
+    """Random windows of the standard library's sources.
+
+    All ranks draw the same batch and take their share, so the order of the data does not depend on
+    the number of ranks.
+    """
 
     def __init__(self, length: int, seed: int) -> None:
         sources = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
@@ -90,7 +94,7 @@ class Text:
 
 
 class TrainState(Stateful):
-    """Everything a resumed run needs: model, optimizer, scheduler, step, position in the data, random states."""
+    """The state of a run: model, optimizer, scheduler, step, position in the data, random states."""
 
     def __init__(self, model: nn.Module, optimizer: Any, scheduler: Any, text: Text) -> None:
         self.model, self.optimizer, self.scheduler, self.text = model, optimizer, scheduler, text
@@ -123,8 +127,8 @@ def main() -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     state = build(options, device)
     say(f"{world_size} rank(s), {sum(p.numel() for p in state.model.parameters()) / 1e6:.1f} M parameters")
-    found = resume(state, options)
-    say(f"resumed from {found}" if found else "no committed checkpoint, starting from scratch")
+    url = resume(state, options)
+    say(f"resumed from {url}" if url else "no committed checkpoint, starting from scratch")
     report(options, "loaded", state)
     model = torch.compile(state.model) if options.compile else state.model
     while state.step < options.steps:
@@ -200,7 +204,10 @@ def save(state: TrainState, options: argparse.Namespace) -> None:
 
 
 def resume(state: TrainState, options: argparse.Namespace) -> str | None:
-    """Load the last committed checkpoint. Its place follows from the step, so nothing has to be listed."""
+    """Load the last committed checkpoint.
+
+    Its place follows from the step, so nothing has to be listed.
+    """
     for step in range(options.steps - options.steps % options.save_every, 0, -options.save_every):
         try:
             ckpt.load({"train": state}, place(options, step), storage_options=options.storage_options)
@@ -214,10 +221,10 @@ def report(options: argparse.Namespace, name: str, state: TrainState) -> None:
     """Note the state's digest; every rank takes part, the first one writes."""
     if options.report is None:
         return
-    found = digest({"train": state.state_dict()})
+    hashes = digest({"train": state.state_dict()})
     if dist.get_rank() == 0:
         reports = json.loads(options.report.read_text()) if options.report.exists() else {}
-        options.report.write_text(json.dumps({**reports, name: {"step": state.step, "digest": found}}))
+        options.report.write_text(json.dumps({**reports, name: {"step": state.step, "digest": hashes}}))
 
 
 def say(text: str) -> None:

@@ -1,9 +1,10 @@
-"""An FSDP2 trainer to copy: resumes by itself, on any number of ranks, from any storage, and ends well on SIGTERM.
+"""An FSDP2 trainer to copy: resumes by itself, on any number of ranks, from any storage, and ends
+well on SIGTERM.
 
     torchrun --nproc-per-node 2 examples/train_with_manager.py --root s3://bucket/run
 
-What concerns checkpoints is in `main`. The model and the data (the Python standard library's sources, byte by byte)
-are there to be replaced.
+What concerns checkpoints is in `main`. The model and the data (the Python standard library's
+sources, byte by byte) are there to be replaced.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ def start_process_group() -> torch.device:
 
 
 def mean(loss: torch.Tensor) -> float:
-    """Over all ranks."""
+    """Average over all ranks."""
     dist.all_reduce(loss)
     return loss.item() / dist.get_world_size()
 

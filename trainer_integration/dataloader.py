@@ -121,7 +121,7 @@ class RescalableLoader:
         streams: dict[int, Iterator[Sample]] = {}
         for number in range(self._num_workers):
             part = shards[number :: self._num_workers]
-            # torch would draw the worker's seed from the trainer's generator, once more in a resumed run.
+            # torch would draw seeds from the trainer's generator, once more in a resumed run.
             seeds = torch.Generator().manual_seed((torch.initial_seed() + number) % (1 << 63))
             worker = _WorkerShards(self.dataset, self.dataset.positions.of(part))
             # One loader for each worker: one loader of many workers would have an order of its own.

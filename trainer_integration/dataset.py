@@ -107,8 +107,8 @@ class ShardedDataset(IterableDataset[dict[str, Any]]):
     def in_turn(self, positions: Mapping[int, Position], read: Callable[[int], Sample]) -> Iterator[Sample]:
         """Yield the samples that `read` returns of shards, the one furthest behind its share first.
 
-        A shard's next turn follows from its own position alone. So any subset of the shards, read on
-        its own, is read in the order that it has among all.
+        A shard's next turn follows from its own position alone. So any subset of the shards, read
+        on its own, is read in the order that it has among all.
         """
         waiting: list[tuple[float, int]] = []
 

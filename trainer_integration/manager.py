@@ -213,7 +213,7 @@ class CheckpointManager:
         return self.durable_step
 
     def close(self) -> None:
-        """Wait for the save in flight, and release everything. Raises SaveFailed if that save failed."""
+        """Wait for the save in flight, and release everything. Raises SaveFailed if it failed."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -273,7 +273,7 @@ class CheckpointManager:
 
 
 def _check_root(state: Mapping[str, Any], ranks: Ranks, saves: Saves) -> None:
-    """Write, read and delete below the root, on all ranks, and see whether it has room for `state`."""
+    """Write, read and delete below the root, on all ranks; see whether it has room for `state`."""
     history, needed = saves.history, size_bytes(state)
     began_s = time.monotonic()
     free = _agreed(

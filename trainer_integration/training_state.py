@@ -143,7 +143,7 @@ class RandomState:
 
 
 def size_bytes(state: Any) -> int:
-    """Estimate the size of a checkpoint: whole models, optimizers and tensors; the rest is small."""
+    """Estimate the size of a checkpoint: models, optimizers and tensors; the rest is small."""
     if isinstance(state, torch.Tensor):
         return state.numel() * state.element_size()
     if isinstance(state, ModelState | OptimizerState):

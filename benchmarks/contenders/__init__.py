@@ -1,6 +1,7 @@
-"""Those who are measured: this library, its peers, and the floors, behind one small protocol.
+"""Put this library, its peers and the floors behind one small protocol.
 
-Each module is imported only in a process that measures it, in the environment that has its packages.
+Each module is imported only in a process that measures it, in the environment that has its
+packages.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _MODULES = {
 
 @dataclass(frozen=True)
 class Settings:
-    """What a contender is made with.
+    """The settings of a contender.
 
     Attributes:
         endpoint: the S3 endpoint, where the case has one.
@@ -64,16 +65,18 @@ def make(name: str, settings: Settings) -> Contender:
 
 
 def as_trained(state: State) -> dict[str, Any]:
-    """The state as trainers nest it: with thousands of names at the top, DCP's search for Stateful would count."""
+    """Nest the state as trainers do: with thousands of names at the top, DCP's search for Stateful
+    would count.
+    """
     return {"model": state}
 
 
 def versions(name: str) -> dict[str, str]:
-    """The versions of the packages that a contender consists of, in this environment."""
-    found = {}
+    """List the versions of a contender's packages in this environment."""
+    versions = {}
     for package in _MODULES[name][1]:
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+            versions[package] = "not installed"
+    return versions

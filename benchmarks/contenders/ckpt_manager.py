@@ -1,4 +1,6 @@
-"""This library as a trainer has it: `CheckpointManager`, whose saves are waited for by `wait_durable`."""
+"""Run this library as a trainer does: `CheckpointManager`, whose saves are waited for by
+`wait_durable`.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,10 @@ __all__ = ["Managed"]
 
 
 class Managed:
-    """One manager for all saves, the first of which begins its run. Options: `mode`, the manager's `async_mode`."""
+    """One manager for all saves, the first of which begins its run.
+
+    Options: `mode`, the manager's `async_mode`.
+    """
 
     def __init__(self, settings: Settings) -> None:
         self._mode = settings.options.get("mode", "thread")

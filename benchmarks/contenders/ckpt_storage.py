@@ -1,4 +1,4 @@
-"""This library, through its own functions."""
+"""Run this library through its own functions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ __all__ = ["Ours", "storage_options_of"]
 
 
 class Ours:
-    """Default settings. Options: `storage` (more storage options), `verify`, `checksums` (False: what they cost)."""
+    """Default settings.
+
+    Options: `storage` (more storage options), `verify`, `checksums` (False: what they cost).
+    """
 
     def __init__(self, settings: Settings) -> None:
         self._checksums = settings.options.get("checksums", True)
@@ -49,7 +52,7 @@ class Ours:
 
 
 def storage_options_of(settings: Settings) -> dict[str, Any]:
-    """What `ckpt.save` and the manager need to know of the place that is measured."""
+    """Make the storage options of the endpoint for `ckpt.save` and the manager."""
     options = dict(settings.options.get("storage", {}))
     if settings.endpoint is not None:
         options |= {"endpoint_url": settings.endpoint.url, "region": REGION}
@@ -60,6 +63,6 @@ def storage_options_of(settings: Settings) -> dict[str, Any]:
 
 
 def _compute_no_checksums() -> None:
-    """The library always computes checksums when it saves: without them it is only a thing to compare with."""
+    """Replace checksums, which the library always computes, for a figure to compare with."""
     awscrt.checksums.crc64nvme = lambda data, previous=0: 0
     awscrt.checksums.combine_crc64nvme = lambda first, second, nbytes: 0

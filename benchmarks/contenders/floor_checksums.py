@@ -1,4 +1,4 @@
-"""The checksums that this library computes, for floors that show what they cost."""
+"""Compute this library's checksums, for floors that show their cost."""
 
 from __future__ import annotations
 

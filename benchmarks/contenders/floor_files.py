@@ -1,4 +1,6 @@
-"""The floor of files: `os.write` and `readv` of the same bytes, as many files and threads as this library takes."""
+"""Measure the floor of files: `os.write` and `readv` of the same bytes, as many files and threads
+as this library takes.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ _WRITE_BYTES = 8 << 20
 
 
 class Files:
-    """Options: `fsync` makes the files and their directory durable, as this library does; `checksums` computes
-    those that it computes, and does nothing with them.
+    """Options: `fsync` makes the files and their directory durable, as this library does;
+    `checksums` computes those that it computes, and does nothing with them.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -64,7 +66,7 @@ class Files:
             block_checksums([view])
 
     def _share(self, state: dict[str, torch.Tensor], number: int) -> list[memoryview]:
-        """The tensors of one file."""
+        """List the tensors of one file."""
         tensors = list(state.values())[number :: self._count]
         return [tensor.numpy().data.cast("B") for tensor in tensors]
 

@@ -1,4 +1,6 @@
-"""The floor of S3 transfers: the same bytes over plain sockets, the HTTP framing written by hand."""
+"""Measure the floor of S3 transfers: the same bytes over plain sockets, the HTTP framing written by
+hand.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,7 @@ def _nothing(views: list[memoryview]) -> None:
 
 
 def _objects(state: dict[str, torch.Tensor]) -> list[list[memoryview]]:
-    """The state's memory as objects of equal size, each a list of views."""
+    """Cut the state's memory into objects of equal size, each a list of views."""
     objects: list[list[memoryview]] = []
     room = 0
     for view in _memory(state):
@@ -103,7 +105,7 @@ def _head(method: str, place: str, number: int, headers: str) -> bytes:
 
 
 def _read_head(sock: socket.socket) -> bytes:
-    """Receive a reply's head; returns what came of its body with it."""
+    """Receive a reply's head; return the part of its body that came with it."""
     received = b""
     while (end := received.find(b"\r\n\r\n")) < 0:
         more = sock.recv(4096)

@@ -1,4 +1,4 @@
-"""PyTorch's `FsspecWriter` and `FsspecReader` over s3fs."""
+"""Run PyTorch's `FsspecWriter` and `FsspecReader` over s3fs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ __all__ = ["FsspecS3fs"]
 
 
 class FsspecS3fs(ThroughDcp):
-    """With botocore's optional work switched off: no checksums of its own and no hash of the payload."""
+    """With botocore's optional work switched off: no checksums of its own and no hash of the
+    payload.
+    """
 
     def writer(self, place: str) -> Any:
         return FsspecWriter(place, thread_count=self.settings.threads or 1, **self._options())

@@ -1,4 +1,4 @@
-"""NVIDIA Multi-Storage Client: its storage writer and reader for DCP."""
+"""Run NVIDIA's Multi-Storage Client: its storage writer and reader for DCP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Amazon S3 Connector for PyTorch: its storage writer and reader for DCP."""
+"""Run Amazon's S3 Connector for PyTorch: its storage writer and reader for DCP."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ __all__ = ["S3TorchConnector"]
 
 
 class S3TorchConnector(ThroughDcp):
-    """The endpoint comes from AWS_ENDPOINT_URL: its classes take none. The reader is `dcp_optimized`, its default."""
+    """The endpoint comes from AWS_ENDPOINT_URL: its classes take none.
+
+    The reader is `dcp_optimized`, its default.
+    """
 
     def writer(self, place: str) -> Any:
         return S3StorageWriter(

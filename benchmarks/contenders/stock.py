@@ -1,4 +1,4 @@
-"""Stock PyTorch: `FileSystemWriter` and `FileSystemReader`."""
+"""Run stock PyTorch: `FileSystemWriter` and `FileSystemReader`."""
 
 from __future__ import annotations
 

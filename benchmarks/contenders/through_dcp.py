@@ -1,4 +1,4 @@
-"""What all peers that plug into DCP have in common."""
+"""Run the peers that plug into DCP."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ __all__ = ["ThroughDcp"]
 
 
 class ThroughDcp(ABC):
-    """A peer with a storage writer and a storage reader, used as its documentation says: by `dcp.save`."""
+    """A peer with a storage writer and a storage reader, used as its documentation says: by
+    `dcp.save`.
+    """
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
 
     @abstractmethod
     def writer(self, place: str) -> Any:
-        """A new storage writer for one checkpoint."""
+        """Make a storage writer for one checkpoint."""
 
     @abstractmethod
     def reader(self, place: str) -> Any:
-        """A new storage reader for one checkpoint."""
+        """Make a storage reader for one checkpoint."""
 
     def save(self, state: dict[str, torch.Tensor], place: str) -> None:
         dcp.save(as_trained(state), storage_writer=self.writer(place), no_dist=True)

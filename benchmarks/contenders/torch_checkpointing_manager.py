@@ -1,4 +1,4 @@
-"""Meta's `torch_checkpointing`: its manager, on local files."""
+"""Run Meta's `torch_checkpointing`: its manager, on local files."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ __all__ = ["TorchCheckpointing"]
 
 
 class TorchCheckpointing:
-    """Saves in `threads` threads, a file per tensor if there are several; loads in place. It never syncs to disk.
+    """Saves in `threads` threads, a file per tensor if there are several; loads in place.
 
-    Direct I/O, its default, is off: its unaligned writes fail on ext4 and XFS with "Invalid argument".
+    It never syncs to disk.
+
+    Direct I/O, its default, is off: its unaligned writes fail on ext4 and XFS with "Invalid
+    argument".
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -38,8 +41,8 @@ class TorchCheckpointing:
         self._manager.save(place, self._items(state))
 
     def load(self, state: dict[str, torch.Tensor], place: str) -> None:
-        found = self._manager.load(place, into=self._items(state))
-        loaded: Any = found if self._split else found["state"]
+        items = self._manager.load(place, into=self._items(state))
+        loaded: Any = items if self._split else items["state"]
         for name, tensor in state.items():
             # It may return tensors of its own; a trainer then has to copy them into its model.
             other = loaded[_key(name) if self._split else name]
@@ -47,7 +50,7 @@ class TorchCheckpointing:
                 tensor.copy_(other)
 
     def async_save(self, state: dict[str, torch.Tensor], place: str) -> Any:
-        """Returns once the state is copied: then training may go on."""
+        """Begin a save; return once the state is copied, when training may go on."""
         future = self._manager.save(place, self._items(state))
         staging: Any = self._manager._staging_future
         if staging is not None:
@@ -64,5 +67,5 @@ class TorchCheckpointing:
 
 
 def _key(name: str) -> str:
-    """Its items' names may have no dots."""
+    """Replace the dots, which names of items may not have."""
     return name.replace(".", "_")

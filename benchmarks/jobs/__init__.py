@@ -1,1 +1,1 @@
-"""The measurements, each a function from a task to its figures. They run in a process of their own."""
+"""Measure: each job is a function from a task to its figures, run in a process of its own."""

@@ -1,4 +1,4 @@
-"""The metadata of many ranks: plans without data, committed and opened in one process each."""
+"""Commit and open the metadata of many ranks: plans without data, in one process each."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ _TENSORS = 500
 
 
 def commit(task: Task) -> dict[str, float]:
-    """Commit the plans of `parameters["ranks"]` ranks (timed without the planner), then open them elsewhere."""
+    """Commit the plans of `parameters["ranks"]` ranks (timed without the planner), then open them
+    elsewhere.
+    """
     contender: Any = task.make_contender()
     plans, metadata = _plans(task.parameters["ranks"])
     writer = contender.writer(task.place)
@@ -46,16 +48,18 @@ def commit(task: Task) -> dict[str, float]:
 
 
 def open_metadata(task: Task) -> dict[str, float]:
-    """What each rank does before it can plan: `open_s` where it reads, `adopt_s` where rank 0 hands it on."""
+    """Open metadata as each rank does before it plans: `open_s` by reading, `adopt_s` from rank
+    0's.
+    """
     contender: Any = task.make_contender()
     reader = contender.reader(task.place)
     with metered() as reading:
-        found = reader.read_metadata()
-    assert len(found.state_dict_metadata) == _TENSORS
+        metadata = reader.read_metadata()
+    assert len(metadata.state_dict_metadata) == _TENSORS
     figures = {"open_s": reading.wall_s, "open_peak_mb": reading.peak_bytes / 1e6}
     if task.contender == "ours":
         shared = reader.open().share()
-        del found
+        del metadata
         started_s = time.perf_counter()
         contender.reader(task.place).adopt(shared)
         figures |= {"adopt_s": time.perf_counter() - started_s, "shared_mb": len(shared) / 1e6}
@@ -83,7 +87,9 @@ def _stock_results(plans: list[SavePlan]) -> list[list[WriteResult]]:
 
 
 def _our_results(plans: list[SavePlan], place: str) -> list[list[WriteResult]]:
-    """What this library's ranks would have reported; the one place that knows its receipts."""
+    """Make the results that this library's ranks would have reported; the one place that knows its
+    receipts.
+    """
     from ckpt.format.names import data_key, last_segment, manifest_key
     from ckpt.format.records import ManifestRef
     from ckpt.writing.receipts import PlacedItem, RankReceipt, pack_items
@@ -108,7 +114,9 @@ def _our_results(plans: list[SavePlan], place: str) -> list[list[WriteResult]]:
 
 
 def _opened_bytes(files: list[Path]) -> int:
-    """What a reader opens: an index if there is one, else the metadata this library sealed, else the stock ones."""
+    """Return the bytes that a reader opens: the index if there is one, else the sealed or the stock
+    metadata.
+    """
     for wanted in ("*index*", "*[0-9a-f].metadata", ".metadata"):
         sizes = [path.stat().st_size for path in files if path.match(wanted)]
         if sizes:
@@ -117,7 +125,7 @@ def _opened_bytes(files: list[Path]) -> int:
 
 
 def _in_another_process(task: Task) -> dict[str, float]:
-    """`open_metadata` in a process that does not hold the plans, whose heap would slow it down."""
+    """Run `open_metadata` in a process that does not hold the plans, whose heap would slow it down."""
     with tempfile.TemporaryDirectory() as folder:
         asked, answered = Path(folder) / "task.json", Path(folder) / "outcome.json"
         asked.write_text(Task("open_metadata", task.contender, task.place).to_json())

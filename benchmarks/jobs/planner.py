@@ -1,4 +1,4 @@
-"""DCP's planner alone: what a save costs before any storage is asked."""
+"""Run DCP's planner alone: the cost of a save before any storage is asked."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["plan_save"]
 
 
 def plan_save(task: Task) -> dict[str, float]:
-    """All that `dcp.save` asks of its planner."""
+    """Measure all that `dcp.save` asks of its planner."""
     _plan(WARM_UP.filled())
     state = task.state.filled()
     with metered() as reading:

@@ -1,7 +1,8 @@
-"""Checkpoints of several ranks, without processes: each rank's writer and reader is driven in turn.
+"""Save and load as several ranks, without processes: each rank's writer and reader is driven in
+turn.
 
-Tensors are split by rows, as FSDP2 splits them. The calls and their order are those of `dcp.save` and
-`dcp.load` with collectives.
+Tensors are split by rows, as FSDP2 splits them. The calls and their order are those of `dcp.save`
+and `dcp.load` with collectives.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ __all__ = ["load", "rows_of", "save", "write_item"]
 
 
 def save(task: Task) -> dict[str, float]:
-    """`parameters["ranks"]` ranks save the state."""
+    """Save the state as `parameters["ranks"]` ranks."""
     contender: Any = task.make_contender()
     state, ranks = task.state.filled(), task.parameters["ranks"]
     writers = [contender.writer(task.place) for _ in range(ranks)]
@@ -59,7 +60,9 @@ def save(task: Task) -> dict[str, float]:
 
 
 def load(task: Task) -> dict[str, float]:
-    """`parameters["ranks"]` ranks load their rows; with `rows`, one rank loads only that many, from the middle."""
+    """Load its rows as each of `parameters["ranks"]` ranks; with `rows` only that many, from the
+    middle.
+    """
     contender: Any = task.make_contender()
     ranks, some_rows = task.parameters["ranks"], task.parameters.get("rows", 0)
     expected = task.state.filled()
@@ -89,13 +92,13 @@ def load(task: Task) -> dict[str, float]:
 
 
 def rows_of(tensor: torch.Tensor, rank: int, ranks: int) -> tuple[int, int]:
-    """The rows of a rank: equal runs, the last one shorter."""
+    """Return the rows of a rank: equal runs, the last one shorter."""
     each = -(-tensor.shape[0] // ranks)
     return min(rank * each, tensor.shape[0]), min((rank + 1) * each, tensor.shape[0])
 
 
 def write_item(name: str, tensor: torch.Tensor, rows: tuple[int, int]) -> WriteItem:
-    """The plan's item for these rows of a tensor."""
+    """Make the plan's item for these rows of a tensor."""
     chunk = _chunk(tensor, rows)
     return WriteItem(
         index=MetadataIndex(name, chunk.offsets),
@@ -127,12 +130,12 @@ def _chunk(tensor: torch.Tensor, rows: tuple[int, int]) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size((first, 0)), torch.Size((last - first, tensor.shape[1])))
 
 
-def _same(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    return torch.equal(found.view(torch.int32), expected.view(torch.int32))
+def _same(loaded: torch.Tensor, expected: torch.Tensor) -> bool:
+    return torch.equal(loaded.view(torch.int32), expected.view(torch.int32))
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """Finds the rows of an item in the whole tensors."""
+    """Find the rows of an item in the whole tensors."""
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         super().__init__()
@@ -146,7 +149,7 @@ class _SavePlanner(DefaultSavePlanner):
 
 
 class _LoadPlanner(DefaultLoadPlanner):
-    """Hands out the rows that a rank wants, by name."""
+    """Return the rows that a rank wants, by name."""
 
     def __init__(self) -> None:
         super().__init__()

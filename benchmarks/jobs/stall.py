@@ -1,4 +1,4 @@
-"""How long `async_save` keeps the trainer waiting: the second save, when buffers may exist."""
+"""Measure how long `async_save` keeps the trainer waiting: the second save, when buffers may exist."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ __all__ = ["async_save", "copy"]
 
 
 def async_save(task: Task) -> dict[str, float]:
-    """The stall of the second save. `read back` proves that later changes did not reach the checkpoint."""
+    """Measure the stall of the second save.
+
+    `read back` proves that later changes did not reach the checkpoint.
+    """
     contender: Any = _asynchronous(task)
     state = task.state.filled()
     contender.async_save(state, f"{task.place}-first").result()
@@ -35,7 +38,9 @@ def async_save(task: Task) -> dict[str, float]:
 
 
 def copy(task: Task) -> dict[str, float]:
-    """The floor: a copy of the state, the second one into the same memory or one into fresh (`parameters["warm"]`)."""
+    """Measure the floor: a copy of the state, into the same memory (`parameters["warm"]`) or into
+    fresh.
+    """
     state = task.state.filled()
     copies = {name: tensor.clone() for name, tensor in state.items()} if task.parameters["warm"] else {}
     with metered() as reading:
@@ -55,7 +60,9 @@ def _asynchronous(task: Task) -> Any:
 
 
 class _DcpAsync:
-    """A DCP peer, through `dcp.async_save`; with `keep_stager`, one stager for all saves, which keeps its buffers."""
+    """A DCP peer, through `dcp.async_save`; with `keep_stager`, one stager for all saves, which
+    keeps its buffers.
+    """
 
     def __init__(self, contender: Any, *, keep_stager: bool) -> None:
         self._contender = contender

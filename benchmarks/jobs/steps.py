@@ -1,4 +1,4 @@
-"""What a background save does to the training steps that run meanwhile."""
+"""Measure training steps while a background save runs."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ _SAVES = 3
 
 
 def steps(task: Task) -> dict[str, float]:
-    """Step times on one core, another being free for saves: alone and during a save, by turns, after a first save.
+    """Measure step times on one core, another being free for saves: alone and during a save, by
+    turns, after a first save.
 
-    A step is a matrix product, and Python around it, as a trainer has: it feels a save that holds the interpreter.
+    A step is a matrix product, and Python around it, as a trainer has: it feels a save that holds
+        the interpreter.
     With `saves` 0 there are none: what then differs between the parts is the machine's.
     """
     torch.set_num_threads(1)

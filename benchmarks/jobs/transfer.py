@@ -19,14 +19,14 @@ __all__ = ["counted", "figures_of", "load", "prepare", "save"]
 
 
 def save(task: Task) -> dict[str, float]:
-    """A save, after a small one that pays for imports and first connections."""
+    """Measure a save, after a small one that pays for imports and first connections."""
     contender = _warm(task)
     state = task.state.filled()
     return _measure(task, lambda: contender.save(state, task.place))
 
 
 def load(task: Task) -> dict[str, float]:
-    """A load of what `prepare` saved, compared bit for bit once the clock has stopped."""
+    """Measure a load of `prepare`'s checkpoint, compared bit for bit once the clock has stopped."""
     contender = _warm(task)
     state = task.state.blank()
     figures = _measure(task, lambda: contender.load(state, task.place))
@@ -35,13 +35,13 @@ def load(task: Task) -> dict[str, float]:
 
 
 def prepare(task: Task) -> dict[str, float]:
-    """A save that later processes load."""
+    """Save a checkpoint that later processes load."""
     task.make_contender().save(task.state.filled(), task.place)
     return {}
 
 
 def figures_of(reading: Reading, nbytes: int) -> dict[str, float]:
-    """The figures that every measurement has; those per GB where there is data."""
+    """Return the figures that every measurement has; those per GB where there is data."""
     figures = {
         "wall_s": reading.wall_s,
         "cpu_s": reading.cpu_s,
@@ -55,7 +55,7 @@ def figures_of(reading: Reading, nbytes: int) -> dict[str, float]:
 
 @contextmanager
 def counted(endpoint: Endpoint | None) -> Iterator[dict[str, float]]:
-    """The server's counts of what happens in the block; filled in at its end."""
+    """Yield the server's counts of the block, filled in at its end."""
     figures: dict[str, float] = {}
     if endpoint is None or not endpoint.counts:
         yield figures

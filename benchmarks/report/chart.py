@@ -72,7 +72,8 @@ _THEMES = (
 
 
 def draw_chart(results: Results, folder: Path) -> list[Path]:
-    """Write `speed-light.svg` and `speed-dark.svg`: GB/s of one rank, by contender; return the files.
+    """Write `speed-light.svg` and `speed-dark.svg`: GB/s of one rank, by contender; return the
+    files.
 
     A case that the run has not measured makes no chart: the list is empty then.
     """
@@ -109,7 +110,7 @@ def _bars(axis: Axes, panel: _Panel, results: Results, theme: _Theme) -> None:
 
 
 def _gb_per_s(results: Results, case: str, entries: Sequence[str]) -> float | None:
-    """The fastest median of some settings."""
+    """Return the fastest median of some settings."""
     medians = [results.median(case, entry, "gb_per_s") for entry in entries]
     return max((median for median in medians if median is not None), default=None)
 

@@ -1,4 +1,4 @@
-"""The plots: CPU time and wall time of every case, as SVG and PNG."""
+"""Plot CPU time and wall time of every case, as SVG and PNG."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PLOTTED = 2
 
 
 def draw(results: Results, cases: Sequence[Case], folder: Path) -> list[Path]:
-    """One picture per case, of its first two columns; returns the files."""
+    """Draw one picture per case, of its first two columns; return the files."""
     mpl.rcParams.update({"font.size": 9, "svg.fonttype": "none", "svg.hashsalt": "ckpt"})
     written = []
     for case in cases:
@@ -39,16 +39,16 @@ def draw(results: Results, cases: Sequence[Case], folder: Path) -> list[Path]:
 
 def _bars(axis: Axes, case: Case, column: Column, results: Results) -> None:
     for position, entry in enumerate(case.entries):
-        found = results.spread(case.name, entry.name, column.key)
-        if found is None:
+        spread = results.spread(case.name, entry.name, column.key)
+        if spread is None:
             failed = results.error(case.name, entry.name) is not None
             axis.text(0, position, " failed" if failed else " -", va="center", color=_PEER)
             continue
         floor = entry.note.startswith("floor") or entry.job == "copy"
         color = _OURS if entry.contender == "ours" else _FLOOR if floor else _PEER
-        around = [[found.median - found.least], [found.most - found.median]]
-        axis.barh(position, found.median, 0.62, color=color, xerr=around, ecolor="#333333", capsize=2)
-        axis.text(found.most, position, f"  {found.median:,.{column.digits}f}", va="center", fontsize=8)
+        around = [[spread.median - spread.least], [spread.most - spread.median]]
+        axis.barh(position, spread.median, 0.62, color=color, xerr=around, ecolor="#333333", capsize=2)
+        axis.text(spread.most, position, f"  {spread.median:,.{column.digits}f}", va="center", fontsize=8)
     axis.set_yticks(range(len(case.entries)), [entry.name for entry in case.entries])
     if not axis.yaxis_inverted():
         axis.invert_yaxis()

@@ -1,4 +1,4 @@
-"""What a run found: outcomes by case and entry, with the machine and the versions; as JSON."""
+"""Keep a run's outcomes by case and entry, with the machine and the versions, as JSON."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class Results:
         self.outcomes.setdefault(case, {}).setdefault(entry, []).append(outcome)
 
     def error(self, case: str, entry: str) -> str | None:
-        """The first error of an entry."""
+        """Return the first error of an entry."""
         errors = (outcome.error for outcome in self.outcomes.get(case, {}).get(entry, []))
         return next((error for error in errors if error), None)
 
     def spread(self, case: str, entry: str, key: str) -> Spread | None:
-        """A figure of an entry over its rounds; None if it was not measured."""
+        """Return a figure of an entry over its rounds; None if it was not measured."""
         outcomes = self.outcomes.get(case, {}).get(entry, [])
         values = [outcome.figures[key] for outcome in outcomes if key in outcome.figures]
         if not values:
@@ -54,21 +54,21 @@ class Results:
         return Spread(statistics.median(values), min(values), max(values), len(values))
 
     def median(self, case: str, entry: str, key: str) -> float | None:
-        found = self.spread(case, entry, key)
-        return None if found is None else found.median
+        spread = self.spread(case, entry, key)
+        return None if spread is None else spread.median
 
     def versions(self) -> dict[str, str]:
-        """The versions of everything that was measured."""
-        found: dict[str, str] = {}
+        """List the versions of everything that was measured."""
+        versions: dict[str, str] = {}
         for entries in self.outcomes.values():
             for outcomes in entries.values():
                 for outcome in outcomes:
-                    found |= outcome.versions
-        return dict(sorted(found.items()))
+                    versions |= outcome.versions
+        return dict(sorted(versions.items()))
 
     @staticmethod
     def read(path: Path) -> Results:
-        """Read what `write` wrote."""
+        """Read the results that `write` wrote."""
         data = json.loads(path.read_text())
         outcomes = {
             case: {
@@ -87,17 +87,17 @@ class Results:
             }
             for case, entries in self.outcomes.items()
         }
-        found = {
+        run = {
             "machine": self.machine,
             "settings": self.settings,
             "versions": self.versions(),
             "cases": cases,
         }
-        path.write_text(json.dumps(found, indent=1) + "\n")
+        path.write_text(json.dumps(run, indent=1) + "\n")
 
 
 def machine() -> dict[str, Any]:
-    """The machine as far as it matters to the figures."""
+    """Describe the machine as far as it matters to the figures."""
     return {
         "cpu": _line("/proc/cpuinfo", "model name"),
         "cores": os.cpu_count(),

@@ -1,4 +1,4 @@
-"""The Markdown report: the bars, a table per case, and what everything was run with."""
+"""Write the Markdown report: the bars, a table per case, the machine and the versions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ How to read this is explained in [the suite's README](../README.md).
 
 
 def report(results: Results, cases: Sequence[Case]) -> str:
-    """The whole report."""
+    """Write the whole report."""
     parts = [_HEAD, _about(results), "## Bars\n", bars_table(judge(results))]
     for case in cases:
         if case.name in results.outcomes:
@@ -31,10 +31,10 @@ def bars_table(verdicts: Sequence[Verdict]) -> str:
     rows = []
     for verdict in verdicts:
         bar = verdict.bar
-        found = "not measured" if verdict.value is None else f"{verdict.value:.2f} {bar.unit}"
+        measured = "not measured" if verdict.value is None else f"{verdict.value:.2f} {bar.unit}"
         bound = f"{'at most' if bar.at_most else 'at least'} {bar.bound:g} {bar.unit}"
         met = {None: "", True: "met", False: "**not met**"}[verdict.met]
-        rows.append([bar.what, found, bound, met])
+        rows.append([bar.what, measured, bound, met])
     return _table(["what", "measured", "bar", ""], rows)
 
 
@@ -50,12 +50,12 @@ def _case_table(case: Case, results: Results) -> str:
 
 
 def _cell(case: Case, entry: Entry, column: Column, results: Results) -> str:
-    found = results.spread(case.name, entry.name, column.key)
-    if found is None:
+    spread = results.spread(case.name, entry.name, column.key)
+    if spread is None:
         return ""
-    text = f"{found.median:,.{column.digits}f}"
-    if found.rounds > 1 and found.most > found.least:
-        text += f" ({found.least:,.{column.digits}f}-{found.most:,.{column.digits}f})"
+    text = f"{spread.median:,.{column.digits}f}"
+    if spread.rounds > 1 and spread.most > spread.least:
+        text += f" ({spread.least:,.{column.digits}f}-{spread.most:,.{column.digits}f})"
     return text
 
 

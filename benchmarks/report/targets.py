@@ -1,4 +1,4 @@
-"""The project's bars: what is asked of this library, as ratios within one run."""
+"""Judge a run by the project's bars, most of them ratios within one run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A bar and what was found."""
+    """A bar and its measured value."""
 
     bar: Bar
     value: float | None
@@ -45,8 +45,8 @@ def judge(results: Results) -> list[Verdict]:
 
 def _figure(case: str, entry: str, key: str, scale: float = 1.0) -> Callable[[Results], float | None]:
     def value(results: Results) -> float | None:
-        found = results.median(case, entry, key)
-        return None if found is None else found * scale
+        median = results.median(case, entry, key)
+        return None if median is None else median * scale
 
     return value
 
@@ -54,7 +54,7 @@ def _figure(case: str, entry: str, key: str, scale: float = 1.0) -> Callable[[Re
 def _ratio(
     case: str, key: str, above: Iterable[str], below: Iterable[str]
 ) -> Callable[[Results], float | None]:
-    """The least of the medians of `above`, over that of `below`: the best setting of each counts."""
+    """Divide the least median of `above` by that of `below`: the best setting of each counts."""
 
     def value(results: Results) -> float | None:
         top, bottom = _least(results, case, key, above), _least(results, case, key, below)
@@ -64,8 +64,8 @@ def _ratio(
 
 
 def _least(results: Results, case: str, key: str, entries: Iterable[str]) -> float | None:
-    found = [median for entry in entries if (median := results.median(case, entry, key)) is not None]
-    return min(found, default=None)
+    medians = [median for entry in entries if (median := results.median(case, entry, key)) is not None]
+    return min(medians, default=None)
 
 
 def _outside_planner(results: Results) -> float | None:
@@ -84,8 +84,8 @@ def _checksum_cost(results: Results) -> float | None:
 
 
 def _slowest_open(results: Results) -> float | None:
-    found = [results.median("metadata-1024", "ours", key) for key in ("open_s", "adopt_s")]
-    return max((value for value in found if value is not None), default=None)
+    medians = [results.median("metadata-1024", "ours", key) for key in ("open_s", "adopt_s")]
+    return max((value for value in medians if value is not None), default=None)
 
 
 _CPU, _WALL = "cpu_s_per_gb", "wall_s"

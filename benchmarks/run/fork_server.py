@@ -1,4 +1,4 @@
-"""An interpreter that has imported what takes seconds, and forks a fresh process for every measurement."""
+"""Fork a fresh process for every measurement from an interpreter that has imported torch already."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Forks:
     def run(
         self, asked: Path, answered: Path, errors: Path, environment: Mapping[str, str], timeout_s: float
     ) -> int:
-        """Have the task in file `asked` done by a new process; returns its exit status.
+        """Have the task in file `asked` done by a new process; return its exit status.
 
         Raises:
             TimeoutError: it took too long. It has been ended, and this object is of no more use.
@@ -58,7 +58,7 @@ class Forks:
         return int(line)
 
     def close(self) -> None:
-        """End it and what it is doing."""
+        """End the interpreter and its measurement."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.communicate()

@@ -1,4 +1,4 @@
-"""What one piece of work costs this process: wall time, CPU time of all threads, memory beyond the start."""
+"""Measure this process: wall time, CPU time of all threads, memory beyond the start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Running measurements: a fresh process for each, in the environment of who is measured."""
+"""Run measurements: a fresh process for each, in the environment of who is measured."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SLOW_BYTES_PER_S = 150_000_000
 
 @dataclass
 class Runner:
-    """Runs the measurements of cases; checkpoints on files lie below `scratch`. To be closed."""
+    """Run the measurements of cases; checkpoints on files lie below `scratch`. To be closed."""
 
     scratch: Path
     default_threads: int
@@ -37,7 +37,7 @@ class Runner:
 
     @contextlib.contextmanager
     def server(self, case: Case) -> Iterator[Endpoint | None]:
-        """The server that a case needs."""
+        """Start the server that a case needs."""
         if case.server == "rclone":
             with (
                 tempfile.TemporaryDirectory(dir=self.scratch) as folder,
@@ -57,11 +57,11 @@ class Runner:
                 shutil.rmtree(left, ignore_errors=True)
 
     def prepare(self, case: Case, entry: Entry, endpoint: Endpoint | None) -> Outcome:
-        """Save what an entry loads."""
+        """Save the checkpoint that an entry loads."""
         return self._run(self._task(case, entry, entry, endpoint, case.prepare, -1), entry)
 
     def measure(self, case: Case, entry: Entry, endpoint: Endpoint | None, number: int) -> Outcome:
-        """One measurement."""
+        """Take one measurement."""
         names = {other.name: other for other in case.entries}
         source = names[entry.written_by] if entry.written_by else entry
         task = self._task(case, entry, source, endpoint, entry.job or case.job, number)
@@ -114,7 +114,7 @@ class Runner:
 
 
 def _environment(task: Task) -> dict[str, str]:
-    """What peers without arguments for it take their endpoint and credentials from."""
+    """Set endpoint and credentials for peers that have no arguments for them."""
     environment = {
         **os.environ,
         "AWS_ACCESS_KEY_ID": ACCESS_KEY,

@@ -1,4 +1,4 @@
-"""Starting and stopping the servers that clients are measured against."""
+"""Start and stop the servers that clients are measured against."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Endpoint:
         self._control("clear")
 
     def report(self) -> dict[str, Any]:
-        """What was counted since the last `reset`."""
+        """Return the counts since the last `reset`."""
         return self._control("stats")
 
     def connect(self) -> http.client.HTTPConnection:
@@ -59,12 +59,12 @@ class Endpoint:
         context = ssl.create_default_context(cafile=self.certificate)
         return http.client.HTTPSConnection(parts.hostname, parts.port, context=context)
 
-    def _control(self, what: str) -> dict[str, Any]:
+    def _control(self, action: str) -> dict[str, Any]:
         if not self.counts:
             return {}
         connection = self.connect()
         try:
-            connection.request("GET", f"/-/{what}")
+            connection.request("GET", f"/-/{action}")
             answer: dict[str, Any] = json.loads(connection.getresponse().read())
             return answer
         finally:
@@ -78,10 +78,12 @@ class Endpoint:
 def sink(
     *, keep: bool = False, tls_folder: Path | None = None, bytes_per_s: int | None = None
 ) -> Iterator[Endpoint]:
-    """The suite's own endpoint, in a process of its own; TLS with a certificate made in `tls_folder`.
+    """Start the suite's own endpoint, in a process of its own; TLS with a certificate made in
+    `tls_folder`.
 
     Args:
-        bytes_per_s: how much it takes of the bodies that it drops, over all connections; None is all it can.
+        bytes_per_s: how much it takes of the bodies that it drops, over all connections; None is
+            all it can.
     """
     command = [sys.executable, "-m", "benchmarks.sink"]
     certificate = None
@@ -105,7 +107,10 @@ def sink(
 
 @contextlib.contextmanager
 def rclone(binary: Path, folder: Path) -> Iterator[Endpoint]:
-    """`rclone serve s3` on a folder: a second, real server. Its hashing of objects is off: it limits reads."""
+    """Start `rclone serve s3` on a folder: a second, real server.
+
+    Its hashing of objects is off: it limits reads.
+    """
     (folder / BUCKET).mkdir(parents=True, exist_ok=True)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -139,7 +144,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def _certificate(folder: Path) -> Path:
-    """A certificate for 127.0.0.1 that signs itself, with its key, in one PEM file."""
+    """Make a certificate for 127.0.0.1 that signs itself, with its key, in one PEM file."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec

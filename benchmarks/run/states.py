@@ -1,4 +1,6 @@
-"""The states that are saved and loaded: tensors with known contents, which a load is compared with."""
+"""Make the states that are saved and loaded: tensors with known contents, which a load is compared
+with.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +27,14 @@ class StateSpec:
         return 4 * self.tensors * self.rows * self.columns
 
     def filled(self) -> dict[str, torch.Tensor]:
-        """The tensors, with contents that differ everywhere."""
+        """Make the tensors, with contents that differ everywhere."""
         return {
             self._name(number): self._fill(torch.empty(self.rows, self.columns), number)
             for number in range(self.tensors)
         }
 
     def blank(self) -> dict[str, torch.Tensor]:
-        """Tensors to load into, their memory already touched."""
+        """Make tensors to load into, their memory already touched."""
         shape = (self.rows, self.columns)
         return {self._name(number): torch.full(shape, -1.0) for number in range(self.tensors)}
 
@@ -44,8 +46,8 @@ class StateSpec:
         """
         expected = torch.empty(self.rows, self.columns)
         for number in range(self.tensors):
-            found = state[self._name(number)]
-            if not torch.equal(found.view(torch.int32), self._fill(expected, number).view(torch.int32)):
+            loaded = state[self._name(number)]
+            if not torch.equal(loaded.view(torch.int32), self._fill(expected, number).view(torch.int32)):
                 raise ValueError(f"{self._name(number)} was loaded wrong")
 
     def _name(self, number: int) -> str:
@@ -59,7 +61,7 @@ class StateSpec:
 
 @functools.cache
 def _hashes(count: int) -> torch.Tensor:
-    """Multiplicative hashes: no two neighbours alike, and no run of bytes that compresses."""
+    """Make multiplicative hashes: no two neighbours alike, and no run of bytes that compresses."""
     return torch.arange(count, dtype=torch.int32).mul_(-1640531527)
 
 

@@ -1,4 +1,4 @@
-"""A whole run: every case, its entries interleaved round by round."""
+"""Run every case, its entries interleaved round by round."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ Report = Callable[[str], None]
 
 
 def steps_of(case: Case, rounds: int) -> int:
-    """How many processes a case takes."""
+    """Count the processes that a case takes."""
     return len(_writers(case)) + sum(_rounds_of(case, entry, rounds) for entry in case.entries)
 
 
 def run_case(case: Case, rounds: int, runner: Runner, results: Results, report: Report) -> None:
-    """Measure a case. What fails is an outcome; a server that does not start is that of every entry."""
+    """Measure a case.
+
+    A failure is an outcome; a server that does not start is that of every entry.
+    """
     try:
         with runner.server(case) as endpoint:
             failed = _prepare(case, runner, endpoint, report)
@@ -41,7 +44,7 @@ def run_case(case: Case, rounds: int, runner: Runner, results: Results, report: 
 
 
 def _prepare(case: Case, runner: Runner, endpoint: Endpoint | None, report: Report) -> dict[str, Outcome]:
-    """Write what will be loaded; returns the outcomes of those that failed, by entry."""
+    """Save the checkpoints to be loaded; return the outcomes of those that failed, by entry."""
     failed = {}
     for entry in _writers(case):
         outcome = runner.prepare(case, entry, endpoint)
@@ -62,6 +65,6 @@ def _rounds_of(case: Case, entry: Entry, rounds: int) -> int:
 
 
 def _rotated(entries: Sequence[Entry], number: int) -> list[Entry]:
-    """Each round begins with another entry: nobody always runs after the same one."""
+    """Begin each round with another entry: nobody always runs after the same one."""
     start = number % max(len(entries), 1)
     return [*entries[start:], *entries[:start]]

@@ -1,4 +1,4 @@
-"""One measurement as it is handed to a process of its own, and what comes back."""
+"""Send a measurement to a process of its own, and its outcome back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Outcome", "Task"]
 
 @dataclass(frozen=True)
 class Task:
-    """What to measure.
+    """A measurement to take.
 
     Attributes:
         job: what is done, a key of `benchmarks.run.worker.JOBS`.
@@ -53,7 +53,7 @@ class Task:
 
 @dataclass
 class Outcome:
-    """What a process reports: figures by name, or the error that kept it from measuring."""
+    """The report of a process: figures by name, or the error that kept it from measuring."""
 
     figures: dict[str, float] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)

@@ -1,6 +1,7 @@
-"""A process that takes one measurement: `python -m benchmarks.run.worker TASK.json OUTCOME.json`.
+"""Take one measurement: `python -m benchmarks.run.worker TASK.json OUTCOME.json`.
 
-With `--serve` it takes many, each in a process forked from this one: see `benchmarks.run.fork_server`.
+With `--serve` it takes many, each in a process forked from this one: see
+`benchmarks.run.fork_server`.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def answer(asked: str, answered: str) -> None:
 
 
 def serve() -> None:
-    """Carry out what is asked for on standard input, line by line; print the exit status of each."""
+    """Carry out the requests on standard input, line by line; print the exit status of each."""
     importlib.import_module("torch.distributed.checkpoint")
     for line in sys.stdin:
         asked, answered, errors, environment = json.loads(line)

@@ -1,1 +1,1 @@
-"""An S3 endpoint that drops what it is sent and serves from memory, so that the client is the limit."""
+"""Serve S3 from memory, and drop bodies that are sent, so that the client is the limit."""

@@ -1,6 +1,8 @@
-"""Run the endpoint: `python -m benchmarks.sink [--keep] [--certificate FILE] [--bytes-per-s N]`; it prints its port and serves.
+"""Run the endpoint: `python -m benchmarks.sink [--keep] [--certificate FILE] [--bytes-per-s N]`; it
+prints its port and serves.
 
-Below `/-/` it answers `stats` (counts as JSON), `reset` (counts from zero) and `clear` (forget all objects).
+Below `/-/` it answers `stats` (counts as JSON), `reset` (counts from zero) and `clear` (forget all
+objects).
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ _CONTROL = "/-/"
 
 
 class Server:
-    """A thread per connection: the work is in system calls, which run without the interpreter's lock."""
+    """A thread per connection: the work is in system calls, without the interpreter's lock."""
 
     def __init__(self, keep_up_to_bytes: int, tls: ssl.SSLContext | None, pacer: Pacer | None) -> None:
         self._keep_up_to_bytes = keep_up_to_bytes
@@ -64,10 +66,10 @@ class Server:
             headers["Content-Length"] = str(reply.nbytes)
         connection.send(reply.status, headers, reply.views)
 
-    def _control(self, what: str) -> bytes:
-        if what == "reset":
+    def _control(self, action: str) -> bytes:
+        if action == "reset":
             self._counters.reset()
-        elif what == "clear":
+        elif action == "clear":
             self._objects.clear()
         return json.dumps(self._counters.report()).encode()
 

@@ -1,4 +1,6 @@
-"""HTTP/1.1 on one connection: heads parsed, bodies kept or dropped without copying them, replies sent."""
+"""Speak HTTP/1.1 on one connection: parse heads, keep or drop bodies without copying them, send
+replies.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ class Connection:
         self._ahead = b""
 
     def request(self) -> Request | None:
-        """The next request's head; None when the client has gone."""
+        """Receive the next request's head; None when the client has gone."""
         while (end := self._ahead.find(b"\r\n\r\n")) < 0:
             received = self._sock.recv(_MAX_HEAD_BYTES)
             if not received or len(self._ahead) > _MAX_HEAD_BYTES:
@@ -136,7 +138,7 @@ class Connection:
 
 
 def _decode_aws_chunks(data: memoryview, nbytes: int) -> memoryview:
-    """The payload of an `aws-chunked` body: sizes, signatures and trailers left out."""
+    """Return the payload of an `aws-chunked` body: sizes, signatures and trailers left out."""
     raw, decoded, position = bytes(data), bytearray(), 0
     while True:
         end = raw.index(b"\r\n", position)

@@ -1,4 +1,4 @@
-"""What the endpoint counted: requests by operation, payload bytes both ways, bytes sent by key."""
+"""Count requests by operation, payload bytes both ways, bytes sent by key."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Counters"]
 
 
 class Counters:
-    """Safe to use from several threads."""
+    """Count, from several threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""The objects that the endpoint holds: names and sizes of all, contents of those that were kept."""
+"""Keep the endpoint's objects: names and sizes of all, contents of some."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ class StoredObject:
         return sum(body.nbytes for body in self.bodies)
 
     def views(self, start: int, stop: int) -> list[memoryview]:
-        """Bytes `[start, stop)` where they lie.
+        """Return bytes `[start, stop)` where they lie.
 
         Raises:
             LookupError: they were dropped.
         """
-        found, offset = [], 0
+        parts, offset = [], 0
         for body in self.bodies:
             begin, end = max(start - offset, 0), min(stop - offset, body.nbytes)
             if begin < end:
                 if body.data is None:
                     raise LookupError("the contents were dropped; start the server with --keep")
-                found.append(body.data[begin:end])
+                parts.append(body.data[begin:end])
             offset += body.nbytes
-        return found
+        return parts
 
 
 @dataclass

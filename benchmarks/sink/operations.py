@@ -1,4 +1,7 @@
-"""The S3 operations that checkpoint clients use. Keys here are `bucket/key`; every bucket exists."""
+"""Carry out the S3 operations that checkpoint clients use.
+
+Keys here are `bucket/key`; every bucket exists.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,9 @@ _MODIFIED_HTTP = formatdate(1767225600, usegmt=True)
 
 @dataclass(frozen=True)
 class Reply:
-    """A status, headers, and the views to send; `nbytes` is their length, also where a HEAD sends none."""
+    """A status, headers, and the views to send; `nbytes` is their length, also where a HEAD sends
+    none.
+    """
 
     status: str
     headers: dict[str, str] = field(default_factory=dict)
@@ -31,7 +36,7 @@ class Reply:
 
 
 def operation_of(request: Request) -> str:
-    """The operation's name in the S3 API."""
+    """Name the operation as the S3 API does."""
     key = request.path.strip("/").partition("/")[2]
     query = request.query
     if request.method == "PUT" and "partNumber" in query:
@@ -144,8 +149,8 @@ def _get(objects: Objects, key: str, request: Request, body: Body) -> Reply:
     if request.headers.get("if-match", stored.etag).strip('"') != stored.etag.strip('"'):
         return _error("412 Precondition Failed", "PreconditionFailed")
     start, stop, status, headers = 0, stored.nbytes, "200 OK", _headers_of(stored)
-    if found := re.fullmatch(r"bytes=(\d*)-(\d*)", request.headers.get("range", "")):
-        first, last = found.groups()
+    if byte_range := re.fullmatch(r"bytes=(\d*)-(\d*)", request.headers.get("range", "")):
+        first, last = byte_range.groups()
         start = int(first) if first else max(0, stored.nbytes - int(last))
         stop = min(int(last) + 1, stored.nbytes) if first and last else stored.nbytes
         if start >= stored.nbytes:

@@ -1,4 +1,4 @@
-"""A server that takes only so many bytes a second, whoever sends them."""
+"""Take only so many bytes a second, whoever sends them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["Pacer"]
 
 
 class Pacer:
-    """Makes the threads of all connections wait, so that together they receive `bytes_per_s`."""
+    """Make the threads of all connections wait, so that together they receive `bytes_per_s`."""
 
     def __init__(self, bytes_per_s: int) -> None:
         self._bytes_per_s = bytes_per_s

@@ -1,1 +1,1 @@
-"""Measure what takes hours or a special set-up; not part of `make bench`."""
+"""Take measurements that need hours or a special set-up; not part of `make bench`."""

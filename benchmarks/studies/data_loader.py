@@ -1,4 +1,5 @@
-"""The data loader: tokens per second of one worker on one core, and a soak that watches memory.
+"""Measure the data loader: tokens per second of one worker on one core, and a soak that watches
+memory.
 
 python -m benchmarks.studies.data_loader
 python -m benchmarks.studies.data_loader --soak-s 600
@@ -47,7 +48,7 @@ def main() -> None:
 
 
 def make_sources(folder: Path, *, documents: int, cache_bytes: int) -> dict[str, Any]:
-    """The same documents in a token file and in a Parquet file."""
+    """Write the same documents to a token file and a Parquet file."""
     import pyarrow
     import pyarrow.parquet
 
@@ -69,7 +70,9 @@ def make_sources(folder: Path, *, documents: int, cache_bytes: int) -> dict[str,
 
 
 def throughput(sources: dict[str, Any], seconds: float, rounds: int) -> list[dict[str, Any]]:
-    """Loader and worker share one core, so what the training process does for a batch is paid for too."""
+    """Measure loader and worker on one core, so that the training process's share of a batch is
+    paid for too.
+    """
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     figures = []
     for (name, source), workers in itertools.product(sources.items(), (0, 1)):
@@ -107,8 +110,9 @@ def loader_of(source: Any, workers: int, *, rank: int = 0, world_size: int = 1) 
 
 
 def soak(sources: dict[str, Any], folder: str, seconds: float, tokens_per_s: float) -> dict[str, Any]:
-    """One iteration over both sources with two workers that live throughout; every few seconds its state is saved,
-    and loaded on another number of ranks, which read on from there."""
+    """Iterate over both sources with two workers that live throughout; every few seconds the state
+    is saved, and loaded on another number of ranks, which read on from there.
+    """
     import ckpt
 
     loader = loader_of(sources, 2)
@@ -143,11 +147,13 @@ def rescale(sources: dict[str, Any], folder: str, world_size: int) -> None:
 
 
 def memory() -> dict[str, dict[str, float]]:
-    """Of this process and its workers: private memory in MiB, and open files. Mapped files are not private."""
-    found = {"main": status(os.getpid())}
+    """Measure private memory in MiB, without mapped files, and open files of this process and its
+    workers.
+    """
+    processes = {"main": status(os.getpid())}
     for number, pid in enumerate(children(os.getpid())):
-        found[f"worker {number}"] = status(pid)
-    return found
+        processes[f"worker {number}"] = status(pid)
+    return processes
 
 
 def status(pid: int) -> dict[str, float]:
@@ -166,16 +172,18 @@ def children(pid: int) -> Iterator[int]:
 
 
 def growth(notes: list[dict[str, Any]]) -> dict[str, Any]:
-    """Between the middle fifth of the soak and its last, when caches are long full: what a leak would show."""
+    """Compare the middle fifth of the soak, when caches are long full, with its last: a leak shows
+    there.
+    """
     fifth = max(1, len(notes) // 5)
     grown = {}
     for name in notes[-1]["processes"]:
-        for what in ("private_mib", "files", "threads"):
+        for figure in ("private_mib", "files", "threads"):
             middle, end = (
-                statistics.median(note["processes"][name][what] for note in part)
+                statistics.median(note["processes"][name][figure] for note in part)
                 for part in (notes[2 * fifth : 3 * fifth] or notes, notes[-fifth:])
             )
-            grown[f"{name}, {what}"] = [round(middle, 1), round(end, 1)]
+            grown[f"{name}, {figure}"] = [round(middle, 1), round(end, 1)]
     return {"middle_and_end": grown}
 
 

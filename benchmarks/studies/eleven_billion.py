@@ -1,7 +1,10 @@
-"""Round trips at 11 billion parameters, and a write path at 136 GB: `python -m benchmarks.studies.eleven_billion`.
+"""Measure round trips at 11 billion parameters, and a write path at 136 GB.
 
-Needs about 13 GB of free memory, 24 GB of disk at `--scratch`, and `rclone` in the environment. Each step runs the
-command that a user would, writes its JSON to `--output`, and a plot of all over time; docs/eleven-billion.md is the record.
+    python -m benchmarks.studies.eleven_billion
+
+Needs about 13 GB of free memory, 24 GB of disk at `--scratch`, and `rclone` in the environment.
+Each step runs the command that a user would, writes its JSON to `--output`, and a plot of all over
+time; docs/eleven-billion.md is the record.
 """
 
 from __future__ import annotations
@@ -43,7 +46,9 @@ _PLANNED = [("t5-11b", 8), ("llama-2-7b", 8), ("llama-2-13b", 16), ("granite-7b"
 
 @dataclass(frozen=True)
 class Place:
-    """Where a checkpoint is saved, and the folder in which its objects are files; None where there are none."""
+    """Where a checkpoint is saved, and the folder in which its objects are files; None where there
+    are none.
+    """
 
     url: str
     options: dict[str, Any]
@@ -67,10 +72,10 @@ def main() -> int:
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
         try:
-            found = {"machine": machine(), **steps[name](scratch)}
+            report = {"machine": machine(), **steps[name](scratch)}
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
-        (output / f"{name}.json").write_text(json.dumps(found, indent=1))
+        (output / f"{name}.json").write_text(json.dumps(report, indent=1))
     results = {path.stem: json.loads(path.read_text()) for path in sorted(output.glob("*.json"))}
     (output / "results.md").write_text(_table(results))
     _draw(results, output)
@@ -101,8 +106,8 @@ def _on_s3(scratch: Path) -> dict[str, Any]:
 
 
 def _round_trip(place: Place) -> dict[str, Any]:
-    """Every element compared; then one byte is flipped, and the load has to fail."""
-    found = _ckpt(place, *_ELEVEN, "--keep")
+    """Compare every element; then flip one byte, and the load has to fail."""
+    report = _ckpt(place, *_ELEVEN, "--keep")
     assert place.folder is not None
     file = max(place.folder.glob("rank-00005/*.distcp"), key=lambda path: path.stat().st_size)
     at = file.stat().st_size // 2
@@ -112,7 +117,7 @@ def _round_trip(place: Place) -> dict[str, Any]:
         body.seek(at)
         body.write(bytes([byte ^ 1]))
     flipped = _ckpt(place, *_ELEVEN, "--phase", "load", expected=1)
-    return {"flip": {"file": file.name, "at": at, "error": flipped["error"]["message"]}, **found}
+    return {"flip": {"file": file.name, "at": at, "error": flipped["error"]["message"]}, **report}
 
 
 def _to_the_sink(_: Path) -> dict[str, Any]:
@@ -120,26 +125,26 @@ def _to_the_sink(_: Path) -> dict[str, Any]:
 
 
 def _in_long_objects(_: Path) -> dict[str, Any]:
-    """One object of 9.7 GB a rank."""
+    """Save one object of 9.7 GB a rank."""
     return _discarded("--world-size", "14", "--processes", "1")
 
 
 def _discarded(*arguments: str) -> dict[str, Any]:
-    """136 GB to a server that counts them and drops them."""
+    """Save 136 GB to a server that counts them and drops them."""
     with sink() as endpoint:
         place = Place(f"s3://{BUCKET}/step", _options(endpoint), None)
-        found = _ckpt(place, *_WITH_OPTIMIZER, *arguments)
-        return {"server": endpoint.report(), **found}
+        report = _ckpt(place, *_WITH_OPTIMIZER, *arguments)
+        return {"server": endpoint.report(), **report}
 
 
 def _plans(scratch: Path) -> dict[str, Any]:
     place = Place(str(scratch / "step"), {}, None)
-    found = {}
+    models = {}
     for model, ranks in _PLANNED:
         one = _ckpt(place, "--model", model, "--world-size", str(ranks), "--phase", "plan")
         one["plan"]["shard_bytes"] = [min(one["plan"]["shard_bytes"]), max(one["plan"]["shard_bytes"])]
-        found[model] = {**one, "ranks": ranks}
-    return {"models": found}
+        models[model] = {**one, "ranks": ranks}
+    return {"models": models}
 
 
 def _ckpt(place: Place, *arguments: str, expected: int = 0) -> dict[str, Any]:
@@ -153,8 +158,8 @@ def _ckpt(place: Place, *arguments: str, expected: int = 0) -> dict[str, Any]:
     )
     if done.returncode != expected:
         raise SystemExit(f"exit code {done.returncode}, not {expected}: {done.stdout[-2000:]}")
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    report: dict[str, Any] = json.loads(done.stdout)
+    return report
 
 
 def _options(endpoint: Endpoint) -> dict[str, Any]:
@@ -168,38 +173,38 @@ def _table(results: dict[str, Any]) -> str:
     ]
     for name in _RUNS:
         for part in ("save", "load"):
-            found = results.get(name, {}).get(part)
-            if found is None:
+            report = results.get(name, {}).get(part)
+            if report is None:
                 continue
-            ranks = found["ranks"]
+            ranks = report["ranks"]
             nbytes = sum(rank["shard_bytes"] for rank in ranks)
-            counts = found["counts"]
+            counts = report["counts"]
             operations = counts["parts"] + counts["reads"] + counts["stats"]
             if "server" in results[name]:
                 operations = sum(results[name]["server"]["requests"].values())
             ratio = results[name]["sent_per_payload" if part == "save" else "read_per_needed"]
             lines.append(
-                f"| {name}: {part}, {len(ranks)} ranks, {found['processes']} at a time | {nbytes / 1e9:.1f} GB "
-                f"| {found['wall_s'] + found['commit_s']:.1f} | {found['bytes_per_s'] / 1e9:.2f} "
-                f"| {found['transfer_share']:.2f} | {operations:,} "
-                f"| {ratio:.4f} | {found['peak_beyond_shard_bytes'] / (1 << 20):.0f} MiB |"
+                f"| {name}: {part}, {len(ranks)} ranks, {report['processes']} at a time | {nbytes / 1e9:.1f} GB "
+                f"| {report['wall_s'] + report['commit_s']:.1f} | {report['bytes_per_s'] / 1e9:.2f} "
+                f"| {report['transfer_share']:.2f} | {operations:,} "
+                f"| {ratio:.4f} | {report['peak_beyond_shard_bytes'] / (1 << 20):.0f} MiB |"
             )
     lines += [
         "",
         "| planned | parameters | ranks | slices | largest shard, bf16 | s |",
         "|---|---|---|---|---|---|",
     ]
-    for model, found in results.get("plans", {}).get("models", {}).items():
-        plan = found["plan"]
+    for model, report in results.get("plans", {}).get("models", {}).items():
+        plan = report["plan"]
         lines.append(
-            f"| {model} | {found['parameters']:,} | {found['ranks']:,} | {plan['items']:,} "
+            f"| {model} | {report['parameters']:,} | {report['ranks']:,} | {plan['items']:,} "
             f"| {plan['shard_bytes'][1] / _GIB:.2f} GiB | {plan['plan_s']:.1f} |"
         )
     return "\n".join(lines) + "\n"
 
 
 def _draw(results: dict[str, Any], output: Path) -> None:
-    """Throughput and resident memory over time, a row for each run."""
+    """Draw throughput and resident memory over time, a row for each run."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -234,7 +239,7 @@ def _draw(results: dict[str, Any], output: Path) -> None:
 
 
 def _rates(points: list[tuple[float, int, int]], window: int = 4) -> Iterator[tuple[float, float]]:
-    """GB/s over two seconds."""
+    """Compute GB/s over two seconds."""
     yield 0.0, 0.0
     for before, after in zip(points, points[window:], strict=False):
         with contextlib.suppress(ZeroDivisionError):

@@ -1,4 +1,6 @@
-"""The rescalable loader: on any schedule of ranks and workers, every token of an epoch once and in order."""
+"""The rescalable loader: on any schedule of ranks and workers, every token of an epoch once and in
+order.
+"""
 
 from __future__ import annotations
 
@@ -81,10 +83,10 @@ def by_shard(read: Sequence[int], source: Numbered, shards: int) -> dict[int, li
     for shard in Shard.all_of("data", source.documents, shards):
         for document in range(shard.start, shard.stop):
             owner |= dict.fromkeys(source.tokens(document).tolist(), shard.number)
-    found: dict[int, list[int]] = {number: [] for number in range(shards)}
+    tokens: dict[int, list[int]] = {number: [] for number in range(shards)}
     for token in read:
-        found[owner[token]].append(token)
-    return found
+        tokens[owner[token]].append(token)
+    return tokens
 
 
 # -- rescaling -------------------------------------------------------------------------------------------
@@ -111,7 +113,9 @@ def journeys(draw: st.DrawFn) -> dict[str, Any]:
 @settings(max_examples=examples(300))
 @given(journeys())
 def test_every_token_of_every_epoch_once(journey: dict[str, Any]) -> None:
-    """World and batch sizes and sequence length change at any moment, and ranks need not be in step."""
+    """World and batch sizes and sequence length change at any moment, and ranks need not be in
+    step.
+    """
     source = Numbered(journey["lengths"], cut_every=journey["cut_every"])
     options = {name: journey[name] for name in ("shards", "seed", "epochs")} | {"pad_token": PAD}
     read: list[int] = []
@@ -189,13 +193,13 @@ def test_ranks_in_step_read_the_same_global_batches_on_any_world_size() -> None:
 
     def steps(sizes: Sequence[int]) -> list[set[tuple[int, ...]]]:
         state: Merged | None = None
-        found: list[set[tuple[int, ...]]] = []
+        global_batches: list[set[tuple[int, ...]]] = []
         for world_size in sizes:
             loaders = loaders_of(source, world_size, state, batch_size=12 // world_size, **options)
             for batches in itertools.islice(zip(*loaders, strict=True), 3):
-                found.append({tuple(row) for batch in batches for row in batch.tolist()})
+                global_batches.append({tuple(row) for batch in batches for row in batch.tolist()})
             state = merged(loaders)
-        return found
+        return global_batches
 
     assert steps([1] * 5) == steps([4, 6, 3, 1, 4]) == steps([12, 2, 12, 6, 3])
 

@@ -69,7 +69,9 @@ def rows(loader: Any, count: int) -> list[Any]:
     "workers", [1, *(pytest.param(workers, marks=pytest.mark.long) for workers in (2, 3, 5))]
 )
 def test_the_order_does_not_depend_on_workers(file: Path, workers: int) -> None:
-    """Also when a run is stopped, its workers having read ahead, and goes on with another number of them."""
+    """Also when a run is stopped, its workers having read ahead, and goes on with another number of
+    them.
+    """
     whole = rows(loader_of(file, 0), 20)
     first = loader_of(file, workers)
     second = loader_of(file, 6 - workers)
@@ -87,7 +89,9 @@ def test_an_epoch_with_workers(file: Path, context: str) -> None:
 
 
 def test_reading_draws_none_of_the_trainer_s_random_numbers(file: Path) -> None:
-    """A run that goes on begins an iteration where the run that was not killed is in the middle of one."""
+    """A run that goes on begins an iteration where the run that was not killed is in the middle of
+    one.
+    """
     torch.manual_seed(5)
     before = torch.get_rng_state()
     rows(loader_of(file, 2), 3)
@@ -197,7 +201,9 @@ def _travel(
 
 
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, file: Path) -> None:
-    """On the same ranks, bit for bit; a background save holds the position of the moment it was called."""
+    """On the same ranks, bit for bit; a background save holds the position of the moment it was
+    called.
+    """
     for whole, resumed in run_ranks(2, _resume, str(tmp_path / "c"), str(file)):
         assert whole == resumed
 

@@ -1,4 +1,6 @@
-"""`CheckpointManager` on one rank: what it saves, keeps, finds again and says, and what failures do to it."""
+"""`CheckpointManager` on one rank: what it saves, keeps, finds again and says, and what failures do
+to it.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ def run(
     elements: int = 1000,
     **options: Any,
 ) -> list[Event]:
-    """A run whose state is its step; returns what was told."""
+    """A run whose state is its step; returns its events."""
     events: list[Event] = []
     rule = save or saving.every_steps(1)
     with ckpt.CheckpointManager(root, save=rule, events=[events.append], **options) as manager:
@@ -71,18 +73,20 @@ def kinds(events: list[Event], *wanted: str) -> list[tuple[str, int | None]]:
 
 def steps_at(root: Path) -> list[int]:
     """Steps of the committed checkpoints there, seen without the manager's record."""
-    return [found.step or 0 for found in ckpt.list_checkpoints(root) if found.state == "committed"]
+    return [
+        checkpoint.step or 0 for checkpoint in ckpt.list_checkpoints(root) if checkpoint.state == "committed"
+    ]
 
 
 def restored_step(root: Path | str, step: Any = "latest-valid", **options: Any) -> int | None:
     with ckpt.CheckpointManager(root, save=saving.every_steps(1), preflight=False, **options) as manager:
         state = state_of(-1)
-        found = manager.restore(state, step=step)
-        if found is None:
+        restored = manager.restore(state, step=step)
+        if restored is None:
             return None
-        assert state["weight"].tolist() == [float(found.step)] * 1000
-        assert found.state["step"] == found.step
-        return found.step
+        assert state["weight"].tolist() == [float(restored.step)] * 1000
+        assert restored.state["step"] == restored.step
+        return restored.step
 
 
 def damage(root: Path, step: int, name: str = "*.distcp") -> None:
@@ -137,8 +141,8 @@ def test_first_and_last_step(tmp_path: Path) -> None:
     rule = saving.first_step() | saving.last_step()
     for _ in range(2):  # the second time it goes on, and is no first step any more
         with ckpt.CheckpointManager(tmp_path, save=rule) as manager:
-            found = manager.restore(state := state_of(-1))
-            for step in range(found.step + 1 if found else 1, 5):
+            restored = manager.restore(state := state_of(-1))
+            for step in range(restored.step + 1 if restored else 1, 5):
                 state["weight"].fill_(step)
                 manager.step(step, state, last=step == 4)
         assert steps_at(tmp_path) == [1, 4]
@@ -181,8 +185,10 @@ def test_best_and_pinned(tmp_path: Path) -> None:
 
 def test_what_no_rule_keeps_stays_while_it_is_the_newest(tmp_path: Path) -> None:
     events = run(tmp_path, range(1, 3), keep=keeping.every_steps(2))
-    told = [(event.kind, event.step, event.reason) for event in events if event.kind in ("kept", "removed")]
-    assert told == [
+    reported = [
+        (event.kind, event.step, event.reason) for event in events if event.kind in ("kept", "removed")
+    ]
+    assert reported == [
         ("kept", 1, "the newest"),
         ("removed", 1, "no rule keeps it"),
         ("kept", 2, "every 2 steps"),
@@ -209,13 +215,13 @@ def test_damaged_checkpoints_are_passed_over_and_left_alone(
     shutil.rmtree(tmp_path / "step-00000003")  # not damaged, just not there
     before = sorted(str(path) for path in tmp_path.rglob("*"))
     with ckpt.CheckpointManager(tmp_path, save=saving.every_steps(1), keep=keeping.last(2)) as manager:
-        found = manager.restore(state := state_of(-1))
-        assert found is not None
-        assert found.step == 2
+        restored = manager.restore(state := state_of(-1))
+        assert restored is not None
+        assert restored.step == 2
         assert state["weight"].tolist() == [2.0] * 1000
-        assert [passed.step for passed in found.passed_over] == [5, 4]
-        assert "checksum" in found.passed_over[0].reason
-        assert "not there" in found.passed_over[1].reason
+        assert [passed.step for passed in restored.passed_over] == [5, 4]
+        assert "checksum" in restored.passed_over[0].reason
+        assert "not there" in restored.passed_over[1].reason
         assert sorted(str(path) for path in tmp_path.rglob("*")) == before
         assert "step 5 passed over" in caplog.text
         for step in range(3, 6):
@@ -411,7 +417,7 @@ def test_training_can_go_on_after_failures(
     with ckpt.CheckpointManager(tmp_path, save=saving.every_steps(1), on_failure="continue") as manager:
         manager.step(1, state_of(1))
         manager.step(2, state_of(2))
-        with pytest.raises(SaveFailed):  # who asks is told
+        with pytest.raises(SaveFailed):  # who asks gets the error
             manager.wait_durable()
         mend()
         manager.step(3, state_of(3))

@@ -1,4 +1,4 @@
-"""`CheckpointManager` on several ranks, one of which fails or differs: all are told, none waits for ever."""
+"""`CheckpointManager` on several ranks, one of which fails or differs: all raise, none hangs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def state_of(rank: int, step: int) -> dict[str, Any]:
 
 
 def _one_rank_cannot_stage(rank: int, root: str, mode: Any) -> list[str]:
-    told = []
+    errors = []
     with ckpt.CheckpointManager(
         root, save=saving.every_steps(1), async_mode=mode, preflight=False
     ) as manager:
@@ -50,18 +50,18 @@ def _one_rank_cannot_stage(rank: int, root: str, mode: Any) -> list[str]:
             try:
                 ask()
             except SaveFailed as error:
-                told.append(str(error))
+                errors.append(str(error))
         manager.wait_durable()
-    return told
+    return errors
 
 
 @pytest.mark.parametrize("mode", ["thread", pytest.param("process", marks=pytest.mark.long), "off"])
 def test_a_rank_that_cannot_stage(tmp_path: Path, mode: str) -> None:
-    for told in run_ranks(2, _one_rank_cannot_stage, str(tmp_path), mode):
-        (text,) = told
+    for errors in run_ranks(2, _one_rank_cannot_stage, str(tmp_path), mode):
+        (text,) = errors
         assert "rank 1" in text
         assert "no room for a copy" in text
-    assert [found.step for found in ckpt.list_checkpoints(tmp_path)] == [2]
+    assert [checkpoint.step for checkpoint in ckpt.list_checkpoints(tmp_path)] == [2]
 
 
 def _lose_the_process(rank: int, root: str) -> tuple[str, int | None]:
@@ -80,18 +80,18 @@ def _lose_the_process(rank: int, root: str) -> tuple[str, int | None]:
         manager.step(2, state_of(rank, 2))
         try:
             manager.wait_durable()
-            told = ""
+            text = ""
         except SaveFailed as error:
-            told = str(error)
+            text = str(error)
         manager.step(3, state_of(rank, 3))
-        return told, manager.wait_durable()
+        return text, manager.wait_durable()
 
 
 @pytest.mark.long
 def test_a_process_that_was_killed_is_replaced(tmp_path: Path) -> None:
     """Between two saves nobody notices."""
     assert run_ranks(2, _lose_the_process, str(tmp_path)) == [("", 3), ("", 3)]
-    assert [found.step for found in ckpt.list_checkpoints(tmp_path)] == [1, 2, 3]
+    assert [checkpoint.step for checkpoint in ckpt.list_checkpoints(tmp_path)] == [1, 2, 3]
 
 
 def _lose_the_process_at_work(rank: int, root: str) -> tuple[str, int | None]:
@@ -107,18 +107,20 @@ def _lose_the_process_at_work(rank: int, root: str) -> tuple[str, int | None]:
             os.kill(process.pid, signal.SIGKILL)
         try:
             manager.wait_durable()
-            told = ""
+            text = ""
         except SaveFailed as error:
-            told = str(error)
+            text = str(error)
         manager.step(3, state_of(rank, 3))
-        return told, manager.wait_durable()
+        return text, manager.wait_durable()
 
 
 def test_a_process_that_is_killed_in_a_save_fails_that_one_alone(tmp_path: Path) -> None:
-    for told, durable_step in run_ranks(2, _lose_the_process_at_work, str(tmp_path)):
-        assert "the save" in told
+    for text, durable_step in run_ranks(2, _lose_the_process_at_work, str(tmp_path)):
+        assert "the save" in text
         assert durable_step == 3
-    assert [found.step for found in ckpt.list_checkpoints(tmp_path) if found.state == "committed"] == [1, 3]
+    assert [
+        checkpoint.step for checkpoint in ckpt.list_checkpoints(tmp_path) if checkpoint.state == "committed"
+    ] == [1, 3]
 
 
 def _one_rank_is_misconfigured(rank: int, root: str) -> str:
@@ -133,8 +135,8 @@ def _one_rank_is_misconfigured(rank: int, root: str) -> str:
 
 
 def test_a_rank_that_cannot_make_a_manager(tmp_path: Path) -> None:
-    for told in run_ranks(2, _one_rank_is_misconfigured, str(tmp_path), timeout_s=60):
-        assert "endpoint_url" in told
+    for text in run_ranks(2, _one_rank_is_misconfigured, str(tmp_path), timeout_s=60):
+        assert "endpoint_url" in text
 
 
 def _save_through_faults(rank: int, root: str, mode: Any, options: dict[str, Any]) -> list[Event]:
@@ -158,8 +160,9 @@ def test_requests_that_were_sent_again_are_counted_over_all_ranks(s3: S3Server, 
     refused: list[str] = []
 
     def refuse_once(call: Call) -> str | int:
-        """In the first save a part of each rank, and the commit, which the first rank sends after all have told theirs;
-        in the second a part of each rank."""
+        """In the first save a part of each rank, and the commit, which the first rank sends after
+        all have sent theirs; in the second a part of each rank.
+        """
         is_part = call.is_part and "partNumber=2&" in f"{call.target}&" and "step-00000003" not in call.key
         is_commit = call.method == "PUT" and call.key.endswith("step-00000001/commit.json")
         if not (is_part or is_commit) or call.target in refused:
@@ -171,8 +174,8 @@ def test_requests_that_were_sent_again_are_counted_over_all_ranks(s3: S3Server, 
         proxy.rule = refuse_once
         options = {**proxy.options, "part_size_bytes": 5 * MIB}
         root = f"s3://{s3.new_bucket()}/run"
-        told, others = run_ranks(2, _save_through_faults, root, mode, options)
+        events, others = run_ranks(2, _save_through_faults, root, mode, options)
         assert len(refused) == 5
-    durable = [event.values["retries"] for event in told if event.kind == "durable"]
+    durable = [event.values["retries"] for event in events if event.kind == "durable"]
     assert durable == [3, 2, 0]
     assert not others

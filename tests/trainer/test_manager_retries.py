@@ -1,4 +1,6 @@
-"""`CheckpointManager` after something went wrong or back: what is tried again, looked for again, saved again."""
+"""`CheckpointManager` after something went wrong or back: what is tried again, looked for again,
+saved again.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,9 @@ def test_going_back_in_one_process_saves_the_same_steps_again(tmp_path: Path) ->
         assert manager.restore(state_of(-1), step=2) is not None
         assert manager.step(3, {"weight": torch.full((1000,), 33.0), "step": 3})
     with ckpt.CheckpointManager(tmp_path, save=saving.every_steps(1)) as manager:
-        found = manager.restore(state := state_of(-1))
-        assert found is not None
-        assert found.step == 3, "4 and 5 were given up"
+        restored = manager.restore(state := state_of(-1))
+        assert restored is not None
+        assert restored.step == 3, "4 and 5 were given up"
         assert state["weight"][0] == 33
 
 
@@ -55,9 +57,9 @@ def test_the_newest_is_that_in_flight(tmp_path: Path) -> None:
     ) as manager:
         manager.step(1, state_of(1, MIB))
         manager.step(2, state_of(2, MIB))
-        found = manager.restore(state_of(-1, MIB))
-        assert found is not None
-        assert found.step == 2
+        restored = manager.restore(state_of(-1, MIB))
+        assert restored is not None
+        assert restored.step == 2
 
 
 def test_a_step_whose_save_failed_can_be_saved_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +118,9 @@ def test_a_damaged_commit_record_is_passed_over(tmp_path: Path, content: bytes) 
 
 
 def slow_removal(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
-    """Let deletions of checkpoints wait for the second event, once the first says that one has begun."""
+    """Let deletions of checkpoints wait for the second event, once the first says that one has
+    begun.
+    """
     begun, go_on = threading.Event(), threading.Event()
     delete = PosixStore.delete
 
@@ -189,7 +193,9 @@ print(child.exitcode, manager.durable_step)
 
 @pytest.mark.long
 def test_a_program_that_ends_without_closing_loses_nothing(tmp_path: Path) -> None:
-    """What is in flight becomes durable, and the rules for keeping are followed; nor does a forked child wait for it."""
+    """What is in flight becomes durable, and the rules for keeping are followed; nor does a forked
+    child wait for it.
+    """
     ended = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", PROGRAM, str(tmp_path)],
         check=False,

@@ -161,16 +161,16 @@ def test_events_reach_log_and_files_and_survive_a_sink_that_fails(
 
 
 class Instrument:
-    """Any of a meter's instruments: it keeps what it is told."""
+    """Any of a meter's instruments: it keeps its values."""
 
     def __init__(self) -> None:
-        self.told: list[Any] = []
+        self.values: list[Any] = []
 
     def add(self, value: Any, attributes: Any = None) -> None:
-        self.told.append((value, attributes))
+        self.values.append((value, attributes))
 
     def record(self, value: Any) -> None:
-        self.told.append(value)
+        self.values.append(value)
 
     set = record
 
@@ -193,14 +193,14 @@ def test_events_feed_a_meter() -> None:
     figures = {"upload_s": 1.5, "stall_s": 0.1, "size_bytes": 80, "retries": 3}
     sink(Event("durable", 7, "", {**figures, "durable_age_s": 0.0}))
     sink(Event("failed", 8, "disk full", {"durable_age_s": 60.0}))
-    told = {name: instrument.told for name, instrument in meter.instruments.items()}
-    assert told["ckpt.events"] == [(1, {"kind": "durable"}), (1, {"kind": "failed"})]
-    assert told["ckpt.durable.size"] == [(80, None)]
-    assert told["ckpt.retries"] == [(3, None)]
-    assert told["ckpt.upload"] == [1.5]
-    assert told["ckpt.stall"] == [0.1]
-    assert told["ckpt.durable.step"] == [7]
-    assert told["ckpt.durable.age"] == [0.0, 60.0]
+    values = {name: instrument.values for name, instrument in meter.instruments.items()}
+    assert values["ckpt.events"] == [(1, {"kind": "durable"}), (1, {"kind": "failed"})]
+    assert values["ckpt.durable.size"] == [(80, None)]
+    assert values["ckpt.retries"] == [(3, None)]
+    assert values["ckpt.upload"] == [1.5]
+    assert values["ckpt.stall"] == [0.1]
+    assert values["ckpt.durable.step"] == [7]
+    assert values["ckpt.durable.age"] == [0.0, 60.0]
 
 
 def test_signals_are_noted_and_handlers_come_back() -> None:

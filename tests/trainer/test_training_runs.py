@@ -100,14 +100,14 @@ def _train(rank: int, job: Job) -> dict[str, Any]:
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-            told = {
+            report = {
                 "life": job.life,
                 "rank": rank,
                 "step": step,
                 "loss": float(loss.detach()).hex(),
                 "rows": tokens.tolist(),
             }
-            os.write(log, json.dumps(told).encode() + b"\n")
+            os.write(log, json.dumps(report).encode() + b"\n")
             manager.step(step, last=step == job.steps, **parts)
             if manager.preempted:
                 break
@@ -126,7 +126,9 @@ def _dataset() -> ShardedDataset:
 
 
 def _after(seconds: float, number: signal.Signals) -> None:
-    """Let a signal reach this process; from a thread, so that it comes between any two instructions of the main one."""
+    """Let a signal reach this process; from a thread, so that it comes between any two instructions
+    of the main one.
+    """
 
     def send() -> None:
         time.sleep(seconds)
@@ -147,12 +149,16 @@ def logged(log: str) -> list[dict[str, Any]]:
 
 
 def committed(root: str) -> list[int]:
-    return [found.step or 0 for found in ckpt.list_checkpoints(root) if found.state == "committed"]
+    return [
+        checkpoint.step or 0 for checkpoint in ckpt.list_checkpoints(root) if checkpoint.state == "committed"
+    ]
 
 
 @pytest.mark.long
 def test_killed_five_times_and_identical(tmp_path: Path) -> None:
-    """Losses of every step on every rank, weights and moments: bit for bit those of a run that nothing interrupts."""
+    """Losses of every step on every rank, weights and moments: bit for bit those of a run that
+    nothing interrupts.
+    """
     undisturbed = Job(str(tmp_path / "a"), str(tmp_path / "a.log"), dropout=0.2)
     expected = life(2, undisturbed)
     losses = {(line["rank"], line["step"]): line["loss"] for line in logged(undisturbed.log)}
@@ -161,8 +167,8 @@ def test_killed_five_times_and_identical(tmp_path: Path) -> None:
     moments = random.Random(3)
     for _ in range(5):
         life(2, replace(disturbed, killed_after_s=moments.uniform(0, 0.5) * expected[0]["seconds"]))
-    found = life(2, disturbed)
-    assert [rank["weights"] for rank in found] == [rank["weights"] for rank in expected]
+    ranks = life(2, disturbed)
+    assert [rank["weights"] for rank in ranks] == [rank["weights"] for rank in expected]
     lines = logged(disturbed.log)
     assert len(lines) > 2 * STEPS, "no life was cut short"
     for line in lines:
@@ -179,34 +185,36 @@ def test_other_numbers_of_ranks_see_every_sequence_once(tmp_path: Path) -> None:
     life(1, replace(changing, life=3, steps=30))
     life(3, replace(changing, life=4))
     lines = logged(changing.log)
-    found = by_step(lines)
-    assert found.keys() == set(range(1, STEPS + 1))
-    for step, (rows, loss) in found.items():
+    batches = by_step(lines)
+    assert batches.keys() == set(range(1, STEPS + 1))
+    for step, (rows, loss) in batches.items():
         assert rows == expected[step][0], step
         assert loss == pytest.approx(expected[step][1], rel=1e-4), step
-    seen = [row for rows, _ in found.values() for row in rows]
+    seen = [row for rows, _ in batches.values() for row in rows]
     assert len(seen) == len(set(seen)) == STEPS * GLOBAL_BATCH
 
 
 def by_step(lines: list[dict[str, Any]]) -> dict[int, tuple[list[tuple[int, ...]], float]]:
-    """The global batch of each step and its loss, as the last life in which all ranks took the step had them."""
-    found: dict[int, tuple[list[tuple[int, ...]], float]] = {}
+    """The global batch of each step and its loss, as the last life in which all ranks took the step
+    had them.
+    """
+    batches: dict[int, tuple[list[tuple[int, ...]], float]] = {}
     for number in sorted({line["life"] for line in lines}):
         for step in {line["step"] for line in lines}:
             ranks = [line for line in lines if (line["life"], line["step"]) == (number, step)]
             rows = sorted(tuple(row) for line in ranks for row in line["rows"])
             if len(rows) == GLOBAL_BATCH:
-                found[step] = rows, sum(float.fromhex(line["loss"]) for line in ranks) / len(ranks)
-    return found
+                batches[step] = rows, sum(float.fromhex(line["loss"]) for line in ranks) / len(ranks)
+    return batches
 
 
 def test_a_signal_to_one_rank_stops_all_with_one_checkpoint(tmp_path: Path) -> None:
     rule = saving.every_steps(1000) | saving.on_preemption(grace_s=60)
     job = Job(str(tmp_path / "a"), str(tmp_path / "a.log"), steps=10**6, save=rule, preempted_rank=1)
-    found = life(3, job)
-    assert len({rank["step"] for rank in found}) == 1
-    assert all(rank["durable_step"] == rank["step"] for rank in found)
-    assert committed(job.root) == [found[0]["step"]]
+    ranks = life(3, job)
+    assert len({rank["step"] for rank in ranks}) == 1
+    assert all(rank["durable_step"] == rank["step"] for rank in ranks)
+    assert committed(job.root) == [ranks[0]["step"]]
 
 
 def test_disk_full_stops_training_within_one_interval(small_disk: Path, tmp_path: Path) -> None:

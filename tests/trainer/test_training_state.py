@@ -1,4 +1,6 @@
-"""`manager.save(step, model=..., optimizer=...)` for every way to shard a model, and loading onto any other."""
+"""`manager.save(step, model=..., optimizer=...)` for every way to shard a model, and loading onto
+any other.
+"""
 
 from __future__ import annotations
 
@@ -196,7 +198,9 @@ def save_ways(rank: int, ways: list[str], root: str) -> None:
 
 
 def load_ways(rank: int, others: dict[str, str], root: str) -> None:
-    """Load, under each way of sharding, what another one saved into another model; and save that too."""
+    """Load, under each way of sharding, what another one saved into another model; and save that
+    too.
+    """
     for way, other in others.items():
         model, optimizer = trained(WAYS[way][1], seed=2, steps=0)
         with ckpt.CheckpointManager(f"{root}/{other}", **OPTIONS) as manager:
@@ -209,7 +213,9 @@ def load_ways(rank: int, others: dict[str, str], root: str) -> None:
 
 @pytest.fixture(scope="module")
 def saved_by_all(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every way saves, and also loads what the one before it saved: one job of ranks for each number of them."""
+    """Every way saves, and also loads what the one before it saved: one job of ranks for each
+    number of them.
+    """
     root = tmp_path_factory.mktemp("ways")
     by_size = {size: [way for way, (ranks, _) in WAYS.items() if ranks == size] for size in (1, 2, 3, 4)}
     for size, ways in by_size.items():
@@ -257,10 +263,10 @@ def content(place: Path) -> dict[str, Any]:
     """Whole tensors as hashes, and objects, by name; without random states."""
     metadata = ckpt.CheckpointReader(place).read_metadata().state_dict_metadata
     state: dict[str, Any] = {
-        name: torch.empty(found.size, dtype=found.properties.dtype)
-        if isinstance(found, TensorStorageMetadata)
+        name: torch.empty(description.size, dtype=description.properties.dtype)
+        if isinstance(description, TensorStorageMetadata)
         else None
-        for name, found in metadata.items()
+        for name, description in metadata.items()
         if not name.startswith("rng.")
     }
     ckpt.load(state, place, no_dist=True)
@@ -307,14 +313,14 @@ def partial_and_strict_in_shards(rank: int, root: str) -> tuple[str, tuple[str, 
         restored = manager.restore(model=larger, strict=False)
     assert restored is not None
     assert digest(larger.get_parameter("extra.weight").to_local()) == before  # type: ignore[attr-defined]
-    expected, found = (m.get_parameter("blocks.1.up.weight").to_local() for m in (model, larger))  # type: ignore[attr-defined]
-    assert torch.equal(found, expected)
+    expected, loaded = (m.get_parameter("blocks.1.up.weight").to_local() for m in (model, larger))  # type: ignore[attr-defined]
+    assert torch.equal(loaded, expected)
     return str(caught.value), restored.missing
 
 
 def test_partial_and_strict_in_shards(tmp_path: Path) -> None:
-    for told, missing in run_ranks(2, partial_and_strict_in_shards, str(tmp_path)):
-        assert "lacks 2 key(s): model.extra.bias, model.extra.weight;" in told
+    for text, missing in run_ranks(2, partial_and_strict_in_shards, str(tmp_path)):
+        assert "lacks 2 key(s): model.extra.bias, model.extra.weight;" in text
         assert missing == ("model.extra.bias", "model.extra.weight")
 
 
@@ -424,7 +430,9 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def odd(seed: int, steps: int) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
-    """Sharded where there are ranks; two optimizers, one of which also has a frozen parameter and one without gradients."""
+    """Sharded where there are ranks; two optimizers, one of which also has a frozen parameter and
+    one without gradients.
+    """
     model = Odd(seed)
     if dist.is_initialized():
         fully_shard(model)
@@ -456,7 +464,9 @@ def save_odd(rank: int, root: str) -> None:
 
 
 def load_odd(rank: int, root: str, name: str, steps: int) -> None:
-    """Into a model that is fresh, or one that has also trained what was idle; then the step that follows."""
+    """Into a model that is fresh, or one that has also trained what was idle; then the step that
+    follows.
+    """
     model, optimizers = odd(seed=2, steps=0)
     for step in range(steps):
         odd_step(model, optimizers, step, idle=True)
@@ -503,7 +513,9 @@ class LargestSent(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def largest_sent(rank: int, ways: list[str], root: str) -> list[tuple[int, int, int]]:
-    """Of each way: when saving, when loading, and, to know that it would show, when gathering on purpose."""
+    """Of each way: when saving, when loading, and, to know that it would show, when gathering on
+    purpose.
+    """
     return [_largest_sent(way, f"{root}/{way}") for way in ways]
 
 

@@ -59,7 +59,7 @@ class Positions:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state`, which holds at least this rank's shards.
 
-        Raises ConfigurationError if it is of other data, FormatError if `state_dict` did not make it.
+        Raises ConfigurationError if it is of other data, FormatError if it is none of `state_dict`.
         """
         self._check(state["settings"])
         self._positions = {index: self._loaded(shard, state) for index, shard in self._shards.items()}

@@ -28,7 +28,7 @@ _PRIOR_S = 86_400.0
 
 
 class History:
-    """Keep the run's record, and add from a listing what the record lacks; from any thread.
+    """Keep the run's record, and complete it from a listing; from any thread.
 
     Attributes:
         unusable: folders whose checkpoint is damaged, or another program's, and stays as it is.
@@ -128,7 +128,7 @@ class History:
             self._write(checkpoints, record.starts)
 
     def retire(self, keep: KeepRule, newest: str) -> Iterator[tuple[RunCheckpoint, CheckpointError | None]]:
-        """Remove what no rule keeps, but not the folder `newest`; yield each, and the error if it stays."""
+        """Remove checkpoints that no rule keeps, but not `newest`; yield each, and any error."""
         stay = {newest}
         while True:
             failure: CheckpointError | None = None

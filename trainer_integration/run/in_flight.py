@@ -38,7 +38,7 @@ class _Flight:
     Attributes:
         future: the save.
         durable: set after it, when its outcome is known here and in the run's record.
-        booked: set last, when what no rule keeps any more has been removed.
+        booked: set last, when the checkpoints that no rule keeps any more have been removed.
     """
 
     checkpoint: RunCheckpoint
@@ -106,7 +106,7 @@ class Saves:
     def begin(
         self, step: int, state: dict[str, Any], reason: str, metrics: Mapping[str, float] | None
     ) -> None:
-        """Stage `state` and begin its upload. Errors of the storage show when the save is settled."""
+        """Stage `state` and begin its upload. Errors of the storage show when it is settled."""
         self.wait_booked()
         self.steps.add(step)
         checkpoint = RunCheckpoint(

@@ -130,7 +130,7 @@ def _candidates(step: int | str, saves: Saves) -> list[tuple[int, str]]:
 def _load(
     state: dict[str, Any], url: str, planner: NamingLoadPlanner, ranks: Ranks, options: Mapping[str, Any]
 ) -> str | None:
-    """Load a checkpoint on all ranks; return the damage that the first one met. Raises other errors."""
+    """Load a checkpoint on all ranks; return the first rank's error if it tells of damage."""
     error: CheckpointError | None = None
     try:
         load(state, url, planner=planner, **options)

@@ -58,7 +58,7 @@ class NamingLoadPlanner(DefaultLoadPlanner):
         return super().create_global_plan(global_plan)
 
     def _not_begun(self) -> list[str]:
-        """Find missing keys of parameters without optimizer state in a checkpoint that has others'."""
+        """Find keys of parameters that have no optimizer state in a checkpoint where others do."""
         stored = sorted(self._stored())
 
         def has_below(*path: object) -> bool:
