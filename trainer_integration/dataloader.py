@@ -31,8 +31,7 @@ class RescalableLoader:
         multiprocessing_context: how processes start, as in torch's `DataLoader`.
         timeout_s: the longest wait for one sequence of a worker.
 
-    Raises:
-        ConfigurationError: an argument is wrong.
+    Raises ConfigurationError if an argument is wrong.
     """
 
     def __init__(
@@ -77,8 +76,7 @@ class RescalableLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state`. An iteration that has begun raises at its next batch.
 
-        Raises:
-            ConfigurationError: `state` is of other data, or of data cut in another way.
+        Raises ConfigurationError if it is of other data, or of data cut in another way.
         """
         self.dataset.positions.load_state_dict(state)
 

@@ -50,8 +50,7 @@ class ShardedDataset(IterableDataset[dict[str, Any]]):
         rank, world_size: among the ranks that read different data; by default those of
             torch.distributed.
 
-    Raises:
-        ConfigurationError: an argument is wrong.
+    Raises ConfigurationError if an argument is wrong.
     """
 
     def __init__(
