@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import functools
 import inspect
 import io
 import re
@@ -32,7 +33,7 @@ _PRIVATE = re.compile(r"\._(?!_)")
 
 def private_names(source: str) -> Iterator[str]:
     """Yield the private names that a file imports from torch, or takes out of torch's modules and objects."""
-    home = {node.attr for node in ast.walk(ast.parse(HOME.read_text())) if isinstance(node, ast.Attribute)}
+    home = _attributes_of_home()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom):
             yield from (
@@ -45,6 +46,11 @@ def private_names(source: str) -> Iterator[str]:
                 yield ast.unparse(node)
         elif isinstance(node, ast.Attribute) and ast.unparse(node).startswith(("torch.", "dist.", "dcp.")):
             yield from (name for name in [ast.unparse(node)] if _PRIVATE.search(name))
+
+
+@functools.cache
+def _attributes_of_home() -> set[str]:
+    return {node.attr for node in ast.walk(ast.parse(HOME.read_text())) if isinstance(node, ast.Attribute)}
 
 
 def _is_private(module: str | None, alias: ast.alias) -> bool:
