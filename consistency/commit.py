@@ -1,7 +1,9 @@
 """The commit protocol: how a save becomes a checkpoint in one step, or not at all.
 
 All objects that a commit lists have new names, and are durable before `commit.json` is put in one
-atomic step. `.metadata`, which only stock readers look for, is replaced just before that.
+atomic step. Who reads it finds all that it lists, or waits for it on storage that lags; who does not
+find it has no checkpoint. `.metadata`, which only stock readers look for, is replaced just before
+that and put back if the commit fails.
 """
 
 from __future__ import annotations
@@ -61,6 +63,7 @@ def stock_metadata_seal(store: Store) -> bytes | None:
         size_bytes = store.stat(STOCK_METADATA_KEY).size_bytes
         tail = bytearray(min(size_bytes, PICKLE_SEAL_BYTES))
         store.read_into(STOCK_METADATA_KEY, size_bytes - len(tail), [memoryview(tail)])
+        # A whole pickle without seal: another look would show the same.
         is_stock = tail.endswith(pickle.STOP) and _ends_at(store, STOCK_METADATA_KEY, size_bytes)
         return bytes(tail), is_stock or is_sealed_pickle(tail)
 

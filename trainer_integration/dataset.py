@@ -171,11 +171,15 @@ class _TorchSamples(Iterator[dict[str, Any]]):
         self._positions, self._samples = positions, self._dataset.samples(positions)
 
     def __next__(self) -> dict[str, Any]:
-        for index, position, tokens in self._samples:
-            self._positions[index] = position
-            if len(tokens):
-                row, numbers = self._dataset.padded(tokens), np.array(position, np.int64)
-                return {"tokens": row, "shard": index, "position": numbers}
+        try:
+            for index, position, tokens in self._samples:
+                self._positions[index] = position
+                if len(tokens):
+                    row, numbers = self._dataset.padded(tokens), np.array(position, np.int64)
+                    return {"tokens": row, "shard": index, "position": numbers}
+        except Exception:
+            self._restart(self._positions)  # a generator that raised is over; the data are not
+            raise
         raise StopIteration
 
     def state_dict(self) -> dict[str, Any]:

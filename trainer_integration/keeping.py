@@ -1,6 +1,9 @@
 """Make rules that say which durable checkpoints of a run stay; `|` unites them.
 
-keep = keeping.last(3) | keeping.every_steps(10_000) | keeping.best(2, "val_loss")
+    keep = keeping.last(3) | keeping.every_steps(10_000) | keeping.best(2, "val_loss")
+
+Pinned checkpoints stay whatever the rules say. Only checkpoints that the run itself has recorded are
+ever removed.
 """
 
 from __future__ import annotations

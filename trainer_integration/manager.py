@@ -31,7 +31,13 @@ T = TypeVar("T")
 
 
 class CheckpointManager:
-    """Save a training run while it goes on, and find where to go on from: a context manager.
+    """Save a training run while it goes on, and find where to go on from.
+
+        with CheckpointManager(root, save=saving.every_steps(500), keep=keeping.last(3)) as manager:
+            restored = manager.restore(model=model, optimizer=optimizer, loader=loader)
+            for step in range(restored.step + 1 if restored else 1, steps + 1):
+                train_step()
+                manager.step(step, model=model, optimizer=optimizer, loader=loader)
 
     Every rank makes one at the same point of the program, and calls the same methods with the same
     steps. A save is *staged* when the method returns: the steps can go on. It is *durable* when the
@@ -44,8 +50,8 @@ class CheckpointManager:
         async_mode: upload while the steps go on in a `thread`, or in a `process`, which the steps
             notice less; `off` waits for each save.
         on_busy: if the last save is still in flight, `wait` for it, `skip` the new one, or `fail`.
-        on_failure: `raise` a failed save's error at the next step at which the ranks talk, which is
-            that of the next save, or with rules of clocks or signals any; or `continue`.
+        on_failure: `raise` a failed save's error at the next step at which the ranks talk (any,
+            with rules that look at clocks or signals; else that of the next save), or `continue`.
         max_undurable_s: the longest time without a new durable checkpoint, after which `step`
             raises in any case.
         preflight: check the root before the first step: write, read, create, delete, free space.

@@ -34,6 +34,7 @@ class ParquetFiles(Source):
     Args:
         paths: the files, in an order that is the same on all ranks and in all runs.
         column: holds lists of tokens, or values for `tokenize`.
+        tokenize: turns a value into tokens; None if the column holds tokens.
         cache_bytes: memory for row groups, and as much for documents not read to their end yet.
 
     Raises:

@@ -50,7 +50,10 @@ class Moment:
 
 
 class SaveRule:
-    """A rule, or a union of several; `needs_clock` if it looks at the first rank's clock."""
+    """A rule, or a union of several; `needs_clock` if it looks at clocks or signals.
+
+    The ranks then talk after each step, and go by the first rank's clock.
+    """
 
     needs_clock: bool = False
 

@@ -44,7 +44,7 @@ class Seeded(Choices):
         return self.random.random()
 
 
-@dataclass
+@dataclass(eq=False)
 class Exhaustive(Choices):
     """Decide in every way in which at most `deviations` decisions differ from the uneventful one.
 
@@ -53,13 +53,13 @@ class Exhaustive(Choices):
 
     Attributes:
         deviations: how many more are allowed.
-        usual_fraction: the uneventful answer to `fraction`, 0 or 1; the other one is a deviation.
         path: the decisions of this round.
+        usual_fraction: the uneventful answer to `fraction`, 0 or 1; the other one is a deviation.
     """
 
     deviations: int
-    usual_fraction: float = 0.0
     path: list[int] = field(default_factory=list)
+    usual_fraction: float = 0.0
     _sizes: list[int] = field(init=False, default_factory=list)
 
     @staticmethod
@@ -67,7 +67,7 @@ class Exhaustive(Choices):
         """Yield the choices of one round after another."""
         path: list[int] = []
         while True:
-            choices = Exhaustive(deviations, usual_fraction, path)
+            choices = Exhaustive(deviations, path, usual_fraction)
             yield choices
             path = choices.path[: len(choices._sizes)]
             while path and path[-1] + 1 == choices._sizes[len(path) - 1]:

@@ -93,10 +93,10 @@ class SimulatedStore(Store):
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
         name = self._name(key)
         data = self._request("read", key, lambda: self._read(key, name))
+        fill(buffers, memoryview(data)[offset:])  # a short read leaves buffers half filled
         stop = offset + sum(buffer.nbytes for buffer in buffers)
         if stop > len(data):
             raise Truncated(f"ends at byte {len(data)}", url=self.url, key=key, start=offset, stop=stop)
-        fill(buffers, memoryview(data)[offset:])
 
     def stat(self, key: str) -> ObjectStat:
         name = self._name(key)

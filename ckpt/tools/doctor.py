@@ -154,6 +154,7 @@ def _open(url: str | os.PathLike[str], folder: str, options: Mapping[str, Any] |
     impatient = _IMPATIENT if text.partition("://")[0] in ("s3", "cos") else {}
     store = open_store(f"{text.rstrip('/')}/{folder}", {**impatient, **(options or {})})
     if store.directory is not None and not os.path.isdir(os.path.dirname(store.directory)):
+        store.close()
         text = (
             "there is no such directory; create it, or mount the file system (doctor creates no mount point)"
         )

@@ -15,6 +15,7 @@ from support.servers import SECRET_KEY, IamServer
 from support.strict_s3 import StrictS3, strict_s3
 
 import ckpt
+from ckpt.backends.base import PutMode, put_bytes
 from ckpt.backends.options import redact_url
 from ckpt.backends.registry import open_store
 from ckpt.errors import CheckpointError, ConfigurationError
@@ -156,6 +157,10 @@ def test_servers_that_quote_credentials(scheme: str) -> None:
         with pytest.raises(CheckpointError) as caught:
             store.read_into("k", 0, [memoryview(bytearray(1))])
         text = "".join(traceback.format_exception(caught.value)) + repr(pickle.dumps(caught.value))
+        server.rule = lambda request: (409, f"Conflict-{SECRET_KEY}-{TOKEN}")
+        with pytest.raises(CheckpointError) as caught:  # an answer that the store itself judges
+            put_bytes(store, "k", b"data", mode=PutMode.CREATE)
+        text += "".join(traceback.format_exception(caught.value)) + repr(pickle.dumps(caught.value))
         assert SECRET_KEY not in text
         assert TOKEN not in text
         store.close()

@@ -33,11 +33,17 @@ from ckpt.stock.metadata_writer import pickled_metadata
 from ckpt.torch_private import StorageInfo
 from ckpt.writing.receipts import PlacedItem, RankReceipt, collect, pack_items
 
+
+def _path(parts: list[Any]) -> tuple[Any, ...]:
+    """Make a tuple that can be a path into small lists: others are refused."""
+    return tuple(part for part in parts if type(part) is not int or part < 200)
+
+
 plain_values = st.recursive(
     st.none() | st.booleans() | st.integers(-(1 << 80), 1 << 80) | st.floats(allow_nan=False) | st.text() | st.binary(),
     lambda inner: (
         st.lists(inner, max_size=4)
-        | st.lists(inner, max_size=4).map(tuple)
+        | st.lists(inner, max_size=4).map(_path)
         | st.dictionaries(st.text() | st.integers(-1000, 1000) | st.binary(max_size=5), inner, max_size=4)
     ),
     max_leaves=20,

@@ -21,7 +21,7 @@ from greenlet import getcurrent
 from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
 import ckpt.api
 from ckpt.backends import registry
@@ -224,13 +224,19 @@ def _planned(size: int) -> tuple[list[SavePlan], Metadata]:
     return planners[0].create_global_plan([planner.create_local_plan() for planner in planners])
 
 
-class _Planner(DefaultSavePlanner):
+class _Planner(SavePlanner):
+    """Give the data of a plan; a save in simulation asks its planner for nothing else."""
+
     def __init__(self, value: int) -> None:
-        super().__init__()
         self._tensor = torch.tensor([float(value)])
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         return self._tensor
+
+    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError
+
+    create_local_plan = create_global_plan = finish_plan = set_up_planner  # type: ignore[assignment]
 
 
 # -- protocols -------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", autouse=True)
 def _missing_objects_are_not_waited_for() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ckpt.reading.checkpoint._PROMPT_STORE_TIMEOUT_S", 0.0)
+        patch.setattr("ckpt.reading.checkpoint.ReadSettings.timeout_s", lambda *_: 0.0)
         yield
 
 

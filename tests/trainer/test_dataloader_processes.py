@@ -6,6 +6,7 @@ import importlib
 import itertools
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import ckpt
 from ckpt.errors import CheckpointError, ConfigurationError, LoadFailed
-from ckpt.trainer_integration.dataloader import RescalableLoader
+from ckpt.trainer_integration.dataloader import RescalableLoader, _WorkerShards
 from ckpt.trainer_integration.dataset import ShardedDataset
 from ckpt.trainer_integration.sources import MapSource
 from ckpt.trainer_integration.token_files import TokenFiles, write_token_file
@@ -78,6 +79,14 @@ def test_the_order_does_not_depend_on_workers(file: Path, workers: int) -> None:
     begun = rows(first, 7)
     second.load_state_dict(first.state_dict())
     assert begun + rows(second, 13) == whole
+
+
+def test_what_a_worker_gets_can_be_sent_to_it(file: Path) -> None:
+    dataset = dataset_of(file)
+    worker = _WorkerShards(dataset, dataset.positions.of(dataset.own_shards))
+    first, same = next(iter(worker)), next(iter(pickle.loads(pickle.dumps(worker))))
+    assert first.shard == same.shard
+    assert first.tokens.tolist() == same.tokens.tolist()
 
 
 @pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.long)])

@@ -35,7 +35,7 @@ class History:
     """
 
     def __init__(self, root: str, storage_options: Mapping[str, Any] | None) -> None:
-        self.root, self.storage_options = root, storage_options
+        self.root, self.storage_options = root.rstrip("/") or "/", storage_options
         self._store = open_store(root, storage_options)
         self._lock = threading.RLock()
         self._known: RunRecord | None = None

@@ -41,7 +41,7 @@ class NamingLoadPlanner(DefaultLoadPlanner):
         missing = sorted(self.state_dict.keys() - self._stored().keys())
         self.missing = tuple(fqn for fqn in missing if _top(fqn) not in self._optional)
         anew = self._not_begun()
-        self._judge("the checkpoint lacks", [fqn for fqn in self.missing if fqn not in anew])
+        self._judge("the checkpoint lacks", sorted(set(self.missing).difference(anew)))
         if anew:
             _logger.warning("optimizer state that the checkpoint lacks begins at zero: %s", _some(anew))
         for fqn in anew:
