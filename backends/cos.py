@@ -101,13 +101,12 @@ def _uses_iam(options: Mapping[str, Any], session: Any) -> bool:
     return hasattr(session.get_credentials(), "token_manager")
 
 
-# ibm-cos-sdk has no parameter for conditional writes; COS knows the header.
-
-
 def _take_condition(params: dict[str, Any], context: dict[str, Any], **_: Any) -> None:
+    """Take the condition before the SDK, which has no parameter for it, checks parameters."""
     context["if_none_match"] = params.pop("IfNoneMatch", None)
 
 
 def _send_condition(params: dict[str, Any], context: dict[str, Any], **_: Any) -> None:
+    """Send the condition as a header, which COS knows."""
     if context["if_none_match"] is not None:
         params["headers"]["If-None-Match"] = context["if_none_match"]

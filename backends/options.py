@@ -20,7 +20,7 @@ _KINDS: tuple[tuple[type, Any, str], ...] = (
 
 
 def redact_url(url: str) -> str:
-    """Make `url` fit for messages: no user name and password, for http(s) no query either.
+    """Make `url` fit for messages: no user name and password, for http(s) no query or fragment.
 
     Elsewhere `?` and `#` are part of a name: `s3://b/a#1` and `s3://b/a` are two places.
     """

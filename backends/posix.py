@@ -1,7 +1,8 @@
 """A store in a directory: on a local disk, NFS, Lustre or a FUSE mount.
 
 A put writes a temporary file beside its final name, never seeking back (FUSE mounts of object
-stores allow nothing else), makes it durable, and only then gives it its name.
+stores allow nothing else), makes it durable, and only then gives it its name: no short file ever
+stands under a final name. Nothing here depends on files of another client.
 """
 
 from __future__ import annotations
@@ -293,7 +294,8 @@ def _stat(key: str, facts: os.stat_result) -> ObjectStat:
 def _refuse_write_back(fd: int, url: str, key: str) -> None:
     """Raise ConfigurationError if this rclone mount acknowledges files before it stores them.
 
-    No mount table tells, but only a cache of writes can make an empty file longer.
+    Its fsync does nothing. With a cache of writes, storing comes after closing and may fail unseen.
+    No mount table tells of the cache, but only with one can an empty file be made longer.
     """
     try:
         os.ftruncate(fd, 1)

@@ -83,7 +83,8 @@ class _Pieces:
 def send_whole_buffers(request: Any, **_: Any) -> None:
     """Have the body of a request that is signed, and about to be sent, sent in large pieces.
 
-    The HTTP stack would read it in blocks of 16 KiB, each a system call.
+    The HTTP stack would read it in blocks of 16 KiB, each a system call. A retry is signed anew, from
+    the reader.
     """
     if isinstance(request.body, PartReader):
         request.body = _Pieces(request.body)

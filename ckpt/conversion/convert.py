@@ -112,13 +112,14 @@ def convert(
     if max_shard_bytes < 1:
         raise ConfigurationError(f"max_shard_bytes must be at least 1, not {max_shard_bytes}")
     new_dtype = None if dtype is None else weight_dtype(dtype)
-    rules = Rules(include, exclude, rename, weights_only, new_dtype)
+    rules = Rules(tuple(include), tuple(exclude), tuple(rename), weights_only, new_dtype)
+    source_url, destination_url = os.fspath(source), os.fspath(destination)
     ranks = Ranks(process_group, no_dist=no_dist, purpose="conversion", timeout_s=check_timeout(timeout_s))
     guard = functools.partial(DeadlineStore, progress=ranks.progress, limit_s=Limits(timeout_s).stall_s)
     stack = contextlib.ExitStack()
-    from_end = Endpoint(os.fspath(source), storage_options, guard, stack)
+    from_end = Endpoint(source_url, storage_options, guard, stack)
     to_options = storage_options if destination_options is None else destination_options
-    to_end = Endpoint(os.fspath(destination), to_options, guard, stack, threads)
+    to_end = Endpoint(destination_url, to_options, guard, stack, threads)
     call = f"conversion to {to_end.name or redact_url(to_end.url)}"
 
     def prepare() -> Target:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
@@ -76,9 +77,14 @@ class Endpoint:
         if is_path and os.path.isfile(url):
             url = os.path.realpath(url)
         # Without permission to list, a missing file is refused.
-        with contextlib.suppress(ConfigurationError, NotFound, AccessDenied):
-            folder, key = self.open_parent(url)
-            return Location(folder, key, folder.stat(key))
+        with (
+            contextlib.suppress(ConfigurationError, NotFound, AccessDenied),
+            contextlib.ExitStack() as looking,
+        ):
+            folder, key = dataclasses.replace(self, stack=looking).open_parent(url)
+            location = Location(folder, key, folder.stat(key))
+            self.stack.push(looking.pop_all())
+            return location
         repository, name = os.path.split(os.path.abspath(url))
         repository, snapshots = os.path.split(repository)
         if is_path and snapshots == "snapshots" and os.path.isdir(os.path.join(repository, "blobs")):

@@ -1,5 +1,9 @@
 """Remove the leftovers of interrupted saves: `ckpt.collect_garbage`.
 
+An object is removed if only this library gives such names, if no commit of its checkpoint lists it
+or anything of its token, and if it is older than a grace period. A save that runs longer than that
+looks like an interrupted one.
+
 On storage that lags, a commit may exist and not be seen yet. So all folders are looked at, then
 they are given time, and looked at again before anything is deleted.
 """
@@ -84,8 +88,8 @@ def collect_garbage(
         NotFound: the root is empty, or does not exist.
         StorageError: the storage refused, or could not be reached.
     """
-    base = os.fspath(root).rstrip("/")
     with contextlib.closing(open_store(root, storage_options)) as store:
+        base = os.fspath(root).rstrip("/")
         garbage = Garbage(store.url)
         collector = _Collector(garbage, environment.now() - grace_s, dry_run)
         ours: set[str] = set()

@@ -20,7 +20,6 @@ from ckpt.format.records import CommitRecord
 from ckpt.format.stored_tensor import dtype_name
 from ckpt.reading.checkpoint import ReadSettings
 from ckpt.reading.opening import open_parts
-from ckpt.tools.record_checks import item_columns
 
 
 @dataclass(frozen=True)
@@ -191,12 +190,19 @@ def _entries(columns: Columns, prefix: str) -> Iterator[TensorInfo | ObjectInfo]
 
 def _file_sizes(columns: Columns) -> Iterator[tuple[str, int, int]]:
     """Yield the number of items and their bytes of each file that has any."""
-    file, _, length, _, _ = item_columns(columns)
-    items = np.bincount(file, minlength=len(columns.files))
-    nbytes = np.zeros_like(items)
-    np.add.at(nbytes, file, length)
-    for number in np.flatnonzero(items).tolist():
-        yield columns.files[number], int(items[number]), int(nbytes[number])
+    items, nbytes = [0] * len(columns.files), [0] * len(columns.files)
+    for entry in columns.entries.values():
+        rows: Iterable[tuple[int, int]]
+        if isinstance(entry, ObjectRow):
+            rows = [(entry.file, entry.length)]
+        else:
+            rows = zip(entry.file.tolist(), entry.length.tolist(), strict=True)
+        for file, length in rows:
+            items[file] += 1
+            nbytes[file] += length
+    for file, number in enumerate(items):
+        if number:
+            yield columns.files[file], number, nbytes[file]
 
 
 def _sums(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:

@@ -276,7 +276,8 @@ def test_local_disks_are_not_listed_for_what_is_missing(
     def refuse(path: str) -> Any:
         raise AssertionError("listed")
 
-    monkeypatch.setattr(os, "listdir", refuse)
+    for name in ("listdir", "scandir"):
+        monkeypatch.setattr(os, name, refuse)
     with pytest.raises(NotFound):
         store.stat("k")
 
