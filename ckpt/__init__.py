@@ -1,6 +1,9 @@
 """Storage for torch.distributed.checkpoint: fast, never torn, checked end to end, readable by stock PyTorch.
 
-`save` and `load` take a state dict and a URL. `CheckpointWriter` and `CheckpointReader` go into DCP's
+    ckpt.save(state_dict, "s3://bucket/run/step-1000")
+    ckpt.load(state_dict, "s3://bucket/run/step-1000")
+
+`CheckpointWriter` and `CheckpointReader` go into DCP's
 own functions, and after `install()` those work as they are. In a training loop, `CheckpointManager`
 says when to save, what to keep, and where to go on from.
 """

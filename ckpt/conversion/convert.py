@@ -117,13 +117,12 @@ def convert(
     ranks = Ranks(process_group, no_dist=no_dist, purpose="conversion", timeout_s=check_timeout(timeout_s))
     guard = functools.partial(DeadlineStore, progress=ranks.progress, limit_s=Limits(timeout_s).stall_s)
     stack = contextlib.ExitStack()
-    from_end = Endpoint(source_url, storage_options, guard, stack)
     to_options = storage_options if destination_options is None else destination_options
     to_end = Endpoint(destination_url, to_options, guard, stack, threads)
     call = f"conversion to {to_end.name or redact_url(to_end.url)}"
 
     def prepare() -> Target:
-        tensors = open_source(from_end)
+        tensors = open_source(Endpoint(source_url, storage_options, guard, stack))
         location, form = open_destination(to_end, to, tensors)
         selection = select(tensors, rules)
         tensors.prepare({chosen.source for chosen in selection.everything})

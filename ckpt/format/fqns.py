@@ -39,7 +39,7 @@ def has_model(paths: Iterable[Path]) -> bool:
     """Tell whether a dict that is named like a model holds other values.
 
     Names alone do not tell: in a model's flat state, `lm_head.weight` is a weight beside
-        `model.norm.weight`.
+    `model.norm.weight`.
     """
     return any(len(path) > 1 and _MODEL.match(".".join([*map(str, path[:-1]), ""])) for path in paths)
 

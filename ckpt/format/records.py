@@ -91,8 +91,7 @@ class ItemRecord(msgspec.Struct, frozen=True, array_like=True):
     """A `torch.save` item in a data file.
 
     `payload_offset` is where a tensor's bytes (dense, row-major) start in the file; -1 for an item
-    that is read as
-    a whole: an object, or a tensor that is not plain.
+    that is read as a whole: an object, or a tensor that is not plain.
     """
 
     fqn: str

@@ -34,11 +34,13 @@ _PAGE_ITEMS = 1000
 class DeadlineStore(WrappedStore):
     """Bounds the time of every operation of another store, and reports it to `progress`.
 
-    Operations run in a thread of their own, and are given up, with StorageUnavailable, after
-    `limit_s` without progress (None: never). A thread that the kernel or a server holds ends when
-    it is let go; it then finds that its operation was cancelled, and undoes it. A listing is
-    bounded page by page. Reads are cancelled then, as what arrives late would change memory that is
-    in use again. Reads of a store that cannot cancel them (`Store.reads`) are not given up.
+    Operations that do not touch the caller's memory run in a thread of their own. They are given
+    up, with StorageUnavailable, after `limit_s` without progress (None: never). A thread that the
+    kernel or a server holds ends when it is let go; it then finds that its operation was cancelled,
+    and undoes it. A listing is bounded page by page.
+
+    Reads are cancelled after that time, as late bytes would change memory that is in use again.
+    Reads of a store that cannot cancel them (`Store.reads`) are not given up.
 
     Args:
         own_memory: reads fill only memory that nobody else uses: all of them are given up.

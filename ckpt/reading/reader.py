@@ -112,7 +112,8 @@ class CheckpointReader(DcpStorage, StorageReader):
             if self._failure is not None:
                 raise self._failure
             if self._checkpoint is None:
-                self._checkpoint = open_checkpoint(self._store, self._settings)
+                self._checkpoint = self._next or open_checkpoint(self._store, self._settings)
+                self._next = None
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Note in the plan which checkpoint this rank opened."""

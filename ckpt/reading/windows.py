@@ -32,7 +32,10 @@ class TargetMemory:
         self._runs: dict[torch.device, list[tuple[int, int, Hashable]]] = defaultdict(list)
 
     def add(self, tensor: torch.Tensor, owner: Hashable) -> bool:
-        """Add the memory of `tensor`, or return False if some of it is another owner's already."""
+        """Add the memory of `tensor`, or return False if some of it is another target's already.
+
+        Targets of one `owner` (unless None) share no element, even where they interleave.
+        """
         begin, end = _extent(tensor)
         if begin == end:
             return True

@@ -93,11 +93,9 @@ _SETITEMS, _SETITEM, _TUPLE, _LONG1, _LONG4, _DROP = _codes("SETITEMS SETITEM TU
 def _scan(data: bytes) -> None:
     """Walk over the opcodes without carrying any out; of each value, note whether it may be a dict key.
 
-    `LONG_BINPUT 2**31` would make the C unpickler allocate 32 GiB. A dict whose keys all have one
-    hash takes years
-    to fill, and the hash of a tuple nested a million times overruns the stack: keys must be texts,
-        bytes,
-    instances, or numbers of bounded size.
+    `LONG_BINPUT 2**31` would make the C unpickler allocate 32 GiB, and `BYTEARRAY8` any amount. A
+    dict whose keys all have one hash takes years to fill, and the hash of a tuple nested a million
+    times overruns the stack: keys must be texts, bytes, instances, or numbers of bounded size.
     """
     stack: list[bool] = []
     memo: list[bool] = []

@@ -56,7 +56,6 @@ class FrameWriter:
 
     def __init__(self, kinds: Sequence[tuple[torch.dtype, Sequence[int]]]) -> None:
         self._sizes = [math.prod(shape) * dtype.itemsize for dtype, shape in kinds]
-        self._payload_sizes = set(self._sizes) - {0}
         span = _STEP_BYTES * len(kinds)
         nbytes = max(self._sizes, default=0) + span + 1
         memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
@@ -99,7 +98,7 @@ class FrameWriter:
 
     def write(self, data: bytes | memoryview) -> int:
         view = memoryview(data)
-        address = _address(view) if view.nbytes in self._payload_sizes else 0
+        address = _address(view) if view.nbytes else 0
         if self._begin <= address < self._end:
             number = (address - self._begin) // _STEP_BYTES
             if self._sizes[number] != view.nbytes:

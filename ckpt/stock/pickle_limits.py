@@ -9,6 +9,7 @@ caller declared safe are the caller's own.
 from __future__ import annotations
 
 import contextlib
+import io
 import math
 import pickletools
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
@@ -96,8 +97,17 @@ class _Walk:
         self._memo: dict[int, Any] = {}
 
     def run(self, data: bytes) -> None:
-        actions = self._actions()
-        for opcode, argument, _ in pickletools.genops(data):
+        actions, stream = self._actions(), io.BytesIO(data)
+        opcodes = pickletools.genops(stream)
+        while True:
+            try:
+                opcode, argument, _ = next(opcodes)
+            except StopIteration:
+                return
+            except ValueError as error:
+                if stream.tell() == len(data):
+                    raise  # it is cut
+                raise UnsafeContent("a pickle with an opcode or argument that torch never writes") from error
             if opcode.name in _PUSH_THEIR_ARGUMENT:
                 _require(argument not in _PICKLE_HOOKS, "that names a hook of pickling")
                 self._stack.append(argument)
@@ -224,7 +234,7 @@ class _Walk:
 
     def _storage(self, place: Any) -> _Made:
         match place:
-            case (_, _Global(name=kind), str(key), _, int(elements)) if elements >= 0:
+            case (_, _Global(name=kind), str(key), _, elements) if type(elements) is int and elements >= 0:
                 nbytes = elements * _item_bytes(kind)
                 _require(
                     nbytes <= self._storage_bytes(key), "with a storage larger than what is stored of it"

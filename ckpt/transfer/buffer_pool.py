@@ -23,9 +23,8 @@ _WAIT_TIMEOUT_S = 600.0
 class StagingPool:
     """Hands out buffers and takes them back; all of them together never exceed the budget.
 
-    Buffers are kept for reuse: fresh memory costs more in page faults than the copy into it.
-        Whoever takes a
-    buffer must not take a second before giving it back, or takers could wait for each other.
+    Buffers are kept for reuse: fresh memory costs more in page faults than the copy into it. Whoever
+    takes a buffer must not take a second before giving it back, or takers could wait for each other.
     """
 
     def __init__(self, budget_bytes: int = DEFAULT_MEMORY_BUDGET_BYTES, *, pinned: bool = False) -> None:
@@ -87,7 +86,8 @@ class StagingPool:
                         "the transfers that hold it make no progress"
                     )
         try:
-            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=self._pinned)
+            pinned = self._pinned and torch.cuda.is_available()  # unpickled where there is no GPU
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         except BaseException:
             with self._changed:
                 self._allocated_bytes -= nbytes

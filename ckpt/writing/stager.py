@@ -199,7 +199,8 @@ class _Copies:
         key = (source.device, source.data_ptr(), source.dtype, shape, strides, *lazy)
         if key not in self._copies:
             self.nbytes += -self.nbytes % _ALIGNMENT_BYTES
-            target = torch.empty(0, dtype=source.dtype, device="cpu")
+            # Not made of its dtype: torch's deterministic mode cannot fill some, not even without elements.
+            target = torch.empty(0, dtype=torch.uint8, device="cpu").view(source.dtype)
             self._copies[key] = source, target, self.nbytes
             self.nbytes += source.numel() * source.element_size()
         return self._copies[key][1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import threading
 import warnings
@@ -177,9 +178,30 @@ def _fork_while_saving() -> None:
     future.result(60)
 
 
+@pytest.mark.long
+def test_a_forked_child_ends_its_interpreter() -> None:
+    """With all that Python does at the end of a program."""
+    code = "from writing.test_stager import _fork_while_saving as run; run()"
+    paths = os.pathsep.join(map(str, (Path(__file__).parents[2], Path(__file__).parents[1])))
+    subprocess.run(
+        [sys.executable, "-c", code], check=True, timeout=120, env={**os.environ, "PYTHONPATH": paths}
+    )
+
+
 class Pair(NamedTuple):
     weight: torch.Tensor
     name: str
+
+
+def test_deterministic_mode() -> None:
+    """torch then fills new memory, which it cannot for some dtypes."""
+    packed = torch.arange(8, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    torch.use_deterministic_algorithms(True)
+    try:
+        staged = ckpt.Stager().stage({"packed": packed})
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert staged["packed"].view(torch.uint8).tolist() == [*range(8)]
 
 
 def test_odd_containers() -> None:
