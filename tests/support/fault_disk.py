@@ -1,6 +1,6 @@
 """A file system whose operations fail when they are told to: a directory, seen through FUSE.
 
-    python tests/support/fault_disk.py SOURCE MOUNT ORDERS
+    PYTHONPATH=tests python -m support.fault_disk SOURCE MOUNT ORDERS
 
 What the processes that use it meet comes from the kernel: EIO from write, fsync, close, rename or read; a write or
 read that carries less than it was given; a call that does not come back.
@@ -75,13 +75,14 @@ def fault_disk(folder: Path, mount: Path) -> Iterator[FaultDisk]:
     disk.source.mkdir()
     _refuse_without_fuse()
     with (folder / "disk.log").open("wb") as log:
-        command = [sys.executable, Path(__file__), disk.source, mount, disk.orders]
-        process = spawn(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        command = [sys.executable, "-m", "support.fault_disk", disk.source, mount, disk.orders]
+        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+        process = spawn(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
     try:
         deadline = time.monotonic() + 30
         while not os.path.ismount(mount):
             if process.poll() is not None or time.monotonic() > deadline:
-                raise OSError(errno.ENODEV, f"no mount: {(folder / 'disk.log').read_text()[-500:]}")
+                raise RuntimeError(f"the disk did not start: {(folder / 'disk.log').read_text()[-500:]}")
             time.sleep(0.02)
         yield disk
     finally:
