@@ -40,6 +40,7 @@ _PANELS = (
         {
             _OURS: ["ours"],
             "s3torchconnector": ["s3torchconnector", "s3torchconnector, 4 threads"],
+            "multi-storage-client": ["multi-storage-client"],
             "FsspecWriter + s3fs": ["FsspecWriter + s3fs", "FsspecWriter + s3fs, 4 threads"],
         },
     ),
@@ -49,11 +50,28 @@ _PANELS = (
         {
             f"{_OURS}, verified": ["ours"],
             "s3torchconnector": ["s3torchconnector"],
+            "multi-storage-client": ["multi-storage-client"],
             "FsspecReader + s3fs": ["FsspecReader + s3fs"],
         },
     ),
-    _Panel("posix-save", "Save to files", {_OURS: ["ours"], "stock PyTorch": _STOCK}),
-    _Panel("posix-load", "Load from files", {f"{_OURS}, verified": ["ours"], "stock PyTorch": ["stock"]}),
+    _Panel(
+        "posix-save",
+        "Save to files",
+        {
+            _OURS: ["ours"],
+            "stock PyTorch": _STOCK,
+            "torch_checkpointing": ["torch_checkpointing", "torch_checkpointing, 4 threads"],
+        },
+    ),
+    _Panel(
+        "posix-load",
+        "Load from files",
+        {
+            f"{_OURS}, verified": ["ours"],
+            "stock PyTorch": ["stock"],
+            "torch_checkpointing": ["torch_checkpointing"],
+        },
+    ),
 )
 
 
@@ -82,7 +100,7 @@ def draw_chart(results: Results, folder: Path) -> list[Path]:
     mpl.rcParams.update({"font.size": 10, "svg.fonttype": "none", "svg.hashsalt": "ckpt"})
     files = []
     for theme in _THEMES:
-        figure = Figure(figsize=(10, 3.4), layout="constrained")
+        figure = Figure(figsize=(10, 4), layout="constrained")
         for axis, panel in zip(figure.subplots(2, 2).flat, _PANELS, strict=True):
             _bars(axis, panel, results, theme)
         path = folder / f"speed-{theme.name}.svg"
@@ -100,7 +118,7 @@ def _bars(axis: Axes, panel: _Panel, results: Results, theme: _Theme) -> None:
         axis.barh(position, speed or 0.0, 0.66, color=color)
         axis.text((speed or 0.0) + most * 0.02, position, text, va="center", color=theme.text, fontsize=9)
     axis.set_yticks(range(len(speeds)), list(speeds))
-    axis.set_xlim(0, most * 1.25)
+    axis.set_xlim(0, most * 1.3)
     axis.invert_yaxis()
     axis.set_title(panel.title, loc="left", fontsize=10, fontweight="bold", color=theme.text)
     axis.tick_params(colors=theme.text, length=0)
