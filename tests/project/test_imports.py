@@ -17,7 +17,7 @@ SDKS = {
     "botocore": "ckpt.backends.s3",
     "ibm_boto3": "ckpt.backends.cos",
     "ibm_botocore": "ckpt.backends.cos",
-    "fsspec": "ckpt.backends.fsspec_store",
+    "fsspec": "ckpt.backends.fsspec_connection",
 }
 PUBLIC_FOLDERS = ("ckpt.trainer_integration", "ckpt.testing")
 PUBLIC_MODULES = (
@@ -26,6 +26,7 @@ PUBLIC_MODULES = (
     *(f"ckpt.backends.{name}" for name in ("base", "registry", "posix", "s3", "cos", "memory")),
 )
 MAX_FILES_IN_A_ROOM = 16
+MAX_FILE_LINES = 400
 MAX_CLASS_LINES = 250
 MAX_FUNCTION_LINES = 70
 
@@ -100,6 +101,12 @@ def test_rooms_have_few_files() -> None:
     folders = [path.parent for path in MODULES.values()]
     for folder in set(folders):
         assert folders.count(folder) <= MAX_FILES_IN_A_ROOM, f"{folder} has {folders.count(folder)} files"
+
+
+def test_files_have_one_job() -> None:
+    for path in MODULES.values():
+        length = path.read_text().count("\n")
+        assert length <= MAX_FILE_LINES, f"{path.name} has {length} lines"
 
 
 def test_classes_have_one_job() -> None:
