@@ -171,14 +171,7 @@ class NotVisible(CheckpointError):
 
 
 class CommitError(CheckpointError):
-    """The commit record could not be written; what was committed before still loads.
-
-    Attributes:
-        keeps_data: `.metadata` could not be put back and names this save's data, which must stay
-            for stock readers.
-    """
-
-    keeps_data: bool = False
+    """The commit record could not be written; what was committed before still loads."""
 
 
 class CommitConflict(CommitError):
@@ -186,7 +179,7 @@ class CommitConflict(CommitError):
 
 
 class CommitUnknown(CommitError):
-    """The reply to the commit was lost: it may or may not have happened. Its data stays."""
+    """The commit may or may not have happened, or not for stock readers. Its data stays."""
 
 
 class _RankFailures(CheckpointError):

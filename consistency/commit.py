@@ -2,14 +2,13 @@
 
 All objects that a commit lists have new names, and are durable before `commit.json` is put in one
 atomic step. Who reads it finds all that it lists, or waits for it on storage that lags; who does not
-find it has no checkpoint. `.metadata`, which only stock readers look for, is replaced just before
-that and put back if the commit fails.
+find it has no checkpoint. `.metadata`, which stock readers look for, is replaced after that: where
+it is, the commit is, also if the save was killed between the two.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import pickle
 from collections.abc import Callable
 
@@ -36,8 +35,6 @@ _STALE_SIZE_TIMEOUT_S = 60.0
 """For how long a client may remember the size of an object that was replaced (NFS: `acregmax`)."""
 _CONFIRM_TIMEOUT_S = 10.0
 """How long to look for the record after its put got no answer."""
-
-_logger = logging.getLogger(__name__)
 
 
 def read_commit_bytes(store: Store) -> bytes | None:
@@ -110,7 +107,6 @@ def publish(
     *,
     previous: bytes | None,
     stock_metadata: Body,
-    restore_stock_metadata: Callable[[], bool],
     confirm_timeout_s: float | None = None,
 ) -> bool:
     """Make the save described by `record` the checkpoint at this place.
@@ -121,39 +117,33 @@ def publish(
         record: the commit record, whose objects are all durable.
         previous: the commit record found here when the save began; it must still be there.
         stock_metadata: the new `.metadata`.
-        restore_stock_metadata: puts the old `.metadata` back and returns True, if the new one is
-            there; called when the commit surely failed.
         confirm_timeout_s: how long to look for a record whose put got no answer (10 s at most).
 
     Raises:
         CommitConflict: the place does not hold `previous` any more.
         CommitUnknown: the put got no answer, and the record is not to be seen. It may still appear,
-            so nothing that it lists may be deleted.
+            so nothing that it lists may be deleted. Or the record is there, but `.metadata` is not.
         CommitError: the commit failed; what was committed before still is.
     """
     if read_commit_bytes(store) != previous:
         raise _conflict(store)
+    acknowledged = _put_record(store, record, previous, confirm_timeout_s)
     try:
         store.put(STOCK_METADATA_KEY, stock_metadata)
     except CheckpointError as error:
-        failure = CommitError(f"nothing was committed: {error.message}", url=store.url, key=error.key)
-        settled = isinstance(error, StorageError) and error.settled
-        # Unless it is settled, the new one may still arrive.
-        failure.keeps_data = not (_restored(restore_stock_metadata) or settled)
-        raise failure from error
-    try:
-        return _put_record(store, record, previous, confirm_timeout_s)
-    except CommitError as error:
-        if not isinstance(error, CommitUnknown):
-            error.keeps_data = _restored(restore_stock_metadata) is None
-        raise
+        # Who looks for `.metadata` does not find this save: it must not be acknowledged.
+        raise CommitUnknown(
+            f"the checkpoint was committed, but not for stock readers: {error.message}; "
+            "save again, or let `ckpt gc` write .metadata",
+            url=store.url,
+            key=STOCK_METADATA_KEY,
+        ) from error
+    return acknowledged
 
 
 def proves_no_commit(failure: BaseException) -> bool:
     """Tell whether a failed save was surely not committed. An unexpected error proves nothing."""
-    if isinstance(failure, CommitError):
-        return not isinstance(failure, CommitUnknown) and not failure.keeps_data
-    return isinstance(failure, CheckpointError)
+    return isinstance(failure, CheckpointError) and not isinstance(failure, CommitUnknown)
 
 
 def _put_record(store: Store, record: bytes, previous: bytes | None, confirm_timeout_s: float | None) -> bool:
@@ -205,13 +195,3 @@ def _conflict(store: Store) -> CommitConflict:
         url=store.url,
         key=COMMIT_KEY,
     )
-
-
-def _restored(restore: Callable[[], bool]) -> bool | None:
-    """Restore `.metadata`; return False if what is there is not ours, None after an error."""
-    try:
-        return restore()
-    except Exception as error:
-        # Only stock readers look there; they find a complete save, as long as its data stays.
-        _logger.warning("could not put the previous .metadata back: %s", error)
-        return None

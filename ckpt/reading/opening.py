@@ -7,7 +7,15 @@ import contextlib
 from ckpt.backends.base import Store, exists, read_bytes
 from ckpt.consistency import environment
 from ckpt.consistency.commit import STOCK_METADATA_KEY, is_foreign
-from ckpt.errors import CommitConflict, IntegrityError, NotCommitted, NotFound, Truncated
+from ckpt.errors import (
+    CommitConflict,
+    FormatError,
+    IntegrityError,
+    NotCommitted,
+    NotFound,
+    Truncated,
+    UnsafeContent,
+)
 from ckpt.format.names import is_data_key
 from ckpt.format.records import StoredCommit, read_commit
 from ckpt.reading.checkpoint import Checkpoint, ReadSettings, read_listed
@@ -25,8 +33,11 @@ def open_checkpoint(store: Store, settings: ReadSettings) -> Checkpoint:
         NotCommitted: there are objects, but not (yet) a checkpoint.
         IntegrityError, FormatError, UnsafeContent: a record is damaged, unknown, or not safe.
         NotVisible: a listed object did not appear in time.
+        CommitConflict: another program saved over a checkpoint of this library.
     """
     commit = _await_commit(store, settings)
+    if commit is not None and is_foreign(store):
+        _check_same(store, settings)
     for attempt in range(1, _OPEN_ATTEMPTS + 1):
         if commit is None:
             break
@@ -75,12 +86,33 @@ def is_rank_local(store: Store) -> bool:
     return exists(store, f"__0{STOCK_METADATA_KEY}")
 
 
-def _open_stock(store: Store, settings: ReadSettings) -> Checkpoint:
+def _check_same(store: Store, settings: ReadSettings) -> None:
+    """Raise CommitConflict if a whole stock checkpoint was saved over the committed one."""
+    try:
+        is_another = _stock_checkpoint(store, settings) is not None
+    except (NotFound, IntegrityError, FormatError, UnsafeContent):
+        return  # ours, damaged: only stock readers need it
+    if is_another:
+        raise CommitConflict(
+            "another program (stock PyTorch?) saved over the checkpoint that is committed here: remove commit.json "
+            "to load the newer one, or .metadata to load the older one; and save to a new place",
+            url=store.url,
+            key=STOCK_METADATA_KEY,
+        )
+
+
+def _stock_checkpoint(store: Store, settings: ReadSettings) -> Checkpoint | None:
+    """Open the checkpoint that `.metadata` without our seal describes; None if it is ours."""
     key = STOCK_METADATA_KEY
+    checkpoint = Checkpoint(store, settings, None, key, _read_replaceable(store, key))
+    # A tool may have cut off the seal, but the names of the files are ours.
+    files = (info.relative_path for info in checkpoint.metadata.storage_data.values())
+    return None if any(map(is_data_key, files)) else checkpoint
+
+
+def _open_stock(store: Store, settings: ReadSettings) -> Checkpoint:
     if is_foreign(store):
-        checkpoint = Checkpoint(store, settings, None, key, _read_replaceable(store, key))
-        # A tool may have cut off the seal, but the names of the files are ours.
-        if not any(is_data_key(info.relative_path) for info in checkpoint.metadata.storage_data.values()):
+        if (checkpoint := _stock_checkpoint(store, settings)) is not None:
             return checkpoint
     elif next(iter(store.list()), None) is None:
         raise NotFound("there is nothing here", url=store.url)

@@ -101,7 +101,7 @@ class SimulatedStore(Store):
     def stat(self, key: str) -> ObjectStat:
         name = self._name(key)
         stat = self._request("stat", key, lambda: self._world.attributes(self._node, name, key))
-        _remember_look(name, stat is not None)
+        self._remember_look(name, stat is not None)
         if stat is None:
             raise NotFound("no such object", url=self.url, key=key)
         return stat
@@ -185,7 +185,7 @@ class SimulatedStore(Store):
 
     def _read(self, key: str, name: str) -> bytes:
         version = self._world.seen(self._node, name)
-        _remember_look(name, version is not None)
+        self._remember_look(name, version is not None)
         if version is None or version.data is None:
             raise NotFound("no such object", url=self.url, key=key)
         process = getcurrent()
@@ -196,8 +196,7 @@ class SimulatedStore(Store):
     def _name(self, key: str) -> str:
         return self._prefix + check_key(key)
 
-
-def _remember_look(name: str, exists: bool) -> None:
-    process = getcurrent()
-    if isinstance(process, Process):
-        process.looked[name] = process.requests, exists
+    def _remember_look(self, name: str, exists: bool) -> None:
+        process = getcurrent()
+        if isinstance(process, Process):
+            process.looked[name] = process.requests, exists, self._world.now_s

@@ -44,7 +44,7 @@ class Process(greenlet):  # type: ignore[misc]
         crashed, stalled: it was killed, or does nothing for a while.
         requests, faults: how many it has sent to simulated storage, and how many did not work.
         read: the `Version` that it last read, by name.
-        looked: at which request it last asked for a name, and whether one was there.
+        looked: at which request it last asked for a name, whether one was there, and when.
     """
 
     def __init__(self, time: VirtualTime, name: str, node: str, program: Callable[[], Any]) -> None:
@@ -58,7 +58,7 @@ class Process(greenlet):  # type: ignore[misc]
         self.until: Callable[[], bool] | None = None
         self.requests = self.faults = 0
         self.read: dict[str, Any] = {}
-        self.looked: dict[str, tuple[int, bool]] = {}
+        self.looked: dict[str, tuple[int, bool, float]] = {}
 
     def _go(self, program: Callable[[], Any]) -> None:
         try:

@@ -20,12 +20,12 @@ from typing import Any
 
 import msgspec
 
-from ckpt.backends.base import PutMode, Store, read_bytes
+from ckpt.backends.base import PutMode, Store, exists, put_bytes, read_bytes
 from ckpt.backends.bodies import Body, CheckedBody
 from ckpt.backends.registry import open_store
 from ckpt.consistency import environment
 from ckpt.consistency.checksums import crc64nvme, crc_text
-from ckpt.consistency.commit import proves_no_commit
+from ckpt.consistency.commit import STOCK_METADATA_KEY, proves_no_commit
 from ckpt.errors import (
     AlreadyExists,
     CheckpointError,
@@ -37,7 +37,7 @@ from ckpt.errors import (
 )
 from ckpt.format.columns import columns_of
 from ckpt.format.names import ObjectName, data_key, manifest_key, rank_directory
-from ckpt.format.records import FORMAT_VERSION, ManifestRef, RankManifest, encode, read_commit
+from ckpt.format.records import FORMAT_VERSION, CommitRecord, ManifestRef, RankManifest, encode, read_commit
 from ckpt.reading.checkpoint import Checkpoint, ReadSettings
 from ckpt.reading.opening import open_checkpoint, open_parts
 from ckpt.tools.copy_stock import check_wanted, copy_stock
@@ -49,7 +49,7 @@ from ckpt.transfer.fetcher import StoredFile
 from ckpt.transfer.relay_bodies import RunReader, VerifiedBody
 from ckpt.transfer.reports import ReportBytes, no_report
 from ckpt.transfer.threads import in_order, workers
-from ckpt.writing.coordinator import Coordinator
+from ckpt.writing.coordinator import Coordinator, stock_metadata_of
 from ckpt.writing.save_objects import SaveObjects
 
 _BUDGET_BYTES = 256 << 20
@@ -149,7 +149,9 @@ class _CheckpointCopy:
         self._refs: list[ManifestRef] = []
 
     def run(self, overwrite: bool) -> Copied:
-        if not overwrite and self._is_there():
+        if not overwrite and (same := self._same_commit()) is not None:
+            if not exists(self._to, STOCK_METADATA_KEY):  # interrupted right after its commit
+                put_bytes(self._to, STOCK_METADATA_KEY, stock_metadata_of(self._to, same))
             self._done.already_there = True
             return self._done
         objects = SaveObjects()
@@ -192,23 +194,23 @@ class _CheckpointCopy:
 
     # -- the destination -------------------------------------------------------------------------------
 
-    def _is_there(self) -> bool:
-        """Tell whether the destination holds the same checkpoint, by its records."""
+    def _same_commit(self) -> CommitRecord | None:
+        """Read the destination's commit, if that checkpoint is the same by its records."""
         if read_commit(self._to) is None:
-            return False
+            return None
         existing = open_checkpoint(self._to, ReadSettings())
         assert existing.stored_commit is not None
         ours, theirs = self._commit, existing.stored_commit.record
         facts = ("created_at", "world_size", "data_bytes", "tags")
         if any(getattr(ours, name) != getattr(theirs, name) for name in facts):
-            return False
+            return None
         if [ref.rank for ref in ours.manifests] != [ref.rank for ref in theirs.manifests]:
-            return False
+            return None
         for (_, manifest), ref in zip(self._manifests(), theirs.manifests, strict=True):
             theirs_manifest = read_manifest(self._to, ReadSettings(), existing.stored_commit, ref)
             if _content(manifest) != _content(theirs_manifest):
-                return False
-        return True
+                return None
+        return theirs
 
     def _find_leftovers(self) -> _Leftovers:
         """List the objects of interrupted copies. Objects that it misses are sent again."""

@@ -16,11 +16,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ckpt.backends.base import ObjectStat, Store, put_bytes, read_bytes
+from ckpt.backends.base import ObjectStat, Store, exists, put_bytes, read_bytes
 from ckpt.backends.registry import open_store
 from ckpt.backends.wrapper import PrefixStore
 from ckpt.consistency import environment
-from ckpt.consistency.commit import STOCK_METADATA_KEY, is_foreign
+from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY, is_foreign
 from ckpt.errors import CheckpointError, FormatError, NotFound, StorageError
 from ckpt.format.names import ObjectName, is_our_name, split_place
 from ckpt.format.records import CommitRecord, StoredCommit, read_commit
@@ -53,7 +53,7 @@ class Garbage:
     Attributes:
         items: the leftovers that were removed, or would be.
         young: number of leftovers that are younger than the grace period, or of unknown age.
-        restored: folders whose `.metadata` named leftovers; it was restored to the committed one.
+        restored: folders whose `.metadata` was missing or named leftovers; it was written anew.
         skipped: folders in which nothing was removed, and why.
     """
 
@@ -149,11 +149,14 @@ class _Collector:
                 # A probe belongs to no checkpoint, not even to that of its own save.
                 and (name.stem not in kept or name.kind == "probe")
             ]
+            records = {stat.key: stat for stat in listed if stat.key in (STOCK_METADATA_KEY, COMMIT_KEY)}
             if commit is None:
-                left += [stat for stat in listed if stat.key == STOCK_METADATA_KEY]
+                left += [stat for key, stat in records.items() if key == STOCK_METADATA_KEY]
             old = [stat for stat in left if self._is_old(stat)]
             self.garbage.young += len(left) - len(old)
-            if old:
+            # A save that died after its commit left none.
+            is_unseen = list(records) == [COMMIT_KEY] and self._is_old(records[COMMIT_KEY])
+            if old or is_unseen:
                 yield _OldObjects(folder.path, commit, old)
 
     def clean(self, store: Store, old: _OldObjects) -> None:
@@ -165,7 +168,7 @@ class _Collector:
                 return
             record = self._record(store, commit)
             metadata = self._old_metadata(store)
-            if record is not None and metadata is not None:
+            if record is not None and (metadata is not None or not exists(store, STOCK_METADATA_KEY)):
                 self._restore(store, old.path, record, metadata)
             going = [stat for stat in old.stats if stat.key != STOCK_METADATA_KEY or metadata is not None]
             if not self.dry_run:
@@ -223,12 +226,12 @@ class _Collector:
     def _is_old(self, stat: ObjectStat) -> bool:
         return stat.modified_at_s is not None and stat.modified_at_s < self.before_s
 
-    def _restore(self, store: Store, path: str, record: CommitRecord, stat: ObjectStat) -> None:
-        """Restore the committed `.metadata`, if a save that died before its commit replaced it."""
+    def _restore(self, store: Store, path: str, record: CommitRecord, stat: ObjectStat | None) -> None:
+        """Write the committed `.metadata`, if a save that died did not, given the one that is there."""
         from ckpt.writing.coordinator import stock_metadata_of
 
         expected = stock_metadata_of(store, record)
-        if stat.size_bytes == len(expected) and bytes(read_bytes(store, stat.key)) == expected:
+        if stat and stat.size_bytes == len(expected) and bytes(read_bytes(store, stat.key)) == expected:
             return
         self.garbage.restored.append(path)
         if not self.dry_run:

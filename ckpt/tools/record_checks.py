@@ -172,7 +172,13 @@ def check_stock_metadata(
             return []
         stored = decode_metadata(pickled, url=store.url, key=key)
     except NotFound:
-        return [Damage(kind, ".metadata is missing: stock PyTorch cannot read this checkpoint", key)]
+        return [
+            Damage(
+                kind,
+                ".metadata is missing: stock PyTorch cannot read this checkpoint; `ckpt gc` writes it",
+                key,
+            )
+        ]
     except (IntegrityError, FormatError, UnsafeContent) as error:
         return [Damage.of_error(kind, error)]
     different = _different(stored, metadata)

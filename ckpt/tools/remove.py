@@ -1,4 +1,4 @@
-"""Remove a checkpoint, beginning with its commit record: `ckpt.remove`."""
+"""Remove a checkpoint, its records before its data: `ckpt.remove`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt.backends.base import Store, exists, read_bytes
+from ckpt.backends.base import Store, read_bytes
 from ckpt.backends.registry import open_store
 from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY, is_foreign
 from ckpt.errors import CommitConflict, FormatError, IntegrityError, NotCommitted, NotFound
@@ -23,7 +23,7 @@ class Removed:
     """The checkpoint that was removed, or would be.
 
     Attributes:
-        keys: its objects in the order of their removal, the commit record first.
+        keys: its objects in the order of their removal, `.metadata` and the commit record first.
         data_bytes: size of the data files, by the commit record.
     """
 
@@ -36,11 +36,11 @@ class Removed:
 def remove(
     url: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None, dry_run: bool = False
 ) -> Removed:
-    """Remove the checkpoint at `url`: the commit record first, then all that it lists.
+    """Remove the checkpoint at `url`: `.metadata`, the commit record, then all that it lists.
 
-    From the first deletion on it is not a checkpoint any more. Only objects that the record lists
-    are removed, and only names that this library gives. `collect_garbage` finds what an
-    interruption leaves.
+    `.metadata` never stands without a commit, so programs that look for it alone do not choose what
+    is being removed. Only objects that the record lists are removed, and only names that this
+    library gives. `collect_garbage` finds what an interruption leaves.
 
     Raises:
         NotFound, NotCommitted: there is no checkpoint of this library.
@@ -54,9 +54,8 @@ def remove(
             raise _nothing_to_remove(store, commit)
         record = commit.record
         keys = [key for key in _listed(store, record) if is_our_name(key)]
-        first = [COMMIT_KEY]
-        if exists(store, STOCK_METADATA_KEY) and not is_foreign(store):
-            first.append(STOCK_METADATA_KEY)
+        # Also if it is not there: storage that lags may not show it yet.
+        first = [COMMIT_KEY] if is_foreign(store) else [STOCK_METADATA_KEY, COMMIT_KEY]
         if not dry_run:
             if read_commit(store) != commit:
                 text = "another save was committed here meanwhile; nothing was removed"

@@ -97,6 +97,12 @@ def _verify(store: Store, threads: Executor, quick: bool, progress: ReportBytes)
             result.format = "stock"
         if commit is None or error.key == COMMIT_KEY:
             return result
+    except CommitConflict as error:
+        if error.key != STOCK_METADATA_KEY:
+            raise
+        result.extend([Damage.of_error("stock_metadata", error)])
+        commit, index = read_commit(store), None
+        assert commit is not None
     else:
         commit, index = parts[0].stored_commit, parts[0].metadata
         if commit is None:

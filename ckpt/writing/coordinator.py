@@ -18,9 +18,15 @@ from ckpt.backends.base import Store, read_bytes
 from ckpt.backends.bodies import CheckedBody
 from ckpt.consistency import environment
 from ckpt.consistency.checksums import crc_text
-from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY, is_foreign, publish, stock_metadata_seal
+from ckpt.consistency.commit import (
+    COMMIT_KEY,
+    MAX_COMMIT_BYTES,
+    STOCK_METADATA_KEY,
+    is_foreign,
+    publish,
+)
 from ckpt.consistency.conditional_create import learn_condition
-from ckpt.consistency.seal import PICKLE_SEAL_BYTES, seal_pickle
+from ckpt.consistency.seal import seal_pickle
 from ckpt.errors import (
     AlreadyExists,
     CheckpointError,
@@ -60,7 +66,6 @@ class Coordinator:
         self._store, self._objects = store, objects
         self._confirm_timeout_s = confirm_timeout_s
         self._previous: StoredCommit | None = None
-        self._stock_seal = b""
 
     def look(self, *, overwrite: bool) -> None:
         """Raise AlreadyExists, before anything is written, if a checkpoint must not be replaced."""
@@ -101,13 +106,18 @@ class Coordinator:
         """Write the index of `columns` and commit `record` with it. Raises as `commit`."""
         with no_gc():
             index, stock_metadata = self._index(columns), seal_pickle(pickled_metadata(columns))
-        self._stock_seal = stock_metadata[-PICKLE_SEAL_BYTES:]
         key = index_key(self._objects.rank, self._objects.token)
+        ref = ObjectRef(path=key, size_bytes=index.nbytes, crc64nvme=crc_text(index.crc64nvme()))
+        sealed = encode(msgspec.structs.replace(record, id=self._objects.token, index=ref))
+        if len(sealed) > MAX_COMMIT_BYTES:
+            raise ConfigurationError(
+                f"the commit record would take {len(sealed):,} bytes, more than the {MAX_COMMIT_BYTES:,} that "
+                f"are read: make the tags smaller ({sum(map(len, record.tags.values())):,} characters)",
+                url=self._store.url,
+            )
         self._objects.add(key)
         try:
             self._store.put(key, index)
-            ref = ObjectRef(path=key, size_bytes=index.nbytes, crc64nvme=crc_text(index.crc64nvme()))
-            sealed = encode(msgspec.structs.replace(record, id=self._objects.token, index=ref))
             if self._previous is None:
                 learn_condition(self._store, probe_key(self._objects.rank, self._objects.token))
             acknowledged = self._publish(sealed, stock_metadata)
@@ -166,7 +176,6 @@ class Coordinator:
                 record,
                 previous=None if self._previous is None else self._previous.raw,
                 stock_metadata=CheckedBody(stock_metadata),
-                restore_stock_metadata=self._restore_stock_metadata,
                 confirm_timeout_s=self._confirm_timeout_s,
             )
         except CheckpointError:
@@ -174,17 +183,6 @@ class Coordinator:
         except Exception as error:  # a store that breaks its contract: anything may have happened
             message = f"the commit may or may not have happened: {type(error).__name__}: {error}"
             raise CommitUnknown(message, url=self._store.url) from error
-
-    def _restore_stock_metadata(self) -> bool:
-        """Replace `.metadata` by that of the committed checkpoint; return False if it is not ours."""
-        if stock_metadata_seal(self._store) != self._stock_seal:
-            return False
-        commit = read_commit(self._store)
-        if commit is None:
-            self._store.delete([STOCK_METADATA_KEY])
-            return True
-        self._store.put(STOCK_METADATA_KEY, CheckedBody(stock_metadata_of(self._store, commit.record)))
-        return True
 
     def _retire(self, previous: StoredCommit) -> None:
         """Delete the objects of the replaced checkpoint, as well as it goes."""

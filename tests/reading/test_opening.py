@@ -142,6 +142,29 @@ def test_ours_without_a_commit_is_no_stock_checkpoint(tmp_path: Path, cut: int) 
         ckpt.load({"t": torch.zeros(10)}, tmp_path)
 
 
+# -- saved over by another program ---------------------------------------------------------------------
+
+
+@pytest.mark.smoke
+def test_stock_saved_over_ours(tmp_path: Path) -> None:
+    """The older state must not load as if it were the newest."""
+    ckpt.save({"t": torch.zeros(3)}, tmp_path)
+    dcp.save({"t": torch.ones(3)}, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
+    for load in (
+        lambda state: ckpt.load(state, tmp_path),
+        lambda state: dcp.load(state, storage_reader=ckpt.CheckpointReader(tmp_path), no_dist=True),
+    ):
+        state = {"t": torch.full((3,), 7.0)}
+        with pytest.raises((CommitConflict, CheckpointException), match="saved over the checkpoint"):
+            load(state)
+        assert torch.equal(state["t"], torch.full((3,), 7.0))
+    damage = ckpt.verify(tmp_path).damages[0]
+    assert (damage.kind, damage.key) == ("stock_metadata", ".metadata")
+    (tmp_path / "commit.json").unlink()  # as the message says
+    ckpt.load(state, tmp_path)
+    assert torch.equal(state["t"], torch.ones(3))
+
+
 # -- replaced while it is read -------------------------------------------------------------------------
 
 

@@ -219,6 +219,7 @@ class Guard:
         self.commits = 0
         self._listed: dict[str, dict[str, bytes]] = {}  # by place: the objects of its checkpoint
         self._once_listed: set[str] = set()
+        self._committed: WeakKeyDictionary[Process, set[str]] = WeakKeyDictionary()  # at which places
         # Weak: a dict with a running greenlet as its key is not tracked, so never freed.
         self._wrote_data: WeakKeyDictionary[Process, int] = WeakKeyDictionary()
 
@@ -226,6 +227,8 @@ class Guard:
         place, _, key = name.partition("/")
         if before is not None and before.data is not None:
             self._check_permission(name, key, before, after)
+        if after.process is not None and not world.is_late:
+            self._check_order(world, after.process, place, key, after.data is None)
         if key == COMMIT_KEY:
             if after.data is not None and not world.is_late and after.process is not None:
                 self._check_looked(world, after.process, name, before)
@@ -238,9 +241,22 @@ class Guard:
         if key != COMMIT_KEY and name in listed and after.data != listed[name]:
             raise Violation(f"{after.process} took {name} away from the checkpoint that is committed there")
 
+    def _check_order(self, world: World, process: Process, place: str, key: str, is_delete: bool) -> None:
+        """Check that `.metadata` never stands without a commit, for programs that look for it alone."""
+        commit, metadata = f"{place}/{COMMIT_KEY}", f"{place}/{STOCK_METADATA_KEY}"
+        committed = self._committed.setdefault(process, set())
+        if key == COMMIT_KEY and is_delete and world.truth(metadata) is not None:
+            looked_s = process.looked.get(commit, (-1, False, _INF))[-1]
+            if world.versions[metadata][-1].at_s < looked_s:  # not put by another save meanwhile
+                raise Violation(f"{process} deleted {commit}, and .metadata stays")
+        elif key == COMMIT_KEY and not is_delete:
+            committed.add(place)
+        elif key == STOCK_METADATA_KEY and not (is_delete or place in committed or world.truth(commit)):
+            raise Violation(f"{process} put {metadata}, where nothing is committed")
+
     def _check_looked(self, world: World, process: Process, name: str, before: Version | None) -> None:
         """Check that who commits looked at the place after its data were durable."""
-        request, was_there = process.looked.get(name, (-1, False))
+        request, was_there, _ = process.looked.get(name, (-1, False, 0.0))
         if request < self._wrote_data.get(process, 0):
             raise Violation(f"{process} committed {name} without another look after writing its data")
         replaced = before is not None and before.data is not None

@@ -27,9 +27,8 @@ import ckpt.api
 from ckpt.backends import registry
 from ckpt.backends.base import Store
 from ckpt.consistency import environment
-from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY, proves_no_commit
-from ckpt.errors import CheckpointError, NotCommitted, NotFound, SaveFailed
-from ckpt.format.records import decode_manifest, read_commit
+from ckpt.consistency.commit import proves_no_commit
+from ckpt.errors import CommitConflict, NotCommitted, NotFound, SaveFailed
 from ckpt.ranks.collective_errors import is_connection_error
 from ckpt.ranks.heartbeat import Answer
 from ckpt.ranks.progress import Progress
@@ -299,18 +298,7 @@ class Ours(Protocol):
         return tuple(int(state[f"rank{rank}"].item()) for rank in range(len(state)))
 
     def delete(self, url: str) -> None:
-        """Delete the commit first: from then on there is no checkpoint."""
-        store = registry.open_store(url)
-        commit = read_commit(store)
-        if commit is None:  # or it is not seen here
-            raise SurelyFailed("there is nothing to delete")
-        store.delete([COMMIT_KEY])
-        record = commit.record
-        keys = [STOCK_METADATA_KEY, record.described_by.path]
-        for ref in record.manifests:
-            with contextlib.suppress(CheckpointError):
-                data = bytearray(ref.size_bytes)
-                store.read_into(ref.path, 0, [memoryview(data)])
-                keys += [file.path for file in decode_manifest(data, url=url, key=ref.path).files]
-            keys.append(ref.path)
-        store.delete(keys)
+        try:
+            ckpt.remove(url)
+        except (NotFound, NotCommitted, CommitConflict) as error:  # or it is not seen here
+            raise SurelyFailed("there is nothing to delete") from error

@@ -104,7 +104,18 @@ def interrupted(monkeypatch: pytest.MonkeyPatch, when: Callable[[str], bool], *a
     assert "the same command goes on" in ran.err
 
 
-@pytest.mark.parametrize("where", ["first", "second", "manifest", "index", ".metadata", "commit.json"])
+def test_interrupted_after_its_commit_and_run_again(
+    sharded_place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = tmp_path / "copy"
+    interrupted(monkeypatch, lambda key: key == ".metadata", sharded_place, copy)
+    assert loaded(copy) == loaded(sharded_place)
+    assert not (copy / ".metadata").exists()
+    assert cp(sharded_place, copy)["already_there"]
+    assert run_json("verify", copy)["ok"]
+
+
+@pytest.mark.parametrize("where", ["first", "second", "manifest", "index", "commit.json"])
 def test_interrupted_anywhere_and_run_again(
     sharded_place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
@@ -131,7 +142,7 @@ def test_interrupted_anywhere_and_run_again(
     assert len(left) == {"first": 0, "second": 1, "manifest": 1}.get(where, total)
     after = files(copy)
     # No name was written twice with other bytes, and only an index of the first try can be left over.
-    assert all(after[key] == data for key, data in before.items() if key != ".metadata")
+    assert all(after[key] == data for key, data in before.items())
     report = run_json("verify", copy)
     assert report["ok"]
     assert all(stray["key"].endswith(".index") and stray["ours"] for stray in report["strays"])

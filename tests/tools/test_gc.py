@@ -21,7 +21,6 @@ from support.states import random_tensor
 import ckpt
 from ckpt.backends.base import Capabilities
 from ckpt.backends.posix import PosixStore
-from ckpt.consistency import commit
 
 gc = functools.partial(run_json, "gc")
 LEFTOVER = "rank-00000/0123456789abcdef-0.distcp"
@@ -50,16 +49,28 @@ def make_old(place: Path, hours: float = 48) -> None:
 
 
 def save_and_die(place: Path, where: str) -> None:
-    """Save twos in a process that dies `before` its commit, or `between` .metadata and commit.json."""
+    """Save twos in a process that dies `before` its commit, or `between` commit.json and .metadata."""
     process = start(_save_and_die, str(place), where)
     process.join()
     assert process.exitcode == 9
 
 
 def _save_and_die(place: str, where: str) -> None:
-    name = {"before": "read_commit_bytes", "between": "_put_record"}[where]
-    setattr(commit, name, lambda *_: os._exit(9))
+    put = PosixStore.put
+
+    def put_or_die(store: PosixStore, key: str, *args: Any, **more: Any) -> None:
+        if key == {"before": "commit.json", "between": ".metadata"}[where]:
+            os._exit(9)
+        put(store, key, *args, **more)
+
+    setattr(PosixStore, "put", put_or_die)  # noqa: B010
     save(place, 2.0)
+
+
+def stock_load(place: Path) -> torch.Tensor:
+    state = {"t": torch.zeros(10)}
+    dcp.load(state, storage_reader=dcp.FileSystemReader(place), no_dist=True)
+    return state["t"]
 
 
 def test_gc_removes_a_probe_that_stayed(tmp_path: Path) -> None:
@@ -73,13 +84,17 @@ def test_gc_removes_a_probe_that_stayed(tmp_path: Path) -> None:
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("where", ["before", "between"])
-def test_leftovers_of_a_dead_first_save_are_removed(tmp_path: Path, where: str) -> None:
+@pytest.mark.parametrize("has_metadata", [False, True], ids=["", "as versions before 0.2 left it"])
+def test_leftovers_of_a_dead_first_save_are_removed(tmp_path: Path, has_metadata: bool) -> None:
     dead = tmp_path / "step-2"
-    save_and_die(dead, where)
+    if has_metadata:
+        save(dead)
+        (dead / "commit.json").unlink()
+    else:
+        save_and_die(dead, "before")
     save(tmp_path / "step-1")
     leftovers = file_names(dead)
-    assert len(leftovers) == {"before": 3, "between": 4}[where]  # data, manifest, index, then .metadata
+    assert len(leftovers) == 3 + has_metadata  # data, manifest, index
     assert gc(tmp_path)["young"] == len(leftovers)
     assert file_names(dead) == leftovers
     make_old(tmp_path)
@@ -93,20 +108,54 @@ def test_leftovers_of_a_dead_first_save_are_removed(tmp_path: Path, where: str) 
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("where", ["before", "between"])
-def test_the_checkpoint_that_a_dead_save_was_to_replace_stays(tmp_path: Path, where: str) -> None:
+def test_the_checkpoint_that_a_dead_save_was_to_replace_stays(tmp_path: Path) -> None:
     place = tmp_path / "latest"
     save(place)
     whole = {key: (place / key).read_bytes() for key in file_names(place)}
-    save_and_die(place, where)
+    save_and_die(place, "before")
     assert len(file_names(place)) == len(whole) + 3
     make_old(tmp_path)
-    assert gc(tmp_path)["restored"] == ([] if where == "before" else ["latest"])
+    assert gc(tmp_path)["restored"] == []
     assert {key: (place / key).read_bytes() for key in file_names(place)} == whole
-    state = {"t": torch.zeros(10)}
-    dcp.load(state, storage_reader=dcp.FileSystemReader(place), no_dist=True)
-    assert torch.equal(state["t"], torch.ones(10))
+    assert torch.equal(stock_load(place), torch.ones(10))
     assert run_json("verify", place)["strays"] == []
+
+
+@pytest.mark.smoke
+def test_a_first_save_that_died_after_its_commit_is_written_for_stock_readers(tmp_path: Path) -> None:
+    """Who looks for `.metadata` alone never sees it half done: a host that restarts saves it again."""
+    place = tmp_path / "step-1"
+    save_and_die(place, "between")
+    assert torch.equal(load(place), torch.full((10,), 2.0))
+    assert not (place / ".metadata").exists()
+    assert gc(tmp_path)["restored"] == []  # a save may be running
+    make_old(tmp_path)
+    assert gc(tmp_path, "--dry-run")["restored"] == ["step-1"]
+    assert not (place / ".metadata").exists()
+    assert gc(tmp_path)["restored"] == ["step-1"]
+    assert torch.equal(stock_load(place), torch.full((10,), 2.0))
+    assert run_json("verify", place)["damages"] == gc(tmp_path)["restored"] == []
+
+
+def test_an_overwriting_save_that_died_after_its_commit(tmp_path: Path) -> None:
+    """Stock readers load the checkpoint before, whole, until `.metadata` is written anew."""
+    place = tmp_path / "latest"
+    save(place)
+    save_and_die(place, "between")
+    assert torch.equal(load(place), torch.full((10,), 2.0))
+    assert torch.equal(stock_load(place), torch.ones(10))
+    make_old(tmp_path)
+    report = gc(tmp_path)
+    assert (report["restored"], len(report["items"])) == (["latest"], 3)
+    assert torch.equal(stock_load(place), torch.full((10,), 2.0))
+    assert run_json("verify", place)["strays"] == []
+
+
+def test_a_save_again_where_one_died_after_its_commit(tmp_path: Path) -> None:
+    save_and_die(tmp_path, "between")
+    save(tmp_path, 3.0)
+    assert torch.equal(load(tmp_path), stock_load(tmp_path))
+    assert run_json("verify", tmp_path)["strays"] == []
 
 
 def test_nothing_is_restored_while_a_save_may_be_running(tmp_path: Path) -> None:
@@ -148,7 +197,7 @@ def test_files_that_another_program_writes_meanwhile_stay(
 ) -> None:
     """Between the look and the deletion, stock PyTorch saves where a save of ours died."""
     place = tmp_path / "run" / "c"
-    save_and_die(place, "between")
+    save_and_die(place, "before")
     make_old(tmp_path)
     monkeypatch.setattr(PosixStore, "capabilities", Capabilities())
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""`ckpt rm`: remove the commit first, and nothing that is not ours or not listed."""
+"""`ckpt rm`: remove the records first, and nothing that is not ours or not listed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_all_of_a_checkpoint_is_removed(sharded_place: Path, tmp_path: Path) -> 
     save(other)
     before = file_names(place)
     assert set(run_json("rm", place, "--dry-run")["keys"]) == before == file_names(place)
-    assert run_json("rm", place)["keys"][:2] == ["commit.json", ".metadata"]
+    assert run_json("rm", place)["keys"][:2] == [".metadata", "commit.json"]
     assert not place.exists()
     assert torch.equal(load(other), torch.ones(10))
     assert run("rm", place).code == 3
@@ -47,13 +47,15 @@ def test_files_that_the_commit_does_not_list_stay(tmp_path: Path) -> None:
     assert file_names(tmp_path) == {LEFTOVER, "notes.txt"}
 
 
-def test_the_commit_goes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interrupted after any deletion, there is no checkpoint, and the rest is known for what it is."""
+@pytest.mark.parametrize("last", [".metadata", "commit.json"])
+def test_the_records_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: str) -> None:
+    """Interrupted after any deletion: a whole checkpoint, or none, and the rest is known for what it is."""
     original = PosixStore.delete
 
     def delete(self: PosixStore, keys: Any) -> None:
         original(self, keys)
-        raise KeyboardInterrupt
+        if last in keys:
+            raise KeyboardInterrupt
 
     save(tmp_path / "c")
     with monkeypatch.context() as patch:
@@ -61,6 +63,11 @@ def test_the_commit_goes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ran = run("rm", tmp_path / "c")
     assert ran.code == 130
     assert "ckpt gc" in ran.err
+    assert not (tmp_path / "c" / ".metadata").exists()  # nobody takes it for whole who looks there alone
+    if last == ".metadata":
+        assert torch.equal(load(tmp_path / "c"), torch.ones(10))
+        run_json("rm", tmp_path / "c")
+        return
     with pytest.raises(NotCommitted):
         load(tmp_path / "c")
     run_json("gc", tmp_path, "--grace", "0")

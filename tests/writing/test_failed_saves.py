@@ -32,6 +32,7 @@ from ckpt.backends.registry import open_store
 from ckpt.errors import (
     CheckpointError,
     CommitError,
+    CommitUnknown,
     ConfigurationError,
     SaveFailed,
     StorageFull,
@@ -237,27 +238,41 @@ def test_what_no_reader_would_accept_is_not_committed(tmp_path: Path, tensor: to
     assert objects_at((str(tmp_path), {})) == {}
 
 
-def test_stock_metadata_that_cannot_be_put_back_keep_their_data(tmp_path: Path) -> None:
-    """A disk that is full from the commit on: ours loads the old, and what stock readers find is whole."""
+@pytest.mark.parametrize("commits", [False, True])
+def test_a_disk_that_is_full_at_the_commit(tmp_path: Path, commits: bool) -> None:
+    """From commit.json on, or only after it: what stock readers find is whole."""
     url = f"memory://{tmp_path.name}/c"
     ckpt.save(state_of(0, 1), url)
     full: list[bool] = []
 
     def fault(operation: str, key: str, when: str) -> None:
-        full.extend([True] if operation == "put" and key == "commit.json" and when == "before" else [])
-        if operation == "put" and full:
+        at = "after" if commits else "before"
+        full.extend([True] if operation == "put" and key == "commit.json" and when == at else [])
+        if operation == "put" and full and key != "commit.json" * commits:
             raise StorageFull("disk full", url=url, key=key, settled=True)
 
     memory.inject(url, fault)
     with pytest.raises(SaveFailed) as caught:
         ckpt.save(state_of(0, 2), url)
     full.clear()
-    assert load_is(1, 0, url, {})
+    assert load_is(2 if commits else 1, 0, url, {})
+    assert isinstance(caught.value.failures[0], CommitUnknown) == commits
     store = open_store(url)
     stock = pickle.loads(bytes(read_bytes(store, ".metadata")))
     for info in stock.storage_data.values():
         assert store.stat(info.relative_path).size_bytes >= info.offset + info.length
-    assert isinstance(caught.value.failures[0], CommitError)
+
+
+@pytest.mark.smoke
+def test_tags_that_no_reader_would_take(tmp_path: Path) -> None:
+    """The limit of the commit record is known before anything is committed or replaced."""
+    ckpt.save(state_of(0, 1), tmp_path)
+    before = objects_at((str(tmp_path), {}))
+    with pytest.raises(SaveFailed, match="make the tags smaller") as caught:
+        ckpt.save(state_of(0, 2), tmp_path, tags={"note": "x" * (65 << 20)})
+    assert isinstance(caught.value.failures[0], ConfigurationError)
+    assert objects_at((str(tmp_path), {})) == before
+    assert load_is(1, 0, str(tmp_path), {})
 
 
 def test_a_log_filter_that_raises_after_the_commit(tmp_path: Path) -> None:
