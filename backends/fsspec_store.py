@@ -29,6 +29,7 @@ from ckpt.backends.base import (
 from ckpt.backends.bodies import Body, body_errors_unchanged, fill, open_part
 from ckpt.backends.cancellable_reads import Reads
 from ckpt.backends.fsspec_connection import LOCAL, FsspecConnection
+from ckpt.backends.fsspec_listings import forget_listings
 from ckpt.errors import (
     AccessDenied,
     NotFound,
@@ -77,13 +78,16 @@ class FsspecStore(Store):
     def put(self, key: str, body: Body, *, mode: PutMode = PutMode.OVERWRITE) -> None:
         create = mode is PutMode.CREATE
         size = part_size_bytes(body.nbytes, WRITE_SIZE_BYTES, self.capabilities)
-        with body_errors_unchanged():
-            if create:
-                refuse_existing(self, key)
-            if self._files.protocol in _S3:
-                self._put_deferred(key, body, size, create)
-            else:
-                self._put_moved(key, body, size)
+        try:
+            with body_errors_unchanged():
+                if create:
+                    refuse_existing(self, key)
+                if self._files.protocol in _S3:
+                    self._put_deferred(key, body, size, create)
+                else:
+                    self._put_moved(key, body, size)
+        finally:
+            forget_listings(self.url, [key])
         with contextlib.suppress(AccessDenied, StorageUnavailable):
             # The put was acknowledged; that nobody may or can look changes nothing.
             check_kept(self.stat(key).size_bytes, body.nbytes, url=self.url, key=key)
@@ -180,9 +184,13 @@ class FsspecStore(Store):
                 yield stat
 
     def delete(self, keys: Iterable[str]) -> None:
-        for key in keys:
-            with self._files.translated(key, "delete"):
-                self._files.remove(self._files.path(key))
+        keys = [*keys]
+        try:
+            for key in keys:
+                with self._files.translated(key, "delete"):
+                    self._files.remove(self._files.path(key))
+        finally:
+            forget_listings(self.url, keys)
 
     def prepare(self, prefix: str) -> None:
         # On an object store `makedirs` would try to create the bucket.

@@ -28,6 +28,7 @@ from ckpt.backends.base import (
 )
 from ckpt.backends.bodies import Body, remaining
 from ckpt.backends.cancellable_reads import Read, Reads
+from ckpt.backends.fsspec_listings import forget_listings
 from ckpt.backends.options import scrub
 from ckpt.backends.s3_protocol.errors import Conflict, NotImplementedByServer, UploadGone, text_of
 from ckpt.backends.s3_protocol.multipart import begin_upload, put_in_parts
@@ -81,6 +82,8 @@ class S3ApiStore(Store):
             s3.condition = Condition.REFUSED
             refuse_existing(self, key)
             self._put(key, body, size, create=False)
+        finally:
+            forget_listings(self.url, [key])
 
     def _put(self, key: str, body: Body, size: int, create: bool) -> None:
         for attempt in itertools.count(1):
@@ -151,13 +154,18 @@ class S3ApiStore(Store):
 
     def delete(self, keys: Iterable[str]) -> None:
         checked = [check_key(key) for key in keys]
-        for index in range(0, len(checked), _DELETE_BATCH):
-            batch = checked[index : index + _DELETE_BATCH]
-            if len(batch) == 1 or not self._s3.delete_batch(batch):
-                futures = [self._s3.submit(key, self._s3.delete, key) for key in batch]
-                wait(futures)
-                for future in futures:
-                    future.result()
+        try:
+            for index in range(0, len(checked), _DELETE_BATCH):
+                self._delete_batch(checked[index : index + _DELETE_BATCH])
+        finally:
+            forget_listings(self.url, checked)
+
+    def _delete_batch(self, batch: Sequence[str]) -> None:
+        if len(batch) == 1 or not self._s3.delete_batch(batch):
+            futures = [self._s3.submit(key, self._s3.delete, key) for key in batch]
+            wait(futures)
+            for future in futures:
+                future.result()
 
     def prepare(self, prefix: str) -> None:
         """Do nothing: an object store has no directories."""
