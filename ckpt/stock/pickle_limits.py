@@ -12,7 +12,6 @@ import contextlib
 import io
 import math
 import pickletools
-from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -20,7 +19,8 @@ from typing import Any
 
 from ckpt.errors import UnsafeContent
 from ckpt.format.planner_data import HASH_MODULUS
-from ckpt.torch_private import allowed_globals, storage_dtype, user_allowed_globals
+from ckpt.stock.pickle_names import is_safe, name_of_today
+from ckpt.torch_private import allowed_globals, storage_dtype
 
 _MAX_GROWTH = 16
 _SLACK = 1 << 20
@@ -228,9 +228,11 @@ class _Walk:
 
     def _build(self) -> None:
         state = self._stack.pop()
-        self._charge(1 + _size(state))
+        size = 1 + _size(state) + (sum(map(_size, state)) if type(state) is tuple else 0)
+        self._charge(size)
         is_instance = bool(self._stack) and isinstance(self._stack[-1], _Made)
         _require(is_instance, "that changes something that is not an instance")
+        self._stack[-1].size += size
 
     def _storage(self, place: Any) -> _Made:
         match place:
@@ -244,14 +246,8 @@ class _Walk:
 
 
 def _global(module: str, name: str) -> _Global:
-    """Look up a class or function by its name of today: `torch.save` writes those of Python 2."""
-    if (module, name) in NAME_MAPPING:
-        module, name = NAME_MAPPING[module, name]
-    else:
-        module = IMPORT_MAPPING.get(module, module)
-    full_name = f"{module}.{name}"
-    declared: Mapping[str, Any] = user_allowed_globals()  # type: ignore[no-untyped-call]
-    if full_name not in allowed_globals() and full_name not in declared:
+    full_name = name_of_today(module, name)
+    if not is_safe(full_name):
         raise _Refused(full_name)
     return _Global(full_name)
 

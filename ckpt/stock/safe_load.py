@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,10 +14,14 @@ import torch
 from ckpt.errors import FormatError, UnsafeContent
 from ckpt.stock.item_archive import check_archive
 from ckpt.stock.item_files import MemoryFile
+from ckpt.stock.pickle_names import unsafe_names
 
 _MAX_GROWTH = 4
 _SLACK_BYTES = 1 << 20
 _REASONS = ("Unsupported global:", "Unsupported operand", "Unsupported class", "WeightsUnpickler error:")
+
+
+_lock = threading.Lock()
 
 
 def safe_object(file: MemoryFile, *, fqn: str, url: str, key: str) -> io.BytesIO:
@@ -54,17 +61,74 @@ def load_tensor_item(file: MemoryFile, *, fqn: str, url: str, key: str) -> torch
     return value
 
 
+def refused_names(data: memoryview) -> set[str]:
+    """Find classes and functions, named in an object's pickle, for which a load may refuse it."""
+    return unsafe_names(data) - _INERT.keys()
+
+
+def is_refused(data: memoryview) -> bool:
+    """Tell whether a load will refuse this pickle of an object, which was made here."""
+    try:
+        _load(MemoryFile(bytearray(data)), "", "", "", "", "")
+    except UnsafeContent:
+        return True
+    except FormatError:
+        return False
+    return False
+
+
 def _load(file: MemoryFile, fqn: str, url: str, key: str, unsafe: str, advice: str) -> Any:
     try:
-        check_archive(file)
-        file.seek(0)
-        return torch.load(file, map_location="cpu", weights_only=True)  # type: ignore[arg-type]
+        try:
+            return _load_checked(file)
+        except pickle.UnpicklingError:
+            with _inert_allowed():
+                return _load_checked(file)
     except pickle.UnpicklingError as error:
         raise UnsafeContent(f"{fqn!r} {unsafe} ({reason(error)})", advice=advice, url=url, key=key) from None
     except (UnsafeContent, FormatError) as error:
         raise type(error)(f"{fqn!r} is {error.message}", url=url, key=key) from None
     except Exception as error:
         raise _unreadable(error, fqn, url, key) from error
+
+
+def _load_checked(file: MemoryFile) -> Any:
+    file.seek(0)
+    check_archive(file)
+    file.seek(0)
+    return torch.load(file, map_location="cpu", weights_only=True)  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def _inert_allowed() -> Iterator[None]:
+    """Let `torch.load` make what is inert; torch keeps such a rule for all threads until it is taken back."""
+    with _lock, torch.serialization.safe_globals([(make, name) for name, make in _INERT.items()]):
+        yield
+
+
+class _InertFile(io.BytesIO):
+    """An `io.BytesIO` of a pickle, and pickled as one: nothing but bytes and a position within them."""
+
+    def __setstate__(self, state: Any) -> None:
+        # A tuple alone: the walk over the pickle counts what is in it.
+        data, position, attributes = state if type(state) is tuple and len(state) == 3 else (None, 0, None)
+        is_inert = type(data) is bytes and type(position) is int and not attributes
+        if not is_inert or not 0 <= position <= len(data or b""):
+            raise pickle.UnpicklingError("an io.BytesIO with more than bytes and a position in them")
+        self.write(data or b"")
+        self.seek(position)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return io.BytesIO, (), (self.getvalue(), self.tell(), None)
+
+
+def _no_bytes() -> bytes:
+    """Make `b""`, which protocol 2 of pickle writes as a call."""
+    return b""
+
+
+_INERT: Mapping[str, Callable[[], Any]] = {"_io.BytesIO": _InertFile, "builtins.bytes": _no_bytes}
+"""What loads beyond torch's safe types, in place of what a pickle names."""
 
 
 def _unreadable(error: Exception, fqn: str, url: str, key: str) -> FormatError:

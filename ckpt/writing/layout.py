@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import io
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -77,11 +77,18 @@ def tensor_entries(items: Iterable[WriteItem], planner: SavePlanner) -> tuple[li
     return entries, [*objects, *others]
 
 
-def pickled_entries(items: Iterable[WriteItem], planner: SavePlanner) -> Iterator[Entry]:
-    """Pickle items one at a time. Raises CheckpointError if the planner or torch failed."""
+def pickled_entries(
+    items: Iterable[WriteItem], planner: SavePlanner, look: Callable[[str, memoryview], None]
+) -> Iterator[Entry]:
+    """Pickle items one at a time, and show `look` each with its FQN.
+
+    Raises CheckpointError if the planner or torch failed.
+    """
     for item in items:
         pickled = _pickled_object if item.type == WriteItemType.BYTE_IO else _pickled_tensor
-        yield Entry(item.index, b"", BytesPayload(pickled(planner, item).getbuffer()), b"", False)
+        data = pickled(planner, item).getbuffer()
+        look(item.index.fqn, data)
+        yield Entry(item.index, b"", BytesPayload(data), b"", False)
 
 
 def spread(entries: Sequence[Entry], files: int) -> list[list[Entry]]:

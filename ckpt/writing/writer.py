@@ -31,6 +31,7 @@ from ckpt.writing.coordinator import Coordinator
 from ckpt.writing.layout import Entry, pickled_entries, refuse_layouts, spread, tensor_entries
 from ckpt.writing.rank_files import RankFiles
 from ckpt.writing.receipts import RankReceipt
+from ckpt.writing.refused_objects import RefusedObjects
 from ckpt.writing.save_objects import SaveObjects
 
 _logger = logging.getLogger(__name__)
@@ -198,13 +199,15 @@ class CheckpointWriter(DcpStorage, StorageWriter):
         objects_bytes = 0
         with no_gc():
             tensors, others = tensor_entries(plan.items, planner)
-        for entry in pickled_entries(others, planner):
+        refused = RefusedObjects()
+        for entry in pickled_entries(others, planner, refused.look):
             # Pickled objects take memory of this library's: they are written batch by batch.
             if objects and objects_bytes + entry.length > _OBJECT_BATCH_BYTES:
                 files.put([objects])
                 objects, objects_bytes = [], 0
             objects.append(entry)
             objects_bytes += entry.length
+        refused.warn(self.checkpoint_id)
         wanted = 1 if self._store.capabilities.parallel_parts else self._store.threads
         first, *more = spread(tensors, wanted) or [[]]
         if objects or first:

@@ -6,6 +6,7 @@ import collections
 import contextlib
 import functools
 import io
+import pickle
 import struct
 import time
 import tracemalloc
@@ -70,10 +71,15 @@ def tensor(function: str, elements: int, offset: int, size: int, stride: int, *m
     return call(function, storage(elements), number(offset), size_of, b"(" + number(stride) + b"t", *more)
 
 
+def memory_file(*state: bytes) -> bytes:
+    return name("_io.BytesIO") + b")\x81(" + b"".join(state) + b"tb"
+
+
 HUGE = 1 << 60
 LARGE = 1 << 36
 HOOKS = call("collections.OrderedDict")
 COLLIDING = b"".join(number(7 + n * ((1 << 61) - 1)) for n in range(50_000))
+BYTES = call("_codecs.encode", text("x" * 50_000), text("latin1"))
 REPEATED = b"(" + text("x" * 50_000) + b"q\x01"
 
 
@@ -116,6 +122,10 @@ def _hostile() -> dict[str, bytes]:
         "a very deep key": b"}N" + b"\x85" * 1_000_000 + b"Ns",
         "a state for a tensor class": name("torch.FloatTensor") + b"Nb",
         "fills a class": name("builtins.set") + b"K\x01a",
+        "a file in memory with a position far behind its end": memory_file(BYTES, number(HUGE), b"N"),
+        "a file in memory with attributes": memory_file(BYTES, b"K\x00", b"}" + text("read") + b"Ns"),
+        "a file in memory with a list for its state": name("_io.BytesIO") + b")\x81](" + BYTES + b"K\x00Neb",
+        "a file in memory copied again and again": b"(" + BYTES + b"q\x01" + memory_file(b"h\x01", b"K\x00", b"N") * 20_000 + b"t",
     }  # fmt: skip
 
 
@@ -146,6 +156,7 @@ def test_the_parts_of_hostile_pickles_are_valid_where_they_are_harmless() -> Non
         call("builtins.set", b"](" + number(7) + b"e"),
         b"(" + call("_codecs.encode", text("x"), text("latin1")) + b"t",
         b"}K\x01K\x02\x86Ns",
+        memory_file(BYTES, b"K\x07", b"N"),
     ):
         load(archive(b"\x80\x02" + harmless + b".", _0=bytes(16)))
 
@@ -193,9 +204,24 @@ def test_values_that_torch_saves_still_load(number: int) -> None:
     assert repr(found) == repr(expected)
 
 
+@pytest.mark.parametrize("data", [b"", b"abc\xff" * 1000])
+def test_files_in_memory_load(data: bytes) -> None:
+    """They are bytes and a position; a train state may have one, and older TransformerEngine does."""
+    original, stored = io.BytesIO(data), io.BytesIO()
+    original.seek(len(data) // 2)
+    torch.save({"losses": [original], "b": data}, stored)
+    declared = torch.serialization.get_safe_globals()
+    loaded = load(stored.getvalue())
+    (file,) = loaded["losses"]
+    assert type(file) is io.BytesIO
+    assert (file.getvalue(), file.tell(), loaded["b"]) == (data, len(data) // 2, data)
+    assert torch.serialization.get_safe_globals() == declared
+    with pytest.raises(pickle.UnpicklingError):
+        torch.load(io.BytesIO(stored.getvalue()), weights_only=True)
+
+
 PLAIN = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(min_size=1),  # torch's own loader refuses b""
-   
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.integers(-(1 << 60), 1 << 60), inner) | st.tuples(inner, inner),
     max_leaves=20,
 )  # fmt: skip

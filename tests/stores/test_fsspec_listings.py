@@ -51,7 +51,7 @@ def test_saves_and_removals_are_seen(s3: S3Server, bucket: str, scheme: str) -> 
 
 
 def test_a_file_system_that_fails_fails_no_save(s3: S3Server, bucket: str) -> None:
-    class Broken(s3fs.S3FileSystem):
+    class Broken(s3fs.S3FileSystem):  # type: ignore[misc]
         def invalidate_cache(self, path: str | None = None) -> None:
             raise RuntimeError("broken")
 
