@@ -28,6 +28,8 @@ class S3Store(S3ApiStore):
         part_size_bytes: size of multipart parts, raised for large objects (default 32 to
             64 MiB, by the number of threads).
         max_attempts, connect_timeout_s, read_timeout_s: bound every request.
+        unreachable_timeout_s: how long a server that cannot be reached (refused, name not
+            resolved) is tried again, if that is to be less than `max_attempts` allow (about 35 s).
         checksum: "crc64nvme" sends a checksum with every part for the server to verify; "none"
             sends none.
     """

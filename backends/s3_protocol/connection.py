@@ -15,6 +15,7 @@ from ckpt.backends.options import redact_url, scrub_error
 from ckpt.backends.s3_protocol.errors import CREDENTIAL_ERRORS, Conflict, Refusal, Signal, text_of
 from ckpt.backends.s3_protocol.http_bodies import send_whole_buffers
 from ckpt.backends.s3_protocol.options import check_options, split_bucket_url
+from ckpt.backends.s3_protocol.retries import Retries
 from ckpt.errors import AccessDenied, CheckpointError, ConfigurationError, StorageError
 
 _SECRET_NAMES = re.compile("key|secret|token|password", re.IGNORECASE)
@@ -29,14 +30,15 @@ class S3Connection:
     """A bucket and a prefix; a client and threads for them, which are made when first needed.
 
     Attributes:
-        retries: the number of requests sent again because they failed.
+        retries: the requests sent again because they failed.
     """
 
     def __init__(self, url: str, options: Mapping[str, Any], make_client: MakeClient, threads: int) -> None:
         check_options(options)
         self.bucket, self.prefix = split_bucket_url(url)
         self.url = redact_url(url).rstrip("/")
-        self.options, self.threads, self.retries = options, threads, 0
+        self.options, self.threads = options, threads
+        self.retries = Retries(self.url, options["max_attempts"], options["unreachable_timeout_s"])
         self._make_client = make_client
         self._opened: tuple[Any, ThreadPoolExecutor] | None = None
         self._lock = threading.Lock()
@@ -71,17 +73,8 @@ class S3Connection:
             shown, cause = scrub_error(error, text_of(error), self.secrets())
             raise kind(f"cannot use these options: {shown}", url=self.url) from cause
         client.meta.events.register("before-send.s3", send_whole_buffers)
-        client.meta.events.register("request-created.s3", self._note_request)
+        self.retries.watch(client, self.secrets)
         return client
-
-    def _note_request(self, request: Any, **_: Any) -> None:
-        if request.context["retries"]["attempt"] > 1:
-            self.note_retry()
-
-    def note_retry(self) -> None:
-        """Count a request that is sent again."""
-        with self._lock:
-            self.retries += 1
 
     def submit(self, key: str, function: Callable[..., T], *arguments: Any) -> Future[T]:
         """Call `function` in a thread of this connection."""

@@ -61,6 +61,9 @@ _TRANSIENT = frozenset(
 # The SDK itself refuses these: nothing was sent.
 _UNSENT = frozenset({"ParamValidationError", "NoCredentialsError"})
 _CONNECTION_ERROR = re.compile("Connection|Timeout|HTTPClient|SSL|IncompleteRead|ResponseStreaming|Protocol")
+_UNREACHABLE = frozenset(
+    {"EndpointConnectionError", "ConnectTimeoutError", "ProxyConnectionError", "SSLError"}
+)
 _URL = re.compile(r"https?://[^\s\"'<>]*")
 
 
@@ -133,13 +136,22 @@ class Refusal:
             return f"exists already ({self.code or self.status})"
         if self.code == "NoSuchBucket":
             return f"there is no bucket named {bucket!r}"
-        advice = "; check the credentials and their permissions" if kind is AccessDenied else ""
+        advice = ""
+        if kind is AccessDenied:
+            advice = "; check the credentials and their permissions"
+        elif is_unreachable(self.error):
+            advice = "; check the endpoint, and that the server is up"
         return f"cannot {action}: {self.text}{advice}"
 
 
 def is_connection_error(error: Exception) -> bool:
     """Tell whether no answer came, or only a part of it."""
     return isinstance(error, OSError) or _CONNECTION_ERROR.search(type(error).__name__) is not None
+
+
+def is_unreachable(error: Exception) -> bool:
+    """Tell whether no server was reached, so that nothing was sent."""
+    return type(error).__name__ in _UNREACHABLE
 
 
 def text_of(error: Exception) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 from ckpt.backends.base import check_key, transfer_size_bytes
 from ckpt.backends.options import redact_url, take_options
+from ckpt.backends.retries import current_policy
 from ckpt.errors import ConfigurationError
 
 MAX_PART_SIZE_BYTES = 5 << 30
@@ -45,6 +46,7 @@ def take_s3_options(
         "max_attempts": 8,
         "connect_timeout_s": 10.0,
         "read_timeout_s": 60.0,
+        "unreachable_timeout_s": float(current_policy().unreachable_timeout_s),
         "checksum": "crc64nvme",
         "s3_additional_kwargs": {},
         "client_kwargs": {},
@@ -59,7 +61,7 @@ def client_settings(options: Mapping[str, Any], threads: int) -> dict[str, Any]:
     settings: dict[str, Any] = {
         # Made once: the SDKs build theirs anew for each request, a fifth of its cost.
         "user_agent": _user_agent(),
-        "connect_timeout": options["connect_timeout_s"],
+        "connect_timeout": min(options["connect_timeout_s"], options["unreachable_timeout_s"] / 4),
         "read_timeout": options["read_timeout_s"],
         "retries": {"mode": "standard", "total_max_attempts": options["max_attempts"]},
         "max_pool_connections": threads + 4,
@@ -84,7 +86,8 @@ def check_options(options: Mapping[str, Any]) -> None:
             raise ConfigurationError(
                 "endpoint_url must be a plain URL; credentials have options of their own"
             )
-    for name in ("part_size_bytes", "max_attempts", "connect_timeout_s", "read_timeout_s"):
+    positive = "part_size_bytes max_attempts connect_timeout_s read_timeout_s unreachable_timeout_s"
+    for name in positive.split():
         if not options[name] > 0:
             raise ConfigurationError(f"{name} must be positive, not {options[name]}")
     if options["part_size_bytes"] > MAX_PART_SIZE_BYTES:

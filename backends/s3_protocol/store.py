@@ -67,7 +67,7 @@ class S3ApiStore(Store):
 
     @property
     def retries(self) -> int:
-        return self._s3.retries
+        return self._s3.retries.count
 
     def put(self, key: str, body: Body, *, mode: PutMode = PutMode.OVERWRITE) -> None:
         create, s3 = mode is PutMode.CREATE, self._s3
@@ -101,7 +101,7 @@ class S3ApiStore(Store):
                 if attempt == _PUT_ATTEMPTS:
                     text = f"cannot put: refused {_PUT_ATTEMPTS} times: {error}"
                     raise StorageUnavailable(text, url=self.url, key=key) from error
-            self._s3.note_retry()
+                self._s3.retries.note(str(error))
             time.sleep(0.2 * 2**attempt * random.random())
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
@@ -131,7 +131,7 @@ class S3ApiStore(Store):
                 raise StorageUnavailable(
                     f"cannot read: {reason}", url=self.url, key=key, start=position, stop=stop
                 ) from failure
-            self._s3.note_retry()
+            self._s3.retries.note("a reply ended early")
             time.sleep(0.05 * 2 ** min(attempt, 7) * random.random())
 
     def stat(self, key: str) -> ObjectStat:

@@ -37,8 +37,9 @@ class SkippingClock(Environment):
         self._plans.append((self.monotonic() + delay_s, action))
 
 
-def skip_pauses_of_s3(monkeypatch: pytest.MonkeyPatch) -> None:
+def skip_pauses_of_s3(monkeypatch: pytest.MonkeyPatch) -> SkippingClock:
     """Let the S3 stores, and the SDKs below them, repeat a request at once."""
     clock = SkippingClock()
     for module in ("ckpt.backends.s3_protocol.store", "botocore.endpoint", "ibm_botocore.endpoint"):
         monkeypatch.setattr(f"{module}.time", clock)
+    return clock

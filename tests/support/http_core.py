@@ -103,9 +103,9 @@ class _Server(http.server.ThreadingHTTPServer):
 
 
 @contextlib.contextmanager
-def http_server(handler: type[Handler], **attributes: Any) -> Iterator[int]:
+def http_server(handler: type[Handler], *, port: int = 0, **attributes: Any) -> Iterator[int]:
     """Serve with a handler that has these attributes until the end of the block, and yield the port."""
-    server = _Server(("127.0.0.1", 0), type(handler.__name__, (handler,), attributes))
+    server = _Server(("127.0.0.1", port), type(handler.__name__, (handler,), attributes))
     thread = threading.Thread(target=server.serve_until_stopped, daemon=True)
     thread.start()
     try:

@@ -47,7 +47,13 @@ ROOMS: Mapping[str, Room] = {
     ),
     "ckpt.backends.s3_protocol": Room(
         "S3 requests and replies, for boto3 and ibm-cos-sdk",
-        ("ckpt.errors", *_CONTRACT, "ckpt.backends.cancellable_reads", "ckpt.backends.fsspec_listings"),
+        (
+            "ckpt.errors",
+            *_CONTRACT,
+            "ckpt.backends.cancellable_reads",
+            "ckpt.backends.fsspec_listings",
+            "ckpt.backends.retries",
+        ),
     ),
     "ckpt.consistency": Room("the commit protocol, checksums, time and chance", ("ckpt.errors", *_CONTRACT)),
     "ckpt.consistency.probes": Room(
@@ -160,6 +166,7 @@ ROOMS: Mapping[str, Room] = {
             "ckpt",
             "ckpt.errors",
             "ckpt.backends.options",
+            "ckpt.backends.retries",
             "ckpt.format",
             "ckpt.reading",
             "ckpt.tools",

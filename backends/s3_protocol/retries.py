@@ -1,0 +1,106 @@
+"""Count the requests that a client sends again, tell of them, and give up on servers out of reach."""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt.backends.options import scrub
+from ckpt.backends.retries import Retry, current_policy
+from ckpt.backends.s3_protocol.errors import is_unreachable, text_of
+
+_logger = logging.getLogger(__name__)
+
+_LONGEST_PAUSE_S = 4.0
+_ONE_OUTAGE_S = 60.0
+"""Failures that lie further apart do not belong together."""
+
+
+@dataclass
+class _Outage:
+    """Failures in a row: when the first and the last one came, and why that failed."""
+
+    began_at_s: float
+    last_at_s: float
+    reason: str = ""
+    unreachable: bool = False
+    told: bool = False
+
+
+class Retries:
+    """The requests that one store sends again.
+
+    Attributes:
+        count: their number.
+    """
+
+    def __init__(self, url: str, max_attempts: int, unreachable_timeout_s: float) -> None:
+        self.count = 0
+        self._url, self._max_attempts, self._timeout_s = url, max_attempts, unreachable_timeout_s
+        self._on_retry = current_policy().on_retry
+        self._lock = threading.Lock()
+        self._outage: _Outage | None = None
+
+    def __reduce__(self) -> tuple[type[Retries], tuple[str, int, float]]:
+        return Retries, (self._url, self._max_attempts, self._timeout_s)
+
+    def watch(self, client: Any, secrets: Callable[[], list[str]]) -> None:
+        """Follow the requests of a client; `secrets` are not to be told."""
+
+        def judge(attempts: int, response: Any, caught_exception: Exception | None, **_: Any) -> float | None:
+            if caught_exception is not None:
+                return self._judge(attempts, caught_exception, secrets)
+            status = response[0].status_code
+            if status < 500 and status not in (408, 429):
+                self._outage = None
+            else:
+                self._note_failure(f"the server answered {status}", unreachable=False)
+            return None
+
+        def note(request: Any, **_: Any) -> None:
+            if request.context["retries"]["attempt"] > 1:
+                self.note()
+
+        # The first answer counts, so before the SDK's own.
+        client.meta.events.register_first("needs-retry.s3", judge)
+        client.meta.events.register("request-created.s3", note)
+
+    def note(self, reason: str = "") -> None:
+        """Count a request that is sent again, and tell of it; by default it is for the last failure."""
+        with self._lock:
+            self.count += 1
+        now_s = time.monotonic()
+        outage = self._outage or _Outage(now_s, now_s, "the server asked for it")
+        if self._on_retry is not None:
+            failing_s = now_s - outage.began_at_s
+            self._on_retry(Retry(self._url, reason or outage.reason, failing_s, outage.unreachable))
+        elif outage.unreachable and not outage.told:
+            outage.told = True
+            _logger.warning("%s cannot be reached, trying again: %s", self._url, outage.reason)
+
+    def _judge(self, attempts: int, error: Exception, secrets: Callable[[], list[str]]) -> float | None:
+        """Return the pause before the next try, or None to leave that to the SDK.
+
+        Raises `error` if it is time to give up.
+        """
+        outage = self._note_failure(scrub(text_of(error), secrets()), unreachable=is_unreachable(error))
+        left_s = outage.began_at_s + self._timeout_s - outage.last_at_s
+        if not outage.unreachable or left_s == math.inf or attempts >= self._max_attempts:
+            return None
+        if left_s <= 0:
+            raise error
+        pause_s = min(_LONGEST_PAUSE_S, 0.5 * 2.0 ** (attempts - 1)) * random.uniform(0.5, 1)
+        return min(pause_s, left_s)
+
+    def _note_failure(self, reason: str, *, unreachable: bool) -> _Outage:
+        now_s, outage = time.monotonic(), self._outage
+        if outage is None or now_s - outage.last_at_s > _ONE_OUTAGE_S:
+            self._outage = outage = _Outage(now_s, now_s)
+        outage.last_at_s, outage.reason, outage.unreachable = now_s, reason, unreachable
+        return outage

@@ -1,0 +1,120 @@
+"""Servers that cannot be reached: who hears of it, and how long they are tried again."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import pickle
+from typing import Any
+
+import pytest
+from support.clock import SkippingClock, skip_pauses_of_s3
+from support.http_core import Handler, http_server
+from support.servers import free_port
+from support.strict_s3 import StrictS3
+
+from ckpt.backends.base import Store
+from ckpt.backends.registry import open_store
+from ckpt.backends.retries import Retry, retry_policy
+from ckpt.errors import ConfigurationError, NotFound, StorageUnavailable
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> SkippingClock:
+    clock = skip_pauses_of_s3(monkeypatch)
+    monkeypatch.setattr("ckpt.backends.s3_protocol.retries.time", clock)
+    return clock
+
+
+def _open(scheme: str, port: int, **options: Any) -> contextlib.closing[Store]:
+    given = {"endpoint_url": f"http://127.0.0.1:{port}", "key": "k", "secret": "s", **options}
+    return contextlib.closing(open_store(f"{scheme}://bucket/x", given))
+
+
+@pytest.mark.parametrize("scheme", ["s3", "cos"])
+def test_a_caller_gives_up_sooner(scheme: str, clock: SkippingClock) -> None:
+    retries: list[Retry] = []
+    with (
+        retry_policy(unreachable_timeout_s=5, on_retry=retries.append),
+        _open(scheme, free_port()) as store,
+        pytest.raises(StorageUnavailable, match="check the endpoint, and that the server is up"),
+    ):
+        store.stat("k")
+    assert 3 <= len(retries) == store.retries < 7
+    assert clock.skipped_s <= 5
+    assert {(retry.url, retry.unreachable) for retry in retries} == {(f"{scheme}://bucket/x", True)}
+    assert "Could not connect" in retries[0].reason
+    assert [retry.failing_s for retry in retries] == sorted(retry.failing_s for retry in retries)
+
+
+def test_an_option_goes_before_the_policy() -> None:
+    with (
+        retry_policy(unreachable_timeout_s=500),
+        _open("s3", free_port(), unreachable_timeout_s=0.01) as store,
+        pytest.raises(StorageUnavailable),
+    ):
+        store.stat("k")
+    assert store.retries == 1
+    with pytest.raises(ConfigurationError, match="unreachable_timeout_s must be positive"):
+        _open("s3", 9, unreachable_timeout_s=float("nan"))
+
+
+def test_requests_that_follow_do_not_wait_again(clock: SkippingClock) -> None:
+    with _open("s3", free_port(), unreachable_timeout_s=5) as store:
+        for _ in range(10):
+            with pytest.raises(StorageUnavailable):
+                store.stat("k")
+        assert clock.skipped_s <= 5
+        clock.skipped_s += 100  # another time
+        before = store.retries
+        with pytest.raises(StorageUnavailable):
+            store.stat("k")
+        assert store.retries > before
+
+
+def test_others_stay_patient(caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        caplog.at_level(logging.WARNING, logger="ckpt"),
+        _open("s3", free_port()) as store,
+        pytest.raises(StorageUnavailable),
+    ):
+        store.stat("k")
+    assert store.retries == 7
+    (record,) = caplog.records
+    assert record.getMessage().startswith("s3://bucket/x cannot be reached, trying again: Endpoint")
+
+
+class _Empty(Handler):
+    def serve(self) -> None:
+        self.answer(404, {}, b"")
+
+
+def test_a_server_that_comes_back() -> None:
+    port = free_port()
+    with contextlib.ExitStack() as servers:
+
+        def start(_: Retry) -> None:
+            servers.enter_context(http_server(_Empty, port=port))
+
+        with (
+            retry_policy(unreachable_timeout_s=5, on_retry=start),
+            _open("s3", port) as store,
+            pytest.raises(NotFound),
+        ):
+            store.stat("k")
+
+
+def test_other_failures_are_told_too(server: StrictS3) -> None:
+    server.rule = lambda request: (503, "SlowDown") if len(server.requests) == 1 else "pass"
+    retries: list[Retry] = []
+    with retry_policy(unreachable_timeout_s=5, on_retry=retries.append):
+        store = open_store("s3://bucket/x", server.options)
+    with contextlib.closing(store), pytest.raises(NotFound):
+        store.stat("k")
+    assert [(retry.reason, retry.unreachable) for retry in retries] == [("the server answered 503", False)]
+
+
+def test_a_listener_stays_in_its_process() -> None:
+    with retry_policy(unreachable_timeout_s=5, on_retry=lambda _: None), _open("s3", 9) as store:
+        copy: Any = pickle.loads(pickle.dumps(store))
+    assert copy._s3.options["unreachable_timeout_s"] == 5
