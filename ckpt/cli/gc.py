@@ -43,7 +43,7 @@ def gc(
             url = facts.pop("url")
             output.json({"root": url, "dry_run": dry_run, "freed_bytes": garbage.freed_bytes, **facts})
             return
-        rows = table("checkpoint", "leftover", "bytes", "age")
+        rows = table("checkpoint", "leftover", ">bytes", ">age")
         for item in garbage.items:
             nbytes = "upload" if item.unfinished else size(item.size_bytes)
             rows.add_row(shown(item.place or "."), shown(item.key), nbytes, age(item.age_s))

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 
 import ckpt
 from ckpt.cli.options import Depth, Json, Root, StorageOptions, parse_storage_options
-from ckpt.cli.output import age, command, shown, size, table
+from ckpt.cli.output import age, command, shown, size, table, tags_text
 
 if TYPE_CHECKING:
     from ckpt.tools.ls import ListedCheckpoint
 
-_COLORS = {"committed": "green", "incomplete": "yellow", "foreign": "cyan", "damaged": "red"}
+_COLORS = {
+    "committed": "green", "incomplete": "yellow", "foreign": "cyan", "damaged": "red", "unreadable": "red",
+}  # fmt: skip
 
 
 def ls(root: Root, depth: Depth = 3, storage_options: StorageOptions = None, json: Json = False) -> None:
@@ -31,7 +33,7 @@ def ls(root: Root, depth: Depth = 3, storage_options: StorageOptions = None, jso
         if not checkpoints:
             output.print("no checkpoints")
             return
-        rows = table("", "checkpoint", "step", "state", "size", "age", "ranks", "tags")
+        rows = table("", "checkpoint", ">step", "state", ">size", ">age", ">ranks", "tags")
         for each in checkpoints:
             rows.add_row(
                 "*" if each.latest else "",
@@ -40,8 +42,8 @@ def ls(root: Root, depth: Depth = 3, storage_options: StorageOptions = None, jso
                 f"[{_COLORS[each.state]}]{each.state}[/]",
                 "" if each.size_bytes is None else size(each.size_bytes),
                 age(None if each.created_at_s is None else time.time() - each.created_at_s),
-                "" if each.world_size is None else str(each.world_size),
-                ", ".join(f"{shown(name)}={shown(value)}" for name, value in each.tags.items()),
+                "" if each.world_size is None else f"{each.world_size:,}",
+                shown(tags_text(each.tags)),
             )
         output.print(rows)
         for each in checkpoints:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
+from ckpt.backends.retries import Retry, retry_policy
 from ckpt.errors import (
     AlreadyExists,
     CheckpointError,
@@ -29,18 +32,32 @@ if TYPE_CHECKING:  # rich takes longer to import than most commands take to run
 EXIT_FINE, EXIT_PROBLEM, EXIT_USAGE, EXIT_MISSING, EXIT_STORAGE = range(5)
 EXIT_INTERRUPTED = 130
 
+_PATIENCE_S = 12.0
+"""How long a server that cannot be reached is tried again."""
+_SILENT_S, _NOTICE_EVERY_S = 1.5, 5.0
+
+_NARROW = 24
+"""Characters that a column of texts has, if it must be cut."""
+
 _WIDE = 1 << 16
 """Columns of an output that is not a terminal: nothing is cut or wrapped."""
+
+
+def printable(text: object) -> str:
+    """Write control characters as escapes."""
+    plain = str(text)
+    if plain.isprintable():
+        return plain
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in plain
+    )
 
 
 def shown(text: object) -> str:
     """Make a text fit for a terminal: without control characters, and without rich's markup."""
     from rich.markup import escape
 
-    plain = (
-        c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in str(text)
-    )
-    return escape("".join(plain))
+    return escape(printable(text))
 
 
 def size(nbytes: float) -> str:
@@ -67,11 +84,29 @@ def age(seconds: float | None) -> str:
     return f"{max(0.0, seconds):.0f} s"
 
 
+def tags_text(tags: Mapping[str, str], limit: int = 8) -> str:
+    """Write tags for people: numbers with few digits, the first `limit` tags."""
+    texts = [f"{name}={_short_number(value)}" for name, value in itertools.islice(tags.items(), limit)]
+    if len(tags) > limit:
+        texts.append(f"and {len(tags) - limit:,} more")
+    return ", ".join(texts)
+
+
+def _short_number(text: str) -> str:
+    try:
+        return text if len(text) < 9 or text.isdecimal() else f"{float(text):.4g}"
+    except ValueError:
+        return text
+
+
 def table(*columns: str, header: bool = True) -> Table:
-    """Make a table without lines around its cells."""
+    """Make a table without lines around its cells. A column that begins with `>` is one of numbers."""
     from rich.table import Table
 
-    return Table(*columns, box=None, pad_edge=False, show_header=header)
+    made = Table(box=None, pad_edge=False, show_header=header)
+    for column in columns:
+        made.add_column(column.removeprefix(">"), justify="right" if column.startswith(">") else "left")
+    return made
 
 
 class Output:
@@ -98,6 +133,45 @@ class Output:
                 self._console.print(line, highlight=False, soft_wrap=isinstance(line, str))
             # Tables are padded to their width.
             sys.stdout.writelines(f"{text.rstrip()}\n" for text in captured.get().split("\n")[:-1])
+
+    def print_columns(
+        self,
+        rows: Sequence[Sequence[str]],
+        *,
+        names: int = 0,
+        right: Collection[int] = (),
+        heading: bool = True,
+    ) -> None:
+        """Print lines of plain text in columns; on a terminal as wide as that, at most.
+
+        `names` is the column that is the last to be cut there.
+
+        A `Table` of rich takes minutes for as many lines as this prints in a second.
+        """
+        from rich.cells import cell_len, set_cell_size
+        from rich.markup import escape
+
+        rows = [[printable(cell) for cell in row] for row in rows]
+        widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
+        if self._console.is_terminal:
+            room = self._console.width - 2 * (len(widths) - 1)
+            widths = [min(width, self._console.width) for width in widths]
+            while sum(widths) > room and max(widths) > _NARROW:
+                wide = [width if at != names else 0 for at, width in enumerate(widths)]
+                widths[wide.index(max(wide)) if max(wide) > _NARROW else names] -= 1
+        for row in rows:
+            cells = []
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True)):
+                if cell_len(cell) > width:
+                    left = set_cell_size(cell, width // 2).rstrip()
+                    cell = f"{left}…{set_cell_size(cell[::-1], width - 1 - cell_len(left))[::-1].lstrip()}"
+                space = " " * (width - cell_len(cell))
+                cells.append(space + cell if at in right else cell + space)
+            line = "  ".join(cells).rstrip()
+            if self._console.is_terminal:
+                self.print(f"[bold]{escape(line)}[/]" if heading and row is rows[0] else escape(line))
+            else:
+                sys.stdout.write(f"{line}\n")
 
     def print_hidden(self, number: int) -> None:
         """Say how many lines are left out, if any."""
@@ -137,11 +211,13 @@ def _console(file: Any) -> Console:
 def command(as_json: bool, *, if_interrupted: str = "Nothing was changed.") -> Iterator[Output]:
     """Run a command: an error becomes one line and an exit code, never a traceback.
 
-    After Ctrl-C the line ends in `if_interrupted`.
+    After Ctrl-C the line ends in `if_interrupted`. Servers out of reach are given up sooner than by
+    a save: somebody waits.
     """
     output = Output(as_json=as_json)
     try:
-        yield output
+        with retry_policy(unreachable_timeout_s=_PATIENCE_S, on_retry=_RetryNotices()):
+            yield output
         sys.stdout.flush()
     except typer.Exit:
         raise
@@ -160,6 +236,23 @@ def command(as_json: bool, *, if_interrupted: str = "Nothing was changed.") -> I
             raise
         text = f"unexpected {type(error).__name__}: {error} (set CKPT_DEBUG=1 for a traceback)"
         _fail(output, type(error).__name__, text, EXIT_PROBLEM)
+
+
+class _RetryNotices:
+    """Say on standard error that requests are sent again, if that goes on for a while."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._next_s = _SILENT_S
+
+    def __call__(self, retry: Retry) -> None:
+        with self._lock:
+            if retry.failing_s < _SILENT_S:
+                self._next_s = _SILENT_S  # a new failure
+            if retry.failing_s >= self._next_s:
+                self._next_s = retry.failing_s + _NOTICE_EVERY_S
+                line = f"retrying {retry.url} since {retry.failing_s:.0f} s: {retry.reason}"
+                sys.stderr.write(f"{printable(' '.join(line.split())[:500])}\n")
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import typer
 
 import ckpt
 from ckpt.cli.options import Json, StorageOptions, parse_storage_options, url_of
-from ckpt.cli.output import EXIT_PROBLEM, Output, command, shown, size, table
+from ckpt.cli.output import EXIT_PROBLEM, Output, command, count, shown, size, table
 
 if TYPE_CHECKING:
     from ckpt.acceptance.roundtrip import PhaseResult, Roundtrip
@@ -98,17 +98,18 @@ def roundtrip(
 
 def _print(output: Output, result: Roundtrip) -> None:
     output.print(
-        f"{shown(result.model)}: {result.parameters:,} elements, {size(result.payload_bytes)}, at {shown(result.url)}"
+        f"{shown(result.model)}: {count(result.parameters, 'element')}, {size(result.payload_bytes)}, at {shown(result.url)}"
     )
     if result.plan is not None:
         ranks = result.plan.shard_bytes
         output.print(
-            f"planned in {result.plan.plan_s:.1f} s: {result.plan.items:,} slices for {len(ranks):,} ranks, "
+            f"planned in {result.plan.plan_s:.1f} s: {count(result.plan.items, 'slice')} "
+            f"for {count(len(ranks), 'rank')}, "
             f"{size(min(ranks))} to {size(max(ranks))} each"
         )
     if result.save is None and result.load is None:
         return
-    rows = table("", "ranks", "at once", "data", "seconds", "GB/s", "requests", "peak beyond shard")
+    rows = table("", ">ranks", ">at once", ">data", ">seconds", ">GB/s", ">requests", ">peak beyond shard")
     for name, phase in (("save", result.save), ("load", result.load)):
         if phase is not None:
             counts = phase.counts
@@ -124,11 +125,13 @@ def _print(output: Output, result: Roundtrip) -> None:
     if result.read_per_needed is not None:
         output.print(f"read {result.read_per_needed:.4f} x the bytes needed")
     wrong = list(result.wrong.items())
-    output.print(*(f"[bold red]wrong:[/] {shown(fqn)}: {n:,} elements" for fqn, n in wrong[:_MAX_LINES]))
+    output.print(
+        *(f"[bold red]wrong:[/] {shown(fqn)}: {count(n, 'element')}" for fqn, n in wrong[:_MAX_LINES])
+    )
     output.print_hidden(len(wrong) - _MAX_LINES)
     if wrong:
-        elements = f"[bold red]{sum(result.wrong.values()):,} elements[/]"
-        output.print(f"{elements} in {len(wrong):,} tensors are not what was saved")
+        elements = f"[bold red]{count(sum(result.wrong.values()), 'element')}[/]"
+        output.print(f"{elements} in {count(len(wrong), 'tensor')} differ from what was saved")
     elif result.load is not None:
         output.print("[bold green]ok:[/] every element is what was saved")
     if result.kept:

@@ -51,7 +51,7 @@ def _print(output: Output, result: Verification) -> None:
     damages = len(result.damages) + result.damages_omitted
     output.print(*(f"[bold red]damaged:[/] {_line(damage)}" for damage in result.damages[:_MAX_LINES]))
     output.print_hidden(damages - _MAX_LINES)
-    if result.strays is None:
+    if result.strays is None and result.checked_files:  # else no record could be read
         output.print(
             "the storage did not list the folder, so objects that do not belong here were not looked for"
         )
@@ -82,7 +82,7 @@ def _line(damage: Damage) -> str:
 
 
 def _print_strays(output: Output, strays: list[Stray]) -> None:
-    rows = table("stray", "bytes", "age", "")
+    rows = table("stray", ">bytes", ">age", "")
     for stray in strays[:_MAX_LINES]:
         origin = "left by a save" if stray.ours else "not written by this library"
         rows.add_row(

@@ -98,7 +98,7 @@ def collect_garbage(
         if not folders and next(iter(store.list()), None) is None and not find_uploads(store, 1):
             raise NotFound("there is nothing here", url=store.url)
         for folder, listed in folders:
-            if listed.state == "damaged":
+            if listed.state in ("damaged", "unreadable"):
                 garbage.skipped[listed.path] = f"its commit record cannot be read: {listed.problem}"
             elif listed.state != "foreign":
                 ours.add(listed.path)

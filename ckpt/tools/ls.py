@@ -35,7 +35,8 @@ class ListedCheckpoint:
     Attributes:
         path: relative to the root; empty for the root itself.
         state: `committed`, `incomplete` (an interrupted or running save), `foreign` (written by
-            stock PyTorch), or `damaged` (its commit record cannot be read; `problem` says why).
+            stock PyTorch), `damaged` (its commit record cannot be read; `problem` says why), or
+            `unreadable` (the storage allows no look into it).
         step: the tag `step`, or the last number in the path.
         size_bytes: data of a committed checkpoint; of others the sum of all objects.
         created_at_s: seconds since 1970, by the clock of the process that wrote it.
@@ -99,8 +100,9 @@ def find_folders(store: Store, *, depth: int) -> Iterator[tuple[PrefixStore, Lis
             # hides no others.
             if not path or (isinstance(error, StorageError) and not isinstance(error, AccessDenied)):
                 raise
-            damaged = ListedCheckpoint(path, folder.url, "damaged", step_of(path), problem=error.message)
-            return folder, damaged, names
+            state = "unreadable" if isinstance(error, AccessDenied) else "damaged"
+            bad = ListedCheckpoint(path, folder.url, state, step_of(path), problem=error.message)
+            return folder, bad, names
 
     level = [""]
     with workers(store.threads, "ckpt-ls") as threads:

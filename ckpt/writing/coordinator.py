@@ -75,7 +75,9 @@ class Coordinator:
         if is_foreign(self._store):
             raise self._foreign(STOCK_METADATA_KEY)
         if previous is not None and not overwrite:
-            message = "a checkpoint is committed here already, and overwrite=False"
+            message = (
+                "a checkpoint is committed here already; to replace it, pass overwrite=True (--overwrite)"
+            )
             raise AlreadyExists(message, url=self._store.url, key=COMMIT_KEY)
         self._previous = previous
 

@@ -278,7 +278,7 @@ def test_collectives_are_needed(tmp_path: Path) -> None:
 
 def test_existing_checkpoints_can_be_protected(tmp_path: Path) -> None:
     ckpt.save({"t": torch.ones(3)}, tmp_path, overwrite=False)
-    with pytest.raises(SaveFailed, match="overwrite=False"):
+    with pytest.raises(SaveFailed, match="overwrite=True"):
         ckpt.save({"t": torch.zeros(3)}, tmp_path, overwrite=False)
     loaded = {"t": torch.zeros(3)}
     ckpt.load(loaded, tmp_path)

@@ -141,6 +141,19 @@ def test_empty_folders_are_nothing(tmp_path: Path) -> None:
     assert set(listed(tmp_path)) == {"step-1"}
 
 
+def test_numbers_are_made_for_people(tmp_path: Path) -> None:
+    tags = {"step": "5", "metric.val_loss": "9.122579574584961", "commit": "1234567890123"}
+    ckpt.save({"t": torch.ones(3)}, tmp_path / "step-5", tags=tags)
+    ckpt.save({"t": torch.ones(300)}, tmp_path / "step-10000")
+    header, first, second = run("ls", tmp_path).out.splitlines()
+    assert first.endswith("step=5, metric.val_loss=9.123, commit=1234567890123")
+    ends = [line.index("committed") for line in (first, second)]
+    assert ends[0] == ends[1]
+    assert first[: ends[0]].rstrip().endswith("     5")
+    assert header.index("step") + 4 == len(second[: ends[1]].rstrip())
+    assert listed(tmp_path)["step-5"]["tags"] == tags
+
+
 def test_an_empty_root(tmp_path: Path) -> None:
     assert run("ls", tmp_path / "nothing").code == 3
     with pytest.raises(NotFound):
@@ -194,6 +207,6 @@ def test_one_bad_folder_hides_no_others(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(PosixStore, "folders", refused)
     assert {path: each["state"] for path, each in listed(root).items()} == {
-        "step-1": "committed", "linked": "damaged", "lost+found": "damaged",
+        "step-1": "committed", "linked": "damaged", "lost+found": "unreadable",
     }  # fmt: skip
     assert set(run_json("gc", root)["skipped"]) == {"linked", "lost+found"}

@@ -247,6 +247,7 @@ def test_a_damaged_commit(place: Path) -> None:
     flip(place / "commit.json", 60)
     damage = only_damage(place)
     assert (damage["kind"], damage["key"]) == ("record", "commit.json")
+    assert "the storage did not list" not in run("verify", place).out
 
 
 @pytest.mark.parametrize(
