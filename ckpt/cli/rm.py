@@ -2,19 +2,40 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import typer
+
 import ckpt
 from ckpt.cli.options import DryRun, Json, StorageOptions, Url, parse_storage_options
-from ckpt.cli.output import command, count, shown, size
+from ckpt.cli.output import EXIT_PROBLEM, command, count, printable, shown, size
+from ckpt.errors import CheckpointError
 
 
-def rm(url: Url, dry_run: DryRun = False, storage_options: StorageOptions = None, json: Json = False) -> None:
+def rm(
+    url: Url,
+    dry_run: DryRun = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", "-y", help="Do not ask before the newest of a run is removed.")
+    ] = False,
+    storage_options: StorageOptions = None,
+    json: Json = False,
+) -> None:
     """Remove a checkpoint: its commit record first, then its data.
 
-    Only objects that the commit record lists are removed.
+    Only objects that the commit record lists are removed. On a terminal it asks before it removes
+    the newest checkpoint in its folder.
     """
     interrupted = "If the removal had begun, the checkpoint is gone; `ckpt gc` removes what is left of it."
     with command(json, if_interrupted=interrupted) as output:
-        removed = ckpt.remove(url, storage_options=parse_storage_options(storage_options), dry_run=dry_run)
+        options = parse_storage_options(storage_options)
+        asks = sys.stdin.isatty() and sys.stderr.isatty()
+        if asks and not (yes or dry_run) and not _agreed(url, options):
+            output.print("nothing was removed")
+            raise typer.Exit(EXIT_PROBLEM)
+        removed = ckpt.remove(url, storage_options=options, dry_run=dry_run)
         if output.as_json:
             output.json({**vars(removed), "dry_run": dry_run})
             return
@@ -23,3 +44,25 @@ def rm(url: Url, dry_run: DryRun = False, storage_options: StorageOptions = None
         verb = "would remove" if dry_run else "removed"
         amount = f"{count(len(removed.keys), 'object')}, {size(removed.data_bytes)}"
         output.print(f"{verb} {shown(removed.url)}: {amount}")
+
+
+def _agreed(url: str, options: Mapping[str, Any] | None) -> bool:
+    """Ask before the newest checkpoint of a folder is removed; True if it is another one."""
+    folder, _, name = url.rstrip("/").rpartition("/")
+    if not name or folder.endswith(("/", ":")):  # a bucket
+        return True
+    try:
+        listed = ckpt.list_checkpoints(
+            folder or ("/" if url.startswith("/") else "."), storage_options=options, depth=1
+        )
+    except CheckpointError:
+        return True  # the removal itself says why
+    committed = [each for each in listed if each.state == "committed" and each.path]
+    if not any(each.latest and each.path == name for each in committed):
+        return True
+    which = "the newest of" if len(committed) > 1 else "the only one of"
+    question = f"{url} is {which} {count(len(committed), 'checkpoint')} in its folder. Remove it?"
+    try:
+        return typer.confirm(printable(question), err=True)
+    except typer.Abort:
+        raise KeyboardInterrupt from None

@@ -7,11 +7,14 @@ import dataclasses
 import io
 import json
 import os
+import pty
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -70,6 +73,39 @@ def run_json(*arguments: object, code: int = 0) -> dict[str, Any]:
     ran = run(*arguments, "--json")
     assert ran.code == code, (ran.out, ran.err)
     return ran.json
+
+
+def run_on_terminal(*arguments: object, columns: int = 80, answer: str = "") -> Ran:
+    """Run the command in this process on a terminal of its own, and type `answer`."""
+    ours, theirs = pty.openpty()
+    os.write(ours, answer.encode())
+    shown = bytearray()
+
+    def collect() -> None:
+        with contextlib.suppress(OSError):  # the other end is closed
+            while part := os.read(ours, 1 << 16):
+                shown.extend(part)
+
+    reader = threading.Thread(target=collect)
+    reader.start()
+    code: str | int | None = 0
+    with (
+        open(theirs, "w", closefd=False) as out,
+        open(theirs, closefd=False) as typed,
+        mock.patch.dict(os.environ, {"COLUMNS": str(columns), "TERM": "xterm"}),
+        mock.patch.object(sys, "stdin", typed),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(out),
+    ):
+        try:
+            _command.main([str(argument) for argument in arguments], prog_name="ckpt")
+        except SystemExit as ended:
+            code = ended.code
+    os.close(theirs)
+    reader.join()
+    os.close(ours)
+    assert isinstance(code, int)
+    return Ran(code, shown.decode().replace("\r\n", "\n"), "")
 
 
 def run_process(

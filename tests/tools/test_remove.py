@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from support.commands import edit_manifest, file_names, flip, options_of, run, run_json, run_process
+from support.commands import (
+    edit_manifest,
+    file_names,
+    flip,
+    options_of,
+    run,
+    run_json,
+    run_on_terminal,
+    run_process,
+)
 from support.servers import S3Server
 
 import ckpt
@@ -37,6 +46,22 @@ def test_all_of_a_checkpoint_is_removed(sharded_place: Path, tmp_path: Path) -> 
     assert not place.exists()
     assert torch.equal(load(other), torch.ones(10))
     assert run("rm", place).code == 3
+
+
+def test_on_a_terminal_the_newest_is_not_removed_by_mistake(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path / f"step-{step}")
+    refused = run_on_terminal("rm", tmp_path / "step-3", answer="n\n")
+    assert refused.code == 1
+    assert "step-3 is the newest of 3 checkpoints in its folder. Remove it? [y/N]" in refused.out
+    assert run_on_terminal("rm", tmp_path / "step-3", answer="\x04").code == 130
+    assert run_on_terminal("rm", tmp_path / "step-3", "--dry-run").code == 0
+    assert (tmp_path / "step-3").exists()
+    asked = run_on_terminal("rm", tmp_path / "step-1")  # not the newest
+    assert (asked.code, "Remove it?" in asked.out) == (0, False)
+    assert run_on_terminal("rm", f"{tmp_path}/step-3/", answer="y\n").code == 0
+    assert run_on_terminal("rm", tmp_path / "step-2", "-y").code == 0
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_files_that_the_commit_does_not_list_stay(tmp_path: Path) -> None:
