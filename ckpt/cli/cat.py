@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import math
 import reprlib
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,12 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckpt.cli.options import Json, StorageOptions, Url, parse_storage_options
+from ckpt.cli.outline import natural
 from ckpt.cli.output import Output, command, shown
 
 if TYPE_CHECKING:
     from ckpt.reading.slices import OpenCheckpoint
 
 _MAX_VALUES = 1024
+_MAX_NAMES = 20
 _MAX_TEXT = 10_000
 
 
@@ -24,7 +27,8 @@ def cat(
         str,
         typer.Argument(
             metavar="FQN[SLICE]",
-            help="A tensor, or a slice of one: 'model.head.weight[:10, -1]' (in quotes).",
+            help="A name, a slice of a tensor ('model.head.weight[:10, -1]', in quotes), or a group of "
+            "names: model.head, '*.lr'.",
         ),
     ],
     stats: Annotated[bool, typer.Option("--stats", help="Show statistics, not values.")] = False,
@@ -35,17 +39,47 @@ def cat(
     """Show the values of a tensor or of a slice of it.
 
     Shows statistics instead if there are more than 1,024 values. Reads only the bytes it needs. An
-    object is shown if it loads with torch's safe types alone.
+    object is shown if it loads with torch's safe types alone. Of a group of names, the first are
+    listed, with their values if these are small.
     """
     with command(json, if_interrupted="Nothing was written.") as output:
         from ckpt.format.columns import ObjectRow
         from ckpt.reading.slices import OpenCheckpoint
 
         with OpenCheckpoint(url, parse_storage_options(storage_options)) as checkpoint:
-            if name in checkpoint.names and isinstance(checkpoint.find(name)[3], ObjectRow):
+            names = checkpoint.names
+            if name not in names:
+                group = fnmatch.filter(names, name) if "*" in name or "?" in name else []
+                group = group or [each for each in names if each.startswith(f"{name}.")]
+                if len(group) > 1:
+                    _show_group(output, checkpoint, name, sorted(group, key=natural))
+                    return
+                name = group[0] if group else name
+            if name in names and isinstance(checkpoint.find(name)[3], ObjectRow):
                 _show_object(output, name, checkpoint.read_object(name))
             else:
                 _show_tensor(output, checkpoint, name, stats, npy)
+
+
+def _show_group(output: Output, checkpoint: OpenCheckpoint, name: str, names: list[str]) -> None:
+    """Show the first names of a group, and those of their values that are small."""
+    from ckpt.tools.cat import short_text
+    from ckpt.tools.inspect import ObjectInfo, describe
+
+    if output.as_json:
+        output.json({"fqn": name, "kind": "group", "count": len(names), "names": names[:_MAX_VALUES]})
+        return
+    inspection = describe(checkpoint.store.url, checkpoint.parts)
+    infos = [inspection.tensors.get(each) or inspection.objects[each] for each in names[:_MAX_NAMES]]
+    values = checkpoint.peek(info.fqn for info in infos if info.is_small)
+    output.print(f"{shown(name)} is a group of {len(names):,} names:")
+    rows = []
+    for info in infos:
+        kind = "object" if isinstance(info, ObjectInfo) else f"{info.dtype} {info.shape}"
+        rows.append((info.fqn, kind, short_text(values[info.fqn]) if info.fqn in values else ""))
+    output.print_columns(rows, heading=False)
+    if len(names) > len(infos):
+        output.print(f"... and {len(names) - len(infos):,} more; `ckpt inspect` shows them")
 
 
 def _show_object(output: Output, name: str, value: object) -> None:

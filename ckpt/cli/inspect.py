@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,15 +11,24 @@ import typer
 
 import ckpt
 from ckpt.cli.options import Json, StorageOptions, Url, parse_storage_options
-from ckpt.cli.output import Output, command, count, shown, size, table
+from ckpt.cli.outline import Row, natural, outline, pattern
+from ckpt.cli.output import Output, command, count, shown, size, table, tags_text
+from ckpt.errors import CheckpointError
 
 if TYPE_CHECKING:
     from rich.table import Table
-    from rich.tree import Tree
 
+    from ckpt.reading.slices import OpenCheckpoint
     from ckpt.tools.inspect import Inspection, ObjectInfo, TensorInfo
 
-_MAX_TREE_LINES = 2000
+    _Row = Row[TensorInfo | ObjectInfo]
+
+_MAX_ROWS = 28
+"""What fits one screen together with the facts below it."""
+_MAX_DEEP_ROWS = 2000
+_MAX_VALUES = 256
+"""Values that are read, of all rows together."""
+_MAX_TEXTS = 3
 _MAX_SLICES = 1 << 15
 """Of one tensor: more than any job has ranks, and than anybody reads."""
 _COMMIT_FACTS = ("id", "created_at", "library", "torch", "world_size", "data_bytes", "tags")
@@ -31,25 +40,37 @@ def inspect(
         str | None,
         typer.Option(metavar="GLOB", help="Show the stored slices of these tensors, and the rank of each."),
     ] = None,
+    depth: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="Open N levels of names, not only what fits one screen."),
+    ] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Show every name and file, and fold nothing.")
+    ] = False,
     storage_options: StorageOptions = None,
     json: Json = False,
 ) -> None:
-    """Show the contents of a checkpoint: tensors, files, commit.
+    """Show the contents of a checkpoint: names, sizes, sharding, small values, commit.
 
-    Shows shapes, dtypes, sharding and sizes. Reads the records only, no data, and runs no code of
-    the checkpoint.
+    Names that differ only in numbers, and are alike otherwise, are one line (`layers.0..31`). Reads
+    the records and, unless with --json, small values. Runs no code of the checkpoint.
     """
     with command(json) as output:
-        inspection = ckpt.inspect(url, storage_options=parse_storage_options(storage_options))
+        options = parse_storage_options(storage_options)
+        if tensor is None and not output.as_json:
+            from ckpt.reading.slices import OpenCheckpoint
+
+            with OpenCheckpoint(url, options, wait_for_data=False) as checkpoint:
+                _print(output, checkpoint, depth, everything)
+            return
+        inspection = ckpt.inspect(url, storage_options=options)
         chosen = None
         if tensor is not None:
             chosen = [info for fqn, info in inspection.tensors.items() if fnmatchcase(fqn, tensor)]
         if output.as_json:
             output.json(_as_json(inspection, chosen))
         elif chosen is not None:
-            _print_slices(output, chosen)
-        else:
-            _print(output, inspection)
+            _print_slices(output, sorted(chosen, key=lambda info: natural(info.fqn)))
 
 
 def _as_json(inspection: Inspection, chosen: Sequence[TensorInfo] | None) -> dict[str, Any]:
@@ -86,83 +107,120 @@ def _tensor(info: TensorInfo, *, with_slices: bool) -> dict[str, Any]:
 # -- for people ----------------------------------------------------------------------------------------
 
 
-def _print(output: Output, inspection: Inspection) -> None:
-    files = table("file", "items", "bytes")
-    for path, (items, nbytes) in inspection.files.items():
-        files.add_row(shown(path), str(items), size(nbytes))
-    title = f"[bold]{shown(inspection.url)}[/]"
-    output.print(title, _facts(inspection), "", _tree(inspection), "", files)
+def _print(output: Output, checkpoint: OpenCheckpoint, depth: int | None, everything: bool) -> None:
+    from ckpt.tools.inspect import describe
+
+    inspection = describe(checkpoint.store.url, checkpoint.parts)
+    entries: list[TensorInfo | ObjectInfo] = [*inspection.tensors.values(), *inspection.objects.values()]
+    limit = None if everything else _MAX_ROWS if depth is None else _MAX_DEEP_ROWS
+    named = ((info.fqn, _kind(info), info) for info in entries)
+    top = outline(named, max_rows=limit, depth=depth, fold=not everything)
+    lines = list(top.lines())
+    values, problem = _values(checkpoint, [row for _, row in lines if row is not None and row.is_leaf])
+    rows = [(name, *(("", "", "") if row is None else _cells(row, values))) for name, row in lines]
+    sharded = any(sharding not in ("", "whole") for _, _, _, sharding in rows)
+    rows = [("name", "content", "size", "sharding"), *rows]
+    output.print_columns(rows if sharded else [row[:3] for row in rows], right=[2])
+    output.print("")
+    if everything:
+        files = table("file", ">items", ">bytes")
+        for path in sorted(inspection.files, key=natural):
+            items, nbytes = inspection.files[path]
+            files.add_row(shown(path), f"{items:,}", size(nbytes))
+        output.print(files, "")
+    output.print(_facts(inspection))
+    if problem:
+        output.print(f"[yellow]values are not shown:[/] {shown(problem)}")
+    if not everything and len(lines) < len(entries):
+        output.print("[dim]--depth N opens N levels, --all shows every name and file[/]")
+
+
+def _kind(info: TensorInfo | ObjectInfo) -> Hashable:
+    """Tell what may be folded into one row: objects only where their names differ in numbers alone."""
+    from ckpt.tools.inspect import ObjectInfo
+
+    if isinstance(info, ObjectInfo):
+        return pattern(info.fqn.rpartition(".")[2])
+    return info.dtype, info.shape, info.sharding
+
+
+def _values(checkpoint: OpenCheckpoint, leaves: Sequence[_Row]) -> tuple[dict[str, str], str | None]:
+    """Read some of the small values of each row; return them as texts, or why they cannot be read."""
+    from ckpt.tools.cat import short_text
+
+    most = max(1, _MAX_VALUES // max(1, len(leaves)))
+    names: list[str] = []
+    for row in leaves[:_MAX_VALUES]:
+        values = row.values
+        picked = values[:: -(-len(values) // most)]
+        names += [info.fqn for info in picked if info.is_small]
+    try:
+        return {name: short_text(value) for name, value in checkpoint.peek(names).items()}, None
+    except CheckpointError as error:
+        return {}, str(error)
+
+
+def _cells(row: _Row, values: Mapping[str, str]) -> tuple[str, str, str]:
+    """Describe the entries of a row: content, size, sharding."""
+    from ckpt.tools.inspect import ObjectInfo
+
+    infos = row.values
+    objects = [info for info in infos if isinstance(info, ObjectInfo)]
+    tensors = [info for info in infos if not isinstance(info, ObjectInfo)]
+    nbytes = sum(info.nbytes for info in tensors) + sum(info.length for info in objects)
+    if not row.is_leaf:
+        parts = [count(len(tensors), "tensor")] * bool(tensors) + [count(len(objects), "object")] * bool(
+            objects
+        )
+        return ", ".join(parts), size(nbytes), ""
+    known = [values[info.fqn] for info in infos if info.fqn in values]
+    texts = list(dict.fromkeys(known))
+    more = len(texts) > _MAX_TEXTS or 0 < len(known) < len(infos)
+    text = ", ".join([*texts[:_MAX_TEXTS], *["..."] * more])
+    if objects:
+        return text or "object", size(nbytes), ""
+    shape = "x".join(map(str, tensors[0].shape)) or ("" if text else "scalar")
+    content = f"{tensors[0].dtype} {shape}".rstrip()
+    return f"{content} = {text}" if text else content, size(nbytes), tensors[0].sharding
 
 
 def _facts(inspection: Inspection) -> Table:
-    facts = table(header=False)
+    facts = table("", "", header=False)
     commit = inspection.commit
+    facts.add_row("checkpoint", f"[bold]{shown(inspection.url)}[/]")
     if commit is None:
         facts.add_row("format", "stock PyTorch (no checksums, no commit record)")
     else:
         facts.add_row("format", f"ckpt-storage, version {commit.version}")
         facts.add_row("committed", f"{shown(commit.created_at)}, id {shown(commit.id)}")
-        facts.add_row("written by", f"{shown(commit.library)}, torch {shown(commit.torch)}")
-        facts.add_row("world size", str(commit.world_size))
-        for name, value in commit.tags.items():
-            facts.add_row("tag", f"{shown(name)} = {shown(value)}")
-    facts.add_row("parameters", f"{inspection.parameters:,}")
-    facts.add_row("tensors", f"{len(inspection.tensors):,}")
-    facts.add_row("objects", f"{len(inspection.objects):,}")
-    facts.add_row("stored", f"{size(inspection.stored_bytes)} in {count(len(inspection.files), 'file')}")
-    facts.add_row("by part", _listed(inspection.bytes_by_part()))
-    facts.add_row("by dtype", _listed(inspection.bytes_by_dtype()))
+        world = count(commit.world_size, "rank")
+        facts.add_row("written by", f"{world}, {shown(commit.library)}, torch {shown(commit.torch)}")
+        if commit.tags:
+            facts.add_row("tags", shown(tags_text(commit.tags)))
+    names = f"{count(len(inspection.tensors), 'tensor')}, {count(len(inspection.objects), 'object')}"
+    facts.add_row("holds", f"{count(inspection.parameters, 'parameter')}, {names}")
+    sizes = [nbytes for _, nbytes in inspection.files.values()]
+    stored = f"{size(sum(sizes))} in {count(len(sizes), 'file')}"
+    if len(sizes) > 1:
+        stored += f" of {size(min(sizes))} to {size(max(sizes))}"
+    facts.add_row("stored", stored)
+    for title, by in (("by part", inspection.bytes_by_part()), ("by dtype", inspection.bytes_by_dtype())):
+        if listed := ", ".join(f"{shown(name)} {size(nbytes)}" for name, nbytes in by.items() if nbytes):
+            facts.add_row(title, listed)
     return facts
-
-
-def _listed(sizes: dict[str, int]) -> str:
-    return ", ".join(f"{shown(name)} {size(nbytes)}" for name, nbytes in sizes.items() if nbytes) or "-"
-
-
-def _tree(inspection: Inspection) -> Tree:
-    """Arrange entries by module path; folders are the parts of a name between its dots."""
-    from rich.tree import Tree
-
-    tree = Tree("", hide_root=True)
-    folders: dict[str, Tree] = {"": tree}
-    entries: list[TensorInfo | ObjectInfo] = [*inspection.tensors.values(), *inspection.objects.values()]
-    for info in entries[:_MAX_TREE_LINES]:
-        path, _, name = info.fqn.rpartition(".")
-        _folder(folders, path).add(f"{shown(name)}  [dim]{_summary(info)}[/]")
-    if len(entries) > _MAX_TREE_LINES:
-        tree.add(f"... and {len(entries) - _MAX_TREE_LINES:,} more; --tensor GLOB and --json show them")
-    return tree
-
-
-def _folder(folders: dict[str, Tree], path: str) -> Tree:
-    missing: list[str] = []
-    while path not in folders and len(missing) < 64:
-        missing.append(path)
-        path = path.rpartition(".")[0]
-    folder = folders.get(path, folders[""])
-    for below in reversed(missing):
-        folder = folders[below] = folder.add(shown(below.rpartition(".")[2]))
-    return folder
-
-
-def _summary(info: TensorInfo | ObjectInfo) -> str:
-    from ckpt.tools.inspect import ObjectInfo
-
-    if isinstance(info, ObjectInfo):
-        return f"object, {size(info.length)}"
-    shape = "x".join(map(str, info.shape)) or "scalar"
-    return f"{info.dtype} {shape}, {size(info.nbytes)}, {shown(info.sharding)}"
 
 
 def _print_slices(output: Output, chosen: Iterable[TensorInfo]) -> None:
     for info in chosen:
-        rows = table("rank", "slice", "file", "bytes")
+        rows = table(">rank", "slice", "file", "bytes")
         for each in itertools.islice(info.slices(), _MAX_SLICES):
             spans = ", ".join(f"{o}:{o + n}" for o, n in zip(each.offsets, each.sizes, strict=True))
             rank = "?" if each.rank is None else str(each.rank)
             rows.add_row(
                 rank, shown(f"[{spans}]"), shown(each.file), f"{each.offset}-{each.offset + each.length}"
             )
-        output.print(f"[bold]{shown(info.fqn)}[/]  {_summary(info)}", rows, "")
+        shape = "x".join(map(str, info.shape)) or "scalar"
+        summary = f"{info.dtype} {shape}, {size(info.nbytes)}, {shown(info.sharding)}"
+        output.print(f"[bold]{shown(info.fqn)}[/]  {summary}", rows, "")
         if info.chunks > _MAX_SLICES:
             output.print(f"... and {info.chunks - _MAX_SLICES:,} more slices")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import zlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
@@ -117,6 +118,12 @@ class Checkpoint:
         raw, metadata_key, metadata = _SHARED.decode(zlib.decompress(shared))
         commit = StoredCommit(raw, store.url) if raw else None
         return Checkpoint(store, settings, commit, metadata_key, metadata)
+
+    def with_settings(self, settings: ReadSettings) -> Checkpoint:
+        """Return the same open checkpoint, to be read in another way."""
+        other = copy.copy(self)
+        other._settings = settings
+        return other
 
     def when_visible(self, read: Callable[[], T]) -> T:
         """Call `read` for one of its objects until that is visible. Raises as `read_listed`."""

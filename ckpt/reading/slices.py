@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
+import heapq
 import io
+import itertools
 import os
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,15 +20,20 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from ckpt.backends.base import Store
 from ckpt.backends.registry import open_store
-from ckpt.errors import ConfigurationError, FormatError, NotFound
+from ckpt.errors import ConfigurationError, FormatError, NotFound, UnsafeContent
 from ckpt.format.columns import Columns, ObjectRow, TensorColumns, columns_of, is_quantized
 from ckpt.reading.checkpoint import Checkpoint, ReadSettings
 from ckpt.reading.coverage import box_of
 from ckpt.reading.loader import Loader
 from ckpt.reading.opening import open_parts
+from ckpt.stock.item_files import MemoryFile
+from ckpt.stock.safe_load import safe_object
 from ckpt.transfer.boxes import tiling_fault
 from ckpt.transfer.buffer_pool import MIN_MEMORY_BUDGET_BYTES, StagingPool
 from ckpt.transfer.threads import thread_pool
+
+_MAX_NAMES, _MAX_COMPARED, _MAX_NAME, _MAX_PARTS = 1 << 17, 64, 256, 32
+"""How many names are looked at for one like another, how many thoroughly; length and parts of them."""
 
 
 class OpenCheckpoint(contextlib.AbstractContextManager["OpenCheckpoint"]):
@@ -37,11 +45,16 @@ class OpenCheckpoint(contextlib.AbstractContextManager["OpenCheckpoint"]):
         storage_options: Mapping[str, Any] | None = None,
         *,
         guard: Callable[[Store], Store] = lambda store: store,
+        wait_for_data: bool = True,
     ) -> None:
+        """`wait_for_data`: wait also for data that is not visible yet, not for the records only."""
         self.store: Store = guard(open_store(url, storage_options))
         self.threads = thread_pool(self.store.threads, "ckpt-read")
         try:
             self.parts = open_parts(self.store, ReadSettings())
+            if not wait_for_data:
+                hasty = ReadSettings(visibility_timeout_s=0.0)
+                self.parts = [part.with_settings(hasty) for part in self.parts]
             self._columns = [columns_of(part.metadata, url=self.store.url) for part in self.parts]
         except BaseException:
             self.close()
@@ -59,7 +72,9 @@ class OpenCheckpoint(contextlib.AbstractContextManager["OpenCheckpoint"]):
             fqn = name.removeprefix(prefix)
             if name.startswith(prefix) and fqn in columns.entries:
                 return part, columns, fqn, columns.entries[fqn]
-        raise NotFound(f"there is no {name[:200]!r} in this checkpoint", url=self.store.url)
+        near = _nearest(name, self.names)
+        advice = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+        raise NotFound(f"there is no {name[:200]!r} in this checkpoint{advice}", url=self.store.url)
 
     def tensor(self, name: str) -> TensorColumns:
         """Return the columns of a tensor. Raises NotFound if there is no tensor of that name."""
@@ -106,20 +121,43 @@ class OpenCheckpoint(contextlib.AbstractContextManager["OpenCheckpoint"]):
 
     def read_object(self, name: str) -> Any:
         """Load an object. Raises UnsafeContent if that needs more than torch's safe types."""
-        data = self._read_object(name, trusted=False)
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        part, _, fqn, _ = self.find(name)
+        return _loaded(self._read_objects(part, [fqn], trusted=False)[fqn])
 
     def stored_object(self, name: str) -> bytes:
         """Return the bytes of an object as it was saved, unchecked."""
-        return self._read_object(name, trusted=True)
-
-    def _read_object(self, name: str, *, trusted: bool) -> bytes:
         part, _, fqn, _ = self.find(name)
-        index, nothing = MetadataIndex(fqn), torch.Size([0])
-        planner = _Planner([])
-        item = ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)
-        self._run(part, planner, [item], trusted=("*",) if trusted else ())
-        return planner.data
+        return self._read_objects(part, [fqn], trusted=True)[fqn]
+
+    def peek(self, names: Iterable[str]) -> dict[str, Any]:
+        """Load objects and small tensors together; leave out what has no value or takes more than safe types.
+
+        Raises as `read`.
+        """
+        values: dict[str, Any] = {}
+        objects: dict[Checkpoint, dict[str, str]] = defaultdict(dict)
+        tensors: list[tuple[str, Sequence[int], torch.Tensor]] = []
+        for name in names:
+            part, _, fqn, entry = self.find(name)
+            if isinstance(entry, ObjectRow):
+                objects[part][fqn] = name
+            elif not is_quantized(entry.dtype):
+                values[name] = torch.empty(entry.size, dtype=entry.dtype, device="cpu")
+                tensors.append((name, [0] * len(entry.size), values[name]))
+        self.read_into(tensors)
+        for part, named in objects.items():
+            for fqn, data in self._read_objects(part, list(named), trusted=True).items():
+                with contextlib.suppress(UnsafeContent, FormatError):
+                    safe = safe_object(MemoryFile(data), fqn=fqn, url=self.store.url, key=named[fqn])
+                    values[named[fqn]] = _loaded(safe.getvalue())
+        return values
+
+    def _read_objects(self, part: Checkpoint, fqns: Sequence[str], *, trusted: bool) -> dict[str, bytes]:
+        planner, nothing = _Planner([]), torch.Size([0])
+        indices = [MetadataIndex(fqn) for fqn in fqns]
+        items = [ReadItem(LoadItemType.BYTE_IO, i, nothing, i, nothing, nothing) for i in indices]
+        self._run(part, planner, items, trusted=("*",) if trusted else ())
+        return planner.objects
 
     def _run(
         self, part: Checkpoint, planner: _Planner, items: Sequence[ReadItem], trusted: Collection[str] = ()
@@ -156,16 +194,32 @@ def _read_items(
         )
 
 
+def _nearest(name: str, names: Sequence[str]) -> list[str]:
+    """Find names that a mistyped one may stand for, among as many as take no time."""
+    parts = set(name.split(".")[:_MAX_PARTS])
+
+    def likeness(other: str) -> tuple[int, int]:
+        return len(parts & set(other.split(".")[:_MAX_PARTS])), -abs(len(other) - len(name))
+
+    short = (other for other in itertools.islice(names, _MAX_NAMES) if len(other) <= _MAX_NAME)
+    likely = heapq.nlargest(_MAX_COMPARED, short, key=likeness)
+    return difflib.get_close_matches(name[:_MAX_NAME], likely, n=3, cutoff=0.7)
+
+
+def _loaded(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+
+
 class _Planner(DefaultLoadPlanner):
-    """Give the loader tensors by their number, and keep the bytes of an object."""
+    """Give the loader tensors by their number, and keep the bytes of objects."""
 
     def __init__(self, targets: Sequence[torch.Tensor]) -> None:
         super().__init__()
         self._targets = targets
-        self.data = b""
+        self.objects: dict[str, bytes] = {}
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         return self._targets[int(index.fqn)]
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self.data = value.getvalue()
+        self.objects[read_item.dest_index.fqn] = value.getvalue()

@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import re
+import reprlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,9 @@ from ckpt.reading.slices import OpenCheckpoint
 from ckpt.transfer.boxes import Box, boxes_of, tiling_fault
 
 _MAX_ELEMENTS = 1 << 22
+_MAX_TEXT = 60
+SMALL_ELEMENTS = 4
+"""Of a tensor whose elements are shown in one line."""
 _SLICE = re.compile(r"(.*)\[([^\[\]]*)\]", re.DOTALL)
 
 
@@ -163,6 +167,16 @@ def statistics(checkpoint: OpenCheckpoint, selection: Selection) -> Statistics:
             finite_count += values.size
     result.mean = total / finite_count if finite_count else None
     return result
+
+
+def short_text(value: object) -> str:
+    """Write a value in one short line; of a tensor its elements."""
+    if isinstance(value, torch.Tensor):
+        value = value.tolist()
+    limited = reprlib.Repr()
+    limited.maxstring = limited.maxother = limited.maxlong = _MAX_TEXT
+    text = " ".join(limited.repr(value).split())
+    return text if len(text) <= _MAX_TEXT else f"{text[: _MAX_TEXT - 3]}..."
 
 
 def write_npy(checkpoint: OpenCheckpoint, selection: Selection, path: str) -> None:

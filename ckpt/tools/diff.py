@@ -18,7 +18,7 @@ from ckpt.errors import FormatError, UnsafeContent
 from ckpt.format.columns import ObjectRow, TensorColumns, is_quantized
 from ckpt.format.stored_tensor import dtype_name
 from ckpt.reading.slices import OpenCheckpoint
-from ckpt.tools.cat import as_numpy
+from ckpt.tools.cat import SMALL_ELEMENTS, as_numpy, short_text
 from ckpt.torch_private import StorageInfo
 from ckpt.transfer.boxes import boxes_of
 from ckpt.transfer.reports import ReportBytes, no_report
@@ -35,6 +35,8 @@ class Difference:
         kind: `only_a`, `only_b`, `kind` (tensor and object), `shape`, `dtype` (and values, if
             `differing` is not 0), `values`, or `object`.
         a, b: descriptions of both.
+        a_value, b_value: short texts of both, if they are small; of objects also if they are of
+            torch's safe types alone.
         differing: number of elements whose values differ; NaN equals NaN.
         max_abs, max_rel: largest difference of finite elements, absolute and relative to the larger
             of the two.
@@ -49,6 +51,8 @@ class Difference:
     max_abs: float = 0.0
     max_rel: float = 0.0
     nan: int = 0
+    a_value: str = ""
+    b_value: str = ""
 
 
 @dataclass
@@ -81,15 +85,17 @@ def diff(
     *,
     storage_options: Mapping[str, Any] | None = None,
     b_storage_options: Mapping[str, Any] | None = None,
+    full: bool = False,
     progress: ReportBytes | None = None,
 ) -> Comparison:
     """Compare two checkpoints: names, shapes, dtypes, values; in bounded memory.
 
-    Where both are this library's and stored alike, equal checksums show that tensors are equal,
-    without reading.
+    Where both are this library's and stored alike, equal checksums in their records show that
+    tensors were equal when they were saved, without reading.
 
     Args:
         storage_options: for `a`; for both, unless there are `b_storage_options`.
+        full: read both all the same, so that damage is an error.
         progress: called with the bytes of elements compared so far and those in all.
 
     Raises:
@@ -98,7 +104,7 @@ def diff(
     """
     options = storage_options if b_storage_options is None else b_storage_options
     with OpenCheckpoint(a, storage_options) as first, OpenCheckpoint(b, options) as second:
-        return _Comparing(first, second, progress or no_report).run()
+        return _Comparing(first, second, full, progress or no_report).run()
 
 
 _Entry = TensorColumns | ObjectRow
@@ -107,8 +113,8 @@ _Entry = TensorColumns | ObjectRow
 class _Comparing:
     """Compare `a` and `b`."""
 
-    def __init__(self, a: OpenCheckpoint, b: OpenCheckpoint, progress: ReportBytes) -> None:
-        self._a, self._b, self._progress = a, b, progress
+    def __init__(self, a: OpenCheckpoint, b: OpenCheckpoint, full: bool, progress: ReportBytes) -> None:
+        self._a, self._b, self._full, self._progress = a, b, full, progress
         self._result = Comparison(a.store.url, b.store.url)
 
     def run(self) -> Comparison:
@@ -134,7 +140,10 @@ class _Comparing:
             if not (isinstance(a, ObjectRow) and isinstance(b, ObjectRow)):
                 return difference(kind="kind")
             self._result.objects += 1
-            return None if self._same_object(name, a, b) else difference(kind="object")
+            values = self._compare_objects(name, a, b)
+            if values is None:
+                return None
+            return difference(kind="object", a_value=values[0], b_value=values[1])
         self._result.tensors += 1
         if a.size != b.size:
             return difference(kind="shape")
@@ -148,16 +157,23 @@ class _Comparing:
             return difference(kind="dtype", **vars(numbers))
         return difference(kind="values", **vars(numbers)) if numbers.differing else None
 
-    def _same_object(self, name: str, a: ObjectRow, b: ObjectRow) -> bool:
-        if self._same_checksums(name, a, b) or self._same_bytes(name, a, b):
-            return True
+    def _compare_objects(self, name: str, a: ObjectRow, b: ObjectRow) -> tuple[str, str] | None:
+        """Return short texts of objects that differ, None if they are the same."""
+        if self._same_checksums(name, a, b) or (not self._full and self._same_bytes(name, a, b)):
+            return None
         try:
-            return _pickled(self._a.read_object(name)) == _pickled(self._b.read_object(name))
+            a_value, b_value = self._a.read_object(name), self._b.read_object(name)
         except (UnsafeContent, FormatError):
-            return False  # their bytes differ, and they cannot be loaded
+            # They cannot be loaded, so their bytes decide.
+            return None if self._full and self._same_bytes(name, a, b) else ("", "")
+        if _pickled(a_value) == _pickled(b_value):
+            return None
+        return short_text(a_value), short_text(b_value)
 
     def _same_checksums(self, name: str, a: _Entry, b: _Entry) -> bool:
         """Tell whether all stored items are equal by the checksums of their blocks, without reading."""
+        if self._full:
+            return False
         checksums = _checksums(self._a, name, a)
         same = checksums is not None and checksums == _checksums(self._b, name, b)
         self._result.equal_by_checksum += same
@@ -186,6 +202,8 @@ class _Comparing:
             covered += values.numel()
             if values.dtype != b_values.dtype or not _same_bits(values, b_values):
                 numbers.add(as_numpy(values), as_numpy(b_values))
+                if values.numel() == math.prod(a.size) <= SMALL_ELEMENTS:
+                    numbers.a_value, numbers.b_value = short_text(values), short_text(b_values)
         if covered != math.prod(a.size):
             raise FormatError(f"{name[:200]!r}: its chunks do not cover it", url=self._a.store.url)
         return numbers
@@ -193,12 +211,14 @@ class _Comparing:
 
 @dataclass
 class _Numbers:
-    """The fields of a `Difference` that tell how much values differ."""
+    """The fields of a `Difference` that tell how values differ."""
 
     differing: int = 0
     max_abs: float = 0.0
     max_rel: float = 0.0
     nan: int = 0
+    a_value: str = ""
+    b_value: str = ""
 
     def add(self, a: npt.NDArray[Any], b: npt.NDArray[Any]) -> None:
         """Compare two arrays of the same shape."""

@@ -6,7 +6,7 @@ import contextlib
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,8 +18,11 @@ from ckpt.format.fqns import has_model, part_of, paths_of
 from ckpt.format.names import rank_of
 from ckpt.format.records import CommitRecord
 from ckpt.format.stored_tensor import dtype_name
-from ckpt.reading.checkpoint import ReadSettings
+from ckpt.reading.checkpoint import Checkpoint, ReadSettings
 from ckpt.reading.opening import open_parts
+from ckpt.tools.cat import SMALL_ELEMENTS
+
+_SMALL_BYTES = 16 << 10
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,16 @@ class TensorInfo:
         ]
         return ", ".join(cuts) or "whole"
 
+    @property
+    def is_small(self) -> bool:
+        """True if it takes one short read to show all of its elements."""
+        columns = self._columns
+        return (
+            self.chunks == 1
+            and math.prod(self.shape) <= SMALL_ELEMENTS
+            and int(columns.length[0]) <= _SMALL_BYTES
+        )
+
     def slices(self) -> Iterator[SliceInfo]:
         """Yield every stored chunk, in the order of the records."""
         columns = self._columns
@@ -97,6 +110,11 @@ class ObjectInfo:
     file: str
     offset: int
     length: int
+
+    @property
+    def is_small(self) -> bool:
+        """True if it takes one short read to show it."""
+        return self.length <= _SMALL_BYTES
 
 
 @dataclass(frozen=True)
@@ -155,13 +173,17 @@ def inspect(
     """
     settings = ReadSettings(visibility_timeout_s=visibility_timeout_s)
     with contextlib.closing(open_store(url, storage_options)) as store:
-        parts = open_parts(store, settings)
+        return describe(store.url, open_parts(store, settings))
+
+
+def describe(url: str, parts: Sequence[Checkpoint]) -> Inspection:
+    """Describe the contents of an open checkpoint."""
     tensors: dict[str, TensorInfo] = {}
     objects: dict[str, ObjectInfo] = {}
     files: dict[str, tuple[int, int]] = {}
     for number, part in enumerate(parts):
         prefix = f"rank {number}: " if len(parts) > 1 else ""
-        columns = columns_of(part.metadata, url=store.url)
+        columns = columns_of(part.metadata, url=url)
         for info in _entries(columns, prefix):
             if isinstance(info, TensorInfo):
                 tensors[info.fqn] = info
@@ -172,7 +194,7 @@ def inspect(
             files[file] = (items_before + items, nbytes_before + nbytes)
     commit = parts[0].commit
     format_name, version = ("stock", None) if commit is None else ("ckpt-storage", commit.version)
-    return Inspection(store.url, format_name, version, commit, tensors, objects, files)
+    return Inspection(url, format_name, version, commit, tensors, objects, files)
 
 
 def _entries(columns: Columns, prefix: str) -> Iterator[TensorInfo | ObjectInfo]:

@@ -34,6 +34,32 @@ def random_tensor(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0
     return raw.view(dtype).reshape(shape) if nbytes else tensor
 
 
+def transformer_state(layers: int = 30, step: int = 1000, lr: float = 0.00085) -> dict[str, Any]:
+    """The names of a transformer, its AdamW, and the shards of a loader, with few elements."""
+    shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (64, 8), "lm_head.weight": (64, 8)}
+    for layer in range(layers):
+        block = f"layers.{layer}"
+        shapes |= {f"{block}.self_attn.{name}_proj.weight": (8, 8) for name in "qkvo"}
+        shapes |= {f"{block}.mlp.{name}_proj.weight": (16, 8) for name in ("gate", "up")}
+        shapes |= {f"{block}.mlp.down_proj.weight": (8, 16)}
+        shapes |= {f"{block}.{name}_layernorm.weight": (8,) for name in ("input", "post_attention")}
+    state = {
+        fqn: {
+            "exp_avg": torch.zeros(shape),
+            "exp_avg_sq": torch.zeros(shape),
+            "step": torch.tensor(float(step)),
+        }
+        for fqn, shape in shapes.items()
+    }
+    group = {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
+    return {
+        "model": {fqn: torch.zeros(shape, dtype=torch.bfloat16) for fqn, shape in shapes.items()},
+        "optim": {"state": state, "param_groups": {"0": group, "1": {**group, "weight_decay": 0.0}}},
+        "loader": {"shards": {f"{number:06}": [number] for number in range(48)}},
+        "step": step,
+    }
+
+
 def bits(tensor: torch.Tensor) -> bytes:
     """The values of a tensor, whatever its dtype, strides or sharding."""
     if isinstance(tensor, DTensor):

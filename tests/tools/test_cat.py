@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.commands import edit_index, flip, options_of, run_json, run_process
+from support.commands import edit_index, flip, options_of, run, run_json, run_process
 from support.servers import S3Server
 from support.states import SAVABLE_DTYPES, quantized, random_tensor
 
@@ -165,6 +165,33 @@ def test_objects(sharded_place: Path, tmp_path: Path) -> None:
         ("nothing", 3, "NotFound"),
     ):
         assert cat(tmp_path, name, code=code)["error"]["type"] == error
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [("modl.h.weight", "model.h.weight"), ("model.h.wieght[0]", "model.h.weight"), ("stpe", "step")],
+)
+def test_unknown_names_are_answered_with_near_ones(tmp_path: Path, typed: str, meant: str) -> None:
+    names = {f"model.layers.{number}.weight": torch.ones(1) for number in range(200)}
+    ckpt.save({**names, "model.h.weight": torch.ones(2, 2), "step": 1}, tmp_path)
+    assert f"did you mean '{meant}'" in cat(tmp_path, typed, code=3)["error"]["message"]
+    assert "did you mean" not in cat(tmp_path, "something else", code=3)["error"]["message"]
+
+
+def test_groups_of_names(tmp_path: Path) -> None:
+    groups = {str(number): {"lr": 0.1 * number, "betas": (0.9, 0.95)} for number in range(30)}
+    ckpt.save({"optim": groups, "w": {"a": torch.ones(2), "b": torch.ones(700)}}, tmp_path)
+    ran = run("cat", tmp_path, "w")
+    assert ran.out.splitlines() == [
+        "w is a group of 2 names:", "w.a  float32 (2,)    [1.0, 1.0]", "w.b  float32 (700,)",
+    ]  # fmt: skip
+    lines = run("cat", tmp_path, "optim.*.lr").out.splitlines()
+    assert lines[:2] == ["optim.*.lr is a group of 30 names:", "optim.0.lr   object  0.0"]
+    assert lines[3].split() == ["optim.2.lr", "object", "0.2"]
+    assert (len(lines), lines[-1]) == (22, "... and 10 more; `ckpt inspect` shows them")
+    group = cat(tmp_path, "optim.3")
+    assert (group["kind"], group["count"], group["names"]) == ("group", 2, ["optim.3.betas", "optim.3.lr"])
+    assert cat(tmp_path, "*.b")["fqn"] == "w.b"
 
 
 @pytest.mark.long

@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from support.clock import SkippingClock
-from support.commands import run, run_json, run_process
+from support.commands import flip, run, run_json, run_process
 from support.ranks import run_ranks
 from support.servers import S3Server
-from support.states import quantized, random_tensor, sharded_state
+from support.states import quantized, random_tensor, sharded_state, transformer_state
 
 import ckpt
 from ckpt.consistency.environment import replaced
@@ -118,6 +118,43 @@ def test_quantized_tensors_are_compared_by_their_bytes(tmp_path: Path) -> None:
     assert [each["fqn"] for each in differences] == ["q", "x"]
 
 
+def test_differences_are_grouped_with_small_values(tmp_path: Path) -> None:
+    before, after = transformer_state(6), transformer_state(6, step=1100, lr=0.0004)
+    for tensor in after["model"].values():
+        tensor += 1
+    after["extra"], before["gone"] = 1, 2
+    ckpt.save(before, tmp_path / "a")
+    ckpt.save(after, tmp_path / "b")
+    lines = run("diff", tmp_path / "a", tmp_path / "b").out.splitlines()
+    assert len(lines) <= 40
+    rows = {" ".join(line.split()[:2]): line for line in lines}
+    assert "1000 -> 1100" in rows["~ step"]
+    assert "0.00085 -> 0.0004" in rows["~ param_groups.0..1.lr"]
+    assert "x 6" in rows["~ layers.0..5"]
+    assert rows["+ extra"].split()[2:5] == ["only", "in", "B:"]
+    assert lines[-2].startswith("different: ")
+    assert "1 only in A, 1 only in B" in lines[-2]
+    every = run("diff", tmp_path / "a", tmp_path / "b", "--all").out
+    assert every.count("q_proj.weight") == 12
+    differences = {each["fqn"]: each for each in diff(tmp_path / "a", tmp_path / "b", code=1)["differences"]}
+    assert (differences["step"]["a_value"], differences["step"]["b_value"]) == ("1000", "1100")
+    state = differences["optim.state.lm_head.weight.step"]
+    assert (state["a_value"], state["b_value"]) == ("1000.0", "1100.0")
+
+
+def test_a_damaged_copy_is_the_same_by_its_records_only(tmp_path: Path) -> None:
+    ckpt.save({"t": torch.arange(1000.0), "o": [1]}, tmp_path / "a")
+    run("cp", tmp_path / "a", tmp_path / "b")
+    (path,) = (tmp_path / "b").rglob("*.distcp")
+    flip(path, 2000)
+    ran = run("diff", tmp_path / "a", tmp_path / "b")
+    assert (ran.code, ran.out[:21]) == (0, "same by their records")
+    assert diff(tmp_path / "a", tmp_path / "b", "--full", code=1)["error"]["type"] == "IntegrityError"
+    run("cp", tmp_path / "a", tmp_path / "c")
+    full = diff(tmp_path / "a", tmp_path / "c", "--full")
+    assert (full["equal_by_checksum"], full["read_bytes"]) == (0, 4000)
+
+
 @pytest.mark.parametrize("broken", ["a", "b"])
 def test_an_unreadable_checkpoint_is_an_error(sharded_place: Path, tmp_path: Path, broken: str) -> None:
     copy = Path(shutil.copytree(sharded_place, tmp_path / "c"))
@@ -132,7 +169,7 @@ def test_an_unreadable_checkpoint_is_an_error(sharded_place: Path, tmp_path: Pat
 def test_diff_as_a_user(sharded_place: Path) -> None:
     ran = run_process("diff", sharded_place, sharded_place)
     assert ran.code == 0, ran.err
-    assert ran.out.startswith("same: ")
+    assert ran.out.startswith("same by their records: ")
 
 
 def test_a_difference_beyond_every_number(tmp_path: Path) -> None:

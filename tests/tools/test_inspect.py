@@ -7,6 +7,7 @@ import json
 import math
 import os
 import pty
+import re
 import shutil
 import subprocess
 import sys
@@ -16,10 +17,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.commands import options_of, run, run_json, run_process, sharded_checkpoint
+from support.commands import options_of, run, run_json, run_on_terminal, run_process, sharded_checkpoint
 from support.ranks import run_ranks
 from support.servers import S3Server
-from support.states import random_tensor
+from support.states import random_tensor, transformer_state
 
 import ckpt
 from ckpt.backends.registry import open_store
@@ -88,8 +89,9 @@ def test_inspect_as_a_user(sharded_place: Path) -> None:
     assert "\x1b" not in ran.out
     lines = ran.out.splitlines()
     assert all(line == line.rstrip() for line in lines)
-    assert any("exp_avg_sq  float32 61x24" in line for line in lines)
-    assert "step = 100" in ran.out
+    assert any("exp_avg, exp_avg_sq}" in line and "float32 61x24" in line for line in lines)
+    assert any(line.split()[:2] == ["step", "100"] for line in lines)
+    assert any(line.split()[:2] == ["tags", "step=100"] for line in lines)
 
 
 def test_inspect_on_s3(s3: S3Server, sharded_place: Path) -> None:
@@ -133,6 +135,80 @@ def test_names_cannot_paint_the_terminal(tmp_path: Path) -> None:
     assert "[bold]x[/bold]" in text
     assert "a\\nb" in text
     assert {t["fqn"] for t in inspect(tmp_path)["tensors"]} | {"a\nb"} == state.keys()
+
+
+@pytest.fixture(scope="module")
+def transformer_place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("run") / "step-1000"
+    metric = {"step": "1000", "metric.val_loss": "9.122579574584961"}
+    ckpt.save(transformer_state(), place, tags=metric)
+    return place
+
+
+def test_a_transformer_fits_one_screen(transformer_place: Path) -> None:
+    lines = run("inspect", transformer_place).out.splitlines()
+    assert len(lines) <= 40
+    rows = {line.split("  ")[0]: line for line in map(str.strip, reversed(lines)) if line}
+    assert "layers.0..29  x 30" in rows["layers.0..29"]
+    assert "bfloat16 8x8" in rows["self_attn.{k_proj, o_proj, q_proj, v_proj}.weight"]
+    assert rows["lr"].split()[1] == "0.00085"
+    assert rows["weight_decay"].split()[1:3] == ["0.1,", "0.0"]
+    assert "(0.9, 0.999)" in rows["betas"]
+    assert rows["loader.shards.000000..000047"].split()[1:3] == ["x", "48"]
+    assert next(line for line in lines if line.startswith("step ")).split()[1] == "1000"
+    names = [line.split()[0] for line in lines if line[:1].strip()]
+    assert names[1:5] == ["loader.shards.000000..000047", "model", "optim", "step"]
+    assert "val_loss=9.123" in rows["tags"]
+    assert next(number for number, line in enumerate(lines) if line.startswith("checkpoint ")) > 20
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_a_terminal(transformer_place: Path, columns: int) -> None:
+    ran = run_on_terminal("inspect", transformer_place, columns=columns)
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", ran.out).splitlines()
+    facts = next(number for number, line in enumerate(lines) if line.startswith("checkpoint "))
+    assert len(lines) <= 42
+    assert max(map(len, lines[:facts])) <= columns
+    assert lines[facts - 2].startswith("step ")
+
+
+def test_depth_and_all(transformer_place: Path) -> None:
+    shallow = run("inspect", transformer_place, "--depth", "1").out.splitlines()
+    assert [line.split()[0] for line in shallow[1:5]] == [
+        "loader.shards.000000..000047", "model", "optim", "step",
+    ]  # fmt: skip
+    assert shallow[5] == ""
+    everything = run("inspect", transformer_place, "--all").out
+    for name in ("        up_proj.weight", "  000047", "rank-00000/"):
+        assert name in everything
+    assert everything.count("q_proj.weight") == 60
+    assert ".." not in everything
+
+
+def test_as_many_values_are_read_as_a_person_looks_at(
+    transformer_place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckpt.cli.inspect._MAX_VALUES", 50)
+    (row,) = [line for line in run("inspect", transformer_place).out.splitlines() if "loader" in line]
+    assert "[0], [16], [32], ..." in row
+
+
+def test_values_that_cannot_be_read_are_left_out(transformer_place: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(transformer_place, tmp_path / "c"))
+    for path in copy.rglob("*.distcp"):
+        path.unlink()
+    ran = run("inspect", copy)
+    assert ran.code == 0
+    assert "values are not shown: " in ran.out
+    assert "layers.0..29" in ran.out
+
+
+def test_objects_that_would_run_code_have_no_value(tmp_path: Path) -> None:
+    state = {"odd": [torch.Generator], "plain": {"x": 1}}
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
+    rows = {line.split()[0]: line for line in run("inspect", tmp_path).out.splitlines()[1:3]}
+    assert rows["odd"].split()[1] == "object"
+    assert rows["plain.x"].split()[1] == "1"
 
 
 @pytest.mark.long
