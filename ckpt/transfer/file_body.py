@@ -268,6 +268,8 @@ def _copy(run: _Run, scratch: torch.Tensor, memory: memoryview, due: list[Due]) 
         memory[item_begin:begin] = item.head
         memory[end - len(item.tail) : end] = item.tail
         end -= len(item.tail)
+        if begin == end:  # a tensor without elements
+            return
         source = item.payload.open()
     if isinstance(source, memoryview):
         memory[begin:end] = source
