@@ -78,6 +78,14 @@ def checkpoint_offset(tensor: torch.Tensor) -> int | None:
     return offset
 
 
+def changes_of(tensor: torch.Tensor) -> int:
+    """Return how often torch changed the memory of a tensor, through whichever view of it.
+
+    Raises RuntimeError for an inference tensor, which does not count.
+    """
+    return tensor._version
+
+
 def shared_storage(nbytes: int) -> torch.UntypedStorage:
     """Make a CPU storage in shared memory."""
     return torch.UntypedStorage._new_shared(nbytes, device="cpu")  # type: ignore[no-any-return, no-untyped-call]

@@ -13,7 +13,7 @@ import contextlib
 import itertools
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +21,9 @@ import torch
 
 from ckpt.backends.bodies import Part
 from ckpt.consistency.checksums import BLOCK_SIZE_BYTES, block_crcs, combine_blocks
+from ckpt.errors import CheckpointError
 from ckpt.gc_pause import no_gc
+from ckpt.torch_private import changes_of
 from ckpt.transfer.buffer_pool import StagingPool
 from ckpt.transfer.tensor_memory import copy_flat, has_memory_view, memory_of
 
@@ -30,6 +32,8 @@ ALIGNMENT_BYTES = 64
 
 _COPY_BELOW_BYTES = 64 << 10
 """A run of bytes this short is cheaper to copy than to send as a buffer of its own."""
+
+_SPOT_BYTES = 64
 
 
 class Payload(ABC):
@@ -40,6 +44,10 @@ class Payload(ABC):
     @abstractmethod
     def open(self) -> memoryview | torch.Tensor | StreamedPayload:
         """Return all of it as it lies in memory, the tensor to copy it from, or itself if it is streamed."""
+
+    def mark(self, view: memoryview) -> Mark | None:
+        """Note how this memory of the payload looks before it is sent; None if only we can change it."""
+        return None
 
     def served(self, nbytes: int) -> None:  # noqa: B027 (most keep nothing)
         """Let go of what is no longer needed, now that `nbytes` more have left."""
@@ -57,21 +65,36 @@ class BytesPayload(Payload):
 
 
 class TensorPayload(Payload):
-    """A tensor, asked for when its first part is due and let go after its last."""
+    """A tensor, asked for when its first part is due and let go after its last.
 
-    def __init__(self, resolve: Callable[[], torch.Tensor], nbytes: int) -> None:
+    Args:
+        name: its name in errors.
+    """
+
+    def __init__(self, resolve: Callable[[], torch.Tensor], nbytes: int, name: str) -> None:
         self.nbytes = nbytes
-        self._resolve = resolve
+        self._resolve, self._name = resolve, name
         self._lock = threading.Lock()
         self._tensor: torch.Tensor | None = None
+        self._version: int | None = None
         self._left = nbytes
 
     def open(self) -> memoryview | torch.Tensor:
         with self._lock:
             if self._tensor is None:
-                self._tensor = self._resolve()
+                self._tensor, self._version = self._resolve(), None
             tensor = self._tensor
-        return memory_of(tensor) if has_memory_view(tensor) else tensor
+        # An inference tensor does not count its changes: it is copied.
+        return memory_of(tensor) if has_memory_view(tensor) and not tensor.is_inference() else tensor
+
+    def mark(self, view: memoryview) -> Mark | None:
+        with self._lock:
+            tensor = self._tensor
+            if tensor is None:  # only while a part is sent again after all were
+                return None
+            if self._version is None:
+                self._version = changes_of(tensor)
+            return Mark(self._name, tensor, self._version, view, _spots(view))
 
     def served(self, nbytes: int) -> None:
         with self._lock:
@@ -98,6 +121,36 @@ class StreamedPayload(Payload):
 
 Due = tuple[StreamedPayload, int, memoryview]
 """A payload, the offset in it of the first byte wanted, and the memory to fill."""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Tell whether memory that is sent where it is stays as it was: it is read twice, for its checksum too.
+
+    torch counts what it changes, but not what is changed through `.data`, NumPy, other processes or
+    C++ code, nor by fused optimizers. Those mostly sweep over all of a tensor, and so do not leave
+    all of a few bytes in each part alone.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    version: int
+    view: memoryview
+    spots: bytes
+
+    def check(self) -> None:
+        """Raise CheckpointError if it changed."""
+        if changes_of(self.tensor) != self.version or _spots(self.view) != self.spots:
+            raise CheckpointError(
+                f"{self.name!r} was changed while it was saved, by another thread or process; "
+                "wait for the save before you change the state, or save a copy with ckpt.async_save"
+            )
+
+
+def _spots(view: memoryview) -> bytes:
+    """Copy a few bytes from the begin, the middle and the end."""
+    middle = view.nbytes // 2
+    return b"".join((view[:_SPOT_BYTES], view[middle : middle + _SPOT_BYTES], view[-_SPOT_BYTES:]))
 
 
 @dataclass(frozen=True)
@@ -147,11 +200,16 @@ class FileBody:
             runs = list(self._runs(start, stop))
             scratch_bytes = _place(runs)
         with self._pool.take(scratch_bytes) as scratch:
-            buffers = _fill(runs, scratch)
+            buffers, marks = _fill(runs, scratch)
             crcs = block_crcs(buffers, BLOCK_SIZE_BYTES)
             first = start // BLOCK_SIZE_BYTES
             self._crcs[first : first + len(crcs)] = array.array("Q", crcs)
-            yield Part(buffers, combine_blocks(crcs, stop - start, BLOCK_SIZE_BYTES), self._pace)
+            try:
+                yield Part(buffers, combine_blocks(crcs, stop - start, BLOCK_SIZE_BYTES), self._pace)
+            except Exception:  # the storage may have seen that the bytes do not match their checksum
+                _check(marks)
+                raise
+            _check(marks)
         for run in runs:
             if run.payload is not None:
                 run.payload.served(run.nbytes)
@@ -240,10 +298,11 @@ def _place(runs: Sequence[_Run]) -> int:
     return end
 
 
-def _fill(runs: Sequence[_Run], scratch: torch.Tensor) -> list[memoryview]:
-    """Copy what has to be copied; return the buffers of all runs in order."""
+def _fill(runs: Sequence[_Run], scratch: torch.Tensor) -> tuple[list[memoryview], list[Mark]]:
+    """Copy what has to be copied; return the buffers of all runs in order, and marks of what was not."""
     memory = memory_of(scratch)
     buffers: list[memoryview] = []
+    marks: list[Mark] = []
     due: list[Due] = []
     for is_copied, neighbours in itertools.groupby(runs, lambda run: run.scratch_at >= 0):
         group = list(neighbours)
@@ -251,11 +310,21 @@ def _fill(runs: Sequence[_Run], scratch: torch.Tensor) -> list[memoryview]:
             for run in group:
                 _copy(run, scratch, memory, due)
             buffers.append(memory[group[0].scratch_at : group[-1].scratch_at + group[-1].nbytes])
-        else:
-            buffers += [run.source for run in group if isinstance(run.source, memoryview)]
+            continue
+        for run in group:
+            assert isinstance(run.source, memoryview)
+            buffers.append(run.source)
+            mark = run.payload.mark(run.source) if run.payload is not None else None
+            if mark is not None:
+                marks.append(mark)
     if due:
         due[0][0].read(due)
-    return buffers
+    return buffers, marks
+
+
+def _check(marks: Iterable[Mark]) -> None:
+    for mark in marks:
+        mark.check()
 
 
 def _copy(run: _Run, scratch: torch.Tensor, memory: memoryview, due: list[Due]) -> None:

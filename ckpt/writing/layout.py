@@ -138,7 +138,7 @@ def _payload(planner: SavePlanner, item: WriteItem, nbytes: int) -> TensorPayloa
             )
         return tensor
 
-    return TensorPayload(resolve, nbytes)
+    return TensorPayload(resolve, nbytes, item.index.fqn)
 
 
 def _resolve(planner: SavePlanner, item: WriteItem) -> object:

@@ -144,6 +144,10 @@ def test_archives_and_pickles() -> None:
 def test_tensors() -> None:
     assert torch_private.is_zero_tensor(torch._efficientzerotensor(3))
     assert not torch_private.is_zero_tensor(torch.zeros(3))
+    tensor = torch.zeros(3)
+    before = torch_private.changes_of(tensor)
+    tensor.detach()[1:].add_(1)
+    assert torch_private.changes_of(tensor) == before + 1
     storage = torch_private.shared_storage(100)
     assert storage.is_shared()
     assert storage.nbytes() == 100
