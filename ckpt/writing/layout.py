@@ -16,6 +16,7 @@ from ckpt.errors import CheckpointError
 from ckpt.stock.item_frame import frame
 from ckpt.transfer.file_body import ALIGNMENT_BYTES, BytesPayload, FileItem, Payload, TensorPayload
 from ckpt.transfer.tensor_memory import plain
+from ckpt.writing.tensor_parts import compact
 
 MAX_FILE_BYTES = 128 << 30
 """Beyond it a rank begins another file, so that multipart parts stay small."""
@@ -40,8 +41,14 @@ class Entry:
         return len(self.head) + self.payload.nbytes + len(self.tail)
 
 
-def refuse_layouts(items: Iterable[WriteItem]) -> None:
-    """Raise CheckpointError for a sparse tensor, which DCP plans like a dense one and cannot load."""
+def refuse_unstorable(items: Sequence[WriteItem]) -> None:
+    """Raise CheckpointError for a name that is not Unicode, and for what DCP plans but cannot load: sparse tensors."""
+    names = [item.index.fqn for item in items]
+    try:
+        "".join(names).encode()
+    except UnicodeEncodeError:
+        name = next(name for name in names if not _is_unicode(name))
+        raise CheckpointError(f"the name {name!r} cannot be stored: it is not valid Unicode") from None
     for item in items:
         layout = item.tensor_data.properties.layout if item.tensor_data is not None else torch.strided
         if layout is not torch.strided:
@@ -49,6 +56,14 @@ def refuse_layouts(items: Iterable[WriteItem]) -> None:
                 f"{item.index.fqn!r} has the layout {layout}, which could not be loaded again; "
                 "save it dense, or its parts as tensors of their own"
             )
+
+
+def _is_unicode(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def tensor_entries(items: Iterable[WriteItem], planner: SavePlanner) -> tuple[list[Entry], list[WriteItem]]:
@@ -162,7 +177,8 @@ def _resolve_tensor(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
     if (tensor.dtype, tensor.shape) != planned:
         raise CheckpointError(
             f"{fqn!r} was planned as {planned[0]} {tuple(planned[1])} but is {tensor.dtype} {tuple(tensor.shape)}; "
-            "a planner with enable_plan_caching does not notice that a dtype changed: turn it off or use a new planner"
+            "a planner with enable_plan_caching does not notice that a dtype changed, and all planners of its class "
+            "share the plan: turn it off"
         )
     if tensor.device.type == "meta":
         raise CheckpointError(f"{fqn!r} is on the meta device and has no values to save")
@@ -190,7 +206,7 @@ def _pickled_tensor(planner: SavePlanner, item: WriteItem) -> io.BytesIO:
     tensor = _resolve_tensor(planner, item)
     buffer = io.BytesIO()
     try:
-        torch.save(tensor.detach().cpu().clone(), buffer)
+        torch.save(compact(tensor.detach()), buffer)
     except Exception as error:
         raise CheckpointError(
             f"{item.index.fqn!r}, a {type(tensor).__name__} of {tensor.dtype} and {tensor.layout}, cannot be saved: "

@@ -28,7 +28,7 @@ from ckpt.gc_pause import no_gc
 from ckpt.ranks.group import DEFAULT_TIMEOUT_S
 from ckpt.transfer.bandwidth import Pacer
 from ckpt.writing.coordinator import Coordinator
-from ckpt.writing.layout import Entry, pickled_entries, refuse_layouts, spread, tensor_entries
+from ckpt.writing.layout import Entry, pickled_entries, refuse_unstorable, spread, tensor_entries
 from ckpt.writing.rank_files import RankFiles
 from ckpt.writing.receipts import RankReceipt
 from ckpt.writing.refused_objects import RefusedObjects
@@ -123,7 +123,7 @@ class CheckpointWriter(DcpStorage, StorageWriter):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         with self._errors_named():
-            refuse_layouts(plan.items)
+            refuse_unstorable(plan.items)
             self._store.prepare(rank_directory(self._rank))
             if self._coordinator is not None:
                 self._coordinator.look(overwrite=self._overwrite)
