@@ -99,13 +99,11 @@ def local_tensor(tensor: DTensor) -> torch.Tensor:
 def dtensor_like(tensor: DTensor, local: torch.Tensor) -> DTensor:
     """Make a DTensor of the mesh and placements of `tensor` with `local` as the shard of this rank.
 
-    `DTensor.from_local` does not take every placement. The DTensor is first made around nothing: it
-    takes over the storage offset of what it is made around, and where that is not 0, torch sends
-    the memory of the DTensor, which has none, to another process, and crashes.
+    `DTensor.from_local` does not take every placement. `local` must begin its storage: the DTensor
+    takes its offset over, and where that is not 0, torch sends the memory of the DTensor, which has
+    none, to another process, and crashes.
     """
-    made = DTensor(local.new_empty(0), tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
-    made._local_tensor = local
-    return made
+    return DTensor(local, tensor._spec, requires_grad=tensor.requires_grad)  # type: ignore[no-untyped-call]
 
 
 def set_local_shards(tensor: ShardedTensor, shards: Sequence[Shard]) -> None:

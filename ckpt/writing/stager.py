@@ -1,40 +1,28 @@
-"""Stage states for asynchronous saves: copy them into memory that is reused.
-
-Memory fresh from the system costs five times the copy into it (page faults), pinned memory far more.
-So a copy goes into a block that is kept, and free again when the last staged tensor in it is gone.
-"""
+"""Stage states for asynchronous saves: copy them, with all that they hold, into memory that is reused."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import ctypes
-import gc
 import os
-import threading
-import weakref
-from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.staging import AsyncStager
-from torch.distributed.tensor import DTensor
 
 from ckpt.errors import CheckpointError
-from ckpt.torch_private import (
-    ShardedTensor,
-    ShardMetadata,
-    dtensor_like,
-    local_tensor,
-    set_local_shards,
-    shared_storage,
-)
 from ckpt.transfer.tensor_memory import copy_elements, has_memory_view, plain
-from ckpt.transfer.threads import run_all, thread_pool
+from ckpt.transfer.threads import run_all, workers
+from ckpt.writing.staging_memory import Blocks, Lease, SharedBlock, StagedState, tensor_in
+from ckpt.writing.tensor_parts import parts_of, whole_copy, with_parts
 
 _ALIGNMENT_BYTES = 64
 _MAX_BLOCKS = 2
 _RUN_BYTES = 16 << 20
+_ATOMS = frozenset({int, float, complex, bool, str, bytes, type(None)})
 
 _Run = tuple[int, int, int]
 """Target address, source address, bytes."""
@@ -48,192 +36,191 @@ class Stager(AsyncStager):
     at a time, so that one can be copied while another is still being written.
 
     Args:
-        shared_memory: for saves by another process: copies are in one block of shared memory, which
-            costs one open file however many tensors there are. Only one staged state can exist at a
-            time then.
+        shared_memory: for saves by another process, which then needs no further copy. Only one
+            staged state can exist at a time then.
     """
 
     def __init__(self, *, shared_memory: bool = False) -> None:
-        self._blocks = _SharedBlock() if shared_memory else _Blocks()
+        self._memory = SharedBlock() if shared_memory else Blocks(_MAX_BLOCKS)
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Copy `state_dict`: tensors to CPU memory, everything else by `copy.deepcopy`.
 
-        Raises CheckpointError if both copies made before are still in use.
+        Raises CheckpointError if something cannot be copied, which it names, or if both copies made
+        before are still in use.
         """
-        copies = _Copies()
-        staged: dict[str, Any] = copies.of(state_dict)
-        copies.fill(self._blocks.take(copies.nbytes))
-        return staged
+        return staged(state_dict, self._memory)
 
     def synchronize_staging(self) -> None:
         """Do nothing: the copy is complete when `stage` returns."""
 
     def close(self) -> None:
         """Release the memory that no staged state uses; harmless to call twice."""
-        self._blocks.clear()
+        self._memory.clear()
 
 
-class _Blocks:
-    """Blocks of CPU memory, pinned where there is a GPU, each in use or free."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._free: list[torch.Tensor] = []
-        self._in_use = 0
-        self._returned: deque[torch.Tensor | None] = deque()
-        os.register_at_fork(after_in_child=self._forget)
-
-    def take(self, nbytes: int) -> torch.Tensor:
-        """Lend a uint8 tensor, whose memory is free again when nothing refers to its storage."""
-        if nbytes == 0:
-            return torch.empty(0, dtype=torch.uint8, device="cpu")
-        block = self._acquire(nbytes)
-        # What torch holds is the lease, and its end is what gives the block back.
-        lease = (ctypes.c_char * nbytes).from_address(block.data_ptr())
-        weakref.finalize(lease, self._give_back, block).atexit = False
-        return torch.frombuffer(lease, dtype=torch.uint8)
-
-    def clear(self) -> None:
-        with self._lock:
-            self._take_back()
-            self._free.clear()
-
-    def _acquire(self, nbytes: int) -> torch.Tensor:
-        with self._lock:
-            self._take_back()
-            if self._in_use >= _MAX_BLOCKS:
-                gc.collect()  # a state that is garbage may wait for it
-                self._take_back()
-            if self._in_use >= _MAX_BLOCKS:
-                raise CheckpointError(
-                    f"{_MAX_BLOCKS} staged states are still in use; wait for the saves that write them"
-                )
-            self._in_use += 1
-            fitting = [block for block in self._free if nbytes <= block.numel() <= 2 * nbytes]
-            self._free = [block for block in self._free if any(block is spare for spare in fitting[1:])]
-            if fitting:
-                return fitting[0]
-        try:
-            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=torch.cuda.is_available())
-        except BaseException:
-            self._give_back(None)
-            raise
-
-    def _give_back(self, block: torch.Tensor | None) -> None:
-        # Without the lock: the garbage collector may call this in the thread that holds it.
-        self._returned.append(block)
-
-    def _take_back(self) -> None:
-        while self._returned:
-            block = self._returned.popleft()
-            self._in_use -= 1
-            if block is not None:
-                self._free.append(block)
-
-    def _forget(self) -> None:
-        """Replace the lock in a forked child, where another thread may have held it for ever."""
-        self._lock = threading.Lock()
+def staged(state: Mapping[str, Any], memory: Blocks | SharedBlock) -> StagedState:
+    """Copy a state into `memory`. Raises CheckpointError if something in it cannot be copied."""
+    with torch.inference_mode(False):  # copies made in that mode would not be ordinary tensors
+        copies = _Copies()
+        for name, value in state.items():
+            copies.find(value, str(name))
+        lease = memory.take(copies.nbytes)
+        copies.fill(lease)
+        return StagedState({name: copies.of(value, str(name)) for name, value in state.items()}, lease)
 
 
-class _SharedBlock:
-    """A block of shared memory: torch would move other memory there when it is sent."""
+@dataclass(slots=True)
+class _Place:
+    """The place of a copy: the elements of `source`, from byte `offset` on in the staging memory."""
 
-    def __init__(self) -> None:
-        self._block: torch.Tensor | None = None
+    source: torch.Tensor
+    offset: int
+    requires_grad: bool
+    copied: torch.Tensor | None = None
 
-    def take(self, nbytes: int) -> torch.Tensor:
-        """Lend a uint8 tensor in the memory of the last state, if that fits."""
-        if self._block is None or not nbytes <= self._block.numel() <= 2 * nbytes:
-            self._block = None
-            storage = shared_storage(max(1, nbytes))
-            self._block = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
-        return self._block[:nbytes]
 
-    def clear(self) -> None:
-        self._block = None
+@dataclass(slots=True)
+class _Found:
+    """A tensor of the state: it is made of parts, or has a place, or is copied as its class does it."""
+
+    tensor: torch.Tensor
+    name: str
+    parts: list[torch.Tensor] | None = None
+    place: _Place | None = None
 
 
 class _Copies:
-    """The copies of the tensors of a state, which get their memory all at once."""
+    """The copies of the tensors of a state, which get their memory all at once.
+
+    What holds them is copied by `copy.deepcopy`, which finds their copies in its memo.
+    """
 
     def __init__(self) -> None:
         self.nbytes = 0
-        # Each tensor, its copy, and where in memory that belongs.
-        self._copies: dict[Any, tuple[torch.Tensor, torch.Tensor, int]] = {}
+        self._places: dict[Any, _Place] = {}
+        self._found: dict[int, _Found] = {}
+        self._containers: dict[int, Any] = {}
+        self._mappings: list[tuple[Mapping[Any, Any], dict[Any, Any]]] = []
+        self._memo: dict[int, Any] = {}
 
-    def of(self, value: Any) -> Any:
-        """Copy `value`, except for the elements of its tensors: these come with `fill`."""
-        if isinstance(value, DTensor):
-            return dtensor_like(value, self.of(local_tensor(value)))
-        if isinstance(value, ShardedTensor):
-            return self._of_sharded(value)
+    def find(self, value: Any, name: str) -> None:
+        """Note all tensors of `value`, also those in containers, and set a place for each."""
         if isinstance(value, torch.Tensor):
-            return self._of_tensor(value)
-        if isinstance(value, Mapping):
-            return {key: self.of(item) for key, item in value.items()}
-        if isinstance(value, list):
-            return [self.of(item) for item in value]
-        if isinstance(value, tuple):
-            items = [self.of(item) for item in value]
-            return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-        return copy.deepcopy(value)
+            if id(value) not in self._found:
+                try:
+                    self._found[id(value)] = self._find_tensor(value, name)
+                except Exception as error:
+                    raise _not_copied(name, error) from error
+        elif isinstance(value, dict | list | tuple | Mapping) and id(value) not in self._containers:
+            self._containers[id(value)] = value
+            items = dict(value if isinstance(value, Mapping) else enumerate(value))
+            for key, item in items.items():
+                if type(item) not in _ATOMS:
+                    self.find(item, f"{name}.{key}")
+            if isinstance(value, Mapping) and type(value) is not dict:
+                self._mappings.append((value, items))  # inner ones first
 
-    def _of_sharded(self, original: ShardedTensor) -> ShardedTensor:
-        # Shallow copies: new ones would have to be on the device that their metadata names.
-        copied = copy.copy(original)
-        shards = [copy.copy(shard) for shard in original.local_shards()]
-        for shard in shards:
-            shard.tensor, shard.metadata = self.of(shard.tensor), _on_cpu(shard.metadata)
-        set_local_shards(copied, shards)
-        return copied
-
-    def _of_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _find_tensor(self, tensor: torch.Tensor, name: str) -> _Found:
+        parts = parts_of(tensor)
+        if parts is not None:
+            for part in parts:
+                self.find(part, name)
+            return _Found(tensor, name, parts=parts)
         source = plain(tensor)
         if source is None or source.device.type == "meta":
-            return tensor.detach().clone()
-        shape, strides = tuple(source.shape), tuple(source.stride())
-        if source.numel() == 0:
-            return torch.empty(source.shape, dtype=source.dtype, device="cpu")
-        lazy = (source.is_conj(), source.is_neg())
-        key = (source.device, source.data_ptr(), source.dtype, shape, strides, *lazy)
-        if key not in self._copies:
+            return _Found(tensor, name)
+        layout = (
+            source.dtype,
+            tuple(source.shape),
+            tuple(source.stride()),
+            source.is_conj(),
+            source.is_neg(),
+        )
+        key = (source.device, source.data_ptr(), tensor.requires_grad, *layout)
+        if key not in self._places:
             self.nbytes += -self.nbytes % _ALIGNMENT_BYTES
-            # Not made of its dtype: torch's deterministic mode cannot fill some, not even without elements.
-            target = torch.empty(0, dtype=torch.uint8, device="cpu").view(source.dtype)
-            self._copies[key] = source, target, self.nbytes
-            self.nbytes += source.numel() * source.element_size()
-        return self._copies[key][1]
+            self._places[key] = _Place(source, self.nbytes, tensor.requires_grad)
+            self.nbytes += source.nbytes
+        return _Found(tensor, name, place=self._places[key])
 
-    def fill(self, memory: torch.Tensor) -> None:
-        """Give the copies their memory, and copy the elements.
+    def fill(self, lease: Lease) -> None:
+        """Make the copies of all tensors.
 
         A copy by torch uses all cores for each tensor and waits for the last of them, so memory is
         moved by threads that do not wait for each other. Copies from a device belong into the
         caller's stream.
         """
-        storage = memory.untyped_storage()
         runs: list[_Run] = []
-        for source, target, offset in self._copies.values():
-            target.set_(storage, offset // source.element_size(), source.shape)  # type: ignore[call-overload]
-            if not has_memory_view(source):
+        for place in self._places.values():
+            source = place.source
+            target = place.copied = tensor_in(lease, place.offset, source.dtype, source.shape)
+            if has_memory_view(source):
+                runs.append((target.data_ptr(), source.data_ptr(), source.nbytes))
+            else:
                 copy_elements(source, target, non_blocking=True)
-                continue
-            begin, end = source.data_ptr(), source.data_ptr() + source.numel() * source.element_size()
-            runs += [
-                (target.data_ptr() + start - begin, start, min(_RUN_BYTES, end - start))
-                for start in range(begin, end, _RUN_BYTES)
-            ]
-        with thread_pool(max(1, min(8, os.cpu_count() or 1)), "ckpt-stage") as threads:
-            run_all(threads, lambda run: ctypes.memmove(*run), runs)
-        for device in {source.device for source, _, _ in self._copies.values()}:
+        batches = list(_batches(runs))
+        with workers(max(1, min(8, os.cpu_count() or 1, len(batches))), "ckpt-stage") as threads:
+            run_all(threads, _move, batches)
+        for device in {place.source.device for place in self._places.values()}:
             if device.type != "cpu":
                 torch.accelerator.current_stream(device).synchronize()
+        for found in self._found.values():
+            try:
+                self._memo[id(found.tensor)] = self._copied(found)
+            except Exception as error:
+                raise _not_copied(found.name, error) from error
+        for mapping, items in self._mappings:
+            self._memo[id(mapping)] = self._copied_mapping(mapping, items)
+
+    def of(self, value: Any, name: str) -> Any:
+        """Return the copy of a value in which all tensors were found."""
+        try:
+            return copy.deepcopy(value, self._memo)
+        except Exception as error:
+            raise _not_copied(name, error) from error
+
+    def _copied(self, found: _Found) -> torch.Tensor:
+        tensor, place = found.tensor, found.place
+        if found.parts is not None:
+            parts = [self._copied(self._found[id(part)]) for part in found.parts]
+            return with_parts(tensor, parts)  # type: ignore[no-any-return]
+        if place is None:
+            return whole_copy(tensor)
+        assert place.copied is not None
+        return place.copied.requires_grad_() if place.requires_grad else place.copied
+
+    def _copied_mapping(self, mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+        """Copy a mapping, as one of its class if it is a dict and can be copied."""
+        if isinstance(mapping, dict):
+            with contextlib.suppress(Exception):
+                return copy.deepcopy(mapping, self._memo)
+        return copy.deepcopy(items, self._memo)
 
 
-def _on_cpu(metadata: ShardMetadata) -> ShardMetadata:
-    if metadata.placement is None:
-        return metadata
-    rank = metadata.placement.rank()
-    placement = "cpu" if rank is None else f"rank:{rank}/cpu"
-    return ShardMetadata(metadata.shard_offsets, metadata.shard_sizes, placement)
+def _not_copied(name: str, error: Exception) -> CheckpointError:
+    if isinstance(error, CheckpointError):
+        return error
+    reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+    return CheckpointError(f"{name!r} cannot be copied: {reason}")
+
+
+def _batches(runs: Iterable[_Run]) -> Iterator[list[_Run]]:
+    """Cut large runs and join small ones, to be moved at the same time."""
+    batch: list[_Run] = []
+    nbytes = 0
+    for target, source, length in runs:
+        for start in range(0, length, _RUN_BYTES):
+            piece = min(_RUN_BYTES, length - start)
+            if nbytes + piece > _RUN_BYTES and batch:
+                yield batch
+                batch, nbytes = [], 0
+            batch.append((target + start, source + start, piece))
+            nbytes += piece
+    if batch:
+        yield batch
+
+
+def _move(batch: list[_Run]) -> None:
+    for run in batch:
+        ctypes.memmove(*run)

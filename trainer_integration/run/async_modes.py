@@ -79,7 +79,7 @@ class Uploads:
             storage_writer=writer,
             process_group=self.ranks.group,
             async_checkpointer_type=AsyncCheckpointerType.PROCESS,
-            async_stager=_AsItIs(),
+            async_stager=_AsItIs(staged),
         )
         assert isinstance(begun, Future)  # stagers that stage in the background get another type
         self._last = begun
@@ -89,12 +89,15 @@ class Uploads:
 
 
 class _AsItIs(AsyncStager):
-    """Pass on a state that has been staged already."""
+    """Pass on a state that has been staged already: as it was staged, and not DCP's copy of the dict."""
 
     _synchronize_after_execute = False
 
+    def __init__(self, staged: dict[str, Any]) -> None:
+        self._staged = staged
+
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        return state_dict
+        return self._staged
 
     def synchronize_staging(self) -> None:
         return

@@ -1,0 +1,214 @@
+"""Lend CPU memory for staged states, and use it again: fresh memory costs more than the copy into it.
+
+Fresh from the system it costs five times the copy (page faults), pinned far more. So memory is kept in
+blocks, and a block is free again when the last tensor in it is gone. Each staged tensor has a storage of
+its own in the block: whatever is pickled with one would take all of its storage along.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import io
+import math
+import os
+import pickle
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import torch
+
+from ckpt.errors import CheckpointError
+from ckpt.torch_private import shared_storage
+from ckpt.transfer.tensor_memory import has_memory_view, plain
+
+Lease = ctypes.Array[ctypes.c_char]
+"""Memory that is lent until nothing refers to it; the tensors in it do."""
+
+_Place = tuple[int, torch.dtype, tuple[int, ...], bool]
+"""The offset of a tensor in a lease, its dtype, shape and `requires_grad`."""
+
+_lock = threading.Lock()
+
+
+def _forget_lock() -> None:
+    """Replace the lock in a forked child, where another thread may have held it for ever."""
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_lock)  # once: the system keeps what is registered
+
+
+class Blocks:
+    """Blocks of CPU memory, pinned where there is a GPU, each in use or free.
+
+    Args:
+        most: the number of blocks that may be in use at a time; None is no limit.
+    """
+
+    def __init__(self, most: int | None) -> None:
+        self._most = most
+        self._free: list[torch.Tensor] = []
+        self._in_use = 0
+        self._returned: deque[torch.Tensor | None] = deque()
+
+    def take(self, nbytes: int) -> Lease:
+        """Lend memory. Raises CheckpointError if all blocks are in use."""
+        if nbytes == 0:
+            return (ctypes.c_char * 0)()
+        block = self._acquire(nbytes)
+        lease = _lease(block, nbytes)
+        weakref.finalize(lease, self._give_back, block).atexit = False
+        return lease
+
+    def clear(self) -> None:
+        """Release the free blocks."""
+        with _lock:
+            self._take_back()
+            self._free.clear()
+
+    def _acquire(self, nbytes: int) -> torch.Tensor:
+        with _lock:
+            self._take_back()
+            if self._is_full():
+                gc.collect()  # a state that is garbage may wait for it
+                self._take_back()
+            if self._is_full():
+                raise CheckpointError(
+                    f"{self._most} staged states are still in use; wait for the saves that write them"
+                )
+            self._in_use += 1
+            fitting = [block for block in self._free if nbytes <= block.numel() <= 2 * nbytes]
+            self._free = [block for block in self._free if any(block is spare for spare in fitting[1:])]
+            if fitting:
+                return fitting[0]
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=torch.cuda.is_available())
+        except BaseException:
+            self._give_back(None)
+            raise
+
+    def _is_full(self) -> bool:
+        return self._most is not None and self._in_use >= self._most
+
+    def _give_back(self, block: torch.Tensor | None) -> None:
+        # Without the lock: the garbage collector may call this in the thread that holds it.
+        self._returned.append(block)
+
+    def _take_back(self) -> None:
+        while self._returned:
+            block = self._returned.popleft()
+            self._in_use -= 1
+            if block is not None:
+                self._free.append(block)
+
+
+class SharedBlock:
+    """A block of shared memory: torch would copy other memory there when it is sent."""
+
+    def __init__(self) -> None:
+        self._block: torch.Tensor | None = None
+
+    def take(self, nbytes: int) -> Lease:
+        """Lend the memory of the last state, if that fits."""
+        if self._block is None or not nbytes <= self._block.numel() <= 2 * nbytes:
+            self._block = None
+            self._block = _shared_block(nbytes)
+        return _lease(self._block, nbytes)
+
+    def clear(self) -> None:
+        """Release the block."""
+        self._block = None
+
+
+def tensor_in(lease: Lease, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """Make a dense tensor, with a storage of its own, over memory of `lease` from `offset` on."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    # Not made of its dtype: torch's deterministic mode cannot fill some, not even without elements.
+    if nbytes == 0:
+        flat = torch.empty(0, dtype=torch.uint8, device="cpu")
+    else:
+        flat = torch.frombuffer(lease, dtype=torch.uint8, count=nbytes, offset=offset)
+    return flat.view(dtype).view(tuple(shape))
+
+
+class StagedState(dict[str, Any]):
+    """A staged state; another process gets all its memory at once.
+
+    torch would send each storage by itself, with an open file for each, and copy it if it is not in
+    shared memory. To anything but `multiprocessing` it is a dict like any other.
+    """
+
+    def __init__(self, values: Mapping[str, Any], lease: Lease) -> None:
+        super().__init__(values)
+        self._lease = weakref.ref(lease)  # whoever keeps the dict, when it is cleared the memory is free
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, ({**self},)
+
+
+def _send(state: StagedState) -> tuple[Callable[..., dict[str, Any]], tuple[Any, ...]]:
+    lease = state._lease()
+    if lease is None or len(lease) == 0:
+        return dict, ({**state},)
+    buffer = io.BytesIO()
+    _Pickler(buffer, lease).dump({**state})
+    block: torch.Tensor = lease.owner  # type: ignore[attr-defined]
+    if not block.is_shared():  # type: ignore[no-untyped-call]
+        block = _shared_block(len(lease))
+        ctypes.memmove(block.data_ptr(), lease, len(lease))
+    return _receive, (block, len(lease), buffer.getvalue())
+
+
+def _receive(block: torch.Tensor, nbytes: int, pickled: bytes) -> dict[str, Any]:
+    state: dict[str, Any] = _Unpickler(io.BytesIO(pickled), _lease(block, nbytes)).load()
+    return state
+
+
+ForkingPickler.register(StagedState, _send)
+
+
+class _Pickler(ForkingPickler):
+    """Pickle the place of each tensor in `lease` instead of its memory."""
+
+    def __init__(self, buffer: io.BytesIO, lease: Lease) -> None:
+        super().__init__(buffer)
+        self._begin = ctypes.addressof(lease)
+        self._end = self._begin + len(lease)
+
+    def persistent_id(self, value: Any) -> _Place | None:
+        if type(value) is not torch.Tensor:
+            return None
+        tensor = plain(value)
+        if tensor is None or not has_memory_view(tensor):
+            return None
+        begin = tensor.data_ptr()
+        if not self._begin <= begin <= begin + tensor.nbytes <= self._end:
+            return None
+        return begin - self._begin, tensor.dtype, tuple(tensor.shape), value.requires_grad
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, buffer: io.BytesIO, lease: Lease) -> None:
+        super().__init__(buffer)
+        self._lease = lease
+
+    def persistent_load(self, place: _Place) -> torch.Tensor:
+        offset, dtype, shape, requires_grad = place
+        return tensor_in(self._lease, offset, dtype, shape).requires_grad_(requires_grad)
+
+
+def _lease(block: torch.Tensor, nbytes: int) -> Lease:
+    lease = (ctypes.c_char * nbytes).from_address(block.data_ptr())
+    lease.owner = block  # type: ignore[attr-defined]
+    return lease
+
+
+def _shared_block(nbytes: int) -> torch.Tensor:
+    storage = shared_storage(max(1, nbytes))
+    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
