@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -33,11 +34,14 @@ from ckpt.writing.rank_files import RankFiles
 from ckpt.writing.receipts import RankReceipt
 from ckpt.writing.refused_objects import RefusedObjects
 from ckpt.writing.save_objects import SaveObjects
+from ckpt.writing.stager import staged
+from ckpt.writing.staging_memory import Blocks
 
 _logger = logging.getLogger(__name__)
 
 _OBJECT_BATCH_BYTES = 32 << 20
 _RECEIPT = MetadataIndex("ckpt.receipt")
+_staging_memory = Blocks(most=None)
 
 
 @dataclass
@@ -53,8 +57,11 @@ class SaveMeta(StorageMeta):
     retries: int = 0
 
 
-class CheckpointWriter(DcpStorage, StorageWriter):
+class CheckpointWriter(DcpStorage, StorageWriter, AsyncStager):
     """Write checkpoints that are committed whole or not at all.
+
+    It stages for `dcp.async_save` itself, as `ckpt.Stager` does, in memory that all writers of the
+    process use again; unlike that, for any number of saves at a time.
 
     Args:
         url: a path, `s3://bucket/key`, `cos://bucket/key`, or any fsspec URL.
@@ -75,6 +82,7 @@ class CheckpointWriter(DcpStorage, StorageWriter):
     """
 
     _own_memory = True
+    _synchronize_after_execute = False  # a state is copied when `stage` returns
 
     def __init__(
         self,
@@ -175,6 +183,18 @@ class CheckpointWriter(DcpStorage, StorageWriter):
                 seconds=_durations(self._began_at_s),
                 retries=self._retries() + sum(r.retries for r in receipts if r.rank != self._rank),
             )
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Copy a state for `dcp.async_save`. Raises CheckpointError if something cannot be copied."""
+        return staged(state_dict, _staging_memory)
+
+    def synchronize_staging(self) -> None:
+        """Do nothing: the copy is complete when `stage` returns."""
+
+    def close(self) -> None:
+        """Release connections, threads and free staging memory. It can be used again."""
+        super().close()
+        _staging_memory.clear()
 
     # -- beyond DCP ----------------------------------------------------------------------------------------
 

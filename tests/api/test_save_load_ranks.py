@@ -233,7 +233,8 @@ def _dcp_async_save(rank: int, root: str) -> None:
     from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
     for kind in AsyncCheckpointerType:
-        state = {"t": random_tensor(1000, seed=1), "n": 3}
+        values = random_tensor(100, dtype=torch.complex64, seed=2)
+        state = {"t": random_tensor(1000, seed=1), "n": 3, "conjugated": values.conj(), "pair": (values, 1)}
         url = f"{root}/{kind.name}"
         future: Any = dcp.async_save(
             state, storage_writer=ckpt.CheckpointWriter(url), async_checkpointer_type=kind

@@ -307,6 +307,28 @@ def test_odd_containers() -> None:
     assert staged["zeros"].tolist() == [0, 0, 0]
 
 
+def test_the_writer_stages_for_dcp(tmp_path: Path) -> None:
+    """torch's own stager would lose what is conjugated or negated lazily, and cannot copy some kinds."""
+    values = torch.tensor([1 + 2j, 3 - 4j])
+    state = {"conjugated": values.conj(), "negated": values.conj().imag, "pair": (torch.ones(2), 1)}
+    warnings.simplefilter("ignore")
+    futures: list[Any] = []
+    for step in range(3):  # more than one at a time
+        writer = ckpt.CheckpointWriter(tmp_path / str(step))
+        futures.append(dcp.async_save(state, storage_writer=writer, no_dist=True))
+    values.zero_()
+    for step, future in enumerate(futures):
+        future.result(60)
+        loaded: dict[str, Any] = {
+            "conjugated": torch.zeros(2, dtype=torch.complex64),
+            "negated": torch.zeros(2),
+        }
+        ckpt.load(loaded, tmp_path / str(step), no_dist=True)
+        assert loaded["conjugated"].tolist() == [1 - 2j, 3 + 4j]
+        assert loaded["negated"].tolist() == [-2, 4]
+        writer.close()
+
+
 def test_with_dcp_async_save(tmp_path: Path) -> None:
     run_ranks(2, _dcp_async_save, str(tmp_path))
 
