@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from ckpt.backends.options import redact_url
 from ckpt.consistency.commit import proves_no_commit
+from ckpt.dcp_storage import DcpStorage
 from ckpt.errors import CheckpointError, CommitUnknown, ConfigurationError, LoadFailed, SaveFailed
 from ckpt.format.names import last_segment
 from ckpt.ranks.group import DEFAULT_TIMEOUT_S, Ranks, RanksFailed
@@ -177,7 +178,8 @@ def load(
             _open_together(reader, ranks)
             group = {"process_group": ranks.group, "no_dist": ranks.no_dist}
             try:
-                load_state_dict(values, storage_reader=reader, planner=planner, **group)
+                with _interrupts(reader, ranks):
+                    load_state_dict(values, storage_reader=reader, planner=planner, **group)
             except CheckpointException as error:
                 raise _load_error(error, place) from error
         ranks.together(call, lambda: _put_back(state_dict, values))
@@ -209,7 +211,8 @@ def _save(
 ) -> Metadata:
     group = {"process_group": ranks.group, "no_dist": ranks.no_dist}
     try:
-        return save_state_dict(state_dict, storage_writer=writer, planner=planner, **group)
+        with _interrupts(writer, ranks):
+            return save_state_dict(state_dict, storage_writer=writer, planner=planner, **group)
     except CheckpointException as error:
         failures = {rank: wrapped[0] for rank, wrapped in error.failures.items()}
         if all(proves_no_commit(failure) for failure in failures.values()):
@@ -286,6 +289,24 @@ def _load_error(error: CheckpointException, place: str) -> CheckpointError:
     if isinstance(first, CheckpointError):
         return first
     return LoadFailed(summary("load", failures), url=place, failures=failures)
+
+
+@contextmanager
+def _interrupts(storage: DcpStorage, ranks: Ranks) -> Iterator[None]:
+    """Raise an interrupt of this rank (Ctrl-C, SystemExit) as it is: DCP makes a failure of it, for all ranks."""
+    try:
+        yield
+    except CheckpointException as error:
+        failure, _ = error.failures.get(ranks.rank, (error, None))
+        interrupt = storage.interrupt or failure
+        if isinstance(interrupt, Exception | CheckpointException):
+            raise
+        raise interrupt from None
+    except Exception:
+        raise
+    except BaseException as error:  # between two steps: the others wait for this rank
+        ranks.roll_call(error)
+        raise
 
 
 @contextmanager

@@ -21,7 +21,12 @@ from ckpt.transfer.buffer_pool import DEFAULT_MEMORY_BUDGET_BYTES, StagingPool
 
 
 class DcpStorage:
-    """The base of `CheckpointWriter` and `CheckpointReader`; `progress` is what this rank does now."""
+    """The base of `CheckpointWriter` and `CheckpointReader`.
+
+    Attributes:
+        progress: what this rank is doing now.
+        interrupt: the Ctrl-C or `SystemExit` of this rank that ended the save or load.
+    """
 
     _own_memory = False
 
@@ -39,6 +44,7 @@ class DcpStorage:
         self._pool = StagingPool(budget_bytes, pinned=torch.cuda.is_available())
         self._limit_s = None if timeout_s is None else Limits(check_timeout(timeout_s)).stall_s
         self.progress = Progress()
+        self.interrupt: BaseException | None = None
         self._wrap: Callable[[Store], Store] | None = None
         self._open(url)
         self._rank = 0
@@ -95,4 +101,8 @@ class DcpStorage:
             raise
         except Exception as error:
             message = f"{type(error).__name__}: {error}"
+            raise CheckpointError(message, url=self.checkpoint_id, rank=self._rank) from error
+        except BaseException as error:
+            self.interrupt = error
+            message = f"interrupted: {type(error).__name__}"
             raise CheckpointError(message, url=self.checkpoint_id, rank=self._rank) from error

@@ -130,12 +130,17 @@ class Ranks:
         """Run `work` on the first rank; return its result or raise its error, as one of ours, on all."""
         self._connect()
         answer: tuple[bool, Any] | None = None
+        interrupt: BaseException | None = None
         if self.rank == 0:
             try:
                 answer = True, work()
             except Exception as error:
                 answer = False, portable(error, 0)
+            except BaseException as error:
+                interrupt, answer = error, (False, _interrupted(error, 0))
         worked, value = self.broadcast(answer)
+        if interrupt is not None:
+            raise interrupt
         if not worked:
             raise value
         return value  # type: ignore[no-any-return]
@@ -159,7 +164,7 @@ class Ranks:
             failure = portable(error, self.rank)
         except BaseException as error:  # an interrupt of this rank alone, for which the others must not wait
             interrupt = error
-            failure = CheckpointError(f"interrupted: {type(error).__name__}", rank=self.rank)
+            failure = _interrupted(error, self.rank)
         self.progress.wait_for(f"the other ranks to enter the {call}")
         outcomes = self.gather((call, failure))
         if interrupt is not None:
@@ -170,7 +175,7 @@ class Ranks:
             raise RanksFailed(failures)
         return value  # type: ignore[no-any-return]
 
-    def roll_call(self, error: Exception) -> dict[int, Answer] | None:
+    def roll_call(self, error: BaseException) -> dict[int, Answer] | None:
         """Ask every rank, after a broken collective, what is the matter; None: the store is gone.
 
         This gives the broken group up first, so that ranks still waiting in it wake up and answer.
@@ -234,7 +239,7 @@ class Ranks:
         _own_groups[self._name] = (world, group)
         return group
 
-    def _give_up(self, error: Exception) -> None:
+    def _give_up(self, error: BaseException) -> None:
         """Let go of our group: its connections close when nothing, no traceback either, refers to it."""
         if not self._owned:
             return
@@ -259,6 +264,10 @@ def _different_calls(calls: Sequence[str]) -> dict[int, CheckpointError]:
     return {rank: CheckpointError(f"the ranks are in different calls: {text}") for rank in range(len(calls))}
 
 
+def _interrupted(interrupt: BaseException, rank: int) -> CheckpointError:
+    return CheckpointError(f"interrupted: {type(interrupt).__name__}", rank=rank)
+
+
 def portable(error: Exception, rank: int) -> CheckpointError:
     """Return `error` as one of ours that names its rank and can travel to another process."""
     if isinstance(error, CheckpointError):
@@ -269,7 +278,7 @@ def portable(error: Exception, rank: int) -> CheckpointError:
     return CheckpointError(_text(error), rank=rank)
 
 
-def _text(error: Exception) -> str:
+def _text(error: BaseException) -> str:
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 

@@ -173,7 +173,9 @@ class CheckpointWriter(DcpStorage, StorageWriter, AsyncStager):
                 if proves_no_commit(error):
                     self.discard()
                 raise
-            except Exception as error:  # proves nothing: no rank may delete its objects
+            except BaseException as error:  # proves nothing: no rank may delete its objects
+                if not isinstance(error, Exception):
+                    self.interrupt = error
                 raise CommitUnknown(f"{type(error).__name__}: {error}") from error
             # DCP sends this very object to all ranks and returns it to its caller.
             metadata.__dict__.update(described.__dict__)
