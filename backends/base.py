@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import math
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -238,6 +239,10 @@ class Store(ABC):
             if slash and name not in seen:
                 seen.add(name)
                 yield name
+
+    def root_is_object(self) -> bool:
+        """Tell whether the root is itself an object or file, not a folder; False if unknown."""
+        return self.directory is not None and os.path.isfile(self.directory)
 
     def remove_empty(self, prefix: str = "") -> None:  # noqa: B027 (most stores have no directories)
         """Remove the empty directories at and below `prefix` (as for `prepare`)."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from ckpt.backends.base import Capabilities, ObjectStat, PutMode, RawRequests, Store
+from ckpt.backends.base import Capabilities, ObjectStat, PutMode, RawRequests, Store, exists
 from ckpt.backends.bodies import Body
 from ckpt.backends.cancellable_reads import Reads
 from ckpt.errors import CheckpointError
@@ -58,6 +58,9 @@ class WrappedStore(Store):
     def folders(self, prefix: str = "") -> Iterator[str]:
         return self._inner.folders(prefix)
 
+    def root_is_object(self) -> bool:
+        return self._inner.root_is_object()
+
     def remove_empty(self, prefix: str = "") -> None:
         self._inner.remove_empty(prefix)
 
@@ -106,6 +109,9 @@ class PrefixStore(WrappedStore):
 
     def folders(self, prefix: str = "") -> Iterator[str]:
         return self._inner.folders(self._prefix + prefix)
+
+    def root_is_object(self) -> bool:
+        return exists(self._inner, self.path) if self.path else self._inner.root_is_object()
 
     def remove_empty(self, prefix: str = "") -> None:
         self._inner.remove_empty(self._folder(prefix))

@@ -157,6 +157,18 @@ class S3Requests(S3Connection):
             reply = self.head(key)
             return stat_of(key, reply, reply["ContentLength"])
 
+    def prefix_is_object(self) -> bool:
+        """Tell whether there is an object with the name of the prefix."""
+        name = self.prefix.rstrip("/")
+        if not name:
+            return False
+        try:
+            with self.translated("", "stat"):
+                self.client.head_object(Bucket=self.bucket, Key=name)
+        except NotFound:
+            return False
+        return True
+
     def delete(self, key: str) -> None:
         with contextlib.suppress(NotFound), self.translated(key, "delete"):
             self.client.delete_object(**self.object(key))

@@ -152,6 +152,9 @@ class S3ApiStore(Store):
                 if is_key(name):
                     yield name
 
+    def root_is_object(self) -> bool:
+        return self._s3.prefix_is_object()
+
     def delete(self, keys: Iterable[str]) -> None:
         checked = [check_key(key) for key in keys]
         try:

@@ -100,6 +100,9 @@ class DeadlineStore(WrappedStore):
 
         return self.run("aborting unfinished puts", prefix, work)
 
+    def root_is_object(self) -> bool:
+        return self.run("looking for", "", lambda _: self._inner.root_is_object())
+
     def remove_empty(self, prefix: str = "") -> None:
         self.run("removing empty directories", prefix, lambda _: self._inner.remove_empty(prefix))
 

@@ -19,6 +19,7 @@ from ckpt.errors import (
 from ckpt.format.names import is_data_key
 from ckpt.format.records import StoredCommit, read_commit
 from ckpt.reading.checkpoint import Checkpoint, ReadSettings, read_listed
+from ckpt.reading.no_checkpoint import no_checkpoint
 from ckpt.stock.metadata_reader import MAX_METADATA_BYTES
 
 _OPEN_ATTEMPTS = 3
@@ -111,16 +112,9 @@ def _stock_checkpoint(store: Store, settings: ReadSettings) -> Checkpoint | None
 
 
 def _open_stock(store: Store, settings: ReadSettings) -> Checkpoint:
-    if is_foreign(store):
-        if (checkpoint := _stock_checkpoint(store, settings)) is not None:
-            return checkpoint
-    elif next(iter(store.list()), None) is None:
-        raise NotFound("there is nothing here", url=store.url)
-    raise NotCommitted(
-        "no checkpoint is committed here: there are objects, but no commit.json; "
-        "the save or copy did not finish, or is still running",
-        url=store.url,
-    )
+    if is_foreign(store) and (checkpoint := _stock_checkpoint(store, settings)) is not None:
+        return checkpoint
+    raise no_checkpoint(store)
 
 
 def _read_replaceable(store: Store, key: str) -> bytes:

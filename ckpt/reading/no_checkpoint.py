@@ -1,0 +1,99 @@
+"""Say what stands at a place that holds no checkpoint, and what to give or to call instead."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Collection
+
+from ckpt.backends.base import Store, exists
+from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY
+from ckpt.errors import NotCommitted, NotFound, StorageError, UnsafeContent
+from ckpt.format.names import is_rank_directory, last_segment, split_place
+from ckpt.format.run_record import RUN_KEY
+
+_MAX_KEYS = 1000  # one page of a listing of S3
+_NEWEST = 8
+_SAFETENSORS = (".safetensors", ".safetensors.index.json")
+_TORCH = (".pt", ".pth", ".bin", ".ckpt", ".tar")
+_CONVERT = "`ckpt convert` makes a checkpoint of it"
+
+
+def no_checkpoint(store: Store) -> NotFound | NotCommitted:
+    """Make the error for a place without a checkpoint, from one page of its listing."""
+    keys = [stat.key for stat in itertools.islice(store.list(), _MAX_KEYS)]
+    if keys:
+        return NotCommitted(_about_folder(store, keys), url=store.url)
+    text = _about_file(store.url) if store.root_is_object() else "there is nothing here"
+    return NotFound(text, url=store.url)
+
+
+def _about_file(url: str) -> str:
+    """Describe the file that a caller took for a checkpoint."""
+    name = last_segment(url)
+    if (place := split_place(url)) is not None or name.endswith(".distcp"):
+        folder = url.rpartition("/")[0] if place is None else place[0]
+        return f"this is a file of a checkpoint; give its folder, {folder}"
+    if name.endswith(_SAFETENSORS):
+        return f"this is a file of a safetensors model, not a checkpoint; {_CONVERT}"
+    if name.endswith(_TORCH):
+        return f"this is a file, by its name one of torch.save, not a checkpoint; {_CONVERT}"
+    return "this is a file; a checkpoint is a folder"
+
+
+def _about_folder(store: Store, keys: Collection[str]) -> str:
+    """Describe the folder that holds the objects `keys`, or these and more."""
+    files = {key for key in keys if "/" not in key}
+    folders = {key.partition("/")[0] for key in keys} - files
+    if is_rank_directory(last_segment(store.url)):
+        return f"this is a folder in a checkpoint; give the one above, {store.url.rpartition('/')[0]}"
+    if any(map(is_rank_directory, folders)) or any(map(_is_of_save, files)):
+        return (
+            "no checkpoint is committed here: there are objects, but no commit.json; "
+            "the save or copy did not finish, or is still running"
+        )
+    if any(name.endswith(_SAFETENSORS) for name in files):
+        return f"this is a safetensors model, not a checkpoint; {_CONVERT}"
+    if any(name.endswith(_TORCH) for name in files):
+        return (
+            "there is no checkpoint here, but files of torch.save; `ckpt convert` makes a checkpoint of one"
+        )
+    if "config.json" in files:
+        return "this is the folder of a model, without weights and without a checkpoint"
+    latest = _latest(store, keys, folders)
+    if latest is not None:
+        return (
+            f"this is a folder of checkpoints, not one; the latest is {latest}: "
+            f"give {store.url.rstrip('/')}/{latest}, or see `ckpt ls`"
+        )
+    if RUN_KEY in files:
+        return "this is the folder of a run; none of its newest checkpoints is committed: see `ckpt ls`"
+    if folders:
+        return "there is no checkpoint here; `ckpt ls` lists those in the folders below"
+    return "there is no checkpoint here, only other files"
+
+
+def _is_of_save(name: str) -> bool:
+    return name in (COMMIT_KEY, STOCK_METADATA_KEY) or name.endswith(".distcp")
+
+
+def _latest(store: Store, keys: Collection[str], folders: Collection[str]) -> str | None:
+    """Find the folder with the highest numbers in its name, of the newest few, that holds a checkpoint."""
+    if len(keys) == _MAX_KEYS:  # perhaps all of one folder
+        folders = set(itertools.islice(store.folders(), _MAX_KEYS))
+    for folder in sorted(folders, key=_numbers, reverse=True)[:_NEWEST]:
+        try:
+            if exists(store, f"{folder}/{COMMIT_KEY}"):
+                return folder
+            # Stock's `.metadata` is its commit; one of ours stands beside folders of ranks.
+            if exists(store, f"{folder}/{STOCK_METADATA_KEY}") and not any(
+                map(is_rank_directory, store.folders(f"{folder}/"))
+            ):
+                return folder
+        except (StorageError, UnsafeContent):
+            continue  # there is an error to raise already
+    return None
+
+
+def _numbers(name: str) -> tuple[list[int], str]:
+    return [int(digits) for digits in re.findall(r"\d{1,18}", name)], name
