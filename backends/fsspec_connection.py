@@ -34,7 +34,24 @@ _HARMLESS = frozenset(
     {"endpoint_url", "region", "region_name", "profile", "host", "protocol", "project", "encoding"}
 )
 _CONNECTION_ERROR = re.compile("Connection|Timeout|HTTPClient|SSL|Server|Client")
+_STATUSES: Mapping[int, type[StorageError]] = {
+    401: AccessDenied,
+    403: AccessDenied,
+    404: NotFound,
+    410: NotFound,
+    507: StorageFull,
+}
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def known_protocols(wanted: str) -> set[str]:
+    """Return the protocols that fsspec knows. Raises ConfigurationError if it is not installed."""
+    try:
+        import fsspec
+    except ImportError as error:
+        text = f"{wanted}:// needs fsspec: pip install 'ckpt-storage[fsspec]'"
+        raise ConfigurationError(text) from error
+    return {*fsspec.available_protocols(), *fsspec.registry}
 
 
 class FsspecConnection:
@@ -74,10 +91,9 @@ class FsspecConnection:
 
     def _connect(self) -> tuple[Any, str]:
         scheme = f"{self.protocol}://"
-        try:
-            import fsspec
-        except ImportError as error:
-            raise ConfigurationError(f"{scheme} needs fsspec: pip install 'ckpt-storage[fsspec]'") from error
+        known_protocols(self.protocol)
+        import fsspec
+
         try:
             fs, root = fsspec.core.url_to_fs(self._target, skip_instance_cache=True, **self._options)
         except (ImportError, ValueError, TypeError) as error:
@@ -155,7 +171,8 @@ class FsspecConnection:
                 yield
         except (CheckpointError, BodyError):
             raise
-        except Exception as error:
+        except Exception as raised:
+            error = _behind(raised)
             text = f"cannot {action}: {type(error).__name__}: {error}"
             shown, cause = scrub_error(error, text, self._secrets())
             raise _kind(error)(shown, url=self.url, key=key, settled=settled) from cause
@@ -173,7 +190,17 @@ def _texts_in(options: Mapping[str, Any]) -> Iterator[str]:
             yield value
 
 
+def _behind(error: Exception) -> Exception:
+    """Return the failure that fsspec's http reports as FileNotFoundError, as it does any."""
+    cause = error.__cause__
+    is_hidden = isinstance(error, FileNotFoundError) and type(cause).__module__.startswith("aiohttp.")
+    return cause if is_hidden and isinstance(cause, Exception) else error
+
+
 def _kind(error: Exception) -> type[StorageError]:
+    status = getattr(error, "status", None)  # of a reply to aiohttp
+    if isinstance(status, int) and status in _STATUSES:
+        return _STATUSES[status]
     if isinstance(error, FileNotFoundError):
         return NotFound
     if isinstance(error, FileExistsError) or _condition_refused(error.__cause__):

@@ -8,7 +8,16 @@ from typing import Any
 
 from ckpt.errors import ConfigurationError
 
+_SIGNATURE = re.compile(r"(?<=Signature=)[0-9a-fA-F]{64}")
 _USER_INFO = re.compile(r"(?<=://)[^/@]*@")
+_SDK_NAMES = {
+    "aws_access_key_id": "key",
+    "aws_secret_access_key": "secret",
+    "aws_session_token": "token",
+    "region_name": "region",
+    "profile_name": "profile",
+}
+"""What boto3 calls the options."""
 _KINDS: tuple[tuple[type, Any, str], ...] = (
     (bool, bool, "True or False"),
     (int, int, "a whole number"),
@@ -34,7 +43,9 @@ def redact_url(url: str) -> str:
 
 
 def scrub(text: str, secrets: Iterable[str]) -> str:
-    """Replace every secret in `text` by `***`; the longest first, as one can contain another."""
+    """Replace every secret in `text`, and signatures of AWS, by `***`."""
+    text = _SIGNATURE.sub("***", text)
+    # The longest first, as one can contain another.
     for secret in sorted({secret.strip() for secret in secrets}, key=len, reverse=True):
         if len(secret) > 3:
             text = text.replace(secret, "***")
@@ -47,6 +58,15 @@ def scrub_error(error: Exception, text: str, secrets: Iterable[str]) -> tuple[st
     return shown, error if shown == text else None
 
 
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Ask whether the most similar of the `known` names was meant; empty if none is similar."""
+    import difflib  # only where something is wrong
+
+    cutoff = 0.5 if len(name) < 4 else 0.6
+    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    return f" (did you mean {matches[0]}?)" if matches else ""
+
+
 def take_options(scheme: str, options: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Update `defaults` with `options`, whose types must be those of the defaults (None: a str).
 
@@ -55,9 +75,9 @@ def take_options(scheme: str, options: Mapping[str, Any], defaults: Mapping[str,
     """
     unknown = sorted(set(map(str, options)) - set(defaults))
     if unknown:
-        raise ConfigurationError(
-            f"{scheme}: unknown storage option(s) {', '.join(unknown)}; known are {', '.join(sorted(defaults))}"
-        )
+        named = ", ".join(name + nearest(_SDK_NAMES.get(name, name), defaults) for name in unknown)
+        known = ", ".join(sorted(defaults))
+        raise ConfigurationError(f"{scheme}: unknown storage option(s) {named}; known are {known}")
     taken = dict(defaults)
     for name, value in options.items():
         default = defaults[name]

@@ -32,6 +32,21 @@ def path_of(url: str) -> str:
     return os.path.abspath(path)
 
 
+def expand_user(path: str) -> str:
+    """Replace a leading `~` or `~user` by the home directory, as a shell would.
+
+    Raises:
+        ConfigurationError: there is no such user.
+    """
+    expanded = os.path.expanduser(path)
+    if expanded == path and path.startswith("~"):
+        user = path[1:].partition("/")[0]
+        raise ConfigurationError(
+            f"{path!r}: there is no user {user!r}; for a folder of that name write {'./' + path!r}"
+        )
+    return expanded
+
+
 def is_within(path: str, root: str) -> bool:
     """Tell whether `path` is `root` or below it; both without links."""
     return path == root or path.startswith(root.rstrip(os.sep) + os.sep)

@@ -9,10 +9,11 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from ckpt.backends.base import Store
-from ckpt.backends.options import redact_url
+from ckpt.backends.options import nearest, redact_url
+from ckpt.backends.paths import expand_user
 from ckpt.errors import ConfigurationError
 
-__all__ = ["ENTRY_POINT_GROUP", "default_threads", "open_store", "register"]
+__all__ = ["ENTRY_POINT_GROUP", "default_threads", "normal_url", "open_store", "register"]
 
 ENTRY_POINT_GROUP = "ckpt.backends"
 
@@ -25,6 +26,7 @@ _factories: dict[str, StoreFactory | str] = {
     "s3": "ckpt.backends.s3:S3Store",
     "cos": "ckpt.backends.cos:CosStore",
 }
+_MAX_THREADS = 4096
 
 
 def register(scheme: str, factory: StoreFactory) -> None:
@@ -33,7 +35,7 @@ def register(scheme: str, factory: StoreFactory) -> None:
     A package does the same for every process with an entry point of that name in the group
     `ckpt.backends`.
     """
-    _factories[scheme] = factory
+    _factories[scheme.lower()] = factory
 
 
 def open_store(
@@ -45,28 +47,46 @@ def open_store(
     """Open the store rooted at `url`. No request is sent and no directory is made.
 
     Args:
-        url: a plain path, `file://`, `s3://`, `cos://`, `memory://`, a registered scheme, or any
-            fsspec protocol (`fsspec+s3://` takes fsspec's file system instead of this library's
-            store).
+        url: a plain path (`~` is the home directory), `file://`, `s3://`, `cos://`, `memory://`, a
+            registered scheme, or any fsspec protocol (`fsspec+s3://` takes fsspec's file system
+            instead of this library's store).
         storage_options: of that store; see its class.
         threads: how many operations may run at the same time.
 
     Raises:
         ConfigurationError: the URL or an option is wrong, or its package is not installed.
     """
-    text = os.fspath(url) if isinstance(url, str | os.PathLike) else None
-    if not isinstance(text, str) or not text:
-        raise ConfigurationError(f"a checkpoint's place is a path or URL in a str, not {url!r}")
+    text = normal_url(url)
     threads = default_threads() if threads is None else threads
     if storage_options is not None and not isinstance(storage_options, Mapping):
         raise ConfigurationError(f"storage_options must be a dict, not a {type(storage_options).__name__}")
-    if not isinstance(threads, int) or threads < 1:
-        raise ConfigurationError(f"threads must be at least 1, not {threads!r}")
+    if not isinstance(threads, int) or isinstance(threads, bool) or not 1 <= threads <= _MAX_THREADS:
+        raise ConfigurationError(f"threads must be at least 1, at most {_MAX_THREADS}, not {threads!r}")
     scheme, separator, _ = text.partition("://")
-    if not separator:
-        _refuse_mangled(text)
-        scheme = "file"
-    return _factory(scheme)(text, storage_options, threads=threads)
+    return _factory(scheme if separator else "file")(text, storage_options, threads=threads)
+
+
+def normal_url(url: str | os.PathLike[str]) -> str:
+    """Check the form of a URL or path; return it with its scheme in lower case and `~` expanded.
+
+    Raises:
+        ConfigurationError: it can name no place.
+    """
+    text = os.fspath(url) if isinstance(url, str | os.PathLike) else None
+    if not isinstance(text, str) or not text:
+        given = "an empty one" if text == "" else f"a {type(url).__name__}"
+        raise ConfigurationError(f"a checkpoint's place is a path or URL in a str, not {given}")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ConfigurationError(f"not valid Unicode: {redact_url(text)!a}") from None
+    if "\0" in text:
+        raise ConfigurationError(f"no path or URL contains a NUL character: {redact_url(text)!r}")
+    scheme, separator, rest = text.partition("://")
+    if separator:
+        return f"{scheme.lower()}://{rest}"
+    _refuse_mangled(text)
+    return expand_user(text)
 
 
 def default_threads() -> int:
@@ -80,9 +100,24 @@ def _factory(scheme: str) -> StoreFactory:
         return pkgutil.resolve_name(factory) if isinstance(factory, str) else factory
     for entry_point in entry_points(group=ENTRY_POINT_GROUP, name=scheme):
         return entry_point.load()  # type: ignore[no-any-return]
+    _refuse_unknown(scheme)
     from ckpt.backends.fsspec_store import FsspecStore
 
     return FsspecStore
+
+
+def _refuse_unknown(scheme: str) -> None:
+    """Raise ConfigurationError if fsspec does not know the scheme, or one of a chain (`zip::s3`)."""
+    from ckpt.backends.fsspec_connection import known_protocols
+
+    known = known_protocols(scheme)
+    own = sorted({*_factories, *(plugin.name for plugin in entry_points(group=ENTRY_POINT_GROUP))})
+    for name in scheme.removeprefix("fsspec+").split("::"):
+        if name not in known:
+            raise ConfigurationError(
+                f"{name}:// is not known{nearest(name, own) or nearest(name, known)}; known are {', '.join(own)}, "
+                "and the protocols of fsspec: gs, abfs, hdfs, sftp, http, ..."
+            )
 
 
 def _refuse_mangled(path: str) -> None:

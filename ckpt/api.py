@@ -75,7 +75,7 @@ def save(
         timeout_s=timeout_s,
     )
     with closing(Ranks(process_group, no_dist=no_dist, timeout_s=timeout_s)) as ranks:
-        writer, values = _prepare_save(state_dict, url, make_writer, ranks, copy=False)
+        writer, values = _prepare_save(state_dict, url, planner, make_writer, ranks, copy=False)
         return _save(values, writer, planner, ranks)
 
 
@@ -118,7 +118,7 @@ def async_save(
         ranks = Ranks(process_group, no_dist=no_dist, purpose="background", timeout_s=timeout_s)
         with ExitStack() as stack:
             stack.callback(ranks.close)
-            writer, staged = _prepare_save(state_dict, url, make_writer, ranks, copy=True)
+            writer, staged = _prepare_save(state_dict, url, planner, make_writer, ranks, copy=True)
             stack.pop_all()
         return lambda: _save_copy(staged, writer, planner or DefaultSavePlanner(), ranks)
 
@@ -156,6 +156,7 @@ def load(
     call = f"load of {last_segment(place)}"
 
     def prepare() -> tuple[CheckpointReader, dict[str, Any]]:
+        _check_arguments(state_dict, url, planner)
         reader = CheckpointReader(
             url,
             storage_options=storage_options,
@@ -188,6 +189,7 @@ def load(
 def _prepare_save(
     state_dict: Mapping[str, Any],
     url: str | os.PathLike[str],
+    planner: SavePlanner | None,
     make_writer: Callable[[], CheckpointWriter],
     ranks: Ranks,
     *,
@@ -196,6 +198,7 @@ def _prepare_save(
     """Make the writer and resolve the state on every rank; DCP would wait for ranks that fail here."""
 
     def prepare() -> tuple[CheckpointWriter, dict[str, Any]]:
+        _check_arguments(state_dict, url, planner)
         writer = make_writer()
         writer.use(ranks.progress)
         values = values_of(state_dict)
@@ -245,7 +248,11 @@ def _save_copy(
 
 def values_of(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Replace every Stateful by its state dict, on all ranks in the same order."""
-    return {key: _value(state_dict[key]) for key in sorted(state_dict)}
+    try:
+        keys = sorted(state_dict)
+    except TypeError:
+        raise ConfigurationError("the keys of state_dict must all be str") from None
+    return {key: _value(state_dict[key]) for key in keys}
 
 
 def _value(value: Any) -> Any:
@@ -265,7 +272,22 @@ def _put_back(state_dict: dict[str, Any], values: dict[str, Any]) -> None:
 
 def place_of(url: str | os.PathLike[str]) -> str:
     """Make `url` fit for messages, even if it is not a valid one."""
-    return redact_url(str(url))
+    return redact_url(str(url)) if isinstance(url, str | os.PathLike) else f"<{type(url).__name__}>"
+
+
+def _check_arguments(state_dict: object, url: object, planner: object) -> None:
+    """Raise ConfigurationError with the right call for what is easily mistaken."""
+    if isinstance(state_dict, str | os.PathLike) and not isinstance(url, str | os.PathLike):
+        raise ConfigurationError("the arguments are swapped: the state dict comes first, then the place")
+    if not isinstance(state_dict, Mapping):
+        text = f"state_dict must be a dict, not a {type(state_dict).__name__}"
+        names = {torch.nn.Module: "model", torch.optim.Optimizer: "optimizer", torch.Tensor: "tensor"}
+        for kind, name in names.items():
+            if isinstance(state_dict, kind):
+                text += f': write {{"{name}": {name}}}'
+        raise ConfigurationError(text)
+    if planner is not None and (isinstance(planner, type) or not hasattr(planner, "set_up_planner")):
+        raise ConfigurationError(f"planner must be a planner of DCP, not {planner!r:.100}")
 
 
 def _open_together(reader: CheckpointReader, ranks: Ranks) -> None:

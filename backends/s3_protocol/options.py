@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import platform
+import re
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -14,6 +15,7 @@ from ckpt.backends.retries import current_policy
 from ckpt.errors import ConfigurationError
 
 MAX_PART_SIZE_BYTES = 5 << 30
+_BUCKET = re.compile(r"[A-Za-z0-9._-]{1,255}")
 
 
 def split_bucket_url(url: str) -> tuple[str, str]:
@@ -29,6 +31,14 @@ def split_bucket_url(url: str) -> tuple[str, str]:
         raise ConfigurationError(f"{scheme}://: credentials belong in storage_options, not in the URL")
     if not bucket:
         raise ConfigurationError(f"{url!r}: write {scheme}://bucket/prefix")
+    if bucket.startswith("arn:") and bucket.count(":") == 5 and ":::" in bucket:
+        name = bucket.rpartition(":")[2]
+        raise ConfigurationError(f"{bucket!r}: write the bucket's name, as in {scheme}://{name}/prefix")
+    if not bucket.startswith("arn:") and not _BUCKET.fullmatch(bucket):
+        raise ConfigurationError(
+            f"no bucket can be named {bucket!r}: only letters, digits, dots, hyphens and underscores, "
+            "at most 255 of them"
+        )
     prefix = prefix.strip("/")
     return bucket, f"{check_key(prefix)}/" if prefix else ""
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ckpt.backends.options import redact_url
+from ckpt.backends.registry import normal_url
 from ckpt.conversion.checkpoint_target import CheckpointTarget, StockCheckpointTarget
 from ckpt.conversion.endpoints import Endpoint, Format, open_destination, open_source
 from ckpt.conversion.safetensors_target import SafetensorsTarget
@@ -113,7 +114,7 @@ def convert(
         raise ConfigurationError(f"max_shard_bytes must be at least 1, not {max_shard_bytes}")
     new_dtype = None if dtype is None else weight_dtype(dtype)
     rules = Rules(tuple(include), tuple(exclude), tuple(rename), weights_only, new_dtype)
-    source_url, destination_url = os.fspath(source), os.fspath(destination)
+    source_url, destination_url = normal_url(source), normal_url(destination)
     ranks = Ranks(process_group, no_dist=no_dist, purpose="conversion", timeout_s=check_timeout(timeout_s))
     guard = functools.partial(DeadlineStore, progress=ranks.progress, limit_s=Limits(timeout_s).stall_s)
     stack = contextlib.ExitStack()

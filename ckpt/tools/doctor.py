@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt.backends.base import Capabilities, Store
-from ckpt.backends.registry import open_store
+from ckpt.backends.registry import normal_url, open_store
 from ckpt.consistency import environment
 from ckpt.consistency.probes import access, files, races, requests, speed, visibility
 from ckpt.consistency.probes.clients import CLEANING_LIMIT_S, Client, ProcessClient
@@ -87,7 +87,7 @@ def doctor(
     """
     if second_client and second_url is not None:
         raise ConfigurationError("give a second URL or a second client, not both")
-    if second_client and os.fspath(url).startswith("memory://"):
+    if second_client and normal_url(url).startswith("memory://"):
         raise ConfigurationError("memory:// is this process's own memory: another process cannot see it")
     if not (wait_s > 0 and timeout_s > 0):
         raise ConfigurationError("wait_s and timeout_s must be positive")
@@ -150,7 +150,7 @@ def _probes(wait_s: float) -> list[Probe]:
 
 def _open(url: str | os.PathLike[str], folder: str, options: Mapping[str, Any] | None) -> Store:
     """Open the store of a new folder at `url`."""
-    text = os.fspath(url)
+    text = normal_url(url)
     impatient = _IMPATIENT if text.partition("://")[0] in ("s3", "cos") else {}
     store = open_store(f"{text.rstrip('/')}/{folder}", {**impatient, **(options or {})})
     if store.directory is not None and not os.path.isdir(os.path.dirname(store.directory)):

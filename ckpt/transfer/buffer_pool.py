@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,11 +29,12 @@ class StagingPool:
     """
 
     def __init__(self, budget_bytes: int = DEFAULT_MEMORY_BUDGET_BYTES, *, pinned: bool = False) -> None:
-        if budget_bytes < MIN_MEMORY_BUDGET_BYTES:
+        is_number = isinstance(budget_bytes, int | float) and not isinstance(budget_bytes, bool)
+        if not is_number or not MIN_MEMORY_BUDGET_BYTES <= budget_bytes < math.inf:
             raise ConfigurationError(
-                f"memory_budget_bytes must be at least {MIN_MEMORY_BUDGET_BYTES} (128 MiB), not {budget_bytes}"
+                f"memory_budget_bytes must be at least {MIN_MEMORY_BUDGET_BYTES} (128 MiB), not {budget_bytes!r:.100}"
             )
-        self.budget_bytes = budget_bytes
+        self.budget_bytes = int(budget_bytes)
         self._pinned = pinned
         self._free: list[torch.Tensor] = []
         self._allocated_bytes = 0

@@ -71,6 +71,8 @@ def test_threads(tmp_path: Path, threads: int) -> None:
         ({"client_kwargs": {"no_such_thing": 1}}, "no_such_thing"),
         ({"checksum": "md5"}, "checksum must be 'crc64nvme' or 'none'"),
         ({"unknown": 1}, r"unknown storage option\(s\) unknown; known are anon, checksum"),
+        ({"endpoint": "x"}, r"endpoint \(did you mean endpoint_url\?\); known are"),
+        ({"aws_session_token": "x"}, r"aws_session_token \(did you mean token\?\)"),
         ({"profile": "no-such-profile"}, "no-such-profile"),
         ({"endpoint_url": "not a url"}, "not a url"),
     ],
@@ -227,9 +229,92 @@ def test_no_url(url: Any) -> None:
         ckpt.CheckpointWriter(url)
 
 
-def test_unknown_scheme() -> None:
-    with pytest.raises(SaveFailed, match="Protocol not known: nosuch"):
-        ckpt.save({"t": torch.ones(3)}, "nosuch://place/x")
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        (
+            "s4://bucket/x",
+            r"s4:// is not known \(did you mean s3\?\); known are cos, file, memory, .*s3.*sftp",
+        ),
+        ("fsspec+gcss://bucket/x", r"gcss:// is not known \(did you mean gcs\?\)"),
+        ("zip::nosuch://place/x", "nosuch:// is not known; known are"),
+    ],
+)
+def test_unknown_schemes(url: str, message: str) -> None:
+    """They are refused at once, not in a collective, where DCP would wrap it into a BaseException."""
+    for kind in (ckpt.CheckpointWriter, ckpt.CheckpointReader):
+        assert not kind.validate_checkpoint_id(url)
+        with pytest.raises(ConfigurationError, match=message):
+            kind(url)
+    with pytest.raises(ConfigurationError, match=message):
+        ckpt.save({"t": torch.ones(3)}, url)
+
+
+def test_schemes_in_capitals() -> None:
+    assert open_store("S3://bucket/Key").url == "s3://bucket/Key"
+    assert open_store("Memory://place/x").url == "memory://place/x"
+    assert open_store("File:///tmp/X").url == "/tmp/X"
+    assert open_store("FSSPEC+Memory://place/X").url == "fsspec+memory://place/X"
+
+
+def test_home_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    ckpt.save({"t": torch.ones(3)}, "~/run")
+    assert ckpt.CheckpointReader(Path("~/run")).checkpoint_id == f"{tmp_path}/run"
+    assert [listed.state for listed in ckpt.list_checkpoints("~/run")] == ["committed"]
+    assert ckpt.convert("~/run", "~/model.safetensors").destination == f"{tmp_path}/model.safetensors"
+    assert ckpt.convert("~/model.safetensors", "~/back").tensors == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "model.safetensors", "run"]
+    assert open_store("~root/x").url == os.path.expanduser("~root/x") != "~root/x"
+    with pytest.raises(ConfigurationError, match=r"no user 'no-such-user'; .* write './~no-such-user/x'"):
+        open_store("~no-such-user/x")
+    assert open_store("./~no-such-user/x").url == f"{tmp_path}/~no-such-user/x"
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("s3://my bucket/x", "no bucket can be named 'my bucket': only letters, digits"),
+        ("cos://bücket/x", "no bucket can be named 'bücket'"),
+        ("s3://arn:aws:s3:::name/x", r"write the bucket's name, as in s3://name/prefix"),
+        ("a\0b", "NUL character"),
+        ("s3://bucket/\ud800", r"not valid Unicode: 's3://bucket/\\ud800'"),
+        ("/tmp/\ud800", "not valid Unicode"),
+    ],
+)
+def test_urls_that_name_nothing(url: str, message: str) -> None:
+    options = {"region": "eu-de"} if url.startswith("cos") else None
+    for call in (ckpt.list_checkpoints, ckpt.inspect, ckpt.verify, ckpt.remove, ckpt.collect_garbage):
+        with pytest.raises(ConfigurationError, match=message) as caught:
+            call(url, storage_options=options)
+        assert len(str(caught.value)) < 200
+
+
+def test_wrong_first_arguments(tmp_path: Path) -> None:
+    model, url = torch.nn.Linear(2, 2), str(tmp_path / "c")
+    calls: list[Any] = [ckpt.save, ckpt.async_save, ckpt.load]
+    for call in calls:
+        for state, place, message in (
+            (model, url, r'must be a dict, not a Linear: write \{"model": model\}'),
+            (torch.optim.SGD(model.parameters()), url, r'write \{"optimizer": optimizer\}'),
+            ([1], url, "must be a dict, not a list$"),
+            (url, {"t": torch.ones(2)}, "the arguments are swapped"),
+            (url, model, "the arguments are swapped"),
+            ({"a": 1, 2: 3}, url, "the keys of state_dict must all be str"),
+        ):
+            with pytest.raises(ConfigurationError, match=message):
+                call(state, place)
+    with pytest.raises(ConfigurationError, match="planner must be a planner of DCP, not 'x'"):
+        calls[0]({"t": 1}, url, planner="x")
+    assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("budget", [float("nan"), float("inf"), "1", True, 1 << 20])
+def test_wrong_budgets(tmp_path: Path, budget: Any) -> None:
+    for call in (ckpt.save, ckpt.async_save, ckpt.load):
+        with pytest.raises(ConfigurationError, match="memory_budget_bytes must be at least"):
+            call({"t": torch.ones(3)}, tmp_path / "c", memory_budget_bytes=budget)
 
 
 def test_missing_packages_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

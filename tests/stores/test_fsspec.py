@@ -13,16 +13,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.http_core import Handler, http_server
+from support.servers import free_port
 from support.strict_s3 import strict_s3
 
+import ckpt
 from ckpt.backends.base import PutMode, put_bytes, read_bytes
 from ckpt.backends.fsspec_store import FsspecStore
 from ckpt.backends.registry import open_store
 from ckpt.errors import (
+    AccessDenied,
     AlreadyExists,
     IntegrityError,
     NotFound,
     StorageError,
+    StorageUnavailable,
     Truncated,
     UnsafeContent,
 )
@@ -72,6 +77,32 @@ def test_ranges_are_right_whatever_the_server_does(web: str, place: str) -> None
     # As long as the whole file, but not the same bytes.
     with pytest.raises(Truncated, match=f"ends at byte {len(DATA)}"):
         store.read_into("k", 10, [memoryview(bytearray(len(DATA)))])
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [(401, AccessDenied), (403, AccessDenied), (404, NotFound), (500, StorageUnavailable)],
+)
+def test_web_servers_that_refuse(status: int, kind: type[StorageError]) -> None:
+    class Refusing(Handler):
+        def serve(self) -> None:
+            self.answer(status, {}, b"")
+
+    with http_server(Refusing) as port, pytest.raises(kind) as caught:
+        open_store(f"http://127.0.0.1:{port}/x").stat("k")
+    assert type(caught.value) is kind
+    assert str(status) in str(caught.value)
+
+
+def test_no_web_server() -> None:
+    """fsspec itself raises FileNotFoundError."""
+    url = f"http://127.0.0.1:{free_port()}/x"
+    store = open_store(url)
+    for call in (store.stat, lambda key: store.read_into(key, 0, [memoryview(bytearray(1))])):
+        with pytest.raises(StorageUnavailable, match="Cannot connect"):
+            call("k")
+    with pytest.raises(StorageUnavailable):
+        ckpt.inspect(url)
 
 
 def test_fewer_bytes_than_there_are(web: str) -> None:
