@@ -18,6 +18,9 @@ from ckpt.backends.s3_protocol.options import check_options, split_bucket_url
 from ckpt.backends.s3_protocol.retries import Retries
 from ckpt.errors import AccessDenied, CheckpointError, ConfigurationError, StorageError
 
+_CARRIED = re.compile(r"(?<=Credential=)[^/,]+|(?<=[Bb]earer )\S+|(?<=AWS )[^:]+")
+"""The key's id, or the token, in an `Authorization` header."""
+_MAX_SENT_SECRETS = 8
 _SECRET_NAMES = re.compile("key|secret|token|password", re.IGNORECASE)
 
 T = TypeVar("T")
@@ -40,6 +43,7 @@ class S3Connection:
         self.options, self.threads = options, threads
         self.retries = Retries(self.url, options["max_attempts"], options["unreachable_timeout_s"])
         self._make_client = make_client
+        self._sent_secrets: tuple[str, ...] = ()
         self._opened: tuple[Any, ThreadPoolExecutor] | None = None
         self._lock = threading.Lock()
 
@@ -73,8 +77,18 @@ class S3Connection:
             shown, cause = scrub_error(error, text_of(error), self.secrets())
             raise kind(f"cannot use these options: {shown}", url=self.url) from cause
         client.meta.events.register("before-send.s3", send_whole_buffers)
+        client.meta.events.register("request-created.s3", self._note_secrets)
         self.retries.watch(client, self.secrets)
         return client
+
+    def _note_secrets(self, request: Any, **_: Any) -> None:
+        """Note the credentials that a signed request carries: they may be of the SDK's own chain."""
+        carried = _CARRIED.findall(request.headers.get("Authorization") or "")
+        if token := request.headers.get("X-Amz-Security-Token"):
+            carried.append(token)
+        if not set(carried) <= set(self._sent_secrets):
+            # The earlier ones stay, as requests that are under way may carry them.
+            self._sent_secrets = (*carried, *self._sent_secrets)[:_MAX_SENT_SECRETS]
 
     def submit(self, key: str, function: Callable[..., T], *arguments: Any) -> Future[T]:
         """Call `function` in a thread of this connection."""
@@ -91,7 +105,7 @@ class S3Connection:
         return {"Bucket": self.bucket, "Key": self.prefix + check_key(key)}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_lock": None, "_opened": None}
+        return {**self.__dict__, "_lock": None, "_opened": None, "_sent_secrets": ()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -122,4 +136,5 @@ class S3Connection:
         """List the credentials in use: a server or an SDK may quote what it was given."""
         given = [*self.options.items(), *self.options["client_kwargs"].items()]
         given += [item for item in os.environ.items() if item[0].startswith(("AWS_", "IBM_", "COS_"))]
-        return [value for name, value in given if isinstance(value, str) and _SECRET_NAMES.search(name)]
+        named = [value for name, value in given if isinstance(value, str) and _SECRET_NAMES.search(name)]
+        return [*named, *self._sent_secrets]

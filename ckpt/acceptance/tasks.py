@@ -28,8 +28,8 @@ Report = Callable[[int | str], None]
 class Setup:
     """Settings that all ranks share."""
 
-    url: str
-    storage_options: Mapping[str, Any]
+    url: str = field(repr=False)  # it may carry a password
+    storage_options: Mapping[str, Any] = field(repr=False)
     threads: int | None
     dtype: torch.dtype
     seed: int

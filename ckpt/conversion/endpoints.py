@@ -7,7 +7,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, cast, get_args
 
 from ckpt.backends.base import Store, exists, is_key
@@ -39,8 +39,8 @@ class Endpoint:
         stack: closes all that was opened.
     """
 
-    url: str
-    options: Mapping[str, Any] | None
+    url: str = field(repr=False)  # it may carry a password
+    options: Mapping[str, Any] | None = field(repr=False)
     guard: Callable[[Store], Store]
     stack: contextlib.ExitStack
     threads: int | None = None

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import pickle
+import re
 import traceback
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.http_core import Handler, http_server
 from support.proxy import fault_proxy
 from support.servers import SECRET_KEY, IamServer
 from support.strict_s3 import StrictS3, strict_s3
 
 import ckpt
+from ckpt.acceptance.tasks import Setup
 from ckpt.backends.base import PutMode, put_bytes
 from ckpt.backends.options import redact_url
 from ckpt.backends.registry import open_store
+from ckpt.conversion.endpoints import Endpoint
 from ckpt.errors import CheckpointError, ConfigurationError
 
 TOKEN = "session-token-that-is-secret"
@@ -111,6 +116,18 @@ def test_user_info_in_urls(tmp_path: Path) -> None:
             assert "secret-pw" not in str(wrong.value)
 
 
+def test_representations_show_no_options() -> None:
+    """Tracebacks with local variables show them."""
+    url, options = "ftp://me:secret-pw@host/place", {"secret": SECRET_KEY}
+    for shown in (
+        Endpoint(url, options, lambda store: store, contextlib.ExitStack()),
+        Setup(url, options, None, torch.float32, 0),
+        open_store("s3://bucket/x", {"key": "k", **options}),
+        ckpt.CheckpointWriter("s3://bucket/x", storage_options={"key": "k", **options}),
+    ):
+        assert not re.search(f"secret-pw|{SECRET_KEY}", repr(shown))
+
+
 def test_wrong_options_are_named_without_values() -> None:
     options: dict[str, Any] = {"sekret": "secret-value", "key": "k"}
     with pytest.raises(ConfigurationError, match="unknown storage option") as caught:
@@ -146,6 +163,44 @@ def test_credentials_with_a_line_break_from_elsewhere(scheme: str, monkeypatch: 
     for value in ("the-access-key", "secret-value", "session-token"):
         assert value not in text
     store.close()
+
+
+class _Quoting(Handler):
+    """Quote the request in the reply, as some proxies do."""
+
+    def serve(self) -> None:
+        self.rfile.read(self.length)
+        quoted = f"{self.headers.get('x-amz-security-token')} {self.headers.get('authorization')}"
+        self.answer(
+            400, {}, f"<Error><Code>InvalidRequest</Code><Message>{quoted}</Message></Error>".encode()
+        )
+
+
+def test_servers_that_quote_credentials_of_the_sdk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, iam: IamServer
+) -> None:
+    """Credentials that the SDK found by itself, in a profile or at a token endpoint."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "credentials").write_text(
+        "[default]\naws_access_key_id=AKIAOFAPROFILE\naws_secret_access_key=profile-secret\n"
+        f"aws_session_token={TOKEN}\n"
+    )
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    with_iam = {
+        "ibm_api_key_id": iam.api_key,
+        "ibm_service_instance_id": "crn:1",
+        "ibm_auth_endpoint": iam.url,
+    }
+    with http_server(_Quoting) as port:
+        for scheme, options in (("s3", {}), ("cos", with_iam)):
+            endpoint = {"endpoint_url": f"http://127.0.0.1:{port}", "max_attempts": 1}
+            store = open_store(f"{scheme}://bucket/x", {**endpoint, **options})
+            with pytest.raises(CheckpointError, match=r"InvalidRequest: .*\*\*\*") as caught:
+                store.read_into("k", 0, [memoryview(bytearray(1))])
+            text = "".join(traceback.format_exception(caught.value)) + repr(pickle.dumps(caught.value))
+            assert not re.search("AKIAOFAPROFILE|session-token|Signature=[0-9a-f]|earer token", text)
+            store.close()
 
 
 @pytest.mark.parametrize("scheme", ["s3", "fsspec+s3"])
