@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
-from ckpt.backends.retries import Retry, retry_policy
 from ckpt.errors import (
     AlreadyExists,
     CheckpointError,
@@ -28,6 +27,8 @@ from ckpt.errors import (
 if TYPE_CHECKING:  # rich takes longer to import than most commands take to run
     from rich.console import Console
     from rich.table import Table
+
+    from ckpt.backends.retries import Retry
 
 EXIT_FINE, EXIT_PROBLEM, EXIT_USAGE, EXIT_MISSING, EXIT_STORAGE = range(5)
 EXIT_INTERRUPTED = 130
@@ -214,6 +215,8 @@ def command(as_json: bool, *, if_interrupted: str = "Nothing was changed.") -> I
     After Ctrl-C the line ends in `if_interrupted`. Servers out of reach are given up sooner than by
     a save: somebody waits.
     """
+    from ckpt.backends.retries import retry_policy
+
     output = Output(as_json=as_json)
     try:
         with retry_policy(unreachable_timeout_s=_PATIENCE_S, on_retry=_RetryNotices()):
