@@ -130,7 +130,8 @@ class S3Connection:
             shown, cause = scrub_error(error, text, self.secrets())
             if signal in signals:
                 raise signal(shown) from cause
-            raise kind(shown, url=self.url, key=key, settled=harmless or refusal.settled) from cause
+            place = None if refusal.is_about_bucket else key
+            raise kind(shown, url=self.url, key=place, settled=harmless or refusal.settled) from cause
 
     def secrets(self) -> list[str]:
         """List the credentials in use: a server or an SDK may quote what it was given."""

@@ -85,6 +85,11 @@ class Refusal:
             self.text = f"{kind}: {inner.get('Message') or 'no message'}"
 
     @property
+    def is_about_bucket(self) -> bool:
+        """Tell whether the bucket is missing, whatever the key."""
+        return self.code == "NoSuchBucket"
+
+    @property
     def settled(self) -> bool:
         """Tell whether nothing was sent, or the server refused the one request that was."""
         if type(self.error).__name__ in _UNSENT:
@@ -134,7 +139,7 @@ class Refusal:
         """Say what failed; `action` completes "cannot ..."."""
         if kind is AlreadyExists:
             return f"exists already ({self.code or self.status})"
-        if self.code == "NoSuchBucket":
+        if self.is_about_bucket:
             return f"there is no bucket named {bucket!r}"
         advice = ""
         if kind is AccessDenied:

@@ -158,8 +158,9 @@ def test_no_server(s3: S3Server) -> None:
 
 def test_no_bucket(s3: S3Server) -> None:
     store = open_store("s3://no-such-bucket/x", s3.options)
-    with pytest.raises(NotFound, match="no bucket named 'no-such-bucket'"):
+    with pytest.raises(NotFound, match="no bucket named 'no-such-bucket'") as caught:
         put_bytes(store, "k", b"x")
+    assert str(caught.value).startswith("s3://no-such-bucket/x: ")
 
 
 def test_a_save_counts_its_own_retries(proxy: FaultProxy) -> None:
