@@ -1,51 +1,252 @@
-"""Let DCP's own functions use this library's storage, without another line changed."""
+"""Let DCP's own functions, writers and readers use this library's storage, without another line changed."""
 
 from __future__ import annotations
 
+import functools
+import inspect
+import logging
 import os
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from ckpt.reading.reader import CheckpointReader
-from ckpt.torch_private import STORAGE_SETUP, STORAGE_SETUP_MODULES, ProcessExecutor
+import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import SerializationFormat
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.storage import StorageWriter
+
+from ckpt.backends.fsspec_listings import forget_listings
+from ckpt.dcp_storage import DcpStorage
+from ckpt.reading.reader import CheckpointReader, check_trusted
+from ckpt.torch_private import (
+    EXECUTE_SAVE,
+    STORAGE_SETUP,
+    STORAGE_SETUP_MODULES,
+    ProcessExecutor,
+    fsspec_storage,
+)
 from ckpt.writing.writer import CheckpointWriter
 
+_logger = logging.getLogger(__name__)
+
 _stock_choice: Callable[..., Any] = getattr(STORAGE_SETUP_MODULES[0], STORAGE_SETUP)
-_stock_execute_save: Callable[..., Any] = ProcessExecutor.execute_save
+_stock_execute_save: Callable[..., Metadata] = getattr(ProcessExecutor, EXECUTE_SAVE)
+_stock_kinds: set[type] = set()
+"""The classes that `install` takes over."""
+
+_settings: _Settings | None = None
+"""The arguments of `install`, while it holds."""
+
+_logged: set[str] = set()
 
 
-def install(*, storage_options: Mapping[str, Any] | None = None) -> None:
-    """Let `dcp.save`, `dcp.load` and `dcp.async_save` with a `checkpoint_id` use this library.
+def install(
+    *, storage_options: Mapping[str, Any] | None = None, trusted_objects: Collection[str] = ()
+) -> None:
+    """Let DCP use this library wherever it, or a framework, would use PyTorch's own storage.
 
-    For this process only. The `checkpoint_id` is any place that `ckpt.save` takes. A
-    `storage_writer` or `storage_reader` that is passed explicitly is used as it is. A second call
-    replaces the options.
+    That is `dcp.save`, `dcp.load` and `dcp.async_save` with a `checkpoint_id`, and every
+    `FileSystemWriter`, `FileSystemReader`, `FsspecWriter` and `FsspecReader` that is made from now
+    on, wherever its class was imported before: it is a `CheckpointWriter` or `CheckpointReader`
+    for the same place. Other writers and readers, also subclasses of these, stay as they are. What
+    is taken over is logged once, and from which module it came; a warning names a writer that is not.
+
+    For this process only; its places are all that `ckpt.save` takes. A second call replaces the
+    arguments.
 
     Args:
-        storage_options: for all places, as for `ckpt.save`.
+        storage_options: for all URLs, as for `ckpt.save`; a plain path takes none.
+        trusted_objects: for all loads, as for `ckpt.load`.
+
+    Raises:
+        ConfigurationError: an argument is wrong.
     """
-
-    def choose(storage: Any, checkpoint_id: str | os.PathLike[str] | None, reader: bool = False) -> Any:
-        if storage or not checkpoint_id:
-            return _stock_choice(storage, checkpoint_id, reader)
-        kind = CheckpointReader if reader else CheckpointWriter
-        return kind(checkpoint_id, storage_options=storage_options)
-
-    def execute_save(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # The other process, in which nothing is installed, would choose for itself.
-        if kwargs.get("storage_writer") is None and kwargs.get("checkpoint_id"):
-            kwargs["storage_writer"] = CheckpointWriter(
-                kwargs["checkpoint_id"], storage_options=storage_options
-            )
-        return _stock_execute_save(self, *args, **kwargs)
-
+    global _settings
+    uninstall()
+    _settings = _Settings(dict(storage_options or {}), check_trusted(trusted_objects))
     for module in STORAGE_SETUP_MODULES:
-        setattr(module, STORAGE_SETUP, choose)
-    ProcessExecutor.execute_save = execute_save
+        setattr(module, STORAGE_SETUP, functools.partial(_choose, _settings))
+    setattr(ProcessExecutor, EXECUTE_SAVE, staticmethod(functools.partial(_execute_save, _settings)))
+    for stock in (FileSystemWriter, FileSystemReader, *fsspec_storage()):
+        if stock not in _stock_kinds:
+            ours = InstalledWriter if issubclass(stock, StorageWriter) else InstalledReader
+            stock.register(ours)  # for `isinstance`
+            # It stays there, as Python makes no instance of a class that a `__new__` was taken back from.
+            stock.__new__ = staticmethod(_new(stock, ours))
+            _stock_kinds.add(stock)
 
 
 def uninstall() -> None:
-    """Undo `install`; does nothing without it."""
+    """Undo `install`; does nothing without it. Writers and readers made meanwhile stay what they are."""
+    global _settings
     for module in STORAGE_SETUP_MODULES:
         setattr(module, STORAGE_SETUP, _stock_choice)
-    ProcessExecutor.execute_save = _stock_execute_save
+    setattr(ProcessExecutor, EXECUTE_SAVE, staticmethod(_stock_execute_save))
+    _settings = None
+    _logged.clear()
+
+
+class InstalledWriter(CheckpointWriter):
+    """What a `FileSystemWriter` or `FsspecWriter` is after `install`."""
+
+    @property
+    def path(self) -> str | Path:
+        """The place, as PyTorch's writer has it."""
+        return _path(self._url)
+
+
+class InstalledReader(CheckpointReader):
+    """What a `FileSystemReader` or `FsspecReader` is after `install`."""
+
+    _is_in_load = False
+
+    @property
+    def path(self) -> str | Path:
+        """The place, as PyTorch's reader has it."""
+        return _path(self._url)
+
+    def begin_load(self) -> None:
+        """Expect DCP to call `read_metadata` next, and then `set_up_storage_reader`."""
+        self._is_in_load = True
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return the metadata; unlike `dcp.load`, a program that asks for it itself gets the error now."""
+        metadata = super().read_metadata(*args, **kwargs)
+        is_in_load, self._is_in_load = self._is_in_load, False
+        if self._failure is not None and not is_in_load:
+            raise self._failure
+        return metadata
+
+
+def _path(url: str) -> str | Path:
+    return url if "://" in url else Path(url)
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """The arguments of `install`."""
+
+    storage_options: Mapping[str, Any]
+    trusted_objects: Collection[str]
+
+    def arguments(self, kind: type[DcpStorage], place: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the keyword arguments of `kind`, a writer or reader; `given` are those for PyTorch's."""
+        is_url = isinstance(place, str) and "://" in place
+        options = {**(self.storage_options if is_url else {}), **given.get("kwargs", {})}
+        if issubclass(kind, CheckpointReader):
+            return {"storage_options": options, "trusted_objects": self.trusted_objects}
+        threads = given.get("thread_count", 1)
+        return {
+            "storage_options": options,
+            "overwrite": given.get("overwrite", True),
+            "threads": threads if threads > 1 else None,  # 1 is PyTorch's default, and slow
+        }
+
+
+# -- what takes the place of functions of DCP ----------------------------------------------------------
+
+
+def _choose(settings: _Settings, storage: Any, checkpoint_id: Any, reader: bool = False) -> Any:
+    """Choose a writer or reader, as DCP's `_storage_setup`."""
+    if storage:
+        _log_if_foreign(storage)
+        if isinstance(storage, InstalledReader):
+            storage.begin_load()
+    elif checkpoint_id:
+        kind: type[DcpStorage] = CheckpointReader if reader else CheckpointWriter
+        call = "loads" if reader else "saves"
+        _log_once(logging.INFO, f"{call} with a checkpoint_id in {_caller()} are taken over")
+        return kind(checkpoint_id, **settings.arguments(kind, checkpoint_id, {}))
+    return _stock_choice(storage, checkpoint_id, reader)
+
+
+def _execute_save(settings: _Settings, **arguments: Any) -> Metadata:
+    """Have another process save, as DCP's `_execute_save_impl`, in which nothing is installed."""
+    writer, place = arguments.get("storage_writer"), arguments.get("checkpoint_id")
+    if writer is None and place:
+        writer = arguments["storage_writer"] = _choose(settings, None, place)
+    elif writer is not None:
+        _log_if_foreign(writer)
+    metadata: Metadata = _stock_execute_save(**arguments)
+    if isinstance(writer, DcpStorage):
+        # What that process lets its fsspec forget, this one still remembers.
+        forget_listings(os.fspath(place or writer.checkpoint_id), [""])
+    return metadata
+
+
+def _new(stock: Any, ours: type[DcpStorage]) -> Callable[..., Any]:
+    """Make a `__new__` for `stock` that, while `install` holds, makes an instance of `ours` in its place."""
+    signature = inspect.signature(stock.__init__)
+
+    def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        # Subclasses, such as that for Hugging Face's format, are left alone, and copies, made without arguments.
+        is_taken_over = _settings is not None and cls is stock and (args or kwargs)
+        given = signature.bind(None, *args, **kwargs).arguments if is_taken_over else {}
+        if not given or _stays(stock, given):
+            return object.__new__(cls)
+        assert _settings is not None
+        made = ours(given["path"], **_settings.arguments(ours, given["path"], given))
+        unused = sorted(given.keys() - {"self", "path", "overwrite", "thread_count", "kwargs"})
+        note = f"; without effect: {', '.join(unused)}" if unused else ""
+        _log_once(logging.INFO, f"{stock.__name__} in {_caller()} is taken over{note}")
+        return made
+
+    new.__wrapped__ = stock.__init__  # type: ignore[attr-defined]  # for `inspect.signature`
+    return new
+
+
+def _stays(stock: type, given: Mapping[str, Any]) -> bool:
+    """Tell whether arguments ask for what only PyTorch's class can do, and log it."""
+    wanted = [name for name in ("_extensions", "_extension_registry") if given.get(name)]
+    if given.get("serialization_format", _TORCH_SAVE) is not _TORCH_SAVE:
+        wanted.append("serialization_format")
+    if wanted:
+        text = f"{stock.__name__}({wanted[0]}=...) in {_caller()} is not taken over: this library has no such format"
+        _log_once(logging.WARNING, text)
+    return bool(wanted)
+
+
+_TORCH_SAVE = SerializationFormat.TORCH_SAVE
+
+
+# -- what is logged --------------------------------------------------------------------------------------
+
+
+def _log_if_foreign(storage: Any) -> None:
+    """Log, once for each class, that `install` leaves a writer or reader alone."""
+    kind = type(storage)
+    if isinstance(storage, DcpStorage):
+        return
+    text = f"{kind.__module__}.{kind.__qualname__} is used as it is: "
+    if kind in _stock_kinds:
+        text += "it was made before ckpt.install(), or stays PyTorch's for its arguments"
+    else:
+        text += "ckpt.install() takes over FileSystemWriter, FsspecWriter and their readers, no other class"
+    if isinstance(storage, StorageWriter):
+        _log_once(logging.WARNING, f"{text}; what it saves has none of the promises of this library")
+    else:
+        _log_once(logging.INFO, text)
+
+
+def _log_once(level: int, text: str) -> None:
+    """Log a text once on the first rank."""
+    is_first = not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+    if is_first and text not in _logged:
+        _logged.add(text)
+        _logger.log(level, "%s", text)
+
+
+def _caller() -> str:
+    """Name the module that called DCP, or made a writer or reader."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        module = str(frame.f_globals.get("__name__"))
+        if module.startswith("concurrent."):
+            return "a thread of dcp.async_save"
+        if module != __name__ and not module.startswith("torch.distributed.checkpoint."):
+            break
+        frame = frame.f_back
+    return str(frame.f_globals.get("__name__"))

@@ -45,6 +45,19 @@ STORAGE_SETUP_MODULES = (_storage_utils, state_dict_saver, state_dict_loader)
 ProcessExecutor: Any = _async_process_executor._ProcessBasedAsyncCheckpointExecutor
 """The class that carries out `dcp.async_save` in another process."""
 
+EXECUTE_SAVE = "_execute_save_impl"
+"""Its static method that sends a state and a writer there, and waits for the metadata."""
+
+
+def fsspec_storage() -> tuple[Any, ...]:
+    """Return DCP's writer and reader for file systems of fsspec; nothing where DCP cannot use it."""
+    try:
+        from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+    except Exception:  # as DCP itself
+        return ()
+    return FsspecWriter, FsspecReader
+
+
 archive_reader: Callable[[Any], Any] = torch._C.PyTorchFileReader
 """Opens a `torch.save` archive with torch's own parser."""
 

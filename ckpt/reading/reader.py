@@ -57,12 +57,10 @@ class CheckpointReader(DcpStorage, StorageReader):
         trusted_objects: Collection[str] = (),
         timeout_s: float | None = DEFAULT_TIMEOUT_S,
     ) -> None:
-        if isinstance(trusted_objects, str):
-            raise ConfigurationError("trusted_objects must be a list of names, not a single str")
         if visibility_timeout_s is not None and not visibility_timeout_s >= 0:
             raise ConfigurationError(f"visibility_timeout_s must not be negative: {visibility_timeout_s}")
         self._settings = ReadSettings(verify, visibility_timeout_s)
-        self._trusted_objects = tuple(trusted_objects)
+        self._trusted_objects = check_trusted(trusted_objects)
         super().__init__(url, storage_options, threads, memory_budget_bytes, timeout_s)
         # The rank whose part is open, of a checkpoint that was saved without collectives.
         self._part: int | None = None
@@ -186,3 +184,10 @@ class CheckpointReader(DcpStorage, StorageReader):
         if torch.accelerator.is_available():
             # Other threads have queued copies.
             torch.accelerator.synchronize()
+
+
+def check_trusted(names: Collection[str]) -> tuple[str, ...]:
+    """Return `trusted_objects` for keeping. Raises ConfigurationError for a single str."""
+    if isinstance(names, str):
+        raise ConfigurationError("trusted_objects must be a list of names, not a single str")
+    return tuple(names)

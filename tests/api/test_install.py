@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Iterator
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +16,18 @@ import torch
 import torch.distributed.checkpoint as dcp
 from support.ranks import run_ranks
 from support.strict_s3 import StrictS3
+
+# As frameworks do, long before `install`.
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import SerializationFormat
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import ckpt
+from ckpt.errors import ConfigurationError, NotFound, UnsafeContent
 
 
 @pytest.fixture(autouse=True)
@@ -60,36 +73,212 @@ def test_object_storage_with_options(server: StrictS3) -> None:
     assert found.state == "committed"
 
 
-def test_explicit_writers_stay_and_uninstall_undoes_it(tmp_path: Path) -> None:
+def test_uninstall_undoes_it(tmp_path: Path) -> None:
+    signatures = list(map(inspect.signature, STOCK))
     ckpt.install()
     ckpt.install()
-    stock = dcp.FileSystemWriter(tmp_path / "stock")
-    dcp.save(state_of(1), checkpoint_id=tmp_path / "stock", storage_writer=stock)
+    ours = FileSystemWriter(tmp_path / "ours")
+    ckpt.uninstall()
+    ckpt.uninstall()
+    assert list(map(inspect.signature, STOCK)) == signatures
+    dcp.save(state_of(1), checkpoint_id=tmp_path / "after")
+    dcp.save(state_of(1), storage_writer=FileSystemWriter(tmp_path / "stock"))
+    assert type(FileSystemReader(tmp_path)) is FileSystemReader
+    assert not is_ours(tmp_path / "after")
     assert not is_ours(tmp_path / "stock")
-    assert loads(tmp_path / "stock", 1), "what stock PyTorch saved loads"
+    dcp.save(state_of(1), storage_writer=ours)
+    assert is_ours(tmp_path / "ours")
+
+
+def test_nowhere_to_save() -> None:
+    ckpt.install()
     with pytest.raises(RuntimeError, match="checkpoint_id"):
         dcp.save(state_of(1))
-    ckpt.uninstall()
-    ckpt.uninstall()
-    dcp.save(state_of(2), checkpoint_id=tmp_path / "after")
-    assert not is_ours(tmp_path / "after")
 
 
-def save_in_a_process(rank: int, place: str) -> bool:
+# -- writers and readers that a framework makes ----------------------------------------------------------
+
+STOCK: tuple[Any, ...] = (FileSystemWriter, FileSystemReader, FsspecWriter, FsspecReader)
+
+
+def with_dcp(state: dict[str, Any], writer: Any) -> None:
+    dcp.save(state, storage_writer=writer)
+
+
+def with_the_old_function(state: dict[str, Any], writer: Any) -> None:
+    with pytest.warns(FutureWarning):
+        dcp.save_state_dict(state, writer, no_dist=True)
+
+
+def in_the_background(state: dict[str, Any], writer: Any) -> None:
+    dcp.async_save(state, storage_writer=writer).result()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("save", [with_dcp, with_the_old_function, in_the_background])
+@pytest.mark.parametrize(
+    ("writer", "reader"), [(FileSystemWriter, FileSystemReader), (FsspecWriter, FsspecReader)]
+)
+def test_frameworks(tmp_path: Path, writer: Any, reader: Any, save: Callable[..., None]) -> None:
+    """Whatever it does with the writer and reader that it makes itself, they are this library's."""
     ckpt.install()
-    future = dcp.async_save(
-        {f"part{rank}": torch.full((300,), float(rank))},
-        checkpoint_id=place,
-        async_checkpointer_type=AsyncCheckpointerType.PROCESS,
-    )
-    future.result()  # type: ignore[union-attr]
+    made = writer(str(tmp_path / "a"), single_file_per_rank=True)
+    assert isinstance(made, writer | FileSystemWriter)
+    assert made.path == tmp_path / "a"
+    save(state_of(1), made)
+    assert is_ours(tmp_path / "a")
+    state = state_of(-1)
+    dcp.load(state, storage_reader=reader(str(tmp_path / "a")))
+    assert bool((state["weight"] == 1).all())
+    dcp.save(state_of(2), storage_writer=made, checkpoint_id=tmp_path / "b")
+    assert made.path == tmp_path / "b"
+    assert loads(tmp_path / "b", 2)
+    assert "weight" in reader(str(tmp_path / "b")).read_metadata().state_dict_metadata
+    with pytest.raises(
+        (TypeError, ConfigurationError), match=r"unexpected keyword argument|unknown storage option"
+    ):
+        writer(str(tmp_path / "a"), nonsense=1)
+
+
+def test_the_copy_of_an_asynchronous_save_is_right(tmp_path: Path) -> None:
+    """PyTorch's `DefaultStager` forgets that a tensor is conjugated."""
+    ckpt.install()
+    number = torch.view_as_complex(torch.tensor([[1.0, 2.0]])).conj()
+    writer = FileSystemWriter(tmp_path / "a", cache_staged_state_dict=True)
+    assert isinstance(writer, AsyncStager)
+    dcp.async_save({"x": number}, storage_writer=writer).result()  # type: ignore[union-attr]
+    state = {"x": torch.zeros(1, dtype=torch.complex64)}
+    dcp.load(state, storage_reader=FileSystemReader(tmp_path / "a"))
+    assert state["x"].item() == 1 - 2j
+
+
+def test_arguments_of_frameworks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "ckpt.dcp_hook")
+    ckpt.install()
+    for _ in range(2):
+        dcp.save(
+            state_of(1),
+            storage_writer=FileSystemWriter(tmp_path, sync_files=False, thread_count=3, overwrite=True),
+        )
+        FileSystemReader(tmp_path)
+        loads(tmp_path, 1)
+    assert caplog.messages == [
+        f"FileSystemWriter in {__name__} is taken over; without effect: sync_files",
+        f"FileSystemReader in {__name__} is taken over",
+        f"loads with a checkpoint_id in {__name__} are taken over",
+    ]
+    with pytest.raises(CheckpointException, match="committed here already"):
+        dcp.save(state_of(2), storage_writer=FileSystemWriter(tmp_path, overwrite=False))
+
+
+class OwnWriter(FileSystemWriter):
+    """As s3torchconnector's, or that for Hugging Face's format."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        (Path(self.path) / "own").mkdir(parents=True)
+        return super().prepare_local_plan(plan)
+
+
+def test_other_writers_are_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "ckpt.dcp_hook")
+    early = FileSystemWriter(tmp_path / "early")
+    ckpt.install()
+    safe = FileSystemWriter(tmp_path / "safe", serialization_format=SerializationFormat.SAFETENSORS)
+    assert type(safe) is type(copy.copy(early)) is FileSystemWriter
+    for place in ("own", "own2"):
+        dcp.save(state_of(1), storage_writer=OwnWriter(tmp_path / place))
+        assert (tmp_path / place / "own").exists()
+        assert not is_ours(tmp_path / place)
+        assert loads(tmp_path / place, 1), "what stock PyTorch saved loads"
+    dcp.save(state_of(1), storage_writer=early)
+    assert not is_ours(tmp_path / "early")
+    warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    own, stock = f"{__name__}.OwnWriter", "torch.distributed.checkpoint.filesystem.FileSystemWriter"
+    assert [text.partition(" is ")[0] for text in warnings] == [
+        f"FileSystemWriter(serialization_format=...) in {__name__}",
+        own,
+        stock,
+    ]
+    assert "made before ckpt.install()" in warnings[2]
+
+
+def test_object_storage_through_fsspec(server: StrictS3) -> None:
+    """Options of the writer's own are added to those of `install`, which plain paths do not get."""
+    url = "s3://bucket/run/step-1"
+    options = dict(server.options)
+    secret = options.pop("secret")
+    ckpt.install(storage_options=options)
+    dcp.save(state_of(1), storage_writer=FsspecWriter(url, secret=secret))
+    state = state_of(-1)
+    dcp.load(state, storage_reader=FsspecReader(url, secret=secret))
+    assert bool((state["weight"] == 1).all())
+    assert "run/step-1/commit.json" in server.objects
+
+
+def test_options_are_for_urls(tmp_path: Path, server: StrictS3) -> None:
+    ckpt.install(storage_options=server.options)
+    dcp.save(state_of(1), checkpoint_id=tmp_path / "a")
+    dcp.save(state_of(1), storage_writer=FileSystemWriter(tmp_path / "b"))
+    assert is_ours(tmp_path / "a")
+    assert is_ours(tmp_path / "b")
+    with pytest.raises(ConfigurationError, match="went through pathlib"):
+        FileSystemWriter(Path("s3://bucket/run"))
+
+
+def test_who_asks_a_reader_itself_hears_the_error(tmp_path: Path) -> None:
+    """DCP keeps only the text of an error that `read_metadata` raises, so there it comes later."""
+    ckpt.install()
+    reader = FileSystemReader(tmp_path / "nothing")
+    with pytest.raises(NotFound):
+        reader.read_metadata()
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load(state_of(1), storage_reader=reader)
+    assert isinstance(caught.value.failures[0][0], NotFound)
+    with pytest.raises(NotFound):
+        reader.read_metadata()
+
+
+# -- objects ---------------------------------------------------------------------------------------------
+
+
+def test_objects_can_be_trusted(tmp_path: Path) -> None:
+    now = datetime.now()
+    dcp.save({"when": now}, checkpoint_id=tmp_path)
+    ckpt.install()
+    for reader in (None, FileSystemReader(tmp_path)):
+        with pytest.raises(CheckpointException) as caught:
+            dcp.load({"when": None}, checkpoint_id=tmp_path, storage_reader=reader)
+        assert isinstance(caught.value.failures[0][0], UnsafeContent)
+    ckpt.install(trusted_objects=["wh*"])
+    for reader in (None, FileSystemReader(tmp_path)):
+        state = {"when": None}
+        dcp.load(state, checkpoint_id=tmp_path, storage_reader=reader)
+        assert state["when"] == now
+    with pytest.raises(ConfigurationError, match="trusted_objects must be a list"):
+        ckpt.install(trusted_objects="when")
+
+
+# -- in another process ----------------------------------------------------------------------------------
+
+
+def save_in_a_process(rank: int, place: str, makes_writer: bool) -> bool:
+    ckpt.install()
+    for value in (1, 2):
+        future = dcp.async_save(
+            {f"part{rank}": torch.full((300,), float(rank + value))},
+            checkpoint_id=None if makes_writer else place,
+            storage_writer=FileSystemWriter(place) if makes_writer else None,
+            async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+        )
+        future.result()  # type: ignore[union-attr]
     state = {"part0": torch.zeros(300), "part1": torch.zeros(300)}
     dcp.load(state, checkpoint_id=place)
-    return bool((state["part0"] == 0).all() and (state["part1"] == 1).all())
+    return bool((state["part0"] == 2).all() and (state["part1"] == 3).all())
 
 
 @pytest.mark.long
-def test_process_mode(tmp_path: Path) -> None:
+@pytest.mark.parametrize("makes_writer", [False, True])
+def test_process_mode(tmp_path: Path, makes_writer: bool) -> None:
     """The process that saves is another one, in which nothing is installed."""
-    assert run_ranks(2, functools.partial(save_in_a_process, place=str(tmp_path / "a"))) == [True, True]
+    save = functools.partial(save_in_a_process, place=str(tmp_path / "a"), makes_writer=makes_writer)
+    assert run_ranks(2, save) == [True, True]
     assert is_ours(tmp_path / "a")

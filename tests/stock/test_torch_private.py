@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from support.ranks import run_ranks
 from support.rooms import ROOT, modules
 from torch.distributed._shard import sharded_tensor
@@ -85,8 +86,17 @@ def test_dcp_chooses_its_storage_in_these_modules() -> None:
     assert list(inspect.signature(choices[0]).parameters) == ["storage", "checkpoint_id", "reader"]
 
 
+def test_fsspec() -> None:
+    writer, reader = torch_private.fsspec_storage()
+    assert issubclass(writer, dcp.FileSystemWriter)
+    assert issubclass(reader, dcp.FileSystemReader)
+    for kind in (writer, reader, dcp.FileSystemWriter, dcp.FileSystemReader):
+        assert "path" in inspect.signature(kind.__init__).parameters
+
+
 def test_async_saves_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert callable(torch_private.ProcessExecutor.execute_save)
+    execute_save = getattr(torch_private.ProcessExecutor, torch_private.EXECUTE_SAVE)
+    assert {"checkpoint_id", "storage_writer"} <= inspect.signature(execute_save).parameters.keys()
     assert "self._save_process" in inspect.getsource(_async_process_executor._AsyncCheckpointProcess)
     assert _async_process_executor._CHECKPOINT_PROCESS is None
     assert not torch_private.async_save_process_is_alive()

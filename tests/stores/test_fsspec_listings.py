@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,7 +11,10 @@ from typing import Any
 import pytest
 import s3fs
 import torch
+import torch.distributed.checkpoint as dcp
+from support.ranks import run_ranks
 from support.servers import S3Server
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import ckpt
 from ckpt.backends.base import put_bytes
@@ -26,9 +30,9 @@ def bucket(s3: S3Server) -> Iterator[str]:
     s3.drop_bucket(name)
 
 
-def of_frameworks(s3: S3Server) -> Any:
+def of_frameworks(options: dict[str, Any]) -> Any:
     """The file system through which a framework lists, as torchtitan does: one for all who ask for it."""
-    return s3fs.S3FileSystem(key=s3.access_key, secret=s3.secret_key, endpoint_url=s3.endpoint_url)
+    return s3fs.S3FileSystem(**options)
 
 
 def names(files: Any, folder: str) -> set[str]:
@@ -38,16 +42,37 @@ def names(files: Any, folder: str) -> set[str]:
 @pytest.mark.parametrize("scheme", ["s3", "fsspec+s3"])
 def test_saves_and_removals_are_seen(s3: S3Server, bucket: str, scheme: str) -> None:
     root = f"{scheme}://{bucket}/run"
-    options = {name: value for name, value in s3.options.items() if value is not None}
-    files = of_frameworks(s3)
+    files = of_frameworks(s3.options)
     for step in (1, 2, 3):
-        ckpt.save({"x": torch.ones(3)}, f"{root}/step-{step}", storage_options=options)
+        ckpt.save({"x": torch.ones(3)}, f"{root}/step-{step}", storage_options=s3.options)
         assert names(files, f"{bucket}/run") == {f"step-{n}" for n in range(1, step + 1)}
         assert "commit.json" in names(files, f"{bucket}/run/step-{step}")
-    ckpt.remove(f"{root}/step-2", storage_options=options)
+    ckpt.remove(f"{root}/step-2", storage_options=s3.options)
     assert names(files, f"{bucket}/run") == {"step-1", "step-3"}
     assert not files.exists(f"{bucket}/run/step-2/commit.json")
     assert names(files, bucket) == {"run"}
+
+
+def save_elsewhere(rank: int, options: dict[str, Any], bucket: str) -> set[str]:
+    """Save by another process, whose file systems are not those of this one."""
+    ckpt.install(storage_options=options)
+    files = of_frameworks(options)
+    files.pipe_file(f"{bucket}/run/first", b"")
+    assert names(files, f"{bucket}/run") == {"first"}
+    future = dcp.async_save(
+        {"x": torch.ones(3)},
+        checkpoint_id=f"s3://{bucket}/run/step-1",
+        async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+    )
+    future.result()  # type: ignore[union-attr]
+    return names(files, f"{bucket}/run")
+
+
+@pytest.mark.long
+def test_saves_by_another_process_are_seen(s3: S3Server, bucket: str) -> None:
+    assert run_ranks(1, functools.partial(save_elsewhere, options=s3.options, bucket=bucket)) == [
+        {"first", "step-1"}
+    ]
 
 
 def test_a_file_system_that_fails_fails_no_save(s3: S3Server, bucket: str) -> None:

@@ -113,7 +113,15 @@ ROOMS: Mapping[str, Room] = {
         (*_FLOOR, "ckpt.dcp_storage", "ckpt.format.names", "ckpt.ranks", "ckpt.writing", "ckpt.reading"),
     ),
     "ckpt.dcp_hook": Room(
-        "ckpt.install()", ("ckpt.errors", "ckpt.torch_private", "ckpt.writing", "ckpt.reading")
+        "ckpt.install()",
+        (
+            "ckpt.errors",
+            "ckpt.torch_private",
+            "ckpt.backends.fsspec_listings",
+            "ckpt.dcp_storage",
+            "ckpt.writing",
+            "ckpt.reading",
+        ),
     ),
     "ckpt.acceptance": Room(
         "a model's worth of known values saved, loaded, compared",
