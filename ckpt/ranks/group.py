@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.ranks.collective_errors import is_connection_error, is_gloo_timeout
-from ckpt.ranks.heartbeat import Answer, Cause, Limits, Watch
+from ckpt.ranks.heartbeat import Answer, Cause, Limits, RollCall, Watch
 from ckpt.ranks.progress import Progress
 from ckpt.torch_private import default_store, group_names, set_group_timeout
 
@@ -175,14 +175,14 @@ class Ranks:
             raise RanksFailed(failures)
         return value  # type: ignore[no-any-return]
 
-    def roll_call(self, error: BaseException) -> dict[int, Answer] | None:
+    def roll_call(self, error: BaseException) -> RollCall | None:
         """Ask every rank, after a broken collective, what is the matter; None: the store is gone.
 
         This gives the broken group up first, so that ranks still waiting in it wake up and answer.
         """
         cause: Cause = "connection" if is_connection_error(error) else "own"
         if self.size == 1:
-            return {0: Answer(True, failure=_text(error), cause=cause)}
+            return RollCall({0: Answer(True, failure=_text(error), cause=cause)}, is_complete=True)
         self._give_up(error)
         return None if self._watch is None else self._watch.roll_call(_text(error), cause)
 

@@ -20,6 +20,9 @@ from ckpt.ranks.progress import Progress
 Cause = Literal["own", "connection", "watch"]
 """Why a rank failed: by an error of its own, as a connection closed, or as its watch gave up others."""
 
+_GROUP = 64
+"""How many beats are asked for at a time: who has sent none yet is found without asking for each."""
+
 _logger = logging.getLogger(__name__)
 
 
@@ -70,6 +73,18 @@ class Answer:
     cause: Cause = "own"
 
 
+@dataclass(frozen=True)
+class RollCall:
+    """The answers of a roll call, by rank.
+
+    Attributes:
+        is_complete: who has not answered would have: the others did long before its end.
+    """
+
+    answers: dict[int, Answer]
+    is_complete: bool
+
+
 @dataclass(eq=False)
 class Watch:
     """Post the beats of one rank in one save or load, and judge those of the others.
@@ -97,6 +112,7 @@ class Watch:
         self._asked_at_s: float | None = None
         self._first_since_asked: dict[int, _Beat] = {}
         self._signed_in = self._talking = self._gone = False
+        self._listened_at_s = self._newest_at_s = -1.0
         self._clock = _Clock(2 * self.limits.period_s)
         self._begun_at_s = self._answered_at_s = self._clock.now_s()
         self._closed, self._wake = threading.Event(), threading.Event()
@@ -108,8 +124,13 @@ class Watch:
         self._closed.set()
         self._wake.set()
 
-    def roll_call(self, failure: str, cause: Cause = "own") -> dict[int, Answer] | None:
-        """Tell the others of this rank's failure, and return their answers; None if the store is gone."""
+    def roll_call(self, failure: str, cause: Cause = "own") -> RollCall | None:
+        """Tell the others of this rank's failure, and return their answers; None if the store is gone.
+
+        With many ranks on a store or on cores that cannot serve them in time, those who live are
+        late too. So nobody is missed before a whole round of questions, begun in the second half of
+        the time, has brought nobody new.
+        """
         self._clock.tick()
         asked_at_s = self._clock.now_s()
         self._cause, self._failure, self._asked_at_s = cause, failure, asked_at_s
@@ -126,10 +147,15 @@ class Watch:
             environment.sleep(tick_s)
             slept_s += tick_s
             self._clock.tick()
+        answers = {rank: self._answer(rank) for rank in self._others()}
         if self._gone or self._answered_at_s < asked_at_s:
             return None
-        answers = {rank: self._answer(rank) for rank in self._others()}
-        return {**answers, self.rank: Answer(True, failure=failure, cause=cause)}
+        half_s = asked_at_s + limit_s / 2
+        is_complete = all(answer.is_alive for answer in answers.values()) or (
+            self._newest_at_s < half_s <= self._listened_at_s
+        )
+        answers[self.rank] = Answer(True, failure=failure, cause=cause)
+        return RollCall(answers, is_complete)
 
     # -- judge: in a thread that nothing can hold up --------------------------------------------------------
 
@@ -232,7 +258,15 @@ class Watch:
             _logger.warning("heartbeats end, as the rendezvous store does not answer: %s", error)
 
     def _listen(self, store: Any) -> None:
-        is_asking, ranks = self._asked_at_s is not None, self._listened()
+        is_asking, began_at_s = self._asked_at_s is not None, self._clock.now_s()
+        ranks = self._listened()
+        for start in range(0, len(ranks), _GROUP):
+            self._listen_to(store, ranks[start : start + _GROUP], is_asking)
+            self._answered_at_s = self._clock.now_s()
+        if is_asking:
+            self._listened_at_s = began_at_s
+
+    def _listen_to(self, store: Any, ranks: list[int], is_asking: bool) -> None:
         if not store.check([self._key(rank) for rank in ranks]):
             ranks = [rank for rank in ranks if store.check([self._key(rank)])]
         if not ranks:
@@ -242,10 +276,13 @@ class Watch:
             beat = _Beat(*json.loads(text))
             if beat.call != self.call:
                 continue
+            was_alive = self._answer(rank).is_alive
             if is_asking:
                 self._first_since_asked.setdefault(rank, beat)
             if rank not in self._heard or beat != self._heard[rank][0]:
                 self._heard[rank] = (beat, now_s)
+            if is_asking and not was_alive and self._answer(rank).is_alive:
+                self._newest_at_s = now_s
 
     def _key(self, rank: int) -> str:
         # The same for every save: a store that runs for months does not fill up.

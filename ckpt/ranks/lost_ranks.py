@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from ckpt.errors import CheckpointError
 from ckpt.ranks.group import Ranks
@@ -18,30 +18,36 @@ def summary(call: str, failures: Mapping[int, BaseException]) -> str:
     text = (
         str(cause) if isinstance(cause, CheckpointError) else f"rank {first}: {type(cause).__name__}: {cause}"
     )
-    more = f" (also failed: rank {', '.join(map(str, others[:10]))}{', ...' if len(others) > 10 else ''})"
-    return f"the {call} failed: {text}{more if others else ''}"
+    more = f" (also failed: rank {_names(others)})" if others else ""
+    return f"the {call} failed: {text}{more}"
 
 
 def lost(call: str, ranks: Ranks, error: Exception) -> tuple[str, dict[int, BaseException]]:
     """Find out, after a collective broke, who is gone or whose error it was: message, errors by rank."""
     first_line = str(error).splitlines()[0] if str(error) else ""
     cause = ranks.progress.given_up or f"{type(error).__name__}: {first_line}"
-    answers = ranks.roll_call(error)
-    if answers is None:
+    roll_call = ranks.roll_call(error)
+    if roll_call is None:
         reason = "the rendezvous store, or the rank that holds it, does not answer"
         return f"the {call} failed: {reason} ({cause})", {}
-    answers = dict(sorted(answers.items()))
+    answers = dict(sorted(roll_call.answers.items()))
+    silent = [rank for rank, answer in answers.items() if not answer.is_alive]
     failures: dict[int, BaseException] = {
         rank: CheckpointError(text, rank=rank)
         for rank, answer in answers.items()
-        if (text := _blame(answer)) is not None
+        if (answer.is_alive or roll_call.is_complete) and (text := _blame(answer)) is not None
     }
-    silent = [rank for rank, answer in answers.items() if not answer.is_alive]
+    if silent and not roll_call.is_complete:
+        text = (
+            f"{len(silent):,} of {len(answers):,} ranks had not answered in time (rank {_names(silent)}), and others "
+            "were late: the roll call is not complete"
+        )
+        own = f"; {summary(call, failures)}" if failures else ""
+        return f"the {call} failed: {text} ({cause}){own}", failures
     if silent:
         doing = answers[silent[0]].doing
         last = f"; when last heard of, rank {silent[0]} was {doing}" if doing else ""
-        names = ", ".join(map(str, silent))
-        return f"the {call} failed: rank {names} {_SILENT}{last} ({cause})", failures
+        return f"the {call} failed: rank {_names(silent)} {_SILENT}{last} ({cause})", failures
     if failures:
         return summary(call, failures), failures
     for rank, answer in answers.items():  # it was this rank that the others gave up
@@ -49,6 +55,10 @@ def lost(call: str, ranks: Ranks, error: Exception) -> tuple[str, dict[int, Base
             cause = f"rank {rank} says: {answer.failure}"
             break
     return f"the {call} failed: {cause}", failures
+
+
+def _names(ranks: Sequence[int]) -> str:
+    return f"{', '.join(map(str, ranks[:10]))}{', ...' if len(ranks) > 10 else ''}"
 
 
 def _blame(answer: Answer) -> str | None:

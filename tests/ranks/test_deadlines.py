@@ -175,9 +175,9 @@ def test_a_roll_call_after_one_of_another_rank() -> None:
     first.start()
     while not first._signed_in:
         time.sleep(0.01)
-    answers = first.roll_call("this one too")
-    assert answers is not None
-    assert answers[1].failure == "the other one failed"
+    roll_call = first.roll_call("this one too")
+    assert roll_call is not None
+    assert roll_call.answers[1].failure == "the other one failed"
     first.close()
     second.close()
 
@@ -259,7 +259,7 @@ def test_the_last_words_of_a_dead_rank_are_no_sign_of_life() -> None:
     while 1 not in watch._heard and time.monotonic() < deadline:
         time.sleep(0.01)
     say(2)
-    answers = watch.roll_call("lost")
+    roll_call = watch.roll_call("lost")
     watch.close()
-    assert answers is not None
-    assert (answers[1].is_alive, answers[1].doing) == (False, "saving")
+    assert roll_call is not None
+    assert (roll_call.answers[1].is_alive, roll_call.answers[1].doing) == (False, "saving")

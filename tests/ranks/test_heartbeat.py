@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from ckpt.consistency import environment
-from ckpt.ranks.heartbeat import Answer, Limits, Watch
+from ckpt.ranks.heartbeat import Answer, Cause, Limits, RollCall, Watch
 from ckpt.ranks.progress import Progress
 from ckpt.testing.choices import Seeded
 from ckpt.testing.virtual_time import Process, VirtualTime
@@ -61,6 +61,7 @@ class Rank:
         self.progress, self.broken = Progress(), threading.Event()
         self.gave_up_at_s: float | None = None
         self.answers: dict[int, Answer] | None = None
+        self.roll_call: RollCall | None = None
         self.watch = Watch(
             job.store, "test", rank=number, size=job.size, call=call, limits=job.limits,
             progress=self.progress, break_off=self._break_off,
@@ -83,7 +84,11 @@ class Rank:
         return not environment.wait(self.broken, duration_s)
 
     def call_roll(self) -> None:
-        self.answers = self.watch.roll_call("Connection closed", "connection")
+        self.fail("Connection closed", "connection")
+
+    def fail(self, text: str, cause: Cause = "own") -> None:
+        self.roll_call = self.watch.roll_call(text, cause)
+        self.answers = None if self.roll_call is None else self.roll_call.answers
 
 
 class Job:
@@ -159,6 +164,8 @@ def test_a_stopped_rank_is_named_in_time(size: int, stopped: int, timeout_s: flo
         assert rank.gave_up_at_s is not None
         assert rank.gave_up_at_s - began_s <= timeout_s
         assert rank.answers is not None
+        assert rank.roll_call is not None
+        assert rank.roll_call.is_complete
         assert not rank.answers[stopped].is_alive
         assert rank.answers[stopped].doing == "writing c"
         assert all(rank.answers[other].is_alive for other in range(size) if other != stopped)
@@ -194,7 +201,7 @@ def test_the_failure_of_one_reaches_all() -> None:
 
     def fails(rank: Rank) -> None:
         rank.sleep(10)
-        rank.answers = rank.watch.roll_call("ValueError: no")
+        rank.fail("ValueError: no")
 
     job.run(waits, waits, fails, waits)
     assert job.ranks[0].progress.given_up == "rank 2 says: ValueError: no"
@@ -306,6 +313,27 @@ def test_the_last_words_of_a_dead_rank_are_no_sign_of_life() -> None:
     job.run(asks, dies)
     assert job.ranks[0].answers is not None
     assert not job.ranks[0].answers[1].is_alive
+
+
+def test_a_roll_call_that_was_too_short_accuses_nobody() -> None:
+    """Some ranks wait for a core, or for a store that too many ask; one after the other they answer."""
+    size = 20
+    job = Job(size)
+
+    def asks(rank: Rank) -> None:
+        rank.sleep(20)
+        if rank.number >= 10:
+            job.stop(rank.number, until_s=20 + 1.5 * (rank.number - 9))
+            environment.sleep(1.5 * (rank.number - 9))
+        rank.call_roll()
+
+    job.run(*[asks] * size)
+    for rank in job.ranks:
+        assert rank.roll_call is not None
+        assert rank.answers is not None
+        is_heard = all(answer.is_alive for answer in rank.answers.values())
+        assert rank.roll_call.is_complete is is_heard
+        assert is_heard is (rank.number >= 13)  # who asked later
 
 
 def test_what_was_said_in_another_call_does_not_count() -> None:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ckpt.errors import CheckpointError, StorageUnavailable
 from ckpt.ranks.collective_errors import is_connection_error, is_gloo_timeout
-from ckpt.ranks.heartbeat import Answer
+from ckpt.ranks.heartbeat import Answer, RollCall
 from ckpt.ranks.lost_ranks import lost, summary
 from ckpt.ranks.progress import Progress
 
@@ -44,16 +44,18 @@ def test_errors_of_ones_own(error: Exception) -> None:
 class Asked:
     """In the place of the ranks, with what they answer."""
 
-    def __init__(self, answers: dict[int, Answer] | None, given_up: str | None = None) -> None:
-        self.answers, self.rank, self.progress = answers, 0, Progress()
+    def __init__(self, roll_call: RollCall | None, given_up: str | None) -> None:
+        self.answer, self.rank, self.progress = roll_call, 0, Progress()
         self.progress.given_up = given_up
 
-    def roll_call(self, error: Exception) -> dict[int, Answer] | None:
-        return self.answers
+    def roll_call(self, error: Exception) -> RollCall | None:
+        return self.answer
 
 
-def said(answers: dict[int, Answer] | None, given_up: str | None = None) -> tuple[str, dict[int, str]]:
-    ranks: Any = Asked(answers, given_up)
+def said(
+    answers: dict[int, Answer] | None, given_up: str | None = None, *, is_complete: bool = True
+) -> tuple[str, dict[int, str]]:
+    ranks: Any = Asked(None if answers is None else RollCall(answers, is_complete), given_up)
     message, failures = lost("save", ranks, CLOSED)
     return message, {rank: str(error) for rank, error in failures.items()}
 
@@ -68,6 +70,19 @@ def test_a_silent_rank_is_named() -> None:
     assert failures == {
         2: "rank 2: does not answer: killed, crashed, or stuck; when last heard of, it was saving c"
     }
+
+
+def test_a_roll_call_that_is_not_complete_accuses_nobody() -> None:
+    answers = {0: ME, **dict.fromkeys(range(1, 43), Answer(False)), 43: ME}
+    message, failures = said(answers, is_complete=False)
+    assert message.startswith(
+        "the save failed: 42 of 44 ranks had not answered in time (rank 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, ...), and "
+        "others were late: the roll call is not complete (RuntimeError: "
+    )
+    assert not failures
+    message, failures = said({**answers, 43: Answer(True, failure="disk full")}, is_complete=False)
+    assert message.endswith("; the save failed: rank 43: disk full")
+    assert list(failures) == [43]
 
 
 def test_the_error_of_a_rank_is_named_and_not_what_follows_from_it() -> None:

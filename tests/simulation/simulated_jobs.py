@@ -30,7 +30,7 @@ from ckpt.consistency import environment
 from ckpt.consistency.commit import proves_no_commit
 from ckpt.errors import CommitConflict, NotCommitted, NotFound, SaveFailed
 from ckpt.ranks.collective_errors import is_connection_error
-from ckpt.ranks.heartbeat import Answer
+from ckpt.ranks.heartbeat import Answer, RollCall
 from ckpt.ranks.progress import Progress
 from ckpt.reading.reader import CheckpointReader
 from ckpt.testing.simulated_store import SimulatedStore
@@ -174,11 +174,12 @@ class Ranks:
             raise answer
         return answer
 
-    def roll_call(self, error: Exception) -> dict[int, Answer]:
+    def roll_call(self, error: Exception) -> RollCall:
         environment.sleep(10)
         silent = [member.crashed or member.stalled for member in self._group.members]
         alive = Answer(True, failure=str(error), cause="connection" if is_connection_error(error) else "own")
-        return {rank: Answer(False) if silent[rank] else alive for rank in range(self.size)}
+        answers = {rank: Answer(False) if silent[rank] else alive for rank in range(self.size)}
+        return RollCall(answers, is_complete=True)
 
 
 @dataclass(frozen=True)
