@@ -276,6 +276,8 @@ def _judge(outcome: Outcome, url: str, options: dict[str, Any], verify: bool) ->
         if not when:
             problems += _collect_garbage(url, options, outcome.loaded)
     attempts = {rank: attempt for rank, attempt in enumerate(outcome.attempts) if attempt is not None}
+    killed = trial.victims if trial.signal else ()
+    problems += [f"rank {rank} died" for rank in range(trial.ranks) if rank not in {*attempts, *killed}]
     if not all(attempt.is_exact for attempt in attempts.values()):
         problems.append("a load that worked gave other values than were saved")
     failures = {rank: attempt.failure for rank, attempt in attempts.items() if attempt.failure is not None}

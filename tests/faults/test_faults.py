@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -40,6 +41,15 @@ def writes_in_place() -> None:
 
 def acknowledges_without_a_commit() -> None:
     vars(ckpt.writing.coordinator)["publish"] = lambda *args, **kwargs: True
+
+
+def dies_before_it_begins() -> None:
+    os._exit(1)
+
+
+def test_a_rank_that_dies_by_itself_is_noticed(s3: S3Server) -> None:
+    trial = replace(draw(FAULTS.index(UNSEEN)), ranks=1, first=True, in_background=False)
+    assert run(trial, s3, dies_before_it_begins).problems == ["rank 0 died"]
 
 
 @pytest.mark.parametrize("breakage", [writes_in_place, acknowledges_without_a_commit])

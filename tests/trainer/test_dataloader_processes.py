@@ -119,8 +119,14 @@ def test_workers_end_with_their_iteration(file: Path) -> None:
 
 
 def test_a_worker_that_dies(file: Path) -> None:
-    """torch's signal handler raises wherever the program is, so it can be torch's error or ours."""
-    loader = loader_of(file, 2)
+    """torch's signal handler raises wherever the program is, so it can be torch's error or ours.
+
+    Or it is lost, where Python ignores errors (in `__del__`): then the next wait finds the worker
+    dead when its time is over.
+    """
+    loader = RescalableLoader(
+        dataset_of(file), batch_size=3, num_workers=2, multiprocessing_context=FORK, timeout_s=20
+    )
     batches = iter(loader)
     next(batches)
     before = loader.state_dict()["shards"]["data"]
