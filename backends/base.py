@@ -64,6 +64,7 @@ class Capabilities:
         atomic_replace: `PutMode.OVERWRITE` shows readers the old bytes or the new, nothing between.
         list_after_write: `list` shows all that any client wrote before it was called.
         cross_client_visibility: every other client sees at once what one client wrote.
+        visible_is_durable: what any client sees is durable, also if its put failed or got no answer.
         parallel_parts: parts of one object can be in flight at the same time, and gain from it.
         verifies_checksums: the store itself refuses bytes that do not match the checksum sent
             along.
@@ -75,6 +76,7 @@ class Capabilities:
     atomic_replace: bool = False
     list_after_write: bool = False
     cross_client_visibility: bool = False
+    visible_is_durable: bool = False
     parallel_parts: bool = False
     verifies_checksums: bool = False
     max_object_size_bytes: int = 1 << 62

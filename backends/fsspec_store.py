@@ -70,6 +70,7 @@ class FsspecStore(Store):
         return Capabilities(
             atomic_replace=objects,
             cross_client_visibility=objects or protocol in LOCAL,
+            visible_is_durable=objects,
             max_object_size_bytes=5 << 40 if s3 else 1 << 62,
             min_part_size_bytes=5 * MIB if s3 else 1,
             max_part_size_bytes=5 << 30 if s3 else 1 << 62,

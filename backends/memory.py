@@ -92,6 +92,7 @@ class MemoryStore(Store):
             atomic_replace=True,
             list_after_write=not self._lag_s,
             cross_client_visibility=not self._lag_s,
+            visible_is_durable=True,
         )
 
     def put(self, key: str, body: Body, *, mode: PutMode = PutMode.OVERWRITE) -> None:

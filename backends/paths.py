@@ -95,15 +95,26 @@ def list_way_to(path: str) -> None:
 
 def files_below(top: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
     """List every file below `top`, links not followed. Files may vanish meanwhile."""
-    try:
-        entries = list(os.scandir(top))
-    except (FileNotFoundError, NotADirectoryError):
-        return
-    for entry in entries:
-        if entry.is_dir(follow_symlinks=False):
-            yield from files_below(entry.path)
-        else:
-            yield entry.path, entry
+    folders = [top]
+    while folders:
+        try:
+            entries = list(os.scandir(folders.pop()))
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                folders.append(entry.path)
+            else:
+                yield entry.path, entry
+
+
+def parents_on_device(path: str) -> Iterator[str]:
+    """List the directories above `path`, as far as its file system reaches."""
+    path = os.path.realpath(path)
+    device = os.stat(path).st_dev
+    while (parent := os.path.dirname(path)) != path and os.stat(parent).st_dev == device:
+        yield parent
+        path = parent
 
 
 def filesystem_type(path: str) -> str:

@@ -77,6 +77,7 @@ class PosixStore(Store):
         self._root = paths.path_of(url)
         self.url = self.directory = self._root
         self.threads = threads
+        self._durable: set[str] = set()  # directories whose own names are durable
 
     @cached_property
     def _real_root(self) -> str:
@@ -116,7 +117,7 @@ class PosixStore(Store):
             raise
         if self._fsync:
             with self._translated(key, "make the file's name durable", settled=False):
-                _fsync_directory(directory)
+                self._make_names_durable(directory)
 
     def _write(self, temporary: str, body: Body, key: str) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
@@ -232,6 +233,22 @@ class PosixStore(Store):
                 os.mkdir(path)
         if self._fsync:
             _fsync_directory(parent)
+
+    def _make_names_durable(self, directory: str) -> None:
+        """Make the names in a directory durable, and the first time its own.
+
+        Who made it may have died before it did that, or never do it. Above the root, that is done
+        with the first file directly in it: a commit record, and not the files of every rank.
+        """
+        _fsync_directory(directory)
+        if directory in self._durable:
+            return
+        parents = paths.parents_on_device(directory)
+        if directory != self._root:
+            parents = (parent for parent in parents if paths.is_within(parent, self._real_root))
+        for parent in parents:
+            _fsync_directory(parent)
+        self._durable.add(directory)
 
     def _path(self, key: str) -> str:
         return os.path.join(self._root, *check_key(key).split("/"))

@@ -122,7 +122,8 @@ def publish(
     Raises:
         CommitConflict: the place does not hold `previous` any more.
         CommitUnknown: the put got no answer, and the record is not to be seen. It may still appear,
-            so nothing that it lists may be deleted. Or the record is there, but `.metadata` is not.
+            so nothing that it lists may be deleted. Or the record is there, but may not be durable, or
+            `.metadata` is not there.
         CommitError: the commit failed; what was committed before still is.
     """
     if read_commit_bytes(store) != previous:
@@ -161,8 +162,15 @@ def _put_record(store: Store, record: bytes, previous: bytes | None, confirm_tim
         _CONFIRM_TIMEOUT_S if confirm_timeout_s is None else min(confirm_timeout_s, _CONFIRM_TIMEOUT_S)
     )
     commit = _look_for(store, record, 0.0 if settled or refused else confirm_s)
-    if commit == record:
+    if commit == record and store.capabilities.visible_is_durable:
         return False
+    if commit == record:
+        raise CommitUnknown(
+            f"the checkpoint was committed and can be loaded, but may be lost in a power failure ({failure.message}); "
+            "save again before you delete others",
+            url=store.url,
+            key=COMMIT_KEY,
+        ) from failure
     if refused and settled and commit is not None:
         raise _conflict(store) from failure
     # An earlier try of this put may have made what refused it, and another save replaced it since.

@@ -59,6 +59,7 @@ class S3ApiStore(Store):
             conditional_create=self._s3.condition is Condition.HONOURED,
             atomic_replace=True,
             cross_client_visibility=True,
+            visible_is_durable=True,
             parallel_parts=True,
             max_object_size_bytes=5 << 40,
             min_part_size_bytes=5 << 20,

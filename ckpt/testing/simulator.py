@@ -72,6 +72,7 @@ class World(Objects, VirtualTime):
             atomic_replace=True,
             list_after_write=not model.list_lag_s,
             cross_client_visibility=not model.visibility_s,
+            visible_is_durable=True,
         )
         weights = {**dict.fromkeys(FAULTS, 0.0), **model.faults, "none": 1.0}
         self._weights = [weights[fault] for fault in FAULTS]

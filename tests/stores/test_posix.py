@@ -176,6 +176,32 @@ def test_a_name_that_may_not_be_durable(store: PosixStore, monkeypatch: pytest.M
     assert read_bytes(store, "k") == b"x"
 
 
+@pytest.mark.parametrize("key", ["k", "rank-00000/k"])
+def test_folders_that_others_have_made_are_made_durable_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    """Who made them, a launcher or a save that was killed, may not have done it."""
+    fsync, synced = os.fsync, list[str]()
+
+    def note(fd: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+        fsync(fd)
+
+    root = tmp_path / "run" / "step-1"
+    (root / "rank-00000").mkdir(parents=True)
+    store = PosixStore(str(root))
+    monkeypatch.setattr(os, "fsync", note)
+    put_bytes(store, key, b"x")
+    above = [*root.parents] if key == "k" else [root]
+    device = root.stat().st_dev
+    wanted = [str(path) for path in above if path.stat().st_dev == device]
+    _, directory, *rest = synced
+    assert (directory, rest) == (str((root / key).parent), wanted)
+    synced.clear()
+    put_bytes(store, key, b"y")
+    assert len(synced) == 2
+
+
 def test_a_refused_create_is_settled(store: PosixStore) -> None:
     put_bytes(store, "k", b"x")
     with pytest.raises(AlreadyExists) as caught:

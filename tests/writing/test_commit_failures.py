@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -118,6 +120,41 @@ def test_every_reply_to_the_commit_is_lost(
     proxy.rule = lambda call: "lose" if call.method == "PUT" and call.key.endswith("commit.json") else "pass"
     ckpt.save(state_of(0, 2), url, storage_options=options)
     assert load_is(2, 0, *proxied)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_nothing_is_acknowledged_that_a_disk_has_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: bool
+) -> None:
+    """At each fsync in turn, EIO. After the last ones the record can be read, which proves nothing."""
+    fsync, calls = os.fsync, 0
+    outcomes: list[type[BaseException] | None] = []
+
+    def fail_once(fd: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == len(outcomes) + 1:
+            raise OSError(errno.EIO, "Input/output error")
+        fsync(fd)
+
+    while not outcomes or outcomes[-1] is not None:
+        place = tmp_path / str(len(outcomes))
+        if not first:
+            ckpt.save(state_of(0, 1), place)
+        calls = 0
+        monkeypatch.setattr(os, "fsync", fail_once)
+        try:
+            ckpt.save(state_of(0, 2), place)
+            outcomes.append(None)
+        except SaveFailed as error:
+            outcomes.append(type(error.failures[0]))
+        monkeypatch.undo()
+        if outcomes[-1] is CommitUnknown or outcomes[-1] is None:
+            assert load_is(2, 0, str(place), {})
+        elif not first:
+            assert load_is(1, 0, str(place), {})
+    assert calls == len(outcomes) - 1 > 5  # no fsync is left that may fail unheard
+    assert CommitUnknown in outcomes
 
 
 @pytest.mark.parametrize("first", [True, pytest.param(False, marks=pytest.mark.long)])
