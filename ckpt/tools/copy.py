@@ -40,9 +40,10 @@ from ckpt.format.names import ObjectName, data_key, manifest_key, rank_directory
 from ckpt.format.records import FORMAT_VERSION, CommitRecord, ManifestRef, RankManifest, encode, read_commit
 from ckpt.reading.checkpoint import Checkpoint, ReadSettings
 from ckpt.reading.opening import open_checkpoint, open_parts
+from ckpt.tools.copy_claims import CopyClaims
 from ckpt.tools.copy_stock import check_wanted, copy_stock
 from ckpt.tools.findings import Copied, Damage
-from ckpt.tools.gc import DEFAULT_GRACE_S, stems_of
+from ckpt.tools.gc import DEFAULT_GRACE_S, stems_of, time_of
 from ckpt.tools.record_checks import IndexedItems, each_manifest, items_by_file, read_manifest
 from ckpt.transfer.buffer_pool import StagingPool
 from ckpt.transfer.fetcher import StoredFile
@@ -147,6 +148,8 @@ class _CheckpointCopy:
         self._indexed = IndexedItems(columns_of(checkpoint.metadata, url=source.url))
         self._paths: dict[str, str] = {}
         self._refs: list[ManifestRef] = []
+        self._objects = SaveObjects()
+        self._claims = CopyClaims(destination, self._objects.token)
 
     def run(self, overwrite: bool) -> Copied:
         if not overwrite and (same := self._same_commit()) is not None:
@@ -154,8 +157,7 @@ class _CheckpointCopy:
                 put_bytes(self._to, STOCK_METADATA_KEY, stock_metadata_of(self._to, same))
             self._done.already_there = True
             return self._done
-        objects = SaveObjects()
-        coordinator = Coordinator(self._to, objects)
+        coordinator = Coordinator(self._to, self._objects)
         coordinator.look(overwrite=overwrite)
         leftovers = self._find_leftovers()
         self._to.prepare(rank_directory(0))
@@ -172,13 +174,15 @@ class _CheckpointCopy:
         renamed = [self._paths[path] for path in columns.files]
         try:
             coordinator.commit_columns(
-                dataclasses.replace(columns, files=renamed, save_id=objects.token),
+                dataclasses.replace(columns, files=renamed, save_id=self._objects.token),
                 msgspec.structs.replace(self._commit, **facts),
+                check=self._claims.check,
             )
         except CheckpointError as error:
             if proves_no_commit(error):
-                objects.discard(self._to)  # the index; data files serve the next attempt
+                self._objects.discard(self._to)  # the index; data files serve the next attempt
             raise
+        self._claims.close()
         return self._done
 
     # -- the source ------------------------------------------------------------------------------------
@@ -256,14 +260,14 @@ class _CheckpointCopy:
         # The one with the most objects first.
         for token, sizes in sorted(leftovers.items(), key=lambda each: len(each[1]), reverse=True):
             data = {number: size for number, size in sizes.items() if number is not None}
-            if not data or not data.items() <= expected.items():
+            if not data or not data.items() <= expected.items() or not self._claims.take(token):
                 continue
             rank = _RankCopy(ref, manifest, token, frozenset(data))
             if None in sizes and not self._holds(manifest_key(ref.rank, token), rank.encode()):
                 continue
             if all(self._is_right(rank, number, threads) for number in data):
                 return rank
-        return _RankCopy(ref, manifest, environment.token(), frozenset())
+        return _RankCopy(ref, manifest, self._claims.new(), frozenset())
 
     def _holds(self, key: str, expected: bytes) -> bool:
         try:

@@ -6,7 +6,7 @@ import contextlib
 import datetime
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 import msgspec
@@ -104,8 +104,13 @@ class Coordinator:
         self.commit_columns(columns, self._record(receipts, world_size, tags))
         return described
 
-    def commit_columns(self, columns: Columns, record: CommitRecord) -> None:
-        """Write the index of `columns` and commit `record` with it. Raises as `commit`."""
+    def commit_columns(
+        self, columns: Columns, record: CommitRecord, *, check: Callable[[], None] = lambda: None
+    ) -> None:
+        """Write the index of `columns` and commit `record` with it. Raises as `commit`.
+
+        `check` is called in between, and raises if the save must not be committed.
+        """
         with no_gc():
             index, stock_metadata = self._index(columns), seal_pickle(pickled_metadata(columns))
         key = index_key(self._objects.rank, self._objects.token)
@@ -120,8 +125,9 @@ class Coordinator:
         self._objects.add(key)
         try:
             self._store.put(key, index)
+            check()
             if self._previous is None:
-                learn_condition(self._store, probe_key(self._objects.rank, self._objects.token))
+                learn_condition(self._store, probe_key(self._objects.rank, environment.token()))
             acknowledged = self._publish(sealed, stock_metadata)
         except CommitUnknown:
             self._objects.release()

@@ -31,7 +31,7 @@ from simulation.simulated_schedules import MOUNT, OLD_S3, PROMPT, Plan, Simulati
 SOURCE, COPY = "simulated://step-1", "simulated://step-2"
 ONE_SAVE = Plan(1, 1, [("save", SOURCE)])
 GRACE_S = 3 * 3600.0
-"""Longer than any save here takes, and by how much clocks differ."""
+"""Longer than any save here takes."""
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +50,8 @@ class ToolGuard(Guard):
 
     def changed(self, world: World, name: str, before: Version | None, after: Version) -> None:
         place, _, key = name.partition("/")
+        if key.endswith(".probe") and not world.model.conditional_create:
+            return  # two copies can both find the name free
         is_committed = world.truth(f"{place}/{COMMIT_KEY}") is not None
         if is_committed and key == STOCK_METADATA_KEY and _is_gc(after) and after.data is None:
             raise Violation(f"{after.process} deleted {name} of a checkpoint")
@@ -59,6 +61,8 @@ class ToolGuard(Guard):
         if not (_is_gc(after) and after.data is None):
             super()._check_permission(name, key, before, after)
             return
+        if before.process is after.process:
+            return  # by which it told the time
         if isinstance(before.process, Process) and not before.process.done:
             raise Violation(f"{after.process} deleted {name}, which {before.process} has just written")
         if key != STOCK_METADATA_KEY and not is_our_name(key):
@@ -151,7 +155,7 @@ def test_a_fault_at_every_request_of_a_copy(fault: str) -> None:
     assert total["schedules"] > 5
     if fault == "crash":
         assert total["crashed"] == total["schedules"] - 1 > 15
-        assert total["kept files"] > 3
+        assert total["kept files"] > 1  # a copy that has put its index is not continued
 
 
 def test_copies_by_chance() -> None:
@@ -165,6 +169,86 @@ def test_copies_by_chance() -> None:
     assert total["crashed"] > 3
     assert total["failed"] > 10
     assert total["kept files"] > 3
+
+
+def stalled(choices: Choices, model: Model, *, again: str, before: int) -> Counter[str]:
+    """Have a copy stall, be run again, and what that committed be replaced or removed; then it goes on.
+
+    Args:
+        again: "save" or "delete", at the destination after the second copy.
+        before: how many copies were killed before, with a file sent.
+    """
+    quiet = replace(model, faults={})
+    simulation = Simulation(choices, quiet)
+    watched(simulation)
+    world = simulation.world
+
+    def copy(name: str) -> Process:
+        return world.start(f"copy {name}", name, partial(ckpt.copy, SOURCE, COPY, overwrite=True))
+
+    def data_files() -> int:
+        names = [name for name in world.versions if name.startswith("step-2/") and ".distcp" in name]
+        return len(names)
+
+    def save(url: str) -> None:
+        job = simulation.start_job(f"job{len(world.processes)}", Plan(2, 1, [("save", url)]))
+        world.run(until=lambda: job.done)
+        world.settle(model.visibility_s)
+
+    with simulated(world):
+        save(SOURCE)
+        if again == "save":
+            save(COPY)
+        for number in range(before):
+            count, killed = data_files(), copy(f"killed{number}")
+            world.run(until=lambda: data_files() > count)  # noqa: B023 (called at once)
+            world.crash(killed)
+            world.settle(model.visibility_s + model.list_lag_s)
+        world.adopt(replace(model, faults={"stall": 0.05}, stall_s=1e5))
+        zombie = copy("zombie")
+        world.run(until=lambda: zombie.stalled or zombie.done)
+        world.adopt(quiet)
+        world.settle(model.visibility_s + model.list_lag_s)
+        second = copy("second")
+        world.run(until=lambda: second.done)
+        assert zombie.done or second.result is not None, second.error
+        world.settle(model.visibility_s)
+        if again == "save":
+            save(COPY)
+        else:
+            removal = world.start("delete", "r", partial(ckpt.remove, COPY))
+            world.run(until=lambda: removal.done)
+        world.run()
+        world.settle(model.visibility_s)
+        if world.truth(f"step-2/{COMMIT_KEY}") is not None:
+            load(simulation, COPY)
+            result = result_of(world, "verify", "new", lambda: ckpt.verify(COPY))
+            assert isinstance(result, Verification)
+            # A put of `.metadata` can come late, as that of any save; `ckpt gc` writes it anew.
+            assert {damage.kind for damage in result.damages} <= {"stock_metadata"}
+    kept = 0 if second.result is None else second.result.kept_files
+    return Counter(schedules=1, kept=kept, went_on=not zombie.done or zombie.error is None)
+
+
+@pytest.mark.parametrize("again", ["save", "delete"])
+@pytest.mark.parametrize("before", [0, 1, pytest.param(2, marks=pytest.mark.long)])
+def test_a_copy_that_stalls_commits_nothing_that_is_gone(again: str, before: int) -> None:
+    """A later copy may have taken up its files, and committed them."""
+    total: Counter[str] = Counter()
+    for choices in Exhaustive.all(1):
+        total += stalled(choices, PROMPT, again=again, before=before)
+    assert total["schedules"] > 10
+    assert total["kept"] > 5
+
+
+@pytest.mark.parametrize("model", [MOUNT, OLD_S3])
+def test_a_copy_that_stalls_where_storage_lags(model: Model) -> None:
+    total: Counter[str] = Counter()
+    for seed in range(40):
+        chance = random.Random(seed)
+        again, before = chance.choice(("save", "delete")), chance.randint(0, 2)
+        total += stalled(Seeded(seed), model, again=again, before=before)
+    assert total["kept"] > 5
 
 
 # -- verify ----------------------------------------------------------------------------------------
@@ -222,6 +306,7 @@ def collected(seed: int) -> Counter[str]:
     with simulated(world):
         world.run()
         world.settle(GRACE_S + 1200.0)
+        world.adopt(replace(world.model, clock_skew_s=100 * GRACE_S))  # of the nodes that begin now
         simulation.start_job("later", Plan(chance.randint(1, 2), 2, [("save", chance.choice(urls))] * 2))
         for number, url in enumerate(urls):
             world.start(f"gc {number}", "gc", partial(collect_twice, world, url))
@@ -276,6 +361,6 @@ def test_gc_deletes_nothing_live_in_many_schedules(chunk: int) -> None:
 
 def test_the_guard_sees_a_gc_that_is_too_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """The guard objects to a grace period that is shorter than a save."""
-    monkeypatch.setattr("simulation.test_tools_simulated.GRACE_S", -1300.0)
+    monkeypatch.setattr("simulation.test_tools_simulated.GRACE_S", -1.0)
     with pytest.raises(Violation, match=r"has just written|took"):
         run_seeds(range(60))
