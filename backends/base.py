@@ -247,7 +247,7 @@ class Store(ABC):
         return self.directory is not None and os.path.isfile(self.directory)
 
     def remove_empty(self, prefix: str = "") -> None:  # noqa: B027 (most stores have no directories)
-        """Remove the empty directories at and below `prefix` (as for `prepare`)."""
+        """Remove the directory `prefix` (as for `prepare`) if it is empty; others stay."""
 
     def free_bytes(self) -> int | None:
         """Return how much more this client may store here, if known."""

@@ -232,13 +232,8 @@ class FsspecStore(Store):
         files = self._files
         if files.protocol not in _EMPTY_ONLY:
             return
-        top = files.folder(prefix)
-        with files.translated(prefix, "remove the empty directory"):
-            listed = files.find(top, withdirs=True)
-            folders = {path for path, facts in listed.items() if facts["type"] == "directory"}
-            for path in [*sorted(folders - {top}, key=len, reverse=True), top]:
-                with contextlib.suppress(Exception):  # it is not empty, or not there
-                    files.fs.rmdir(path)
+        with contextlib.suppress(Exception):  # it is not empty, or not there
+            files.fs.rmdir(files.folder(prefix))
 
     def close(self) -> None:
         self._files.close()

@@ -203,12 +203,10 @@ class PosixStore(Store):
                     yield entry.name
 
     def remove_empty(self, prefix: str = "") -> None:
-        top = self._folder(prefix)
-        self._refuse_outside(paths.real_directory(top), prefix)
-        with self._translated(prefix, "remove the empty directory"):
-            for directory, _, _ in os.walk(top, topdown=False):
-                with contextlib.suppress(OSError):  # it is not empty, or a mount, or not ours to remove
-                    os.rmdir(directory)
+        path = self._folder(prefix)
+        self._refuse_outside(paths.real_directory(path), prefix)
+        with contextlib.suppress(OSError):  # it is not empty, or a mount, or not ours to remove
+            os.rmdir(path)
 
     def free_bytes(self) -> int | None:
         path = self._root

@@ -26,6 +26,7 @@ from ckpt.backends.registry import open_store
 from ckpt.consistency.commit import proves_no_commit
 from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.format.names import is_our_name
+from ckpt.tools.gc import remove_folders
 from ckpt.tools.preflight import check_place
 from ckpt.tools.remove import remove
 from ckpt.writing.writer import CheckpointWriter
@@ -311,6 +312,6 @@ class _RoundtripRun:
                 keys = [stat.key for stat in store.list() if stat.key.startswith(mine)]
                 store.delete(filter(is_our_name, keys))
                 store.abandon(choose=lambda stat: stat.key.startswith(mine))
-                store.remove_empty()
+                remove_folders(store)
         except Exception as error:
             _logger.warning("files of the failed save could not be deleted (`ckpt gc` can): %s", error)

@@ -45,7 +45,7 @@ def gc(
             return
         rows = table("checkpoint", "leftover", ">bytes", ">age")
         for item in garbage.items:
-            nbytes = "upload" if item.unfinished else size(item.size_bytes)
+            nbytes = "upload" if item.unfinished and not item.size_bytes else size(item.size_bytes)
             rows.add_row(shown(item.place or "."), shown(item.key), nbytes, age(item.age_s))
         if garbage.items:
             output.print(rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 
 import pytest
@@ -75,8 +76,13 @@ class PlaceTests(StoreUnderTest):
     def test_only_empty_directories_are_removed(self, store: Store) -> None:
         store.prepare("p/empty/deep")
         put_bytes(store, "p/full/k", b"x")
-        store.remove_empty("p")
-        store.remove_empty("nothing")
+        for prefix in ("p", "p/empty", "p/full", "nothing", ""):
+            store.remove_empty(prefix)
+        if store.directory is not None:
+            assert os.path.isdir(os.path.join(store.directory, "p", "empty", "deep"))
+        store.remove_empty("p/empty/deep")
+        if store.directory is not None:
+            assert os.listdir(os.path.join(store.directory, "p", "empty")) == []
         assert self.raw_get(store, "p/full/k") == b"x"
         put_bytes(store, "p/empty/deep/k", b"x")
         assert self.raw_get(store, "p/empty/deep/k") == b"x"

@@ -23,7 +23,6 @@ import msgspec
 from ckpt.backends.base import PutMode, Store, exists, put_bytes, read_bytes
 from ckpt.backends.bodies import Body, CheckedBody
 from ckpt.backends.registry import open_store
-from ckpt.consistency import environment
 from ckpt.consistency.checksums import crc64nvme, crc_text
 from ckpt.consistency.commit import STOCK_METADATA_KEY, proves_no_commit
 from ckpt.errors import (
@@ -221,12 +220,13 @@ class _CheckpointCopy:
         commit = read_commit(self._to)
         used = stems_of(None if commit is None else commit.record)
         leftovers: _Leftovers = defaultdict(lambda: defaultdict(dict))
+        now_s: float | None = None
         for stat in itertools.islice(self._to.list("rank-"), _MAX_LEFTOVERS):
             name = ObjectName.parse(stat.key)
-            age_s = 0.0 if stat.modified_at_s is None else environment.now() - stat.modified_at_s
-            if name is None or name.stem in used or age_s >= _MAX_LEFTOVER_AGE_S:
+            if name is None or name.stem in used or name.kind not in ("distcp", "json"):
                 continue
-            if name.kind in ("distcp", "json"):
+            now_s = time_of(self._to) if now_s is None else now_s
+            if stat.modified_at_s is None or now_s - stat.modified_at_s < _MAX_LEFTOVER_AGE_S:
                 leftovers[name.rank][name.token][name.number] = stat.size_bytes
         return leftovers
 

@@ -14,6 +14,7 @@ import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from ckpt.backends.base import ObjectStat, Store, exists, put_bytes, read_bytes
@@ -21,8 +22,9 @@ from ckpt.backends.registry import open_store
 from ckpt.backends.wrapper import PrefixStore
 from ckpt.consistency import environment
 from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY, is_foreign
+from ckpt.consistency.storage_clock import storage_now
 from ckpt.errors import CheckpointError, FormatError, NotFound, StorageError
-from ckpt.format.names import ObjectName, is_our_name, split_place
+from ckpt.format.names import ObjectName, is_our_name, is_rank_directory, probe_key, split_place
 from ckpt.format.records import CommitRecord, StoredCommit, read_commit
 from ckpt.tools.findings import find_uploads
 from ckpt.tools.ls import find_folders
@@ -36,7 +38,7 @@ class GarbageItem:
 
     Attributes:
         place: the checkpoint's folder, relative to the root.
-        unfinished: it is an upload or a temporary file, of unknown size.
+        unfinished: it is an upload, whose size is unknown (0), or a temporary file.
     """
 
     place: str
@@ -91,12 +93,12 @@ def collect_garbage(
     with contextlib.closing(open_store(root, storage_options)) as store:
         base = os.fspath(root).rstrip("/")
         garbage = Garbage(store.url)
-        collector = _Collector(garbage, environment.now() - grace_s, dry_run)
         ours: set[str] = set()
         leftovers: list[_OldObjects] = []
         folders = list(find_folders(store, depth=depth))
         if not folders and next(iter(store.list()), None) is None and not find_uploads(store, 1):
             raise NotFound("there is nothing here", url=store.url)
+        collector = _Collector(garbage, store, grace_s, dry_run)
         for folder, listed in folders:
             if listed.state in ("damaged", "unreadable"):
                 garbage.skipped[listed.path] = f"its commit record cannot be read: {listed.problem}"
@@ -114,6 +116,8 @@ def collect_garbage(
             with contextlib.closing(open_store(url, storage_options)) as own:
                 collector.clean(own, old)
         collector.abandon(store, ours)
+        for path in () if dry_run else {item.place for item in garbage.items}:
+            remove_folders(PrefixStore(store, path))
     return garbage
 
 
@@ -128,11 +132,17 @@ class _OldObjects:
 
 @dataclass(frozen=True)
 class _Collector:
-    """Find and remove leftovers last modified before `before_s`; note them in `garbage`."""
+    """Find and remove leftovers older than `grace_s`; note them in `garbage`."""
 
     garbage: Garbage
-    before_s: float
+    store: Store
+    grace_s: float
     dry_run: bool
+
+    @cached_property
+    def now_s(self) -> float:
+        """The storage's time; this machine's where nothing is to be written."""
+        return environment.now() if self.dry_run else time_of(self.store)
 
     def look(self, folder: PrefixStore) -> Iterator[_OldObjects]:
         """Find the old leftovers of a folder."""
@@ -173,14 +183,12 @@ class _Collector:
             going = [stat for stat in old.stats if stat.key != STOCK_METADATA_KEY or metadata is not None]
             if not self.dry_run:
                 store.delete([stat.key for stat in going])
-                store.remove_empty()
             for stat in going:
                 self._note(old.path, stat)
 
     def _note(self, path: str, stat: ObjectStat, *, unfinished: bool = False) -> None:
-        age_s = environment.now() - (stat.modified_at_s or 0.0)
-        size_bytes = 0 if unfinished else stat.size_bytes
-        self.garbage.items.append(GarbageItem(path, stat.key, size_bytes, age_s, unfinished))
+        age_s = self.now_s - (stat.modified_at_s or 0.0)
+        self.garbage.items.append(GarbageItem(path, stat.key, stat.size_bytes, age_s, unfinished))
 
     def _record(self, store: Store, commit: StoredCommit | None) -> CommitRecord | None:
         """Decode the commit record. Raises FormatError if another program wrote the checkpoint."""
@@ -224,7 +232,7 @@ class _Collector:
         store.abandon(choose=choose)
 
     def _is_old(self, stat: ObjectStat) -> bool:
-        return stat.modified_at_s is not None and stat.modified_at_s < self.before_s
+        return stat.modified_at_s is not None and stat.modified_at_s < self.now_s - self.grace_s
 
     def _restore(self, store: Store, path: str, record: CommitRecord, stat: ObjectStat | None) -> None:
         """Write the committed `.metadata`, if a save that died did not, given the one that is there."""
@@ -236,6 +244,21 @@ class _Collector:
         self.garbage.restored.append(path)
         if not self.dry_run:
             put_bytes(store, STOCK_METADATA_KEY, expected)
+
+
+def time_of(store: Store) -> float:
+    """Take the time from the storage that dates the objects; this machine's clock may be wrong."""
+    now_s = storage_now(store, probe_key(0, environment.token()))
+    remove_folders(store)
+    return environment.now() if now_s is None else now_s
+
+
+def remove_folders(store: Store) -> None:
+    """Remove the folders of ranks, and then the checkpoint's own, where nothing is left in them."""
+    for name in store.folders():
+        if is_rank_directory(name):
+            store.remove_empty(name)
+    store.remove_empty()
 
 
 def stems_of(record: CommitRecord | None) -> set[str]:

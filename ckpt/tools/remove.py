@@ -15,6 +15,7 @@ from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY, is_foreign
 from ckpt.errors import CommitConflict, FormatError, IntegrityError, NotCommitted, NotFound
 from ckpt.format.names import is_our_name
 from ckpt.format.records import CommitRecord, ManifestRef, StoredCommit, decode_manifest, read_commit
+from ckpt.tools.gc import remove_folders
 from ckpt.transfer.threads import in_order, workers
 
 
@@ -63,7 +64,7 @@ def remove(
             for key in first:
                 store.delete([key])
             store.delete(keys)
-            store.remove_empty()
+            remove_folders(store)
         return Removed(store.url, record.id, (*first, *keys), record.data_bytes)
 
 

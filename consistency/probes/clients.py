@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from operator import methodcaller
+from pathlib import PurePosixPath
 from typing import TypeVar
 
 from ckpt.backends.base import ObjectStat, PutMode, Store, exists, put_bytes, read_bytes
@@ -86,6 +87,8 @@ class Client:
         self._do(methodcaller("delete", list(keys)))
 
     def prepare(self, prefix: str) -> None:
+        if prefix:
+            self.written.add(f"{prefix}/nothing")  # the folder goes with its objects
         self._do(methodcaller("prepare", prefix))
 
     def clean(self, keys: Iterable[str]) -> list[str]:
@@ -184,6 +187,9 @@ def _clean(store: Store, keys: list[str]) -> list[str]:
         except CheckpointError as error:
             problems.append(str(error))
     with contextlib.suppress(StorageError):
+        folders = {*store.folders(), *(str(parent) for key in keys for parent in PurePosixPath(key).parents)}
+        for folder in sorted(folders - {"."}, key=len, reverse=True):
+            store.remove_empty(folder)
         store.remove_empty()
     try:
         # A listing may lag.

@@ -283,6 +283,80 @@ def test_temporary_files(tmp_path: Path) -> None:
     assert file_names(tmp_path) == before - set(leftovers)
 
 
+def folders_of(root: Path) -> set[str]:
+    return {path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_dir()}
+
+
+def test_what_a_killed_save_left_on_a_disk(tmp_path: Path) -> None:
+    """A temporary file, whose size counts, and folders, in one of which nothing had been written yet."""
+    killed = tmp_path / "step-2"
+    for rank in range(2):
+        (killed / f"rank-{rank:05d}").mkdir(parents=True)
+    (killed / "rank-00001" / ".0123456789abcdef-0.distcp.0123456789abcdef.ckpt-tmp").write_bytes(bytes(1000))
+    make_old(tmp_path)
+    assert gc(tmp_path, "--dry-run")["freed_bytes"] == 1000
+    assert killed.exists()
+    assert "1000 B" in run("gc", tmp_path).out
+    assert not killed.exists()
+
+
+def test_empty_folders_of_other_programs_stay(tmp_path: Path) -> None:
+    """A stock save between its mkdir and its first write, for one."""
+    save(tmp_path)
+    others = {
+        "tensorboard",
+        "lightning_logs",
+        "lightning_logs/version_0",
+        "stock-7",
+        "rank-1",
+        "rank-00000/mine",
+    }
+    for name in others:
+        (tmp_path / name).mkdir(parents=True, exist_ok=True)
+    (tmp_path / "rank-00001").mkdir()
+    (tmp_path / "rank-00001" / "0123456789abcdef-0.distcp").write_bytes(b"left")
+    make_old(tmp_path)
+    assert len(gc(tmp_path)["items"]) == 1
+    assert folders_of(tmp_path) == {*others, "rank-00000"}
+
+
+def test_folders_in_folders_in_folders(tmp_path: Path) -> None:
+    path = f"{tmp_path}/{LEFTOVER}"
+    os.makedirs(os.path.dirname(path))
+    Path(path).write_bytes(b"left")
+    make_old(tmp_path)
+    deepest = str(tmp_path)
+    for _ in range(1500):
+        deepest += "/d"
+        os.mkdir(deepest)
+    try:
+        assert len(gc(tmp_path)["items"]) == 1
+    finally:
+        while deepest != str(tmp_path):
+            os.rmdir(deepest)
+            deepest = os.path.dirname(deepest)
+
+
+@pytest.mark.parametrize("on_s3", [False, True])
+def test_a_clock_that_is_wrong_makes_nothing_old(
+    tmp_path: Path, s3: S3Server, monkeypatch: pytest.MonkeyPatch, on_s3: bool
+) -> None:
+    """The storage dates objects, so it is asked for the time."""
+    root, options = str(tmp_path), list[str]()
+    if on_s3:
+        root, options = f"s3://{s3.new_bucket()}/run", options_of(s3.options)
+        s3.client().put_object(Bucket=root.split("/")[2], Key=f"run/{LEFTOVER}", Body=b"left")
+    else:
+        (tmp_path / LEFTOVER).parent.mkdir()
+        (tmp_path / LEFTOVER).write_bytes(b"left")
+    monkeypatch.setattr("ckpt.consistency.environment.now", lambda: time.time() + 25 * 3600)
+    report = gc(root, *options)
+    assert (report["items"], report["young"]) == ([], 1)
+    monkeypatch.setattr("ckpt.consistency.environment.now", lambda: time.time() - 25 * 3600)
+    report = gc(root, "--grace", "0", *options)
+    assert ([item["key"] for item in report["items"]], report["young"]) == ([LEFTOVER], 0)
+
+
 def test_gc_on_s3(s3: S3Server) -> None:
     bucket, client = s3.new_bucket(), s3.client()
     root, options = f"s3://{bucket}/run", options_of(s3.options)

@@ -72,6 +72,13 @@ def test_files_that_the_commit_does_not_list_stay(tmp_path: Path) -> None:
     assert file_names(tmp_path) == {LEFTOVER, "notes.txt"}
 
 
+def test_empty_folders_of_other_programs_stay(tmp_path: Path) -> None:
+    save(tmp_path / "run")
+    (tmp_path / "run" / "tensorboard").mkdir()
+    assert run("rm", tmp_path / "run").code == 0
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["tensorboard"]
+
+
 @pytest.mark.parametrize("last", [".metadata", "commit.json"])
 def test_the_records_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: str) -> None:
     """Interrupted after any deletion: a whole checkpoint, or none, and the rest is known for what it is."""
