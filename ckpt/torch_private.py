@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._weights_only_unpickler import _get_allowed_globals as allowed_globals
 from torch._weights_only_unpickler import _get_user_allowed_globals as user_allowed_globals
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
@@ -86,7 +85,7 @@ def forget_async_save_process() -> None:
 
 
 def checkpoint_offset(tensor: torch.Tensor) -> int | None:
-    """Return where in its archive the storage of a fake tensor lies; None if torch did not note it."""
+    """Return where in its archive the storage of a meta tensor lies; None if torch did not note it."""
     offset: int | None = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
     return offset
 

@@ -16,10 +16,11 @@ from ckpt.backends.base import ObjectStat, Store
 from ckpt.conversion.source import FileSource, Location, Region, TensorFacts
 from ckpt.errors import CheckpointError, ConfigurationError, FormatError, UnsafeContent
 from ckpt.format.stored_tensor import StoredTensor
+from ckpt.stock.item_archive import check_archive
 from ckpt.stock.item_files import PagedFile
-from ckpt.stock.payload_finder import load_fake
+from ckpt.stock.payload_finder import is_plain_tensor, load_meta
 from ckpt.stock.safe_load import first_line, reason
-from ckpt.torch_private import FakeTensor, checkpoint_offset, flatten_state_dict
+from ckpt.torch_private import checkpoint_offset, flatten_state_dict
 
 _MAX_FRAME_BYTES = 256 << 20
 _MAX_OBJECT_BYTES = 64 << 20
@@ -62,7 +63,7 @@ class TorchFileSource(FileSource):
 
         file = PagedFile(read_at, self._size_bytes, max_bytes=_MAX_FRAME_BYTES)
         try:
-            state = load_fake(file, self._threads)
+            state = load_meta(check_archive(file), file, self._threads)
         except pickle.UnpicklingError as error:
             raise UnsafeContent(
                 f"contains a pickle that could run code when loaded ({reason(error)})",
@@ -106,7 +107,7 @@ class TorchFileSource(FileSource):
         shape = tuple(tensor.shape)
         self.tensors[name] = TensorFacts(tensor.dtype, shape, tensor.requires_grad)
         is_strided = tensor.layout is torch.strided and not tensor.is_quantized
-        offset = checkpoint_offset(tensor) if isinstance(tensor, FakeTensor) and is_strided else None
+        offset = checkpoint_offset(tensor) if is_plain_tensor(tensor) and is_strided else None
         if offset is None:
             self._refused[name] = f"a {tensor.layout} {type(tensor).__name__} of {tensor.dtype}"
             return None
@@ -160,7 +161,7 @@ class TorchFileSource(FileSource):
         return buffer.getvalue()
 
     def _real(self, value: Any, name: str) -> Any:
-        """Replace the fake tensors in an object, which come from tuples, by real ones."""
+        """Replace the meta tensors in an object, which come from tuples, by real ones."""
         if isinstance(value, torch.Tensor):
             inner = f"{name} (a tensor in it)"
             if value.numel() * value.element_size() > _MAX_OBJECT_BYTES:

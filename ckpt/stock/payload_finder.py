@@ -15,7 +15,7 @@ from ckpt.errors import FormatError
 from ckpt.format.stored_tensor import StoredTensor
 from ckpt.stock.item_archive import check_archive, is_stored_as_it_is
 from ckpt.stock.item_files import PagedFile, ReadAt
-from ckpt.torch_private import FakeTensor, FakeTensorMode, checkpoint_offset
+from ckpt.torch_private import checkpoint_offset
 
 
 def locate_payload(read_at: ReadAt, item_offset: int, item_bytes: int) -> StoredTensor | None:
@@ -25,37 +25,41 @@ def locate_payload(read_at: ReadAt, item_offset: int, item_bytes: int) -> Stored
     """
     file = PagedFile(read_at, item_bytes)
     try:
-        return _dense(load_fake(file), item_offset, item_bytes)
+        return _dense(load_meta(check_archive(file), file), item_offset, item_bytes)
     except Exception as error:
         if file.failure is not None:
             raise file.failure from error
         return None  # whatever it is, reading it whole will tell
 
 
-def load_fake(file: PagedFile, threads: Executor | None = None) -> Any:
-    """Load an archive with fake tensors, which know their `checkpoint_offset` in it.
+def load_meta(reader: Any, file: PagedFile, threads: Executor | None = None) -> Any:
+    """Load an archive with tensors on the meta device, which know their `checkpoint_offset` in it.
 
     Args:
+        reader: of the file, from `check_archive`.
         threads: to fetch the headers of all storages at the same time; torch reads them one by one.
 
     Raises:
         FormatError: a storage's bytes are not in the archive as they would be in memory.
-        Exception: as `check_archive` and `torch.load`.
+        Exception: any error of `torch.load`.
     """
-    reader = check_archive(file)
     storages = [name for name in reader.get_all_records() if name.startswith("data/")]
     if threads is not None:
         file.prefetch([reader.get_record_header_offset(name) for name in storages], threads)
     if not all(is_stored_as_it_is(reader, file, name) for name in storages):
         raise FormatError("has another byte order, or compressed records; save it again with torch.save")
     file.seek(0)
-    with FakeTensorMode():
-        return torch.load(file, map_location="cpu", weights_only=True)  # type: ignore[arg-type]
+    return torch.load(file, map_location="meta", weights_only=True)  # type: ignore[arg-type]
+
+
+def is_plain_tensor(value: Any) -> bool:
+    """Tell whether a loaded value is a tensor, and not one of a class with a content of its own."""
+    return type(value) in (torch.Tensor, torch.nn.Parameter)
 
 
 def _dense(tensor: Any, item_offset: int, item_bytes: int) -> StoredTensor | None:
-    """Describe a fake tensor if it is dense, in any order of dimensions, and inside of its item."""
-    offset = checkpoint_offset(tensor) if type(tensor) is FakeTensor else None
+    """Describe a meta tensor if it is dense, in any order of dimensions, and inside of its item."""
+    offset = checkpoint_offset(tensor) if is_plain_tensor(tensor) else None
     if offset is None or tensor.is_conj() or tensor.is_neg():
         return None
     shape, strides = tuple(tensor.shape), tuple(tensor.stride())

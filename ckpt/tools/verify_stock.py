@@ -1,12 +1,14 @@
-"""Check a checkpoint that stock PyTorch wrote: sizes, coverage, and the CRCs in its items.
+"""Check a checkpoint that stock PyTorch wrote: sizes, coverage, and the CRCs and tensors in its items.
 
 Stock items are zip archives with a CRC-32 of every record, unless they were saved without. No other
-checksum covers their bytes.
+checksum covers their bytes. Their heads say which tensors they hold.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import math
 import struct
 import zipfile
 import zlib
@@ -15,7 +17,8 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import Metadata
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ckpt.backends.base import Store, check_key
 from ckpt.consistency.commit import STOCK_METADATA_KEY
@@ -27,10 +30,12 @@ from ckpt.errors import (
     NotFound,
     UnsafeContent,
 )
-from ckpt.format.columns import columns_of
+from ckpt.format.columns import columns_of, is_quantized
+from ckpt.format.stored_tensor import dtype_name
 from ckpt.reading.checkpoint import Checkpoint
 from ckpt.stock.item_archive import check_archive
 from ckpt.stock.item_files import PagedFile
+from ckpt.stock.payload_finder import load_meta
 from ckpt.stock.safe_load import first_line
 from ckpt.tools.findings import Damage, Verification, find_strays
 from ckpt.tools.record_checks import check_coverage_of
@@ -51,23 +56,48 @@ def verify_stock(
     """Check a stock checkpoint, in one part or in one per rank."""
     result = Verification(store.url, "stock", quick)
     check = _StockCheck(store, threads, result, progress)
-    for part in parts:
-        check.run(part.metadata)
+    check.run(parts)
     metadata_keys = {STOCK_METADATA_KEY, *(f"__{rank}{STOCK_METADATA_KEY}" for rank in range(len(parts)))}
     result.strays = find_strays(store, metadata_keys | check.sizes.keys())
     return result
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Item:
-    fqn: str
+    """A stored item, and its names: several if tied tensors share it.
+
+    Attributes:
+        chunks: the shapes and dtypes that the metadata gives it; none for an object.
+    """
+
     info: StorageInfo
+    fqns: list[str] = field(default_factory=list)
+    chunks: list[tuple[torch.Size, torch.dtype]] = field(default_factory=list)
+
+    @property
+    def stop(self) -> int:
+        return self.info.offset + self.info.length
 
     def damage(self, kind: str, message: str, start: int = 0, stop: int | None = None) -> Damage:
         """Describe a damage of all of the item, or of the bytes from `start` to `stop` in it."""
         begin = self.info.offset
         end = begin + (self.info.length if stop is None else stop)
-        return Damage.of(kind, message, self.info.relative_path, begin + start, end, fqns=[self.fqn])
+        return Damage.of(kind, message, self.info.relative_path, begin + start, end, fqns=self.fqns)
+
+
+def _items_of(parts: Sequence[Checkpoint]) -> list[_Item]:
+    """List the stored items in the order of the files, each once."""
+    items: dict[tuple[object, ...], _Item] = {}
+    for part in parts:
+        described = part.metadata.state_dict_metadata
+        for index, info in part.metadata.storage_data.items():
+            place = (info.relative_path, info.offset, info.length, *(info.transform_descriptors or ()))
+            item = items.setdefault(place, _Item(info))
+            item.fqns.append(index.fqn)
+            if isinstance(described.get(index.fqn), TensorStorageMetadata):
+                with contextlib.suppress(FormatError):  # no such chunk: a damage of the metadata
+                    item.chunks.append(part.chunk(index))
+    return sorted(items.values(), key=lambda item: (item.info.relative_path, item.info.offset))
 
 
 @dataclass
@@ -81,26 +111,49 @@ class _StockCheck:
     sizes: dict[str, int | Damage] = field(default_factory=dict)
     pool: StagingPool = field(default_factory=lambda: StagingPool(MIN_MEMORY_BUDGET_BYTES))
 
-    def run(self, metadata: Metadata) -> None:
-        items = [_Item(index.fqn, info) for index, info in metadata.storage_data.items()]
-        items.sort(key=lambda item: (item.info.relative_path, item.info.offset))
-        try:
-            self.result.extend(check_coverage_of(columns_of(metadata, url=self.store.url)))
-        except FormatError as error:
-            self.result.extend([Damage.of_error("record", error)])
+    def run(self, parts: Sequence[Checkpoint]) -> None:
+        for part in parts:
+            try:
+                self.result.extend(check_coverage_of(columns_of(part.metadata, url=self.store.url)))
+            except FormatError as error:
+                self.result.extend([Damage.of_error("record", error)])
+        items = _items_of(parts)
         paths = sorted({item.info.relative_path for item in items})
         self.sizes |= zip(paths, self.threads.map(self._size, paths), strict=True)
         self.result.checked_files += len(paths)
-        for path, group in itertools.groupby(items, lambda item: item.info.relative_path):
-            if isinstance(missing := self.sizes[path], Damage):
-                fqns = [item.fqn for item in group]
-                self.result.extend([Damage.of(missing.kind, missing.message, path, fqns=fqns)])
-        total = sum(item.info.length for item in items)
-        for damages, nbytes in in_order(self.threads, self._check, items, ahead=4 * self.store.threads):
+        readable = list(itertools.chain.from_iterable(
+            self._readable(path, list(group))
+            for path, group in itertools.groupby(items, lambda item: item.info.relative_path)
+        ))  # fmt: skip
+        if self.result.quick:
+            return
+        total = sum(item.info.length for item in readable)
+        for damages, nbytes in in_order(self.threads, self._check, readable, ahead=4 * self.store.threads):
             self.result.extend(damages)
             self.result.unchecked_items += nbytes is None
             self.result.checked_bytes += nbytes or 0
             self.progress(self.result.checked_bytes, total)
+
+    def _readable(self, path: str, items: Sequence[_Item]) -> Iterator[_Item]:
+        """Yield the items of a file that lie in it one after the other; report the others."""
+        size = self.sizes[path]
+        if isinstance(size, Damage):
+            fqns = [fqn for item in items for fqn in item.fqns]
+            self.result.extend([Damage.of(size.kind, size.message, path, fqns=fqns)])
+            return
+        end = 0
+        for item in items:
+            if item.stop > size:
+                message = f"the file ends at byte {size}, before the end of this item"
+                self.result.extend([item.damage("size", message)])
+            elif item.info.offset < end:
+                message = "the metadata says that another item is in the same bytes"
+                self.result.extend([item.damage("disagreement", message)])
+            else:
+                end = item.stop
+                if self.result.quick:
+                    self.result.extend(_impossible(item))
+                yield item
 
     def _size(self, path: str) -> int | Damage:
         try:
@@ -114,16 +167,7 @@ class _StockCheck:
 
     def _check(self, item: _Item) -> tuple[list[Damage], int | None]:
         """Check an item; return its damages, and its checked bytes, None if it has no CRCs."""
-        size = self.sizes[item.info.relative_path]
-        stop = item.info.offset + item.info.length
-        if isinstance(size, Damage):
-            return [], 0
-        if size < stop:
-            message = f"the file ends at byte {size}, before the end of this item"
-            return [item.damage("size", message)], 0
-        if self.result.quick:
-            return [], 0
-        if item.info.transform_descriptors:
+        if item.info.transform_descriptors or item.info.relative_path.endswith(".safetensors"):
             return [], None
         try:
             return self._check_archive(item)
@@ -132,10 +176,8 @@ class _StockCheck:
 
     def _check_archive(self, item: _Item) -> tuple[list[Damage], int | None]:
         window = PagedFile(lambda offset, buffer: self._read(item, offset, buffer), item.info.length)
-        if item.info.relative_path.endswith(".safetensors"):
-            return [], None
         try:
-            check_archive(window)
+            reader = check_archive(window)
             window.seek(0)
             with zipfile.ZipFile(window) as archive:
                 records = archive.infolist()
@@ -146,9 +188,10 @@ class _StockCheck:
                 raise window.failure from error
             return [item.damage("archive", f"is not an intact torch.save archive: {first_line(error)}")], 0
         if all(record.CRC == 0 for record in records if record.file_size):
-            return [], None
+            return list(_contradictions(item, reader, window)), None
         damages = [damage for record in records for damage in self._check_record(item, window, record)]
-        return damages, item.info.length
+        # Of a damaged item the head may say anything.
+        return damages or list(_contradictions(item, reader, window)), item.info.length
 
     def _check_record(self, item: _Item, window: Any, record: zipfile.ZipInfo) -> Iterator[Damage]:
         window.seek(record.header_offset)
@@ -180,3 +223,40 @@ class _StockCheck:
 
     def _read(self, item: _Item, offset: int, buffer: memoryview) -> None:
         self.store.read_into(item.info.relative_path, item.info.offset + offset, [buffer])
+
+
+def _impossible(item: _Item) -> Iterator[Damage]:
+    """Yield a damage for each chunk that has more elements than its stored item has bits."""
+    for shape, dtype in dict.fromkeys(item.chunks):
+        if not item.info.transform_descriptors and math.prod(shape) > 8 * item.info.length:
+            message = f"the metadata says that {_words(shape, dtype)} is in these {item.info.length} bytes"
+            yield item.damage("disagreement", message)
+
+
+def _contradictions(item: _Item, reader: Any, file: PagedFile) -> Iterator[Damage]:
+    """Yield a damage for each chunk of another shape or dtype than the tensor that the item holds."""
+    if not item.chunks:
+        return
+    if any(is_quantized(dtype) for _, dtype in item.chunks):  # torch makes none without memory
+        yield from _impossible(item)
+        return
+    try:
+        value = load_meta(reader, file)
+    except Exception:
+        if isinstance(file.failure, CheckpointError):
+            raise file.failure from None
+        yield from _impossible(item)  # of a class that only the program knows that saved it
+        return
+    for shape, dtype in dict.fromkeys(item.chunks):
+        if not isinstance(value, torch.Tensor):
+            stored = f"a {type(value).__name__}"
+        elif (value.shape, value.dtype) != (shape, dtype):
+            stored = _words(value.shape, value.dtype)
+        else:
+            continue
+        message = f"holds {stored} where the metadata says {_words(shape, dtype)}"
+        yield item.damage("disagreement", message)
+
+
+def _words(shape: torch.Size, dtype: torch.dtype) -> str:
+    return f"a tensor of {dtype_name(dtype)} and shape {tuple(shape)}"

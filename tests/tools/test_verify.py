@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
+import os
 import pickle
 import shutil
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -411,6 +414,129 @@ def test_stock_with_a_gap(stock: Path) -> None:
         "coverage",
         "'sharded.rows': [384:768, 0:300] is not stored",
     )
+
+
+def rewrite_stock(stock: Path, edit: Callable[[Any], None]) -> None:
+    path = stock / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    edit(metadata)
+    path.write_bytes(pickle.dumps(metadata))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("doubled", "float32 and shape (1800, 1000)"),
+        ("huge", f"float32 and shape ({1 << 40}, {1 << 20})"),
+        ("dtype", "float64 and shape (900, 1000)"),
+    ],
+)
+def test_stock_metadata_that_contradict_the_data(stock: Path, change: str, said: str) -> None:
+    def edit(metadata: Any) -> None:
+        stored = metadata.state_dict_metadata["large"]
+        if change == "dtype":
+            stored.properties.dtype = torch.float64
+        else:
+            size = (1800, 1000) if change == "doubled" else (1 << 40, 1 << 20)
+            stored.size = stored.chunks[0].sizes = torch.Size(size)
+
+    rewrite_stock(stock, edit)
+    damage = only_damage(stock)
+    assert (damage["kind"], damage["fqns"]) == ("disagreement", ["large"])
+    expected = f"holds a tensor of float32 and shape (900, 1000) where the metadata says a tensor of {said}"
+    assert damage["message"] == expected
+    quick = verify(stock, "--quick", code=int(change == "huge"))
+    assert [damage["kind"] for damage in quick["damages"]] == ["disagreement"] * (change == "huge")
+
+
+def test_stock_with_an_object_for_a_tensor(tmp_path: Path) -> None:
+    stock_state(tmp_path, {"t": torch.ones(3), "o": [1, 2]})
+
+    def swap(metadata: Any) -> None:
+        tensor, thing = sorted(metadata.storage_data, key=lambda index: index.fqn == "o")
+        metadata.storage_data[tensor] = metadata.storage_data[thing]
+
+    rewrite_stock(tmp_path, swap)
+    assert "holds a list where" in only_damage(tmp_path)["message"]
+
+
+def stock_state(place: Path, state: dict[str, Any], **more: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(place, **more), no_dist=True)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_stock_of_all_kinds(tmp_path: Path) -> None:
+    pytest.importorskip("zstandard", reason="torch's zstd extension needs the zstandard package")
+    from torch.distributed.checkpoint._extension import ZStandard
+
+    scales, zeros = torch.rand(4) + 0.1, torch.zeros(4)
+    state = {
+        "scalar": torch.tensor(3.5), "empty": torch.empty(0, 4), "half": torch.ones(5, dtype=torch.bfloat16),
+        "fp8": torch.ones(6).to(torch.float8_e4m3fn), "u16": torch.arange(7).to(torch.uint16),
+        "turned": random_tensor(30, 40).t(), "lazy": torch.ones(3, dtype=torch.complex64).conj(),
+        "view": random_tensor(50)[10:20], "parameter": torch.nn.Parameter(torch.ones(2)),
+        "q": torch.quantize_per_tensor(random_tensor(9), 0.1, 0, torch.qint8),
+        "channels": torch.quantize_per_channel(random_tensor(4, 4), scales, zeros, 0, torch.quint8),
+        "object": [1, {"x": "y"}], "bytes": io.BytesIO(b"x"), "number": 7,
+    }  # fmt: skip
+    for place, more in (
+        (tmp_path / "one", {}),
+        (tmp_path / "several", {"thread_count": 3, "single_file_per_rank": False}),
+        (tmp_path / "zstd", {"_extensions": [ZStandard()]}),
+    ):
+        stock_state(place, state, **more)
+        report = verify(place, code=0)
+        items = len(pickle.loads((place / ".metadata").read_bytes()).storage_data)
+        assert report["unchecked_items"] == (items if place.name == "zstd" else 0)
+        verify(place, "--quick", code=0)
+
+
+def test_tied_tensors_of_stock_are_read_once(tmp_path: Path) -> None:
+    stock_state(tmp_path, {"w": random_tensor(1000), "other": random_tensor(10)})
+
+    def tie(metadata: Any) -> None:
+        (index,) = [index for index in metadata.storage_data if index.fqn == "w"]
+        for n in range(20):
+            metadata.state_dict_metadata[f"w{n}"] = metadata.state_dict_metadata["w"]
+            again = dataclasses.replace(index, fqn=f"w{n}")
+            metadata.storage_data[again] = metadata.storage_data[index]
+
+    rewrite_stock(tmp_path, tie)
+    (file,) = tmp_path.glob("*.distcp")
+    assert verify(tmp_path, code=0)["checked_bytes"] == file.stat().st_size
+    flip(file, 3000)
+    damage = only_damage(tmp_path)
+    assert damage["fqn_count"] == 21
+
+
+def test_stock_items_in_the_same_bytes(tmp_path: Path) -> None:
+    stock_state(tmp_path, {f"t{n}": random_tensor(1000) for n in range(3)})
+
+    def overlap(metadata: Any) -> None:
+        first, second, _ = sorted(metadata.storage_data.values(), key=lambda info: info.offset)
+        second.offset, second.length = first.offset + 1, first.length
+
+    rewrite_stock(tmp_path, overlap)
+    damage = only_damage(tmp_path, "--quick")
+    assert (damage["kind"], "in the same bytes" in damage["message"]) == ("disagreement", True)
+
+
+def test_progress_of_one_part_for_each_rank(tmp_path: Path) -> None:
+    for rank in range(3):
+        stock_state(tmp_path, {"t": random_tensor(1000 * (rank + 1)), "o": [rank]})
+        os.replace(tmp_path / ".metadata", tmp_path / f"__{rank}.metadata")
+        os.replace(tmp_path / "__0_0.distcp", tmp_path / f"__{rank}_1.distcp")
+        metadata = pickle.loads((tmp_path / f"__{rank}.metadata").read_bytes())
+        for info in metadata.storage_data.values():
+            info.relative_path = f"__{rank}_1.distcp"
+        (tmp_path / f"__{rank}.metadata").write_bytes(pickle.dumps(metadata))
+    seen: list[tuple[int, int]] = []
+    report = ckpt.verify(tmp_path, progress=lambda done, total: seen.append((done, total)))
+    assert (report.ok, report.checked_files) == (True, 3)
+    assert {total for _, total in seen} == {report.checked_bytes}
+    assert seen[-1] == (report.checked_bytes, report.checked_bytes)
 
 
 # -- no checkpoint -------------------------------------------------------------------------------------
