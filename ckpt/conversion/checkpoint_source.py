@@ -46,8 +46,7 @@ class CheckpointSource(TensorSource):
                     f"{name[:200]!r} is quantized and cannot be converted; --exclude it, or dequantize and save it",
                     url=self.url,
                 )
-        stored = self._part.metadata.storage_data.items()
-        self._part.prepare((info for index, info in stored if index.fqn in names), self._open.threads)
+        self._open.prepare(names)
 
     def read(self, regions: Sequence[Region]) -> None:
         self._open.read_into([(region.name, region.offsets, region.target) for region in regions])

@@ -22,6 +22,9 @@ LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 32 << 20
 """Enough for 250,000 tensors in a file. The format's own limit, 100 MB, can parse to 1 GB."""
 MAX_INDEX_BYTES = 64 << 20
+_MAX_TEXTS = 3 << 19
+_MAX_VALUES = 4 << 20
+"""Of a header or index. A text takes a dozen times as much memory as the few bytes it can have."""
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -129,6 +132,8 @@ def _strict_json(raw: bytes | bytearray, brackets: int) -> dict[str, Any]:
     # An empty list takes thirty times as much memory as text.
     if raw.count(b"[") + raw.count(b"{") > brackets + _SPARE_BRACKETS:
         raise ValueError("JSON with far more lists and objects than it needs")
+    if raw.count(b'"') > 2 * _MAX_TEXTS or raw.count(b",") > _MAX_VALUES:
+        raise ValueError("JSON with more names and values than any model needs")
     try:
         value = json.loads(raw.decode(), object_pairs_hook=_unique)
     except RecursionError:

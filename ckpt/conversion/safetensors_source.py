@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import Executor
 
 from ckpt.backends.base import ObjectStat, Store, exists, read_bytes
@@ -31,6 +32,7 @@ class SafetensorsSource(FileSource):
     def __init__(self, location: Location, key: str, threads: Executor) -> None:
         store = location.folder
         stats, index = _stats(store, key)
+        self._parsing = threading.Lock()
         super().__init__("safetensors", location, stats, threads, has_folder=location.key is None)
         headers = in_order(threads, self._header, stats, ahead=_FILES_AT_ONCE)
         for file, header in zip(stats, headers, strict=True):
@@ -53,7 +55,8 @@ class SafetensorsSource(FileSource):
             self._store.read_into(file, 0, [memoryview(raw)])
             header = bytearray(header_bytes(raw, size))
             self._store.read_into(file, LENGTH_BYTES, [memoryview(header)])
-            return parse_header(header, LENGTH_BYTES + len(header), size)
+            with self._parsing:  # one takes up to half a GiB of memory
+                return parse_header(header, LENGTH_BYTES + len(header), size)
         except ConfigurationError:  # also a ValueError
             raise
         except (ValueError, Truncated) as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copyreg
 import functools
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
@@ -24,6 +24,10 @@ INDEX_VERSION = 1
 _MAX_ROWS = 1 << 25
 _MAX_CELLS = 1 << 28
 _MAX_DIMENSIONS = 64
+_MAX_EXPANSION = 64
+_SLACK_BYTES = 16 << 20
+_MANIFEST_GROWTH = 8
+"""A row of the tables has at most so many times the bytes of its item in a manifest, which is text."""
 _COMPRESSION_LEVEL = 1
 
 
@@ -86,15 +90,26 @@ def check_columns(columns: Columns) -> None:
     check_planner_data(columns.planner_data)
 
 
-def decode_index(data: bytes | bytearray | memoryview, *, url: str, key: str) -> Columns:
+def decode_index(
+    data: bytes | bytearray | memoryview,
+    *,
+    url: str,
+    key: str,
+    manifest_bytes: Callable[[int], int] | None = None,
+) -> Columns:
     """Decode columns from a record that may be hostile.
+
+    Args:
+        manifest_bytes: returns how much is stored of the manifests, which list every item again; it
+            need not look for more than its argument. Called if the record expands very much; None
+            if the record can be trusted.
 
     Raises:
         FormatError: it is not a record of this format, a newer one, or contradicts itself.
     """
     try:
         with no_gc():
-            return _columns(_RECORD.decode(data))
+            return _columns(_RECORD.decode(data), len(data), manifest_bytes)
     except FormatError as error:
         raise FormatError(error.message, url=url, key=key) from None
     except (ValueError, TypeError, RecursionError, zlib.error) as error:
@@ -107,7 +122,7 @@ _unpickled = functools.partial(decode_index, url="", key="index")
 copyreg.pickle(Columns, lambda columns: (_unpickled, (encode_index(columns),)))
 
 
-def _columns(record: _Record) -> Columns:
+def _columns(record: _Record, nbytes: int, manifest_bytes: Callable[[int], int] | None) -> Columns:
     if record.format != INDEX_FORMAT:
         raise FormatError(f"not an index: {record.format[:40]!r}")
     if record.version > INDEX_VERSION:
@@ -116,6 +131,11 @@ def _columns(record: _Record) -> Columns:
         )
     _check_files(record.files)
     rows, cells = _checked_totals(record.entries)
+    # A thousand zeros take a byte of a column; so may the chunks of a thousand ranks, but not in manifests.
+    excess = 8 * (3 * rows + 2 * cells) - _SLACK_BYTES - _MAX_EXPANSION * nbytes
+    needed = -(-excess // _MANIFEST_GROWTH)
+    if manifest_bytes is not None and needed > 0 and manifest_bytes(needed) < needed:
+        raise FormatError(f"the index lists {rows:,} chunks, far more than the manifests can list")
     offsets, sizes = _integers(record.offsets, cells), _integers(record.sizes, cells)
     file, offset, length = (_integers(data, rows) for data in (record.file, record.offset, record.length))
     if rows and int(file.max()) >= len(record.files):

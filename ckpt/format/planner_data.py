@@ -10,6 +10,8 @@ import msgspec
 _MAX_PLAIN_NODES = 50_000_000
 _MAX_DEPTH = 128
 _MAX_PATH_PARTS = 128
+_MAX_PATH_GROWTH = 16
+_PATH_SLACK = 1 << 20
 _MAX_PADDING = 16
 _MAX_INTEGER_DIGITS = 600
 HASH_MODULUS = (1 << 61) - 1
@@ -117,22 +119,37 @@ def _check_plain(value: Any) -> None:
 def _check_paths(planner_data: Any) -> None:
     """Refuse paths of which DCP's planner would build lists or nests much larger than what is stored.
 
-    From a path like `("layers", 3, "weight")` it makes a list, padded up to the index.
+    From a path like `("layers", 3, "weight")` it makes a list, padded up to the index. A name is the
+    path to it, joined by dots: paths that are far longer have parts that a pickle stores once.
     """
     if not isinstance(planner_data, dict):
         return
-    # By the path to the list as a text: hashes of tuples can be chosen, and their nesting has no end.
-    lengths: dict[str, int] = {}
+    names_size = sum(1 + len(name) for name in planner_data if isinstance(name, str))
+    left = _MAX_PATH_GROWTH * names_size + _PATH_SLACK
+    # Each node of the tree of paths has a number: a list is told from others by that of its own.
+    nodes: dict[tuple[int | str, ...], int] = {}
+    lengths: dict[int, int] = {}
     for path in planner_data.values():
         if not isinstance(path, tuple):
             continue
         if len(path) > _MAX_PATH_PARTS:
             raise ValueError(f"a path of {len(path)} parts")
-        if any(type(part) not in (str, int) for part in path):
+        kinds = set(map(type, path))
+        if not kinds <= {str, int}:
             continue
-        for depth, part in enumerate(path):
-            if type(part) is int:
-                list_path = repr(path[:depth])
-                lengths[list_path] = max(lengths.get(list_path, 0), part + 1)
+        left -= len(path) + sum(len(part) for part in path if isinstance(part, str))
+        if left < 0:
+            raise ValueError("paths far longer than their names")
+        if int not in kinds:
+            continue
+        node = 0
+        for part in path:
+            key: tuple[int | str, ...] = (node, part)
+            if isinstance(part, int):
+                if part < 0:
+                    raise ValueError("a path into a list with a negative index")
+                lengths[node] = max(lengths.get(node, 0), part + 1)
+                key = (node, "index", str(part))  # the hashes of numbers can be chosen
+            node = nodes.setdefault(key, len(nodes) + 1)
     if sum(lengths.values()) > _MAX_PADDING * len(planner_data) + 1024:
         raise ValueError("paths into lists far longer than their entries")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import array
+import contextlib
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -14,7 +16,7 @@ import numpy as np
 from ckpt.backends.base import Store, is_key
 from ckpt.consistency.commit import COMMIT_KEY, read_commit_bytes
 from ckpt.consistency.seal import is_sealed_json, seal_json, unseal_json
-from ckpt.errors import FormatError
+from ckpt.errors import FormatError, NotFound
 
 FORMAT_NAME = "ckpt-storage"
 FORMAT_VERSION = 2
@@ -177,6 +179,18 @@ def read_commit(store: Store) -> StoredCommit | None:
     return None if raw is None else StoredCommit(raw, store.url)
 
 
+def manifest_bytes(store: Store, record: CommitRecord, needed: int) -> int:
+    """Sum the sizes of the manifests as they are stored, the largest first, until there are enough."""
+    total = 0
+    sizes = {ref.path: ref.size_bytes for ref in record.manifests}
+    for path in sorted(sizes, key=sizes.__getitem__, reverse=True):
+        if total >= needed:
+            break
+        with contextlib.suppress(NotFound):
+            total += store.stat(path).size_bytes
+    return total
+
+
 def _decode(
     decoder: msgspec.json.Decoder[Record],
     check: Callable[[Record], None],
@@ -214,14 +228,19 @@ def _check_commit(commit: CommitRecord) -> None:
 def _check_manifest(manifest: RankManifest) -> None:
     block = manifest.block_size_bytes
     _require(_MIN_BLOCK_BYTES <= block <= _MAX_BLOCK_BYTES, f"a block size of {block} bytes")
+    _require(len({file.path for file in manifest.files}) == len(manifest.files), "a file listed twice")
     for file in manifest.files:
         _check_path(file.path)
         blocks = -(-file.size_bytes // block)
         _require(file.size_bytes >= 0 and len(file.blocks) == 8 * blocks, "a wrong number of blocks")
-    for item in manifest.items:
+    ends = [0] * len(manifest.files)
+    for item in sorted(manifest.items, key=operator.attrgetter("offset")):
         _require(0 <= item.file < len(manifest.files), "an item in no file")
         end, size = item.offset + item.length, manifest.files[item.file].size_bytes
         _require(0 <= item.offset <= end <= size, f"an item outside of its file ({item.fqn!r})")
+        if item.offset < ends[item.file]:
+            raise FormatError(f"not a valid record: it has two items in the same bytes ({item.fqn!r})")
+        ends[item.file] = end
         if item.payload_offset != -1:
             payload_end = item.payload_offset + item.payload_bytes
             inside = item.offset <= item.payload_offset <= payload_end <= end

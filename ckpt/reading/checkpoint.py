@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import zlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
@@ -36,6 +37,7 @@ from ckpt.format.records import (
     RankManifest,
     StoredCommit,
     decode_manifest,
+    manifest_bytes,
     read_commit,
 )
 from ckpt.format.stored_tensor import StoredTensor
@@ -87,11 +89,14 @@ class Checkpoint:
         commit: StoredCommit | None,
         metadata_key: str,
         metadata: bytes,
+        *,
+        is_shared: bool = False,
     ) -> None:
+        """`is_shared`: another rank has decoded this metadata already."""
         self.store, self._settings = store, settings
         self.stored_commit, self.metadata_key, self.metadata_bytes = commit, metadata_key, metadata
         self.commit: CommitRecord | None = None if commit is None else commit.record
-        self.metadata = _decode(self.commit, metadata, url=store.url, key=metadata_key)
+        self.metadata = _decode(self.commit, metadata, store, metadata_key, is_shared)
         self.located: dict[tuple[str, int], StoredTensor | None] = {}
         self._refs = {ref.path: ref for ref in self.commit.manifests} if self.commit else {}
         self._chunks: dict[str, dict[bytes, torch.Size]] = {}
@@ -117,7 +122,7 @@ class Checkpoint:
         """Make the checkpoint that another rank encoded with `share`."""
         raw, metadata_key, metadata = _SHARED.decode(zlib.decompress(shared))
         commit = StoredCommit(raw, store.url) if raw else None
-        return Checkpoint(store, settings, commit, metadata_key, metadata)
+        return Checkpoint(store, settings, commit, metadata_key, metadata, is_shared=True)
 
     def with_settings(self, settings: ReadSettings) -> Checkpoint:
         """Return the same open checkpoint, to be read in another way."""
@@ -180,12 +185,17 @@ class Checkpoint:
             raise Truncated(message, url=self.store.url, key=file.key, start=info.offset, stop=stop)
         return file
 
-    def item(self, info: StorageInfo) -> ItemRecord | None:
-        """Return the manifest's record of an item, after `prepare`; None in a stock checkpoint."""
+    def item(self, index: MetadataIndex, info: StorageInfo) -> ItemRecord | None:
+        """Return the manifest's record of an item, after `prepare`; None in a stock checkpoint.
+
+        Raises FormatError if it is another item there: one item is one chunk, however many chunks
+        the index finds in it.
+        """
         if self.commit is None:
             return None
         item = self._items.get((info.relative_path, info.offset))
-        if item is None or item.length != info.length:
+        chunk = None if index.offset is None else list(index.offset)
+        if item is None or (item.fqn, item.offsets, item.length) != (index.fqn, chunk, info.length):
             message = f"the metadata and the manifest disagree on the item at byte {info.offset}"
             raise self.fault(message, info.relative_path)
         return item
@@ -212,17 +222,20 @@ class Checkpoint:
         assert self.stored_commit is not None
         data = read_listed(self.store, self._settings, self._refs[key], self.stored_commit)
         manifest = decode_manifest(data, url=self.store.url, key=key)
-        if not all(is_data_key(file.path) for file in manifest.files):
-            raise self.fault("lists a data file under a name that this library does not give", key)
+        stem = key.removesuffix(".json") + "-"
+        if not all(file.path.startswith(stem) and is_data_key(file.path) for file in manifest.files):
+            raise self.fault("lists a data file under a name that this library does not give it", key)
         return manifest
 
 
-def _decode(commit: CommitRecord | None, data: bytes, *, url: str, key: str) -> Metadata:
+def _decode(commit: CommitRecord | None, data: bytes, store: Store, key: str, is_shared: bool) -> Metadata:
+    url = store.url
     if commit is None:
         return decode_metadata(data, url=url, key=key)
     if not commit.has_index:  # format version 1
         return decode_metadata(unseal_pickle(data, url=url, key=key), url=url, key=key)
-    return decode_index(data, url=url, key=key).metadata()
+    stored = None if is_shared else functools.partial(manifest_bytes, store, commit)
+    return decode_index(data, url=url, key=key, manifest_bytes=stored).metadata()
 
 
 def read_listed(store: Store, settings: ReadSettings, ref: ObjectRef, commit: StoredCommit) -> bytearray:

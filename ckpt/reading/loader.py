@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
 from ckpt.errors import CheckpointError, FormatError, Truncated
+from ckpt.format.records import ItemRecord
 from ckpt.format.stored_tensor import StoredTensor
 from ckpt.reading.checkpoint import Checkpoint
 from ckpt.reading.coverage import check_coverage, filled_boxes
@@ -115,11 +116,11 @@ class Loader:
         return _Target(given, memory, (item.dest_index, memory.data_ptr() - skipped, memory.stride()))
 
     def _add(self, window: Window, item: ReadItem, info: StorageInfo, target: _Target | None) -> None:
-        file = self._checkpoint.file(info)
+        file, record = self._checkpoint.file(info), self._checkpoint.item(item.storage_index, info)
         if target is None:
             self._read_whole(window, file, info, lambda data: self._load_object(item, info, data))
             return
-        stored = self._stored_tensor(item.storage_index, info)
+        stored = self._stored_tensor(item.storage_index, info, record)
         if stored is None:
             self._read_whole(window, file, info, lambda data: self._load_tensor(item, info, data, target))
             return
@@ -201,21 +202,22 @@ class Loader:
 
     # -- the tensors in items -----------------------------------------------------------------------------
 
-    def _stored_tensor(self, index: MetadataIndex, info: StorageInfo) -> StoredTensor | None:
+    def _stored_tensor(
+        self, index: MetadataIndex, info: StorageInfo, record: ItemRecord | None
+    ) -> StoredTensor | None:
         """Find the dense tensor in an item; None if the item has to be read as a whole."""
         shape, dtype = self._checkpoint.chunk(index)
-        item = self._checkpoint.item(info)
-        if item is None:
+        if record is None:
             located = self._checkpoint.located.get((info.relative_path, info.offset))
             if located is not None and located.shape != tuple(shape):
                 raise self._fault(
                     info, f"{index.fqn!r} is {located.shape} where the metadata says {tuple(shape)}"
                 )
             return located
-        if item.payload_offset < 0:
+        if record.payload_offset < 0:
             return None
-        stored = StoredTensor.row_major(item.payload_offset, dtype, shape)
-        if stored.payload_bytes != item.payload_bytes:
+        stored = StoredTensor.row_major(record.payload_offset, dtype, shape)
+        if stored.payload_bytes != record.payload_bytes:
             raise self._fault(info, f"{index.fqn!r}: the metadata and the manifest disagree on its size")
         return stored
 

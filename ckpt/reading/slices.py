@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import heapq
 import io
 import itertools
+import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -28,12 +30,18 @@ from ckpt.reading.loader import Loader
 from ckpt.reading.opening import open_parts
 from ckpt.stock.item_files import MemoryFile
 from ckpt.stock.safe_load import safe_object
+from ckpt.torch_private import StorageInfo
 from ckpt.transfer.boxes import tiling_fault
 from ckpt.transfer.buffer_pool import MIN_MEMORY_BUDGET_BYTES, StagingPool
 from ckpt.transfer.threads import thread_pool
 
 _MAX_NAMES, _MAX_COMPARED, _MAX_NAME, _MAX_PARTS = 1 << 17, 64, 256, 32
 """How many names are looked at for one like another, how many thoroughly; length and parts of them."""
+
+_MAX_GROWTH = 16
+"""How many times the bytes of its files a tensor may have: they can be compressed, or shared by tied tensors."""
+
+GROWTH_SLACK_BYTES = 64 << 20
 
 
 class OpenCheckpoint(contextlib.AbstractContextManager["OpenCheckpoint"]):
@@ -82,6 +90,34 @@ class OpenCheckpoint(contextlib.AbstractContextManager["OpenCheckpoint"]):
         if isinstance(entry, ObjectRow):
             raise NotFound(f"{name[:200]!r} is an object, not a tensor", url=self.store.url)
         return entry
+
+    def prepare(self, names: Iterable[str]) -> None:
+        """Fetch what reading these names needs, and check that what is stored can be so much.
+
+        Raises FormatError if it cannot: a few bytes can list one item as any number of tensors.
+        """
+        files: dict[Checkpoint, set[str]] = defaultdict(set)
+        nbytes = 0
+        for name in names:
+            part, columns, _, entry = self.find(name)
+            if isinstance(entry, ObjectRow):
+                files[part].add(columns.files[entry.file])
+            else:
+                files[part].update(columns.files[number] for number in np.unique(entry.file).tolist())
+                nbytes += math.prod(entry.size) * entry.dtype.itemsize
+        stored_bytes = 0
+        for part, paths in files.items():
+            part.prepare([StorageInfo(path, 0, 0) for path in paths], self.threads)
+            stored_bytes += sum(self.threads.map(functools.partial(self._stored_bytes, part), sorted(paths)))
+        if nbytes > _MAX_GROWTH * stored_bytes + GROWTH_SLACK_BYTES:
+            message = f"lists tensors of {nbytes} bytes in files of {stored_bytes}, far more than is stored"
+            raise FormatError(message, url=self.store.url)
+
+    def _stored_bytes(self, part: Checkpoint, path: str) -> int:
+        file = part.file(StorageInfo(path, 0, 0))
+        if part.commit is None:
+            return file.size_bytes
+        return part.when_visible(lambda: self.store.stat(path).size_bytes)
 
     def read(self, name: str, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
         """Read the region of a tensor at `offsets`, of size `lengths`, in its own dtype.

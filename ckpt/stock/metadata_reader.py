@@ -20,6 +20,11 @@ from ckpt.torch_private import StorageInfo
 MAX_METADATA_BYTES = 8 << 30
 """The largest `.metadata` or index that is read."""
 
+_MAX_DIMENSIONS = 64
+_MAX_EXTENSIONS = 64
+_CHUNK_BYTES = 8
+_SLACK_BYTES = 1 << 20
+
 _LAYOUTS = {str(layout): layout for layout in vars(torch).values() if isinstance(layout, torch.layout)}
 
 
@@ -32,7 +37,7 @@ def decode_metadata(data: bytes | bytearray | memoryview, *, url: str, key: str)
     """
     try:
         with no_gc():
-            return _metadata(load_inert(bytes(data), _CLASSES))
+            return _metadata(load_inert(bytes(data), _CLASSES), len(data))
     except UnsafeContent as error:
         raise UnsafeContent(f"refused: {error.message}", url=url, key=key) from None
     except Exception as error:
@@ -54,14 +59,16 @@ _CLASSES = {
 # -- from stand-ins to DCP's classes -------------------------------------------------------------------
 
 
-def _metadata(stand_in: Any) -> dcp.Metadata:
-    state = _state(stand_in, "Metadata")
+def _metadata(stand_in: Any, pickle_bytes: int) -> dcp.Metadata:
+    state, chunks = _state(stand_in, "Metadata"), _Chunks(pickle_bytes)
     tensors = _checked(state["state_dict_metadata"], dict)
     planner_data = state.get("planner_data")
     check_planner_data(planner_data)
     storage = state.get("storage_data")
     return dcp.Metadata(
-        state_dict_metadata={_checked(fqn, str): _storage_type(value) for fqn, value in tensors.items()},
+        state_dict_metadata={
+            _checked(fqn, str): _storage_type(value, chunks) for fqn, value in tensors.items()
+        },
         planner_data=planner_data,
         storage_data=_storage(_checked(storage, dict)),
         storage_meta=_storage_meta(state.get("storage_meta")),
@@ -69,13 +76,31 @@ def _metadata(stand_in: Any) -> dcp.Metadata:
     )
 
 
-def _storage_type(stand_in: Any) -> dcp.TensorStorageMetadata | dcp.BytesStorageMetadata:
+class _Chunks:
+    """Make the chunks of all tensors: no more of them than a pickle of that size could list one by one.
+
+    Two bytes of a pickle list a chunk once more; chunks that are not shared, with their places, take
+    more bytes than are counted here.
+    """
+
+    def __init__(self, pickle_bytes: int) -> None:
+        self._left_bytes = pickle_bytes + _SLACK_BYTES
+
+    def of(self, listed: Any, dimensions: int) -> list[dcp.ChunkStorageMetadata]:
+        stand_ins = _checked(listed, list)
+        self._left_bytes -= len(stand_ins) * (_CHUNK_BYTES + dimensions)
+        if self._left_bytes < 0:
+            raise ValueError("far more chunks than are stored of them")
+        return [_chunk(stand_in, dimensions) for stand_in in stand_ins]
+
+
+def _storage_type(stand_in: Any, chunks: _Chunks) -> dcp.TensorStorageMetadata | dcp.BytesStorageMetadata:
     if type(stand_in).__name__ == "BytesStorageMetadata":
         return dcp.BytesStorageMetadata()
     state = _state(stand_in, "TensorStorageMetadata")
     size = _size(state["size"])
-    chunks = [_chunk(chunk, len(size)) for chunk in _checked(state["chunks"], list)]
-    return dcp.TensorStorageMetadata(_properties(state["properties"]), size, chunks)
+    listed = chunks.of(state["chunks"], len(size))
+    return dcp.TensorStorageMetadata(_properties(state["properties"]), size, listed)
 
 
 def _chunk(stand_in: Any, dimensions: int) -> dcp.ChunkStorageMetadata:
@@ -116,7 +141,9 @@ def _storage_info(stand_in: Any) -> StorageInfo:
     state = _state(stand_in, "_StorageInfo")
     descriptors = state.get("transform_descriptors")
     if descriptors is not None:
-        descriptors = [_checked(name, str) for name in _checked(descriptors, list)]
+        if len(_checked(descriptors, list)) > _MAX_EXTENSIONS:
+            raise ValueError(f"an item that is transformed {len(descriptors)} times")
+        descriptors = [_checked(name, str) for name in descriptors]
     return StorageInfo(
         _checked(state["relative_path"], str),
         _natural(state["offset"]),
@@ -141,7 +168,9 @@ def _state(stand_in: Any, name: str, kind: type = dict) -> Any:
 
 
 def _size(sizes: Any) -> torch.Size:
-    return torch.Size([_natural(value) for value in _checked(sizes, tuple)])
+    if len(_checked(sizes, tuple)) > _MAX_DIMENSIONS:
+        raise ValueError(f"a size of {len(sizes)} dimensions")
+    return torch.Size([_natural(value) for value in sizes])
 
 
 def _natural(value: Any) -> int:

@@ -27,6 +27,8 @@ _SLACK = 1 << 20
 _MAX_SAME_HASH = 1000
 _MAX_UNKNOWN_KEYS = 20_000
 _MAX_KEY_DEPTH = 32
+_TENSOR_SIZE = 256
+"""Of a tensor without its elements: five bytes of a pickle can make one more from the same arguments."""
 
 _PICKLE_HOOKS = frozenset(
     {"__reduce__", "__reduce_ex__", "__getstate__", "__getnewargs__", "__getnewargs_ex__"}
@@ -213,7 +215,7 @@ class _Walk:
         arguments, function = self._stack.pop(), self._stack.pop()
         _require_call(function, arguments)
         size = 1 + sum(map(_size, arguments))
-        self._charge(size)
+        self._charge(size + (_TENSOR_SIZE if function.name in _TENSORS else 0))
         if function.name in _VALUES:
             self._stack.append(_VALUES[function.name](arguments))
             return
@@ -370,6 +372,7 @@ _REBUILD: dict[str, Callable[[tuple[Any, ...]], None]] = {
     "torch._utils._rebuild_nested_tensor": _anything,
     "torch._utils._rebuild_wrapper_subclass": _anything,
 }
+_TENSORS = {*_REBUILD, "torch._tensor._rebuild_from_type_v2"}
 _CALLS = {
     **_REBUILD,
     "torch._tensor._rebuild_from_type_v2": _of_rebuilt,

@@ -17,7 +17,7 @@ import torch
 
 from ckpt.consistency import environment
 from ckpt.errors import ConfigurationError, FormatError
-from ckpt.reading.slices import OpenCheckpoint
+from ckpt.reading.slices import GROWTH_SLACK_BYTES, OpenCheckpoint
 from ckpt.transfer.boxes import Box, boxes_of, tiling_fault
 
 _MAX_ELEMENTS = 1 << 22
@@ -112,6 +112,8 @@ def read(checkpoint: OpenCheckpoint, selection: Selection) -> npt.NDArray[Any]:
 def _regions(checkpoint: OpenCheckpoint, selection: Selection) -> Iterator[tuple[Box, npt.NDArray[Any]]]:
     """Yield boxes of the slice and their values, in bounded memory; every element once."""
     entry = checkpoint.tensor(selection.name)
+    if math.prod(selection.lengths) * entry.dtype.itemsize > GROWTH_SLACK_BYTES:
+        checkpoint.prepare([selection.name])
     end = tuple(o + n for o, n in zip(selection.offsets, selection.lengths, strict=True))
 
     def relative(box: Box) -> Box:

@@ -47,6 +47,7 @@ from ckpt.format.records import (
     StoredCommit,
     decode_manifest,
     encode,
+    manifest_bytes,
     read_commit,
 )
 from ckpt.gc_pause import no_gc
@@ -220,7 +221,9 @@ def stock_metadata_of(store: Store, record: CommitRecord) -> bytes:
     data = bytes(read_bytes(store, ref.path, size_bytes=ref.size_bytes))
     if not record.has_index:  # format version 1 kept a copy
         return data
-    return seal_pickle(pickled_metadata(decode_index(data, url=store.url, key=ref.path)))
+    stored = functools.partial(manifest_bytes, store, record)
+    columns = decode_index(data, url=store.url, key=ref.path, manifest_bytes=stored)
+    return seal_pickle(pickled_metadata(columns))
 
 
 def _check_ranks(receipts: Sequence[RankReceipt], world_size: int) -> None:

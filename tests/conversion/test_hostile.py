@@ -134,6 +134,20 @@ def test_hostile_headers_take_little_memory(tmp_path: Path) -> None:
         assert peak_bytes(tmp_path / "a.safetensors", target, code=code) < 900 * MIB
 
 
+def test_more_names_than_any_model_has(tmp_path: Path) -> None:
+    """A name and a text take five bytes, and two hundred in memory."""
+    from ckpt.errors import FormatError
+
+    names = b",".join(b'"%x":"a"' % n for n in range(800_000))
+    with pytest.raises(FormatError, match="more names and values"):
+        parse_index(b'{"weight_map":{%s}}' % names, url="u", key="k")
+    with pytest.raises(ValueError, match="more names and values"):
+        parse_header(b'{"__metadata__":{%s}}' % names, 8, 8)
+    numbers = b",".join([b"1"] * (5 << 20))
+    with pytest.raises(ValueError, match="more names and values"):
+        parse_header(b'{"a":{"dtype":"F32","data_offsets":[0,0],"shape":[%s]}}' % numbers, 8, 8)
+
+
 # -- fuzzing the header --------------------------------------------------------------------------------
 
 _values = st.recursive(
@@ -264,6 +278,35 @@ def test_tensors_that_are_one_element_many_times(tmp_path: Path) -> None:
     torch.save({"w": torch.arange(4.0).expand(3, 4)}, tmp_path / "c.pt")
     convert(tmp_path / "c.pt", tmp_path / "d.pt")
     assert torch.load(tmp_path / "d.pt")["w"].tolist() == [[0.0, 1.0, 2.0, 3.0]] * 3
+
+
+def _one_tensor_again_and_again(calls: int) -> bytes:
+    """Five bytes of the pickle make one more view of the same byte."""
+
+    def named(module: str, name: str) -> bytes:
+        return b"c%s\n%s\n" % (module.encode(), name.encode())
+
+    storage = (
+        b"(X\x07\x00\x00\x00storage"
+        + named("torch", "ByteStorage")
+        + b"X\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x01tQ"
+    )
+    rebuild = named("torch._utils", "_rebuild_tensor_v2") + b"q\x00(" + storage + b"K\x00))\x89}tq\x01R"
+    return b"\x80\x02}X\x01\x00\x00\x00a](" + rebuild + b"h\x00h\x01R" * calls + b"es."
+
+
+@pytest.mark.parametrize("calls", [100, 20_000])
+def test_one_tensor_again_and_again(calls: int, tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "a.pt", "w") as archive:
+        archive.writestr("archive/data.pkl", _one_tensor_again_and_again(calls))
+        archive.writestr("archive/byteorder", b"little")
+        archive.writestr("archive/data/0", b"\0")
+        archive.writestr("archive/version", b"3\n")
+    done = convert(tmp_path / "a.pt", tmp_path / "b.pt", code=int(calls > 100))
+    if calls > 100:
+        assert "grows far beyond what is stored" in done["error"]["message"]
+    else:
+        assert done["tensors"] == calls + 1
 
 
 def test_what_is_no_state(tmp_path: Path) -> None:

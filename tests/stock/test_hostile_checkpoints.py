@@ -7,6 +7,7 @@ import io
 import pickle
 import struct
 import time
+import tracemalloc
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
@@ -226,6 +227,80 @@ def test_metadata_that_grow(name: str) -> None:
     assert time.monotonic() - started_s < 20
     assert ("a number of more than 255 bytes" in str(caught.value)) == (name == "LONG4")
     assert len(str(caught.value)) < 700
+
+
+def _chunk_listed_often(dimensions: int, times: int) -> Metadata:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+    metadata = _metadata((3,))
+    stored = metadata.state_dict_metadata["t"]
+    zeros: Any = (0,) * dimensions
+    stored.size = zeros  # type: ignore[union-attr]
+    stored.chunks = [ChunkStorageMetadata(zeros, zeros)] * times  # type: ignore[union-attr]
+    return metadata
+
+
+def _descriptors_shared() -> Metadata:
+    metadata, names = _metadata((3,)), ["zstd"] * 20_000
+    metadata.storage_data = {MetadataIndex(f"t{n}"): StorageInfo("f", 0, 1, names) for n in range(1000)}
+    return metadata
+
+
+def _paths_shared(paths: int, parts: int) -> Metadata:
+    metadata, text = _metadata((3,)), "S" * ((1 << 20) // paths)
+    metadata.planner_data = {f"p{n}": (text, n, *[0] * parts) for n in range(paths)}
+    return metadata
+
+
+_SHARING: dict[str, tuple[Callable[[], Metadata], str]] = {
+    "a chunk of 20,000 dimensions": (lambda: _chunk_listed_often(20_000, 500), "20000 dimensions"),
+    "a chunk of 64 dimensions": (lambda: _chunk_listed_often(64, 100_000), "far more chunks"),
+    "a chunk of no dimensions": (lambda: _chunk_listed_often(0, 200_000), "far more chunks"),
+    "transforms": (_descriptors_shared, "transformed 20000 times"),
+    "a path": (lambda: _paths_shared(1, 126), "far longer than their names"),
+    "paths": (lambda: _paths_shared(40, 126), "far longer than their names"),
+}
+
+
+@pytest.mark.parametrize("name", _SHARING)
+def test_parts_that_a_pickle_shares_are_not_multiplied(name: str) -> None:
+    make, message = _SHARING[name]
+    pickled = pickle.dumps(make())
+    tracemalloc.start()
+    try:
+        with pytest.raises(FormatError, match=message):
+            decode_metadata(pickled, url="u", key="k")
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 40 << 20
+
+
+def test_tied_tensors_may_share_their_description() -> None:
+    """And as many chunks as there are places for them."""
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+    metadata, count = _metadata((3,)), 1000
+    stored = metadata.state_dict_metadata["t"]
+    stored.size, sizes = (count, 1, 1), torch.Size([1, 1, 1])  # type: ignore[union-attr]
+    offsets = [torch.Size([n, 0, 0]) for n in range(count)]
+    stored.chunks = [ChunkStorageMetadata(offset, sizes) for offset in offsets]  # type: ignore[union-attr]
+    metadata.state_dict_metadata["tied"] = stored
+    info = StorageInfo("f", 0, 10)
+    metadata.storage_data = {
+        MetadataIndex(name, offset): info for name in ("t", "tied") for offset in offsets
+    }
+    read = decode_metadata(pickle.dumps(metadata), url="u", key="k")
+    assert read.state_dict_metadata == metadata.state_dict_metadata
+    assert read.storage_data == metadata.storage_data
+
+
+def test_negative_indices_in_paths() -> None:
+    """Numbers so far below zero have hashes that can be chosen."""
+    metadata = _metadata((3,))
+    metadata.planner_data = {"a": ("a", -5)}
+    with pytest.raises(FormatError, match="negative index"):
+        decode_metadata(pickle.dumps(metadata), url="u", key="k")
 
 
 def test_a_layout_that_is_a_deep_tuple() -> None:

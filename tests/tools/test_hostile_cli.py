@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import pickle
@@ -21,18 +22,20 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
-from support.commands import Ran, edit_commit, edit_listed, edit_manifest, run, run_process
+from support.commands import Ran, edit_commit, edit_index, edit_listed, edit_manifest, run, run_process
 from support.hostile import HOSTILE, change_places, fields_of
 from support.states import random_tensor
 from support.tiers import examples
 
 import ckpt
 from ckpt.consistency.seal import seal_json, seal_pickle, unseal_json
+from ckpt.format.columns import Columns, ObjectRow, TensorColumns
 
 STATE: dict[str, Any] = {
     "model": {"w": random_tensor(20, 30), "b": torch.arange(5.0)},
@@ -239,6 +242,11 @@ INDICES: dict[str, Callable[[dict[str, Any]], None]] = {
         entries=[["t", "float32", [1], False, 1 << 20]],
         **dict.fromkeys(("offsets", "sizes", "file", "offset", "length"), _zeros(8 << 20)),
     ),
+    "chunks of 64 dimensions": lambda index: index.update(
+        entries=[["t", "float32", [1] * 64, False, 1 << 19]],
+        **dict.fromkeys(("offsets", "sizes"), _zeros(8 * 64 << 19)),
+        **dict.fromkeys(("file", "offset", "length"), _zeros(8 << 19)),
+    ),
     "chunks beyond counting": lambda index: index.update(entries=[["t", "float32", [1], False, 1 << 40]]),
     "dimensions": lambda index: index.update(entries=[["t", "float32", [1] * 65, False, 1]]),
     "sizes that overflow": lambda index: index.update(entries=[["t", "float32", [(1 << 62) - 1] * 60, False, 0]]),
@@ -252,13 +260,7 @@ INDICES: dict[str, Callable[[dict[str, Any]], None]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "edit",
-    [
-        pytest.param(edit, id=name, marks=pytest.mark.long if name == "chunks of 2**20" else ())
-        for name, edit in INDICES.items()
-    ],
-)
+@pytest.mark.parametrize("edit", INDICES.values(), ids=INDICES)
 def test_hostile_indices(ours: Path, edit: Callable[[dict[str, Any]], None]) -> None:
     with Scratch(ours) as place:
         edit_encoded_index(place, edit)
@@ -300,6 +302,85 @@ def test_hostile_archives(stock: Path, archive: Callable[[], bytes]) -> None:
         results = every_command_traced(place, stock)
         assert results["verify"].code == 1
         assert results["cat"].code == 1
+
+
+def _one_item_many_chunks(columns: Columns) -> None:
+    tensor = columns.entries["model.w"]
+    assert isinstance(tensor, TensorColumns)
+    rows = np.arange(1000)
+    columns.entries["model.w"] = dataclasses.replace(
+        tensor,
+        size=(20 * len(rows), 30),
+        offsets=np.stack([20 * rows, 0 * rows], axis=1),
+        sizes=tensor.sizes.repeat(len(rows), axis=0),
+        **{name: getattr(tensor, name).repeat(len(rows)) for name in ("file", "offset", "length")},
+    )
+
+
+def test_an_item_that_is_many_chunks(ours: Path, tmp_path: Path) -> None:
+    """Each would be written out, gigabytes from a megabyte."""
+    with Scratch(ours) as place:
+        edit_index(place, _one_item_many_chunks)
+        for command in (
+            ("cat", place, "model.w", "--npy", tmp_path / "a.npy"),
+            ("cat", place, "model.w", "--stats"),
+            ("convert", place, tmp_path / "a.safetensors"),
+            ("verify", place),
+        ):
+            ran = run(*command)
+            assert ran.code == 1
+            assert "disagree" in ran.out + ran.err
+        assert not list(tmp_path.iterdir())
+
+
+def test_an_object_under_many_names(ours: Path, tmp_path: Path) -> None:
+    def edit(columns: Columns) -> None:
+        row = next(row for row in columns.entries.values() if isinstance(row, ObjectRow))
+        columns.entries |= {f"again{n}": row for n in range(3)}
+
+    with Scratch(ours) as place:
+        edit_index(place, edit)
+        for command in (("cat", place, "again1"), ("convert", place, tmp_path / "stock", "--to", "dcp")):
+            ran = run(*command)
+            assert (ran.code, "disagree" in ran.err) == (1, True)
+
+
+def test_items_of_a_manifest_in_the_same_bytes(ours: Path) -> None:
+    def edit(manifest: dict[str, Any]) -> None:
+        fqn, *rest = manifest["items"][0]
+        manifest["items"].append([f"{fqn}2", *rest])
+
+    with Scratch(ours) as place:
+        edit_manifest(place, edit)
+        assert "two items in the same bytes" in run("cat", place, "model.w").err
+
+
+def test_files_of_another_manifest(ours: Path) -> None:
+    def edit(manifest: dict[str, Any]) -> None:
+        manifest["files"][0]["path"] = "rank-00000/0123456789abcdef-0.distcp"
+
+    with Scratch(ours) as place:
+        edit_manifest(place, edit)
+        assert "a name that this library does not give it" in run("cat", place, "model.w").err
+
+
+def test_many_names_for_one_stock_item(tmp_path: Path) -> None:
+    """A few tied tensors are written under each name; not hundreds of megabytes of them."""
+    state = {"w": torch.arange(50_000)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "stock"), no_dist=True)
+    path = tmp_path / "stock" / ".metadata"
+    for count, code in (3, 0), (250, 1):
+        metadata = pickle.loads(path.read_bytes())
+        ((index, info), *_) = metadata.storage_data.items()
+        for n in range(count):
+            metadata.state_dict_metadata[f"w{n}"] = metadata.state_dict_metadata["w"]
+            metadata.storage_data[dataclasses.replace(index, fqn=f"w{n}")] = info
+        path.write_bytes(pickle.dumps(metadata))
+        ran = run("convert", tmp_path / "stock", tmp_path / f"{count}.safetensors")
+        assert ran.code == code
+        assert ("far more than is stored" in ran.err) == bool(code)
 
 
 def test_duplicate_keys_in_a_record(ours: Path) -> None:
