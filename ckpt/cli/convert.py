@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
-from typing import Annotated
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,8 +19,11 @@ from ckpt.cli.options import (
     parse_quantity,
     parse_storage_options,
 )
-from ckpt.cli.output import command, count, shown, sigterm_as_ctrl_c, size
+from ckpt.cli.output import Output, command, count, shown, sigterm_as_ctrl_c, size
 from ckpt.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from ckpt.conversion.convert import Converted
 
 _FACTORS = {
     "": 1,
@@ -34,6 +38,8 @@ _FACTORS = {
 _UNITS = {prefix + unit: factor for prefix, factor in _FACTORS.items() for unit in ("", "b")}
 _EXAMPLES = "5GB or 512MiB"
 _MAX_LINES = 20
+_MAX_NAMES = 5
+_MAX_PARTS = 100
 
 
 _Source = Annotated[
@@ -62,6 +68,12 @@ _Rename = Annotated[
     typer.Option(metavar="REGEX=NEW", help=r"Replace a part of all names: '^model\.='. Can be repeated."),
 ]
 _WeightsOnly = Annotated[bool, typer.Option("--weights-only", help="Leave out optimizer state and objects.")]
+_ConfigFrom = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DIR", help="Copy config.json, the tokenizer and the like from this model's folder."
+    ),
+]
 _MaxShardSize = Annotated[
     str, typer.Option(metavar="SIZE", help="Size of each safetensors file of a folder: 5GB, 512MiB.")
 ]
@@ -82,6 +94,7 @@ def convert(
     exclude: _Exclude = None,
     rename: _Rename = None,
     weights_only: _WeightsOnly = False,
+    config_from: _ConfigFrom = None,
     max_shard_size: _MaxShardSize = "5GB",
     overwrite: _Overwrite = False,
     threads: Threads = None,
@@ -111,6 +124,7 @@ def convert(
                 exclude=exclude or (),
                 rename=[_rule(text) for text in rename or ()],
                 weights_only=weights_only,
+                config_from=config_from,
                 max_shard_bytes=int(parse_quantity("--max-shard-size", max_shard_size, _UNITS, _EXAMPLES)),
                 overwrite=overwrite,
                 storage_options=parse_storage_options(storage_options),
@@ -123,14 +137,44 @@ def convert(
         if output.as_json:
             output.json(vars(converted))
             return
-        lines = [f"left out {shown(name)}: {shown(reason)}" for name, reason in converted.dropped.items()]
-        output.print(*lines[:_MAX_LINES])
-        output.print_hidden(len(lines) - _MAX_LINES)
-        entries = f"{count(converted.tensors, 'tensor')} and {count(converted.objects, 'object')}"
-        output.print(
-            f"converted to {converted.format}, {shown(converted.destination)}: {entries}, "
-            f"{size(converted.sent_bytes)} in {count(converted.files, 'file')}"
-        )
+        _print(output, converted)
+
+
+def _print(output: Output, converted: Converted) -> None:
+    lines = _left_out(converted.dropped)
+    output.print(*lines[:_MAX_LINES])
+    output.print_hidden(len(lines) - _MAX_LINES)
+    entries = f"{count(converted.tensors, 'tensor')} and {count(converted.objects, 'object')}"
+    output.print(
+        f"converted to {converted.format}, {shown(converted.destination)}: {entries}, "
+        f"{size(converted.sent_bytes)} in {count(converted.files, 'file')}"
+    )
+    if converted.lacks_config:
+        output.print("it has no config.json, which transformers needs: --config-from DIR copies a model's")
+
+
+def _left_out(dropped: Mapping[str, str]) -> list[str]:
+    """Say what was left out, in a line for each reason; many names under one dict are one."""
+    names_by_reason: dict[str, list[str]] = defaultdict(list)
+    for name, reason in dropped.items():
+        names_by_reason[reason].append(name)
+    lines = []
+    for reason, names in names_by_reason.items():
+        folded = [name if number == 1 else f"{number:,} x {name}" for name, number in _folded(names)]
+        more = f" and {len(folded) - _MAX_NAMES:,} more" if len(folded) > _MAX_NAMES else ""
+        lines.append(f"left out: {', '.join(map(shown, folded[:_MAX_NAMES]))}{more} ({shown(reason)})")
+    return lines
+
+
+def _folded(names: Sequence[str]) -> list[tuple[str, int]]:
+    """Cut names, from the end, until few different ones are left; count the names behind each."""
+    split = [tuple(name.split(".")[:_MAX_PARTS]) for name in names]
+    folded = Counter(split)
+    for depth in range(max(map(len, split)) - 1, 0, -1):
+        if len(folded) <= _MAX_NAMES:
+            break
+        folded = Counter(parts if len(parts) <= depth else (*parts[:depth], "*") for parts in split)
+    return [(".".join(parts), number) for parts, number in folded.items()]
 
 
 def _rule(text: str) -> tuple[str, str]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
-from ckpt.backends.base import exists, read_bytes
-from ckpt.conversion.source import Region, TensorFacts, TensorSource
-from ckpt.errors import CommitConflict, ConfigurationError, UnsafeContent
+from ckpt.backends.base import ObjectStat, Store, exists, read_bytes
+from ckpt.conversion.source import CONFIG_KEY, Region, TensorFacts, TensorSource
+from ckpt.errors import AccessDenied, CommitConflict, ConfigurationError, UnsafeContent
 from ckpt.format.columns import ObjectRow, is_quantized
 from ckpt.format.fqns import paths_of
 from ckpt.format.records import read_commit
@@ -60,6 +61,13 @@ class CheckpointSource(TensorSource):
 
     def stored_object(self, name: str) -> bytes:
         return self._open.stored_object(name)
+
+    def other_files(self) -> Iterator[tuple[Store, ObjectStat]]:
+        # Without permission to list, a missing file is refused.
+        with contextlib.suppress(AccessDenied):
+            if self.model_folder is None and exists(self._open.store, CONFIG_KEY):
+                self.model_folder = self._open.store
+        yield from super().other_files()
 
     def holds(self, url: str) -> bool:
         """Tell whether a file exists in the checkpoint's folder."""

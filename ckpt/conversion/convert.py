@@ -18,7 +18,7 @@ import torch
 from ckpt.backends.options import redact_url
 from ckpt.backends.registry import normal_url
 from ckpt.conversion.checkpoint_target import CheckpointTarget, StockCheckpointTarget
-from ckpt.conversion.endpoints import Endpoint, Format, open_destination, open_source
+from ckpt.conversion.endpoints import Endpoint, Format, open_configuration, open_destination, open_source
 from ckpt.conversion.safetensors_target import SafetensorsTarget
 from ckpt.conversion.selection import Rules, select, weight_dtype
 from ckpt.conversion.target import Target, Written
@@ -50,6 +50,7 @@ class Converted:
         files: data files written; `sent_bytes` is their size.
         dropped: names that the new format cannot hold, or that `weights_only` left out, with
             reasons.
+        lacks_config: a folder of safetensors got no `config.json`, which transformers needs.
     """
 
     source: str
@@ -62,6 +63,7 @@ class Converted:
     files: int = 0
     sent_bytes: int = 0
     dropped: dict[str, str] = field(default_factory=dict)
+    lacks_config: bool = False
 
 
 def convert(
@@ -74,6 +76,7 @@ def convert(
     exclude: Sequence[str] = (),
     rename: Sequence[tuple[str, str]] = (),
     weights_only: bool = False,
+    config_from: str | os.PathLike[str] | None = None,
     max_shard_bytes: int = _DEFAULT_SHARD_BYTES,
     overwrite: bool = False,
     storage_options: Mapping[str, Any] | None = None,
@@ -96,6 +99,8 @@ def convert(
         include, exclude: globs over names.
         rename: regular expressions and replacements, one after the other, for every name.
         weights_only: leave out optimizer state, and anything else that by its name is not a weight.
+        config_from: a model's folder, whose small files (`config.json`, the tokenizer) a folder of
+            safetensors gets; default: those in the source's own folder. With the source's options.
         max_shard_bytes: of one safetensors file in a folder.
         overwrite: replace a checkpoint of this library, one file, or, in other formats, the files
             of an interrupted conversion.
@@ -114,26 +119,40 @@ def convert(
         raise ConfigurationError(f"max_shard_bytes must be at least 1, not {max_shard_bytes}")
     new_dtype = None if dtype is None else weight_dtype(dtype)
     rules = Rules(tuple(include), tuple(exclude), tuple(rename), weights_only, new_dtype)
-    source_url, destination_url = normal_url(source), normal_url(destination)
     ranks = Ranks(process_group, no_dist=no_dist, purpose="conversion", timeout_s=check_timeout(timeout_s))
     guard = functools.partial(DeadlineStore, progress=ranks.progress, limit_s=Limits(timeout_s).stall_s)
     stack = contextlib.ExitStack()
     to_options = storage_options if destination_options is None else destination_options
-    to_end = Endpoint(destination_url, to_options, guard, stack, threads)
-    call = f"conversion to {to_end.name or redact_url(to_end.url)}"
-
-    def prepare() -> Target:
-        tensors = open_source(Endpoint(source_url, storage_options, guard, stack))
-        location, form = open_destination(to_end, to, tensors)
-        selection = select(tensors, rules)
-        tensors.prepare({chosen.source for chosen in selection.everything})
-        return _TARGETS[form](
-            form, tensors, selection, location, ranks, call, overwrite, max_shard_bytes, progress or no_report
-        )
-
+    ends = _Ends(
+        Endpoint(normal_url(source), storage_options, guard, stack),
+        Endpoint(normal_url(destination), to_options, guard, stack, threads),
+        None if config_from is None else Endpoint(normal_url(config_from), storage_options, guard, stack),
+    )
+    call = f"conversion to {ends.destination.name or redact_url(ends.destination.url)}"
+    prepare = functools.partial(
+        _target, ends, to, rules, ranks, call, overwrite, max_shard_bytes, progress or no_report
+    )
     with contextlib.closing(ranks), stack, _one_error(ranks):
         target = ranks.together(call, prepare)
         return _result(target, target.run())
+
+
+@dataclass(frozen=True)
+class _Ends:
+    source: Endpoint
+    destination: Endpoint
+    configuration: Endpoint | None
+
+
+def _target(ends: _Ends, to: Format | None, rules: Rules, *more: Any) -> Target:
+    """Open both ends, and lay out the output."""
+    tensors = open_source(ends.source)
+    location, form = open_destination(ends.destination, to, tensors)
+    if ends.configuration is not None:
+        tensors.model_folder = open_configuration(ends.configuration, location, form)
+    selection = select(tensors, rules)
+    tensors.prepare({chosen.source for chosen in selection.everything})
+    return _TARGETS[form](form, tensors, selection, location, *more)
 
 
 def _result(target: Target, written: Sequence[Written]) -> Converted:
@@ -148,6 +167,7 @@ def _result(target: Target, written: Sequence[Written]) -> Converted:
         files=sum(rank.files for rank in written),
         sent_bytes=sum(rank.nbytes for rank in written),
         dropped=target.selection.dropped,
+        lacks_config=target.lacks_config,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from ckpt.backends.wrapper import PrefixStore
 from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY
 from ckpt.conversion.checkpoint_source import CheckpointSource
 from ckpt.conversion.safetensors_source import SUFFIXES, SafetensorsSource, find_model
-from ckpt.conversion.source import Location, TensorSource
+from ckpt.conversion.source import CONFIG_KEY, Location, TensorSource
 from ckpt.conversion.torch_source import TorchFileSource
 from ckpt.errors import AccessDenied, ConfigurationError, FormatError, NotFound
 from ckpt.reading.opening import is_rank_local
@@ -28,6 +29,8 @@ Format = Literal["ckpt", "dcp", "torch", "safetensors"]
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 _OLD_WEIGHTS = "pytorch_model.bin"
 _ZIP = b"PK\x03\x04"
+_ENDING = re.compile(r"(?<=.)\.[A-Za-z]\w{0,15}$")
+"""Of a file's name; folders are named `step-1.5` and `Llama-3.1-8B`."""
 
 
 @dataclass(frozen=True)
@@ -94,11 +97,23 @@ class Endpoint:
 
 def open_source(endpoint: Endpoint) -> TensorSource:
     """Open a source of any format. Raises FormatError if it has none of them."""
-    location = endpoint.open_existing()
+    with contextlib.ExitStack() as looking:
+        location = dataclasses.replace(endpoint, stack=looking).open_existing()
+        threads = looking.enter_context(thread_pool(location.folder.threads, "ckpt-read"))
+        model = _open_model(location, threads)
+        if model is not None:
+            endpoint.stack.push(looking.pop_all())
+            return model
+    # Where nothing is, this says best what is missing.
+    checkpoint = OpenCheckpoint(endpoint.url, endpoint.options, guard=endpoint.guard)
+    return CheckpointSource(endpoint.stack.enter_context(checkpoint))
+
+
+def _open_model(location: Location, threads: Executor) -> TensorSource | None:
+    """Open a file or a model's folder; None if a checkpoint is there, or nothing."""
     folder, key, stat = location.folder, location.key, location.stat
-    threads = endpoint.stack.enter_context(thread_pool(folder.threads, "ckpt-read"))
     if key is None or stat is None:
-        return _open_folder(endpoint, folder, threads)
+        return _open_folder(folder, threads)
     head = bytearray(min(stat.size_bytes, len(_ZIP)))
     folder.read_into(key, 0, [memoryview(head)])
     if key.endswith(SUFFIXES):
@@ -110,21 +125,33 @@ def open_source(endpoint: Endpoint) -> TensorSource:
     )
 
 
-def _open_folder(endpoint: Endpoint, folder: Store, threads: Executor) -> TensorSource:
-    if not any(exists(folder, key) for key in (COMMIT_KEY, STOCK_METADATA_KEY)) and not is_rank_local(folder):
-        key = find_model(folder)
-        if key is not None:
-            return SafetensorsSource(Location(folder), key, threads)
-        with contextlib.suppress(NotFound):
-            return TorchFileSource(folder, folder.stat(_OLD_WEIGHTS), threads, has_folder=True)
-        if exists(folder, f"{_OLD_WEIGHTS}.index.json"):
-            raise FormatError(
-                "is an old model in several pickles; load it with transformers, and save it with save_pretrained",
-                url=folder.url,
-            )
-    # Where nothing is, this says best what is missing.
-    checkpoint = OpenCheckpoint(endpoint.url, endpoint.options, guard=endpoint.guard)
-    return CheckpointSource(endpoint.stack.enter_context(checkpoint))
+def _open_folder(folder: Store, threads: Executor) -> TensorSource | None:
+    if any(exists(folder, key) for key in (COMMIT_KEY, STOCK_METADATA_KEY)) or is_rank_local(folder):
+        return None
+    key = find_model(folder)
+    if key is not None:
+        return SafetensorsSource(Location(folder), key, threads)
+    with contextlib.suppress(NotFound):
+        return TorchFileSource(folder, folder.stat(_OLD_WEIGHTS), threads, has_folder=True)
+    if exists(folder, f"{_OLD_WEIGHTS}.index.json"):
+        raise FormatError(
+            "is an old model in several pickles; load it with transformers, and save it with save_pretrained",
+            url=folder.url,
+        )
+    return None
+
+
+def open_configuration(endpoint: Endpoint, destination: Location, form: Format) -> Store:
+    """Open the folder of a model's configuration.
+
+    Raises NotFound if there is none in it, ConfigurationError if the destination needs none.
+    """
+    if form != "safetensors" or destination.key is not None:
+        raise ConfigurationError("--config-from is for a folder of safetensors", url=destination.url)
+    location = endpoint.open_existing()
+    if location.key is not None or not exists(location.folder, CONFIG_KEY):
+        raise NotFound(f"there is no {CONFIG_KEY} here to take along", url=location.url)
+    return location.folder
 
 
 def open_destination(endpoint: Endpoint, to: str | None, source: TensorSource) -> tuple[Location, Format]:
@@ -153,6 +180,12 @@ def _format_of(name: str, to: str | None, source_format: str) -> Format:
         return "safetensors"
     if name.endswith(_TORCH_SUFFIXES):
         return "torch"
+    if (ending := _ENDING.search(name)) is not None:
+        endings = ", ".join((".safetensors", *_TORCH_SUFFIXES))
+        raise ConfigurationError(
+            f"the ending {ending[0]!r} is not that of a format ({endings}); pass --to, or, for a folder of "
+            "that name, end it in a slash"
+        )
     if source_format != "ckpt":
         return "ckpt"
     raise ConfigurationError(

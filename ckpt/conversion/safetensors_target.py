@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -13,15 +14,15 @@ from ckpt.backends.bodies import Body
 from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY
 from ckpt.conversion.safetensors_format import DTYPES, INDEX_SUFFIX, METADATA, encode_header, encode_index
 from ckpt.conversion.selection import ChosenTensor
+from ckpt.conversion.source import CONFIG_KEY
 from ckpt.conversion.target import FileTarget, Written, end_to_end
-from ckpt.errors import ConfigurationError
+from ckpt.errors import ConfigurationError, StorageError
 from ckpt.format.stored_tensor import dtype_name
 from ckpt.transfer.file_body import BytesPayload
 from ckpt.writing.layout import pack
 
 _INDEX = f"model{INDEX_SUFFIX}"
 _SINGLE = "model.safetensors"
-_CONFIG = "config.json"
 _MAX_CONFIG_BYTES = 16 << 20
 
 
@@ -90,8 +91,14 @@ class SafetensorsTarget(FileTarget):
         for folder, stat in self.source.other_files():
             if not exists(store, stat.key):  # else it is somebody's own, and stays
                 data = read_bytes(folder, stat.key, size_bytes=stat.size_bytes)
-                is_config = stat.key == _CONFIG
+                is_config = stat.key == CONFIG_KEY
                 self.put_bytes(stat.key, _with_dtype(data, self.selection.rules.dtype) if is_config else data)
+
+    @property
+    def lacks_config(self) -> bool:
+        with contextlib.suppress(StorageError):  # the conversion is done, whatever this look says
+            return self.destination.key is None and not exists(self.destination.folder, CONFIG_KEY)
+        return False
 
     def write(self) -> Written:
         self.put_all(self._own)

@@ -26,9 +26,12 @@ from ckpt.transfer.read_pieces import Piece, region_pieces
 _REGIONS_AT_ONCE = 4096
 """Planning takes some kilobytes a region, and a part can hold very many small tensors."""
 
+CONFIG_KEY = "config.json"
+"""A model's configuration, without which transformers does not load it."""
+
 _NOT_OF_MODEL = (
     ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".ot", ".index.json",
-    ".distcp", ".ckpt-tmp",
+    ".distcp", ".ckpt-tmp", ".pkl", ".pickle",
 )  # fmt: skip
 _MAX_OTHER_BYTES = 256 << 20
 _MAX_OTHER_FILES = 1000
@@ -76,6 +79,8 @@ class TensorSource(ABC):
         paths: in the nested state, by name, where known.
         aliases: tensors that share memory with another one, and its name.
         tags: of a checkpoint of this library.
+        model_folder: the folder whose other files belong to the model: its configuration, its
+            tokenizer.
     """
 
     format: str
@@ -86,6 +91,7 @@ class TensorSource(ABC):
     paths: dict[str, Path] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     tags: Mapping[str, str] = field(default_factory=dict)
+    model_folder: Store | None = None
 
     def prepare(self, names: Collection[str]) -> None:  # noqa: B027 (most have nothing to prepare)
         """Fetch what reading these names needs, once, before many threads ask for it."""
@@ -107,8 +113,16 @@ class TensorSource(ABC):
         return None
 
     def other_files(self) -> Iterator[tuple[Store, ObjectStat]]:
-        """List other files of the model: its configuration, its tokenizer."""
-        yield from ()
+        """List small files directly in the model's folder that are not weights."""
+        folder = self.model_folder
+        if folder is None:
+            return
+        keys = [stat.key for stat in folder.list() if "/" not in stat.key and stat.key[0] != "."]
+        for key in sorted(keys)[:_MAX_OTHER_FILES]:
+            if not key.endswith(_NOT_OF_MODEL) and key != "commit.json":
+                stat = folder.stat(key)  # a listing describes a link, not its target
+                if stat.size_bytes <= _MAX_OTHER_BYTES:
+                    yield folder, stat
 
     @abstractmethod
     def holds(self, url: str) -> bool:
@@ -180,7 +194,7 @@ class FileSource(TensorSource):
         facts = sorted((stat.key, stat.size_bytes, stat.version or "") for stat in files.values())
         super().__init__(format, location.url, repr(facts))
         self._store, self._stats, self._threads = location.folder, files, threads
-        self._has_folder = has_folder
+        self.model_folder = location.folder if has_folder else None
         self._files = {key: StoredFile(key, stat.size_bytes) for key, stat in files.items()}
         self._stored: dict[str, tuple[str, StoredTensor]] = {}
         self._fetcher = Fetcher(self._store, StagingPool(MIN_MEMORY_BUDGET_BYTES), lambda read: read())
@@ -192,17 +206,6 @@ class FileSource(TensorSource):
             of_file = pieces.setdefault(self._files[file], [])
             of_file += region_pieces(stored, region.offsets, region.target.shape, region.target)
         self._fetcher.run(pieces, self._threads)
-
-    def other_files(self) -> Iterator[tuple[Store, ObjectStat]]:
-        """List small files directly in the model's folder that are not weights."""
-        if not self._has_folder:
-            return
-        keys = [stat.key for stat in self._store.list() if "/" not in stat.key and stat.key[0] != "."]
-        for key in sorted(keys)[:_MAX_OTHER_FILES]:
-            if not key.endswith(_NOT_OF_MODEL) and key != "commit.json":
-                stat = self._store.stat(key)  # a listing describes a link, not its target
-                if stat.size_bytes <= _MAX_OTHER_BYTES:
-                    yield self._store, stat
 
     def holds(self, url: str) -> bool:
         root = self._store.url.rstrip("/")

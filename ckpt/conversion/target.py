@@ -70,6 +70,11 @@ class Target(ABC):
     def __post_init__(self) -> None:  # noqa: B027 (one has nothing to do yet)
         """Lay out the output, alike on all ranks."""
 
+    @property
+    def lacks_config(self) -> bool:
+        """Tell whether the output is a model's folder without its configuration."""
+        return False
+
     @abstractmethod
     def begin(self) -> None:
         """Check and prepare the destination, before anything is written."""

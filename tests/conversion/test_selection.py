@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from support.conversions import convert, read
 from support.states import digest, random_tensor
 
 import ckpt
+from ckpt.backends.posix import PosixStore
 
 
 def training_state() -> dict[str, Any]:
@@ -62,7 +64,7 @@ def test_what_is_left_out_is_said(place: Path, tmp_path: Path) -> None:
     done = convert(place, tmp_path / "a.safetensors")
     assert set(done["dropped"]) == {"step", "optim.lr"}
     ran = run("convert", place, tmp_path / "b.safetensors")
-    assert "left out step: not a tensor" in ran.out
+    assert "left out: optim.lr, step (not a tensor" in ran.out
     assert (done["tensors"], done["objects"]) == (5, 0)
     torch.save({"model": {"w": torch.ones(3)}, "scales": torch.ones(2)}, tmp_path / "a.pt")
     done = convert(tmp_path / "a.pt", tmp_path / "b.pt", "--weights-only")
@@ -161,6 +163,105 @@ def test_formats_that_nobody_named(place: Path, tmp_path: Path) -> None:
     )
     assert convert(place, tmp_path / "again", "--to", "ckpt")["source_format"] == "ckpt"
     assert "are the same" in convert(place, place, "--to", "ckpt", "--overwrite", code=2)["error"]["message"]
+
+
+@pytest.mark.parametrize("name", ["y.foo", "a.safetensor", "model.PT"])
+def test_an_ending_that_is_no_format(name: str, place: Path, tmp_path: Path) -> None:
+    convert(place, tmp_path / "a.pt")
+    for source in (place, tmp_path / "a.pt"):
+        message = convert(source, tmp_path / name, code=2)["error"]["message"]
+        assert f"'.{name.split('.')[1]}' is not that of a format" in message
+    assert not (tmp_path / name).exists()
+    for number, (folder, options) in enumerate(
+        [(f"{tmp_path / name}/", []), (tmp_path / name, ["--to", "ckpt"])]
+    ):
+        convert(tmp_path / "a.pt", folder, *options, *["--overwrite"] * number)
+
+
+def test_folders_with_dots_in_their_names(place: Path, tmp_path: Path) -> None:
+    convert(place, tmp_path / "a.pt")
+    for name in ("Llama-3.1-8B", "step-1.5", ".hidden"):
+        assert convert(tmp_path / "a.pt", tmp_path / name)["format"] == "ckpt"
+
+
+def test_a_configuration_comes_along(place: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    for name in ("config.json", "tokenizer.model", "weights.pkl", "old.safetensors"):
+        (model / name).write_text('{"dtype": "float32"}')
+    options = ["--to", "safetensors"]
+    done = convert(place, tmp_path / "a", *options)
+    assert done["lacks_config"]
+    assert "it has no config.json" in run("convert", place, tmp_path / "b", *options).out
+    done = convert(place, tmp_path / "c", *options, "--config-from", model, "--dtype", "bfloat16")
+    assert not done["lacks_config"]
+    files = {path.name for path in (tmp_path / "c").iterdir()}
+    assert files == {"config.json", "tokenizer.model", "model.safetensors"}
+    assert json.loads((tmp_path / "c" / "config.json").read_text()) == {"dtype": "bfloat16"}
+    # A checkpoint's folder may hold one itself.
+    copy = Path(shutil.copytree(place, tmp_path / "copy"))
+    (copy / "config.json").write_text("{}")
+    assert "it has no" not in run("convert", copy, tmp_path / "d", *options).out
+    assert (tmp_path / "d" / "config.json").read_text() == "{}"
+
+
+def test_a_configuration_that_is_not_there(place: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for folder in ("empty", "missing"):
+        error = convert(
+            place, tmp_path / "a", "--to", "safetensors", "--config-from", tmp_path / folder, code=3
+        )["error"]
+        assert "no config.json here" in error["message"]
+    for target in ("a.safetensors", "a.pt"):
+        options = ["--config-from", tmp_path / "empty"]
+        assert (
+            "folder of safetensors" in convert(place, tmp_path / target, *options, code=2)["error"]["message"]
+        )
+
+
+def test_what_is_left_out_is_folded(tmp_path: Path) -> None:
+    state = {
+        "model": {"w": torch.ones(2)},
+        "loader": {"shards": {f"{n:06d}": torch.ones(1) for n in range(60)}},
+        "optim": {"lr": 0.1, "steps": {f"{n}": n for n in range(25)}},
+    }
+    torch.save(state, tmp_path / "a.pt")
+    lines = run("convert", tmp_path / "a.pt", tmp_path / "a.safetensors", "--weights-only").out.splitlines()
+    assert lines[0] == (
+        "left out: 60 x loader.shards.* (--weights-only: the name does not look like a model weight)"
+    )
+    assert len(lines) == 2
+    lines = run("convert", tmp_path / "a.pt", tmp_path / "b.safetensors").out.splitlines()
+    assert lines[0] == (
+        "left out: optim.lr, 25 x optim.steps.* (not a tensor; safetensors files hold tensors only)"
+    )
+
+
+def test_stores_that_are_open(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint is read through one store: what it was found with is closed."""
+    opened: list[PosixStore] = []
+    most_open = 0
+    monkeypatch.setattr(PosixStore, "__init__", noting(PosixStore.__init__, opened.append))
+    monkeypatch.setattr(PosixStore, "close", noting(PosixStore.close, opened.remove))
+    read = PosixStore.read_into
+
+    def read_into(store: PosixStore, key: str, *rest: Any) -> None:
+        nonlocal most_open
+        if key.endswith(".distcp"):
+            most_open = max(most_open, len(opened))
+        read(store, key, *rest)
+
+    monkeypatch.setattr(PosixStore, "read_into", read_into)
+    convert(place, tmp_path / "a.pt")
+    assert (most_open, opened) == (2, [])  # of the source, and of the destination
+
+
+def noting(method: Any, note: Any) -> Any:
+    def noted(self: Any, *arguments: Any, **options: Any) -> Any:
+        note(self)
+        return method(self, *arguments, **options)
+
+    return noted
 
 
 def test_nothing_is_replaced_unasked(place: Path, tmp_path: Path) -> None:
