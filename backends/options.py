@@ -67,6 +67,13 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f" (did you mean {matches[0]}?)" if matches else ""
 
 
+def options_dict(storage_options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Copy the storage options that a caller gives. Raises ConfigurationError if they are no dict."""
+    if storage_options is not None and not isinstance(storage_options, Mapping):
+        raise ConfigurationError(f"storage_options must be a dict, not a {type(storage_options).__name__}")
+    return dict(storage_options or {})
+
+
 def take_options(scheme: str, options: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Update `defaults` with `options`, whose types must be those of the defaults (None: a str).
 

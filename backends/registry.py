@@ -9,7 +9,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from ckpt.backends.base import Store
-from ckpt.backends.options import nearest, redact_url
+from ckpt.backends.options import nearest, options_dict, redact_url
 from ckpt.backends.paths import expand_user
 from ckpt.errors import ConfigurationError
 
@@ -58,12 +58,11 @@ def open_store(
     """
     text = normal_url(url)
     threads = default_threads() if threads is None else threads
-    if storage_options is not None and not isinstance(storage_options, Mapping):
-        raise ConfigurationError(f"storage_options must be a dict, not a {type(storage_options).__name__}")
+    options = options_dict(storage_options)
     if not isinstance(threads, int) or isinstance(threads, bool) or not 1 <= threads <= _MAX_THREADS:
         raise ConfigurationError(f"threads must be at least 1, at most {_MAX_THREADS}, not {threads!r}")
     scheme, separator, _ = text.partition("://")
-    return _factory(scheme if separator else "file")(text, storage_options, threads=threads)
+    return _factory(scheme if separator else "file")(text, options, threads=threads)
 
 
 def normal_url(url: str | os.PathLike[str]) -> str:

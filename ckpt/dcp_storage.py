@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from ckpt.backends.base import Store
-from ckpt.backends.options import redact_url
+from ckpt.backends.options import options_dict, redact_url
 from ckpt.backends.registry import open_store
-from ckpt.errors import CheckpointError
+from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.ranks.deadline_store import DeadlineStore
 from ckpt.ranks.group import check_timeout
 from ckpt.ranks.heartbeat import Limits
@@ -39,7 +39,7 @@ class DcpStorage:
         timeout_s: float | None,
     ) -> None:
         super().__init__()
-        self._storage_options, self._threads = dict(storage_options or {}), threads
+        self._storage_options, self._threads = options_dict(storage_options), threads
         budget_bytes = DEFAULT_MEMORY_BUDGET_BYTES if memory_budget_bytes is None else memory_budget_bytes
         self._pool = StagingPool(budget_bytes, pinned=torch.cuda.is_available())
         self._limit_s = None if timeout_s is None else Limits(check_timeout(timeout_s)).stall_s
@@ -81,6 +81,13 @@ class DcpStorage:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({redact_url(self._url)!r})"
+
+    @staticmethod
+    def _flag(name: str, value: object) -> bool:
+        """Return an argument that must be a bool: any str, also "no", would count as True."""
+        if not isinstance(value, bool):
+            raise ConfigurationError(f"{name} must be True or False, not {value!r:.100}")
+        return value
 
     def _open(self, url: str | os.PathLike[str]) -> None:
         self._bare = open_store(url, self._storage_options, threads=self._threads)

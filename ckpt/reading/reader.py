@@ -57,9 +57,12 @@ class CheckpointReader(DcpStorage, StorageReader):
         trusted_objects: Collection[str] = (),
         timeout_s: float | None = DEFAULT_TIMEOUT_S,
     ) -> None:
-        if visibility_timeout_s is not None and not visibility_timeout_s >= 0:
-            raise ConfigurationError(f"visibility_timeout_s must not be negative: {visibility_timeout_s}")
-        self._settings = ReadSettings(verify, visibility_timeout_s)
+        if visibility_timeout_s is not None and not (
+            isinstance(visibility_timeout_s, int | float) and visibility_timeout_s >= 0
+        ):
+            text = f"visibility_timeout_s must not be negative, but a number: {visibility_timeout_s!r:.100}"
+            raise ConfigurationError(text)
+        self._settings = ReadSettings(self._flag("verify", verify), visibility_timeout_s)
         self._trusted_objects = check_trusted(trusted_objects)
         super().__init__(url, storage_options, threads, memory_budget_bytes, timeout_s)
         # The rank whose part is open, of a checkpoint that was saved without collectives.
@@ -187,7 +190,9 @@ class CheckpointReader(DcpStorage, StorageReader):
 
 
 def check_trusted(names: Collection[str]) -> tuple[str, ...]:
-    """Return `trusted_objects` for keeping. Raises ConfigurationError for a single str."""
+    """Return `trusted_objects` for keeping. Raises ConfigurationError for anything but names."""
     if isinstance(names, str):
         raise ConfigurationError("trusted_objects must be a list of names, not a single str")
+    if not isinstance(names, Collection) or not all(isinstance(name, str) for name in names):
+        raise ConfigurationError(f"trusted_objects must be a list of names, not {names!r:.100}")
     return tuple(names)

@@ -97,7 +97,7 @@ class CheckpointWriter(DcpStorage, StorageWriter, AsyncStager):
         timeout_s: float | None = DEFAULT_TIMEOUT_S,
     ) -> None:
         self._tags = _checked_tags(tags)
-        self._overwrite = overwrite
+        self._overwrite = self._flag("overwrite", overwrite)
         self._pacer = None if max_bandwidth_bytes_per_s is None else Pacer(max_bandwidth_bytes_per_s)
         super().__init__(url, storage_options, threads, memory_budget_bytes, timeout_s)
         self._objects = SaveObjects()
@@ -252,6 +252,8 @@ def _durations(began_at_s: Mapping[str, float]) -> dict[str, float]:
 
 
 def _checked_tags(tags: Mapping[str, str] | None) -> dict[str, str]:
+    if tags is not None and not isinstance(tags, Mapping):
+        raise ConfigurationError(f"tags must be a dict, not a {type(tags).__name__}")
     checked = dict(tags or {})
     for name, value in checked.items():
         if not isinstance(name, str) or not isinstance(value, str):

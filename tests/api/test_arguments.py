@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import pickle
 import re
@@ -308,6 +309,27 @@ def test_wrong_first_arguments(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="planner must be a planner of DCP, not 'x'"):
         calls[0]({"t": 1}, url, planner="x")
     assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ({"overwrite": "no"}, "overwrite must be True or False, not 'no'"),
+        ({"tags": "x"}, "tags must be a dict, not a str"),
+        ({"storage_options": "x"}, "storage_options must be a dict, not a str"),
+        ({"threads": True}, "threads must be at least 1, at most 4096, not True"),
+        ({"threads": 10**9}, "threads must be at least 1, at most 4096"),
+        ({"verify": None}, "verify must be True or False, not None"),
+        ({"trusted_objects": None}, "trusted_objects must be a list of names, not None"),
+        ({"trusted_objects": [5]}, r"trusted_objects must be a list of names, not \[5\]"),
+        ({"visibility_timeout_s": "1"}, "visibility_timeout_s must not be negative, but a number: '1'"),
+    ],
+)
+def test_arguments_of_wrong_types(tmp_path: Path, argument: dict[str, Any], message: str) -> None:
+    for kind in (ckpt.CheckpointWriter, ckpt.CheckpointReader):
+        if argument.keys() <= inspect.signature(kind).parameters.keys():
+            with pytest.raises(ConfigurationError, match=message):
+                kind(tmp_path, **argument)
 
 
 @pytest.mark.parametrize("budget", [float("nan"), float("inf"), "1", True, 1 << 20])
