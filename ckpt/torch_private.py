@@ -26,7 +26,6 @@ from torch.distributed.checkpoint import (
 from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as MemoryFormat
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list as create_chunk_list
 
 # `dcp.save` and `dcp.load` without what `ckpt.api` does in their place between all ranks (arguments,

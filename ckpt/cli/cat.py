@@ -94,11 +94,10 @@ def _show_object(output: Output, name: str, value: object) -> None:
 
 
 def _show_tensor(output: Output, checkpoint: OpenCheckpoint, name: str, stats: bool, npy: str | None) -> None:
-    from ckpt.format.stored_tensor import dtype_name
     from ckpt.tools import cat as tensor_values
 
     selection = tensor_values.select(checkpoint, name)
-    dtype = dtype_name(checkpoint.tensor(selection.name).dtype)
+    dtype = checkpoint.tensor(selection.name).dtype
     facts: dict[str, Any] = {
         "fqn": selection.name, "kind": "tensor", "dtype": dtype, "shape": list(selection.shape),
         "offsets": list(selection.offsets), "lengths": list(selection.lengths),

@@ -37,6 +37,7 @@ _FACTORS = {
 }
 _UNITS = {prefix + unit: factor for prefix, factor in _FACTORS.items() for unit in ("", "b")}
 _EXAMPLES = "5GB or 512MiB"
+FORMATS = ("ckpt", "dcp", "torch", "safetensors")
 _MAX_LINES = 20
 _MAX_NAMES = 5
 _MAX_PARTS = 100
@@ -114,6 +115,13 @@ def convert(
         sigterm_as_ctrl_c(),
         _process_group(),
     ):
+        # All of it before `ckpt.convert`, which imports torch.
+        if to not in (None, *FORMATS):
+            raise ConfigurationError(f"{to!r} is not a format; use one of {', '.join(FORMATS)}")
+        rules = [_rule(text) for text in rename or ()]
+        max_shard_bytes = int(parse_quantity("--max-shard-size", max_shard_size, _UNITS, _EXAMPLES))
+        options = parse_storage_options(storage_options)
+        dst_options = parse_storage_options(dst_storage_options)
         with output.progress("converting", visible=is_first) as progress:
             converted = ckpt.convert(
                 source,
@@ -122,13 +130,13 @@ def convert(
                 dtype=dtype,
                 include=include or (),
                 exclude=exclude or (),
-                rename=[_rule(text) for text in rename or ()],
+                rename=rules,
                 weights_only=weights_only,
                 config_from=config_from,
-                max_shard_bytes=int(parse_quantity("--max-shard-size", max_shard_size, _UNITS, _EXAMPLES)),
+                max_shard_bytes=max_shard_bytes,
                 overwrite=overwrite,
-                storage_options=parse_storage_options(storage_options),
-                destination_options=parse_storage_options(dst_storage_options),
+                storage_options=options,
+                destination_options=dst_options,
                 threads=threads,
                 progress=progress,
             )

@@ -29,12 +29,14 @@ def cp(
     """
     interrupted = "Nothing is visible at DST; the same command goes on where this one stopped."
     with command(json, if_interrupted=interrupted) as output:
+        options = parse_storage_options(storage_options)
+        dst_options = parse_storage_options(dst_storage_options)
         with output.progress("copying") as progress:
             done = ckpt.copy(
                 source,
                 destination,
-                storage_options=parse_storage_options(storage_options),
-                destination_options=parse_storage_options(dst_storage_options),
+                storage_options=options,
+                destination_options=dst_options,
                 overwrite=overwrite,
                 threads=threads,
                 progress=progress,

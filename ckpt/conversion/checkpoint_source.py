@@ -10,11 +10,11 @@ from typing import Any
 from ckpt.backends.base import ObjectStat, Store, exists, read_bytes
 from ckpt.conversion.source import CONFIG_KEY, Region, TensorFacts, TensorSource
 from ckpt.errors import AccessDenied, CommitConflict, ConfigurationError, UnsafeContent
-from ckpt.format.columns import ObjectRow, is_quantized
+from ckpt.format.columns import ObjectRow
+from ckpt.format.dtypes import dtype_name, is_quantized, torch_dtype
 from ckpt.format.fqns import paths_of
-from ckpt.format.records import read_commit
+from ckpt.format.records import MAX_METADATA_BYTES, read_commit
 from ckpt.reading.slices import OpenCheckpoint
-from ckpt.stock.metadata_reader import MAX_METADATA_BYTES
 
 
 class CheckpointSource(TensorSource):
@@ -36,13 +36,13 @@ class CheckpointSource(TensorSource):
             if isinstance(entry, ObjectRow):
                 self.objects.append(name)
             else:
-                self.tensors[name] = TensorFacts(entry.dtype, entry.size, entry.requires_grad)
+                self.tensors[name] = TensorFacts(torch_dtype(entry.dtype), entry.size, entry.requires_grad)
         self.paths = paths_of(self._part.metadata.planner_data)
         self.tags = {} if commit is None else commit.tags
 
     def prepare(self, names: Collection[str]) -> None:
         for name, facts in self.tensors.items():
-            if name in names and is_quantized(facts.dtype):
+            if name in names and is_quantized(dtype_name(facts.dtype)):
                 raise ConfigurationError(
                     f"{name[:200]!r} is quantized and cannot be converted; --exclude it, or dequantize and save it",
                     url=self.url,

@@ -17,7 +17,7 @@ from ckpt.conversion.selection import ChosenTensor
 from ckpt.conversion.source import CONFIG_KEY
 from ckpt.conversion.target import FileTarget, Written, end_to_end
 from ckpt.errors import ConfigurationError, StorageError
-from ckpt.format.stored_tensor import dtype_name
+from ckpt.format.dtypes import dtype_name
 from ckpt.transfer.file_body import BytesPayload
 from ckpt.writing.layout import pack
 

@@ -21,7 +21,8 @@ from ckpt.transfer.boxes import flat_boxes
 from ckpt.transfer.buffer_pool import MIN_MEMORY_BUDGET_BYTES, StagingPool
 from ckpt.transfer.fetcher import Fetcher, StoredFile
 from ckpt.transfer.file_body import Due, StreamedPayload
-from ckpt.transfer.read_pieces import Piece, region_pieces
+from ckpt.transfer.pieces import Piece
+from ckpt.transfer.read_pieces import region_pieces
 
 _REGIONS_AT_ONCE = 4096
 """Planning takes some kilobytes a region, and a part can hold very many small tensors."""

@@ -9,13 +9,12 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
-import torch
 
 from ckpt.backends.base import is_key
 from ckpt.errors import FormatError
 from ckpt.format.columns import Columns, Integers, ObjectRow, TensorColumns
+from ckpt.format.dtypes import item_bytes
 from ckpt.format.planner_data import PlainValue, check_planner_data, pack, unpack
-from ckpt.format.stored_tensor import dtype_name
 from ckpt.gc_pause import no_gc
 
 INDEX_FORMAT = "ckpt-storage index"
@@ -86,7 +85,7 @@ def check_columns(columns: Columns) -> None:
     _checked_totals(entries)
     for entry, table in zip(entries, columns.entries.values(), strict=True):
         if isinstance(table, TensorColumns):
-            _checked_dtype(entry, table.offsets, table.sizes)
+            _check_tensor(entry, table.offsets, table.sizes)
     check_planner_data(columns.planner_data)
 
 
@@ -155,9 +154,9 @@ def _columns(record: _Record, nbytes: int, manifest_bytes: Callable[[int], int] 
         end, cell_end = row + entry.chunks, cell + entry.chunks * len(entry.size)
         boxes = offsets[cell:cell_end].reshape(shape), sizes[cell:cell_end].reshape(shape)
         places = file[row:end], offset[row:end], length[row:end]
-        dtype = _checked_dtype(entry, *boxes)
+        _check_tensor(entry, *boxes)
         columns.entries[entry.fqn] = TensorColumns(
-            dtype, tuple(entry.size), entry.requires_grad, *boxes, *places
+            entry.dtype, tuple(entry.size), entry.requires_grad, *boxes, *places
         )
         row, cell = end, cell_end
     return columns
@@ -167,7 +166,7 @@ def _entries(columns: Columns) -> list[_Entry]:
     return [
         _Entry(fqn, None, [], False, 1)
         if isinstance(entry, ObjectRow)
-        else _Entry(fqn, dtype_name(entry.dtype), list(entry.size), entry.requires_grad, len(entry.file))
+        else _Entry(fqn, entry.dtype, list(entry.size), entry.requires_grad, len(entry.file))
         for fqn, entry in columns.entries.items()
     ]
 
@@ -195,15 +194,12 @@ def _checked_totals(entries: Sequence[_Entry]) -> tuple[int, int]:
     return rows, cells
 
 
-def _checked_dtype(entry: _Entry, offsets: Integers, sizes: Integers) -> torch.dtype:
-    """Return a tensor's dtype, unless one of its chunks lies outside of it."""
+def _check_tensor(entry: _Entry, offsets: Integers, sizes: Integers) -> None:
+    """Check that a tensor's dtype exists, and that no chunk of it lies outside of it."""
     assert entry.dtype is not None
-    dtype = getattr(torch, entry.dtype, None)
-    if not isinstance(dtype, torch.dtype):
-        raise FormatError(f"an unknown dtype {entry.dtype[:40]!r}")
+    item_bytes(entry.dtype)
     if entry.size and not _inside(offsets, sizes, entry.size):
         raise FormatError(f"a chunk outside of its tensor ({entry.fqn[:80]!r})")
-    return dtype
 
 
 def _inside(offsets: Integers, sizes: Integers, limits: Sequence[int]) -> bool:

@@ -20,6 +20,8 @@ from ckpt.errors import FormatError, NotFound
 
 FORMAT_NAME = "ckpt-storage"
 FORMAT_VERSION = 2
+MAX_METADATA_BYTES = 8 << 30
+"""The largest `.metadata` or index that is read."""
 
 _MIN_BLOCK_BYTES, _MAX_BLOCK_BYTES = 1 << 16, 1 << 24
 

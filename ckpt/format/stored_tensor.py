@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,3 @@ class StoredTensor:
     @property
     def payload_bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Name a dtype as records do: `float32`, without `torch.`."""
-    return str(dtype).removeprefix("torch.")

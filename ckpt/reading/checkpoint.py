@@ -8,11 +8,9 @@ import zlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import msgspec
-import torch
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from ckpt.backends.base import Store, check_key, read_bytes
 from ckpt.consistency.checksums import crc64nvme, crc_text
@@ -27,10 +25,11 @@ from ckpt.errors import (
     Truncated,
     UnsafeContent,
 )
-from ckpt.format.columns import Chunks, packed
+from ckpt.format.columns import Columns
 from ckpt.format.index import decode_index
 from ckpt.format.names import ObjectName, is_data_key, manifest_key
 from ckpt.format.records import (
+    MAX_METADATA_BYTES,
     CommitRecord,
     ItemRecord,
     ObjectRef,
@@ -41,11 +40,24 @@ from ckpt.format.records import (
     read_commit,
 )
 from ckpt.format.stored_tensor import StoredTensor
-from ckpt.stock.metadata_reader import MAX_METADATA_BYTES, decode_metadata
-from ckpt.torch_private import StorageInfo
 from ckpt.transfer.fetcher import StoredFile
 
+if TYPE_CHECKING:  # what only looks into a checkpoint does not wait for torch
+    import torch
+    from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+
 T = TypeVar("T")
+
+
+class ItemPlace(Protocol):
+    """Where an item is: DCP's `_StorageInfo`, or a row of the index."""
+
+    @property
+    def relative_path(self) -> str: ...
+    @property
+    def offset(self) -> int: ...
+    @property
+    def length(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -78,8 +90,8 @@ class Checkpoint:
     Attributes:
         stored_commit, commit: the commit record, as read and decoded; None in a stock checkpoint.
         metadata_key, metadata_bytes: the stored index; in a stock checkpoint `.metadata`.
-        metadata: DCP's view of it.
-        located: the tensors that a load found in files of a stock checkpoint, by file and offset.
+        located, chunk_sizes: what a load found out about a stock checkpoint: the tensors in its
+            files, by file and offset; the sizes of a tensor's chunks, by FQN and offsets.
     """
 
     def __init__(
@@ -96,12 +108,33 @@ class Checkpoint:
         self.store, self._settings = store, settings
         self.stored_commit, self.metadata_key, self.metadata_bytes = commit, metadata_key, metadata
         self.commit: CommitRecord | None = None if commit is None else commit.record
-        self.metadata = _decode(self.commit, metadata, store, metadata_key, is_shared)
+        self._described = _decode(self.commit, metadata, store, metadata_key, is_shared)
         self.located: dict[tuple[str, int], StoredTensor | None] = {}
+        self.chunk_sizes: dict[str, dict[bytes, torch.Size]] = {}
         self._refs = {ref.path: ref for ref in self.commit.manifests} if self.commit else {}
-        self._chunks: dict[str, dict[bytes, torch.Size]] = {}
         self._files: dict[str, StoredFile] = {}
         self._items: dict[tuple[str, int], ItemRecord] = {}
+
+    @functools.cached_property
+    def columns(self) -> Columns:
+        """What it holds. Raises FormatError if stock metadata contradicts itself."""
+        if isinstance(self._described, Columns):
+            return self._described
+        from ckpt.format.dcp_view import columns_of
+
+        return columns_of(self._described, url=self.store.url)
+
+    @functools.cached_property
+    def metadata(self) -> Metadata:
+        """DCP's view of what it holds. Raises FormatError for a dtype that this torch does not have."""
+        if not isinstance(self._described, Columns):
+            return self._described
+        from ckpt.format.dcp_view import metadata_of
+
+        try:
+            return metadata_of(self._described)
+        except FormatError as error:
+            raise self.fault(error.message, self.metadata_key) from None
 
     @property
     def identity(self) -> str:
@@ -138,7 +171,7 @@ class Checkpoint:
         """Make an error about the checkpoint, or one of its objects."""
         return FormatError(message, url=self.store.url, key=key)
 
-    def prepare(self, infos: Iterable[StorageInfo], threads: Executor) -> None:
+    def prepare(self, infos: Iterable[ItemPlace], threads: Executor) -> None:
         """Fetch facts about the files of these items: manifests, or sizes of stock files."""
         if self.commit is None:
             keys = {info.relative_path for info in infos} - self._files.keys()
@@ -157,23 +190,7 @@ class Checkpoint:
             for item in manifest.items:
                 self._items[manifest.files[item.file].path, item.offset] = item
 
-    def chunk(self, index: MetadataIndex) -> tuple[torch.Size, torch.dtype]:
-        """Return the shape and dtype of a stored chunk. Raises FormatError if there is none."""
-        tensor = self.metadata.state_dict_metadata.get(index.fqn)
-        if not isinstance(tensor, TensorStorageMetadata):
-            raise self.fault(f"{index.fqn!r} is not a tensor in this checkpoint")
-        shape: torch.Size | None
-        if isinstance(tensor.chunks, Chunks):
-            shape = tensor.chunks.size_at(index)
-        else:
-            if index.fqn not in self._chunks:
-                self._chunks[index.fqn] = {packed(chunk.offsets): chunk.sizes for chunk in tensor.chunks}
-            shape = self._chunks[index.fqn].get(packed(index.offset or ()))
-        if shape is None:
-            raise self.fault(f"{index.fqn!r} has no chunk at {index.offset}")
-        return shape, tensor.properties.dtype
-
-    def file(self, info: StorageInfo) -> StoredFile:
+    def file(self, info: ItemPlace) -> StoredFile:
         """Return the file of an item, after `prepare`. Raises Truncated, or FormatError if unlisted."""
         file = self._files.get(info.relative_path)
         if file is None:
@@ -185,7 +202,7 @@ class Checkpoint:
             raise Truncated(message, url=self.store.url, key=file.key, start=info.offset, stop=stop)
         return file
 
-    def item(self, index: MetadataIndex, info: StorageInfo) -> ItemRecord | None:
+    def item(self, index: MetadataIndex, info: ItemPlace) -> ItemRecord | None:
         """Return the manifest's record of an item, after `prepare`; None in a stock checkpoint.
 
         Raises FormatError if it is another item there: one item is one chunk, however many chunks
@@ -208,7 +225,7 @@ class Checkpoint:
             raise UnsafeContent(message, url=self.store.url) from error
         return StoredFile(key, self.store.stat(key).size_bytes)
 
-    def _manifest_key(self, info: StorageInfo) -> str:
+    def _manifest_key(self, info: ItemPlace) -> str:
         name = ObjectName.parse(info.relative_path)
         key = manifest_key(name.rank, name.token) if name is not None and name.kind == "distcp" else ""
         if key not in self._refs:
@@ -228,14 +245,16 @@ class Checkpoint:
         return manifest
 
 
-def _decode(commit: CommitRecord | None, data: bytes, store: Store, key: str, is_shared: bool) -> Metadata:
-    url = store.url
-    if commit is None:
-        return decode_metadata(data, url=url, key=key)
-    if not commit.has_index:  # format version 1
-        return decode_metadata(unseal_pickle(data, url=url, key=key), url=url, key=key)
-    stored = None if is_shared else functools.partial(manifest_bytes, store, commit)
-    return decode_index(data, url=url, key=key, manifest_bytes=stored).metadata()
+def _decode(
+    commit: CommitRecord | None, data: bytes, store: Store, key: str, is_shared: bool
+) -> Columns | Metadata:
+    if commit is not None and commit.has_index:
+        stored = None if is_shared else functools.partial(manifest_bytes, store, commit)
+        return decode_index(data, url=store.url, key=key, manifest_bytes=stored)
+    from ckpt.stock.metadata_reader import decode_metadata
+
+    pickled = data if commit is None else unseal_pickle(data, url=store.url, key=key)  # format version 1
+    return decode_metadata(pickled, url=store.url, key=key)
 
 
 def read_listed(store: Store, settings: ReadSettings, ref: ObjectRef, commit: StoredCommit) -> bytearray:

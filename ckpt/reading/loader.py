@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
 from ckpt.errors import CheckpointError, FormatError, Truncated
+from ckpt.format.columns import packed
+from ckpt.format.dcp_view import Chunks
 from ckpt.format.records import ItemRecord
 from ckpt.format.stored_tensor import StoredTensor
 from ckpt.reading.checkpoint import Checkpoint
@@ -27,7 +29,8 @@ from ckpt.torch_private import StorageInfo
 from ckpt.transfer.boxes import Box
 from ckpt.transfer.buffer_pool import StagingPool
 from ckpt.transfer.fetcher import Fetcher, StoredFile
-from ckpt.transfer.read_pieces import NoSink, Piece, region_pieces
+from ckpt.transfer.pieces import NoSink, Piece
+from ckpt.transfer.read_pieces import region_pieces
 from ckpt.transfer.tensor_memory import plain
 
 _SMALL_ITEM_BYTES = 1 << 20
@@ -129,7 +132,7 @@ class Loader:
             window.pieces[file] += region_pieces(stored, item.storage_offsets, item.lengths, memory)
         except ValueError as error:
             raise self._fault(info, f"{item.storage_index.fqn!r}: {error}") from error
-        if file.block_crcs is not None and item.lengths == self._checkpoint.chunk(item.storage_index)[0]:
+        if file.block_crcs is not None and item.lengths == chunk_of(self._checkpoint, item.storage_index)[0]:
             window.pieces[file] += _frame_pieces(info, stored, file.block_size_bytes)
         window.tensor_bytes += target.given.numel() * stored.dtype.itemsize
         window.then.append(lambda: self._planner.commit_tensor(item, target.given))
@@ -167,7 +170,7 @@ class Loader:
         self._planner.load_bytes(item, value)
 
     def _load_tensor(self, item: ReadItem, info: StorageInfo, data: bytearray, target: _Target) -> None:
-        fqn, (shape, dtype) = item.storage_index.fqn, self._checkpoint.chunk(item.storage_index)
+        fqn, (shape, dtype) = item.storage_index.fqn, chunk_of(self._checkpoint, item.storage_index)
         max_bytes = max(math.prod(shape) * dtype.itemsize, info.length) + _FRAME_BYTES
         file = MemoryFile(self._untransformed(item, info, data, max_bytes))
         tensor = load_tensor_item(file, fqn=fqn, url=self._store.url, key=info.relative_path)
@@ -206,7 +209,7 @@ class Loader:
         self, index: MetadataIndex, info: StorageInfo, record: ItemRecord | None
     ) -> StoredTensor | None:
         """Find the dense tensor in an item; None if the item has to be read as a whole."""
-        shape, dtype = self._checkpoint.chunk(index)
+        shape, dtype = chunk_of(self._checkpoint, index)
         if record is None:
             located = self._checkpoint.located.get((info.relative_path, info.offset))
             if located is not None and located.shape != tuple(shape):
@@ -247,6 +250,24 @@ class Loader:
             return locate_payload(read_at, info.offset, info.length)
 
         self._checkpoint.located |= dict(zip(wanted, self._threads.map(locate, wanted.values()), strict=True))
+
+
+def chunk_of(checkpoint: Checkpoint, index: MetadataIndex) -> tuple[torch.Size, torch.dtype]:
+    """Return the shape and dtype of a stored chunk. Raises FormatError if there is none."""
+    tensor = checkpoint.metadata.state_dict_metadata.get(index.fqn)
+    if not isinstance(tensor, TensorStorageMetadata):
+        raise checkpoint.fault(f"{index.fqn!r} is not a tensor in this checkpoint")
+    shape: torch.Size | None
+    if isinstance(tensor.chunks, Chunks):
+        shape = tensor.chunks.size_at(index)
+    else:
+        known = checkpoint.chunk_sizes
+        if index.fqn not in known:
+            known[index.fqn] = {packed(chunk.offsets): chunk.sizes for chunk in tensor.chunks}
+        shape = known[index.fqn].get(packed(index.offset or ()))
+    if shape is None:
+        raise checkpoint.fault(f"{index.fqn!r} has no chunk at {index.offset}")
+    return shape, tensor.properties.dtype
 
 
 def _has_room(window: Window, target: _Target | None) -> bool:

@@ -17,10 +17,9 @@ from ckpt.errors import (
     UnsafeContent,
 )
 from ckpt.format.names import is_data_key
-from ckpt.format.records import StoredCommit, read_commit
+from ckpt.format.records import MAX_METADATA_BYTES, StoredCommit, read_commit
 from ckpt.reading.checkpoint import Checkpoint, ReadSettings, read_listed
 from ckpt.reading.no_checkpoint import no_checkpoint
-from ckpt.stock.metadata_reader import MAX_METADATA_BYTES
 
 _OPEN_ATTEMPTS = 3
 _MAX_RANKS = 1 << 20

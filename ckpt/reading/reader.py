@@ -89,13 +89,10 @@ class CheckpointReader(DcpStorage, StorageReader):
         self._failure = self._part = None  # DCP need not call `reset` between two loads
         self.progress.begin("opening")
         try:
-            if self._checkpoint is None:
-                self._open_any(kwargs.get("rank"))
+            metadata = (self._checkpoint or self._open_any(kwargs.get("rank"))).metadata
         except CheckpointError as error:
             self._failure = error
-        if self._checkpoint is None:
             return Metadata({}, storage_data={}, storage_meta=StorageMeta())
-        metadata = self._checkpoint.metadata
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = str(uuid.uuid4())
         return metadata
@@ -164,7 +161,7 @@ class CheckpointReader(DcpStorage, StorageReader):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_checkpoint": None, "_next": None}
 
-    def _open_any(self, rank: int | None) -> None:
+    def _open_any(self, rank: int | None) -> Checkpoint:
         """Open the checkpoint, or this rank's part if stock saved with `use_collectives=False`.
 
         DCP tells the rank only if parts are loaded its own way, in which a rank that fails leaves the
@@ -176,6 +173,7 @@ class CheckpointReader(DcpStorage, StorageReader):
                 rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
             self._part = rank
             self._checkpoint = open_rank_local(self._store, self._settings, self._part)
+        return self._checkpoint
 
     def _read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         checkpoint = self._checkpoint

@@ -23,7 +23,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from ckpt.backends.base import Store
 from ckpt.backends.registry import open_store
 from ckpt.errors import ConfigurationError, FormatError, NotFound, UnsafeContent
-from ckpt.format.columns import Columns, ObjectRow, TensorColumns, columns_of, is_quantized
+from ckpt.format.columns import Columns, ObjectRow, TensorColumns
+from ckpt.format.dtypes import is_quantized, item_bytes, torch_dtype
 from ckpt.reading.checkpoint import Checkpoint, ReadSettings
 from ckpt.reading.coverage import box_of
 from ckpt.reading.loader import Loader
@@ -63,7 +64,7 @@ class OpenCheckpoint(contextlib.AbstractContextManager["OpenCheckpoint"]):
             if not wait_for_data:
                 hasty = ReadSettings(visibility_timeout_s=0.0)
                 self.parts = [part.with_settings(hasty) for part in self.parts]
-            self._columns = [columns_of(part.metadata, url=self.store.url) for part in self.parts]
+            self._columns = [part.columns for part in self.parts]
         except BaseException:
             self.close()
             raise
@@ -104,7 +105,7 @@ class OpenCheckpoint(contextlib.AbstractContextManager["OpenCheckpoint"]):
                 files[part].add(columns.files[entry.file])
             else:
                 files[part].update(columns.files[number] for number in np.unique(entry.file).tolist())
-                nbytes += math.prod(entry.size) * entry.dtype.itemsize
+                nbytes += math.prod(entry.size) * item_bytes(entry.dtype)
         stored_bytes = 0
         for part, paths in files.items():
             part.prepare([StorageInfo(path, 0, 0) for path in paths], self.threads)
@@ -126,7 +127,7 @@ class OpenCheckpoint(contextlib.AbstractContextManager["OpenCheckpoint"]):
         if they are damaged, ConfigurationError if the tensor is quantized: it would need its scales.
         """
         part, items = self._plan(name, offsets, lengths, 0)
-        target = torch.empty(tuple(lengths), dtype=self.tensor(name).dtype, device="cpu")
+        target = torch.empty(tuple(lengths), dtype=torch_dtype(self.tensor(name).dtype), device="cpu")
         self._run(part, _Planner([target]), items)
         return target
 
@@ -178,7 +179,7 @@ class OpenCheckpoint(contextlib.AbstractContextManager["OpenCheckpoint"]):
             if isinstance(entry, ObjectRow):
                 objects[part][fqn] = name
             elif not is_quantized(entry.dtype):
-                values[name] = torch.empty(entry.size, dtype=entry.dtype, device="cpu")
+                values[name] = torch.empty(entry.size, dtype=torch_dtype(entry.dtype), device="cpu")
                 tensors.append((name, [0] * len(entry.size), values[name]))
         self.read_into(tensors)
         for part, named in objects.items():

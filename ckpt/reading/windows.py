@@ -11,7 +11,7 @@ import torch
 
 from ckpt.torch_private import StorageInfo
 from ckpt.transfer.fetcher import StoredFile
-from ckpt.transfer.read_pieces import MemorySink, Piece
+from ckpt.transfer.pieces import MemorySink, Piece
 
 _TENSOR_BYTES = 4 << 30
 """Of targets in one window, so that a planner that allocates for each item stays bounded."""

@@ -17,9 +17,6 @@ from ckpt.gc_pause import no_gc
 from ckpt.stock.inert_unpickler import StandIn, load_inert
 from ckpt.torch_private import StorageInfo
 
-MAX_METADATA_BYTES = 8 << 30
-"""The largest `.metadata` or index that is read."""
-
 _MAX_DIMENSIONS = 64
 _MAX_EXTENSIONS = 64
 _CHUNK_BYTES = 8

@@ -2,7 +2,7 @@
 
 Python's pickler visits every object: 8 seconds for a thousand ranks. The pickle of a row is always
 the same but for its numbers, so here numpy fills the numbers of all rows of a tensor into a
-template.
+template. It names DCP's classes and imports none: `ckpt verify` writes one to compare with.
 """
 
 from __future__ import annotations
@@ -13,12 +13,25 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch.distributed.checkpoint import metadata as dcp
 
 from ckpt.format.columns import Columns, Integers, ObjectRow, TensorColumns
-from ckpt.format.stored_tensor import dtype_name
-from ckpt.torch_private import MemoryFormat, StorageInfo
+
+_Class = tuple[str, str]
+"""The module and the name of a class."""
+
+_DCP = "torch.distributed.checkpoint.metadata"
+_METADATA, _STORAGE_META = (_DCP, "Metadata"), (_DCP, "StorageMeta")
+_TENSOR, _OBJECT = (_DCP, "TensorStorageMetadata"), (_DCP, "BytesStorageMetadata")
+_CHUNK, _INDEX, _PROPERTIES = (
+    (_DCP, "ChunkStorageMetadata"),
+    (_DCP, "MetadataIndex"),
+    (_DCP, "TensorProperties"),
+)
+_MEMORY_FORMAT = (_DCP, "_MEM_FORMAT_ENCODING")
+_CONTIGUOUS = 0
+"""The memory format of every tensor, as that enumeration numbers it."""
+
+_INFO, _SIZE = ("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch", "Size")
 
 _TUPLES = {0: op.EMPTY_TUPLE, 1: op.TUPLE1, 2: op.TUPLE2, 3: op.TUPLE3}
 _INTEGERS = (
@@ -37,7 +50,7 @@ _Bytes = npt.NDArray[np.uint8]
 
 
 def pickled_metadata(columns: Columns) -> bytes:
-    """Pickle what equals `columns.metadata()`, item for item."""
+    """Pickle what equals `dcp_view.metadata_of(columns)`, item for item."""
     return _Writer(columns).written()
 
 
@@ -50,9 +63,14 @@ class _Writer:
 
     def written(self) -> bytes:
         columns, out = self._columns, self._out
-        storage_meta = _plain(vars(dcp.StorageMeta(save_id=columns.save_id)))
+        storage_meta: dict[str, object] = {
+            "checkpoint_id": None,
+            "save_id": columns.save_id,
+            "load_id": None,
+            "modules": [],
+        }
         self._define_constants()
-        out += [self._get[dcp.Metadata], op.EMPTY_TUPLE, op.NEWOBJ, op.EMPTY_DICT, op.MARK]
+        out += [self._get[_METADATA], op.EMPTY_TUPLE, op.NEWOBJ, op.EMPTY_DICT, op.MARK]
         out += [self._get["state_dict_metadata"], op.EMPTY_DICT, op.MARK]
         for fqn, entry in columns.entries.items():
             out.append(self._get[fqn])
@@ -61,7 +79,7 @@ class _Writer:
         out += [self._get["storage_data"], op.EMPTY_DICT]
         for fqn, entry in columns.entries.items():
             self._locate(fqn, entry)
-        out += [self._get["storage_meta"], _instance(dcp.StorageMeta, storage_meta)]
+        out += [self._get["storage_meta"], _instance(_STORAGE_META, _plain(storage_meta))]
         out += [self._get["version"], _plain(columns.version)]
         out += [op.SETITEMS, op.BUILD, op.STOP]
         return b"".join(out)
@@ -72,11 +90,8 @@ class _Writer:
         names += ["relative_path", "length"]
         for text in dict.fromkeys([*names, *self._columns.files, *self._columns.entries]):
             self._define(text, _pushed(text))
-        for kind in (
-            dcp.Metadata, dcp.TensorStorageMetadata, dcp.BytesStorageMetadata, dcp.ChunkStorageMetadata,
-            dcp.MetadataIndex, StorageInfo, torch.Size,
-        ):  # fmt: skip
-            self._define(kind, _class(kind.__module__, kind.__name__))
+        for kind in (_METADATA, _TENSOR, _OBJECT, _CHUNK, _INDEX, _INFO, _SIZE):
+            self._define(kind, _class(*kind))
         for entry in self._columns.entries.values():
             if isinstance(entry, TensorColumns):
                 key = (entry.dtype, entry.requires_grad)
@@ -86,7 +101,7 @@ class _Writer:
         # What is between the numbers of a row.
         chunk, index, info = (
             self._get[kind] + op.EMPTY_TUPLE + op.NEWOBJ + op.EMPTY_DICT + op.MARK
-            for kind in (dcp.ChunkStorageMetadata, dcp.MetadataIndex, StorageInfo)
+            for kind in (_CHUNK, _INDEX, _INFO)
         )
         self._chunk_begin, self._chunk_middle = chunk + self._get["offsets"], self._get["sizes"]
         self._index_begin, self._index_middle = index + self._get["fqn"], self._get["offset"]
@@ -101,9 +116,9 @@ class _Writer:
     def _describe(self, entry: TensorColumns | ObjectRow) -> None:
         out = self._out
         if isinstance(entry, ObjectRow):
-            out += [self._get[dcp.BytesStorageMetadata], op.EMPTY_TUPLE, op.NEWOBJ]
+            out += [self._get[_OBJECT], op.EMPTY_TUPLE, op.NEWOBJ]
             return
-        out += [self._get[dcp.TensorStorageMetadata], op.EMPTY_TUPLE, op.NEWOBJ, op.EMPTY_DICT, op.MARK]
+        out += [self._get[_TENSOR], op.EMPTY_TUPLE, op.NEWOBJ, op.EMPTY_DICT, op.MARK]
         out += [self._get["properties"], self._get[entry.dtype, entry.requires_grad]]
         out += [self._get["size"], self._one_size(entry.size)]
         out += [self._get["chunks"], op.EMPTY_LIST, op.MARK]
@@ -170,7 +185,7 @@ class _Writer:
         return _side_by_side([begin, *map(_numbers, values.T), end], len(values))
 
     def _around_size(self, dimensions: int) -> tuple[bytes, bytes]:
-        begin = self._get[torch.Size] + (op.MARK if dimensions > 3 else b"")
+        begin = self._get[_SIZE] + (op.MARK if dimensions > 3 else b"")
         return begin, _TUPLES.get(dimensions, op.TUPLE) + op.TUPLE1 + op.REDUCE
 
     def _paths(self, file: Integers) -> _Bytes:
@@ -221,16 +236,15 @@ def _class(module: str, name: str) -> bytes:
     return _pushed(module) + _pushed(name) + op.STACK_GLOBAL
 
 
-def _instance(kind: type, state: bytes) -> bytes:
-    return _class(kind.__module__, kind.__name__) + op.EMPTY_TUPLE + op.NEWOBJ + state + op.BUILD
+def _instance(kind: _Class, state: bytes) -> bytes:
+    return _class(*kind) + op.EMPTY_TUPLE + op.NEWOBJ + state + op.BUILD
 
 
-def _properties(dtype: torch.dtype, requires_grad: bool) -> bytes:
+def _properties(dtype: str, requires_grad: bool) -> bytes:
     layout = _class("torch.serialization", "_get_layout") + _pushed("torch.strided") + op.TUPLE1 + op.REDUCE
-    contiguous = _class(MemoryFormat.__module__, MemoryFormat.__name__)
-    contiguous += _plain(MemoryFormat.TORCH_CONTIGUOUS_FORMAT.value) + op.TUPLE1 + op.REDUCE
-    state = op.MARK + _class("torch", dtype_name(dtype)) + layout + _plain(requires_grad)
-    return _instance(dcp.TensorProperties, state + contiguous + _plain(False) + op.TUPLE)
+    contiguous = _class(*_MEMORY_FORMAT) + _plain(_CONTIGUOUS) + op.TUPLE1 + op.REDUCE
+    state = op.MARK + _class("torch", dtype) + layout + _plain(requires_grad)
+    return _instance(_PROPERTIES, state + contiguous + _plain(False) + op.TUPLE)
 
 
 def _plain(value: object) -> bytes:

@@ -17,6 +17,7 @@ import torch
 
 from ckpt.consistency import environment
 from ckpt.errors import ConfigurationError, FormatError
+from ckpt.format.dtypes import item_bytes, torch_dtype
 from ckpt.reading.slices import GROWTH_SLACK_BYTES, OpenCheckpoint
 from ckpt.transfer.boxes import Box, boxes_of, tiling_fault
 
@@ -112,7 +113,7 @@ def read(checkpoint: OpenCheckpoint, selection: Selection) -> npt.NDArray[Any]:
 def _regions(checkpoint: OpenCheckpoint, selection: Selection) -> Iterator[tuple[Box, npt.NDArray[Any]]]:
     """Yield boxes of the slice and their values, in bounded memory; every element once."""
     entry = checkpoint.tensor(selection.name)
-    if math.prod(selection.lengths) * entry.dtype.itemsize > GROWTH_SLACK_BYTES:
+    if math.prod(selection.lengths) * item_bytes(entry.dtype) > GROWTH_SLACK_BYTES:
         checkpoint.prepare([selection.name])
     end = tuple(o + n for o, n in zip(selection.offsets, selection.lengths, strict=True))
 
@@ -183,7 +184,7 @@ def short_text(value: object) -> str:
 
 def write_npy(checkpoint: OpenCheckpoint, selection: Selection, path: str) -> None:
     """Write a slice to a `.npy` file, which appears when it is complete. Raises ConfigurationError."""
-    dtype = as_numpy(torch.empty(0, dtype=checkpoint.tensor(selection.name).dtype)).dtype
+    dtype = as_numpy(torch.empty(0, dtype=torch_dtype(checkpoint.tensor(selection.name).dtype))).dtype
     temporary = f"{path}.{environment.token()}.tmp"
     try:
         if math.prod(selection.lengths) == 0:

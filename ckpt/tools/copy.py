@@ -34,7 +34,6 @@ from ckpt.errors import (
     IntegrityError,
     NotFound,
 )
-from ckpt.format.columns import columns_of
 from ckpt.format.names import ObjectName, data_key, manifest_key, rank_directory
 from ckpt.format.records import FORMAT_VERSION, CommitRecord, ManifestRef, RankManifest, encode, read_commit
 from ckpt.reading.checkpoint import Checkpoint, ReadSettings
@@ -144,7 +143,7 @@ class _CheckpointCopy:
         self._pool = StagingPool(_BUDGET_BYTES)
         self._reader = RunReader(destination, self._pool)
         self._stop = threading.Event()
-        self._indexed = IndexedItems(columns_of(checkpoint.metadata, url=source.url))
+        self._indexed = IndexedItems(checkpoint.columns)
         self._paths: dict[str, str] = {}
         self._refs: list[ManifestRef] = []
         self._objects = SaveObjects()

@@ -11,8 +11,8 @@ from ckpt.backends.bodies import CheckedBody
 from ckpt.consistency.checksums import BLOCK_SIZE_BYTES
 from ckpt.consistency.commit import COMMIT_KEY
 from ckpt.errors import AlreadyExists, CommitConflict, IntegrityError, NotFound, StorageError
+from ckpt.format.records import MAX_METADATA_BYTES
 from ckpt.reading.checkpoint import Checkpoint
-from ckpt.stock.metadata_reader import MAX_METADATA_BYTES
 from ckpt.tools.findings import Copied
 from ckpt.tools.verify_stock import verify_stock
 from ckpt.transfer.buffer_pool import StagingPool

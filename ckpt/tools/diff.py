@@ -15,8 +15,8 @@ import numpy.typing as npt
 import torch
 
 from ckpt.errors import FormatError, UnsafeContent
-from ckpt.format.columns import ObjectRow, TensorColumns, is_quantized
-from ckpt.format.stored_tensor import dtype_name
+from ckpt.format.columns import ObjectRow, TensorColumns
+from ckpt.format.dtypes import is_quantized, item_bytes
 from ckpt.reading.slices import OpenCheckpoint
 from ckpt.tools.cat import SMALL_ELEMENTS, as_numpy, short_text
 from ckpt.torch_private import StorageInfo
@@ -283,10 +283,10 @@ def _checksums(checkpoint: OpenCheckpoint, name: str, entry: _Entry) -> list[tup
 def _described(entry: _Entry) -> str:
     if isinstance(entry, ObjectRow):
         return f"object of {entry.length} bytes"
-    return f"{dtype_name(entry.dtype)} {tuple(entry.size)}"
+    return f"{entry.dtype} {tuple(entry.size)}"
 
 
 def _nbytes(entry: _Entry) -> int:
     if isinstance(entry, ObjectRow):
         return entry.length
-    return math.prod(entry.size) * entry.dtype.itemsize
+    return math.prod(entry.size) * item_bytes(entry.dtype)

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from ckpt.backends.registry import open_store
-from ckpt.format.columns import Columns, ObjectRow, TensorColumns, columns_of
+from ckpt.format.columns import Columns, ObjectRow, TensorColumns
+from ckpt.format.dtypes import item_bytes
 from ckpt.format.fqns import has_model, part_of, paths_of
 from ckpt.format.names import rank_of
 from ckpt.format.records import CommitRecord
-from ckpt.format.stored_tensor import dtype_name
 from ckpt.reading.checkpoint import Checkpoint, ReadSettings
 from ckpt.reading.opening import open_parts
 from ckpt.tools.cat import SMALL_ELEMENTS
@@ -183,7 +183,7 @@ def describe(url: str, parts: Sequence[Checkpoint]) -> Inspection:
     files: dict[str, tuple[int, int]] = {}
     for number, part in enumerate(parts):
         prefix = f"rank {number}: " if len(parts) > 1 else ""
-        columns = columns_of(part.metadata, url=url)
+        columns = part.columns
         for info in _entries(columns, prefix):
             if isinstance(info, TensorInfo):
                 tensors[info.fqn] = info
@@ -205,9 +205,8 @@ def _entries(columns: Columns, prefix: str) -> Iterator[TensorInfo | ObjectInfo]
             file = columns.files[entry.file]
             yield ObjectInfo(prefix + fqn, part, rank_of(file), file, entry.offset, entry.length)
         else:
-            dtype = dtype_name(entry.dtype)
-            nbytes = math.prod(entry.size) * entry.dtype.itemsize
-            yield TensorInfo(prefix + fqn, entry.size, dtype, part, nbytes, entry, columns.files)
+            nbytes = math.prod(entry.size) * item_bytes(entry.dtype)
+            yield TensorInfo(prefix + fqn, entry.size, entry.dtype, part, nbytes, entry, columns.files)
 
 
 def _file_sizes(columns: Columns) -> Iterator[tuple[str, int, int]]:

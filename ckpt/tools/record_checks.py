@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
-from torch.distributed.checkpoint.metadata import Metadata
 
 from ckpt.backends.base import Store, read_bytes
 from ckpt.consistency.commit import STOCK_METADATA_KEY
 from ckpt.consistency.seal import seal_pickle, unseal_pickle
 from ckpt.errors import FormatError, IntegrityError, NotFound, UnsafeContent
 from ckpt.format.columns import Columns, Integers, ObjectRow
+from ckpt.format.dtypes import item_bytes
 from ckpt.format.records import (
+    MAX_METADATA_BYTES,
     CommitRecord,
     ItemRecord,
     ManifestRef,
@@ -23,11 +24,13 @@ from ckpt.format.records import (
     decode_manifest,
 )
 from ckpt.reading.checkpoint import ReadSettings, read_listed
-from ckpt.stock.metadata_reader import MAX_METADATA_BYTES, decode_metadata
 from ckpt.stock.metadata_writer import pickled_metadata
 from ckpt.tools.findings import Damage
 from ckpt.transfer.boxes import tiling_fault
 from ckpt.transfer.threads import in_order, workers
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
 
 T = TypeVar("T")
 
@@ -122,7 +125,7 @@ class IndexedItems:
         number = self._row[row]
         if item.offsets != entry.offsets[number].tolist():
             return f"the index says that its offsets are {tuple(entry.offsets[number].tolist())}"
-        nbytes = int(np.prod(entry.sizes[number].astype(object))) * entry.dtype.itemsize
+        nbytes = int(np.prod(entry.sizes[number].astype(object))) * item_bytes(entry.dtype)
         if item.payload_offset >= 0 and item.payload_bytes != nbytes:
             return f"the index says that its elements take {nbytes} bytes"
         return None
@@ -160,17 +163,18 @@ def check_coverage_of(columns: Columns) -> Iterator[Damage]:
             yield Damage.of("coverage", f"{fqn!r}: {fault}", fqns=[fqn])
 
 
-def check_stock_metadata(
-    store: Store, commit: CommitRecord, metadata: Metadata, columns: Columns
-) -> list[Damage]:
-    """Compare `.metadata`, which stock PyTorch reads, with the commit's `metadata` and its `columns`."""
+def check_stock_metadata(store: Store, commit: CommitRecord, columns: Columns) -> list[Damage]:
+    """Compare `.metadata`, which stock PyTorch reads, with the columns of the commit."""
     key, kind = STOCK_METADATA_KEY, "stock_metadata"
     try:
         data = bytes(read_bytes(store, key, max_bytes=MAX_METADATA_BYTES))
         pickled = unseal_pickle(data, url=store.url, key=key)
         if commit.has_index and seal_pickle(pickled_metadata(columns)) == data:
             return []
-        stored = decode_metadata(pickled, url=store.url, key=key)
+        from ckpt.format.dcp_view import metadata_of
+        from ckpt.stock.metadata_reader import decode_metadata
+
+        different = _different(decode_metadata(pickled, url=store.url, key=key), metadata_of(columns))
     except NotFound:
         return [
             Damage(
@@ -181,7 +185,6 @@ def check_stock_metadata(
         ]
     except (IntegrityError, FormatError, UnsafeContent) as error:
         return [Damage.of_error(kind, error)]
-    different = _different(stored, metadata)
     message = ".metadata disagrees with the commit: stock PyTorch would read something else"
     return [Damage.of(kind, message, key, fqns=different)] if different else []
 

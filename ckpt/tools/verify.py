@@ -12,8 +12,6 @@ from functools import partial
 from operator import attrgetter
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import Metadata
-
 from ckpt.backends.base import Store
 from ckpt.backends.registry import open_store
 from ckpt.consistency import environment
@@ -29,9 +27,8 @@ from ckpt.errors import (
     Truncated,
     UnsafeContent,
 )
-from ckpt.format.columns import columns_of
 from ckpt.format.records import FileRecord, ItemRecord, ManifestRef, RankManifest, StoredCommit, read_commit
-from ckpt.reading.checkpoint import ReadSettings
+from ckpt.reading.checkpoint import Checkpoint, ReadSettings
 from ckpt.reading.opening import open_parts
 from ckpt.tools.findings import Damage, Verification, find_strays
 from ckpt.tools.record_checks import (
@@ -45,7 +42,6 @@ from ckpt.tools.record_checks import (
 from ckpt.transfer.buffer_pool import MIN_MEMORY_BUDGET_BYTES, StagingPool
 from ckpt.transfer.relay_bodies import RUN_BYTES
 from ckpt.transfer.reports import ReportBytes, no_report
-from ckpt.transfer.tensor_memory import memory_of
 from ckpt.transfer.threads import in_order, workers
 
 _MAX_UNKNOWN_ITEMS = 1 << 16
@@ -88,11 +84,12 @@ def _verify(store: Store, threads: Executor, quick: bool, progress: ReportBytes)
     prompt = store.capabilities.cross_client_visibility
     settings = ReadSettings(visibility_timeout_s=0.0 if prompt else None)
     result = Verification(store.url, "ckpt-storage", quick)
+    checkpoint: Checkpoint | None = None
     try:
         parts = open_parts(store, settings)
     except (IntegrityError, FormatError, UnsafeContent, NotVisible) as error:
         result.extend([Damage.of_error("record", error)])
-        commit, index = read_commit(store), None
+        commit = read_commit(store)
         if commit is None:
             result.format = "stock"
         if commit is None or error.key == COMMIT_KEY:
@@ -101,15 +98,16 @@ def _verify(store: Store, threads: Executor, quick: bool, progress: ReportBytes)
         if error.key != STOCK_METADATA_KEY:
             raise
         result.extend([Damage.of_error("stock_metadata", error)])
-        commit, index = read_commit(store), None
+        commit = read_commit(store)
         assert commit is not None
     else:
-        commit, index = parts[0].stored_commit, parts[0].metadata
+        checkpoint = parts[0]
+        commit = checkpoint.stored_commit
         if commit is None:
             from ckpt.tools.verify_stock import verify_stock
 
             return verify_stock(store, parts, threads, quick=quick, progress=progress)
-    _OwnCheck(store, threads, settings, result, commit, index, progress).run()
+    _OwnCheck(store, threads, settings, result, commit, checkpoint, progress).run()
     return result
 
 
@@ -145,7 +143,7 @@ class _OwnCheck:
     settings: ReadSettings
     result: Verification
     stored_commit: StoredCommit
-    metadata: Metadata | None  # None: the index is damaged
+    checkpoint: Checkpoint | None  # None: the index is damaged
     progress: ReportBytes
     indexed: IndexedItems | None = None
     items: int = 0  # in the manifests
@@ -159,9 +157,9 @@ class _OwnCheck:
 
     def run(self) -> None:
         self.result.id = self.commit.id
-        if self.metadata is not None:
+        if self.checkpoint is not None:
             try:
-                self.indexed = IndexedItems(columns_of(self.metadata, url=self.store.url))
+                self.indexed = IndexedItems(self.checkpoint.columns)
             except FormatError as error:
                 self.result.extend([Damage.of_error("record", error)])
         for damages, nbytes in in_order(
@@ -174,14 +172,14 @@ class _OwnCheck:
             )
             self.result.checked_bytes += nbytes
             self.progress(self.result.checked_bytes, self.commit.data_bytes)
-        if self.metadata is not None and self.indexed is not None:
-            self._check_index(self.metadata, self.indexed)
+        if self.indexed is not None:
+            self._check_index(self.indexed)
         self.result.strays = find_strays(self.store, self.known)
         if read_commit(self.store) != self.stored_commit:
             text = "this checkpoint was replaced or removed while it was being verified; verify again"
             raise CommitConflict(text, url=self.store.url, key=COMMIT_KEY)
 
-    def _check_index(self, metadata: Metadata, indexed: IndexedItems) -> None:
+    def _check_index(self, indexed: IndexedItems) -> None:
         """Check every item of the index, unless it lists far more items than are stored."""
         self._report(indexed.left_over())
         if indexed.count > 2 * self.items + _MAX_UNKNOWN_ITEMS:
@@ -189,7 +187,7 @@ class _OwnCheck:
             self._report([Damage("disagreement", message, self.commit.described_by.path)])
             return
         self.result.extend(check_coverage_of(indexed.columns))
-        check = partial(check_stock_metadata, self.store, self.commit, metadata, indexed.columns)
+        check = partial(check_stock_metadata, self.store, self.commit, indexed.columns)
         backoff = environment.Backoff(self._remaining_s())
         while (damages := check()) and not backoff.is_over:
             backoff.pause()  # storage that lags may show the commit before `.metadata`
@@ -267,8 +265,7 @@ class _OwnCheck:
     def _check_run(self, file: _File, start: int, stop: int) -> Checked:
         path, block = file.record.path, file.block_size_bytes
         starts = range(start, stop, block)
-        with self.pool.take(stop - start) as scratch:
-            memory = memory_of(scratch)
+        with self.pool.take(stop - start) as memory:
             read = partial(self.store.read_into, path, start, [memory])
             try:
                 when_visible(read, timeout_s=self._remaining_s())

@@ -30,9 +30,9 @@ from ckpt.errors import (
     NotFound,
     UnsafeContent,
 )
-from ckpt.format.columns import columns_of, is_quantized
-from ckpt.format.stored_tensor import dtype_name
+from ckpt.format.dtypes import dtype_name, is_quantized
 from ckpt.reading.checkpoint import Checkpoint
+from ckpt.reading.loader import chunk_of
 from ckpt.stock.item_archive import check_archive
 from ckpt.stock.item_files import PagedFile
 from ckpt.stock.payload_finder import load_meta
@@ -42,7 +42,6 @@ from ckpt.tools.record_checks import check_coverage_of
 from ckpt.torch_private import StorageInfo
 from ckpt.transfer.buffer_pool import MIN_MEMORY_BUDGET_BYTES, StagingPool
 from ckpt.transfer.reports import ReportBytes
-from ckpt.transfer.tensor_memory import memory_of
 from ckpt.transfer.threads import in_order
 
 _STEP_BYTES = 4 << 20
@@ -96,7 +95,7 @@ def _items_of(parts: Sequence[Checkpoint]) -> list[_Item]:
             item.fqns.append(index.fqn)
             if isinstance(described.get(index.fqn), TensorStorageMetadata):
                 with contextlib.suppress(FormatError):  # no such chunk: a damage of the metadata
-                    item.chunks.append(part.chunk(index))
+                    item.chunks.append(chunk_of(part, index))
     return sorted(items.values(), key=lambda item: (item.info.relative_path, item.info.offset))
 
 
@@ -114,7 +113,7 @@ class _StockCheck:
     def run(self, parts: Sequence[Checkpoint]) -> None:
         for part in parts:
             try:
-                self.result.extend(check_coverage_of(columns_of(part.metadata, url=self.store.url)))
+                self.result.extend(check_coverage_of(part.columns))
             except FormatError as error:
                 self.result.extend([Damage.of_error("record", error)])
         items = _items_of(parts)
@@ -212,8 +211,7 @@ class _StockCheck:
 
     def _crc32(self, item: _Item, start: int, stop: int) -> int:
         crc = 0
-        with self.pool.take(min(_STEP_BYTES, stop - start)) as scratch:
-            memory = memory_of(scratch)
+        with self.pool.take(min(_STEP_BYTES, stop - start)) as memory:
             while start < stop:
                 piece = memory[: min(memory.nbytes, stop - start)]
                 self._read(item, start, piece)
@@ -237,7 +235,7 @@ def _contradictions(item: _Item, reader: Any, file: PagedFile) -> Iterator[Damag
     """Yield a damage for each chunk of another shape or dtype than the tensor that the item holds."""
     if not item.chunks:
         return
-    if any(is_quantized(dtype) for _, dtype in item.chunks):  # torch makes none without memory
+    if any(is_quantized(dtype_name(dtype)) for _, dtype in item.chunks):  # torch makes none without memory
         yield from _impossible(item)
         return
     try:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-import torch
+import numpy as np
 
 from ckpt.errors import ConfigurationError, StorageUnavailable
 
@@ -18,6 +18,7 @@ MIN_MEMORY_BUDGET_BYTES = 128 << 20
 """Room for what is copied at once: two parts, or four reads."""
 
 _UNIT_BYTES = 1 << 20
+_ALIGNMENT_BYTES = 64
 _WAIT_TIMEOUT_S = 600.0
 
 
@@ -36,7 +37,7 @@ class StagingPool:
             )
         self.budget_bytes = int(budget_bytes)
         self._pinned = pinned
-        self._free: list[torch.Tensor] = []
+        self._free: list[memoryview] = []
         self._allocated_bytes = 0
         self._changed = threading.Condition()
 
@@ -44,8 +45,8 @@ class StagingPool:
         return functools.partial(StagingPool, pinned=self._pinned), (self.budget_bytes,)
 
     @contextlib.contextmanager
-    def take(self, nbytes: int) -> Iterator[torch.Tensor]:
-        """Lend a uint8 CPU tensor of `nbytes`, its contents arbitrary.
+    def take(self, nbytes: int) -> Iterator[memoryview]:
+        """Lend `nbytes` of memory, aligned for any element, its contents arbitrary.
 
         Raises:
             ConfigurationError: more than the whole budget.
@@ -53,7 +54,7 @@ class StagingPool:
                 are stuck.
         """
         if nbytes == 0:
-            yield torch.empty(0, dtype=torch.uint8, device="cpu")
+            yield memoryview(bytearray())
             return
         buffer = self._acquire(-(-nbytes // _UNIT_BYTES) * _UNIT_BYTES)
         try:
@@ -63,7 +64,7 @@ class StagingPool:
                 self._free.append(buffer)
                 self._changed.notify()
 
-    def _acquire(self, nbytes: int) -> torch.Tensor:
+    def _acquire(self, nbytes: int) -> memoryview:
         if nbytes > self.budget_bytes:
             raise ConfigurationError(
                 f"{nbytes} bytes have to be copied at once, over memory_budget_bytes={self.budget_bytes}; raise it"
@@ -71,14 +72,14 @@ class StagingPool:
         deadline = time.monotonic() + _WAIT_TIMEOUT_S
         with self._changed:
             while True:
-                fitting = [buffer for buffer in self._free if buffer.numel() >= nbytes]
+                fitting = [buffer for buffer in self._free if buffer.nbytes >= nbytes]
                 if fitting:
-                    best = min(fitting, key=torch.Tensor.numel)
+                    best = min(fitting, key=len)
                     self._free = [buffer for buffer in self._free if buffer is not best]
                     return best
                 # Too small ones make room for one that fits.
                 while self._free and self._allocated_bytes + nbytes > self.budget_bytes:
-                    self._allocated_bytes -= self._free.pop().numel()
+                    self._allocated_bytes -= self._free.pop().nbytes
                 if self._allocated_bytes + nbytes <= self.budget_bytes:
                     self._allocated_bytes += nbytes
                     break
@@ -88,10 +89,19 @@ class StagingPool:
                         "the transfers that hold it make no progress"
                     )
         try:
-            pinned = self._pinned and torch.cuda.is_available()  # unpickled where there is no GPU
-            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+            return self._allocate(nbytes)
         except BaseException:
             with self._changed:
                 self._allocated_bytes -= nbytes
                 self._changed.notify()
             raise
+
+    def _allocate(self, nbytes: int) -> memoryview:
+        if self._pinned:
+            from ckpt.transfer.tensor_memory import pinned_memory
+
+            if (memory := pinned_memory(nbytes)) is not None:  # it may be unpickled where there is no GPU
+                return memory
+        array = np.empty(nbytes + _ALIGNMENT_BYTES, dtype=np.uint8)
+        begin = -array.ctypes.data % _ALIGNMENT_BYTES
+        return array.data[begin : begin + nbytes]

@@ -12,9 +12,8 @@ from ckpt.consistency.checksums import block_crcs
 from ckpt.errors import IntegrityError
 from ckpt.format.records import FileRecord
 from ckpt.transfer.buffer_pool import StagingPool
-from ckpt.transfer.read_pieces import MemorySink, Piece
+from ckpt.transfer.pieces import MemorySink, Piece
 from ckpt.transfer.read_requests import Request, Slice, plan_requests
-from ckpt.transfer.tensor_memory import memory_of
 from ckpt.transfer.threads import run_all
 
 _logger = logging.getLogger(__name__)
@@ -105,9 +104,8 @@ class Fetcher:
     def _fetch(self, file: StoredFile, request: Request) -> None:
         segments, scratch_bytes = _segments(request)
         with self.pool.take(scratch_bytes) as scratch:
-            memory = memory_of(scratch)
             buffers = [
-                memory[s.scratch_at : s.scratch_at + s.stop - s.start] if s.memory is None else s.memory
+                scratch[s.scratch_at : s.scratch_at + s.stop - s.start] if s.memory is None else s.memory
                 for s in segments
             ]
             read_verified(self.store, file, request.start, buffers, self.when_visible)

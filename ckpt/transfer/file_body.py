@@ -298,9 +298,8 @@ def _place(runs: Sequence[_Run]) -> int:
     return end
 
 
-def _fill(runs: Sequence[_Run], scratch: torch.Tensor) -> tuple[list[memoryview], list[Mark]]:
+def _fill(runs: Sequence[_Run], scratch: memoryview) -> tuple[list[memoryview], list[Mark]]:
     """Copy what has to be copied; return the buffers of all runs in order, and marks of what was not."""
-    memory = memory_of(scratch)
     buffers: list[memoryview] = []
     marks: list[Mark] = []
     due: list[Due] = []
@@ -308,8 +307,8 @@ def _fill(runs: Sequence[_Run], scratch: torch.Tensor) -> tuple[list[memoryview]
         group = list(neighbours)
         if is_copied:
             for run in group:
-                _copy(run, scratch, memory, due)
-            buffers.append(memory[group[0].scratch_at : group[-1].scratch_at + group[-1].nbytes])
+                _copy(run, scratch, due)
+            buffers.append(scratch[group[0].scratch_at : group[-1].scratch_at + group[-1].nbytes])
             continue
         for run in group:
             assert isinstance(run.source, memoryview)
@@ -327,8 +326,8 @@ def _check(marks: Iterable[Mark]) -> None:
         mark.check()
 
 
-def _copy(run: _Run, scratch: torch.Tensor, memory: memoryview, due: list[Due]) -> None:
-    """Copy a run to its place in scratch, whose bytes `memory` shows; what is streamed becomes `due`."""
+def _copy(run: _Run, memory: memoryview, due: list[Due]) -> None:
+    """Copy a run to its place in memory; what is streamed becomes `due`."""
     source, begin, end = run.source, run.scratch_at, run.scratch_at + run.nbytes
     if isinstance(source, FileItem):
         item, item_begin = source, end - source.length
@@ -346,4 +345,4 @@ def _copy(run: _Run, scratch: torch.Tensor, memory: memoryview, due: list[Due]) 
         due.append((source, run.begin, memory[begin:end]))
     else:
         size = source.element_size()
-        copy_flat(source, run.begin // size, (run.begin + end - begin) // size, scratch[begin:end])
+        copy_flat(source, run.begin // size, (run.begin + end - begin) // size, memory[begin:end])

@@ -8,49 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from ckpt.format.stored_tensor import StoredTensor
-from ckpt.transfer.tensor_memory import copy_elements, flat_pairs, has_memory_view, memory_of
+from ckpt.transfer.pieces import MemorySink, Piece
+from ckpt.transfer.tensor_memory import copy_elements, flat_pairs, has_memory_view, memory_of, tensor_over
 
 _STRIDED_BYTES = 4 << 20
 """The longest run of a file that is read whole for the rows that are wanted of it."""
 
 _WORTH_SKIPPING_BYTES = 2 << 20
 """A gap between wanted rows that is worth a request of its own; less is read and dropped."""
-
-
-class Sink(Protocol):
-    """Takes the bytes of a piece."""
-
-    @property
-    def unit_bytes(self) -> int:
-        """The piece may be cut after any multiple of it and delivered in parts; 0 if it must come whole."""
-
-    def deliver(self, start: int, data: torch.Tensor) -> None:
-        """Take `data` (uint8, CPU), the piece's bytes from `start` on."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Bytes `[start, stop)` of a file and their sink."""
-
-    start: int
-    stop: int
-    sink: Sink
-
-
-@dataclass(frozen=True, eq=False)
-class MemorySink:
-    """The destination's own memory: storage can write straight into it."""
-
-    memory: memoryview
-    unit_bytes = 1
-
-    def deliver(self, start: int, data: torch.Tensor) -> None:
-        self.memory[start : start + data.numel()] = memory_of(data)
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +33,7 @@ class _FlatSink:
     def unit_bytes(self) -> int:
         return self.dtype.itemsize
 
-    def deliver(self, start: int, data: torch.Tensor) -> None:
+    def deliver(self, start: int, data: memoryview) -> None:
         elements = _elements(data, self.dtype)
         for part, of_elements in flat_pairs(self.target, start // self.dtype.itemsize, elements):
             copy_elements(of_elements, part)
@@ -79,19 +48,10 @@ class _StridedSink:
     strides: Sequence[int]
     unit_bytes = 0
 
-    def deliver(self, start: int, data: torch.Tensor) -> None:
+    def deliver(self, start: int, data: memoryview) -> None:
         assert start == 0, "a strided piece comes whole"
         elements = _elements(data, self.dtype)
         copy_elements(elements.as_strided(self.target.shape, tuple(self.strides)), self.target)
-
-
-class NoSink:
-    """Bytes that are read only to be verified."""
-
-    unit_bytes = 1
-
-    def deliver(self, start: int, data: torch.Tensor) -> None:
-        pass
 
 
 def region_pieces(
@@ -152,7 +112,8 @@ def _span(shape: Sequence[int], strides: Sequence[int]) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
-def _elements(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    if data.storage_offset() % dtype.itemsize or data.data_ptr() % dtype.itemsize:
-        data = data.clone()
-    return data.view(dtype)
+def _elements(data: memoryview, dtype: torch.dtype) -> torch.Tensor:
+    elements = tensor_over(data)
+    if elements.data_ptr() % dtype.itemsize:
+        elements = elements.clone()
+    return elements.view(dtype)

@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from ckpt.transfer.read_pieces import Piece
+from ckpt.transfer.pieces import Piece
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from ckpt.consistency.checksums import block_crcs, combine_blocks
 from ckpt.errors import NotFound, Truncated
 from ckpt.transfer.buffer_pool import StagingPool
 from ckpt.transfer.fetcher import StoredFile, WhenVisible, read_verified
-from ckpt.transfer.tensor_memory import memory_of
 from ckpt.transfer.threads import in_order
 
 RUN_BYTES = 8 << 20
@@ -46,8 +45,7 @@ class VerifiedBody:
         block = self.file.block_size_bytes
         # Whole blocks, of which the part may be the middle.
         begin, end = start - start % block, min(-(-stop // block) * block, self.nbytes)
-        with self.pool.take(end - begin) as scratch:
-            memory = memory_of(scratch)
+        with self.pool.take(end - begin) as memory:
             fault = "the stored bytes do not match their checksum; nothing of it was copied"
             crcs = read_verified(self.store, self.file, begin, [memory], self.when_visible, fault=fault)
             buffer = memory[start - begin : stop - begin]
@@ -85,8 +83,7 @@ class RunReader:
 
     def crcs(self, key: str, start: int, stop: int, block_size_bytes: int) -> list[int]:
         """Compute the checksums of the blocks in `[start, stop)`; none if the object ends before."""
-        with self.pool.take(stop - start) as scratch:
-            memory = memory_of(scratch)
+        with self.pool.take(stop - start) as memory:
             try:
                 self.store.read_into(key, start, [memory])
             except (NotFound, Truncated):

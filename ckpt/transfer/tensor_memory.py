@@ -65,6 +65,20 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(array).cast("B")
 
 
+def tensor_over(memory: memoryview) -> torch.Tensor:
+    """Show memory as a uint8 tensor, which keeps it alive."""
+    if not memory.nbytes:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def pinned_memory(nbytes: int) -> memoryview | None:
+    """Make memory that a GPU reads and writes directly; None if there is no GPU."""
+    if not torch.cuda.is_available():
+        return None
+    return memory_of(torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True))
+
+
 def copy_elements(source: torch.Tensor, target: torch.Tensor, *, non_blocking: bool = False) -> None:
     """Copy a tensor into one of the same shape, cast to its dtype as stock PyTorch does."""
     dtype = _INTEGERS.get(source.element_size())
@@ -76,12 +90,12 @@ def copy_elements(source: torch.Tensor, target: torch.Tensor, *, non_blocking: b
         target.view(dtype).copy_(source.view(dtype), non_blocking=non_blocking)
 
 
-def copy_flat(source: torch.Tensor, start: int, stop: int, target: torch.Tensor) -> None:
+def copy_flat(source: torch.Tensor, start: int, stop: int, target: memoryview) -> None:
     """Copy elements `[start, stop)` of `source`, in row-major order, into the bytes of `target`.
 
-    `target` is a uint8 CPU tensor of exactly their size, aligned for the elements.
+    `target` is of exactly their size, and aligned for the elements.
     """
-    flat = target.view(source.dtype)
+    flat = tensor_over(target).view(source.dtype)
     if source.is_contiguous():
         copy_elements(source.reshape(-1)[start:stop], flat)
         return

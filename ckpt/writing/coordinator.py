@@ -37,6 +37,7 @@ from ckpt.errors import (
     NotFound,
 )
 from ckpt.format.columns import Columns
+from ckpt.format.dcp_view import metadata_of
 from ckpt.format.index import check_columns, decode_index, encode_index
 from ckpt.format.names import index_key, is_our_name, probe_key
 from ckpt.format.planner_data import check_planner_data
@@ -101,7 +102,7 @@ class Coordinator:
         """
         with no_gc():
             columns = self._columns(metadata, receipts, world_size)
-            described = columns.metadata()
+            described = metadata_of(columns)
         self.commit_columns(columns, self._record(receipts, world_size, tags))
         return described
 

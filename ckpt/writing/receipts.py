@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from ckpt.errors import CommitError, ConfigurationError
 from ckpt.format.columns import Columns, Integers, ObjectRow, TensorColumns
+from ckpt.format.dtypes import dtype_name
 from ckpt.format.records import ManifestRef
 
 
@@ -164,7 +165,7 @@ class _Table:
                 rows, cells = slice(row, row + shape[0]), slice(cell, cell + shape[0] * shape[1])
                 cell = cells.stop
                 entries[fqn] = TensorColumns(
-                    stored.properties.dtype, tuple(stored.size), bool(stored.properties.requires_grad),
+                    dtype_name(stored.properties.dtype), tuple(stored.size), bool(stored.properties.requires_grad),
                     offsets[cells].reshape(shape), sizes[cells].reshape(shape),
                     file[rows], offset[rows], length[rows],
                 )  # fmt: skip

@@ -22,7 +22,7 @@ from support.tiers import examples
 import ckpt
 from ckpt.consistency.seal import seal_json, unseal_json
 from ckpt.errors import FormatError, IntegrityError, UnsafeContent
-from ckpt.format.columns import columns_of
+from ckpt.format.dcp_view import columns_of
 from ckpt.format.index import decode_index
 from ckpt.format.records import decode_commit, decode_manifest
 from ckpt.stock.metadata_reader import decode_metadata

@@ -25,8 +25,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+import ckpt.format.dtypes as dtypes_by_name
 from ckpt.errors import CommitError, ConfigurationError, FormatError
 from ckpt.format.columns import Columns, TensorColumns
+from ckpt.format.dcp_view import metadata_of
+from ckpt.format.dtypes import dtype_name, item_bytes, torch_dtype
 from ckpt.format.index import check_columns, decode_index, encode_index
 from ckpt.stock.metadata_reader import decode_metadata
 from ckpt.stock.metadata_writer import pickled_metadata
@@ -117,7 +120,7 @@ def columns_of(metadata: Metadata) -> Columns:
 def test_every_form_says_the_same(metadata: Metadata) -> None:
     columns = columns_of(metadata)
     read = decode_index(encode_index(columns), url="u", key="k")
-    for found in (columns.metadata(), read.metadata(), pickle.loads(pickle.dumps(read.metadata()))):
+    for found in (metadata_of(columns), metadata_of(read), pickle.loads(pickle.dumps(metadata_of(read)))):
         assert found.state_dict_metadata == metadata.state_dict_metadata
         assert found.planner_data == metadata.planner_data
         assert (found.storage_meta, found.version) == (metadata.storage_meta, metadata.version)
@@ -130,7 +133,7 @@ def test_every_form_says_the_same(metadata: Metadata) -> None:
         found = loads(stock)
         assert found == metadata
         assert [index.index for index in found.storage_data] == [
-            index.index for index in read.metadata().storage_data
+            index.index for index in metadata_of(read).storage_data
         ]
     assert decode_metadata(stock, url="u", key="k").storage_data == metadata.storage_data
 
@@ -160,7 +163,21 @@ def test_few_rows_and_many_say_the_same(ranks: int) -> None:
 def test_it_is_small() -> None:
     columns = columns_of(sharded(64, 50))
     assert len(encode_index(columns)) < 3 * 64 * 50
-    assert len(pickle.dumps(columns.metadata())) < 5 * 64 * 50
+    assert len(pickle.dumps(metadata_of(columns))) < 5 * 64 * 50
+
+
+def test_dtypes_are_known_by_name() -> None:
+    """Those of this torch, without asking it; one that only a newer torch has is asked for."""
+    dtypes = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+    for dtype in dtypes:
+        assert dtypes_by_name._ITEM_BYTES[dtype_name(dtype)] == dtype.itemsize
+        assert torch_dtype(dtype_name(dtype)) is dtype
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delitem(dtypes_by_name._ITEM_BYTES, "bfloat16")
+        assert item_bytes("bfloat16") == 2
+    for name in ("half", "load", "torch.float32", "float33", ""):
+        with pytest.raises(FormatError, match="unknown dtype"):
+            item_bytes(name)
 
 
 @pytest.mark.parametrize("hint", [None, 0, 99, -1])
@@ -169,7 +186,7 @@ def test_hints_are_only_hints(hint: int | None) -> None:
     receipts = receipts_of(metadata)
     items = [PlacedItem("layers.0.weight", (8 * rank, 0), hint, 0, 7 * rank, 5) for rank in range(5)]
     receipts = [RankReceipt(0, "c", None, receipts[0].files, pack_items(items))]
-    table = collect(metadata, receipts).metadata().storage_data
+    table = metadata_of(collect(metadata, receipts)).storage_data
     for rank in range(5):
         assert table[MetadataIndex("layers.0.weight", torch.Size([8 * rank, 0]), hint)].offset == 7 * rank
     for missing in (MetadataIndex("layers.0.weight"), MetadataIndex("layers.0.weight", torch.Size([1, 0])), MetadataIndex("x")):  # fmt: skip
@@ -192,7 +209,7 @@ def test_a_chunk_that_is_planned_twice_is_written_once() -> None:
     assert isinstance(stored, TensorStorageMetadata)
     stored.chunks.append(stored.chunks[1])
     columns = collect(metadata, receipts_of(metadata))
-    info = columns.info(MetadataIndex("layers.0.weight", stored.chunks[1].offsets, 2))
+    info = metadata_of(columns).storage_data[MetadataIndex("layers.0.weight", stored.chunks[1].offsets, 2)]
     assert info.relative_path.startswith("rank-00001")
 
 

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import importlib
+import json
 import subprocess
 import sys
+from pathlib import Path
+from typing import get_args
 
 import pytest
+import torch
 from support.ranks import start
 
 import ckpt
+from ckpt.cli.convert import FORMATS
+from ckpt.conversion.endpoints import Format
 
 
 def test_importing_is_light() -> None:
@@ -48,6 +54,40 @@ ours = {name for name in sys.modules if name.startswith("ckpt.") and not name.st
 assert ours <= {"ckpt.errors", "ckpt.backends", "ckpt.backends.options"}, ours
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_commands_that_make_no_tensor_start_without_torch(tmp_path: Path) -> None:
+    """Importing it takes three times as long as they run; so it does before a mistake is reported."""
+    state = {"w": torch.randn(30, 20), "b": torch.randn(9, dtype=torch.bfloat16), "n": torch.tensor(7)}
+    ckpt.save({"model": state, "step": 5}, tmp_path / "run" / "step-5")
+    place = str(tmp_path / "run" / "step-5")
+    commands: list[tuple[int, list[str]]] = [
+        (0, ["ls", str(tmp_path)]),
+        (0, ["verify", place]),
+        (0, ["gc", str(tmp_path), "--dry-run"]),
+        (0, ["rm", place, "--dry-run"]),
+        (3, ["verify", str(tmp_path / "nothing")]),
+        (2, ["verify", place, "--storage-options", "key"]),
+        (2, ["cp", place, str(tmp_path / "b"), "--storage-options", "key"]),
+        (2, ["diff", place, place, "--storage-options", "key"]),
+        (2, ["convert", place, str(tmp_path / "c"), "--to", "tensorflow"]),
+        (2, ["convert", place, str(tmp_path / "c"), "--max-shard-size", "5 parsecs"]),
+    ]
+    code = """
+import json, sys
+import ckpt.cli.app
+for expected, arguments in json.loads(sys.argv[1]):
+    try:
+        ckpt.cli.app.app(arguments)
+    except SystemExit as ended:
+        assert (ended.code or 0) == expected, (arguments, ended.code)
+    assert "torch" not in sys.modules, arguments
+"""
+    subprocess.run([sys.executable, "-c", code, json.dumps(commands)], check=True)
+
+
+def test_the_command_knows_the_formats() -> None:
+    assert set(FORMATS) == set(get_args(Format))
 
 
 def test_public_surface() -> None:

@@ -25,7 +25,8 @@ from ckpt.format.stored_tensor import StoredTensor
 from ckpt.transfer.boxes import flat_boxes
 from ckpt.transfer.buffer_pool import StagingPool
 from ckpt.transfer.fetcher import Fetcher, StoredFile
-from ckpt.transfer.read_pieces import MemorySink, Piece, region_pieces
+from ckpt.transfer.pieces import MemorySink, Piece
+from ckpt.transfer.read_pieces import region_pieces
 from ckpt.transfer.read_requests import plan_requests
 from ckpt.transfer.tensor_memory import copy_flat, memory_of
 
@@ -180,7 +181,7 @@ def test_flat_boxes_are_the_flat_range(shape: list[int], data: st.DataObject) ->
     assert found.tolist() == list(range(start, stop))
     assert len(boxes) <= max(1, 2 * len(shape))
     copied = torch.zeros((stop - start) * 8, dtype=torch.uint8)
-    copy_flat(tensor.clone().t() if len(shape) == 2 else tensor, start, stop, copied)
+    copy_flat(tensor.clone().t() if len(shape) == 2 else tensor, start, stop, memory_of(copied))
     if len(shape) != 2:
         assert copied.view(torch.int64).tolist() == list(range(start, stop))
 
