@@ -51,6 +51,7 @@ def _print(output: Output, result: Verification) -> None:
     damages = len(result.damages) + result.damages_omitted
     output.print(*(f"[bold red]damaged:[/] {_line(damage)}" for damage in result.damages[:_MAX_LINES]))
     output.print_hidden(damages - _MAX_LINES)
+    output.print(*(f"[yellow]warning:[/] {_line(warning)}" for warning in result.warnings))
     if result.strays is None and result.checked_files:  # else no record could be read
         output.print(
             "the storage did not list the folder, so objects that do not belong here were not looked for"

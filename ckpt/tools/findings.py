@@ -80,6 +80,7 @@ class Verification:
         format: `ckpt-storage` or `stock`.
         quick: no data was read.
         damages: at most 10,000; `damages_omitted` counts the others.
+        warnings: what only stock readers meet: a save is running, or was killed after its commit.
         strays: objects that do not belong to the checkpoint, and do no harm; None if the storage
             did not list them.
         checked_files, checked_bytes: data files checked, and bytes of them read and compared.
@@ -92,6 +93,7 @@ class Verification:
     id: str | None = None
     damages: list[Damage] = field(default_factory=list)
     damages_omitted: int = 0
+    warnings: list[Damage] = field(default_factory=list)
     strays: list[Stray] | None = None
     checked_files: int = 0
     checked_bytes: int = 0

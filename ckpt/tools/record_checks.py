@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _MAX_NAMED = 100
+_REMEDY = "unless a save is running, `ckpt gc` writes the right one"
 
 
 def read_manifest(
@@ -163,30 +164,30 @@ def check_coverage_of(columns: Columns) -> Iterator[Damage]:
             yield Damage.of("coverage", f"{fqn!r}: {fault}", fqns=[fqn])
 
 
-def check_stock_metadata(store: Store, commit: CommitRecord, columns: Columns) -> list[Damage]:
-    """Compare `.metadata`, which stock PyTorch reads, with the columns of the commit."""
+def check_stock_metadata(
+    store: Store, commit: CommitRecord, columns: Columns
+) -> tuple[list[Damage], list[Damage]]:
+    """Compare `.metadata`, which stock PyTorch reads, with the columns of the commit.
+
+    Returns damages, and warnings: it is written after the commit, so it may not be there yet.
+    """
     key, kind = STOCK_METADATA_KEY, "stock_metadata"
     try:
         data = bytes(read_bytes(store, key, max_bytes=MAX_METADATA_BYTES))
         pickled = unseal_pickle(data, url=store.url, key=key)
         if commit.has_index and seal_pickle(pickled_metadata(columns)) == data:
-            return []
+            return [], []
         from ckpt.format.dcp_view import metadata_of
         from ckpt.stock.metadata_reader import decode_metadata
 
         different = _different(decode_metadata(pickled, url=store.url, key=key), metadata_of(columns))
     except NotFound:
-        return [
-            Damage(
-                kind,
-                ".metadata is missing: stock PyTorch cannot read this checkpoint; `ckpt gc` writes it",
-                key,
-            )
-        ]
+        message = f".metadata is missing: stock PyTorch cannot read this checkpoint; {_REMEDY}"
+        return [], [Damage(kind, message, key)]
     except (IntegrityError, FormatError, UnsafeContent) as error:
-        return [Damage.of_error(kind, error)]
-    message = ".metadata disagrees with the commit: stock PyTorch would read something else"
-    return [Damage.of(kind, message, key, fqns=different)] if different else []
+        return [Damage.of_error(kind, error)], []
+    message = f".metadata is that of another save, which stock PyTorch would look for; {_REMEDY}"
+    return [], [Damage.of(kind, message, key, fqns=different)] if different else []
 
 
 def _different(metadata: Metadata, expected: Metadata) -> list[str]:

@@ -189,8 +189,9 @@ class _OwnCheck:
         self.result.extend(check_coverage_of(indexed.columns))
         check = partial(check_stock_metadata, self.store, self.commit, indexed.columns)
         backoff = environment.Backoff(self._remaining_s())
-        while (damages := check()) and not backoff.is_over:
+        while any(found := check()) and not backoff.is_over:
             backoff.pause()  # storage that lags may show the commit before `.metadata`
+        damages, self.result.warnings = found
         self.result.extend(damages)
 
     def _report(self, damages: Iterable[Damage]) -> None:
