@@ -7,25 +7,29 @@ checkpoint, but never changes whether one looks committed.
 from __future__ import annotations
 
 import contextlib
-import datetime
+import itertools
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ckpt.backends.base import Store, exists
+from ckpt.backends.base import ObjectStat, Store, exists
 from ckpt.backends.registry import open_store
 from ckpt.backends.wrapper import PrefixStore
-from ckpt.consistency.commit import STOCK_METADATA_KEY, is_foreign
+from ckpt.consistency.commit import STOCK_METADATA_KEY
 from ckpt.errors import AccessDenied, CheckpointError, NotFound, StorageError
-from ckpt.format.names import DATA_KEY_IN_BYTES, is_rank_directory
-from ckpt.format.records import CommitRecord, ObjectRef, read_commit
+from ckpt.format.names import is_rank_directory
+from ckpt.format.records import CommitRecord, read_commit
+from ckpt.format.run_record import RunRecord, read_run
+from ckpt.tools.findings import find_uploads
+from ckpt.tools.latest import created_at_s, is_stock, missing_object, newest_first
 from ckpt.transfer.threads import in_order, workers
 
-_STEP = re.compile(r"(?:.*[^0-9])?(\d{1,18})(?:\.[a-z]+)?")
-_HEAD_BYTES = 4 << 20
+_NAMED_STEP = re.compile(r"(?:.*[^a-zA-Z])?step[-_=]?(\d{1,18})(?!\d).*")
+_LAST_NUMBER = re.compile(r"(?:.*[-_=. ])?(?:checkpoint|ckpt|epoch|iter)?(\d{1,18})(?:\.[a-z]+)?")
 _MAX_DEPTH = 8
+_MAX_UPLOADS = 100_000
 
 
 @dataclass(frozen=True)
@@ -37,10 +41,12 @@ class ListedCheckpoint:
         state: `committed`, `incomplete` (an interrupted or running save), `foreign` (written by
             stock PyTorch), `damaged` (its commit record cannot be read; `problem` says why), or
             `unreadable` (the storage allows no look into it).
-        step: the tag `step`, or the last number in the path.
-        size_bytes: data of a committed checkpoint; of others the sum of all objects.
+        step: the tag `step`, or the number in the folder's name.
+        size_bytes: data of a committed checkpoint; of others the sum of all objects, and of files that
+            are still being written.
         created_at_s: seconds since 1970, by the clock of the process that wrote it.
-        latest: it is the latest committed checkpoint with all its records.
+        latest: it is the latest in its folder, the run, of those with all objects in their sizes; of
+            the run of a `CheckpointManager` that which its restore tries first.
     """
 
     path: str
@@ -63,7 +69,7 @@ def list_checkpoints(
     depth: int = 3,
     threads: int | None = None,
 ) -> list[ListedCheckpoint]:
-    """List the checkpoints at and below `root`, by step, then age.
+    """List the checkpoints at and below `root`, by folder, then step, then age.
 
     Args:
         depth: levels of folders below the root to search.
@@ -76,14 +82,55 @@ def list_checkpoints(
         checkpoints = [listed for _, listed in find_folders(store, depth=depth)]
         if not checkpoints and next(iter(store.list()), None) is None:
             raise NotFound("there is nothing here", url=store.url)
-        checkpoints.sort(
-            key=lambda each: (-1 if each.step is None else each.step, each.created_at_s or 0.0, each.path)
-        )
-        for number, listed in reversed(list(enumerate(checkpoints))):
-            if listed.state == "committed" and _has_all_records(PrefixStore(store, listed.path)):
-                checkpoints[number] = replace(listed, latest=True)
-                break
-        return checkpoints
+        runs: dict[str | None, list[ListedCheckpoint]] = {}
+        for listed in sorted(checkpoints, key=_age_order):
+            runs.setdefault(_run_of(listed.path), []).append(listed)
+        latest = {_latest(store, run, of_run) for run, of_run in runs.items()}
+        return [
+            replace(listed, latest=listed.path in latest)
+            for run in sorted(runs, key=lambda run: (run is not None, run or ""))
+            for listed in runs[run]
+        ]
+
+
+def _run_of(path: str) -> str | None:
+    """Name the folder that a checkpoint shares with the others of its run; None for the root itself."""
+    return path.rpartition("/")[0] if path else None
+
+
+def _age_order(listed: ListedCheckpoint) -> tuple[int, float, str]:
+    return -1 if listed.step is None else listed.step, listed.created_at_s or 0.0, listed.path
+
+
+def _latest(store: Store, run: str | None, checkpoints: Sequence[ListedCheckpoint]) -> str | None:
+    """Return the path of a run's latest checkpoint that is whole; `checkpoints` are the oldest first."""
+    committed = [listed.path for listed in checkpoints if listed.state == "committed"]
+    record = None if run is None or not committed else _read_record(PrefixStore(store, run))
+    if record is not None:
+        prefix = f"{run}/" if run else ""
+        names = [path.removeprefix(prefix) for path in committed]
+        ordered = [prefix + path for _, path in newest_first(names, record)]
+        committed = [path for path in reversed(ordered) if path in committed]
+    return next((path for path in reversed(committed) if _is_whole(PrefixStore(store, path))), None)
+
+
+def _read_record(run: Store) -> RunRecord | None:
+    try:
+        return read_run(run)
+    except CheckpointError as error:
+        if isinstance(error, StorageError):
+            raise
+        return None  # a manager does without it too
+
+
+def _is_whole(folder: Store) -> bool:
+    commit = read_commit(folder)
+    try:
+        return commit is not None and missing_object(folder, commit.record) is None
+    except CheckpointError as error:
+        if isinstance(error, StorageError):
+            raise  # the objects may exist, though they cannot be seen now
+        return False
 
 
 def find_folders(store: Store, *, depth: int) -> Iterator[tuple[PrefixStore, ListedCheckpoint]]:
@@ -130,20 +177,17 @@ def _classify(folder: PrefixStore, names: Iterable[str]) -> ListedCheckpoint | N
             return _committed(base, commit.record)
         except CheckpointError as error:
             return _summed(folder, replace(base, state="damaged", problem=error.message))
-    if exists(folder, f"__0{STOCK_METADATA_KEY}") or _is_stock(folder):
+    if is_stock(folder):
         return _summed(folder, replace(base, state="foreign"))
-    if (begun and next(iter(folder.list()), None) is not None) or exists(folder, STOCK_METADATA_KEY):
-        return _summed(folder, base)
-    return None  # folders may stay empty where uploads were aborted (`rclone serve s3`)
-
-
-def _is_stock(folder: Store) -> bool:
-    """Tell whether another program wrote `.metadata`, and not this one, with its seal cut off."""
-    if not is_foreign(folder):
-        return False
-    head = bytearray(min(_HEAD_BYTES, folder.stat(STOCK_METADATA_KEY).size_bytes))
-    folder.read_into(STOCK_METADATA_KEY, 0, [memoryview(head)])
-    return DATA_KEY_IN_BYTES.search(head) is None
+    has_metadata = exists(folder, STOCK_METADATA_KEY)
+    if not begun and not has_metadata:
+        return None
+    uploads: list[ObjectStat] = []
+    with contextlib.suppress(AccessDenied):
+        uploads = find_uploads(folder, _MAX_UPLOADS)
+    incomplete = _summed(folder, base, uploads)
+    # Folders may stay empty where uploads were aborted (`rclone serve s3`).
+    return incomplete if has_metadata or incomplete.size_bytes is not None else None
 
 
 def _committed(base: ListedCheckpoint, record: CommitRecord) -> ListedCheckpoint:
@@ -153,51 +197,26 @@ def _committed(base: ListedCheckpoint, record: CommitRecord) -> ListedCheckpoint
         state="committed",
         step=int(step) if step.isdecimal() and len(step) < 19 else base.step,
         size_bytes=record.data_bytes,
-        created_at_s=_seconds(record.created_at),
+        created_at_s=created_at_s(record),
         world_size=record.world_size,
         id=record.id,
         tags=record.tags,
     )
 
 
-def _summed(folder: Store, base: ListedCheckpoint) -> ListedCheckpoint:
-    """Add the size of all objects, and the time of the newest."""
-    size, newest = 0, None
-    for stat in folder.list():
-        size += stat.size_bytes
+def _summed(folder: Store, base: ListedCheckpoint, unfinished: Iterable[ObjectStat] = ()) -> ListedCheckpoint:
+    """Add the size of all objects, and the time of the newest; neither if there is none."""
+    size: int | None = None
+    newest: float | None = None
+    for stat in itertools.chain(folder.list(), unfinished):
+        size = (size or 0) + stat.size_bytes
         if stat.modified_at_s is not None:
             newest = max(newest or 0.0, stat.modified_at_s)
     return replace(base, size_bytes=size, created_at_s=newest)
 
 
 def step_of(path: str) -> int | None:
-    """Parse the step in a folder's name (`100`, `epoch=3-step=100`); None if there is none."""
-    match = _STEP.fullmatch(path.rstrip("/").rpartition("/")[2])
+    """Parse the step in a folder's name (`100`, `epoch=3-step=100`, `step_4_ckp`); None if there is none."""
+    name = path.rstrip("/").rpartition("/")[2]
+    match = _NAMED_STEP.fullmatch(name) or _LAST_NUMBER.fullmatch(name)
     return int(match[1]) if match else None
-
-
-def _seconds(created_at: str) -> float | None:
-    try:
-        return datetime.datetime.fromisoformat(created_at).timestamp()
-    except (ValueError, OverflowError, OSError):
-        return None
-
-
-def _has_all_records(folder: PrefixStore) -> bool:
-    """Check that the index and all manifests exist, with the sizes in the commit record."""
-
-    def fits(ref: ObjectRef) -> bool:
-        try:
-            return folder.stat(ref.path).size_bytes == ref.size_bytes
-        except CheckpointError as error:
-            if isinstance(error, StorageError) and not isinstance(error, NotFound):
-                raise  # the record may exist, though it cannot be seen now
-            return False
-
-    commit = read_commit(folder)
-    try:
-        refs = [] if commit is None else commit.record.refs
-    except CheckpointError:
-        return False
-    with workers(folder.threads, "ckpt-ls") as threads:
-        return bool(refs) and all(in_order(threads, fits, refs, ahead=4 * folder.threads))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -67,7 +68,9 @@ def test_every_state(root: Path) -> None:
         "run/step-2000": ("incomplete", 2000, False),
         "run/step-3000": ("damaged", 3000, False),
     }
-    assert list(checkpoints) == sorted(checkpoints, key=lambda path: checkpoints[path]["step"])
+    assert list(checkpoints) == [
+        "run/other", "run/step-200", "run/step-1000", "run/step-2000", "run/step-3000", "stock/500", "unsealed/7",
+    ], "by folder, then step"  # fmt: skip
     whole = checkpoints["run/step-200"]
     assert (whole["world_size"], whole["tags"]) == (2, {"step": "100"})
     data = sum(path.stat().st_size for path in (root / "run" / "step-200").rglob("*.distcp"))
@@ -85,6 +88,36 @@ def test_the_latest_is_one_that_has_its_records(root: Path, tmp_path: Path) -> N
     manifest = next((copy / "run" / "step-200").glob("rank-00001/*.json"))
     manifest.write_bytes(manifest.read_bytes()[:-1])
     assert latest(listed(copy)) == ["run/other"]
+    next((copy / "run" / "other").rglob("*.distcp")).unlink()
+    assert latest(listed(copy)) == []
+
+
+def test_each_folder_has_its_latest(tmp_path: Path) -> None:
+    for path in ("a/step-1", "a/step-30", "b/step_4_ckp", "b/step_12_ckp", "alone"):
+        save(tmp_path / path)
+    checkpoints = listed(tmp_path)
+    assert list(checkpoints) == ["alone", "a/step-1", "a/step-30", "b/step_4_ckp", "b/step_12_ckp"]
+    assert latest(checkpoints) == ["alone", "a/step-30", "b/step_12_ckp"]
+
+
+def test_a_save_that_was_killed_before_any_file_was_whole(tmp_path: Path) -> None:
+    """All that it leaves are files with temporary names."""
+    place = tmp_path / "run" / "step-3"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "rename", _killed)
+        patch.setattr(os, "replace", _killed)
+        patch.setattr(os, "link", _killed)
+        patch.setattr(os, "unlink", _killed)
+        with pytest.raises(ckpt.errors.SaveFailed):
+            ckpt.save({"t": torch.arange(1e5)}, place)
+    (left,) = place.glob("rank-00000/*")
+    assert left.name.endswith(".ckpt-tmp")
+    each = listed(tmp_path)["run/step-3"]
+    assert (each["state"], each["size_bytes"]) == ("incomplete", left.stat().st_size)
+
+
+def _killed(*arguments: Any, **options: Any) -> None:
+    raise OSError("killed")
 
 
 def test_a_root_that_is_a_checkpoint_and_depth(root: Path) -> None:
@@ -167,7 +200,9 @@ def test_an_empty_root(tmp_path: Path) -> None:
     [
         ("step-100", 100), ("step_100", 100), ("100", 100), ("run7/step-5", 5), ("epoch=3-step=100", 100),
         ("epoch=3-step=100.ckpt", 100), ("latest", None), ("llama-7b", None), ("7b", None), ("step-" + "9" * 40, None),
-        ("step-00000100", 100), ("checkpoint-12/", 12), ("", None),
+        ("step-00000100", 100), ("checkpoint-12/", 12), ("", None), ("step_4_ckp", 4), ("step-00000005.again", 5),
+        ("step=100-epoch=3.ckpt", 100), ("global_step100", 100), ("iter_0000100", 100), ("checkpoint7", 7),
+        ("y4", None), ("footstep-3", 3), ("run7", None),
     ],
 )  # fmt: skip
 def test_steps(path: str, step: int | None) -> None:
@@ -181,11 +216,15 @@ def test_an_unreachable_record_does_not_make_an_older_checkpoint_the_latest(
         ckpt.save({"t": torch.ones(3)}, tmp_path / f"step-{step}")
     stat = PosixStore.stat
 
+    def nothing(self: PosixStore, prefix: str = "") -> Iterator[Any]:
+        return iter(())
+
     def failing(self: PosixStore, key: str) -> Any:
         if key.startswith("step-2/rank-"):
             raise StorageUnavailable("gone", url=self.url, key=key)
         return stat(self, key)
 
+    monkeypatch.setattr(PosixStore, "list", nothing)
     monkeypatch.setattr(PosixStore, "stat", failing)
     assert run("ls", tmp_path).code == 4
 

@@ -1,0 +1,181 @@
+"""Choose the latest checkpoint of a run: the same one for `ckpt ls` and for the restore of a manager.
+
+Records and the sizes of all objects decide, so that it takes no time; `ckpt verify` reads the data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ckpt.backends.base import Store, exists
+from ckpt.consistency import environment
+from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY, is_foreign
+from ckpt.errors import (
+    AccessDenied,
+    CommitConflict,
+    FormatError,
+    IntegrityError,
+    NotCommitted,
+    NotFound,
+    UnsafeContent,
+)
+from ckpt.format.names import DATA_KEY_IN_BYTES, ObjectName, data_key
+from ckpt.format.records import CommitRecord, ManifestRef, ObjectRef, StoredCommit, read_commit
+from ckpt.format.run_record import RunRecord
+from ckpt.transfer.threads import in_order, workers
+
+_NAME = re.compile(r"step-(\d{1,18})(?:\.again)?")
+_HEAD_BYTES = 4 << 20
+_PATIENCE_S = 60.0
+"""How long storage that may lag has to show what is there."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A checkpoint, before a restore.
+
+    Attributes:
+        fault: why it cannot be restored; None if nothing speaks against it.
+        is_foreign: another program wrote it, such as stock PyTorch.
+        created_at_s: seconds since 1970, by the clock of the process that wrote it.
+    """
+
+    fault: str | None = None
+    is_foreign: bool = False
+    created_at_s: float | None = None
+
+
+def newest_first(folders: Iterable[str], record: RunRecord) -> list[tuple[int, str]]:
+    """List steps and folders of a run in which a checkpoint may be, without those that were given up."""
+    steps = {name: int(match[1]) for name in folders if (match := _NAME.fullmatch(name))}
+    for checkpoint in record.checkpoints:
+        if checkpoint.superseded:
+            steps.pop(checkpoint.path, None)
+        else:
+            steps[checkpoint.path] = checkpoint.step
+    return sorted(((step, path) for path, step in steps.items()), reverse=True)
+
+
+def examine(store: Store) -> Candidate:
+    """Look at the checkpoint at the store's root; storage that may lag is given time to show it.
+
+    Raises:
+        NotFound, NotCommitted: there is none.
+        CommitConflict: it was replaced or removed meanwhile.
+        StorageError: the storage refused, or could not be reached.
+    """
+    patience_s = 0.0 if store.capabilities.cross_client_visibility else _PATIENCE_S
+    try:
+        commit = _await_commit(store, patience_s)
+        if commit is not None:
+            fault = _fault(store, commit, patience_s)
+            return Candidate(fault, created_at_s=created_at_s(commit.record))
+        if is_stock(store):
+            return Candidate("it was not written by this library", is_foreign=True)
+    except (IntegrityError, FormatError, UnsafeContent) as error:
+        return Candidate(f"damaged: {error.key or COMMIT_KEY}: {error.message}")
+    if next(iter(store.list()), None) is None:
+        raise NotFound("there is nothing here", url=store.url)
+    raise NotCommitted("no checkpoint is committed here", url=store.url)
+
+
+def _fault(store: Store, commit: StoredCommit, patience_s: float) -> str | None:
+    """Return what a checkpoint lacks; None if it is whole, perhaps after a while."""
+    backoff = environment.Backoff(patience_s, first_pause_s=0.25)
+    while (fault := missing_object(store, commit.record)) is not None:
+        if read_commit(store) != commit:
+            text = "this checkpoint was replaced or removed meanwhile"
+            raise CommitConflict(text, url=store.url, key=COMMIT_KEY)
+        if backoff.is_over:
+            return f"damaged: {fault}"
+        backoff.pause()
+    return None
+
+
+def is_stock(store: Store) -> bool:
+    """Tell whether another program saved a checkpoint here, and not this one, with its seal cut off."""
+    if exists(store, f"__0{STOCK_METADATA_KEY}"):
+        return True
+    if not is_foreign(store):
+        return False
+    head = bytearray(min(_HEAD_BYTES, store.stat(STOCK_METADATA_KEY).size_bytes))
+    store.read_into(STOCK_METADATA_KEY, 0, [memoryview(head)])
+    return DATA_KEY_IN_BYTES.search(head) is None
+
+
+def created_at_s(record: CommitRecord) -> float | None:
+    """Return when a commit was made; None if it does not tell."""
+    try:
+        return datetime.datetime.fromisoformat(record.created_at).timestamp()
+    except (ValueError, OverflowError, OSError):
+        return None
+
+
+def missing_object(store: Store, record: CommitRecord) -> str | None:
+    """Name an object of a commit that is not there, or not of its size; None if all are.
+
+    The listing answers for most; what it does not show, or shows otherwise, is asked for by name.
+    """
+    listed = _Listed(store, record)
+    with workers(store.threads, "ckpt-latest") as threads:
+        faults = in_order(threads, listed.fault, record.refs, ahead=4 * store.threads)
+        return next((fault for fault in faults if fault is not None), None)
+
+
+class _Listed:
+    """The sizes of a commit's objects as a listing shows them."""
+
+    def __init__(self, store: Store, record: CommitRecord) -> None:
+        self._store = store
+        self._sizes: dict[str, int] = dict.fromkeys((ref.path for ref in record.refs), -1)
+        self._files: Counter[str] = Counter()
+        self._bytes: Counter[str] = Counter()
+        stems = {_stem(ref) for ref in record.manifests}
+        with contextlib.suppress(AccessDenied):
+            for stat in store.list():
+                if stat.key in self._sizes:
+                    self._sizes[stat.key] = stat.size_bytes
+                name = ObjectName.parse(stat.key)
+                if name is not None and name.kind == "distcp" and name.stem in stems:
+                    self._files[name.stem] += 1
+                    self._bytes[name.stem] += stat.size_bytes
+
+    def fault(self, ref: ObjectRef) -> str | None:
+        """Say what is wrong with an object that the commit names, or with the data files of a manifest."""
+        try:
+            if self._sizes[ref.path] != ref.size_bytes:
+                size_bytes = self._store.stat(ref.path).size_bytes
+                if size_bytes != ref.size_bytes:
+                    return f"{ref.path}: has {size_bytes} bytes, {ref.size_bytes} were written"
+            return self._data_fault(ref) if isinstance(ref, ManifestRef) else None
+        except NotFound as error:
+            return f"{error.key}: the commit lists this file, but it is not there"
+
+    def _data_fault(self, ref: ManifestRef) -> str | None:
+        stem = _stem(ref)
+        if (self._files[stem], self._bytes[stem]) == (ref.files, ref.data_bytes):
+            return None
+        name = ObjectName.parse(ref.path)
+        if name is None:
+            return f"{ref.path}: a name that this library does not give"
+        keys = (data_key(name.rank, name.token, number) for number in range(ref.files))
+        size_bytes = sum(self._store.stat(key).size_bytes for key in keys)
+        if size_bytes == ref.data_bytes:
+            return None
+        return f"{stem}-*.distcp: {size_bytes} bytes in {ref.files} files, {ref.data_bytes} were written"
+
+
+def _stem(ref: ManifestRef) -> str:
+    return ref.path.removesuffix(".json")
+
+
+def _await_commit(store: Store, patience_s: float) -> StoredCommit | None:
+    backoff = environment.Backoff(patience_s, first_pause_s=0.25)
+    while (commit := read_commit(store)) is None and not backoff.is_over and not is_foreign(store):
+        backoff.pause()
+    return commit
