@@ -14,11 +14,12 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from ckpt.api import async_save, save, values_of
+from ckpt.api import async_save, place_of, save, values_of
 from ckpt.errors import CheckpointError, ConfigurationError, SaveFailed
 from ckpt.format.names import last_segment
 from ckpt.ranks.group import Ranks, RanksFailed
 from ckpt.torch_private import async_save_process_is_alive, forget_async_save_process
+from ckpt.trainer_integration.run.main_guard import check_main_guard
 from ckpt.writing.stager import Stager
 from ckpt.writing.writer import CheckpointWriter
 
@@ -32,7 +33,7 @@ class Uploads:
     mode: AsyncMode
     ranks: Ranks
     process_group: Any
-    options: Mapping[str, Any]
+    options: Mapping[str, Any] = field(repr=False)  # credentials may be among them
     _stager: Stager = field(default_factory=lambda: Stager(shared_memory=True))
     _last: Future[Metadata] | None = None
 
@@ -41,6 +42,8 @@ class Uploads:
             raise ConfigurationError(f"async_mode must be 'thread', 'process' or 'off', not {self.mode!r}")
         if self.mode == "process" and not (dist.is_available() and dist.is_initialized()):
             raise ConfigurationError("async_mode='process' needs torch.distributed.init_process_group first")
+        if self.mode == "process":
+            check_main_guard()
 
     def begin(self, state: dict[str, Any], url: str, tags: Mapping[str, str]) -> Future[Metadata]:
         """Stage `state` and begin its upload; the future ends when it is durable, or in SaveFailed.
@@ -69,7 +72,7 @@ class Uploads:
                 ),
             )
         except RanksFailed as failed:
-            raise _ranks_failed(failed.failures, url) from None
+            raise _ranks_failed(failed.failures, place_of(url)) from None
         last_failed = self._last is not None and self._last.exception() is not None
         (needs_process,) = self.ranks.most([last_failed or not async_save_process_is_alive()])
         if needs_process:
@@ -84,7 +87,7 @@ class Uploads:
         assert isinstance(begun, Future)  # stagers that stage in the background get another type
         self._last = begun
         translated: Future[Metadata] = Future()
-        begun.add_done_callback(lambda done: _translate(done, url, translated))
+        begun.add_done_callback(lambda done: _translate(done, place_of(url), translated))
         return translated
 
 
@@ -115,7 +118,10 @@ def _translate(done: Future[Metadata], url: str, translated: Future[Metadata]) -
         translated.set_exception(_ranks_failed(failures, url))
     else:
         cause = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-        text = f"the save failed: {cause}; it may still have been committed: try to load it"
+        text = (
+            f"the save failed: {cause} (the process that saves reports its own errors on standard error); "
+            "it may still have been committed: try to load it"
+        )
         translated.set_exception(SaveFailed(text, url=url))
 
 
