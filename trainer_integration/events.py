@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,11 @@ __all__ = ["Event", "Events", "JsonLines", "OpenTelemetry"]
 
 _logger = logging.getLogger("ckpt.manager")
 
-_WARNINGS = frozenset({"failed", "passed_over", "not_removed"})
+_LEVELS = {
+    **dict.fromkeys(("failed", "passed_over", "not_removed", "unmeasured"), logging.WARNING),
+    **dict.fromkeys(("staged", "kept"), logging.DEBUG),
+}
+_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 @dataclass(frozen=True)
@@ -24,7 +29,7 @@ class Event:
     Attributes:
         kind: `preflight`, `restored`, `passed_over` (a checkpoint that cannot be loaded), `due` (a
             save begins), `not_due` (it was asked for, but not made), `staged`, `durable`, `failed`,
-            `kept`, `removed`, `not_removed`.
+            `kept`, `removed`, `not_removed`, `unmeasured` (no checkpoint has a rule's metric).
         values: figures by name, units last (`stall_s`, `upload_s`, `size_bytes`, `durable_age_s`).
         at_s: seconds since 1970.
     """
@@ -46,15 +51,35 @@ class Events:
         self._listeners = tuple(listeners)
 
     def tell(self, event: Event) -> None:
-        level = logging.WARNING if event.kind in _WARNINGS else logging.INFO
-        figures = "".join(f", {name} {value:.4g}" for name, value in event.values.items())
-        step = "" if event.step is None else f"step {event.step} "
-        _logger.log(level, "%s%s: %s%s", step, event.kind.replace("_", " "), event.reason, figures)
+        _logger.log(_LEVELS.get(event.kind, logging.INFO), "%s", _line(event))
         for listener in self._listeners:
             try:
                 listener(event)
             except Exception as error:
                 _logger.warning("the listener %r failed on the event %r: %s", listener, event.kind, error)
+
+
+def _line(event: Event) -> str:
+    """Word an event for people; listeners get its figures."""
+    step = "" if event.step is None else f"step {event.step} "
+    values = defaultdict(float, event.values)
+    if event.kind == "durable":
+        again = f", {values['retries']:.0f} requests were sent again" if values["retries"] else ""
+        size, took, waited = _size(values["size_bytes"]), values["upload_s"], values["stall_s"]
+        return f"{step}saved: {size} in {took:.2f} s, training waited {waited:.2f} s{again}"
+    if event.kind == "staged":
+        return f"{step}staged in {values['stall_s']:.2f} s"
+    if event.kind == "restored" and step:
+        return f"{step}restored in {values['load_s']:.2f} s: {event.reason}"
+    return f"{step}{event.kind.replace('_', ' ')}: {event.reason}"
+
+
+def _size(size_bytes: float) -> str:
+    """Write a size with three digits."""
+    power = 0
+    while size_bytes >= 999.5 and power < len(_UNITS) - 1:
+        size_bytes, power = size_bytes / 1000, power + 1
+    return f"{size_bytes:.3g} {_UNITS[power]}"
 
 
 class JsonLines:

@@ -148,15 +148,14 @@ def test_events_reach_log_and_files_and_survive_a_sink_that_fails(
         raise OSError("no space")
 
     events = Events([broken, JsonLines(tmp_path / "events.jsonl")])
+    figures = {"upload_s": 1.5, "size_bytes": 3.2e7, "stall_s": 0.02, "retries": 3}
     with caplog.at_level(logging.INFO, logger="ckpt.manager"):
-        events.tell(Event("durable", 7, "step-00000007", {"upload_s": 1.5, "size_bytes": 80}, at_s=3.0))
+        events.tell(Event("durable", 7, "step-00000007", figures, at_s=3.0))
         events.tell(Event("not_due", 8, "the save before it is still in flight"))
     lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-    assert lines[0] == {
-        "at_s": 3.0, "kind": "durable", "step": 7, "reason": "step-00000007", "upload_s": 1.5, "size_bytes": 80,
-    }  # fmt: skip
+    assert lines[0] == {"at_s": 3.0, "kind": "durable", "step": 7, "reason": "step-00000007"} | figures
     assert lines[1]["kind"] == "not_due"
-    assert "step 7 durable: step-00000007, upload_s 1.5, size_bytes 80" in caplog.text
+    assert "step 7 saved: 32 MB in 1.50 s, training waited 0.02 s, 3 requests were sent again" in caplog.text
     assert "no space" in caplog.text
 
 
