@@ -9,9 +9,10 @@ ever removed.
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from ckpt.errors import ConfigurationError
 from ckpt.format.run_record import RunCheckpoint
@@ -84,8 +85,16 @@ class Best(KeepRule):
     mode: Literal["min", "max"]
 
     def keeps(self, checkpoints: Sequence[RunCheckpoint], now_s: float) -> dict[int, str]:
+        ranked = self.ranked(checkpoints)
+        if not ranked:  # a name that nobody reports, perhaps, and then it must not cost checkpoints
+            return {checkpoint.step: self.unmeasured for checkpoint in checkpoints}
         reason = f"of the best {self.count} by {self.metric}"
-        return {checkpoint.step: reason for checkpoint in self.ranked(checkpoints)[: self.count]}
+        return {checkpoint.step: reason for checkpoint in ranked[: self.count]}
+
+    @property
+    def unmeasured(self) -> str:
+        """The reason to keep all where none has the metric."""
+        return f"until one has the metric {self.metric!r}"
 
     def ranked(self, checkpoints: Sequence[RunCheckpoint]) -> list[RunCheckpoint]:
         """Sort those that have the metric, best and newest first. NaN is worst."""
@@ -97,6 +106,17 @@ class Best(KeepRule):
         if value is None or math.isnan(value):
             return math.inf
         return value if self.mode == "min" else -value
+
+
+def as_rule(rule: Any) -> KeepRule | None:
+    """Return a rule, or None; an integer stands for `last`. Raises ConfigurationError for anything else."""
+    if rule is None or isinstance(rule, KeepRule):
+        return rule
+    if isinstance(rule, bool) or not isinstance(rule, numbers.Integral):
+        raise ConfigurationError(
+            f"keep must be a rule of ckpt.trainer_integration.keeping, or a number of checkpoints, not {rule!r}"
+        )
+    return last(int(rule))
 
 
 def last(count: int) -> KeepRule:
@@ -112,7 +132,10 @@ def every_steps(steps: int) -> KeepRule:
 
 
 def best(count: int, metric: str, mode: Literal["min", "max"] = "min") -> KeepRule:
-    """Keep the `count` best of those with a metric, given with the save or later by `annotate`."""
+    """Keep the `count` best of those with a metric, given with the save or later by `annotate`.
+
+    While no checkpoint has the metric, this keeps all of them.
+    """
     _check(count >= 1, "best takes a positive number of checkpoints")
     _check(mode in ("min", "max"), f"mode must be 'min' or 'max', not {mode!r}")
     return Best(count, metric, mode)

@@ -12,6 +12,7 @@ from ckpt.api import place_of
 from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.ranks.group import Ranks, RanksFailed
 from ckpt.tools.preflight import check_place
+from ckpt.trainer_integration import keeping, saving
 from ckpt.trainer_integration.events import Event, Events
 from ckpt.trainer_integration.keeping import KeepRule
 from ckpt.trainer_integration.run.async_modes import AsyncMode, Uploads
@@ -45,10 +46,12 @@ class CheckpointManager:
 
     Args:
         root: the run's folder: a path or URL. Checkpoints are its folders `step-<number>`.
-        save: when to save (`ckpt.trainer_integration.saving`).
-        keep: durable checkpoints to keep (`ckpt.trainer_integration.keeping`); default all.
+        save: when to save (`ckpt.trainer_integration.saving`); 500 is short for `every_steps(500)`.
+        keep: durable checkpoints to keep (`ckpt.trainer_integration.keeping`); 3 is short for
+            `last(3)`; default all.
         async_mode: upload while the steps go on in a `thread`, or in a `process`, which the steps
-            notice less; `off` waits for each save.
+            notice less; `off` waits for each save. `process` needs a script whose code stands under
+            `if __name__ == "__main__":`.
         on_busy: if the last save is still in flight, `wait` for it, `skip` the new one, or `fail`.
         on_failure: `raise` a failed save's error at the next step at which the ranks talk (any,
             with rules that look at clocks or signals; else that of the next save), or `continue`.
@@ -68,8 +71,8 @@ class CheckpointManager:
         self,
         root: str | os.PathLike[str],
         *,
-        save: SaveRule,
-        keep: KeepRule | None = None,
+        save: SaveRule | int,
+        keep: KeepRule | int | None = None,
         async_mode: AsyncMode = "thread",
         on_busy: OnBusy = "wait",
         on_failure: Literal["raise", "continue"] = "raise",
@@ -82,10 +85,6 @@ class CheckpointManager:
         memory_budget_bytes: int | None = None,
         max_bandwidth_bytes_per_s: float | None = None,
     ) -> None:
-        if on_busy not in ("wait", "skip", "fail"):
-            raise ConfigurationError(f"on_busy must be 'wait', 'skip' or 'fail', not {on_busy!r}")
-        if on_failure not in ("raise", "continue"):
-            raise ConfigurationError(f"on_failure must be 'raise' or 'continue', not {on_failure!r}")
         self._on_busy, self._on_failure = on_busy, on_failure
         options: dict[str, Any] = {
             "storage_options": storage_options,
@@ -96,22 +95,26 @@ class CheckpointManager:
         save_options = {**options, "max_bandwidth_bytes_per_s": max_bandwidth_bytes_per_s}
         self._ranks = Ranks(process_group, no_dist=False, purpose="manager")
         self._is_closed, self._needs_preflight = False, preflight
-        uploads, history = _agreed(
-            self._ranks,
-            f"CheckpointManager of {place_of(root)}",
-            lambda: (
-                Uploads(async_mode, self._ranks, process_group, save_options),
-                History(os.fspath(root), storage_options),
-            ),
+
+        def prepare() -> tuple[SaveRule, KeepRule | None, Uploads, History]:
+            _check_choice("on_busy", on_busy, "wait", "skip", "fail")
+            _check_choice("on_failure", on_failure, "raise", "continue")
+            save_rule, keep_rule = saving.as_rule(save), keeping.as_rule(keep)
+            uploads = Uploads(async_mode, self._ranks, process_group, save_options)
+            return save_rule, keep_rule, uploads, History(os.fspath(root), storage_options)
+
+        save_rule, keep_rule, uploads, history = _agreed(
+            self._ranks, f"CheckpointManager of {place_of(root)}", prepare
         )
-        self._saves = Saves(self._ranks, uploads, history, keep, Events(events))
-        self._decisions = Decisions(save, self._ranks, self._saves, max_undurable_s)
+        self._saves = Saves(self._ranks, uploads, history, keep_rule, Events(events))
+        self._decisions = Decisions(save_rule, self._ranks, self._saves, max_undurable_s)
 
     def restore(
         self,
         state: Mapping[str, Any] | None = None,
         *,
         step: int | Literal["latest-valid", "best"] = "latest-valid",
+        initial: str | os.PathLike[str] | None = None,
         strict: bool = True,
         rng: bool = True,
         trusted_objects: Collection[str] = (),
@@ -123,15 +126,17 @@ class CheckpointManager:
             step: `latest-valid` is the newest durable checkpoint that passes its checks. Newer ones
                 that do not are reported, and left as they are. `best` is that of the keep rule
                 `best`. A number is that step.
+            initial: where to begin from if the run has no checkpoint of its own: any that `ckpt.load`
+                reads, of stock PyTorch too. It goes with `latest-valid`.
             strict: keys that the checkpoint lacks, or that are left over, are an error.
 
         Returns:
-            The step, URL and state that were loaded; None if `latest-valid` found that no
-            checkpoint has ever been committed here.
+            The step, URL and state that were loaded; None if `latest-valid` is none, on record neither.
 
         Raises:
             NotFound: the checkpoint asked for does not exist.
-            LoadFailed: checkpoints exist, but none can be loaded; or keys or shapes do not fit.
+            LoadFailed: checkpoints exist, or the run's record lists some, but none can be loaded; or
+                keys or shapes do not fit.
             CheckpointError: as `ckpt.load`.
         """
         self._check_open()
@@ -139,6 +144,7 @@ class CheckpointManager:
         return restore(
             self._checked(state, parts, rng),
             step if isinstance(step, str) else _number(step),
+            initial,
             self._ranks,
             self._saves,
             strict=strict,
@@ -166,9 +172,11 @@ class CheckpointManager:
 
         Raises:
             SaveFailed: an earlier save failed, or nothing has become durable for too long.
+            ConfigurationError: there is neither a state nor a part: nothing to save.
         """
         self._check_open()
         step = _number(step)
+        _check_any(state, parts)
         reason = self._decisions.reason(step, is_last=last, settle=self._settle)
         begun = reason is not None and self._save(
             step, reason, metrics, lambda: self._checked(state, parts, rng)
@@ -188,6 +196,7 @@ class CheckpointManager:
     ) -> bool:
         """Save after `step`, whatever the rules say; otherwise like `step`."""
         self._check_open()
+        _check_any(state, parts)
         return self._save(_number(step), "asked for", metrics, lambda: self._checked(state, parts, rng))
 
     @property
@@ -263,11 +272,7 @@ class CheckpointManager:
         self, state: Mapping[str, Any] | None, parts: Mapping[str, Any], rng: bool
     ) -> dict[str, Any]:
         """Make the state dict; the root is checked once that its size is known."""
-        if state is None:
-            state = training_state(rng=rng, **parts)
-        elif parts:
-            raise ConfigurationError(f"give a state dict or parts ({', '.join(parts)}), not both")
-        values = state if isinstance(state, dict) else dict(state)
+        values = _state_of(state, parts, rng)
         if self._needs_preflight:
             _check_root(values, self._ranks, self._saves)
             self._needs_preflight = False
@@ -289,7 +294,26 @@ def _check_root(state: Mapping[str, Any], ranks: Ranks, saves: Saves) -> None:
     )
     room = "" if free is None or not needed else f"; there is room for {free // needed} checkpoints"
     took_s = time.monotonic() - began_s
-    saves.tell("preflight", None, f"{history.url('')} works{room}", size_bytes=needed, took_s=took_s)
+    saves.tell("preflight", None, f"{history.place} works{room}", size_bytes=needed, took_s=took_s)
+
+
+def _state_of(state: Mapping[str, Any] | None, parts: Mapping[str, Any], rng: bool) -> dict[str, Any]:
+    if state is None:
+        return training_state(rng=rng, **parts)
+    if parts:
+        raise ConfigurationError(f"give a state dict or parts ({', '.join(parts)}), not both")
+    return state if isinstance(state, dict) else dict(state)
+
+
+def _check_any(state: Mapping[str, Any] | None, parts: Mapping[str, Any]) -> None:
+    """Refuse to save random states alone: that would be a checkpoint from which nothing goes on."""
+    if not state and all(part is None for part in parts.values()):
+        raise ConfigurationError("nothing to save: pass the parts (model=model, ...) or a state dict")
+
+
+def _check_choice(name: str, value: object, *choices: str) -> None:
+    if value not in choices:
+        raise ConfigurationError(f"{name} must be {', '.join(map(repr, choices))}, not {value!r}")
 
 
 def _agreed(ranks: Ranks, call: str, work: Callable[[], T]) -> T:

@@ -6,9 +6,11 @@ save = saving.every_steps(500) | saving.every_seconds(1800) | saving.on_preempti
 from __future__ import annotations
 
 import math
+import numbers
 import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from ckpt.errors import ConfigurationError
 
@@ -155,6 +157,17 @@ class OnPreemption(SaveRule):
 
     def due(self, moment: Moment) -> str | None:
         return None
+
+
+def as_rule(rule: Any) -> SaveRule:
+    """Return a rule; an integer stands for `every_steps`. Raises ConfigurationError for anything else."""
+    if isinstance(rule, SaveRule):
+        return rule
+    if isinstance(rule, bool) or not isinstance(rule, numbers.Integral):
+        raise ConfigurationError(
+            f"save must be a rule of ckpt.trainer_integration.saving, or a number of steps, not {rule!r}"
+        )
+    return every_steps(int(rule))
 
 
 def every_steps(steps: int) -> SaveRule:

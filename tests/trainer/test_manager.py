@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shutil
 import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -45,7 +47,7 @@ def run(
     root: Path | str,
     steps: range,
     *,
-    save: saving.SaveRule | None = None,
+    save: saving.SaveRule | int | None = None,
     metrics: Mapping[int, float] | None = None,
     elements: int = 1000,
     **options: Any,
@@ -181,6 +183,38 @@ def test_best_and_pinned(tmp_path: Path) -> None:
     assert restored_step(tmp_path, "best", keep=keep) == 4
     with pytest.raises(ConfigurationError, match=r"keeping\.best"):
         restored_step(tmp_path, "best")
+
+
+def test_integers_are_short_for_rules(tmp_path: Path) -> None:
+    run(tmp_path, range(1, 8), save=2, keep=2)
+    assert steps_at(tmp_path) == [4, 6]
+
+
+def test_a_metric_that_nobody_reports_costs_no_checkpoint(tmp_path: Path) -> None:
+    losses = {step: 1.0 / step for step in range(1, 5)}
+    events = run(tmp_path, range(1, 5), keep=keeping.best(1, "losss"), metrics=losses)
+    assert steps_at(tmp_path) == [1, 2, 3, 4]
+    (warning,) = [event for event in events if event.kind == "unmeasured"]
+    assert "'losss'" in warning.reason
+    assert "the metrics there: 'loss'" in warning.reason
+    with ckpt.CheckpointManager(tmp_path, save=1, keep=keeping.last(1) | keeping.best(1, "late")) as manager:
+        manager.annotate(2, {"late": 0.5})  # an evaluation that reports it at last
+        manager.step(5, state_of(5))
+    assert steps_at(tmp_path) == [2, 5]
+
+
+def test_nothing_to_save_is_an_error(tmp_path: Path) -> None:
+    with ckpt.CheckpointManager(tmp_path, save=100) as manager:
+        calls: list[Callable[[], object]] = [
+            lambda: manager.step(1),  # at once, not when a save is due
+            lambda: manager.save(1),
+            lambda: manager.save(1, {}),
+            lambda: manager.save(1, model=None),
+        ]
+        for call in calls:
+            with pytest.raises(ConfigurationError, match="nothing to save"):
+                call()
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_no_rule_keeps_stays_while_it_is_the_newest(tmp_path: Path) -> None:
@@ -427,6 +461,34 @@ def test_training_can_go_on_after_failures(
     assert steps_at(tmp_path) == [3]
 
 
+@pytest.mark.parametrize("ending", [KeyboardInterrupt, SystemExit])
+def test_ctrl_c_is_no_failure_to_go_on_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: type[BaseException]
+) -> None:
+    def handler(number: int, frame: object) -> None:
+        raise ending
+
+    before = signal.signal(signal.SIGINT, handler)
+    put = PosixStore.put
+
+    def interrupted(self: PosixStore, key: str, body: Any, **options: Any) -> None:
+        if key.endswith(".distcp"):
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        put(self, key, body, **options)
+
+    try:
+        monkeypatch.setattr(PosixStore, "put", interrupted)
+        options: dict[str, Any] = {"save": 1, "async_mode": "off", "on_failure": "continue"}
+        with ckpt.CheckpointManager(tmp_path, **options) as manager:
+            with pytest.raises(ending):
+                manager.step(1, state_of(1))
+            monkeypatch.setattr(PosixStore, "put", put)
+            assert manager.step(1, state_of(1)), "a program that catches it can save this step again"
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert steps_at(tmp_path) == [1]
+
+
 def test_too_long_without_a_durable_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failing(monkeypatch, StorageFull, "No space left on device")
     with (
@@ -572,7 +634,38 @@ def test_failures_observed_shorten_the_mean_time_between_them(tmp_path: Path) ->
     assert 86_400 / 4 <= History(str(tmp_path), None).mtbf_s() < 86_400 / 4 + 60
 
 
+def test_a_record_that_cannot_be_read_stops_no_rank_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first rank reads it for a rule of clocks while the others wait for what it decides."""
+    stat, asked = PosixStore.stat, []
+
+    def refused(self: PosixStore, key: str) -> Any:
+        if key == RUN_KEY:
+            asked.append(key)
+            raise AccessDenied("not allowed to read", url=self.url, key=key)
+        return stat(self, key)
+
+    monkeypatch.setattr(PosixStore, "stat", refused)
+    rule = saving.at_steps([9]) | saving.young_daly()
+    with ckpt.CheckpointManager(tmp_path, save=rule) as manager:
+        manager._saves.stall_s = manager._saves.upload_s = 1.0
+        drive(manager, range(1, 9))
+        assert len(asked) == 1, "and not at every step"
+        assert manager.step(9, state_of(9))
+    assert "failures are not counted: " in caplog.text
+    monkeypatch.undo()
+    assert steps_at(tmp_path) == [9]
+
+
 def test_wrong_arguments(tmp_path: Path) -> None:
+    wrong_rules: list[dict[str, Any]] = [
+        {"keep": "3"}, {"keep": True}, {"keep": 3.0}, {"keep": 0}, {"keep": saving.every_steps(3)},
+        {"save": "500"}, {"save": False}, {"save": None}, {"save": -1}, {"save": keeping.last(3)},
+    ]  # fmt: skip
+    for rules in wrong_rules:
+        with pytest.raises(ConfigurationError, match=r"keep|save|every_steps|last"):
+            ckpt.CheckpointManager(tmp_path, **{"save": 1, **rules})
     for wrong in ({"on_busy": "queue"}, {"on_failure": "ignore"}, {"async_mode": "fork"}):
         with pytest.raises(ConfigurationError):
             ckpt.CheckpointManager(tmp_path, save=saving.every_steps(1), **wrong)  # type: ignore[arg-type]
@@ -590,4 +683,6 @@ def test_the_log_says_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
     with caplog.at_level(logging.INFO, logger="ckpt.manager"):
         run(tmp_path, range(1, 4), save=saving.every_steps(2), keep=keeping.last(1))
     assert "step 2 due: every 2 steps" in caplog.text
-    assert "step 2 durable: step-00000002" in caplog.text
+    assert re.search(r"step 2 saved: .* kB in \d\.\d\d s, training waited \d\.\d\d s\n", caplog.text)
+    per_save = [record for record in caplog.records if record.getMessage().startswith("step 2")]
+    assert len(per_save) == 2, "figures and what goes without saying are for listeners"

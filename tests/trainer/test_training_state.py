@@ -368,9 +368,9 @@ def random_draws(rank: int, root: str, load: bool) -> float:
     with ckpt.CheckpointManager(root, save=saving.every_steps(1)) as manager:
         if load:
             torch.manual_seed(0)
-            manager.restore()
+            manager.restore(number=0)
         else:
-            manager.save(1)
+            manager.save(1, number=1)
     return torch.rand(()).item()
 
 

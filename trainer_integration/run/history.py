@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import re
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -13,16 +12,16 @@ from typing import Any
 
 import msgspec
 
+from ckpt.api import place_of
 from ckpt.backends.registry import open_store
 from ckpt.errors import CheckpointError, FormatError, IntegrityError, NotCommitted, NotFound, StorageError
 from ckpt.format.run_record import RunCheckpoint, RunRecord, RunStart, read_run, write_run
+from ckpt.tools.latest import Candidate, examine, newest_first
 from ckpt.tools.remove import remove
-from ckpt.tools.verify import verify
 from ckpt.trainer_integration.keeping import Best, KeepRule
 
 _logger = logging.getLogger(__name__)
 
-_NAME = re.compile(r"step-(\d{1,18})(?:\.again)?")
 _MAX_STARTS = 1000
 _PRIOR_S = 86_400.0
 
@@ -31,21 +30,29 @@ class History:
     """Keep the run's record, and complete it from a listing; from any thread.
 
     Attributes:
+        place: the root as texts show it, without credentials.
         unusable: folders whose checkpoint is damaged, or another program's, and stays as it is.
     """
 
     def __init__(self, root: str, storage_options: Mapping[str, Any] | None) -> None:
         self.root, self.storage_options = root.rstrip("/") or "/", storage_options
+        self.place = place_of(self.root)
         self._store = open_store(root, storage_options)
         self._lock = threading.RLock()
         self._known: RunRecord | None = None
+        self._is_written, self._has_failed = True, False
         self._started_s = time.time()
         self._resumed_at = math.inf
         self._own: set[str] = set()
         self.unusable: set[str] = set()
 
     def url(self, path: str) -> str:
+        """Return where to save or load; not for texts, as it may hold a password."""
         return f"{self.root.rstrip('/')}/{path}"
+
+    def shown(self, path: str) -> str:
+        """Return where a checkpoint is, for texts."""
+        return f"{self.place.rstrip('/')}/{path}"
 
     def path(self, step: int) -> str:
         """Name the folder for a save of `step`."""
@@ -54,23 +61,26 @@ class History:
 
     def candidates(self) -> list[tuple[int, str]]:
         """List steps and folders in which a checkpoint may be, the newest first."""
-        steps: dict[str, int] = {}
+        names: list[str] = []
         try:
-            for name in self._store.folders():
-                if match := _NAME.fullmatch(name):
-                    steps[name] = int(match[1])
+            names += self._store.folders()
         except StorageError as error:
             if not self._record().checkpoints:
                 raise
             _logger.warning(
                 "the checkpoints cannot be listed, only those in the run's record are known: %s", error
             )
-        for checkpoint in self._record().checkpoints:
-            if checkpoint.superseded:
-                steps.pop(checkpoint.path, None)
-            else:
-                steps[checkpoint.path] = checkpoint.step
-        return sorted(((step, path) for path, step in steps.items()), reverse=True)
+        return newest_first(names, self._record())
+
+    def look_again(self) -> None:
+        """Read the record anew when it is next needed: another process may have written it."""
+        with self._lock:
+            if self._is_written:
+                self._known = None
+
+    def durable_steps(self) -> list[int]:
+        """List the steps that were committed and are not given up, by the record."""
+        return [checkpoint.step for checkpoint in self._alive()]
 
     def at(self, step: int) -> list[tuple[int, str]]:
         """List `step` and the folders in which its checkpoint may be, the likeliest first."""
@@ -82,18 +92,10 @@ class History:
         """List steps and folders, the best first."""
         return [(checkpoint.step, checkpoint.path) for checkpoint in rule.ranked(self._alive())]
 
-    def damage(self, path: str) -> str | None:
-        """Check the records of a checkpoint; return why it cannot be loaded, or None.
-
-        Raises NotFound or NotCommitted if there is none.
-        """
-        verification = verify(self.url(path), storage_options=self.storage_options, quick=True)
-        if verification.format == "stock":
-            return "it was not written by this library; load it with ckpt.load"
-        if verification.ok:
-            return None
-        damage = verification.damages[0]
-        return f"damaged: {damage.key}: {damage.message}"
+    def examine(self, path: str) -> Candidate:
+        """Look at a checkpoint. Raises NotFound, NotCommitted or CommitConflict if it is gone."""
+        with contextlib.closing(open_store(self.url(path), self.storage_options)) as store:
+            return examine(store)
 
     def go_on_from(self, step: int) -> None:
         """Give up, with the next checkpoint, those that were saved after `step`."""
@@ -119,7 +121,7 @@ class History:
             record = self._record()
             checkpoints = [*record.checkpoints]
             if step not in {old.step for old in checkpoints}:
-                raise NotFound(f"the run has no durable checkpoint of step {step}", url=self.root)
+                raise NotFound(f"the run has no durable checkpoint of step {step}", url=self.place)
             for number, old in enumerate(checkpoints):
                 if old.step == step:
                     known = old.metrics | plain_metrics(metrics)
@@ -151,6 +153,10 @@ class History:
         pinned = {checkpoint.step: "pinned" for checkpoint in alive if checkpoint.pinned}
         return pinned | keep.keeps(alive, time.time())
 
+    def metrics(self) -> list[str]:
+        """List the names of the metrics that checkpoints have."""
+        return sorted({name for checkpoint in self._alive() for name in checkpoint.metrics})
+
     def _alive(self) -> list[RunCheckpoint]:
         return [checkpoint for checkpoint in self._record().checkpoints if not checkpoint.superseded]
 
@@ -158,8 +164,18 @@ class History:
         self._store.close()
 
     def mtbf_s(self) -> float:
-        """Estimate the mean time between failures: by this run's starts, and one assumed a day."""
-        starts = self._record().starts
+        """Estimate the mean time between failures: by this run's starts, and one assumed a day.
+
+        One rank asks, while the others wait for what it decides, so this raises nothing.
+        """
+        starts: list[RunStart] = []
+        with self._lock:
+            if self._known is not None or not self._has_failed:
+                try:
+                    starts = self._record().starts
+                except CheckpointError as error:
+                    self._has_failed = True  # once is enough: at every step it would hold up training
+                    _logger.warning("the run's record cannot be read, failures are not counted: %s", error)
         ran_s = sum(max(0.0, start.durable_at_s - start.at_s) for start in starts)
         failures = sum(start.at_s != self._started_s for start in starts)
         return (_PRIOR_S + ran_s) / (1 + failures)
@@ -187,8 +203,9 @@ class History:
 
     def _write(self, checkpoints: list[RunCheckpoint], starts: list[RunStart]) -> None:
         # Kept also where this write fails: the next one writes all of it.
-        self._known = RunRecord(checkpoints=checkpoints, starts=starts)
+        self._known, self._is_written = RunRecord(checkpoints=checkpoints, starts=starts), False
         write_run(self._store, self._known)
+        self._is_written = True
 
 
 def plain_metrics(metrics: Mapping[str, float] | None) -> dict[str, float | None]:

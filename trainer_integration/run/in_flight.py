@@ -19,7 +19,7 @@ from ckpt.errors import CheckpointError, ConfigurationError, SaveFailed
 from ckpt.format.run_record import RunCheckpoint
 from ckpt.ranks.group import Ranks
 from ckpt.trainer_integration.events import Event, Events
-from ckpt.trainer_integration.keeping import KeepRule
+from ckpt.trainer_integration.keeping import Best, KeepRule
 from ckpt.trainer_integration.run.async_modes import Uploads
 from ckpt.trainer_integration.run.history import History, plain_metrics
 from ckpt.writing.writer import SaveMeta
@@ -55,7 +55,8 @@ class Saves:
     Attributes:
         steps: those that have a checkpoint, or one in flight, on all ranks alike.
         durable_step: the last durable one, as this rank knows it.
-        durable_at_s: when it became durable, by `time.monotonic`.
+        durable_at_s: when it became durable, by `time.monotonic`; of a restored one, by its record.
+        undurable_since_s: when this process began, restored, or last made a checkpoint durable.
         stall_s, upload_s: mean seconds of a save, the last ones counting most.
     """
 
@@ -68,11 +69,12 @@ class Saves:
         self._booked: threading.Event | None = None
         self.steps: set[int] = set()
         self.durable_step: int | None = None
-        self.durable_at_s = self.began_s = time.monotonic()
+        self.durable_at_s = self.undurable_since_s = self.began_s = time.monotonic()
         self.stall_s: float | None = None
         self.upload_s: float | None = None
         self.last_failure: BaseException | None = None
         self._kept: dict[int, str] = {}
+        self._unmeasured = ""
         _all.add(self)
 
     @property
@@ -86,11 +88,13 @@ class Saves:
         flight = self._flight
         return flight is not None and flight.durable.is_set() and flight.future.exception() is not None
 
-    def go_on_from(self, step: int) -> None:
+    def go_on_from(self, step: int, created_at_s: float | None) -> None:
         """Give up the checkpoints after `step`; those steps will be saved again."""
         self.history.go_on_from(step)
         self.steps = {saved for saved in self.steps if saved < step} | {step}
-        self.durable_step, self.durable_at_s = step, time.monotonic()
+        age_s = 0.0 if created_at_s is None else max(0.0, time.time() - created_at_s)
+        self.undurable_since_s = time.monotonic()
+        self.durable_step, self.durable_at_s = step, self.undurable_since_s - age_s
 
     def is_too_busy(self, step: int, on_busy: OnBusy) -> bool:
         """Tell whether to leave out `step`, on all ranks, as the last save is in flight."""
@@ -108,7 +112,6 @@ class Saves:
     ) -> None:
         """Stage `state` and begin its upload. Errors of the storage show when it is settled."""
         self.wait_booked()
-        self.steps.add(step)
         checkpoint = RunCheckpoint(
             step=step,
             path=self.history.path(step),
@@ -118,13 +121,15 @@ class Saves:
         self.began_s = time.monotonic()
         flight = _Flight(checkpoint, self.began_s)
         self.tell("due", step, reason)
+        self.steps.add(step)
         try:
             tags = {f"metric.{name}": str(value) for name, value in (metrics or {}).items()}
             url = self.history.url(checkpoint.path)
             flight.future = self._uploads.begin(state, url, {"step": str(step)} | tags)
-        except ConfigurationError:
-            raise
-        except CheckpointError as error:
+        except BaseException as error:
+            if isinstance(error, ConfigurationError) or not isinstance(error, CheckpointError):
+                self.steps.discard(step)  # nothing is in flight: Ctrl-C, or a mistake of the caller
+                raise
             flight.future.set_exception(error)
         flight.stall_s = time.monotonic() - flight.began_s
         self.stall_s = _mean(self.stall_s, flight.stall_s)
@@ -143,7 +148,7 @@ class Saves:
         late = not flight.durable.wait(timeout_s)
         error = None if late else flight.future.exception()
         failed, late_anywhere = self._ranks.most([error is not None, late])
-        step, url = flight.checkpoint.step, self.history.url(flight.checkpoint.path)
+        step, url = flight.checkpoint.step, self.history.shown(flight.checkpoint.path)
         if late_anywhere:
             raise SaveFailed(f"step {step} is not durable after {timeout_s:.3g} s", url=url)
         self._flight = None
@@ -198,7 +203,8 @@ class Saves:
             self.last_failure = error
             self.tell("failed", step, str(error), upload_s=took_s)
             return
-        self.durable_step, self.durable_at_s = step, time.monotonic()
+        self.durable_at_s = self.undurable_since_s = time.monotonic()
+        self.durable_step = step
         self.upload_s = _mean(self.upload_s, took_s)
         if self._ranks.rank != 0:
             return
@@ -227,6 +233,20 @@ class Saves:
             if self._kept.get(step) != reason:
                 self.tell("kept", step, reason)
         self._kept = kept
+        self._warn_of_unmeasured(keep, newest)
+
+    def _warn_of_unmeasured(self, keep: KeepRule, newest: RunCheckpoint) -> None:
+        """Warn once that checkpoints stay because none has the metric of a rule."""
+        text = ""
+        for rule in keep.rules():
+            if isinstance(rule, Best) and any(
+                reason == rule.unmeasured and step != newest.step for step, reason in self._kept.items()
+            ):
+                metrics = ", ".join(map(repr, self.history.metrics())) or "none"
+                text = f"no checkpoint has the metric {rule.metric!r}, so all are kept; the metrics there: {metrics}"
+        if text and text != self._unmeasured:
+            self.tell("unmeasured", newest.step, text)
+        self._unmeasured = text
 
 
 _all: weakref.WeakSet[Saves] = weakref.WeakSet()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from ckpt.api import load
+from ckpt.api import load, place_of
 from ckpt.errors import (
     CheckpointError,
     CommitConflict,
@@ -19,13 +20,21 @@ from ckpt.errors import (
     NotFound,
     NotVisible,
 )
+from ckpt.format.run_record import RUN_KEY
 from ckpt.ranks.group import Ranks
+from ckpt.tools.latest import Candidate
+from ckpt.tools.ls import step_of
 from ckpt.trainer_integration.keeping import Best
 from ckpt.trainer_integration.run.in_flight import Saves
 from ckpt.trainer_integration.run.strict_planner import NamingLoadPlanner
 from ckpt.trainer_integration.training_state import OptimizerState
 
-_DAMAGE = (IntegrityError, FormatError, NotVisible, NotCommitted, NotFound, CommitConflict)
+T = TypeVar("T")
+
+_GONE = (NotCommitted, NotFound, CommitConflict)
+_DAMAGE = (IntegrityError, FormatError, NotVisible, *_GONE)
+_MAX_LOOKS = 20
+"""How often to list the run, while another process removes what was listed."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +51,13 @@ class Restored:
     """A checkpoint that was loaded.
 
     Attributes:
-        step: after which it was saved.
+        step: after which it was saved. Of an initial checkpoint it is the number in its name, or 0.
+        url: without credentials.
         passed_over: checkpoints that would have been preferred, but cannot be loaded.
         missing: keys of this rank's state that the checkpoint does not have: with `strict=False`,
             or of an optimizer that had no state yet for a parameter without a gradient.
         state: the loaded parts by name; plain values are here alone.
+        is_initial: it is the checkpoint `initial=`, not one of this run.
     """
 
     step: int
@@ -54,19 +65,21 @@ class Restored:
     passed_over: tuple[PassedOver, ...] = ()
     missing: tuple[str, ...] = ()
     state: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    is_initial: bool = False
 
 
 class _Choice(NamedTuple):
-    """A checkpoint to load, or to pass over because of its damage."""
+    """A checkpoint to load, or to pass over because of its fault."""
 
     step: int
     path: str
-    damage: str | None
+    candidate: Candidate
 
 
 def restore(
     state: dict[str, Any],
     step: int | str,
+    initial: str | os.PathLike[str] | None,
     ranks: Ranks,
     saves: Saves,
     *,
@@ -77,67 +90,141 @@ def restore(
 
     Raises as `CheckpointManager.restore`.
     """
+    if initial is not None and step != "latest-valid":
+        raise ConfigurationError("initial= goes with 'latest-valid': it is for a run without checkpoints")
     began_s, history = time.monotonic(), saves.history
     optimizers = {name for name, part in state.items() if isinstance(part, OptimizerState)}
-    passed_over: list[PassedOver] = []
-    choices = _choices(step, saves)
-    while (choice := ranks.from_first(lambda: next(choices, None))) is not None:
-        url, damage = history.url(choice.path), choice.damage
+
+    def attempt(url: str) -> NamingLoadPlanner:
         planner = NamingLoadPlanner(strict=strict, optional={"rng"}, optimizers=optimizers)
-        if damage is None:
-            damage = _load(state, url, planner, ranks, load_options)
-        if damage is None:
-            saves.go_on_from(choice.step)
-            saves.tell("restored", choice.step, url, load_s=time.monotonic() - began_s)
-            return Restored(choice.step, url, tuple(passed_over), planner.missing, state)
+        load(state, url, planner=planner, **load_options)
+        return planner
+
+    passed_over: list[PassedOver] = []
+    search, has_own = _Search(step, saves), False
+    while (choice := ranks.from_first(search.next)) is not None:
+        shown, fault = history.shown(choice.path), choice.candidate.fault
+        if fault is None:
+            loaded, fault = _unless_damaged(lambda: attempt(history.url(choice.path)), ranks)
+            if loaded is not None and fault is None:
+                saves.go_on_from(choice.step, choice.candidate.created_at_s)
+                saves.tell("restored", choice.step, shown, load_s=time.monotonic() - began_s)
+                return Restored(choice.step, shown, tuple(passed_over), loaded.missing, state)
+            if ranks.from_first(lambda: search.is_gone(choice)):
+                continue
+        has_own |= not choice.candidate.is_foreign
         history.unusable.add(choice.path)
-        passed_over.append(PassedOver(choice.step, url, damage))
-        saves.tell("passed_over", choice.step, damage)
-    if passed_over:
+        passed_over.append(PassedOver(choice.step, shown, str(fault)))
+        saves.tell("passed_over", choice.step, str(fault))
+    if passed_over and (has_own or initial is None):
         reasons = "; ".join(f"{checkpoint.url}: {checkpoint.reason}" for checkpoint in passed_over)
-        raise LoadFailed(f"no checkpoint can be loaded: {reasons}", url=history.url(""))
+        raise LoadFailed(f"no checkpoint can be loaded: {reasons}", url=history.place)
     if step != "latest-valid":
         which = "with the metric" if step == "best" else f"of step {step}"
-        raise NotFound(f"there is no durable checkpoint {which}", url=history.url(""))
-    saves.tell("restored", None, "nothing: no checkpoint has been committed here")
-    return None
+        raise NotFound(f"there is no durable checkpoint {which}", url=history.place)
+    if steps := ranks.from_first(history.durable_steps):
+        raise _lost(steps, history.place)
+    if initial is None:
+        saves.tell("restored", None, "nothing: no checkpoint has been committed here")
+        return None
+    number, shown = step_of(os.fspath(initial)) or 0, place_of(initial)
+    missing = attempt(os.fspath(initial)).missing
+    saves.tell("restored", number, f"{shown} (initial)", load_s=time.monotonic() - began_s)
+    return Restored(number, shown, tuple(passed_over), missing, state, is_initial=True)
 
 
-def _choices(step: int | str, saves: Saves) -> Iterator[_Choice]:
-    """Check the records of the candidates, the preferred ones first; on the first rank."""
-    saves.wait_booked()
-    for number, path in _candidates(step, saves):
+def _lost(steps: Sequence[int], place: str) -> LoadFailed:
+    count = f"{len(steps)} checkpoints (steps {steps[0]} to {steps[-1]})" if steps[1:] else f"step {steps[0]}"
+    return LoadFailed(
+        f"{place}: {RUN_KEY} says that {count} were committed here, but none is there: copy them too; "
+        f"or remove {RUN_KEY} to begin anew",
+        url=place,
+    )
+
+
+class _Search:
+    """Find checkpoints to try, the preferred ones first; on the first rank.
+
+    Another process may commit a newer checkpoint and remove older ones meanwhile. So when one that
+    was listed is not there, record and listing are read again before anything older is taken.
+    """
+
+    def __init__(self, step: int | str, saves: Saves) -> None:
+        self._step, self._saves, self._history = step, saves, saves.history
+        self._settled: set[str] = set()  # folders that were tried, or hold no checkpoint
+        self._has_moved = False
+        self._choices = self._find()
+
+    def next(self) -> _Choice | None:
+        """Return the next checkpoint to try; None if there is no other."""
+        return next(self._choices, None)
+
+    def is_gone(self, choice: _Choice) -> bool:
+        """Tell whether a checkpoint that could not be loaded was replaced or removed meanwhile."""
         try:
-            damage = saves.history.damage(path)
-        except (NotFound, NotCommitted):
-            continue
-        yield _Choice(number, path, damage)
+            self._has_moved = self._history.examine(choice.path) != choice.candidate
+        except _GONE:
+            self._has_moved = True
+        if self._has_moved:
+            self._settled.discard(choice.path)
+        return self._has_moved
+
+    def _find(self) -> Iterator[_Choice]:
+        self._saves.wait_booked()
+        for _ in range(_MAX_LOOKS):
+            self._has_moved = False
+            for number, path in self._unsettled():
+                try:
+                    candidate = self._history.examine(path)
+                except _GONE as error:
+                    self._has_moved = True
+                    if not isinstance(error, CommitConflict):
+                        self._settled.add(path)
+                    continue
+                if self._has_moved:
+                    self._history.look_again()
+                    if self._unsettled()[:1] != [(number, path)]:
+                        break
+                    self._has_moved = False
+                self._settled.add(path)
+                yield _Choice(number, path, candidate)
+                if self._has_moved:
+                    break
+            if not self._has_moved:
+                return
+            self._history.look_again()
+        raise LoadFailed(
+            "checkpoints of this run are removed faster than they can be read: is another process saving "
+            "here? Try again",
+            url=self._history.place,
+        )
+
+    def _unsettled(self) -> list[tuple[int, str]]:
+        return [(number, path) for number, path in self._candidates() if path not in self._settled]
+
+    def _candidates(self) -> list[tuple[int, str]]:
+        if self._step == "latest-valid":
+            return self._history.candidates()
+        if self._step == "best":
+            for rule in () if self._saves.keep is None else self._saves.keep.rules():
+                if isinstance(rule, Best):
+                    return self._history.best(rule)
+            raise ConfigurationError("step='best' needs a rule keeping.best(...) in keep=")
+        if isinstance(self._step, str):
+            raise ConfigurationError(f"step must be an integer, 'latest-valid' or 'best', not {self._step!r}")
+        return self._history.at(self._step)
 
 
-def _candidates(step: int | str, saves: Saves) -> list[tuple[int, str]]:
-    if step == "latest-valid":
-        return saves.history.candidates()
-    if step == "best":
-        for rule in () if saves.keep is None else saves.keep.rules():
-            if isinstance(rule, Best):
-                return saves.history.best(rule)
-        raise ConfigurationError("step='best' needs a rule keeping.best(...) in keep=")
-    if isinstance(step, str):
-        raise ConfigurationError(f"step must be an integer, 'latest-valid' or 'best', not {step!r}")
-    return saves.history.at(step)
-
-
-def _load(
-    state: dict[str, Any], url: str, planner: NamingLoadPlanner, ranks: Ranks, options: Mapping[str, Any]
-) -> str | None:
-    """Load a checkpoint on all ranks; return the first rank's error if it tells of damage."""
+def _unless_damaged(attempt: Callable[[], T], ranks: Ranks) -> tuple[T | None, str | None]:
+    """Load on all ranks; return the outcome, or the first rank's error if it tells of damage."""
+    loaded: T | None = None
     error: CheckpointError | None = None
     try:
-        load(state, url, planner=planner, **options)
+        loaded = attempt()
     except CheckpointError as raised:
         error = raised
     is_damage = isinstance(error, _DAMAGE) and not isinstance(error, LoadFailed)
     damage = ranks.from_first(lambda: str(error) if is_damage else None)
     if damage is None and error is not None:
         raise error
-    return damage
+    return loaded, damage

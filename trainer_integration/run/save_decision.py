@@ -41,7 +41,7 @@ class Decisions:
         reason = _first_reason(self._by_step, moment)
         if not self._by_clock and self._max_undurable_s is None:
             return reason
-        limit_s, undurable_s = self._max_undurable_s, time.monotonic() - self._saves.durable_at_s
+        limit_s, undurable_s = self._max_undurable_s, time.monotonic() - self._saves.undurable_since_s
         overdue = self._ranks.rank == 0 and limit_s is not None and undurable_s > limit_s
         by_clock = self._by_clock_reason(moment) if self._ranks.rank == 0 else None
         received = self._signals.received
