@@ -22,8 +22,8 @@ from ckpt.errors import AccessDenied, CheckpointError, NotFound, StorageError
 from ckpt.format.names import is_rank_directory
 from ckpt.format.records import CommitRecord, read_commit
 from ckpt.format.run_record import RunRecord, read_run
+from ckpt.reading.latest import created_at_s, is_stock, missing_object, newest_first
 from ckpt.tools.findings import find_uploads
-from ckpt.tools.latest import created_at_s, is_stock, missing_object, newest_first
 from ckpt.transfer.threads import in_order, workers
 
 _NAMED_STEP = re.compile(r"(?:.*[^a-zA-Z])?step[-_=]?(\d{1,18})(?!\d).*")

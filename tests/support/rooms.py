@@ -159,6 +159,7 @@ ROOMS: Mapping[str, Room] = {
             "ckpt.ranks",
             "ckpt.tools",
             "ckpt.writing",
+            "ckpt.reading.latest",
             "ckpt.format",
             _REGISTRY,
             "ckpt.trainer_integration",

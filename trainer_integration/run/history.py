@@ -16,7 +16,7 @@ from ckpt.api import place_of
 from ckpt.backends.registry import open_store
 from ckpt.errors import CheckpointError, FormatError, IntegrityError, NotCommitted, NotFound, StorageError
 from ckpt.format.run_record import RunCheckpoint, RunRecord, RunStart, read_run, write_run
-from ckpt.tools.latest import Candidate, examine, newest_first
+from ckpt.reading.latest import Candidate, examine, newest_first
 from ckpt.tools.remove import remove
 from ckpt.trainer_integration.keeping import Best, KeepRule
 

@@ -22,7 +22,7 @@ from ckpt.errors import (
 )
 from ckpt.format.run_record import RUN_KEY
 from ckpt.ranks.group import Ranks
-from ckpt.tools.latest import Candidate
+from ckpt.reading.latest import Candidate
 from ckpt.tools.ls import step_of
 from ckpt.trainer_integration.keeping import Best
 from ckpt.trainer_integration.run.in_flight import Saves
