@@ -71,12 +71,13 @@ def _show_group(output: Output, checkpoint: OpenCheckpoint, name: str, names: li
         return
     inspection = describe(checkpoint.store.url, checkpoint.parts)
     infos = [inspection.tensors.get(each) or inspection.objects[each] for each in names[:_MAX_NAMES]]
-    values = checkpoint.peek(info.fqn for info in infos if info.is_small)
+    small = checkpoint.peek(info.fqn for info in infos if info.is_small)
+    texts = {each: short_text(value) for each, value in small}
     output.print(f"{shown(name)} is a group of {len(names):,} names:")
     rows = []
     for info in infos:
         kind = "object" if isinstance(info, ObjectInfo) else f"{info.dtype} {info.shape}"
-        rows.append((info.fqn, kind, short_text(values[info.fqn]) if info.fqn in values else ""))
+        rows.append((info.fqn, kind, texts.get(info.fqn, "")))
     output.print_columns(rows, heading=False)
     if len(names) > len(infos):
         output.print(f"... and {len(names) - len(infos):,} more; `ckpt inspect` shows them")

@@ -155,7 +155,7 @@ def _values(checkpoint: OpenCheckpoint, leaves: Sequence[_Row]) -> tuple[dict[st
         picked = values[:: -(-len(values) // most)]
         names += [info.fqn for info in picked if info.is_small]
     try:
-        return {name: short_text(value) for name, value in checkpoint.peek(names).items()}, None
+        return {name: short_text(value) for name, value in checkpoint.peek(names)}, None
     except CheckpointError as error:
         return {}, str(error)
 

@@ -166,28 +166,30 @@ class OpenCheckpoint(contextlib.AbstractContextManager["OpenCheckpoint"]):
         part, _, fqn, _ = self.find(name)
         return self._read_objects(part, [fqn], trusted=True)[fqn]
 
-    def peek(self, names: Iterable[str]) -> dict[str, Any]:
-        """Load objects and small tensors together; leave out what has no value or takes more than safe types.
+    def peek(self, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
+        """Load objects and small tensors, read together.
 
+        Leaves out compressed objects, those that need more than safe types, and what has no value.
         Raises as `read`.
         """
-        values: dict[str, Any] = {}
         objects: dict[Checkpoint, dict[str, str]] = defaultdict(dict)
         tensors: list[tuple[str, Sequence[int], torch.Tensor]] = []
         for name in names:
             part, _, fqn, entry = self.find(name)
-            if isinstance(entry, ObjectRow):
+            if isinstance(entry, TensorColumns):
+                if not is_quantized(entry.dtype):
+                    target = torch.empty(entry.size, dtype=torch_dtype(entry.dtype), device="cpu")
+                    tensors.append((name, [0] * len(entry.size), target))
+            elif not part.metadata.storage_data[MetadataIndex(fqn)].transform_descriptors:
                 objects[part][fqn] = name
-            elif not is_quantized(entry.dtype):
-                values[name] = torch.empty(entry.size, dtype=torch_dtype(entry.dtype), device="cpu")
-                tensors.append((name, [0] * len(entry.size), values[name]))
         self.read_into(tensors)
+        for name, _, target in tensors:
+            yield name, target
         for part, named in objects.items():
             for fqn, data in self._read_objects(part, list(named), trusted=True).items():
                 with contextlib.suppress(UnsafeContent, FormatError):
                     safe = safe_object(MemoryFile(data), fqn=fqn, url=self.store.url, key=named[fqn])
-                    values[named[fqn]] = _loaded(safe.getvalue())
-        return values
+                    yield named[fqn], _loaded(safe.getvalue())
 
     def _read_objects(self, part: Checkpoint, fqns: Sequence[str], *, trusted: bool) -> dict[str, bytes]:
         planner, nothing = _Planner([]), torch.Size([0])

@@ -173,9 +173,10 @@ def statistics(checkpoint: OpenCheckpoint, selection: Selection) -> Statistics:
 
 
 def short_text(value: object) -> str:
-    """Write a value in one short line; of a tensor its elements."""
-    if isinstance(value, torch.Tensor):
-        value = value.tolist()
+    """Write a value in one short line; of a small tensor its elements."""
+    if isinstance(value, torch.Tensor) and value.numel() <= SMALL_ELEMENTS:
+        with contextlib.suppress(RuntimeError, TypeError):  # sparse, meta, ...
+            value = value.tolist()
     limited = reprlib.Repr()
     limited.maxstring = limited.maxother = limited.maxlong = _MAX_TEXT
     text = " ".join(limited.repr(value).split())

@@ -20,12 +20,13 @@ import torch.distributed.checkpoint as dcp
 from support.commands import options_of, run, run_json, run_on_terminal, run_process, sharded_checkpoint
 from support.ranks import run_ranks
 from support.servers import S3Server
-from support.states import random_tensor, transformer_state
+from support.states import SAVABLE_DTYPES, random_tensor, transformer_state
 
 import ckpt
 from ckpt.backends.registry import open_store
 from ckpt.reading.checkpoint import ReadSettings
 from ckpt.reading.opening import open_checkpoint
+from ckpt.tools.cat import short_text
 
 inspect = functools.partial(run_json, "inspect")
 
@@ -209,6 +210,29 @@ def test_objects_that_would_run_code_have_no_value(tmp_path: Path) -> None:
     rows = {line.split()[0]: line for line in run("inspect", tmp_path).out.splitlines()[1:3]}
     assert rows["odd"].split()[1] == "object"
     assert rows["plain.x"].split()[1] == "1"
+
+
+def test_values_are_not_larger_than_they_look(tmp_path: Path) -> None:
+    """A view of 2**40 elements that takes one, and an object that is compressed."""
+    from torch.distributed.checkpoint._extension import ZStandard
+
+    state = {"view": (torch.zeros(1).expand(1 << 40),), "sparse": (torch.eye(2).to_sparse(),)}
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "a"), no_dist=True)
+    rows = {line.split()[0]: line for line in run("inspect", tmp_path / "a").out.splitlines()[1:3]}
+    assert "(tensor(" in rows["view"]
+    assert len(rows["view"]) < 120
+    pytest.importorskip("zstandard", reason="torch's zstd extension needs the zstandard package")
+    writer = dcp.FileSystemWriter(tmp_path / "b", _extensions=[ZStandard()])
+    dcp.save({"zeros": ("0" * 1000,)}, storage_writer=writer, no_dist=True)
+    (row,) = run("inspect", tmp_path / "b").out.splitlines()[1:2]
+    assert row.split()[:2] == ["zeros", "object"]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_short_texts_of_tensors(device: str) -> None:
+    for dtype in SAVABLE_DTYPES:
+        assert len(short_text(torch.zeros(4, dtype=dtype, device=device))) <= 60
+    assert len(short_text(torch.zeros(1, device=device).expand(1 << 40))) <= 60
 
 
 @pytest.mark.long
