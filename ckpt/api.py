@@ -340,7 +340,9 @@ def _same_failure(failed: type[SaveFailed | LoadFailed], place: str, ranks: Rank
     except RanksFailed as error:
         failures = error.failures
         if len(failures) == ranks.size and all(isinstance(e, ConfigurationError) for e in failures.values()):
-            raise failures[ranks.rank] from None  # the same argument is wrong: no rank is at fault
+            wrong = failures[ranks.rank]
+            wrong.rank = None  # the same argument is wrong everywhere: no rank is at fault
+            raise wrong from None
         raise failed(summary(call, failures), url=place, failures=failures) from None
     except CheckpointError:
         raise

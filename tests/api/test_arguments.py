@@ -304,8 +304,9 @@ def test_wrong_first_arguments(tmp_path: Path) -> None:
             (url, model, "the arguments are swapped"),
             ({"a": 1, 2: 3}, url, "the keys of state_dict must all be str"),
         ):
-            with pytest.raises(ConfigurationError, match=message):
+            with pytest.raises(ConfigurationError, match=message) as caught:
                 call(state, place)
+            assert "rank" not in str(caught.value)
     with pytest.raises(ConfigurationError, match="planner must be a planner of DCP, not 'x'"):
         calls[0]({"t": 1}, url, planner="x")
     assert not os.listdir(tmp_path)
