@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from ckpt.writing.stager import Stager
     from ckpt.writing.writer import CheckpointWriter
 
+    __version__: str
+
 __all__ = [
     "CheckpointManager",
     "CheckpointReader",
@@ -82,11 +84,22 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name == "errors":
         return importlib.import_module("ckpt.errors")
+    if name == "__version__":
+        return _version()
     if name not in _HOMES:
         raise AttributeError(f"module 'ckpt' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("ckpt-storage")
+    except PackageNotFoundError:  # an uninstalled checkout
+        return "0+unknown"
 
 
 def __dir__() -> list[str]:

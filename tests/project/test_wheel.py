@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+import email
 import json
 import os
+import re
+import shlex
 import shutil
-import subprocess
 import sys
-import venv
+import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from support.environments import environment, requires, run
 from support.rooms import FOLDERS, ROOT, modules
+
+_IN_SDIST = (ROOT / "PKG-INFO").exists()  # it cannot hold the links, and needs none
+_PROJECT = "https://github.com/ckpt-storage/ckpt-storage"
 
 
 def test_the_wheel_lists_every_folder() -> None:
@@ -22,13 +27,35 @@ def test_the_wheel_lists_every_folder() -> None:
     for folder, package in FOLDERS.items():
         assert f'"{package}"' in text
         assert f'= "{folder}"' in text
-        if folder != "ckpt":
+        if folder != "ckpt" and not _IN_SDIST:
             link = ROOT / "ckpt" / folder
             assert link.is_symlink()
             assert link.readlink() == Path("..") / folder
     for module, path in modules().items():
         if path.stem == "__init__":
             assert f'"{module}"' in text, f"{module} would be missing in the wheel"
+
+
+@pytest.mark.parametrize("extra", ["s3", "cos", "fsspec", "data", "all"])
+def test_no_extra_brings_two_that_pin_botocore(extra: str) -> None:
+    """boto3 and aiobotocore (s3fs) each take the botocore of a week; pip tries releases of both for minutes."""
+    tomllib = pytest.importorskip("tomllib")  # Python 3.11
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    seen: set[tuple[str, str]] = set()
+    todo = [("ckpt-storage", extra)]
+    while todo:
+        name, wanted = todo.pop()
+        if (name, wanted) in seen:
+            continue
+        seen.add((name, wanted))
+        of_project = project["dependencies"] if not wanted else extras.get(wanted, [])
+        for text in of_project if name == "ckpt-storage" else requires(name, wanted):
+            requirement = Requirement(text)
+            todo += [(requirement.name, each) for each in ("", *requirement.extras)]
+    names = {name for name, _ in seen}
+    assert not {"boto3", "aiobotocore"} <= names
+    assert extra != "all" or {"boto3", "ibm-cos-sdk", "fsspec", "pyarrow"} <= names
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +71,7 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for link in (folder / "source" / "ckpt").iterdir():
         if link.is_symlink():
             link.unlink()
-    _run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder / "dist", folder / "source")
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder / "dist", folder / "source")
     return folder / "dist"
 
 
@@ -61,18 +88,85 @@ def test_the_wheel_holds_every_module(dist: Path) -> None:
 
 
 @pytest.mark.long
+def test_the_index_shows_links_that_lead_somewhere(dist: Path) -> None:
+    (wheel,) = dist.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        metadata = email.message_from_bytes(archive.read(name))
+    shown = str(metadata.get_payload())
+    links = re.findall(r"\]\(([^)]*)\)|src(?:set)?=\"([^\"]*)\"", shown)
+    targets = [link or image for link, image in links]
+    assert len(targets) > 10
+    for target in targets:
+        assert target.startswith("https://"), target
+        for ours in (f"{_PROJECT}/blob/main/", f"{_PROJECT}/raw/main/"):
+            if target.startswith(ours):
+                assert (ROOT / target.removeprefix(ours)).exists(), target
+    urls = dict(line.split(", ") for line in metadata.get_all("Project-URL") or ())
+    assert {"Homepage", "Source", "Documentation", "Changelog", "Issues"} <= urls.keys()
+    assert urls["Source"] == _PROJECT
+
+
+@pytest.mark.long
+def test_the_first_commands_of_the_readme_work(tmp_path: Path) -> None:
+    """As printed: what is cloned is the project's own URL, and the clone installs."""
+    (tmp_path / "ckpt-storage").symlink_to(ROOT)
+    block = re.search(r"```sh\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert block is not None
+    clone, install = (shlex.split(line, comments=True) for line in block[1].splitlines())
+    assert clone == ["git", "clone", _PROJECT]
+    assert install[:2] == ["pip", "install"]
+    # Its dependencies are another test's matter (tests/integration/test_extras.py).
+    offline = ["--dry-run", "--no-deps", "--no-index", "--no-build-isolation"]
+    shown = run(sys.executable, "-m", *install, *offline, cwd=tmp_path)
+    assert "Would install ckpt-storage" in shown
+
+
+@pytest.fixture(scope="module")
+def unpacked(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of an unpacked sdist."""
+    (sdist,) = dist.glob("*.tar.gz")
+    folder = tmp_path_factory.mktemp("sdist")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder, filter="data")
+        return folder / archive.getnames()[0]
+
+
+@pytest.mark.long
+def test_the_sdist_holds_what_the_project_needs(unpacked: Path) -> None:
+    listed = (
+        ROOT.rglob("*") if _IN_SDIST else map(ROOT.joinpath, run("git", "ls-files", cwd=ROOT).split("\n"))
+    )
+    left_out = (".ci", ".github", ".gitattributes", ".gitignore")
+    for path in listed:
+        name = path.relative_to(ROOT)
+        if path.is_file() and not path.parent.is_symlink() and name.parts[0] not in left_out:
+            assert (unpacked / name).is_file(), name
+
+
+@pytest.mark.long
+def test_tests_run_from_the_sdist(unpacked: Path, tmp_path: Path) -> None:
+    python = environment(tmp_path / "environment", "test")
+    pip = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check"]
+    run(*pip, "install", "--no-index", "--no-build-isolation", "--no-deps", "--editable", unpacked)
+    tests = ["tests/project/test_docs.py", "tests/format/test_index.py", "-k", "policy or small or dtypes"]
+    shown = run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests, cwd=unpacked)
+    assert " passed" in shown
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["*.whl", "*.tar.gz"])
 def test_it_works_in_a_clean_environment(dist: Path, kind: str, tmp_path: Path) -> None:
     """Installed by pip beside the base dependencies alone, in a folder that has a `backends/` of its own."""
     (artifact,) = dist.glob(kind)
     python, home = environment(tmp_path / "environment"), tmp_path / "home"
     pip = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check"]
-    _run(*pip, "install", "--no-index", "--no-build-isolation", artifact)
+    run(*pip, "install", "--no-index", "--no-build-isolation", artifact)
     (home / "backends").mkdir(parents=True)
     (home / "backends" / "__init__.py").write_text("raise ImportError('the wrong backends')")
     (home / "smoke.py").write_text(_SMOKE)
-    _run(python, "smoke.py", cwd=home)
-    checked = json.loads(_run(python.parent / "ckpt", "verify", "--json", "run/step-1", cwd=home))
+    run(python, "smoke.py", cwd=home)
+    checked = json.loads(run(python.parent / "ckpt", "verify", "--json", "run/step-1", cwd=home))
     assert checked["ok"], checked
 
 
@@ -97,34 +191,3 @@ for url, extra in (("s3://bucket/c", "s3"), ("cos://bucket/c", "cos")):
     else:
         raise AssertionError(f"{url} needs the extra {extra}")
 """
-
-
-def environment(folder: Path) -> Path:
-    """Make a virtual environment with links to the base dependencies of this one, and return its Python."""
-    venv.create(folder, symlinks=True)
-    (site,) = folder.glob("lib/python*/site-packages")
-    todo = [*(importlib.metadata.requires("ckpt-storage") or ()), "setuptools"]
-    linked: set[str] = set()
-    while todo:
-        requirement = Requirement(todo.pop())
-        if requirement.name in linked or not (
-            requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-        ):
-            continue
-        linked.add(requirement.name)
-        distribution = importlib.metadata.distribution(requirement.name)
-        todo += distribution.requires or []
-        for top in {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
-            if not (site / top).exists():
-                (site / top).symlink_to(Path(str(distribution.locate_file(top))))
-    return folder / "bin" / "python"
-
-
-def _run(*command: object, cwd: Path | None = None) -> str:
-    """Run a program without this one's environment variables for Python; return what it wrote."""
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    done = subprocess.run(
-        [str(word) for word in command], cwd=cwd, env=environ, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
