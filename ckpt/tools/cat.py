@@ -19,12 +19,11 @@ from ckpt.consistency import environment
 from ckpt.errors import ConfigurationError, FormatError
 from ckpt.format.dtypes import item_bytes, torch_dtype
 from ckpt.reading.slices import GROWTH_SLACK_BYTES, OpenCheckpoint
+from ckpt.tools.inspect import SMALL_ELEMENTS
 from ckpt.transfer.boxes import Box, boxes_of, tiling_fault
 
 _MAX_ELEMENTS = 1 << 22
 _MAX_TEXT = 60
-SMALL_ELEMENTS = 4
-"""Of a tensor whose elements are shown in one line."""
 _SLICE = re.compile(r"(.*)\[([^\[\]]*)\]", re.DOTALL)
 
 

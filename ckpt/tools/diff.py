@@ -18,7 +18,8 @@ from ckpt.errors import FormatError, UnsafeContent
 from ckpt.format.columns import ObjectRow, TensorColumns
 from ckpt.format.dtypes import is_quantized, item_bytes
 from ckpt.reading.slices import OpenCheckpoint
-from ckpt.tools.cat import SMALL_ELEMENTS, as_numpy, short_text
+from ckpt.tools.cat import as_numpy, short_text
+from ckpt.tools.inspect import SMALL_ELEMENTS
 from ckpt.torch_private import StorageInfo
 from ckpt.transfer.boxes import boxes_of
 from ckpt.transfer.reports import ReportBytes, no_report

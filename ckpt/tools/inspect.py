@@ -20,9 +20,10 @@ from ckpt.format.names import rank_of
 from ckpt.format.records import CommitRecord
 from ckpt.reading.checkpoint import Checkpoint, ReadSettings
 from ckpt.reading.opening import open_parts
-from ckpt.tools.cat import SMALL_ELEMENTS
 
 _SMALL_BYTES = 16 << 10
+SMALL_ELEMENTS = 4
+"""Of a tensor whose elements are shown in one line."""
 
 
 @dataclass(frozen=True)

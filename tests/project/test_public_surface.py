@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import json
 import subprocess
 import sys
@@ -64,6 +65,8 @@ def test_commands_that_make_no_tensor_start_without_torch(tmp_path: Path) -> Non
     commands: list[tuple[int, list[str]]] = [
         (0, ["ls", str(tmp_path)]),
         (0, ["verify", place]),
+        (0, ["inspect", place, "--json"]),
+        (0, ["inspect", place, "--tensor", "model.*"]),
         (0, ["gc", str(tmp_path), "--dry-run"]),
         (0, ["rm", place, "--dry-run"]),
         (3, ["verify", str(tmp_path / "nothing")]),
@@ -88,6 +91,10 @@ for expected, arguments in json.loads(sys.argv[1]):
 
 def test_the_command_knows_the_formats() -> None:
     assert set(FORMATS) == set(get_args(Format))
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    assert ckpt.__version__ == importlib.metadata.version("ckpt-storage")
 
 
 def test_public_surface() -> None:
