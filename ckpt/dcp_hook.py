@@ -97,6 +97,11 @@ class InstalledWriter(CheckpointWriter):
         """The place, as PyTorch's writer has it."""
         return _path(self._url)
 
+    @property
+    def save_id(self) -> str:
+        """The id of the current or last save, as PyTorch's writer has it."""
+        return self._objects.token
+
 
 class InstalledReader(CheckpointReader):
     """What a `FileSystemReader` or `FsspecReader` is after `install`."""

@@ -67,6 +67,7 @@ class CheckpointReader(DcpStorage, StorageReader):
         super().__init__(url, storage_options, threads, memory_budget_bytes, timeout_s)
         # The rank whose part is open, of a checkpoint that was saved without collectives.
         self._part: int | None = None
+        self.load_id: str | None = None
         self._checkpoint: Checkpoint | None = None
         self._next: Checkpoint | None = None
         self._failure: CheckpointError | None = None
@@ -94,7 +95,8 @@ class CheckpointReader(DcpStorage, StorageReader):
             self._failure = error
             return Metadata({}, storage_data={}, storage_meta=StorageMeta())
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta.load_id = str(uuid.uuid4())
+        self.load_id = metadata.storage_meta.load_id = str(uuid.uuid4())
+        metadata.storage_meta.checkpoint_id = self.checkpoint_id
         return metadata
 
     def set_up_storage_reader(

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import SerializationFormat
+from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
@@ -132,7 +133,11 @@ def test_frameworks(tmp_path: Path, writer: Any, reader: Any, save: Callable[...
     dcp.save(state_of(2), storage_writer=made, checkpoint_id=tmp_path / "b")
     assert made.path == tmp_path / "b"
     assert loads(tmp_path / "b", 2)
-    assert "weight" in reader(str(tmp_path / "b")).read_metadata().state_dict_metadata
+    opened = reader(str(tmp_path / "b"))
+    metadata = opened.read_metadata()
+    assert "weight" in metadata.state_dict_metadata
+    stored = metadata.storage_meta
+    assert stored == StorageMeta(str(tmp_path / "b"), made.save_id, opened.load_id)
     with pytest.raises(
         (TypeError, ConfigurationError), match=r"unexpected keyword argument|unknown storage option"
     ):
