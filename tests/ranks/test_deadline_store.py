@@ -35,6 +35,7 @@ BOUNDED: dict[str, Callable[[Store], object]] = {
     "prepare": lambda store: store.prepare("d"),
     "abandon": lambda store: store.abandon(),
     "remove_empty": lambda store: store.remove_empty(),
+    "root_is_object": lambda store: store.root_is_object(),
     "free_bytes": lambda store: store.free_bytes(),
     "raw_requests": lambda store: store.raw_requests(),
 }
