@@ -127,17 +127,17 @@ class SimulatedStore(Store):
     def abandon(self, prefix: str = "", *, choose: Callable[[ObjectStat], bool] | None = None) -> int:
         uploads = self._world.uploads
 
-        def is_chosen(upload: Upload) -> bool:
+        def is_chosen(upload: Upload, begun_at_s: float) -> bool:
             if not upload.name.startswith(self._prefix + prefix):
                 return False
             key = upload.name.removeprefix(self._prefix)
-            return choose is None or choose(ObjectStat(key, 0, modified_at_s=uploads[upload]))
+            return choose is None or choose(ObjectStat(key, 0, modified_at_s=begun_at_s))
+
+        # Not in the request: who chooses may send others.
+        chosen = [upload for upload, begun_at_s in [*uploads.items()] if is_chosen(upload, begun_at_s)]
 
         def abort() -> int:
-            chosen = [upload for upload in uploads if is_chosen(upload)]
-            for upload in chosen:
-                del uploads[upload]
-            return len(chosen)
+            return sum(uploads.pop(upload, None) is not None for upload in chosen)
 
         return self._request("abandon", prefix, abort, writes=True)
 
