@@ -12,6 +12,7 @@ import typer
 from ckpt.cli.options import Json, StorageOptions, Url, parse_storage_options
 from ckpt.cli.outline import natural
 from ckpt.cli.output import Output, command, shown
+from ckpt.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from ckpt.reading.slices import OpenCheckpoint
@@ -51,6 +52,9 @@ def cat(
             if name not in names:
                 group = fnmatch.filter(names, name) if "*" in name or "?" in name else []
                 group = group or [each for each in names if each.startswith(f"{name}.")]
+                if len(group) > 1 and (npy is not None or stats):
+                    text = f"{name!r} is a group of {len(group):,} names; --npy and --stats take one tensor"
+                    raise ConfigurationError(text)
                 if len(group) > 1:
                     _show_group(output, checkpoint, name, sorted(group, key=natural))
                     return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -111,7 +112,9 @@ def convert(
     interrupted = "Nothing is visible at DST; the same command starts over."
     is_first = not _has_ranks() or os.environ["RANK"] == "0"
     with (
-        command(json and is_first, if_interrupted=interrupted) as output,  # one JSON object, also of an error
+        command(
+            json and is_first, if_interrupted=interrupted, patience_s=math.inf
+        ) as output,  # one JSON object, also of an error
         sigterm_as_ctrl_c(),
         _process_group(),
     ):

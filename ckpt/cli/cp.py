@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated
 
 import typer
@@ -28,7 +29,7 @@ def cp(
     again: files that are at DST already are checked, and not sent again if they are right.
     """
     interrupted = "Nothing is visible at DST; the same command goes on where this one stopped."
-    with command(json, if_interrupted=interrupted) as output:
+    with command(json, if_interrupted=interrupted, patience_s=math.inf) as output:
         options = parse_storage_options(storage_options)
         dst_options = parse_storage_options(dst_storage_options)
         with output.progress("copying") as progress:

@@ -123,11 +123,12 @@ def _print(output: Output, checkpoint: OpenCheckpoint, depth: int | None, everyt
     output.print_columns(rows if sharded else [row[:3] for row in rows], right=[2])
     output.print("")
     if everything:
-        files = table("file", ">items", ">bytes")
+        files = [("file", "items", "bytes")]
         for path in sorted(inspection.files, key=natural):
             items, nbytes = inspection.files[path]
-            files.add_row(shown(path), f"{items:,}", size(nbytes))
-        output.print(files, "")
+            files.append((path, f"{items:,}", size(nbytes)))
+        output.print_columns(files, right=[1, 2])
+        output.print("")
     output.print(_facts(inspection))
     if problem:
         output.print(f"[yellow]values are not shown:[/] {shown(problem)}")

@@ -209,17 +209,19 @@ def _console(file: Any) -> Console:
 
 
 @contextlib.contextmanager
-def command(as_json: bool, *, if_interrupted: str = "Nothing was changed.") -> Iterator[Output]:
+def command(
+    as_json: bool, *, if_interrupted: str = "Nothing was changed.", patience_s: float = _PATIENCE_S
+) -> Iterator[Output]:
     """Run a command: an error becomes one line and an exit code, never a traceback.
 
-    After Ctrl-C the line ends in `if_interrupted`. Servers out of reach are given up sooner than by
-    a save: somebody waits.
+    After Ctrl-C the line ends in `if_interrupted`. Servers out of reach are given up after
+    `patience_s`, by default sooner than by a save: somebody waits.
     """
     from ckpt.backends.retries import retry_policy
 
     output = Output(as_json=as_json)
     try:
-        with retry_policy(unreachable_timeout_s=_PATIENCE_S, on_retry=_RetryNotices()):
+        with retry_policy(unreachable_timeout_s=patience_s, on_retry=_RetryNotices()):
             yield output
         sys.stdout.flush()
     except typer.Exit:

@@ -9,9 +9,10 @@ from typing import Annotated, Any
 import typer
 
 import ckpt
+from ckpt.backends.options import redact_url
 from ckpt.cli.options import DryRun, Json, StorageOptions, Url, parse_storage_options
 from ckpt.cli.output import EXIT_PROBLEM, command, count, printable, shown, size
-from ckpt.errors import CheckpointError
+from ckpt.errors import CheckpointError, NotFound
 
 
 def rm(
@@ -23,7 +24,7 @@ def rm(
     storage_options: StorageOptions = None,
     json: Json = False,
 ) -> None:
-    """Remove a checkpoint: its commit record first, then its data.
+    """Remove a checkpoint: its records first, then its data.
 
     Only objects that the commit record lists are removed. On a terminal it asks before it removes
     the newest checkpoint in its folder.
@@ -55,14 +56,19 @@ def _agreed(url: str, options: Mapping[str, Any] | None) -> bool:
         listed = ckpt.list_checkpoints(
             folder or ("/" if url.startswith("/") else "."), storage_options=options, depth=1
         )
-    except CheckpointError:
+    except NotFound:
         return True  # the removal itself says why
+    except CheckpointError as error:
+        return _confirmed(f"{redact_url(url)} may be the newest in its folder ({error})")
     committed = [each for each in listed if each.state == "committed" and each.path]
     if not any(each.latest and each.path == name for each in committed):
         return True
     which = "the newest of" if len(committed) > 1 else "the only one of"
-    question = f"{url} is {which} {count(len(committed), 'checkpoint')} in its folder. Remove it?"
+    return _confirmed(f"{redact_url(url)} is {which} {count(len(committed), 'checkpoint')} in its folder")
+
+
+def _confirmed(fact: str) -> bool:
     try:
-        return typer.confirm(printable(question), err=True)
+        return typer.confirm(printable(f"{fact}. Remove it?"), err=True)
     except typer.Abort:
         raise KeyboardInterrupt from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -74,7 +75,7 @@ def roundtrip(
     nor torchrun. Exit code 1 if an element came back wrong.
     """
     interrupted = "What the interrupted save wrote was removed; the same command starts over."
-    with command(json, if_interrupted=interrupted) as output:
+    with command(json, if_interrupted=interrupted, patience_s=math.inf) as output:
         options = parse_storage_options(storage_options)
         with output.progress("saving and loading") as bar:
             done = {"saving": 0, "loading": 0}

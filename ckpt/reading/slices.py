@@ -30,7 +30,7 @@ from ckpt.reading.coverage import box_of
 from ckpt.reading.loader import Loader
 from ckpt.reading.opening import open_parts
 from ckpt.stock.item_files import MemoryFile
-from ckpt.stock.safe_load import safe_object
+from ckpt.stock.safe_load import safe_value
 from ckpt.torch_private import StorageInfo
 from ckpt.transfer.boxes import tiling_fault
 from ckpt.transfer.buffer_pool import MIN_MEMORY_BUDGET_BYTES, StagingPool
@@ -158,13 +158,12 @@ class OpenCheckpoint(contextlib.AbstractContextManager["OpenCheckpoint"]):
 
     def read_object(self, name: str) -> Any:
         """Load an object. Raises UnsafeContent if that needs more than torch's safe types."""
-        part, _, fqn, _ = self.find(name)
-        return _loaded(self._read_objects(part, [fqn], trusted=False)[fqn])
+        return safe_value(MemoryFile(self.stored_object(name)), fqn=name, url=self.store.url, key=name)
 
     def stored_object(self, name: str) -> bytes:
         """Return the bytes of an object as it was saved, unchecked."""
         part, _, fqn, _ = self.find(name)
-        return self._read_objects(part, [fqn], trusted=True)[fqn]
+        return self._read_objects(part, [fqn])[fqn]
 
     def peek(self, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
         """Load objects and small tensors, read together.
@@ -186,16 +185,16 @@ class OpenCheckpoint(contextlib.AbstractContextManager["OpenCheckpoint"]):
         for name, _, target in tensors:
             yield name, target
         for part, named in objects.items():
-            for fqn, data in self._read_objects(part, list(named), trusted=True).items():
+            for fqn, data in self._read_objects(part, list(named)).items():
                 with contextlib.suppress(UnsafeContent, FormatError):
-                    safe = safe_object(MemoryFile(data), fqn=fqn, url=self.store.url, key=named[fqn])
-                    yield named[fqn], _loaded(safe.getvalue())
+                    yield named[fqn], safe_value(MemoryFile(data), fqn=fqn, url=self.store.url, key=fqn)
 
-    def _read_objects(self, part: Checkpoint, fqns: Sequence[str], *, trusted: bool) -> dict[str, bytes]:
+    def _read_objects(self, part: Checkpoint, fqns: Sequence[str]) -> dict[str, bytes]:
+        """Read objects as they are stored, unchecked."""
         planner, nothing = _Planner([]), torch.Size([0])
         indices = [MetadataIndex(fqn) for fqn in fqns]
         items = [ReadItem(LoadItemType.BYTE_IO, i, nothing, i, nothing, nothing) for i in indices]
-        self._run(part, planner, items, trusted=("*",) if trusted else ())
+        self._run(part, planner, items, trusted=("*",))
         return planner.objects
 
     def _run(
@@ -243,10 +242,6 @@ def _nearest(name: str, names: Sequence[str]) -> list[str]:
     short = (other for other in itertools.islice(names, _MAX_NAMES) if len(other) <= _MAX_NAME)
     likely = heapq.nlargest(_MAX_COMPARED, short, key=likeness)
     return difflib.get_close_matches(name[:_MAX_NAME], likely, n=3, cutoff=0.7)
-
-
-def _loaded(data: bytes) -> Any:
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
 class _Planner(DefaultLoadPlanner):

@@ -35,11 +35,7 @@ def safe_object(file: MemoryFile, *, fqn: str, url: str, key: str) -> io.BytesIO
         UnsafeContent: loading it needs more than torch's safe types.
         FormatError: torch did not save it, or it is far larger than its stored bytes.
     """
-    advice = (
-        f"if you trust who wrote this checkpoint, pass trusted_objects=[{fqn!r}] to CheckpointReader or "
-        "ckpt.load, or declare its class with torch.serialization.add_safe_globals"
-    )
-    value = _load(file, fqn, url, key, "is a pickled object that could run code", advice)
+    value = safe_value(file, fqn=fqn, url=url, key=key)
     safe = _Bounded(_MAX_GROWTH * file.nbytes + _SLACK_BYTES)
     try:
         torch.save(value, safe)
@@ -47,6 +43,15 @@ def safe_object(file: MemoryFile, *, fqn: str, url: str, key: str) -> io.BytesIO
         raise _unreadable(safe.failure or error, fqn, url, key) from error
     safe.seek(0)
     return safe
+
+
+def safe_value(file: MemoryFile, *, fqn: str, url: str, key: str) -> Any:
+    """Load an object with torch's safe types alone. Raises as `safe_object`."""
+    advice = (
+        f"if you trust who wrote this checkpoint, pass trusted_objects=[{fqn!r}] to CheckpointReader or "
+        "ckpt.load, or declare its class with torch.serialization.add_safe_globals"
+    )
+    return _load(file, fqn, url, key, "is a pickled object that could run code", advice)
 
 
 def load_tensor_item(file: MemoryFile, *, fqn: str, url: str, key: str) -> torch.Tensor:

@@ -35,7 +35,7 @@ class CopyClaims:
         """Return the data token of this copy's own, which later ones may take up."""
         if self._new is None:
             token = environment.token()
-            put_bytes(self._store, probe_key(0, token), self._copy.encode(), mode=PutMode.CREATE)
+            put_bytes(self._store, probe_key(0, token), self._copy.encode())
             self._new = token
         return self._new
 
@@ -60,9 +60,9 @@ class CopyClaims:
 
     def _take(self, token: str) -> bool:
         copy = self._named_by(token)  # None: files of a save, which shares them with nobody
-        for _ in range(_MAX_COPIES):
-            if copy is None:
-                return False
+        earlier: list[str] = []
+        while copy is not None and len(earlier) < _MAX_COPIES:
+            earlier.append(copy)
             try:
                 put_bytes(self._store, probe_key(0, copy), self._copy.encode(), mode=PutMode.CREATE)
             except AlreadyExists:
@@ -74,7 +74,8 @@ class CopyClaims:
                 # The earlier copy may look for what was just put, and not see it, for so long; and
                 # the index that it put before may take as long to be seen here.
                 environment.sleep(2 * ReadSettings().timeout_s(self._store))
-            return not exists(self._store, index_key(0, copy))
+            # Any of them may have come as far as its commit, also one that has been barred since.
+            return not any(exists(self._store, index_key(0, each)) for each in earlier)
         return False
 
     def _named_by(self, token: str) -> str | None:

@@ -82,7 +82,7 @@ class TensorInfo:
         columns = self._columns
         return (
             self.chunks == 1
-            and math.prod(self.shape) <= SMALL_ELEMENTS
+            and 0 < math.prod(self.shape) <= SMALL_ELEMENTS
             and int(columns.length[0]) <= _SMALL_BYTES
         )
 

@@ -85,7 +85,10 @@ def list_checkpoints(
         runs: dict[str | None, list[ListedCheckpoint]] = {}
         for listed in sorted(checkpoints, key=_age_order):
             runs.setdefault(_run_of(listed.path), []).append(listed)
-        latest = {_latest(store, run, of_run) for run, of_run in runs.items()}
+        with workers(store.threads, "ckpt-ls") as pool:
+            latest = set(
+                in_order(pool, lambda of: _latest(store, *of), runs.items(), ahead=4 * store.threads)
+            )
         return [
             replace(listed, latest=listed.path in latest)
             for run in sorted(runs, key=lambda run: (run is not None, run or ""))
@@ -118,7 +121,7 @@ def _read_record(run: Store) -> RunRecord | None:
     try:
         return read_run(run)
     except CheckpointError as error:
-        if isinstance(error, StorageError):
+        if isinstance(error, StorageError) and not isinstance(error, AccessDenied):
             raise
         return None  # a manager does without it too
 
@@ -128,7 +131,7 @@ def _is_whole(folder: Store) -> bool:
     try:
         return commit is not None and missing_object(folder, commit.record) is None
     except CheckpointError as error:
-        if isinstance(error, StorageError):
+        if isinstance(error, StorageError) and not isinstance(error, AccessDenied):
             raise  # the objects may exist, though they cannot be seen now
         return False
 
@@ -183,7 +186,7 @@ def _classify(folder: PrefixStore, names: Iterable[str]) -> ListedCheckpoint | N
     if not begun and not has_metadata:
         return None
     uploads: list[ObjectStat] = []
-    with contextlib.suppress(AccessDenied):
+    with contextlib.suppress(StorageError):  # not allowed, or not known to the server
         uploads = find_uploads(folder, _MAX_UPLOADS)
     incomplete = _summed(folder, base, uploads)
     # Folders may stay empty where uploads were aborted (`rclone serve s3`).

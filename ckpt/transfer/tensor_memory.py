@@ -84,7 +84,8 @@ def copy_elements(source: torch.Tensor, target: torch.Tensor, *, non_blocking: b
     dtype = _INTEGERS.get(source.element_size())
     lazy = source.is_conj() or source.is_neg() or target.is_conj() or target.is_neg()
     if dtype is None or lazy or source.dtype != target.dtype:
-        target.copy_(source, non_blocking=non_blocking)
+        # torch conjugates and negates on the CPU, without waiting for bytes that come from a GPU.
+        target.copy_(source, non_blocking=non_blocking and not lazy)
     else:
         # As integers: some dtypes have no copy of their own.
         target.view(dtype).copy_(source.view(dtype), non_blocking=non_blocking)

@@ -8,9 +8,12 @@ from collections import defaultdict
 from ckpt.stock.safe_load import is_refused, refused_names
 
 _SHOWN = 3
+_MAX_BYTES = 4 << 20
+"""A larger object is not looked at: to be sure, it is made once more."""
 
 _logger = logging.getLogger(__name__)
-_warned: set[str] = set()
+_known: set[str] = set()
+"""Names that were warned of, or that are part of a text."""
 
 
 class RefusedObjects:
@@ -21,16 +24,17 @@ class RefusedObjects:
 
     def look(self, fqn: str, pickled: memoryview) -> None:
         """Look at the pickle of an object."""
-        names = refused_names(pickled) - _warned
-        # What looks like a name can be part of a text.
-        if names and (names <= self._fqns.keys() or is_refused(pickled)):
+        names = refused_names(pickled) - _known if pickled.nbytes <= _MAX_BYTES else set()
+        if names <= self._fqns.keys() or is_refused(pickled):
             for name in names:
                 self._fqns[name].append(fqn)
+        else:
+            _known.update(names)
 
     def warn(self, url: str) -> None:
         """Log a warning for each class, and what to do."""
         for name, fqns in self._fqns.items():
-            _warned.add(name)
+            _known.add(name)
             shown = ", ".join(map(repr, fqns[:_SHOWN]))
             more = f" and {len(fqns) - _SHOWN} more" if len(fqns) > _SHOWN else ""
             _logger.warning(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import ctypes
 import os
@@ -14,6 +13,7 @@ import torch
 from torch.distributed.checkpoint.staging import AsyncStager
 
 from ckpt.errors import CheckpointError
+from ckpt.gc_pause import no_gc
 from ckpt.transfer.tensor_memory import copy_elements, has_memory_view, plain
 from ckpt.transfer.threads import run_all, workers
 from ckpt.writing.staging_memory import Blocks, Lease, SharedBlock, StagedState, tensor_in
@@ -61,13 +61,17 @@ class Stager(AsyncStager):
 
 def staged(state: Mapping[str, Any], memory: Blocks | SharedBlock) -> StagedState:
     """Copy a state into `memory`. Raises CheckpointError if something in it cannot be copied."""
-    with torch.inference_mode(False):  # copies made in that mode would not be ordinary tensors
+    # Copies made in inference mode would not be ordinary tensors.
+    with torch.inference_mode(False), no_gc():
         copies = _Copies()
         for name, value in state.items():
             copies.find(value, str(name))
         lease = memory.take(copies.nbytes)
         copies.fill(lease)
-        return StagedState({name: copies.of(value, str(name)) for name, value in state.items()}, lease)
+        values = {name: copies.of(value, str(name)) for name, value in state.items()}
+        if torch.accelerator.is_available():  # objects may have copied tensors of their own
+            torch.accelerator.current_stream().synchronize()
+        return StagedState(values, lease)
 
 
 @dataclass(slots=True)
@@ -101,7 +105,7 @@ class _Copies:
         self._places: dict[Any, _Place] = {}
         self._found: dict[int, _Found] = {}
         self._containers: dict[int, Any] = {}
-        self._mappings: list[tuple[Mapping[Any, Any], dict[Any, Any]]] = []
+        self._mappings: list[tuple[Mapping[Any, Any], dict[Any, Any], str]] = []
         self._memo: dict[int, Any] = {}
 
     def find(self, value: Any, name: str) -> None:
@@ -119,7 +123,7 @@ class _Copies:
                 if type(item) not in _ATOMS:
                     self.find(item, f"{name}.{key}")
             if isinstance(value, Mapping) and type(value) is not dict:
-                self._mappings.append((value, items))  # inner ones first
+                self._mappings.append((value, items, name))  # inner ones first
 
     def _find_tensor(self, tensor: torch.Tensor, name: str) -> _Found:
         parts = parts_of(tensor)
@@ -170,8 +174,11 @@ class _Copies:
                 self._memo[id(found.tensor)] = self._copied(found)
             except Exception as error:
                 raise _not_copied(found.name, error) from error
-        for mapping, items in self._mappings:
-            self._memo[id(mapping)] = self._copied_mapping(mapping, items)
+        for mapping, items, name in self._mappings:
+            try:
+                self._memo[id(mapping)] = self._copied_mapping(mapping, items)
+            except Exception as error:
+                raise _not_copied(name, error) from error
 
     def of(self, value: Any, name: str) -> Any:
         """Return the copy of a value in which all tensors were found."""
@@ -193,8 +200,12 @@ class _Copies:
     def _copied_mapping(self, mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
         """Copy a mapping, as one of its class if it is a dict and can be copied."""
         if isinstance(mapping, dict):
-            with contextlib.suppress(Exception):
+            before = len(self._memo)
+            try:
                 return copy.deepcopy(mapping, self._memo)
+            except Exception:
+                while len(self._memo) > before:  # what was half copied must not be taken for a copy
+                    self._memo.popitem()
         return copy.deepcopy(items, self._memo)
 
 

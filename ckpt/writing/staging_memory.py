@@ -74,10 +74,10 @@ class Blocks:
 
     def _acquire(self, nbytes: int) -> torch.Tensor:
         with _lock:
-            self._take_back()
-            if self._is_full():
-                gc.collect()  # a state that is garbage may wait for it
-                self._take_back()
+            is_full = self._is_full()
+        if is_full:
+            gc.collect()  # a state that is garbage may wait for it; what it calls may need the lock
+        with _lock:
             if self._is_full():
                 raise CheckpointError(
                     f"{self._most} staged states are still in use; wait for the saves that write them"
@@ -94,6 +94,7 @@ class Blocks:
             raise
 
     def _is_full(self) -> bool:
+        self._take_back()
         return self._most is not None and self._in_use >= self._most
 
     def _give_back(self, block: torch.Tensor | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import io
 import math
 import shutil
 import warnings
@@ -207,3 +208,27 @@ def test_cat_on_s3(s3: S3Server) -> None:
     url = f"s3://{s3.new_bucket()}/c"
     ckpt.save({"t": torch.arange(9.0)}, url, storage_options=s3.options)
     assert cat(url, "t[2:4]", *options_of(s3.options))["values"] == [2.0, 3.0]
+
+
+@pytest.mark.smoke
+def test_files_in_memory_and_no_bytes(tmp_path: Path) -> None:
+    """What `ckpt.load` gives back, the commands show: old TransformerEngine has such state."""
+    state = {"file": io.BytesIO(b"abc"), "nothing": b"", "n": 1}
+    ckpt.save(state, tmp_path / "a")
+    ckpt.save({**state, "file": io.BytesIO(b"xyz")}, tmp_path / "b")
+    assert run("cat", tmp_path / "a", "nothing").code == 0
+    assert run("cat", tmp_path / "a", "file").code == 0
+    shown = run("inspect", tmp_path / "a")
+    assert (shown.code, "values are not shown" in shown.out) == (0, False)
+    assert [each.fqn for each in ckpt.diff(tmp_path / "a", tmp_path / "b").differences] == ["file"]
+    ckpt.convert(tmp_path / "a", tmp_path / "c.pt", to="torch")
+    loaded = torch.load(tmp_path / "c.pt", weights_only=False)
+    assert loaded["file"].getvalue() == b"abc"
+
+
+def test_a_group_has_no_file(tmp_path: Path) -> None:
+    ckpt.save({"m": {"a": torch.ones(2), "b": torch.ones(2)}}, tmp_path / "c")
+    for option in (("--npy", tmp_path / "o.npy"), ("--stats",)):
+        ran = run("cat", tmp_path / "c", "m", *option)
+        assert (ran.code, "a group of 2 names" in ran.err) == (2, True)
+    assert not (tmp_path / "o.npy").exists()

@@ -23,10 +23,13 @@ from support.servers import S3Server
 from support.states import digest, emptied, random_tensor
 
 import ckpt
+from ckpt.backends.base import put_bytes
 from ckpt.backends.posix import PosixStore
+from ckpt.backends.registry import open_store
 from ckpt.consistency.seal import unseal_json
 from ckpt.errors import NotCommitted, NotFound
 from ckpt.format.columns import Columns, TensorColumns
+from ckpt.tools.copy_claims import CopyClaims
 
 
 def loaded(place: Path | str, **more: Any) -> Any:
@@ -389,3 +392,15 @@ def test_a_copy_that_was_taken_for_interrupted_spoils_no_other(
     assert (ran.code, "another copy" in ran.err) == (1, True), ran.err
     assert run_json("verify", copy)["ok"]
     assert loaded(copy) == loaded(tmp_path / "b")
+
+
+@pytest.mark.smoke
+def test_files_of_a_copy_that_may_yet_commit_are_taken_by_nobody(tmp_path: Path) -> None:
+    """Also not by a third copy, after a second one has found that and left its mark."""
+    store = open_store(f"memory://{tmp_path.name}/copy")
+    first, second, third = (CopyClaims(store, f"{number:016x}") for number in (1, 2, 3))
+    token = first.new()
+    put_bytes(store, f"rank-00000/{1:016x}.index", b"index")
+    first.check()  # and stalls, right before its commit
+    assert not second.take(token)
+    assert not third.take(token)

@@ -249,3 +249,24 @@ def test_one_bad_folder_hides_no_others(tmp_path: Path, monkeypatch: pytest.Monk
         "step-1": "committed", "linked": "damaged", "lost+found": "unreadable",
     }  # fmt: skip
     assert set(run_json("gc", root)["skipped"]) == {"linked", "lost+found"}
+
+
+def test_objects_that_nobody_may_look_at_hide_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newest checkpoint of one run is readable but for the folder of a rank."""
+    for place in ("a/step-1", "a/step-2", "b/step-1"):
+        ckpt.save({"t": torch.ones(3)}, tmp_path / place)
+    stat, names = PosixStore.stat, PosixStore.list
+
+    def refused(original: Any) -> Any:
+        def look(self: PosixStore, key: str = "", *rest: Any) -> Any:
+            if "a/step-2" in f"{self.url}/{key}" and not key.endswith(("commit.json", ".metadata")):
+                raise AccessDenied("Permission denied", url=self.url, key=key)
+            return original(self, key, *rest)
+
+        return look
+
+    monkeypatch.setattr(PosixStore, "stat", refused(stat))
+    monkeypatch.setattr(PosixStore, "list", refused(names))
+    assert [path for path, each in listed(tmp_path).items() if each["latest"]] == ["a/step-1", "b/step-1"]

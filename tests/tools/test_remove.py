@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,7 +23,9 @@ from support.servers import S3Server
 
 import ckpt
 from ckpt.backends.posix import PosixStore
-from ckpt.errors import NotCommitted
+from ckpt.cli import rm
+from ckpt.errors import AccessDenied, NotCommitted
+from ckpt.tools.ls import ListedCheckpoint
 
 LEFTOVER = "rank-00000/0123456789abcdef-0.distcp"
 
@@ -62,6 +65,20 @@ def test_on_a_terminal_the_newest_is_not_removed_by_mistake(tmp_path: Path) -> N
     assert run_on_terminal("rm", f"{tmp_path}/step-3/", answer="y\n").code == 0
     assert run_on_terminal("rm", tmp_path / "step-2", "-y").code == 0
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_question_shows_no_password(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    confirm = Mock(return_value=False)
+    monkeypatch.setattr("typer.confirm", confirm)
+    newest = ListedCheckpoint("step-1", "", "committed", 1, latest=True)
+    for result in ([newest], AccessDenied("cannot list")):
+        answer = Mock(side_effect=[result])
+        monkeypatch.setattr("ckpt.list_checkpoints", answer)
+        assert not rm._agreed("sftp://me:hunter2@host/run/step-1", None)
+    asked = [call.args[0] for call in confirm.call_args_list]
+    assert "the only one of 1 checkpoint" in asked[0]
+    assert "may be the newest" in asked[1]
+    assert "hunter2" not in f"{asked}"
 
 
 def test_files_that_the_commit_does_not_list_stay(tmp_path: Path) -> None:

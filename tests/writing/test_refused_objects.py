@@ -25,9 +25,9 @@ class Colour(enum.Enum):
 
 @pytest.fixture(autouse=True)
 def _nothing_warned_before() -> Iterator[None]:
-    refused_objects._warned.clear()
+    refused_objects._known.clear()
     yield
-    refused_objects._warned.clear()
+    refused_objects._known.clear()
 
 
 def test_each_class_is_named_once_with_its_objects(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

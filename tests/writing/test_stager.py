@@ -423,3 +423,38 @@ def _sent(rank: int, shared_memory: bool) -> None:
             assert local.tolist() == [value] * (50 + int(name.removeprefix("d")))
         assert received.keys() == {*plain, *sharded}
     assert len(places) == 4
+
+
+class _HoldsALock:
+    def __init__(self) -> None:
+        self.value, self.lock = torch.ones(3, requires_grad=True) * 2, threading.Lock()
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("kind", [dict, OrderedDict, lambda **items: defaultdict(list, items)])
+def test_an_object_that_cannot_be_copied_is_not_saved_half(kind: Any, tmp_path: Path) -> None:
+    """A copy of the dict fails in the middle of it: what that began must not pass for its copy."""
+    with pytest.raises(CheckpointError, match=r"'scheduler.*' cannot be copied"):
+        ckpt.async_save({"scheduler": kind(object=_HoldsALock())}, tmp_path).result()
+
+
+def test_garbage_that_closes_a_stager() -> None:
+    """All memory is in use, by a cycle of objects that the collector finds, and that need the lock."""
+
+    class Closes:
+        def __init__(self, stager: ckpt.Stager) -> None:
+            self.stager, self.me = stager, self
+
+        def __del__(self) -> None:
+            self.stager.close()
+
+    stager = ckpt.Stager()
+    for _ in range(2):
+        garbage = Closes(stager)
+        garbage.state = stager.stage({"t": torch.ones(4)})  # type: ignore[attr-defined]
+    del garbage
+    staged: list[Any] = []
+    thread = threading.Thread(target=lambda: staged.append(stager.stage({"t": torch.zeros(4)})), daemon=True)
+    thread.start()
+    thread.join(60)
+    assert [torch.equal(state["t"], torch.zeros(4)) for state in staged] == [True]
