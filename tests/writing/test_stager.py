@@ -412,7 +412,8 @@ def _sent(rank: int, shared_memory: bool) -> None:
         places |= {tensor.untyped_storage().data_ptr() for name, tensor in staged.items() if name in plain}
         open_files = len(os.listdir("/proc/self/fd"))
         received = ForkingPickler.loads(ForkingPickler.dumps(staged))
-        assert len(os.listdir("/proc/self/fd")) <= open_files + 5
+        # One for each of the ten storages would be more; sending opens a few of its own.
+        assert len(os.listdir("/proc/self/fd")) <= open_files + 8
         del staged
         assert received.pop("empty").shape == (0, 3)
         truth, number = received.pop("pair")
