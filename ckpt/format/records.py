@@ -14,7 +14,8 @@ import msgspec
 import numpy as np
 
 from ckpt.backends.base import Store, is_key
-from ckpt.consistency.commit import COMMIT_KEY, read_commit_bytes
+from ckpt.consistency import environment
+from ckpt.consistency.commit import COMMIT_KEY, is_foreign, read_commit_bytes
 from ckpt.consistency.seal import is_sealed_json, seal_json, unseal_json
 from ckpt.errors import FormatError, NotFound
 
@@ -179,6 +180,14 @@ def read_commit(store: Store) -> StoredCommit | None:
     """Read the commit record at the store's root; None if there is none."""
     raw = read_commit_bytes(store)
     return None if raw is None else StoredCommit(raw, store.url)
+
+
+def await_commit(store: Store, timeout_s: float) -> StoredCommit | None:
+    """Read the commit record; storage that may lag is given `timeout_s` to show it."""
+    backoff = environment.Backoff(timeout_s, first_pause_s=0.25)
+    while (commit := read_commit(store)) is None and not backoff.is_over and not is_foreign(store):
+        backoff.pause()
+    return commit
 
 
 def manifest_bytes(store: Store, record: CommitRecord, needed: int) -> int:

@@ -25,7 +25,7 @@ from ckpt.errors import (
     UnsafeContent,
 )
 from ckpt.format.names import DATA_KEY_IN_BYTES, ObjectName, data_key
-from ckpt.format.records import CommitRecord, ManifestRef, ObjectRef, StoredCommit, read_commit
+from ckpt.format.records import CommitRecord, ManifestRef, ObjectRef, StoredCommit, await_commit, read_commit
 from ckpt.format.run_record import RunRecord
 from ckpt.transfer.threads import in_order, workers
 
@@ -71,7 +71,7 @@ def examine(store: Store) -> Candidate:
     """
     patience_s = 0.0 if store.capabilities.cross_client_visibility else _PATIENCE_S
     try:
-        commit = _await_commit(store, patience_s)
+        commit = await_commit(store, patience_s)
         if commit is not None:
             fault = _fault(store, commit, patience_s)
             return Candidate(fault, created_at_s=created_at_s(commit.record))
@@ -172,10 +172,3 @@ class _Listed:
 
 def _stem(ref: ManifestRef) -> str:
     return ref.path.removesuffix(".json")
-
-
-def _await_commit(store: Store, patience_s: float) -> StoredCommit | None:
-    backoff = environment.Backoff(patience_s, first_pause_s=0.25)
-    while (commit := read_commit(store)) is None and not backoff.is_over and not is_foreign(store):
-        backoff.pause()
-    return commit

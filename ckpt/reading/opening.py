@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 
 from ckpt.backends.base import Store, exists, read_bytes
-from ckpt.consistency import environment
 from ckpt.consistency.commit import STOCK_METADATA_KEY, is_foreign
 from ckpt.errors import (
     CommitConflict,
@@ -17,7 +16,7 @@ from ckpt.errors import (
     UnsafeContent,
 )
 from ckpt.format.names import is_data_key
-from ckpt.format.records import MAX_METADATA_BYTES, StoredCommit, read_commit
+from ckpt.format.records import MAX_METADATA_BYTES, await_commit, read_commit
 from ckpt.reading.checkpoint import Checkpoint, ReadSettings, read_listed
 from ckpt.reading.no_checkpoint import no_checkpoint
 
@@ -35,7 +34,8 @@ def open_checkpoint(store: Store, settings: ReadSettings) -> Checkpoint:
         NotVisible: a listed object did not appear in time.
         CommitConflict: another program saved over a checkpoint of this library.
     """
-    commit = _await_commit(store, settings)
+    prompt = store.capabilities.cross_client_visibility
+    commit = await_commit(store, 0.0 if prompt else settings.timeout_s(store))
     if commit is not None and is_foreign(store):
         _check_same(store, settings)
     for attempt in range(1, _OPEN_ATTEMPTS + 1):
@@ -129,12 +129,3 @@ def _read_replaceable(store: Store, key: str) -> bytes:
         if store.stat(key) == before:
             return data
     raise IntegrityError("keeps changing while it is read; is a save running here?", url=store.url, key=key)
-
-
-def _await_commit(store: Store, settings: ReadSettings) -> StoredCommit | None:
-    """Read the commit record; storage that may lag is given time to show it."""
-    may_lag = not store.capabilities.cross_client_visibility
-    backoff = environment.Backoff(settings.timeout_s(store) if may_lag else 0.0, first_pause_s=0.25)
-    while (commit := read_commit(store)) is None and not backoff.is_over and not is_foreign(store):
-        backoff.pause()
-    return commit

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import io
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -47,7 +48,7 @@ def refuse_unstorable(items: Sequence[WriteItem]) -> None:
     try:
         "".join(names).encode()
     except UnicodeEncodeError:
-        name = next(name for name in names if not _is_unicode(name))
+        name = next(name for name in names if re.search("[\ud800-\udfff]", name))
         raise CheckpointError(f"the name {name!r} cannot be stored: it is not valid Unicode") from None
     for item in items:
         layout = item.tensor_data.properties.layout if item.tensor_data is not None else torch.strided
@@ -56,14 +57,6 @@ def refuse_unstorable(items: Sequence[WriteItem]) -> None:
                 f"{item.index.fqn!r} has the layout {layout}, which could not be loaded again; "
                 "save it dense, or its parts as tensors of their own"
             )
-
-
-def _is_unicode(name: str) -> bool:
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def tensor_entries(items: Iterable[WriteItem], planner: SavePlanner) -> tuple[list[Entry], list[WriteItem]]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import threading
+from collections.abc import Iterator
 
 import pytest
 from support.ranks import start
@@ -12,8 +14,8 @@ from support.ranks import start
 from ckpt.gc_pause import no_gc
 
 
-def test_it_ends_with_the_last_thread() -> None:
-    before = gc.get_threshold()
+@contextlib.contextmanager
+def paused_by_another_thread() -> Iterator[None]:
     begun, end = threading.Event(), threading.Event()
 
     def pause() -> None:
@@ -22,12 +24,19 @@ def test_it_ends_with_the_last_thread() -> None:
             end.wait(60)
 
     thread = threading.Thread(target=pause)
-    with no_gc():
-        thread.start()
-        begun.wait(60)
-    assert gc.get_threshold()[0] == 0
+    thread.start()
+    begun.wait(60)
+    yield
     end.set()
     thread.join()
+
+
+def test_it_ends_with_the_last_thread() -> None:
+    before = gc.get_threshold()
+    with contextlib.ExitStack() as other:
+        with no_gc():
+            other.enter_context(paused_by_another_thread())
+        assert gc.get_threshold()[0] == 0
     assert gc.get_threshold() == before
 
 
@@ -54,17 +63,8 @@ def test_a_forked_child_collects() -> None:
 
 def _fork_in_a_pause() -> None:
     gc.enable()
-    begun, end = threading.Event(), threading.Event()
-
-    def pause() -> None:
-        with no_gc():
-            begun.set()
-            end.wait(60)
-
-    thread = threading.Thread(target=pause)
-    thread.start()
-    begun.wait(60)
-    child = os.fork()
+    with paused_by_another_thread():
+        child = os.fork()
     if not child:
         collected: list[object] = []
         gc.callbacks.append(lambda phase, info: collected.append(phase))
@@ -73,6 +73,4 @@ def _fork_in_a_pause() -> None:
             pass
         garbage += [[] for _ in range(5000)]
         os._exit(0 if collected else 7)
-    end.set()
-    thread.join()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
