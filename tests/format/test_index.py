@@ -48,10 +48,10 @@ plain_values = st.recursive(
 
 
 def has_short_paths(planner_data: Any) -> bool:
-    """Tell whether no tuple would be a path far into a list, which is refused."""
+    """Tell whether no tuple would be a path before a list or far into one, which is refused."""
     values = planner_data.values() if isinstance(planner_data, dict) else ()
     paths = [value for value in values if isinstance(value, tuple)]
-    return all(type(part) is not int or part < 200 for path in paths for part in path)
+    return all(type(part) is not int or 0 <= part < 200 for path in paths for part in path)
 
 
 @st.composite
