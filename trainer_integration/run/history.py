@@ -7,7 +7,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -23,11 +23,19 @@ from ckpt.trainer_integration.keeping import Best, KeepRule
 _logger = logging.getLogger(__name__)
 
 _MAX_STARTS = 1000
+_MAX_WRITES = 3
+"""How often to write a change that storage does not show: another process has just written too, or it lags."""
 _PRIOR_S = 86_400.0
+
+_Change = Callable[[RunCheckpoint], RunCheckpoint | None]
+"""Return a checkpoint of the record as it shall be, None without it; twice is the same as once."""
 
 
 class History:
     """Keep the run's record, and complete it from a listing; from any thread.
+
+    Other processes write the record too. So a change is made to what is stored now, and written until
+    storage shows it; what this process has saved is put back whenever it is missing.
 
     Attributes:
         place: the root as texts show it, without credentials.
@@ -40,10 +48,12 @@ class History:
         self._store = open_store(root, storage_options)
         self._lock = threading.RLock()
         self._known: RunRecord | None = None
-        self._is_written, self._has_failed = True, False
+        self._changes: list[_Change] = []  # that storage has not shown yet
+        self._has_failed = False
         self._started_s = time.time()
         self._resumed_at = math.inf
-        self._own: set[str] = set()
+        self._durable_at_s: float | None = None
+        self._own: dict[str, RunCheckpoint] = {}
         self.unusable: set[str] = set()
 
     def url(self, path: str) -> str:
@@ -75,12 +85,15 @@ class History:
     def look_again(self) -> None:
         """Read the record anew when it is next needed: another process may have written it."""
         with self._lock:
-            if self._is_written:
-                self._known = None
+            self._known = None
 
     def durable_steps(self) -> list[int]:
         """List the steps that were committed and are not given up, by the record."""
         return [checkpoint.step for checkpoint in self._alive()]
+
+    def is_durable(self, path: str) -> bool:
+        """Tell whether the checkpoint in this folder was committed and is not given up, by the record."""
+        return any(checkpoint.path == path for checkpoint in self._alive())
 
     def at(self, step: int) -> list[tuple[int, str]]:
         """List `step` and the folders in which its checkpoint may be, the likeliest first."""
@@ -105,29 +118,26 @@ class History:
     def add(self, checkpoint: RunCheckpoint) -> None:
         """Remember a checkpoint that has been committed."""
         with self._lock:
-            record = self._record()
-            self._own.add(checkpoint.path)
-            others = [self._as_past(old) for old in record.checkpoints if old.path != checkpoint.path]
-            checkpoints = sorted([*others, checkpoint], key=lambda old: (old.step, old.path))
-            starts = [start for start in record.starts if start.at_s != self._started_s]
-            starts.append(RunStart(at_s=self._started_s, durable_at_s=time.time()))
-            self._write(checkpoints, starts[-_MAX_STARTS:])
+            self._own[checkpoint.path] = checkpoint
+            self._durable_at_s = time.time()
+            self._write()
 
     def annotate(
         self, step: int, metrics: Mapping[str, float] | None = None, *, pinned: bool | None = None
     ) -> None:
         """Note metrics of a durable checkpoint, or whether it is pinned. Raises NotFound."""
+        added = plain_metrics(metrics)
+
+        def annotated(old: RunCheckpoint) -> RunCheckpoint:
+            if old.step != step:
+                return old
+            is_pinned = old.pinned if pinned is None else pinned
+            return msgspec.structs.replace(old, metrics=old.metrics | added, pinned=is_pinned)
+
         with self._lock:
-            record = self._record()
-            checkpoints = [*record.checkpoints]
-            if step not in {old.step for old in checkpoints}:
+            self._write(annotated)
+            if step not in {old.step for old in self._record().checkpoints}:
                 raise NotFound(f"the run has no durable checkpoint of step {step}", url=self.place)
-            for number, old in enumerate(checkpoints):
-                if old.step == step:
-                    known = old.metrics | plain_metrics(metrics)
-                    is_pinned = old.pinned if pinned is None else pinned
-                    checkpoints[number] = msgspec.structs.replace(old, metrics=known, pinned=is_pinned)
-            self._write(checkpoints, record.starts)
 
     def retire(self, keep: KeepRule, newest: str) -> Iterator[tuple[RunCheckpoint, CheckpointError | None]]:
         """Remove checkpoints that no rule keeps, but not `newest`; yield each, and any error."""
@@ -180,32 +190,61 @@ class History:
         failures = sum(start.at_s != self._started_s for start in starts)
         return (_PRIOR_S + ran_s) / (1 + failures)
 
-    def _as_past(self, checkpoint: RunCheckpoint) -> RunCheckpoint:
-        given_up = checkpoint.step > self._resumed_at and checkpoint.path not in self._own
-        return msgspec.structs.replace(checkpoint, superseded=True) if given_up else checkpoint
-
     def _remove(self, checkpoint: RunCheckpoint) -> None:
         # Somebody else may have removed it, or replaced it by something that is not ours.
         with contextlib.suppress(NotFound, NotCommitted):
             remove(self.url(checkpoint.path), storage_options=self.storage_options)
-        record = self._record()
-        self._write([old for old in record.checkpoints if old.path != checkpoint.path], record.starts)
+        gone = (checkpoint.path, checkpoint.saved_at_s)
+        self._write(lambda old: None if (old.path, old.saved_at_s) == gone else old)
 
     def _record(self) -> RunRecord:
         with self._lock:
             if self._known is None:
-                try:
-                    self._known = read_run(self._store) or RunRecord()
-                except (IntegrityError, FormatError) as error:
-                    _logger.warning("the run's record cannot be used, its checkpoints are listed: %s", error)
-                    self._known = RunRecord()
+                self._known = self._with_own(self._read() or RunRecord())
             return self._known
 
-    def _write(self, checkpoints: list[RunCheckpoint], starts: list[RunStart]) -> None:
-        # Kept also where this write fails: the next one writes all of it.
-        self._known, self._is_written = RunRecord(checkpoints=checkpoints, starts=starts), False
-        write_run(self._store, self._known)
-        self._is_written = True
+    def _read(self) -> RunRecord | None:
+        try:
+            return read_run(self._store)
+        except (IntegrityError, FormatError) as error:
+            _logger.warning("the run's record cannot be used, its checkpoints are listed: %s", error)
+            return None
+
+    def _write(self, change: _Change = lambda old: old) -> None:
+        """Write what this process has changed, with what others have written meanwhile."""
+        self._changes.append(change)
+        if self._known is not None:
+            self._known = self._with_own(self._known)  # also if storage fails; the next write has it too
+        for _ in range(_MAX_WRITES):
+            stored = self._read()
+            self._known = self._with_own(stored or self._known or RunRecord())
+            if self._known == (stored or RunRecord()):
+                self._changes.clear()
+                return
+            write_run(self._store, self._known)
+
+    def _with_own(self, record: RunRecord) -> RunRecord:
+        """Put what this process has saved, given up and changed into a record."""
+        by_path = {old.path: self._as_past(old) for old in record.checkpoints}
+        for path, own in self._own.items():
+            if path not in by_path or by_path[path].saved_at_s != own.saved_at_s:
+                by_path[path] = own
+        for change in self._changes:
+            changed = map(change, by_path.values())
+            by_path = {new.path: new for new in changed if new is not None}
+        self._own = {path: by_path[path] for path in self._own if path in by_path}
+        starts = record.starts
+        if self._durable_at_s is not None:
+            own_start = RunStart(at_s=self._started_s, durable_at_s=self._durable_at_s)
+            starts = [start for start in starts if start.at_s != self._started_s] + [own_start]
+        return RunRecord(
+            checkpoints=sorted(by_path.values(), key=lambda old: (old.step, old.path)),
+            starts=sorted(starts, key=lambda start: start.at_s)[-_MAX_STARTS:],
+        )
+
+    def _as_past(self, checkpoint: RunCheckpoint) -> RunCheckpoint:
+        given_up = self._own and checkpoint.step > self._resumed_at and checkpoint.path not in self._own
+        return msgspec.structs.replace(checkpoint, superseded=True) if given_up else checkpoint
 
 
 def plain_metrics(metrics: Mapping[str, float] | None) -> dict[str, float | None]:

@@ -186,31 +186,34 @@ class Saves:
         """Follow up a save, in the thread in which its upload ended."""
         try:
             try:
-                self._conclude(flight)
+                is_recorded = self._conclude(flight)
             finally:
                 flight.durable.set()
-            if self.keep is not None and self._ranks.rank == 0 and flight.future.exception() is None:
+            if self.keep is not None and is_recorded:
                 self._retire(self.keep, flight.checkpoint)
         except Exception:  # nobody would see it: futures keep what callbacks raise to themselves
             _logger.exception("recording a save, or removing old checkpoints, failed")
         finally:
             flight.booked.set()
 
-    def _conclude(self, flight: _Flight) -> None:
+    def _conclude(self, flight: _Flight) -> bool:
+        """Note and report the outcome of a save; tell whether it is in the run's record, by this rank."""
         error, step = flight.future.exception(), flight.checkpoint.step
         took_s = time.monotonic() - flight.began_s
         if error is not None:
             self.last_failure = error
             self.tell("failed", step, str(error), upload_s=took_s)
-            return
+            return False
         self.durable_at_s = self.undurable_since_s = time.monotonic()
         self.durable_step = step
         self.upload_s = _mean(self.upload_s, took_s)
         if self._ranks.rank != 0:
-            return
+            return False
+        is_recorded = True
         try:
             self.history.add(flight.checkpoint)
         except CheckpointError as failure:
+            is_recorded = False  # nor is it known what others have pinned
             _logger.warning(
                 "step %d is durable, but could not be noted in the run's record: %s", step, failure
             )
@@ -220,6 +223,7 @@ class Saves:
         if isinstance(metadata.storage_meta, SaveMeta):
             figures |= {**metadata.storage_meta.seconds, "retries": metadata.storage_meta.retries}
         self.tell("durable", step, flight.checkpoint.path, **figures)
+        return is_recorded
 
     def _retire(self, keep: KeepRule, newest: RunCheckpoint) -> None:
         for checkpoint, failure in self.history.retire(keep, newest.path):

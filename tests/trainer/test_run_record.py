@@ -1,0 +1,157 @@
+"""The run's record, which the manager that trains and those of other processes write."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_manager import run, state_of, steps_at
+
+import ckpt
+from ckpt.backends.posix import PosixStore
+from ckpt.errors import NotFound, StorageUnavailable
+from ckpt.format.run_record import RUN_KEY, RunCheckpoint, read_run
+from ckpt.trainer_integration import keeping
+
+
+def recorded(root: Path) -> dict[int, RunCheckpoint]:
+    record = read_run(PosixStore(str(root)))
+    return {} if record is None else {checkpoint.step: checkpoint for checkpoint in record.checkpoints}
+
+
+def save(manager: ckpt.CheckpointManager, step: int) -> None:
+    manager.save(step, state_of(step))
+    manager.wait_durable()
+    manager._saves.wait_booked()
+
+
+def test_managers_of_two_processes_lose_nothing_of_each_other(tmp_path: Path) -> None:
+    trainer = ckpt.CheckpointManager(tmp_path, save=1)
+    evaluator = ckpt.CheckpointManager(tmp_path, save=1)
+    save(trainer, 1)
+    evaluator.annotate(1, {"loss": 0.5})
+    save(trainer, 2)
+    evaluator.pin(1)
+    evaluator.annotate(2, {"loss": 0.4})
+    trainer.annotate(1, {"accuracy": 0.9})
+    assert recorded(tmp_path).keys() == {1, 2}
+    assert recorded(tmp_path)[1].pinned
+    assert recorded(tmp_path)[1].metrics == {"loss": 0.5, "accuracy": 0.9}
+    assert recorded(tmp_path)[2].metrics == {"loss": 0.4}
+
+
+def test_what_another_process_pins_stays(tmp_path: Path) -> None:
+    keep = keeping.last(1) | keeping.best(1, "loss")
+    trainer = ckpt.CheckpointManager(tmp_path, save=1, keep=keep)
+    evaluator = ckpt.CheckpointManager(tmp_path, save=1)
+    for step in range(1, 5):
+        save(trainer, step)
+        if step == 1:
+            evaluator.pin(1)
+        if step == 2:
+            evaluator.annotate(2, {"loss": 0.5})
+    assert steps_at(tmp_path) == [1, 2, 4]
+    with pytest.raises(NotFound, match="step 3"):
+        evaluator.pin(3)
+    state = state_of(-1)
+    restored = ckpt.CheckpointManager(tmp_path, save=1, keep=keep).restore(state, step="best")
+    assert restored is not None
+    assert restored.step == 2
+
+
+@pytest.mark.parametrize("moment", ["before it writes", "after it has written"])
+def test_another_process_that_writes_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    trainer = ckpt.CheckpointManager(tmp_path, save=1)
+    evaluator = ckpt.CheckpointManager(tmp_path, save=1)
+    save(trainer, 1)
+    put = PosixStore.put
+
+    def meets_another(self: PosixStore, key: str, body: Any, **options: Any) -> None:
+        if key != RUN_KEY:
+            put(self, key, body, **options)
+            return
+        monkeypatch.setattr(PosixStore, "put", put)
+        if moment == "before it writes":
+            save(trainer, 2)
+            put(self, key, body, **options)
+        else:
+            before = (tmp_path / RUN_KEY).read_bytes()
+            put(self, key, body, **options)
+            (tmp_path / RUN_KEY).write_bytes(before)  # by one that had read before, and wrote after
+
+    monkeypatch.setattr(PosixStore, "put", meets_another)
+    evaluator.pin(1)
+    assert recorded(tmp_path)[1].pinned
+    save(trainer, 3)
+    assert recorded(tmp_path).keys() == {1, 3} | ({2} if moment == "before it writes" else set())
+    assert recorded(tmp_path)[1].pinned
+
+
+def test_what_could_not_be_recorded_is_recorded_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = ckpt.CheckpointManager(tmp_path, save=1, keep=keeping.last(1))
+    save(trainer, 1)
+    put = PosixStore.put
+
+    def refused(self: PosixStore, key: str, body: Any, **options: Any) -> None:
+        if key == RUN_KEY:
+            raise StorageUnavailable("not now", url=self.url, key=key)
+        put(self, key, body, **options)
+
+    monkeypatch.setattr(PosixStore, "put", refused)
+    save(trainer, 2)
+    assert "step 2 is durable, but could not be noted" in caplog.text
+    assert steps_at(tmp_path) == [1, 2], "nobody knows what others have pinned"
+    monkeypatch.setattr(PosixStore, "put", put)
+    save(trainer, 3)
+    assert recorded(tmp_path).keys() == {3}
+    assert steps_at(tmp_path) == [3]
+
+
+def test_a_record_that_is_lost_or_damaged_is_written_anew(tmp_path: Path) -> None:
+    trainer = ckpt.CheckpointManager(tmp_path, save=1)
+    save(trainer, 1)
+    (tmp_path / RUN_KEY).unlink()
+    save(trainer, 2)
+    (tmp_path / RUN_KEY).write_bytes(b"{}")
+    save(trainer, 3)
+    assert recorded(tmp_path).keys() == {1, 2, 3}
+
+
+PROGRAM = """
+import sys, ckpt
+evaluator = ckpt.CheckpointManager(sys.argv[1], save=1)
+for line in sys.stdin:
+    step = int(line)
+    evaluator.annotate(step, {"loss": 1.0 / step})
+    evaluator.pin(step)
+    print("done", flush=True)
+"""
+
+
+@pytest.mark.long
+def test_a_process_that_evaluates(tmp_path: Path) -> None:
+    run(tmp_path, range(1, 2))
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        trainer = ckpt.CheckpointManager(tmp_path, save=1, keep=keeping.last(1))
+        for step in range(2, 6):
+            save(trainer, step)
+            if step % 2 == 0:
+                process.stdin.write(f"{step}\n")
+                process.stdin.flush()
+                assert process.stdout.readline() == "done\n"
+        process.stdin.close()
+        assert process.wait() == 0
+    assert steps_at(tmp_path) == [2, 4, 5]
+    assert {step: checkpoint.metrics for step, checkpoint in recorded(tmp_path).items()} == {
+        2: {"loss": 0.5}, 4: {"loss": 0.25}, 5: {},
+    }  # fmt: skip
