@@ -27,7 +27,7 @@ class Event:
     """A decision or an outcome on the first rank.
 
     Attributes:
-        kind: `preflight`, `restored`, `passed_over` (a checkpoint that cannot be loaded), `due` (a
+        kind: `preflight`, `restored`, `passed_over` (a checkpoint that cannot be loaded, or is gone), `due` (a
             save begins), `not_due` (it was asked for, but not made), `staged`, `durable`, `failed`,
             `kept`, `removed`, `not_removed`, `unmeasured` (no checkpoint has a rule's metric).
         values: figures by name, units last (`stall_s`, `upload_s`, `size_bytes`, `durable_age_s`).

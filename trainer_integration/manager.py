@@ -124,8 +124,8 @@ class CheckpointManager:
 
         Args:
             step: `latest-valid` is the newest durable checkpoint that passes its checks. Newer ones
-                that do not are reported, and left as they are. `best` is that of the keep rule
-                `best`. A number is that step.
+                that do not, or that only the run's record lists, are reported. `best` is that of
+                the keep rule `best`. A number is that step.
             initial: where to begin from if the run has no checkpoint of its own: any that `ckpt.load`
                 reads, of stock PyTorch too. It goes with `latest-valid`.
             strict: keys that the checkpoint lacks, or that are left over, are an error.

@@ -246,16 +246,17 @@ def test_damaged_checkpoints_are_passed_over_and_left_alone(
     run(tmp_path, range(1, 6))
     damage(tmp_path, 5)  # seen when it is loaded
     next((tmp_path / "step-00000004").rglob("*.distcp")).unlink()  # seen by its records
-    shutil.rmtree(tmp_path / "step-00000003")  # not damaged, just not there
+    shutil.rmtree(tmp_path / "step-00000003")
     before = sorted(str(path) for path in tmp_path.rglob("*"))
     with ckpt.CheckpointManager(tmp_path, save=saving.every_steps(1), keep=keeping.last(2)) as manager:
         restored = manager.restore(state := state_of(-1))
         assert restored is not None
         assert restored.step == 2
         assert state["weight"].tolist() == [2.0] * 1000
-        assert [passed.step for passed in restored.passed_over] == [5, 4]
+        assert [passed.step for passed in restored.passed_over] == [5, 4, 3]
         assert "checksum" in restored.passed_over[0].reason
         assert "not there" in restored.passed_over[1].reason
+        assert "no checkpoint is there any more" in restored.passed_over[2].reason
         assert sorted(str(path) for path in tmp_path.rglob("*")) == before
         assert "step 5 passed over" in caplog.text
         for step in range(3, 6):

@@ -86,12 +86,46 @@ def test_a_run_copied_in_part_is_no_new_run(tmp_path: Path, what: str) -> None:
             shutil.rmtree(folder)
         else:
             (folder / "commit.json").unlink()
-    with pytest.raises(
-        LoadFailed, match=rf"{RUN_KEY} says that 3 checkpoints \(steps 1 to 3\) were committed"
-    ):
+    with pytest.raises(LoadFailed, match=rf"{RUN_KEY} lists 3 checkpoints \(steps 1 to 3\) as committed"):
         restored_step(root)
     (root / RUN_KEY).unlink()
     assert restored_step(root) is None
+
+
+@pytest.mark.parametrize("what", ["folders", "commits"])
+def test_newer_checkpoints_that_are_gone_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, what: str
+) -> None:
+    """Restored from a copy that is not whole, or after somebody tidied up: work is lost, and not silently."""
+    run(tmp_path, range(1, 6))
+    for step in (3, 4, 5):
+        folder = tmp_path / f"step-{step:08d}"
+        shutil.rmtree(folder) if what == "folders" else (folder / "commit.json").unlink()
+    events: list[Event] = []
+    with ckpt.CheckpointManager(tmp_path, save=1, events=[events.append]) as manager:
+        restored = manager.restore(state_of(-1))
+        assert restored is not None
+        assert restored.step == 2
+        (lost,) = restored.passed_over
+        assert lost.step == 5
+        assert lost.url.endswith("step-00000005")
+        text = (
+            f"{RUN_KEY} lists 3 checkpoints (steps 3 to 5) as committed, but no checkpoint is there any more"
+        )
+        assert text in lost.reason
+        assert "of step 2: stop and bring it back" in lost.reason
+        assert [(each.step, each.reason) for each in events if each.kind == "passed_over"] == [
+            (5, lost.reason)
+        ]
+        assert f"step 5 passed over: {lost.reason}" in caplog.text
+        manager.step(3, state_of(3))
+    assert {path.name for path in tmp_path.glob("step-*")} >= {"step-00000003"}, "in its old place"
+    with ckpt.CheckpointManager(tmp_path, save=1) as manager:  # those were given up, with the next checkpoint
+        restored = manager.restore(state_of(-1))
+        assert restored is not None
+        assert (restored.step, restored.passed_over) == (3, ())
+        with pytest.raises(NotFound, match="of step 5"):
+            manager.restore(state_of(-1), step=5)
 
 
 def test_it_needs_no_stock_metadata(tmp_path: Path) -> None:

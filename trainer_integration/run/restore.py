@@ -39,7 +39,7 @@ _MAX_LOOKS = 20
 
 @dataclass(frozen=True)
 class PassedOver:
-    """A newer or better checkpoint that was not loaded, and the reason. It was not changed."""
+    """A newer or better checkpoint that was not loaded, and the reason. It was not changed, or is gone."""
 
     step: int
     url: str
@@ -69,11 +69,12 @@ class Restored:
 
 
 class _Choice(NamedTuple):
-    """A checkpoint to load, or to pass over because of its fault."""
+    """A checkpoint to load, or to pass over because of its fault, or as it `is_lost`: not there any more."""
 
     step: int
     path: str
     candidate: Candidate
+    is_lost: bool = False
 
 
 def restore(
@@ -101,7 +102,7 @@ def restore(
         return planner
 
     passed_over: list[PassedOver] = []
-    search, has_own = _Search(step, saves), False
+    search, is_error = _Search(step, saves), False
     while (choice := ranks.from_first(search.next)) is not None:
         shown, fault = history.shown(choice.path), choice.candidate.fault
         if fault is None:
@@ -112,18 +113,23 @@ def restore(
                 return Restored(choice.step, shown, tuple(passed_over), loaded.missing, state)
             if ranks.from_first(lambda: search.is_gone(choice)):
                 continue
-        has_own |= not choice.candidate.is_foreign
-        history.unusable.add(choice.path)
+        if not choice.is_lost:
+            is_error |= initial is None or not choice.candidate.is_foreign
+            history.unusable.add(choice.path)
         passed_over.append(PassedOver(choice.step, shown, str(fault)))
         saves.tell("passed_over", choice.step, str(fault))
-    if passed_over and (has_own or initial is None):
+    if is_error:
         reasons = "; ".join(f"{checkpoint.url}: {checkpoint.reason}" for checkpoint in passed_over)
         raise LoadFailed(f"no checkpoint can be loaded: {reasons}", url=history.place)
     if step != "latest-valid":
         which = "with the metric" if step == "best" else f"of step {step}"
         raise NotFound(f"there is no durable checkpoint {which}", url=history.place)
     if steps := ranks.from_first(history.durable_steps):
-        raise _lost(steps, history.place)
+        raise LoadFailed(
+            f"{history.place}: {RUN_KEY} lists {_counted(steps)} as committed here, but none is there: copy them too; "
+            f"or remove {RUN_KEY} to begin anew",
+            url=history.place,
+        )
     if initial is None:
         saves.tell("restored", None, "nothing: no checkpoint has been committed here")
         return None
@@ -131,15 +137,6 @@ def restore(
     missing = attempt(os.fspath(initial)).missing
     saves.tell("restored", number, f"{shown} (initial)", load_s=time.monotonic() - began_s)
     return Restored(number, shown, tuple(passed_over), missing, state, is_initial=True)
-
-
-def _lost(steps: Sequence[int], place: str) -> LoadFailed:
-    count = f"{len(steps)} checkpoints (steps {steps[0]} to {steps[-1]})" if steps[1:] else f"step {steps[0]}"
-    return LoadFailed(
-        f"{place}: {RUN_KEY} says that {count} were committed here, but none is there: copy them too; "
-        f"or remove {RUN_KEY} to begin anew",
-        url=place,
-    )
 
 
 class _Search:
@@ -152,6 +149,7 @@ class _Search:
     def __init__(self, step: int | str, saves: Saves) -> None:
         self._step, self._saves, self._history = step, saves, saves.history
         self._settled: set[str] = set()  # folders that were tried, or hold no checkpoint
+        self._gone: list[tuple[int, str]] = []  # the latter, since a checkpoint was found
         self._has_moved = False
         self._choices = self._find()
 
@@ -172,6 +170,7 @@ class _Search:
     def _find(self) -> Iterator[_Choice]:
         self._saves.wait_booked()
         for _ in range(_MAX_LOOKS):
+            self._history.look_again()
             self._has_moved = False
             for number, path in self._unsettled():
                 try:
@@ -180,6 +179,7 @@ class _Search:
                     self._has_moved = True
                     if not isinstance(error, CommitConflict):
                         self._settled.add(path)
+                        self._gone.append((number, path))
                     continue
                 if self._has_moved:
                     self._history.look_again()
@@ -187,17 +187,29 @@ class _Search:
                         break
                     self._has_moved = False
                 self._settled.add(path)
+                yield from self._lost(number)
                 yield _Choice(number, path, candidate)
                 if self._has_moved:
                     break
             if not self._has_moved:
                 return
-            self._history.look_again()
         raise LoadFailed(
             "checkpoints of this run are removed faster than they can be read: is another process saving "
             "here? Try again",
             url=self._history.place,
         )
+
+    def _lost(self, instead: int) -> Iterator[_Choice]:
+        """Find what is preferred to the step `instead`, and gone although it is still on record."""
+        lost = [(number, path) for number, path in self._gone if self._history.is_durable(path)]
+        self._gone.clear()
+        if lost:
+            steps = _counted([number for number, _ in lost])
+            fault = (
+                f"{RUN_KEY} lists {steps} as committed, but no checkpoint is there any more; the next one that is "
+                f"there is of step {instead}: stop and bring it back, unless it was removed on purpose"
+            )
+            yield _Choice(*lost[0], Candidate(fault), is_lost=True)
 
     def _unsettled(self) -> list[tuple[int, str]]:
         return [(number, path) for number, path in self._candidates() if path not in self._settled]
@@ -213,6 +225,12 @@ class _Search:
         if isinstance(self._step, str):
             raise ConfigurationError(f"step must be an integer, 'latest-valid' or 'best', not {self._step!r}")
         return self._history.at(self._step)
+
+
+def _counted(steps: Sequence[int]) -> str:
+    return (
+        f"{len(steps)} checkpoints (steps {min(steps)} to {max(steps)})" if steps[1:] else f"step {steps[0]}"
+    )
 
 
 def _unless_damaged(attempt: Callable[[], T], ranks: Ranks) -> tuple[T | None, str | None]:
