@@ -7,6 +7,7 @@ import functools
 import itertools
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -40,6 +41,8 @@ _SILENT_S, _NOTICE_EVERY_S = 1.5, 5.0
 _NARROW = 24
 """Characters that a column of texts has, if it must be cut."""
 
+_FRACTION = re.compile(r"-?[0-9]+\.[0-9]+(e[-+]?[0-9]+)?")
+
 _WIDE = 1 << 16
 """Columns of an output that is not a terminal: nothing is cut or wrapped."""
 
@@ -63,11 +66,11 @@ def shown(text: object) -> str:
 
 def size(nbytes: float) -> str:
     """Write a number of bytes for people."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(nbytes) < 1024 or unit == "TiB":
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(nbytes) < 1024:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.2f} {unit}"
         nbytes /= 1024
-    raise AssertionError
+    return f"{nbytes:.2f} TiB"
 
 
 def count(number: int, noun: str) -> str:
@@ -94,10 +97,9 @@ def tags_text(tags: Mapping[str, str], limit: int = 8) -> str:
 
 
 def _short_number(text: str) -> str:
-    try:
-        return text if len(text) < 9 or text.isdecimal() else f"{float(text):.4g}"
-    except ValueError:
+    if len(text) < 9 or not _FRACTION.fullmatch(text):  # such as a date or a hash, which are no numbers
         return text
+    return f"{float(text):.4g}"
 
 
 def table(*columns: str, header: bool = True) -> Table:
@@ -205,7 +207,7 @@ class Output:
 def _console(file: Any) -> Console:
     from rich.console import Console
 
-    return Console(file=file, width=None if file.isatty() else _WIDE)
+    return Console(file=file, width=None if file.isatty() else _WIDE, emoji=False)
 
 
 @contextlib.contextmanager

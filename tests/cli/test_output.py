@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
+import torch
 from support.clock import skip_pauses_of_s3
 from support.commands import run
 from support.servers import free_port
 
+import ckpt
 from ckpt.cli.output import tags_text
 
 
@@ -26,7 +29,16 @@ def test_a_server_out_of_reach_is_named_soon_and_given_up(monkeypatch: pytest.Mo
     assert 10 < clock.skipped_s < 15
 
 
+def test_no_name_becomes_a_picture(tmp_path: Path) -> None:
+    place = tmp_path / "run:100:" / "step:a:1"
+    ckpt.save({"w": torch.ones(2)}, place)
+    assert "step:a:1" in run("ls", place.parent).out
+    assert "/run:100:/step:a:1" in run("verify", place).out
+
+
 def test_tags() -> None:
     tags = {"step": "100", "loss": "9.122579574584961", "id": "123456789012", "tiny": "1.2345678e-11"}
     assert tags_text(tags) == "step=100, loss=9.123, id=123456789012, tiny=1.235e-11"
+    texts = {"day": "2026_11_22", "commit": "73e1234567", "version": "1.2.3+cu130"}
+    assert tags_text(texts) == "day=2026_11_22, commit=73e1234567, version=1.2.3+cu130"
     assert tags_text({str(n): "x" for n in range(1000)}).endswith("7=x, and 992 more")
