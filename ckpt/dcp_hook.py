@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import StorageWriter
 
 from ckpt.backends.fsspec_listings import forget_listings
+from ckpt.backends.options import options_dict
 from ckpt.dcp_storage import DcpStorage
 from ckpt.reading.reader import CheckpointReader, check_trusted
 from ckpt.torch_private import (
@@ -65,8 +66,9 @@ def install(
         ConfigurationError: an argument is wrong.
     """
     global _settings
+    settings = _Settings(options_dict(storage_options), check_trusted(trusted_objects))
     uninstall()
-    _settings = _Settings(dict(storage_options or {}), check_trusted(trusted_objects))
+    _settings = settings
     for module in STORAGE_SETUP_MODULES:
         setattr(module, STORAGE_SETUP, functools.partial(_choose, _settings))
     setattr(ProcessExecutor, EXECUTE_SAVE, staticmethod(functools.partial(_execute_save, _settings)))
@@ -206,15 +208,13 @@ def _new(stock: Any, ours: type[DcpStorage]) -> Callable[..., Any]:
 def _stays(stock: type, given: Mapping[str, Any]) -> bool:
     """Tell whether arguments ask for what only PyTorch's class can do, and log it."""
     wanted = [name for name in ("_extensions", "_extension_registry") if given.get(name)]
-    if given.get("serialization_format", _TORCH_SAVE) is not _TORCH_SAVE:
+    torch_save = SerializationFormat.TORCH_SAVE
+    if given.get("serialization_format", torch_save) is not torch_save:
         wanted.append("serialization_format")
     if wanted:
         text = f"{stock.__name__}({wanted[0]}=...) in {_caller()} is not taken over: this library has no such format"
         _log_once(logging.WARNING, text)
     return bool(wanted)
-
-
-_TORCH_SAVE = SerializationFormat.TORCH_SAVE
 
 
 # -- what is logged --------------------------------------------------------------------------------------

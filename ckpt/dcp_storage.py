@@ -65,7 +65,7 @@ class DcpStorage:
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Tell whether a store can be opened at this place."""
         try:
-            open_store(checkpoint_id)
+            open_store(checkpoint_id).close()
         except CheckpointError:
             return False
         return True

@@ -21,7 +21,7 @@ from ckpt.acceptance.models import Parameter, parameters_of
 from ckpt.acceptance.plans import save_plans, shard_nbytes, shard_on
 from ckpt.acceptance.processes import Processes, Task, check_memory
 from ckpt.acceptance.tasks import LoadTask, RankFigures, SaveTask, Setup
-from ckpt.backends.options import redact_url
+from ckpt.backends.options import options_dict, redact_url
 from ckpt.backends.registry import open_store
 from ckpt.consistency.commit import proves_no_commit
 from ckpt.errors import CheckpointError, ConfigurationError
@@ -193,7 +193,7 @@ def roundtrip(
     parameters = parameters_of(model, optimizer)
     half = max(1, world_size // 2) if load_world_size is None else load_world_size
     saving, loading = parse_mesh(mesh, world_size), parse_mesh(load_mesh, half)
-    setup = Setup(os.fspath(url), dict(storage_options or {}), threads, DTYPES[dtype], seed)
+    setup = Setup(os.fspath(url), options_dict(storage_options), threads, DTYPES[dtype], seed)
     elements = sum(parameter.elements for parameter in parameters)
     payload_bytes = elements * DTYPES[dtype].itemsize
     result = Roundtrip(redact_url(setup.url), model, elements, payload_bytes)

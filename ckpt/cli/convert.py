@@ -27,18 +27,10 @@ if TYPE_CHECKING:
     from ckpt.conversion.convert import Converted
 
 _FACTORS = {
-    "": 1,
-    "k": 10**3,
-    "m": 10**6,
-    "g": 10**9,
-    "t": 10**12,
-    "ki": 1 << 10,
-    "mi": 1 << 20,
-    "gi": 1 << 30,
-}
+    "": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30,
+}  # fmt: skip
 _UNITS = {prefix + unit: factor for prefix, factor in _FACTORS.items() for unit in ("", "b")}
 _EXAMPLES = "5GB or 512MiB"
-FORMATS = ("ckpt", "dcp", "torch", "safetensors")
 _MAX_LINES = 20
 _MAX_NAMES = 5
 _MAX_PARTS = 100
@@ -111,16 +103,16 @@ def convert(
     """
     interrupted = "Nothing is visible at DST; the same command starts over."
     is_first = not _has_ranks() or os.environ["RANK"] == "0"
+    as_json = json and is_first  # one JSON object, also of an error
     with (
-        command(
-            json and is_first, if_interrupted=interrupted, patience_s=math.inf
-        ) as output,  # one JSON object, also of an error
+        command(as_json, if_interrupted=interrupted, patience_s=math.inf) as output,
         sigterm_as_ctrl_c(),
         _process_group(),
     ):
+        from ckpt.conversion.formats import check_format
+
         # All of it before `ckpt.convert`, which imports torch.
-        if to not in (None, *FORMATS):
-            raise ConfigurationError(f"{to!r} is not a format; use one of {', '.join(FORMATS)}")
+        form = None if to is None else check_format(to)
         rules = [_rule(text) for text in rename or ()]
         max_shard_bytes = int(parse_quantity("--max-shard-size", max_shard_size, _UNITS, _EXAMPLES))
         options = parse_storage_options(storage_options)
@@ -129,7 +121,7 @@ def convert(
             converted = ckpt.convert(
                 source,
                 destination,
-                to=to,  # type: ignore[arg-type]
+                to=form,
                 dtype=dtype,
                 include=include or (),
                 exclude=exclude or (),

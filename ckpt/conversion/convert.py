@@ -18,9 +18,10 @@ import torch
 from ckpt.backends.options import redact_url
 from ckpt.backends.registry import normal_url
 from ckpt.conversion.checkpoint_target import CheckpointTarget, StockCheckpointTarget
-from ckpt.conversion.endpoints import Endpoint, Format, open_configuration, open_destination, open_source
+from ckpt.conversion.endpoints import Endpoint, open_configuration, open_destination, open_source
+from ckpt.conversion.formats import Format
 from ckpt.conversion.safetensors_target import SafetensorsTarget
-from ckpt.conversion.selection import Rules, select, weight_dtype
+from ckpt.conversion.selection import Rules, globs_of, select, weight_dtype
 from ckpt.conversion.target import Target, Written
 from ckpt.conversion.torch_target import TorchTarget
 from ckpt.errors import CheckpointError, ConfigurationError
@@ -36,7 +37,6 @@ _TARGETS: Mapping[Format, type[Target]] = {
     "torch": TorchTarget,
     "safetensors": SafetensorsTarget,
 }
-_DEFAULT_SHARD_BYTES = 5_000_000_000
 
 
 @dataclass
@@ -77,7 +77,7 @@ def convert(
     rename: Sequence[tuple[str, str]] = (),
     weights_only: bool = False,
     config_from: str | os.PathLike[str] | None = None,
-    max_shard_bytes: int = _DEFAULT_SHARD_BYTES,
+    max_shard_bytes: int = 5_000_000_000,
     overwrite: bool = False,
     storage_options: Mapping[str, Any] | None = None,
     destination_options: Mapping[str, Any] | None = None,
@@ -118,7 +118,8 @@ def convert(
     if max_shard_bytes < 1:
         raise ConfigurationError(f"max_shard_bytes must be at least 1, not {max_shard_bytes}")
     new_dtype = None if dtype is None else weight_dtype(dtype)
-    rules = Rules(tuple(include), tuple(exclude), tuple(rename), weights_only, new_dtype)
+    included, excluded = globs_of("include", include), globs_of("exclude", exclude)
+    rules = Rules(included, excluded, tuple(rename), weights_only, new_dtype)
     ranks = Ranks(process_group, no_dist=no_dist, purpose="conversion", timeout_s=check_timeout(timeout_s))
     guard = functools.partial(DeadlineStore, progress=ranks.progress, limit_s=Limits(timeout_s).stall_s)
     stack = contextlib.ExitStack()

@@ -9,13 +9,14 @@ import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast, get_args
+from typing import Any
 
 from ckpt.backends.base import Store, exists, is_key
 from ckpt.backends.registry import open_store
 from ckpt.backends.wrapper import PrefixStore
 from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY
 from ckpt.conversion.checkpoint_source import CheckpointSource
+from ckpt.conversion.formats import Format, check_format
 from ckpt.conversion.safetensors_source import SUFFIXES, SafetensorsSource, find_model
 from ckpt.conversion.source import CONFIG_KEY, Location, TensorSource
 from ckpt.conversion.torch_source import TorchFileSource
@@ -23,8 +24,6 @@ from ckpt.errors import AccessDenied, ConfigurationError, FormatError, NotFound
 from ckpt.reading.opening import is_rank_local
 from ckpt.reading.slices import OpenCheckpoint
 from ckpt.transfer.threads import thread_pool
-
-Format = Literal["ckpt", "dcp", "torch", "safetensors"]
 
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 _OLD_WEIGHTS = "pytorch_model.bin"
@@ -173,9 +172,7 @@ def open_destination(endpoint: Endpoint, to: str | None, source: TensorSource) -
 
 def _format_of(name: str, to: str | None, source_format: str) -> Format:
     if to is not None:
-        if to not in get_args(Format):
-            raise ConfigurationError(f"{to!r} is not a format; use one of {', '.join(get_args(Format))}")
-        return cast(Format, to)
+        return check_format(to)
     if name.endswith(".safetensors"):
         return "safetensors"
     if name.endswith(_TORCH_SUFFIXES):

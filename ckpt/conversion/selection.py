@@ -24,11 +24,11 @@ _SHORT_DTYPES = {
 class Rules:
     """The caller's rules for a selection, as `ckpt.convert` describes them."""
 
-    include: Sequence[str] = ()
-    exclude: Sequence[str] = ()
-    rename: Sequence[tuple[str, str]] = ()
-    weights_only: bool = False
-    dtype: torch.dtype | None = None
+    include: Sequence[str]
+    exclude: Sequence[str]
+    rename: Sequence[tuple[str, str]]
+    weights_only: bool
+    dtype: torch.dtype | None
 
 
 @dataclass(frozen=True)
@@ -125,6 +125,13 @@ def select(source: TensorSource, rules: Rules) -> Selection:
     selection.tensors = [ChosenTensor(new_names[n], n, paths[n], facts) for n, facts in tensors.items()]
     selection.objects = [Chosen(new_names[n], n, paths[n]) for n in objects]
     return selection
+
+
+def globs_of(argument: str, given: Sequence[str]) -> tuple[str, ...]:
+    """Return globs for keeping. Raises ConfigurationError for a str, whose letters would be globs."""
+    if isinstance(given, str):
+        raise ConfigurationError(f"{argument} must be a list of globs, not a single str")
+    return tuple(given)
 
 
 def _is_wanted(name: str, rules: Rules) -> bool:

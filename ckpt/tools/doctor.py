@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt.backends.base import Capabilities, Store
+from ckpt.backends.options import options_dict
 from ckpt.backends.registry import normal_url, open_store
 from ckpt.consistency import environment
 from ckpt.consistency.probes import access, files, races, requests, speed, visibility
@@ -152,7 +153,7 @@ def _open(url: str | os.PathLike[str], folder: str, options: Mapping[str, Any] |
     """Open the store of a new folder at `url`."""
     text = normal_url(url)
     impatient = _IMPATIENT if text.partition("://")[0] in ("s3", "cos") else {}
-    store = open_store(f"{text.rstrip('/')}/{folder}", {**impatient, **(options or {})})
+    store = open_store(f"{text.rstrip('/')}/{folder}", {**impatient, **options_dict(options)})
     if store.directory is not None and not os.path.isdir(os.path.dirname(store.directory)):
         store.close()
         text = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import pickle
@@ -97,6 +98,14 @@ def test_wrong_options_elsewhere(tmp_path: Path) -> None:
         open_store(str(tmp_path), {"fsync": "false"})
     with pytest.raises(ConfigurationError, match="storage_options must be a dict, not a list"):
         open_store(str(tmp_path), [1])  # type: ignore[arg-type]
+    elsewhere: list[Any] = [
+        functools.partial(ckpt.doctor, tmp_path),
+        functools.partial(ckpt.roundtrip, tmp_path, "t5-small"),
+        ckpt.install,
+    ]
+    for call in elsewhere:
+        with pytest.raises(ConfigurationError, match="storage_options must be a dict, not a str"):
+            call(storage_options="x")
     with pytest.raises(ConfigurationError, match="endpoint_url or region"):
         open_store("cos://bucket/x")
     with pytest.raises(ConfigurationError, match="not both"):

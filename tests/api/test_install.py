@@ -74,6 +74,14 @@ def test_object_storage_with_options(server: StrictS3) -> None:
     assert found.state == "committed"
 
 
+def test_wrong_arguments_change_nothing(tmp_path: Path) -> None:
+    ckpt.install()
+    with pytest.raises(ConfigurationError, match="trusted_objects must be a list of names"):
+        ckpt.install(trusted_objects="x")
+    dcp.save(state_of(1), checkpoint_id=tmp_path / "a")
+    assert is_ours(tmp_path / "a")
+
+
 def test_uninstall_undoes_it(tmp_path: Path) -> None:
     signatures = list(map(inspect.signature, STOCK))
     ckpt.install()

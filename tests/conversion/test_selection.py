@@ -16,6 +16,7 @@ from support.states import digest, random_tensor
 
 import ckpt
 from ckpt.backends.posix import PosixStore
+from ckpt.errors import ConfigurationError
 
 
 def training_state() -> dict[str, Any]:
@@ -49,6 +50,10 @@ def test_globs(place: Path, tmp_path: Path) -> None:
     assert names(place, "--weights-only", target=next(files)) == {
         "model.layers.0.weight", "model.layers.1.bias", "model.count",
     }  # fmt: skip
+    with pytest.raises(ConfigurationError, match="include must be a list of globs, not a single str"):
+        ckpt.convert(place, tmp_path / "str.safetensors", include="model.*")
+    with pytest.raises(ConfigurationError, match="exclude must be a list of globs, not a single str"):
+        ckpt.convert(place, tmp_path / "str.safetensors", exclude="model.*")
     error = convert(place, next(files), "--include", "nothing*", code=2)["error"]
     assert "no tensor or object is left to convert" in error["message"]
 

@@ -8,15 +8,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import torch
 from support.ranks import start
 
 import ckpt
-from ckpt.cli.convert import FORMATS
-from ckpt.conversion.endpoints import Format
 
 
 def test_importing_is_light() -> None:
@@ -87,10 +84,6 @@ for expected, arguments in json.loads(sys.argv[1]):
     assert "torch" not in sys.modules, arguments
 """
     subprocess.run([sys.executable, "-c", code, json.dumps(commands)], check=True)
-
-
-def test_the_command_knows_the_formats() -> None:
-    assert set(FORMATS) == set(get_args(Format))
 
 
 def test_the_version_is_that_of_the_package() -> None:

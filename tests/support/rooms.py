@@ -118,6 +118,7 @@ ROOMS: Mapping[str, Room] = {
             "ckpt.errors",
             "ckpt.torch_private",
             "ckpt.backends.fsspec_listings",
+            "ckpt.backends.options",
             "ckpt.dcp_storage",
             "ckpt.writing",
             "ckpt.reading",
