@@ -20,34 +20,31 @@ class _Pause:
         self._lock = threading.Lock()
         self._threads = 0
         self._thresholds = gc.get_threshold()
-        self._is_paused = False
 
     def begin(self) -> None:
         thresholds = gc.get_threshold()  # before the lock: this can make the collector run
         with self._lock:
-            if not self._is_paused or thresholds[0] != 0:  # the program can set others in a pause
+            if self._threads == 0 or thresholds[0] != 0:  # the program can set others in a pause
                 self._thresholds = thresholds
             self._threads += 1
-            self._is_paused = True
             gc.set_threshold(0)
 
     def end(self) -> None:
         with self._lock:
-            # A pause that was begun before a fork has ended already.
-            self._threads = max(self._threads - 1, 0)
-            if self._threads == 0:
+            if self._threads == 1:
                 self._restore()
+            self._threads = max(self._threads - 1, 0)  # a pause begun before a fork has ended already
 
     def end_in_child(self) -> None:
         """End it in a forked child, which has none of the threads."""
         self._lock = threading.Lock()
-        self._threads = 0
-        self._restore()
+        if self._threads > 0:
+            self._restore()
+            self._threads = 0
 
     def _restore(self) -> None:
-        if self._is_paused and gc.get_threshold()[0] == 0:  # else the program has set others
+        if gc.get_threshold()[0] == 0:  # else the program has set others
             gc.set_threshold(*self._thresholds)
-        self._is_paused = False
 
 
 _pause = _Pause()

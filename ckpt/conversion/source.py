@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import math
 import os
 from abc import ABC, abstractmethod
@@ -107,7 +108,9 @@ class TensorSource(ABC):
 
     def stored_object(self, name: str) -> bytes:
         """Return a value as `torch.save` writes it."""
-        raise NotImplementedError("files of this format hold no objects")
+        file = io.BytesIO()
+        torch.save(self.load_object(name), file)
+        return file.getvalue()
 
     def nested(self, values: Mapping[str, Any]) -> Any:
         """Put these values into the source's own structure; None if it has none of its own."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import pickle
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -154,11 +153,6 @@ class TorchFileSource(FileSource):
     def load_object(self, name: str) -> Any:
         with self._errors_named():
             return self._real(self._values[name], name)
-
-    def stored_object(self, name: str) -> bytes:
-        buffer = io.BytesIO()
-        torch.save(self.load_object(name), buffer)
-        return buffer.getvalue()
 
     def _real(self, value: Any, name: str) -> Any:
         """Replace the meta tensors in an object, which come from tuples, by real ones."""

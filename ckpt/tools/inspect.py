@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ckpt.backends.registry import open_store
-from ckpt.format.columns import Columns, ObjectRow, TensorColumns
+from ckpt.format.columns import ObjectRow, TensorColumns
 from ckpt.format.dtypes import item_bytes
 from ckpt.format.fqns import has_model, part_of, paths_of
 from ckpt.format.names import rank_of
@@ -181,50 +181,32 @@ def describe(url: str, parts: Sequence[Checkpoint]) -> Inspection:
     """Describe the contents of an open checkpoint."""
     tensors: dict[str, TensorInfo] = {}
     objects: dict[str, ObjectInfo] = {}
-    files: dict[str, tuple[int, int]] = {}
-    for number, part in enumerate(parts):
+    items: Counter[str] = Counter()
+    lengths: Counter[str] = Counter()
+    for number, checkpoint in enumerate(parts):
         prefix = f"rank {number}: " if len(parts) > 1 else ""
-        columns = part.columns
-        for info in _entries(columns, prefix):
-            if isinstance(info, TensorInfo):
-                tensors[info.fqn] = info
+        columns, paths = checkpoint.columns, checkpoint.columns.files
+        with_model = has_model(paths_of(columns.planner_data).values())
+        for name, entry in columns.entries.items():
+            fqn = prefix + name
+            part = part_of(name, is_tensor=isinstance(entry, TensorColumns), has_model=with_model)
+            places: Iterable[tuple[int, int]]
+            if isinstance(entry, ObjectRow):
+                path = paths[entry.file]
+                objects[fqn] = ObjectInfo(fqn, part, rank_of(path), path, entry.offset, entry.length)
+                places = [(entry.file, entry.length)]
             else:
-                objects[info.fqn] = info
-        for file, items, nbytes in _file_sizes(columns):
-            items_before, nbytes_before = files.get(file, (0, 0))
-            files[file] = (items_before + items, nbytes_before + nbytes)
+                nbytes = math.prod(entry.size) * item_bytes(entry.dtype)
+                tensors[fqn] = TensorInfo(fqn, entry.size, entry.dtype, part, nbytes, entry, paths)
+                places = zip(entry.file.tolist(), entry.length.tolist(), strict=True)
+            for file, length in places:
+                items[paths[file]] += 1
+                lengths[paths[file]] += length
+    every_path = (path for checkpoint in parts for path in checkpoint.columns.files)
+    files = {path: (items[path], lengths[path]) for path in every_path if path in items}
     commit = parts[0].commit
-    format_name, version = ("stock", None) if commit is None else ("ckpt-storage", commit.version)
-    return Inspection(url, format_name, version, commit, tensors, objects, files)
-
-
-def _entries(columns: Columns, prefix: str) -> Iterator[TensorInfo | ObjectInfo]:
-    with_model = has_model(paths_of(columns.planner_data).values())
-    for fqn, entry in columns.entries.items():
-        part = part_of(fqn, is_tensor=isinstance(entry, TensorColumns), has_model=with_model)
-        if isinstance(entry, ObjectRow):
-            file = columns.files[entry.file]
-            yield ObjectInfo(prefix + fqn, part, rank_of(file), file, entry.offset, entry.length)
-        else:
-            nbytes = math.prod(entry.size) * item_bytes(entry.dtype)
-            yield TensorInfo(prefix + fqn, entry.size, entry.dtype, part, nbytes, entry, columns.files)
-
-
-def _file_sizes(columns: Columns) -> Iterator[tuple[str, int, int]]:
-    """Yield the number of items and their bytes of each file that has any."""
-    items, nbytes = [0] * len(columns.files), [0] * len(columns.files)
-    for entry in columns.entries.values():
-        rows: Iterable[tuple[int, int]]
-        if isinstance(entry, ObjectRow):
-            rows = [(entry.file, entry.length)]
-        else:
-            rows = zip(entry.file.tolist(), entry.length.tolist(), strict=True)
-        for file, length in rows:
-            items[file] += 1
-            nbytes[file] += length
-    for file, number in enumerate(items):
-        if number:
-            yield columns.files[file], number, nbytes[file]
+    form, version = ("stock", None) if commit is None else ("ckpt-storage", commit.version)
+    return Inspection(url, form, version, commit, tensors, objects, files)
 
 
 def _sums(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:
