@@ -2,8 +2,8 @@
 
 All objects that a commit lists have new names, and are durable before `commit.json` is put in one
 atomic step. Who reads it finds all that it lists, or waits for it on storage that lags; who does not
-find it has no checkpoint. `.metadata`, which stock readers look for, is replaced after that: where
-it is, the commit is, also if the save was killed between the two.
+find it has no checkpoint. `.metadata`, which stock readers look for, is put after that
+(`ckpt.writing.stock_metadata`): where it is, the commit is, also if the save was killed between the two.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import pickle
 from collections.abc import Callable
 
 from ckpt.backends.base import PutMode, Store, put_bytes, read_bytes
-from ckpt.backends.bodies import Body
 from ckpt.consistency import environment
 from ckpt.consistency.seal import PICKLE_SEAL_BYTES, is_sealed_json, is_sealed_pickle
 from ckpt.errors import (
@@ -102,12 +101,7 @@ def _read_whole(store: Store, read: Callable[[], tuple[bytes, bool]]) -> bytes |
 
 
 def publish(
-    store: Store,
-    record: bytes,
-    *,
-    previous: bytes | None,
-    stock_metadata: Body,
-    confirm_timeout_s: float | None = None,
+    store: Store, record: bytes, *, previous: bytes | None, confirm_timeout_s: float | None = None
 ) -> bool:
     """Make the save described by `record` the checkpoint at this place.
 
@@ -116,38 +110,16 @@ def publish(
     Args:
         record: the commit record, whose objects are all durable.
         previous: the commit record found here when the save began; it must still be there.
-        stock_metadata: the new `.metadata`.
         confirm_timeout_s: how long to look for a record whose put got no answer (10 s at most).
 
     Raises:
         CommitConflict: the place does not hold `previous` any more.
         CommitUnknown: the put got no answer, and the record is not to be seen. It may still appear,
-            so nothing that it lists may be deleted. Or the record is there, but may not be durable, or
-            `.metadata` is not there.
+            so nothing that it lists may be deleted. Or the record is there, but may not be durable.
         CommitError: the commit failed; what was committed before still is.
     """
     if read_commit_bytes(store) != previous:
         raise _conflict(store)
-    acknowledged = _put_record(store, record, previous, confirm_timeout_s)
-    try:
-        store.put(STOCK_METADATA_KEY, stock_metadata)
-    except CheckpointError as error:
-        # Who looks for `.metadata` does not find this save: it must not be acknowledged.
-        raise CommitUnknown(
-            f"the checkpoint was committed, but not for stock readers: {error.message}; "
-            "save again, or let `ckpt gc` write .metadata",
-            url=store.url,
-            key=STOCK_METADATA_KEY,
-        ) from error
-    return acknowledged
-
-
-def proves_no_commit(failure: BaseException) -> bool:
-    """Tell whether a failed save was surely not committed. An unexpected error proves nothing."""
-    return isinstance(failure, CheckpointError) and not isinstance(failure, CommitUnknown)
-
-
-def _put_record(store: Store, record: bytes, previous: bytes | None, confirm_timeout_s: float | None) -> bool:
     mode = PutMode.CREATE if previous is None else PutMode.OVERWRITE
     try:
         put_bytes(store, COMMIT_KEY, record, mode=mode)
@@ -182,6 +154,11 @@ def _put_record(store: Store, record: bytes, previous: bytes | None, confirm_tim
             key=COMMIT_KEY,
         ) from failure
     raise CommitError(f"nothing was committed: {failure.message}", url=store.url, key=COMMIT_KEY) from failure
+
+
+def proves_no_commit(failure: BaseException) -> bool:
+    """Tell whether a failed save was surely not committed. An unexpected error proves nothing."""
+    return isinstance(failure, CheckpointError) and not isinstance(failure, CommitUnknown)
 
 
 def _look_for(store: Store, record: bytes, timeout_s: float) -> bytes | None:

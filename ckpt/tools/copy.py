@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from ckpt.backends.base import PutMode, Store, exists, put_bytes, read_bytes
+from ckpt.backends.base import PutMode, Store, exists, read_bytes
 from ckpt.backends.bodies import Body, CheckedBody
 from ckpt.backends.registry import open_store
 from ckpt.consistency.checksums import crc64nvme, crc_text
@@ -35,7 +35,7 @@ from ckpt.errors import (
     NotFound,
 )
 from ckpt.format.names import ObjectName, data_key, manifest_key, rank_directory
-from ckpt.format.records import FORMAT_VERSION, CommitRecord, ManifestRef, RankManifest, encode, read_commit
+from ckpt.format.records import FORMAT_VERSION, ManifestRef, RankManifest, StoredCommit, encode, read_commit
 from ckpt.reading.checkpoint import Checkpoint, ReadSettings
 from ckpt.reading.opening import open_checkpoint, open_parts
 from ckpt.tools.copy_claims import CopyClaims
@@ -48,8 +48,9 @@ from ckpt.transfer.fetcher import StoredFile
 from ckpt.transfer.relay_bodies import RunReader, VerifiedBody
 from ckpt.transfer.reports import ReportBytes, no_report
 from ckpt.transfer.threads import in_order, workers
-from ckpt.writing.coordinator import Coordinator, stock_metadata_of
+from ckpt.writing.coordinator import Coordinator
 from ckpt.writing.save_objects import SaveObjects
+from ckpt.writing.stock_metadata import put_stock_metadata, stock_metadata_of
 
 _BUDGET_BYTES = 256 << 20
 _FILES_AT_ONCE = 4
@@ -152,7 +153,7 @@ class _CheckpointCopy:
     def run(self, overwrite: bool) -> Copied:
         if not overwrite and (same := self._same_commit()) is not None:
             if not exists(self._to, STOCK_METADATA_KEY):  # interrupted right after its commit
-                put_bytes(self._to, STOCK_METADATA_KEY, stock_metadata_of(self._to, same))
+                put_stock_metadata(self._to, same, stock_metadata_of(self._to, same.record))
             self._done.already_there = True
             return self._done
         coordinator = Coordinator(self._to, self._objects)
@@ -196,7 +197,7 @@ class _CheckpointCopy:
 
     # -- the destination -------------------------------------------------------------------------------
 
-    def _same_commit(self) -> CommitRecord | None:
+    def _same_commit(self) -> StoredCommit | None:
         """Read the destination's commit, if that checkpoint is the same by its records."""
         if read_commit(self._to) is None:
             return None
@@ -212,7 +213,7 @@ class _CheckpointCopy:
             theirs_manifest = read_manifest(self._to, ReadSettings(), existing.stored_commit, ref)
             if _content(manifest) != _content(theirs_manifest):
                 return None
-        return theirs
+        return existing.stored_commit
 
     def _find_leftovers(self) -> _Leftovers:
         """List the objects of interrupted copies. Objects that it misses are sent again."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from ckpt.backends.base import ObjectStat, Store, exists, put_bytes, read_bytes
+from ckpt.backends.base import ObjectStat, Store, exists, read_bytes
 from ckpt.backends.registry import open_store
 from ckpt.backends.wrapper import PrefixStore
 from ckpt.consistency import environment
@@ -30,6 +30,8 @@ from ckpt.tools.findings import find_uploads
 from ckpt.tools.ls import find_folders
 
 DEFAULT_GRACE_S = 24 * 3600.0
+_PROMPTLY_S = 10.0
+"""A save puts `.metadata` so soon after its commit; one that comes later may be of a save that had stalled."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Garbage:
     Attributes:
         items: the leftovers that were removed, or would be.
         young: number of leftovers that are younger than the grace period, or of unknown age.
-        restored: folders whose `.metadata` was missing or named leftovers; it was written anew.
+        restored: folders whose `.metadata` was missing or that of another save; it was written anew.
         skipped: folders in which nothing was removed, and why.
     """
 
@@ -164,9 +166,7 @@ class _Collector:
                 left += [stat for key, stat in records.items() if key == STOCK_METADATA_KEY]
             old = [stat for stat in left if self._is_old(stat)]
             self.garbage.young += len(left) - len(old)
-            # A save that died after its commit left none.
-            is_unseen = list(records) == [COMMIT_KEY] and self._is_old(records[COMMIT_KEY])
-            if old or is_unseen:
+            if old or self._lacks_metadata(records):
                 yield _OldObjects(folder.path, commit, old)
 
     def clean(self, store: Store, old: _OldObjects) -> None:
@@ -176,10 +176,10 @@ class _Collector:
             if commit != old.commit:
                 self.garbage.skipped[old.path] = "a save was committed meanwhile"
                 return
-            record = self._record(store, commit)
+            self._record(store, commit)
             metadata = self._old_metadata(store)
-            if record is not None and (metadata is not None or not exists(store, STOCK_METADATA_KEY)):
-                self._restore(store, old.path, record, metadata)
+            if commit is not None and (metadata is not None or not exists(store, STOCK_METADATA_KEY)):
+                self._restore(store, old.path, commit, metadata)
             going = [stat for stat in old.stats if stat.key != STOCK_METADATA_KEY or metadata is not None]
             if not self.dry_run:
                 store.delete([stat.key for stat in going])
@@ -234,16 +234,25 @@ class _Collector:
     def _is_old(self, stat: ObjectStat) -> bool:
         return stat.modified_at_s is not None and stat.modified_at_s < self.now_s - self.grace_s
 
-    def _restore(self, store: Store, path: str, record: CommitRecord, stat: ObjectStat | None) -> None:
-        """Write the committed `.metadata`, if a save that died did not, given the one that is there."""
-        from ckpt.writing.coordinator import stock_metadata_of
+    def _lacks_metadata(self, records: Mapping[str, ObjectStat]) -> bool:
+        """Tell whether `.metadata` may not be that of the commit: missing, or put long after it."""
+        commit, metadata = records.get(COMMIT_KEY), records.get(STOCK_METADATA_KEY)
+        if commit is None or not self._is_old(commit):
+            return False
+        if metadata is None:
+            return True
+        return (metadata.modified_at_s or 0.0) > (commit.modified_at_s or 0.0) + _PROMPTLY_S
 
-        expected = stock_metadata_of(store, record)
+    def _restore(self, store: Store, path: str, commit: StoredCommit, stat: ObjectStat | None) -> None:
+        """Write the committed `.metadata`, if a save that died did not, given the one that is there."""
+        from ckpt.writing.stock_metadata import put_stock_metadata, stock_metadata_of
+
+        expected = stock_metadata_of(store, commit.record)
         if stat and stat.size_bytes == len(expected) and bytes(read_bytes(store, stat.key)) == expected:
             return
         self.garbage.restored.append(path)
         if not self.dry_run:
-            put_bytes(store, STOCK_METADATA_KEY, expected)
+            put_stock_metadata(store, commit, expected)
 
 
 def time_of(store: Store) -> float:

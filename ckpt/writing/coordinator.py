@@ -38,7 +38,7 @@ from ckpt.errors import (
 )
 from ckpt.format.columns import Columns
 from ckpt.format.dcp_view import metadata_of
-from ckpt.format.index import check_columns, decode_index, encode_index
+from ckpt.format.index import check_columns, encode_index
 from ckpt.format.names import index_key, is_our_name, probe_key
 from ckpt.format.planner_data import check_planner_data
 from ckpt.format.records import (
@@ -48,7 +48,6 @@ from ckpt.format.records import (
     StoredCommit,
     decode_manifest,
     encode,
-    manifest_bytes,
     read_commit,
 )
 from ckpt.gc_pause import no_gc
@@ -56,6 +55,7 @@ from ckpt.stock.metadata_writer import pickled_metadata
 from ckpt.transfer.threads import workers
 from ckpt.writing.receipts import RankReceipt, collect
 from ckpt.writing.save_objects import SaveObjects
+from ckpt.writing.stock_metadata import put_stock_metadata
 
 _logger = logging.getLogger(__name__)
 
@@ -180,19 +180,31 @@ class Coordinator:
         )
 
     def _publish(self, record: bytes, stock_metadata: bytes) -> bool:
+        """Commit, then let stock readers find it; return whether the commit was acknowledged."""
+        previous = None if self._previous is None else self._previous.raw
         try:
-            return publish(
-                self._store,
-                record,
-                previous=None if self._previous is None else self._previous.raw,
-                stock_metadata=CheckedBody(stock_metadata),
-                confirm_timeout_s=self._confirm_timeout_s,
+            acknowledged = publish(
+                self._store, record, previous=previous, confirm_timeout_s=self._confirm_timeout_s
             )
+            self._show(record, stock_metadata)
+            return acknowledged
         except CheckpointError:
             raise
         except Exception as error:  # a store that breaks its contract: anything may have happened
             message = f"the commit may or may not have happened: {type(error).__name__}: {error}"
             raise CommitUnknown(message, url=self._store.url) from error
+
+    def _show(self, record: bytes, stock_metadata: bytes) -> None:
+        try:
+            put_stock_metadata(self._store, StoredCommit(record, self._store.url), stock_metadata)
+        except CheckpointError as error:
+            # Who looks for `.metadata` does not find this save: it must not be acknowledged.
+            raise CommitUnknown(
+                f"the checkpoint was committed, but not for stock readers: {error.message}; "
+                "save again, or let `ckpt gc` write .metadata",
+                url=self._store.url,
+                key=STOCK_METADATA_KEY,
+            ) from error
 
     def _retire(self, previous: StoredCommit) -> None:
         """Delete the objects of the replaced checkpoint, as well as it goes."""
@@ -214,17 +226,6 @@ class Coordinator:
         except NotFound:
             return []
         return [file.path for file in decode_manifest(data, url=self._store.url, key=ref.path).files]
-
-
-def stock_metadata_of(store: Store, record: CommitRecord) -> bytes:
-    """Make the `.metadata` that belongs to a commit record."""
-    ref = record.described_by
-    data = bytes(read_bytes(store, ref.path, size_bytes=ref.size_bytes))
-    if not record.has_index:  # format version 1 kept a copy
-        return data
-    stored = functools.partial(manifest_bytes, store, record)
-    columns = decode_index(data, url=store.url, key=ref.path, manifest_bytes=stored)
-    return seal_pickle(pickled_metadata(columns))
 
 
 def _check_ranks(receipts: Sequence[RankReceipt], world_size: int) -> None:

@@ -71,7 +71,7 @@ def clock(subject: Subject) -> Iterator[Finding]:
     if abs(skew_s) <= _SKEW_S:
         yield Finding("clock", Verdict.FINE, result, measured=measured)
         return
-    advice = "ckpt gc judges the age of leftovers by it: choose a grace period that covers the difference; set the clocks"
+    advice = "set the clocks: the ages in `ckpt ls` and `ckpt gc --dry-run` go by that of this machine"
     if abs(skew_s) >= _REFUSED_SKEW_S:
         advice += ". S3 refuses requests that are 15 minutes off"
     yield Finding("clock", Verdict.CAREFUL, result, advice, measured)

@@ -23,10 +23,13 @@ from support.tiers import examples
 import ckpt
 from ckpt.backends.registry import open_store
 from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY
-from ckpt.testing.choices import Choices, Seeded
+from ckpt.format.records import StoredCommit
+from ckpt.testing.choices import Choices, Exhaustive, Seeded
 from ckpt.testing.simulated_objects import Model
+from ckpt.testing.simulated_store import SimulatedStore
 from ckpt.testing.simulator import FAULTS, World
 from ckpt.testing.virtual_time import Process
+from ckpt.writing.stock_metadata import stock_metadata_of
 from simulation.simulated_failures import (
     FindsByListing,
     RankZeroMakesTheDirectory,
@@ -93,6 +96,31 @@ def test_a_fault_at_every_request_and_a_second_attempt(fault: str, deviations: i
 @pytest.mark.parametrize("lag", [0.0, 1.0], ids=["some lags", "some no lag"])
 def test_every_visibility(lag: float, deviations: int, least: int) -> None:
     assert all_schedules(MOUNT, TWO_SAVES, deviations, lag=lag) > least
+
+
+@pytest.mark.parametrize("then", ["save", "delete"])
+def test_metadata_is_that_of_the_commit_whoever_stalls(then: str) -> None:
+    """A save stalls at each of its requests in turn; at its place another is saved, or it is removed."""
+    schedules = late = 0
+    for choices in Exhaustive.all(1):
+        simulation = Simulation(choices, replace(PROMPT, faults={"stall": 1.0}, stall_s=1e5))
+        world = simulation.world
+        with simulated(world):
+            simulation.start_job("a", Plan(1, 1, [("save", URL)]))
+            world.run(until=lambda: any(process.stalled for process in world.processes))  # noqa: B023
+            world.adopt(PROMPT)
+            late += world.truth("step-1/commit.json") is not None
+            simulation.start_job("b", Plan(1, 1, [(then, URL)]))
+            world.run()
+            commit, metadata = (world.truth(f"step-1/{key}") for key in (COMMIT_KEY, STOCK_METADATA_KEY))
+            expected = None
+            if commit is not None:
+                store = SimulatedStore(world, "new", URL)
+                expected = stock_metadata_of(store, StoredCommit(commit, URL).record)
+            assert metadata == expected
+            simulation.finish()
+        schedules += 1
+    assert schedules > late > 2
 
 
 def all_schedules(

@@ -224,8 +224,8 @@ def stalled(choices: Choices, model: Model, *, again: str, before: int) -> Count
             load(simulation, COPY)
             result = result_of(world, "verify", "new", lambda: ckpt.verify(COPY))
             assert isinstance(result, Verification)
-            # A put of `.metadata` can come late, as that of any save; `ckpt gc` writes it anew.
-            assert {damage.kind for damage in result.damages} <= {"stock_metadata"}
+            assert not result.damages
+            assert not (result.warnings and model is PROMPT)  # elsewhere it may have looked too early
     kept = 0 if second.result is None else second.result.kept_files
     return Counter(schedules=1, kept=kept, went_on=not zombie.done or zombie.error is None)
 

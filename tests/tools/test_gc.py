@@ -151,6 +151,21 @@ def test_an_overwriting_save_that_died_after_its_commit(tmp_path: Path) -> None:
     assert run_json("verify", place)["strays"] == []
 
 
+def test_metadata_that_came_long_after_the_commit_is_compared(tmp_path: Path) -> None:
+    """A save stalled after its commit, was replaced, put its `.metadata`, and died."""
+    save(tmp_path)
+    late = (tmp_path / ".metadata").read_bytes()
+    save(tmp_path, 2.0)
+    (tmp_path / ".metadata").write_bytes(late)
+    make_old(tmp_path, 49)
+    assert gc(tmp_path)["restored"] == []
+    make_old(tmp_path)
+    os.utime(tmp_path / "commit.json", (time.time() - 49 * 3600,) * 2)
+    assert gc(tmp_path)["restored"] == [""]
+    assert torch.equal(stock_load(tmp_path), torch.full((10,), 2.0))
+    assert gc(tmp_path)["restored"] == []
+
+
 def test_a_save_again_where_one_died_after_its_commit(tmp_path: Path) -> None:
     save_and_die(tmp_path, "between")
     save(tmp_path, 3.0)

@@ -1,0 +1,65 @@
+"""Write `.metadata`, which stock readers look for, after a commit.
+
+A process can stall right before it puts `.metadata`, until another save has replaced its
+checkpoint. So whoever has put it looks at the commit afterwards, and if that is another one, puts
+the `.metadata` of that. Whoever commits later puts its own later too. So the last put is right,
+unless its process dies before it looks; then `ckpt gc` writes it anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+
+from ckpt.backends.base import Store, put_bytes, read_bytes
+from ckpt.backends.bodies import CheckedBody
+from ckpt.consistency.commit import STOCK_METADATA_KEY, is_foreign
+from ckpt.consistency.seal import seal_pickle
+from ckpt.errors import CheckpointError, NotFound
+from ckpt.format.index import decode_index
+from ckpt.format.records import CommitRecord, StoredCommit, manifest_bytes, read_commit
+from ckpt.stock.metadata_writer import pickled_metadata
+
+_logger = logging.getLogger(__name__)
+
+_MAX_PUTS = 100
+
+
+def put_stock_metadata(store: Store, commit: StoredCommit, stock_metadata: bytes) -> None:
+    """Put the `.metadata` of a commit, or of what has replaced that meanwhile.
+
+    Raises CheckpointError if the first put fails; what follows is `ckpt gc`'s to repeat.
+    """
+    store.put(STOCK_METADATA_KEY, CheckedBody(stock_metadata))
+    try:
+        _follow(store, commit)
+    except CheckpointError as error:
+        _logger.warning(
+            "%s: .metadata may be that of a replaced checkpoint (`ckpt gc` mends it): %s", store.url, error
+        )
+
+
+def _follow(store: Store, described: StoredCommit | None) -> None:
+    """Have `.metadata`, just put for the commit `described`, be that of the commit that is there."""
+    for _ in range(_MAX_PUTS):
+        commit = read_commit(store)
+        if commit == described:
+            return
+        described = commit
+        if commit is not None:
+            with contextlib.suppress(NotFound):  # replaced again
+                put_bytes(store, STOCK_METADATA_KEY, stock_metadata_of(store, commit.record))
+        elif not is_foreign(store):
+            store.delete([STOCK_METADATA_KEY])
+
+
+def stock_metadata_of(store: Store, record: CommitRecord) -> bytes:
+    """Make the `.metadata` that belongs to a commit record."""
+    ref = record.described_by
+    data = bytes(read_bytes(store, ref.path, size_bytes=ref.size_bytes))
+    if not record.has_index:  # format version 1 kept a copy
+        return data
+    stored = functools.partial(manifest_bytes, store, record)
+    columns = decode_index(data, url=store.url, key=ref.path, manifest_bytes=stored)
+    return seal_pickle(pickled_metadata(columns))
