@@ -178,8 +178,8 @@ class FsspecConnection:
             raise _kind(error)(shown, url=self.url, key=key, settled=settled) from cause
 
     def _secrets(self) -> list[str]:
-        user_info = re.search(r"://([^/@]*)@", self._target)
-        return [*_texts_in(self._options), *(user_info[1].split(":") if user_info else ())]
+        user_info = re.search("://([^/:]*):?([^/]*)@", self._target)
+        return [*_texts_in(self._options), *(user_info.groups() if user_info else ())]
 
 
 def _texts_in(options: Mapping[str, Any]) -> Iterator[str]:

@@ -9,7 +9,7 @@ from typing import Any
 from ckpt.errors import ConfigurationError
 
 _SIGNATURE = re.compile(r"(?<=Signature=)[0-9a-fA-F]{64}")
-_USER_INFO = re.compile(r"(?<=://)[^/@]*@")
+_USER_INFO = re.compile(r"(?<=://)[^/]*@")
 _SDK_NAMES = {
     "aws_access_key_id": "key",
     "aws_secret_access_key": "secret",
