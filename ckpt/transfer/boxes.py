@@ -47,7 +47,7 @@ def tiled_box(boxes: Sequence[Box]) -> Box | None:
 
 def tiling_fault(boxes: Sequence[Box], size: Sequence[int]) -> str | None:
     """Say in words why `boxes` do not fill an array of `size`, each element once; None if they do."""
-    begin, end = (0,) * len(size), tuple(size)
+    end = tuple(size)
     if 0 in size:
         return None
     boxes = [box for box in boxes if all(start < stop for start, stop in zip(*box, strict=True))]
@@ -56,24 +56,18 @@ def tiling_fault(boxes: Sequence[Box], size: Sequence[int]) -> str | None:
     for starts, stops in boxes:
         if any(stop > limit for stop, limit in zip(stops, size, strict=True)):
             return f"the chunk at {_span((starts, stops))} is not inside of {end}"
-    if tiled_box(boxes) == (begin, end):
-        return None
-    fault = _first_fault(boxes, end)
-    if fault is None:
-        return "its chunks leave gaps, or overlap"
-    count, box = fault
-    return f"{_span(box)} is not stored" if count == 0 else f"{_span(box)} is stored {count} times"
+    return None if tiled_box(boxes) == ((0,) * len(size), end) else _first_fault(boxes, end)
 
 
-def _first_fault(boxes: Sequence[Box], size: tuple[int, ...]) -> tuple[int, Box] | None:
-    """Find a region that is not stored once, and how often it is; None if that would take too long."""
+def _first_fault(boxes: Sequence[Box], size: tuple[int, ...]) -> str | None:
+    """Name a region that is not stored once; None if there is none."""
     cuts = [
         sorted({0, size[d], *(box[0][d] for box in boxes), *(box[1][d] for box in boxes)})
         for d in range(len(size))
     ]
     cells = math.prod(len(cut) - 1 for cut in cuts)
     if cells > _MAX_CELLS or len(size) > 32 or cells * len(boxes) > _MAX_CORNERS * 16:
-        return None
+        return "its chunks leave gaps, or overlap"
     counts = np.zeros([len(cut) - 1 for cut in cuts], dtype=np.int64)
     for starts, stops in boxes:
         ranges = zip(cuts, starts, stops, strict=True)
@@ -84,7 +78,8 @@ def _first_fault(boxes: Sequence[Box], size: tuple[int, ...]) -> tuple[int, Box]
     cell = tuple(wrong[0].tolist())
     begin = tuple(cut[i] for cut, i in zip(cuts, cell, strict=True))
     end = tuple(cut[i + 1] for cut, i in zip(cuts, cell, strict=True))
-    return int(counts[cell]), (begin, end)
+    how = f"stored {counts[cell]} times" if counts[cell] else "not stored"
+    return f"{_span((begin, end))} is {how}"
 
 
 def _span(box: Box) -> str:

@@ -24,7 +24,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckpt
 from ckpt.errors import FormatError
-from ckpt.transfer.boxes import Box, tiled_box
+from ckpt.transfer.boxes import Box, tiled_box, tiling_fault
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -133,6 +133,13 @@ def test_tiled_box_is_right(seed: int) -> None:
     places = set(itertools.product(*(range(b, e) for b, e in zip(begin, end, strict=True))))
     fits = count.keys() == places and set(count.values()) == {1}
     assert tiled_box(boxes) == ((begin, end) if fits else None)
+
+
+def test_chunks_of_very_many_dimensions_are_whole() -> None:
+    corners = list(itertools.product((0, 1), repeat=13))
+    boxes: list[Box] = [(corner, tuple(begin + 1 for begin in corner)) for corner in corners]
+    assert tiling_fault(boxes, [2] * 13) is None
+    assert tiling_fault(boxes[1:], [2] * 13) == f"[{', '.join(['0:1'] * 13)}] is not stored"
 
 
 @pytest.mark.parametrize(
