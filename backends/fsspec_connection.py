@@ -28,6 +28,7 @@ from ckpt.errors import (
 )
 
 LOCAL = frozenset({"file", "local"})
+HTTP = frozenset({"http", "https"})
 _ONE_AT_A_TIME = frozenset({"ftp"})  # threads cannot share its one connection
 # Options that may be quoted in messages; any other text among them may be a credential.
 _HARMLESS = frozenset(
@@ -90,14 +91,13 @@ class FsspecConnection:
             return self._opened
 
     def _connect(self) -> tuple[Any, str]:
-        scheme = f"{self.protocol}://"
         known_protocols(self.protocol)
         import fsspec
 
         try:
             fs, root = fsspec.core.url_to_fs(self._target, skip_instance_cache=True, **self._options)
         except (ImportError, ValueError, TypeError) as error:
-            text = f"{scheme}: {type(error).__name__}: {error}"
+            text = f"{self.protocol}://: {type(error).__name__}: {error}"
             shown, cause = scrub_error(error, text, self._secrets())
             raise ConfigurationError(shown, url=self.url) from cause
         return fs, root.rstrip("/")
@@ -179,7 +179,8 @@ class FsspecConnection:
 
     def _secrets(self) -> list[str]:
         user_info = re.search("://([^/:]*):?([^/]*)@", self._target)
-        return [*_texts_in(self._options), *(user_info.groups() if user_info else ())]
+        query = re.split("[?#]", self._target, maxsplit=1)[1:] if self.protocol in HTTP else ()
+        return [*_texts_in(self._options), *(user_info.groups() if user_info else ()), *query]
 
 
 def _texts_in(options: Mapping[str, Any]) -> Iterator[str]:

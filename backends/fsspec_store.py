@@ -28,15 +28,9 @@ from ckpt.backends.base import (
 )
 from ckpt.backends.bodies import Body, body_errors_unchanged, fill, open_part
 from ckpt.backends.cancellable_reads import Reads
-from ckpt.backends.fsspec_connection import LOCAL, FsspecConnection
+from ckpt.backends.fsspec_connection import HTTP, LOCAL, FsspecConnection
 from ckpt.backends.fsspec_listings import forget_listings
-from ckpt.errors import (
-    AccessDenied,
-    NotFound,
-    StorageError,
-    StorageUnavailable,
-    Truncated,
-)
+from ckpt.errors import AccessDenied, NotFound, StorageError, StorageUnavailable, Truncated
 
 _TEMPORARY = re.compile(r"\.[0-9a-f]{16}\.ckpt-tmp$")
 _S3 = frozenset({"s3", "s3a"})
@@ -44,7 +38,6 @@ _S3 = frozenset({"s3", "s3a"})
 _OBJECT_STORES = _S3 | {"gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci", "memory"}
 # Their rmdir removes only empty directories; pyarrow's (HDFS) removes the contents too.
 _EMPTY_ONLY = LOCAL | {"sftp", "ssh"}
-_HTTP = frozenset({"http", "https"})
 
 
 class FsspecStore(Store):
@@ -152,7 +145,7 @@ class FsspecStore(Store):
             data, failure = memoryview(b""), error
         is_size_right = data.nbytes == stop - offset
         # A web server that ignores ranges sends the whole file, which can be as long as the range.
-        if is_size_right and not (offset and files.protocol in _HTTP):
+        if is_size_right and not (offset and files.protocol in HTTP):
             return data
         where: dict[str, Any] = {"url": self.url, "key": key, "start": offset, "stop": stop}
         size = self.stat(key).size_bytes

@@ -23,7 +23,7 @@ from ckpt.backends.base import PutMode, put_bytes
 from ckpt.backends.options import redact_url
 from ckpt.backends.registry import open_store
 from ckpt.conversion.endpoints import Endpoint
-from ckpt.errors import CheckpointError, ConfigurationError
+from ckpt.errors import CheckpointError, ConfigurationError, NotFound
 
 TOKEN = "session-token-that-is-secret"
 
@@ -115,6 +115,19 @@ def test_user_info_in_urls(tmp_path: Path) -> None:
             with pytest.raises(ConfigurationError, match="must be a plain URL") as wrong:
                 open_store("s3://bucket/x", options)
             assert "secret-pw" not in str(wrong.value)
+
+
+class _Missing(Handler):
+    def serve(self) -> None:
+        self.answer(404, {}, b"")
+
+
+def test_queries_of_urls() -> None:
+    with http_server(_Missing) as port:
+        store = open_store(f"http://127.0.0.1:{port}/run?token=secret-pw")
+        with pytest.raises(NotFound) as caught:
+            store.stat("k")
+    assert "secret-pw" not in "".join(traceback.format_exception(caught.value))
 
 
 def test_representations_show_no_options() -> None:
