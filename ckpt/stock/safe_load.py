@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import pickle
+import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,12 +14,13 @@ import torch
 from ckpt.errors import FormatError, UnsafeContent
 from ckpt.stock.item_archive import check_archive
 from ckpt.stock.item_files import MemoryFile
-from ckpt.stock.pickle_names import unsafe_names
+from ckpt.stock.pickle_names import is_safe, name_of_today
 
 _MAX_GROWTH = 4
 _SLACK_BYTES = 1 << 20
 _REASONS = ("Unsupported global:", "Unsupported operand", "Unsupported class", "WeightsUnpickler error:")
-
+_GLOBAL = re.compile(rb"c([\w.]+)\n([\w.]+)\n")
+_SEARCHED_BYTES = 64 << 10
 
 _lock = threading.Lock()
 
@@ -66,29 +67,27 @@ def load_tensor_item(file: MemoryFile, *, fqn: str, url: str, key: str) -> torch
     return value
 
 
-def refused_names(data: memoryview) -> set[str]:
-    """Find classes and functions, named in an object's pickle, for which a load may refuse it."""
-    return unsafe_names(data) - _INERT.keys()
+def refused_names(pickled: memoryview) -> set[str]:
+    """Search the begin of an object's pickle for names that a load may refuse; texts may look like some."""
+    pairs = _GLOBAL.findall(pickled[:_SEARCHED_BYTES])
+    names = {name_of_today(module.decode(), name.decode()) for module, name in pairs}
+    return {name for name in names - _INERT.keys() if not is_safe(name)}
 
 
-def is_refused(data: memoryview) -> bool:
+def is_refused(pickled: memoryview) -> bool:
     """Tell whether a load will refuse this pickle of an object, which was made here."""
     try:
-        _load(MemoryFile(bytearray(data)), "", "", "", "", "")
-    except UnsafeContent:
+        _load_checked(MemoryFile(pickled))
+    except (pickle.UnpicklingError, UnsafeContent):
         return True
-    except FormatError:
+    except Exception:  # it is another kind of error
         return False
     return False
 
 
 def _load(file: MemoryFile, fqn: str, url: str, key: str, unsafe: str, advice: str) -> Any:
     try:
-        try:
-            return _load_checked(file)
-        except pickle.UnpicklingError:
-            with _inert_allowed():
-                return _load_checked(file)
+        return _load_checked(file)
     except pickle.UnpicklingError as error:
         raise UnsafeContent(f"{fqn!r} {unsafe} ({reason(error)})", advice=advice, url=url, key=key) from None
     except (UnsafeContent, FormatError) as error:
@@ -98,17 +97,19 @@ def _load(file: MemoryFile, fqn: str, url: str, key: str, unsafe: str, advice: s
 
 
 def _load_checked(file: MemoryFile) -> Any:
+    try:
+        return _load_safe(file)
+    except pickle.UnpicklingError:
+        # torch keeps such a rule for all threads until it is taken back.
+        with _lock, torch.serialization.safe_globals([(make, name) for name, make in _INERT.items()]):
+            return _load_safe(file)
+
+
+def _load_safe(file: MemoryFile) -> Any:
     file.seek(0)
     check_archive(file)
     file.seek(0)
     return torch.load(file, map_location="cpu", weights_only=True)  # type: ignore[arg-type]
-
-
-@contextlib.contextmanager
-def _inert_allowed() -> Iterator[None]:
-    """Let `torch.load` make what is inert; torch keeps such a rule for all threads until it is taken back."""
-    with _lock, torch.serialization.safe_globals([(make, name) for name, make in _INERT.items()]):
-        yield
 
 
 class _InertFile(io.BytesIO):
