@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ckpt.torch_private import StorageInfo
+from ckpt.transfer.boxes import span
 from ckpt.transfer.fetcher import StoredFile
 from ckpt.transfer.pieces import MemorySink, Piece
 
@@ -57,9 +58,8 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the address of the first element, and the one behind the last."""
     if tensor.numel() == 0 or tensor.device.type == "meta":
         return 0, 0
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    span = 1 + sum((size - 1) * stride for size, stride in steps)
-    return tensor.data_ptr(), tensor.data_ptr() + span * tensor.element_size()
+    begin = tensor.data_ptr()
+    return begin, begin + span(tensor.shape, tensor.stride()) * tensor.element_size()
 
 
 @dataclass

@@ -22,6 +22,11 @@ _MAX_CORNERS = 1 << 24
 _MAX_CELLS = 1 << 18
 
 
+def span(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Count the elements from the first to the last of an array, with the gaps between."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+
+
 def tiled_box(boxes: Sequence[Box]) -> Box | None:
     """Find the box that `boxes` fill without gap or overlap; None if there is none, or it takes too long to tell.
 
@@ -55,7 +60,7 @@ def tiling_fault(boxes: Sequence[Box], size: Sequence[int]) -> str | None:
         return "nothing of it is stored"
     for starts, stops in boxes:
         if any(stop > limit for stop, limit in zip(stops, size, strict=True)):
-            return f"the chunk at {_span((starts, stops))} is not inside of {end}"
+            return f"the chunk at {_shown((starts, stops))} is not inside of {end}"
     return None if tiled_box(boxes) == ((0,) * len(size), end) else _first_fault(boxes, end)
 
 
@@ -79,10 +84,10 @@ def _first_fault(boxes: Sequence[Box], size: tuple[int, ...]) -> str | None:
     begin = tuple(cut[i] for cut, i in zip(cuts, cell, strict=True))
     end = tuple(cut[i + 1] for cut, i in zip(cuts, cell, strict=True))
     how = f"stored {counts[cell]} times" if counts[cell] else "not stored"
-    return f"{_span((begin, end))} is {how}"
+    return f"{_shown((begin, end))} is {how}"
 
 
-def _span(box: Box) -> str:
+def _shown(box: Box) -> str:
     return f"[{', '.join(f'{start}:{stop}' for start, stop in zip(*box, strict=True))}]"
 
 

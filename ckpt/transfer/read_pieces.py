@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from ckpt.format.stored_tensor import StoredTensor
+from ckpt.transfer.boxes import span
 from ckpt.transfer.pieces import MemorySink, Piece
 from ckpt.transfer.tensor_memory import copy_elements, flat_pairs, has_memory_view, memory_of, tensor_over
 
@@ -84,7 +85,7 @@ def _box_pieces(
 ) -> Iterator[Piece]:
     """List the pieces of a box of the file that begins at byte `start` and has the shape of `target`."""
     shape, itemsize = target.shape, dtype.itemsize
-    span_bytes = _span(shape, strides) * itemsize
+    span_bytes = span(shape, strides) * itemsize
     if span_bytes == target.numel() * itemsize:  # one run without gaps
         if target.dtype == dtype and has_memory_view(target):
             yield Piece(start, start + span_bytes, MemorySink(memory_of(target)))
@@ -92,7 +93,7 @@ def _box_pieces(
         if start % itemsize == 0:
             yield Piece(start, start + span_bytes, _FlatSink(target, dtype))
             return
-    row_bytes = _span(shape[1:], strides[1:]) * itemsize if shape else itemsize
+    row_bytes = span(shape[1:], strides[1:]) * itemsize if shape else itemsize
     step_bytes = strides[0] * itemsize if shape else itemsize
     sparse = bool(shape) and step_bytes - row_bytes > _WORTH_SKIPPING_BYTES
     if span_bytes <= _STRIDED_BYTES and not sparse:
@@ -105,11 +106,6 @@ def _box_pieces(
             yield from _box_pieces(start + row * step_bytes, dtype, strides[1:], rows[0])
         else:
             yield from _box_pieces(start + row * step_bytes, dtype, strides, rows)
-
-
-def _span(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Count the elements from the first to the last of a box, with the gaps between."""
-    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
 def _elements(data: memoryview, dtype: torch.dtype) -> torch.Tensor:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from ckpt.torch_private import is_zero_tensor
-from ckpt.transfer.boxes import flat_boxes
+from ckpt.transfer.boxes import flat_boxes, span
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -39,11 +39,8 @@ def _end_byte(tensor: torch.Tensor) -> int:
     """Tell where in its storage the last element ends."""
     if tensor.numel() == 0:
         return 0
-    if tensor.is_contiguous():
-        return int(tensor.storage_offset() + tensor.numel()) * tensor.element_size()
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    last = int(tensor.storage_offset()) + sum((size - 1) * stride for size, stride in steps)
-    return (last + 1) * tensor.element_size()
+    elements = tensor.numel() if tensor.is_contiguous() else span(tensor.shape, tensor.stride())
+    return (int(tensor.storage_offset()) + elements) * tensor.element_size()
 
 
 def has_memory_view(tensor: torch.Tensor) -> bool:
