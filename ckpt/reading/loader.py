@@ -194,14 +194,10 @@ class Loader:
     def _untransformed(self, item: ReadItem, info: StorageInfo, data: bytearray, max_bytes: int) -> bytearray:
         if not info.transform_descriptors:
             return data
-        return untransformed(
-            data,
-            info.transform_descriptors,
-            max_bytes=max_bytes,
-            fqn=item.storage_index.fqn,
-            url=self._store.url,
-            key=info.relative_path,
-        )
+        try:
+            return untransformed(data, info.transform_descriptors, max_bytes)
+        except FormatError as error:
+            raise self._fault(info, f"{item.storage_index.fqn!r} {error.message}") from error
 
     # -- the tensors in items -----------------------------------------------------------------------------
 

@@ -13,9 +13,7 @@ _MAX_EXTENSIONS = 4
 _STEP_BYTES = 4 << 20
 
 
-def untransformed(
-    data: bytearray, descriptors: Sequence[str], *, max_bytes: int, fqn: str, url: str, key: str
-) -> bytearray:
+def untransformed(data: bytearray, descriptors: Sequence[str], max_bytes: int) -> bytearray:
     """Undo the extensions in the order of the descriptors, as stock does.
 
     Raises:
@@ -23,22 +21,18 @@ def untransformed(
             `max_bytes`.
     """
     if len(descriptors) > _MAX_EXTENSIONS:
-        raise FormatError(f"{fqn!r} is said to be transformed {len(descriptors)} times", url=url, key=key)
+        raise FormatError(f"is said to be transformed {len(descriptors)} times")
     try:
         extensions = ExtensionRegistry().from_descriptor_list(descriptors)
     except Exception as error:
         names = ", ".join(descriptors)[:200]
-        raise FormatError(
-            f"{fqn!r} needs an extension that cannot be had: {names} ({error})", url=url, key=key
-        ) from error
+        raise FormatError(f"needs an extension that cannot be had: {names} ({error})") from error
     try:
         for extension in extensions:
             if isinstance(extension, StreamTransformExtension):
                 data = _read(extension.transform_from(io.BytesIO(data)), max_bytes)
     except Exception as error:
-        raise FormatError(
-            f"{fqn!r} cannot be expanded: {type(error).__name__}: {error}", url=url, key=key
-        ) from error
+        raise FormatError(f"cannot be expanded: {type(error).__name__}: {error}") from error
     return data
 
 
