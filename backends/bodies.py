@@ -104,13 +104,12 @@ def open_part(body: Body, start: int, stop: int) -> Iterator[Part]:
 @contextlib.contextmanager
 def body_errors_unchanged() -> Iterator[None]:
     """Raise a body's exceptions unchanged: a planner's OSError is not the disk's."""
-    carried: BodyError | None = None
     try:
         yield
+        return
     except BodyError as error:
-        carried = error
-    if carried is not None:  # raised outside of the handler, which would become its context
-        raise carried.error
+        carried = error.error
+    raise carried  # outside of the handler, which would become its context
 
 
 def remaining(buffers: Sequence[memoryview], nbytes: int) -> list[memoryview]:

@@ -224,8 +224,6 @@ class PosixStore(Store):
         except FileExistsError:
             return  # also when this view does not show it yet: the write that follows is the judge
         except FileNotFoundError:
-            if parent == path:
-                raise
             self._make_directory(parent)
             with contextlib.suppress(FileExistsError):
                 os.mkdir(path)

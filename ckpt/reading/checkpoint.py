@@ -8,23 +8,16 @@ import zlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from ckpt.backends.base import Store, check_key, read_bytes
+from ckpt.backends.base import Store, is_key, read_bytes
 from ckpt.consistency.checksums import crc64nvme, crc_text
 from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY
 from ckpt.consistency.seal import unseal_pickle
 from ckpt.consistency.visibility import when_visible
-from ckpt.errors import (
-    CommitConflict,
-    ConfigurationError,
-    FormatError,
-    IntegrityError,
-    Truncated,
-    UnsafeContent,
-)
+from ckpt.errors import CommitConflict, FormatError, IntegrityError, Truncated, UnsafeContent
 from ckpt.format.columns import Columns
 from ckpt.format.index import decode_index
 from ckpt.format.names import ObjectName, is_data_key, manifest_key
@@ -46,18 +39,9 @@ if TYPE_CHECKING:  # what only looks into a checkpoint does not wait for torch
     import torch
     from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
+    from ckpt.torch_private import StorageInfo
+
 T = TypeVar("T")
-
-
-class ItemPlace(Protocol):
-    """Where an item is: DCP's `_StorageInfo`, or a row of the index."""
-
-    @property
-    def relative_path(self) -> str: ...
-    @property
-    def offset(self) -> int: ...
-    @property
-    def length(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -171,26 +155,25 @@ class Checkpoint:
         """Make an error about the checkpoint, or one of its objects."""
         return FormatError(message, url=self.store.url, key=key)
 
-    def prepare(self, infos: Iterable[ItemPlace], threads: Executor) -> None:
+    def prepare(self, infos: Iterable[StorageInfo], threads: Executor) -> None:
         """Fetch facts about the files of these items: manifests, or sizes of stock files."""
         if self.commit is None:
             keys = {info.relative_path for info in infos} - self._files.keys()
             self._files |= {file.key: file for file in threads.map(self._stock_file, sorted(keys))}
             return
-        missing = (info for info in infos if info.relative_path not in self._files)
-        for manifest in threads.map(
-            self._read_manifest, sorted({self._manifest_key(info) for info in missing})
-        ):
+        missing = {self._manifest_key(info) for info in infos if info.relative_path not in self._files}
+        for manifest in threads.map(self._read_manifest, sorted(missing)):
             for file in manifest.files:
                 if self._settings.verify:
-                    stored = StoredFile.verified(file.path, file, manifest.block_size_bytes)
+                    block = manifest.block_size_bytes
+                    stored = StoredFile(file.path, file.size_bytes, block, file.block_crcs())
                 else:
                     stored = StoredFile(file.path, file.size_bytes)
                 self._files[file.path] = stored
             for item in manifest.items:
                 self._items[manifest.files[item.file].path, item.offset] = item
 
-    def file(self, info: ItemPlace) -> StoredFile:
+    def file(self, info: StorageInfo) -> StoredFile:
         """Return the file of an item, after `prepare`. Raises Truncated, or FormatError if unlisted."""
         file = self._files.get(info.relative_path)
         if file is None:
@@ -202,7 +185,7 @@ class Checkpoint:
             raise Truncated(message, url=self.store.url, key=file.key, start=info.offset, stop=stop)
         return file
 
-    def item(self, index: MetadataIndex, info: ItemPlace) -> ItemRecord | None:
+    def item(self, index: MetadataIndex, info: StorageInfo) -> ItemRecord | None:
         """Return the manifest's record of an item, after `prepare`; None in a stock checkpoint.
 
         Raises FormatError if it is another item there: one item is one chunk, however many chunks
@@ -218,14 +201,12 @@ class Checkpoint:
         return item
 
     def _stock_file(self, key: str) -> StoredFile:
-        try:
-            check_key(key)
-        except ConfigurationError as error:
+        if not is_key(key):
             message = f"the metadata names a file outside of the checkpoint: {key[:80]!r}"
-            raise UnsafeContent(message, url=self.store.url) from error
+            raise UnsafeContent(message, url=self.store.url)
         return StoredFile(key, self.store.stat(key).size_bytes)
 
-    def _manifest_key(self, info: ItemPlace) -> str:
+    def _manifest_key(self, info: StorageInfo) -> str:
         name = ObjectName.parse(info.relative_path)
         key = manifest_key(name.rank, name.token) if name is not None and name.kind == "distcp" else ""
         if key not in self._refs:

@@ -51,7 +51,9 @@ def open_checkpoint(store: Store, settings: ReadSettings) -> Checkpoint:
             if again == commit or attempt == _OPEN_ATTEMPTS:
                 raise
             commit = again
-    return _open_stock(store, settings)
+    if is_foreign(store) and (checkpoint := _stock_checkpoint(store, settings)) is not None:
+        return checkpoint
+    raise no_checkpoint(store)
 
 
 def open_parts(store: Store, settings: ReadSettings) -> list[Checkpoint]:
@@ -108,12 +110,6 @@ def _stock_checkpoint(store: Store, settings: ReadSettings) -> Checkpoint | None
     # A tool may have cut off the seal, but the names of the files are ours.
     files = (info.relative_path for info in checkpoint.metadata.storage_data.values())
     return None if any(map(is_data_key, files)) else checkpoint
-
-
-def _open_stock(store: Store, settings: ReadSettings) -> Checkpoint:
-    if is_foreign(store) and (checkpoint := _stock_checkpoint(store, settings)) is not None:
-        return checkpoint
-    raise no_checkpoint(store)
 
 
 def _read_replaceable(store: Store, key: str) -> bytes:

@@ -277,13 +277,14 @@ class _CheckpointCopy:
 
     def _is_right(self, rank: _RankCopy, number: int, threads: Executor | None = None) -> bool:
         record, block = rank.manifest.files[number], rank.manifest.block_size_bytes
-        return self._reader.matches(StoredFile.verified(rank.key(number), record, block), threads)
+        stored = StoredFile(rank.key(number), record.size_bytes, block, record.block_crcs())
+        return self._reader.matches(stored, threads)
 
     def _send(self, file: _FileCopy) -> _FileCopy:
         rank, number = file
         record, block = rank.manifest.files[number], rank.manifest.block_size_bytes
         when_visible = self._checkpoint.when_visible
-        source = StoredFile.verified(record.path, record, block)
+        source = StoredFile(record.path, record.size_bytes, block, record.block_crcs())
         body = VerifiedBody(self._from, source, self._pool, partial(check_wanted, self._stop), when_visible)
         self._put(rank.key(number), body, lambda: self._is_right(rank, number))
         return file

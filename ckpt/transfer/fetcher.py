@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from ckpt.backends.base import Store, transfer_size_bytes
 from ckpt.consistency.checksums import block_crcs
 from ckpt.errors import IntegrityError
-from ckpt.format.records import FileRecord
 from ckpt.transfer.buffer_pool import StagingPool
 from ckpt.transfer.pieces import MemorySink, Piece
 from ckpt.transfer.read_requests import Request, Slice, plan_requests
@@ -36,11 +35,6 @@ class StoredFile:
     size_bytes: int
     block_size_bytes: int = 1
     block_crcs: Sequence[int] | None = None
-
-    @staticmethod
-    def verified(key: str, record: FileRecord, block_size_bytes: int) -> StoredFile:
-        """Describe a file with the checksums of its record."""
-        return StoredFile(key, record.size_bytes, block_size_bytes, record.block_crcs())
 
 
 def read_verified(

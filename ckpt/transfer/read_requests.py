@@ -28,12 +28,7 @@ class Request:
 
 
 def plan_requests(
-    pieces: Iterable[Piece],
-    *,
-    grid_bytes: int,
-    file_bytes: int,
-    gap_bytes: int,
-    request_bytes: int,
+    pieces: Iterable[Piece], *, grid_bytes: int, file_bytes: int, gap_bytes: int, request_bytes: int
 ) -> Iterator[Request]:
     """Plan requests that cover `pieces` of one file, which may overlap.
 
