@@ -73,8 +73,7 @@ def examine(store: Store) -> Candidate:
     try:
         commit = await_commit(store, patience_s)
         if commit is not None:
-            fault = _fault(store, commit, patience_s)
-            return Candidate(fault, created_at_s=created_at_s(commit.record))
+            return Candidate(_fault(store, commit, patience_s), created_at_s=created_at_s(commit.record))
         if is_stock(store):
             return Candidate("it was not written by this library", is_foreign=True)
     except (IntegrityError, FormatError, UnsafeContent) as error:
@@ -135,13 +134,12 @@ class _Listed:
         self._sizes: dict[str, int] = dict.fromkeys((ref.path for ref in record.refs), -1)
         self._files: Counter[str] = Counter()
         self._bytes: Counter[str] = Counter()
-        stems = {_stem(ref) for ref in record.manifests}
         with contextlib.suppress(AccessDenied):
             for stat in store.list():
                 if stat.key in self._sizes:
                     self._sizes[stat.key] = stat.size_bytes
                 name = ObjectName.parse(stat.key)
-                if name is not None and name.kind == "distcp" and name.stem in stems:
+                if name is not None and name.kind == "distcp":
                     self._files[name.stem] += 1
                     self._bytes[name.stem] += stat.size_bytes
 
@@ -157,7 +155,7 @@ class _Listed:
             return f"{error.key}: the commit lists this file, but it is not there"
 
     def _data_fault(self, ref: ManifestRef) -> str | None:
-        stem = _stem(ref)
+        stem = ref.path.removesuffix(".json")
         if (self._files[stem], self._bytes[stem]) == (ref.files, ref.data_bytes):
             return None
         name = ObjectName.parse(ref.path)
@@ -168,7 +166,3 @@ class _Listed:
         if size_bytes == ref.data_bytes:
             return None
         return f"{stem}-*.distcp: {size_bytes} bytes in {ref.files} files, {ref.data_bytes} were written"
-
-
-def _stem(ref: ManifestRef) -> str:
-    return ref.path.removesuffix(".json")

@@ -182,8 +182,7 @@ class CheckpointReader(DcpStorage, StorageReader):
         if checkpoint is None:
             raise CheckpointError("read_data was called before set_up_storage_reader")
         with workers(self._store.threads, "ckpt-read") as threads:
-            loader = Loader(checkpoint, planner, self._pool, threads, self._trusted_objects)
-            loader.run(plan.items)
+            Loader(checkpoint, planner, self._pool, threads, self._trusted_objects).run(plan.items)
         if torch.accelerator.is_available():
             # Other threads have queued copies.
             torch.accelerator.synchronize()

@@ -22,12 +22,8 @@ _Class = tuple[str, str]
 _DCP = "torch.distributed.checkpoint.metadata"
 _METADATA, _STORAGE_META = (_DCP, "Metadata"), (_DCP, "StorageMeta")
 _TENSOR, _OBJECT = (_DCP, "TensorStorageMetadata"), (_DCP, "BytesStorageMetadata")
-_CHUNK, _INDEX, _PROPERTIES = (
-    (_DCP, "ChunkStorageMetadata"),
-    (_DCP, "MetadataIndex"),
-    (_DCP, "TensorProperties"),
-)
-_MEMORY_FORMAT = (_DCP, "_MEM_FORMAT_ENCODING")
+_CHUNK, _INDEX = (_DCP, "ChunkStorageMetadata"), (_DCP, "MetadataIndex")
+_PROPERTIES, _MEMORY_FORMAT = (_DCP, "TensorProperties"), (_DCP, "_MEM_FORMAT_ENCODING")
 _CONTIGUOUS = 0
 """The memory format of every tensor, as that enumeration numbers it."""
 
@@ -63,12 +59,7 @@ class _Writer:
 
     def written(self) -> bytes:
         columns, out = self._columns, self._out
-        storage_meta: dict[str, object] = {
-            "checkpoint_id": None,
-            "save_id": columns.save_id,
-            "load_id": None,
-            "modules": [],
-        }
+        storage_meta = {"checkpoint_id": None, "save_id": columns.save_id, "load_id": None, "modules": []}
         self._define_constants()
         out += [self._get[_METADATA], op.EMPTY_TUPLE, op.NEWOBJ, op.EMPTY_DICT, op.MARK]
         out += [self._get["state_dict_metadata"], op.EMPTY_DICT, op.MARK]
@@ -126,14 +117,13 @@ class _Writer:
             for offset, size in zip(entry.offsets.tolist(), entry.sizes.tolist(), strict=True):
                 out += (self._chunk_begin, self._one_size(offset), self._chunk_middle, self._one_size(size))
                 out.append(op.SETITEMS + op.BUILD)
-            out += [op.APPENDS, op.SETITEMS, op.BUILD]
-            return
-        for rows in _batches(len(entry.file)):
-            out.append(_rows(
-                self._chunk_begin, self._size(entry.offsets[rows]),
-                self._chunk_middle, self._size(entry.sizes[rows]),
-                op.SETITEMS + op.BUILD,
-            ))  # fmt: skip
+        else:
+            for rows in _batches(len(entry.file)):
+                out.append(_rows(
+                    self._chunk_begin, self._size(entry.offsets[rows]),
+                    self._chunk_middle, self._size(entry.sizes[rows]),
+                    op.SETITEMS + op.BUILD,
+                ))  # fmt: skip
         out += [op.APPENDS, op.SETITEMS, op.BUILD]
 
     def _locate(self, fqn: str, entry: TensorColumns | ObjectRow) -> None:

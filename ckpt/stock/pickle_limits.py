@@ -116,8 +116,7 @@ class _Walk:
             elif opcode.name in actions:
                 actions[opcode.name](argument)
             else:
-                text = f"a pickle with opcode {ord(opcode.code):#04x}, which torch never writes"
-                raise UnsafeContent(text)
+                raise UnsafeContent(f"a pickle with opcode {ord(opcode.code):#04x}, which torch never writes")
 
     def _actions(self) -> Mapping[str, Callable[[Any], None]]:
         push = self._push
@@ -276,8 +275,7 @@ def _item_bytes(storage: str) -> int:
     module, _, name = storage.rpartition(".")
     if name == "UntypedStorage":
         return 1
-    is_torch = module in ("torch", "torch.storage", "torch.cuda")
-    _require(is_torch, f"with a storage of kind {storage[:80]}")
+    _require(module in ("torch", "torch.storage", "torch.cuda"), f"with a storage of kind {storage[:80]}")
     return storage_dtype(name).itemsize
 
 
