@@ -122,8 +122,7 @@ class RawRequests(Protocol):
     def put(self, key: str, body: Body, *, create: bool = False, part_size_bytes: int | None = None) -> bool:
         """Put an object, in parts if their size is given; False if the server cannot.
 
-        Raises:
-            AlreadyExists: with `create`, if the server says so.
+        Raises AlreadyExists with `create`, if the server says so.
         """
 
     def learn(self, condition: Condition | None) -> None:
@@ -292,8 +291,7 @@ def transfer_size_bytes(threads: int) -> int:
 def part_size_bytes(nbytes: int, wanted_bytes: int, capabilities: Capabilities) -> int:
     """Return the size of every part but the last: a multiple of 1 MiB within the store's limits.
 
-    Raises:
-        ConfigurationError: no part size can hold `nbytes` in this store.
+    Raises ConfigurationError if no part size can hold `nbytes` in this store.
     """
     if nbytes > capabilities.max_object_size_bytes:
         limit_gib = capabilities.max_object_size_bytes / 2**30
@@ -320,10 +318,9 @@ def put_bytes(store: Store, key: str, data: bytes, *, mode: PutMode = PutMode.OV
 def read_bytes(
     store: Store, key: str, *, size_bytes: int | None = None, max_bytes: int = 1 << 30
 ) -> bytearray:
-    """Read a whole small object. Its size is checked before memory is allocated.
+    """Read a whole small object; its size is checked before memory is allocated.
 
-    Raises:
-        IntegrityError: its size is not `size_bytes`, or over `max_bytes`.
+    Raises IntegrityError if it is not `size_bytes`, or over `max_bytes`.
     """
     size = store.stat(key).size_bytes
     if size_bytes is not None and size != size_bytes:

@@ -55,11 +55,7 @@ def known_protocols(wanted: str) -> set[str]:
 
 
 class FsspecConnection:
-    """A file system and a root in it.
-
-    Attributes:
-        turn: held by whoever uses a file system that serves one thread at a time.
-    """
+    """A file system and a root in it; users of one that serves one thread at a time hold `turn`."""
 
     def __init__(self, url: str, options: Mapping[str, Any] | None) -> None:
         self._given_url, self._options = url, dict(options or {})

@@ -77,8 +77,7 @@ def options_dict(storage_options: Mapping[str, Any] | None) -> dict[str, Any]:
 def take_options(scheme: str, options: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Update `defaults` with `options`, whose types must be those of the defaults (None: a str).
 
-    Raises:
-        ConfigurationError: an option is unknown, or of another type. The text shows no values.
+    Raises ConfigurationError, which shows no values, if an option is unknown or of another type.
     """
     unknown = sorted(set(map(str, options)) - set(defaults))
     if unknown:

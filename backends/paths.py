@@ -33,11 +33,7 @@ def path_of(url: str) -> str:
 
 
 def expand_user(path: str) -> str:
-    """Replace a leading `~` or `~user` by the home directory, as a shell would.
-
-    Raises:
-        ConfigurationError: there is no such user.
-    """
+    """Expand `~` and `~user` as a shell would. Raises ConfigurationError if there is no such user."""
     expanded = os.path.expanduser(path)
     if expanded == path and path.startswith("~"):
         user = path[1:].partition("/")[0]

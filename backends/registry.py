@@ -66,10 +66,9 @@ def open_store(
 
 
 def normal_url(url: str | os.PathLike[str]) -> str:
-    """Check the form of a URL or path; return it with its scheme in lower case and `~` expanded.
+    """Return a URL or path with its scheme in lower case and `~` expanded.
 
-    Raises:
-        ConfigurationError: it can name no place.
+    Raises ConfigurationError if it can name no place.
     """
     text = os.fspath(url) if isinstance(url, str | os.PathLike) else None
     if not isinstance(text, str) or not text:

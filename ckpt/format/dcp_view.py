@@ -116,11 +116,7 @@ class StorageTable(Mapping[dcp.MetadataIndex, StorageInfo]):
 
 
 def columns_of(metadata: dcp.Metadata, *, url: str) -> Columns:
-    """Make the columns of any metadata.
-
-    Raises:
-        FormatError: an item is listed without its place, or the other way round.
-    """
+    """Make the columns of any metadata. Raises FormatError if an item has no place, or a place no item."""
     if isinstance(metadata.storage_data, StorageTable):
         return metadata.storage_data.columns
     columns = Columns(planner_data=metadata.planner_data, version=metadata.version)

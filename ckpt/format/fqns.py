@@ -25,8 +25,7 @@ _OTHER = re.compile(
 def part_of(fqn: str, *, is_tensor: bool, has_model: bool) -> str:
     """Guess by its name whether an entry is part of the `weights`, the `optimizer`, or `other`.
 
-    Args:
-        has_model: a tensor beside those that are named like a model's is no weight.
+    With `has_model`, a tensor beside those that are named like a model's is no weight.
     """
     if _OPTIMIZER.search(fqn):
         return "optimizer"

@@ -150,12 +150,7 @@ def decode_manifest(data: bytes | bytearray, *, url: str, key: str) -> RankManif
 
 @dataclass(frozen=True)
 class StoredCommit:
-    """A commit record as it was read: two are equal when their bytes are.
-
-    Attributes:
-        raw: the bytes of `commit.json`, unchecked.
-        url: where it was read.
-    """
+    """A commit record as it was read at `url`: two are equal when their bytes, unchecked, are."""
 
     raw: bytes
     url: str = field(compare=False)
@@ -167,12 +162,7 @@ class StoredCommit:
 
     @functools.cached_property
     def record(self) -> CommitRecord:
-        """Decode it, once.
-
-        Raises:
-            IntegrityError: it is damaged.
-            FormatError: it is not a commit record, or of a version that this library does not know.
-        """
+        """Decode it, once. Raises as `decode_commit`."""
         return decode_commit(self.raw, url=self.url, key=COMMIT_KEY)
 
 

@@ -59,9 +59,7 @@ _decoder = msgspec.json.Decoder(RunRecord)  # made once, before there are thread
 def read_run(store: Store) -> RunRecord | None:
     """Read the record at the store's root; None if there is none.
 
-    Raises:
-        IntegrityError, FormatError: it is damaged, or not understood.
-        StorageError: the storage refused, or could not be reached.
+    Raises IntegrityError (damaged), FormatError (not understood), StorageError.
     """
     try:
         data = read_bytes(store, RUN_KEY, max_bytes=_MAX_BYTES)

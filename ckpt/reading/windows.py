@@ -64,11 +64,9 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 @dataclass
 class Window:
-    """Hold the items that are read together.
+    """Hold the items that are read together; `then` is called in order once all pieces are read.
 
-    Attributes:
-        then: called in order once all pieces are read.
-        extra_bytes: memory that the window itself takes, beyond the targets.
+    `extra_bytes` is memory that the window itself takes, beyond the targets.
     """
 
     pieces: dict[StoredFile, list[Piece]] = field(default_factory=lambda: defaultdict(list))

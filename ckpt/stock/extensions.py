@@ -16,9 +16,7 @@ _STEP_BYTES = 4 << 20
 def untransformed(data: bytearray, descriptors: Sequence[str], max_bytes: int) -> bytearray:
     """Undo the extensions in the order of the descriptors, as stock does.
 
-    Raises:
-        FormatError: an extension is unknown, its data are damaged, or they hold more than
-            `max_bytes`.
+    Raises FormatError if one is unknown, its data are damaged, or they hold more than `max_bytes`.
     """
     if len(descriptors) > _MAX_EXTENSIONS:
         raise FormatError(f"is said to be transformed {len(descriptors)} times")

@@ -32,9 +32,7 @@ class StandIn:
 def load_inert(data: bytes, classes: Mapping[str, Collection[str]]) -> Any:
     """Load a pickle, with a `StandIn` for each instance of `classes` (module -> names).
 
-    Raises:
-        UnsafeContent: it asks for something else.
-        Exception: whatever is wrong with a damaged pickle.
+    Raises UnsafeContent if it asks for something else, and any exception if it is damaged.
     """
     _scan(data)
     return _InertUnpickler(data, classes).load()

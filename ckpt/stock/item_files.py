@@ -62,8 +62,7 @@ class MemoryFile(ItemFile):
 class PagedFile(ItemFile):
     """A file over an item in storage, which fetches the pages that are read, and no more than `max_bytes`.
 
-    Attributes:
-        failure: the error of `read_at`, which torch's parser turns into one of its own.
+    `failure` is the error of `read_at`, which torch's parser turns into one of its own.
     """
 
     def __init__(self, read_at: ReadAt, nbytes: int, *, max_bytes: int = MAX_FRAME_BYTES) -> None:

@@ -49,9 +49,7 @@ class FrameWriter:
 
     They overlap in memory, each a step after the last: torch knows storages by address. No page of it
     is taken up as long as nobody touches it, and none is promised: it may exceed the machine's.
-
-    Args:
-        kinds: dtype and shape of each tensor.
+    `kinds` are the dtype and shape of each.
     """
 
     def __init__(self, kinds: Sequence[tuple[torch.dtype, Sequence[int]]]) -> None:
@@ -75,11 +73,8 @@ class FrameWriter:
     def save(self, value: object) -> list[bytes | int]:
         """Let torch save a value, which holds each tensor once; return the file.
 
-        Returns:
-            Bytes, and between them the number of the tensor whose payload is there.
-
-        Raises:
-            KeyError: torch cannot save one of the dtypes.
+        That is bytes, and between them the number of the tensor whose payload is there. Raises
+        KeyError if torch cannot save one of the dtypes.
         """
         # The option is global; another thread's torch.save at this moment would leave out its CRC-32
         # too, which nothing of torch's reads.

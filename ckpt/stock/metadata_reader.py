@@ -28,9 +28,7 @@ _LAYOUTS = {str(layout): layout for layout in vars(torch).values() if isinstance
 def decode_metadata(data: bytes | bytearray | memoryview, *, url: str, key: str) -> dcp.Metadata:
     """Decode the metadata in a pickle that may be hostile.
 
-    Raises:
-        UnsafeContent: the pickle asks for something that metadata never needs.
-        FormatError: it does not describe metadata.
+    Raises UnsafeContent if it asks for what metadata never needs, FormatError if it is none.
     """
     try:
         with no_gc():

@@ -56,11 +56,7 @@ def safe_value(file: MemoryFile, *, fqn: str, url: str, key: str) -> Any:
 
 
 def load_tensor_item(file: MemoryFile, *, fqn: str, url: str, key: str) -> torch.Tensor:
-    """Load the tensor in a `torch.save` item that is read as a whole.
-
-    Raises:
-        UnsafeContent, FormatError: as `safe_object`, or it is not a tensor.
-    """
+    """Load the tensor in a `torch.save` item that is read whole. Raises as `safe_object`."""
     value = _load(file, fqn, url, key, "is not a tensor of torch's safe types", "")
     if not isinstance(value, torch.Tensor):
         raise FormatError(f"{fqn!r} is a {type(value).__name__} in place of a tensor", url=url, key=key)

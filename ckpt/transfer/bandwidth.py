@@ -14,8 +14,7 @@ _BURST_S = 0.05
 class Pacer:
     """Makes threads wait so that together they send no more than `bytes_per_s`.
 
-    Raises:
-        ConfigurationError: less than 1 MB/s, at which servers take connections for dead.
+    Raises ConfigurationError for less than 1 MB/s, at which servers take connections for dead.
     """
 
     def __init__(self, bytes_per_s: float) -> None:

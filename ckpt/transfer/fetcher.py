@@ -48,11 +48,8 @@ def read_verified(
 ) -> list[int]:
     """Fill `buffers` with a file's bytes from the begin of a block on, and check them.
 
-    Returns:
-        The blocks' checksums; none if the file has none to verify.
-
-    Raises:
-        IntegrityError: a block is damaged, also when it is read again; `fault` says so.
+    Returns the blocks' checksums; none if the file has none to verify. Raises IntegrityError, with
+    `fault` as its text, if a block is damaged, also when it is read again.
     """
     size = file.block_size_bytes
     for attempt in range(1, _ATTEMPTS + 1):

@@ -65,11 +65,7 @@ class BytesPayload(Payload):
 
 
 class TensorPayload(Payload):
-    """A tensor, asked for when its first part is due and let go after its last.
-
-    Args:
-        name: its name in errors.
-    """
+    """A tensor, `name` in errors, asked for when its first part is due and let go after its last."""
 
     def __init__(self, resolve: Callable[[], torch.Tensor], nbytes: int, name: str) -> None:
         self.nbytes = nbytes
@@ -107,8 +103,7 @@ class TensorPayload(Payload):
 class StreamedPayload(Payload):
     """Bytes that are read when their part is due, and only those of the part.
 
-    Args:
-        read: fills the memory of all that is due of a part at once. Payloads of one file share it.
+    `read` fills the memory of all that is due of a part at once. Payloads of one file share it.
     """
 
     def __init__(self, nbytes: int, read: Callable[[Sequence[Due]], None]) -> None:

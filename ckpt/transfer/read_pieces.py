@@ -60,8 +60,7 @@ def region_pieces(
 ) -> Iterator[Piece]:
     """List the pieces that fill `target` with the region of `stored` at `offsets`, of size `lengths`.
 
-    Raises:
-        ValueError: the region is not inside the stored tensor, or `target` has another shape.
+    Raises ValueError if the region is not inside the stored tensor, or `target` has another shape.
     """
     inside = all(0 <= o <= o + n <= size for o, n, size in zip(offsets, lengths, stored.shape, strict=True))
     if not inside or tuple(target.shape) != tuple(lengths):

@@ -23,8 +23,7 @@ RUN_BYTES = 8 << 20
 class VerifiedBody:
     """A data file of another store, every block of which is checked before it is handed on.
 
-    Attributes:
-        check: called before each part; raises when the file is not wanted any more.
+    `check` is called before each part; it raises when the file is not wanted any more.
     """
 
     store: Store

@@ -17,11 +17,8 @@ def plain(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return `tensor` as an ordinary strided tensor over the same memory; None if it is more than that.
 
     Sparse and quantized tensors and subclasses with a dispatch of their own (wrappers without
-    memory) can only be pickled as they are.
-
-    Raises:
-        ValueError: its storage was shrunk, as FSDP1 does with parameters it has freed; there is
-            nothing to save.
+    memory) can only be pickled as they are. Raises ValueError if its storage was shrunk, as FSDP1
+    does with parameters that it has freed: there is nothing to save.
     """
     tensor = tensor.detach()
     if type(tensor) is not torch.Tensor:
