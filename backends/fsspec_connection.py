@@ -13,7 +13,7 @@ from typing import Any
 
 from ckpt.backends.base import check_key
 from ckpt.backends.bodies import BodyError
-from ckpt.backends.options import redact_url, scrub_error
+from ckpt.backends.options import AZURE, redact_url, scrub_error
 from ckpt.backends.paths import is_within
 from ckpt.errors import (
     AccessDenied,
@@ -173,7 +173,8 @@ class FsspecConnection:
             raise _kind(error)(shown, url=self.url, key=key, settled=settled) from cause
 
     def _secrets(self) -> list[str]:
-        user_info = re.search("://([^/:]*):?([^/]*)@", self._target)
+        is_azure = self.protocol in AZURE
+        user_info = None if is_azure else re.search("://([^/:]*):?([^/]*)@", self._target)
         query = re.split("[?#]", self._target, maxsplit=1)[1:] if self.protocol in HTTP else ()
         return [*_texts_in(self._options), *(user_info.groups() if user_info else ()), *query]
 

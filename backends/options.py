@@ -10,6 +10,8 @@ from ckpt.errors import ConfigurationError
 
 _SIGNATURE = re.compile(r"(?<=Signature=)[0-9a-fA-F]{64}")
 _USER_INFO = re.compile(r"(?<=://)[^/]*@")
+AZURE = frozenset({"abfs", "abfss"})
+"""Schemes with a container where others have a user: `abfs://container@account.dfs.core.windows.net/a`."""
 _SDK_NAMES = {
     "aws_access_key_id": "key",
     "aws_secret_access_key": "secret",
@@ -34,12 +36,11 @@ def redact_url(url: str) -> str:
     Elsewhere `?` and `#` are part of a name: `s3://b/a#1` and `s3://b/a` are two places.
     """
     scheme, separator, _ = url.partition("://")
-    if not separator:
+    scheme = scheme.lower().rpartition("+")[2]
+    if not separator or scheme in AZURE:
         return url
     url = _USER_INFO.sub("", url)
-    if scheme.lower().rpartition("+")[2] in ("http", "https"):
-        return re.split(r"[?#]", url, maxsplit=1)[0]
-    return url
+    return re.split(r"[?#]", url, maxsplit=1)[0] if scheme in ("http", "https") else url
 
 
 def scrub(text: str, secrets: Iterable[str]) -> str:

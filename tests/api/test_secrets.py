@@ -96,6 +96,8 @@ def test_user_info_in_urls(tmp_path: Path) -> None:
     assert redact_url("ftp://me:pw@host/a#1?b") == "ftp://host/a#1?b"  # a name, not a fragment
     assert redact_url("s3://bucket/a#b") == "s3://bucket/a#b"
     assert redact_url("s3://bucket/key@2") == "s3://bucket/key@2"
+    azure = "abfs://container@account.dfs.core.windows.net/x"
+    assert redact_url(azure) == azure
     for password in ("secret-pw", "a:@secret-pw"):
         store = open_store(f"fsspec+ftp://me:{password}@127.0.0.1:9/place")
         assert store.url == "fsspec+ftp://127.0.0.1:9/place"
