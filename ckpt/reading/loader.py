@@ -140,19 +140,14 @@ class Loader:
     def _read_whole(
         self, window: Window, file: StoredFile, info: StorageInfo, then: Callable[[bytearray], None]
     ) -> None:
+        key, start, stop = info.relative_path, info.offset, info.offset + info.length
         if info.length > _SMALL_ITEM_BYTES:
             # Before memory is set aside: the records say that it is that long, and may be wrong.
-            self._checkpoint.when_visible(lambda: self._check_length(info))
+            size_bytes = self._checkpoint.when_visible(lambda: self._store.stat(key).size_bytes)
+            if size_bytes < stop:
+                message = f"has {size_bytes} bytes, fewer than the checkpoint's records say"
+                raise Truncated(message, url=self._store.url, key=key, start=start, stop=stop)
         window.read_whole(file, info, then)
-
-    def _check_length(self, info: StorageInfo) -> None:
-        size_bytes = self._store.stat(info.relative_path).size_bytes
-        stop = info.offset + info.length
-        if size_bytes < stop:
-            message = f"has {size_bytes} bytes, fewer than the checkpoint's records say"
-            raise Truncated(
-                message, url=self._store.url, key=info.relative_path, start=info.offset, stop=stop
-            )
 
     def _fault(self, info: StorageInfo, message: str) -> FormatError:
         return self._checkpoint.fault(message, info.relative_path)
@@ -179,9 +174,8 @@ class Loader:
                 info, f"{fqn!r} is {tuple(tensor.size())} where the metadata says {tuple(shape)}"
             )
         try:
-            for dimension, (offset, length) in enumerate(
-                zip(item.storage_offsets, item.lengths, strict=True)
-            ):
+            region = zip(item.storage_offsets, item.lengths, strict=True)
+            for dimension, (offset, length) in enumerate(region):
                 # Not all layouts can be narrowed, even to all they have.
                 if (offset, length) != (0, tensor.size(dimension)):
                     tensor = tensor.narrow(dimension, offset, length)
