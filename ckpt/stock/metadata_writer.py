@@ -59,7 +59,12 @@ class _Writer:
 
     def written(self) -> bytes:
         columns, out = self._columns, self._out
-        storage_meta = {"checkpoint_id": None, "save_id": columns.save_id, "load_id": None, "modules": []}
+        storage_meta: dict[str, object] = {
+            "checkpoint_id": None,
+            "save_id": columns.save_id,
+            "load_id": None,
+            "modules": [],
+        }
         self._define_constants()
         out += [self._get[_METADATA], op.EMPTY_TUPLE, op.NEWOBJ, op.EMPTY_DICT, op.MARK]
         out += [self._get["state_dict_metadata"], op.EMPTY_DICT, op.MARK]
