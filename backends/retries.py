@@ -35,12 +35,8 @@ class RetryPolicy:
 
 
 _PATIENT = RetryPolicy()
-_policy: ContextVar[RetryPolicy] = ContextVar("ckpt_retry_policy", default=_PATIENT)
-
-
-def current_policy() -> RetryPolicy:
-    """Return the policy for a store that is opened here."""
-    return _policy.get()
+current_policy: ContextVar[RetryPolicy] = ContextVar("ckpt_retry_policy", default=_PATIENT)
+"""The policy for a store that is opened here."""
 
 
 @contextlib.contextmanager
@@ -60,8 +56,8 @@ def retry_policy(
             from many at the same time. It must not raise. Without it, the first failure in a row
             to reach a server is logged as a warning.
     """
-    token = _policy.set(RetryPolicy(unreachable_timeout_s, on_retry))
+    token = current_policy.set(RetryPolicy(unreachable_timeout_s, on_retry))
     try:
         yield
     finally:
-        _policy.reset(token)
+        current_policy.reset(token)

@@ -56,7 +56,7 @@ def take_s3_options(
         "max_attempts": 8,
         "connect_timeout_s": 10.0,
         "read_timeout_s": 60.0,
-        "unreachable_timeout_s": float(current_policy().unreachable_timeout_s),
+        "unreachable_timeout_s": float(current_policy.get().unreachable_timeout_s),
         "checksum": "crc64nvme",
         "s3_additional_kwargs": {},
         "client_kwargs": {},

@@ -43,7 +43,7 @@ class Retries:
     def __init__(self, url: str, max_attempts: int, unreachable_timeout_s: float) -> None:
         self.count = 0
         self._url, self._max_attempts, self._timeout_s = url, max_attempts, unreachable_timeout_s
-        self._on_retry = current_policy().on_retry
+        self._on_retry = current_policy.get().on_retry
         self._lock = threading.Lock()
         self._outage: _Outage | None = None
 
