@@ -98,10 +98,12 @@ class StagingPool:
 
     def _allocate(self, nbytes: int) -> memoryview:
         if self._pinned:
-            from ckpt.transfer.tensor_memory import pinned_memory
+            import torch
 
-            if (memory := pinned_memory(nbytes)) is not None:  # it may be unpickled where there is no GPU
-                return memory
+            from ckpt.transfer.tensor_memory import memory_of
+
+            if torch.cuda.is_available():  # it may be unpickled where there is no GPU
+                return memory_of(torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True))
         array = np.empty(nbytes + _ALIGNMENT_BYTES, dtype=np.uint8)
         begin = -array.ctypes.data % _ALIGNMENT_BYTES
         return array.data[begin : begin + nbytes]

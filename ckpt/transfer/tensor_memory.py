@@ -66,13 +66,6 @@ def tensor_over(memory: memoryview) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def pinned_memory(nbytes: int) -> memoryview | None:
-    """Make memory that a GPU reads and writes directly; None if there is no GPU."""
-    if not torch.cuda.is_available():
-        return None
-    return memory_of(torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True))
-
-
 def copy_elements(source: torch.Tensor, target: torch.Tensor, *, non_blocking: bool = False) -> None:
     """Copy a tensor into one of the same shape, cast to its dtype as stock PyTorch does."""
     dtype = _INTEGERS.get(source.element_size())
