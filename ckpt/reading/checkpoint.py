@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import zlib
 from collections.abc import Callable, Iterable
@@ -72,6 +71,7 @@ class Checkpoint:
     """An open checkpoint: one that this library committed, or one of stock PyTorch.
 
     Attributes:
+        settings: how the rest of it is to be read.
         stored_commit, commit: the commit record, as read and decoded; None in a stock checkpoint.
         metadata_key, metadata_bytes: the stored index; in a stock checkpoint `.metadata`.
         located, chunk_sizes: what a load found out about a stock checkpoint: the tensors in its
@@ -89,7 +89,7 @@ class Checkpoint:
         is_shared: bool = False,
     ) -> None:
         """`is_shared`: another rank has decoded this metadata already."""
-        self.store, self._settings = store, settings
+        self.store, self.settings = store, settings
         self.stored_commit, self.metadata_key, self.metadata_bytes = commit, metadata_key, metadata
         self.commit: CommitRecord | None = None if commit is None else commit.record
         self._described = _decode(self.commit, metadata, store, metadata_key, is_shared)
@@ -141,15 +141,9 @@ class Checkpoint:
         commit = StoredCommit(raw, store.url) if raw else None
         return Checkpoint(store, settings, commit, metadata_key, metadata, is_shared=True)
 
-    def with_settings(self, settings: ReadSettings) -> Checkpoint:
-        """Return the same open checkpoint, to be read in another way."""
-        other = copy.copy(self)
-        other._settings = settings
-        return other
-
     def when_visible(self, read: Callable[[], T]) -> T:
         """Call `read` for one of its objects until that is visible. Raises as `read_listed`."""
-        return _when_visible(read, self.store, self._settings, self.stored_commit)
+        return _when_visible(read, self.store, self.settings, self.stored_commit)
 
     def fault(self, message: str, key: str | None = None) -> FormatError:
         """Make an error about the checkpoint, or one of its objects."""
@@ -164,7 +158,7 @@ class Checkpoint:
         missing = {self._manifest_key(info) for info in infos if info.relative_path not in self._files}
         for manifest in threads.map(self._read_manifest, sorted(missing)):
             for file in manifest.files:
-                if self._settings.verify:
+                if self.settings.verify:
                     block = manifest.block_size_bytes
                     stored = StoredFile(file.path, file.size_bytes, block, file.block_crcs())
                 else:
@@ -218,7 +212,7 @@ class Checkpoint:
 
     def _read_manifest(self, key: str) -> RankManifest:
         assert self.stored_commit is not None
-        data = read_listed(self.store, self._settings, self._refs[key], self.stored_commit)
+        data = read_listed(self.store, self.settings, self._refs[key], self.stored_commit)
         manifest = decode_manifest(data, url=self.store.url, key=key)
         stem = key.removesuffix(".json") + "-"
         if not all(file.path.startswith(stem) and is_data_key(file.path) for file in manifest.files):

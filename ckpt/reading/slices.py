@@ -62,8 +62,8 @@ class OpenCheckpoint(contextlib.AbstractContextManager["OpenCheckpoint"]):
         try:
             self.parts = open_parts(self.store, ReadSettings())
             if not wait_for_data:
-                hasty = ReadSettings(visibility_timeout_s=0.0)
-                self.parts = [part.with_settings(hasty) for part in self.parts]
+                for part in self.parts:
+                    part.settings = ReadSettings(visibility_timeout_s=0.0)
             self._columns = [part.columns for part in self.parts]
         except BaseException:
             self.close()
