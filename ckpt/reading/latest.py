@@ -64,10 +64,8 @@ def newest_first(folders: Iterable[str], record: RunRecord) -> list[tuple[int, s
 def examine(store: Store) -> Candidate:
     """Look at the checkpoint at the store's root; storage that may lag is given time to show it.
 
-    Raises:
-        NotFound, NotCommitted: there is none.
-        CommitConflict: it was replaced or removed meanwhile.
-        StorageError: the storage refused, or could not be reached.
+    Raises NotFound or NotCommitted if there is none, CommitConflict if it was replaced or removed
+    meanwhile, StorageError.
     """
     patience_s = 0.0 if store.capabilities.cross_client_visibility else _PATIENCE_S
     try:

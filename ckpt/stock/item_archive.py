@@ -26,11 +26,9 @@ _LITTLE = (None, torch.serialization.LoadEndianness.LITTLE)
 def check_archive(file: ItemFile) -> Any:
     """Return torch's reader of `file`, an archive whose records together are no larger than it.
 
-    Raises:
-        FormatError: records are compressed, share bytes, or have names that torch never gives.
-        UnsafeContent: its pickle names what pickling itself would call, or asks for far more than
-            is stored.
-        Exception: any error of torch's, if it is not an archive.
+    Raises FormatError if records are compressed, share bytes, or have names that torch never gives;
+    UnsafeContent if its pickle names what pickling itself would call, or asks for far more than is
+    stored; and any error of torch's if it is not an archive.
     """
     reader = archive_reader(file)
     names = reader.get_all_records()

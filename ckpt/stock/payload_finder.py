@@ -35,13 +35,9 @@ def locate_payload(read_at: ReadAt, item_offset: int, item_bytes: int) -> Stored
 def load_meta(reader: Any, file: PagedFile, threads: Executor | None = None) -> Any:
     """Load an archive with tensors on the meta device, which know their `checkpoint_offset` in it.
 
-    Args:
-        reader: of the file, from `check_archive`.
-        threads: to fetch the headers of all storages at the same time; torch reads them one by one.
-
-    Raises:
-        FormatError: a storage's bytes are not in the archive as they would be in memory.
-        Exception: any error of `torch.load`.
+    `reader` is that of the file, from `check_archive`. With `threads`, the headers of all storages
+    are fetched at the same time; torch reads them one by one. Raises FormatError if a storage's
+    bytes are not in the archive as they would be in memory, and any error of `torch.load`.
     """
     storages = [name for name in reader.get_all_records() if name.startswith("data/")]
     if threads is not None:

@@ -39,12 +39,8 @@ _PICKLE_HOOKS = frozenset(
 def check_torch_pickle(data: bytes, storage_bytes: Callable[[str], int]) -> None:
     """Refuse `data` unless loading it takes at most a small multiple of its size and of its storages.
 
-    Args:
-        storage_bytes: returns the size of a storage's record by its key.
-
-    Raises:
-        UnsafeContent: it asks for more, or for something that torch's pickles never have.
-        Exception: the pickle is damaged, in any way.
+    `storage_bytes` returns the size of a storage's record by its key. Raises UnsafeContent if it
+    asks for more, or for what torch's pickles never have, and any exception if it is damaged.
     """
     with contextlib.suppress(_Refused):
         _Walk(storage_bytes, _MAX_GROWTH * len(data) + _SLACK).run(data)

@@ -30,11 +30,8 @@ def safe_object(file: MemoryFile, *, fqn: str, url: str, key: str) -> io.BytesIO
 
     DCP's own load planner unpickles with `weights_only=False`. So the object is loaded here with
     `weights_only=True`, and the planner gets our pickle of the result, with tensors on the CPU: no
-    difference between two parsers can let anything through.
-
-    Raises:
-        UnsafeContent: loading it needs more than torch's safe types.
-        FormatError: torch did not save it, or it is far larger than its stored bytes.
+    difference between two parsers can let anything through. Raises UnsafeContent if it needs more
+    than torch's safe types, FormatError if torch did not save it, or it is far larger than stored.
     """
     value = safe_value(file, fqn=fqn, url=url, key=key)
     safe = _Bounded(_MAX_GROWTH * file.nbytes + _SLACK_BYTES)

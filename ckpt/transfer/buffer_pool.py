@@ -48,10 +48,8 @@ class StagingPool:
     def take(self, nbytes: int) -> Iterator[memoryview]:
         """Lend `nbytes` of memory, aligned for any element, its contents arbitrary.
 
-        Raises:
-            ConfigurationError: more than the whole budget.
-            StorageUnavailable: none was given back for ten minutes: the transfers that hold them
-                are stuck.
+        Raises ConfigurationError for more than the whole budget, StorageUnavailable if nothing was
+        given back for ten minutes: the transfers that hold it are stuck.
         """
         if nbytes == 0:
             yield memoryview(bytearray())

@@ -169,9 +169,8 @@ class FileItem:
 class FileBody:
     """The body of a data file (`ckpt.backends.base.Body`), which notes its blocks' checksums as it goes.
 
-    Args:
-        check: called before each part; raises when the file is not wanted any more.
-        pace: called before bytes are sent (`ckpt.backends.base.Part`).
+    `check` is called before each part, and raises when the file is not wanted any more; `pace`
+    before bytes are sent (`ckpt.backends.base.Part`).
     """
 
     has_checksums = True
