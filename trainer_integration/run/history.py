@@ -87,13 +87,9 @@ class History:
         with self._lock:
             self._known = None
 
-    def durable_steps(self) -> list[int]:
-        """List the steps that were committed and are not given up, by the record."""
-        return [checkpoint.step for checkpoint in self._alive()]
-
-    def is_durable(self, path: str) -> bool:
-        """Tell whether the checkpoint in this folder was committed and is not given up, by the record."""
-        return any(checkpoint.path == path for checkpoint in self._alive())
+    def durable(self) -> list[RunCheckpoint]:
+        """List the checkpoints that were committed and are not given up, by the record."""
+        return [checkpoint for checkpoint in self._record().checkpoints if not checkpoint.superseded]
 
     def at(self, step: int) -> list[tuple[int, str]]:
         """List `step` and the folders in which its checkpoint may be, the likeliest first."""
@@ -103,7 +99,7 @@ class History:
 
     def best(self, rule: Best) -> list[tuple[int, str]]:
         """List steps and folders, the best first."""
-        return [(checkpoint.step, checkpoint.path) for checkpoint in rule.ranked(self._alive())]
+        return [(checkpoint.step, checkpoint.path) for checkpoint in rule.ranked(self.durable())]
 
     def examine(self, path: str) -> Candidate:
         """Look at a checkpoint. Raises NotFound, NotCommitted or CommitConflict if it is gone."""
@@ -146,7 +142,7 @@ class History:
             failure: CheckpointError | None = None
             with self._lock:  # a pin that comes meanwhile finds the checkpoint gone, or keeps it
                 kept = self.kept(keep)
-                unkept = (old for old in self._alive() if old.step not in kept and old.path not in stay)
+                unkept = (old for old in self.durable() if old.step not in kept and old.path not in stay)
                 checkpoint = next(unkept, None)
                 if checkpoint is None:
                     return
@@ -159,16 +155,13 @@ class History:
 
     def kept(self, keep: KeepRule) -> dict[int, str]:
         """List the steps that stay, and the rule that keeps each, or that it is pinned."""
-        alive = self._alive()
+        alive = self.durable()
         pinned = {checkpoint.step: "pinned" for checkpoint in alive if checkpoint.pinned}
         return pinned | keep.keeps(alive, time.time())
 
     def metrics(self) -> list[str]:
         """List the names of the metrics that checkpoints have."""
-        return sorted({name for checkpoint in self._alive() for name in checkpoint.metrics})
-
-    def _alive(self) -> list[RunCheckpoint]:
-        return [checkpoint for checkpoint in self._record().checkpoints if not checkpoint.superseded]
+        return sorted({name for checkpoint in self.durable() for name in checkpoint.metrics})
 
     def close(self) -> None:
         self._store.close()

@@ -124,7 +124,7 @@ def restore(
     if step != "latest-valid":
         which = "with the metric" if step == "best" else f"of step {step}"
         raise NotFound(f"there is no durable checkpoint {which}", url=history.place)
-    if steps := ranks.from_first(history.durable_steps):
+    if steps := ranks.from_first(lambda: [checkpoint.step for checkpoint in history.durable()]):
         raise LoadFailed(
             f"{history.place}: {RUN_KEY} lists {_counted(steps)} as committed here, but none is there: copy them too; "
             f"or remove {RUN_KEY} to begin anew",
@@ -201,7 +201,8 @@ class _Search:
 
     def _lost(self, instead: int) -> Iterator[_Choice]:
         """Find what is preferred to the step `instead`, and gone although it is still on record."""
-        lost = [(number, path) for number, path in self._gone if self._history.is_durable(path)]
+        recorded = {checkpoint.path for checkpoint in self._history.durable()}
+        lost = [(number, path) for number, path in self._gone if path in recorded]
         self._gone.clear()
         if lost:
             steps = _counted([number for number, _ in lost])
