@@ -129,7 +129,9 @@ def as_tokens(values: Any, dtype: np.dtype[Any]) -> Tokens:
             f"a document must be one list of integer tokens, not {tokens.ndim}-dimensional {tokens.dtype}"
         )
     if tokens.dtype != dtype and (tokens.min() < limits.min or tokens.max() > limits.max):
-        raise ConfigurationError(f"tokens from {tokens.min()} to {tokens.max()} do not fit {dtype}")
+        raise ConfigurationError(
+            f"tokens from {tokens.min()} to {tokens.max()} do not fit {dtype}; use a wider dtype"
+        )
     return tokens.astype(dtype, copy=False)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt.errors import ConfigurationError, FormatError, NotFound
-from ckpt.trainer_integration.sources import Source, Tokens, fingerprint_of
+from ckpt.trainer_integration.sources import Source, Tokens, as_tokens, fingerprint_of
 
 __all__ = ["TokenFiles", "write_token_file"]
 
@@ -109,13 +109,11 @@ def write_token_file(
     offsets = [0]
     with open(path, "wb") as file:
         for document in documents:
-            tokens = np.asarray(document)
-            limits = np.iinfo(np.dtype(dtype))
-            if tokens.size and (tokens.min() < limits.min or tokens.max() > limits.max):
-                raise ConfigurationError(
-                    f"document {len(offsets) - 1} has tokens that do not fit {np.dtype(dtype)}; pass a wider dtype"
-                )
-            file.write(tokens.astype(dtype).tobytes())
+            try:
+                tokens = as_tokens(document, np.dtype(dtype))
+            except ConfigurationError as error:
+                raise ConfigurationError(f"document {len(offsets) - 1}: {error.message}") from None
+            file.write(tokens.tobytes())
             offsets.append(offsets[-1] + tokens.size)
     np.save(f"{os.fspath(path)}{_OFFSETS}", np.array(offsets, np.int64), allow_pickle=False)
 

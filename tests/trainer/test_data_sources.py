@@ -66,8 +66,12 @@ def test_token_files_that_are_none(tmp_path: Path) -> None:
         TokenFiles([tmp_path / "x.bin"])
     with pytest.raises(ConfigurationError, match="TokenFiles needs at least one path"):
         TokenFiles([])
-    with pytest.raises(ConfigurationError, match="document 1 has tokens that do not fit uint16"):
+    with pytest.raises(
+        ConfigurationError, match=r"document 1: tokens from .* do not fit uint16; use a wider"
+    ):
         write_token_file(tmp_path / "b.bin", [[1], [70_000]])
+    with pytest.raises(ConfigurationError, match=r"document 0: .* integer tokens, not 1-dimensional float64"):
+        write_token_file(tmp_path / "b.bin", [np.array([0.5])])
     (tmp_path / "odd.bin").write_bytes(b"123")
     with pytest.raises(FormatError, match=r"odd\.bin"):
         TokenFiles([tmp_path / "odd.bin"], document_tokens=4)
