@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import posixpath
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 _SCHEMES = {"cos": "s3"}
@@ -19,7 +19,7 @@ _SCHEMES = {"cos": "s3"}
 _logger = logging.getLogger(__name__)
 
 
-def forget_listings(url: str, keys: Iterable[str]) -> None:
+def forget_listings(url: str, keys: Collection[str]) -> None:
     """Drop the listings of the folders that hold `keys` of the store at `url`, and of those above.
 
     Does nothing where fsspec is not imported, and never fails.
@@ -29,18 +29,18 @@ def forget_listings(url: str, keys: Iterable[str]) -> None:
     if fsspec is None or not separator:
         return
     try:
-        folders = _folders_of(f"{root}/{key}" for key in keys)
-        for files in _file_systems(fsspec.AbstractFileSystem, _SCHEMES.get(scheme, scheme)):
-            for folder in folders:
+        scheme = _SCHEMES.get(scheme, scheme)
+        for files in _file_systems(fsspec.AbstractFileSystem, scheme):
+            for folder in _folders(files._strip_protocol(f"{scheme}://{root}"), keys):
                 files.invalidate_cache(folder)
     except Exception as error:  # another program's file system; the save itself is done
         _logger.debug("the listings of %s may be out of date: %s", url, error)
 
 
-def _folders_of(paths: Iterable[str]) -> set[str]:
+def _folders(root: str, keys: Collection[str]) -> set[str]:
     folders: set[str] = set()
-    for path in paths:
-        folder = posixpath.dirname(path)
+    for key in keys:
+        folder = posixpath.dirname(f"{root}/{key}")
         while folder.strip("/") and folder not in folders:
             folders.add(folder)
             folder = posixpath.dirname(folder)

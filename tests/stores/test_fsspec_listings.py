@@ -6,12 +6,14 @@ import functools
 import subprocess
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import s3fs
 import torch
 import torch.distributed.checkpoint as dcp
+from fsspec import AbstractFileSystem
+from fsspec.utils import infer_storage_options
 from support.ranks import run_ranks
 from support.servers import S3Server
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
@@ -86,6 +88,25 @@ def test_a_file_system_that_fails_fails_no_save(s3: S3Server, bucket: str) -> No
     store.delete(["k"])
     store.close()
     Broken.clear_instance_cache()
+
+
+def test_places_are_named_as_the_file_system_names_them() -> None:
+    class Azure(AbstractFileSystem):  # type: ignore[misc]
+        protocol = ("abfs", "abfss")
+        forgotten: ClassVar[list[str]] = []
+
+        @classmethod
+        def _strip_protocol(cls, path: str) -> str:
+            parts = infer_storage_options(path)
+            return str(parts["username"] + parts["path"])
+
+        def invalidate_cache(self, path: str | None = None) -> None:
+            self.forgotten.append(str(path))
+
+    Azure()
+    forget_listings("abfs://container@account.dfs.core.windows.net/run", ["step-1/commit.json"])
+    assert sorted(Azure.forgotten) == ["container", "container/run", "container/run/step-1"]
+    Azure.clear_instance_cache()
 
 
 def test_fsspec_is_not_imported_for_it() -> None:
