@@ -206,12 +206,19 @@ class FsspecStore(Store):
     def _uploads(self, prefix: str) -> Iterator[tuple[ObjectStat, Callable[[], None]]]:
         """List unfinished uploads (their sizes are not known), and how to abort each."""
         files = self._files
-        bucket = files.root.partition("/")[0]
-        for upload in files.fs.list_multipart_uploads(bucket):
-            name, path = upload["Key"], f"{bucket}/{upload['Key']}"
-            if path.startswith(f"{files.root}/{prefix}"):
-                stat = _stat(files.key(path), {"size": 0, "mtime": upload.get("Initiated")})
-                yield stat, functools.partial(files.fs.abort_mpu, bucket, name, upload["UploadId"])
+        bucket, _, start = f"{files.root}/{prefix}".partition("/")
+        last: dict[str, str] = {}
+        before: dict[str, str] | None = None
+        while last != before:  # s3fs itself asks for the first page alone
+            before = last
+            page = files.fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=start, **last)
+            for upload in page.get("Uploads", ()):
+                name = upload["Key"]
+                if page.get("IsTruncated"):
+                    last = {"KeyMarker": name, "UploadIdMarker": upload["UploadId"]}
+                if name.startswith(start):  # not every server honours the prefix
+                    stat = _stat(files.key(f"{bucket}/{name}"), {"size": 0, "mtime": upload.get("Initiated")})
+                    yield stat, functools.partial(files.fs.abort_mpu, bucket, name, upload["UploadId"])
 
     def _temporaries(self, prefix: str) -> Iterator[tuple[ObjectStat, Callable[[], None]]]:
         """List temporary files, as the objects that they would become, and how to remove each."""

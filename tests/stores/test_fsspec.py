@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from support.http_core import Handler, http_server
 from support.servers import free_port
-from support.strict_s3 import strict_s3
+from support.strict_s3 import Upload, strict_s3
 
 import ckpt
 from ckpt.backends.base import PutMode, put_bytes, read_bytes
@@ -126,6 +126,18 @@ def test_the_empty_create_is_conditional() -> None:
             put_bytes(store, "short", b"012345")
         assert server.objects["root/short"] == b"01234"  # it may be another writer's by now
         assert not server.uploads
+        store.close()
+
+
+@pytest.mark.parametrize("scheme", ["s3", "fsspec+s3"])
+def test_a_second_page_of_unfinished_uploads(scheme: str) -> None:
+    with strict_s3() as server:
+        server.uploads |= {f"id-{number}": Upload(f"root/k{number:04}", 0.0) for number in range(1001)}
+        options = {name: server.options[name] for name in ("endpoint_url", "key", "secret")}
+        store = open_store(f"{scheme}://bucket/root", options)
+        assert store.abandon("k", choose=lambda upload: upload.key == "k1000") == 1
+        assert len(server.uploads) == 1000
+        assert "id-1000" not in server.uploads
         store.close()
 
 

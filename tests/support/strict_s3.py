@@ -260,13 +260,22 @@ class _Handler(Handler):
         return 200, {}, answer.encode()
 
     def _ListMultipartUploads(self, request: Request, body: bytes, action: str) -> Reply:
+        """A page of uploads, in the order of names and ids."""
+        after = request.query.get("key-marker", ""), request.query.get("upload-id-marker", "")
+        places = sorted((upload.name, upload_id) for upload_id, upload in self.state.uploads.items())
+        left = [p for p in places if p[0].startswith(request.query.get("prefix", "")) and p > after]
+        page = left[:1000]
         listed = "".join(
-            f"<Upload><Key>{escape(upload.name)}</Key><UploadId>{upload_id}</UploadId>"
-            f"<Initiated>{_date(upload.began_s)}</Initiated></Upload>"
-            for upload_id, upload in self.state.uploads.items()
-            if upload.name.startswith(request.query.get("prefix", ""))
+            f"<Upload><Key>{escape(name)}</Key><UploadId>{upload_id}</UploadId>"
+            f"<Initiated>{_date(self.state.uploads[upload_id].began_s)}</Initiated></Upload>"
+            for name, upload_id in page
         )
-        return 200, {}, f"<ListMultipartUploadsResult>{listed}</ListMultipartUploadsResult>".encode()
+        if is_cut := len(page) < len(left):
+            name, upload_id = page[-1]
+            listed += f"<NextKeyMarker>{escape(name)}</NextKeyMarker>"
+            listed += f"<NextUploadIdMarker>{upload_id}</NextUploadIdMarker>"
+        cut = f"<IsTruncated>{str(is_cut).lower()}</IsTruncated>"
+        return 200, {}, f"<ListMultipartUploadsResult>{cut}{listed}</ListMultipartUploadsResult>".encode()
 
     def _UploadPart(self, request: Request, body: bytes, action: str) -> Reply:
         upload = self._upload(request)
