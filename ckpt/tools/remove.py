@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt.backends.base import Store, read_bytes
+from ckpt.backends.base import Store, exists, read_bytes
 from ckpt.backends.registry import open_store
 from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY, is_foreign
 from ckpt.errors import CommitConflict, FormatError, IntegrityError, NotCommitted, NotFound
@@ -55,17 +55,17 @@ def remove(
             raise _nothing_to_remove(store, commit)
         record = commit.record
         keys = [key for key in _listed(store, record) if is_our_name(key)]
-        # Also if it is not there: storage that lags may not show it yet.
-        first = [COMMIT_KEY] if is_foreign(store) else [STOCK_METADATA_KEY, COMMIT_KEY]
+        stock = [] if is_foreign(store) else [STOCK_METADATA_KEY]
+        visible = [key for key in stock if exists(store, key)]
         if not dry_run:
             if read_commit(store) != commit:
                 text = "another save was committed here meanwhile; nothing was removed"
                 raise CommitConflict(text, url=store.url, key=COMMIT_KEY)
-            for key in first:
-                store.delete([key])
+            store.delete(stock)  # also if it is not there: storage that lags may not show it yet
+            store.delete([COMMIT_KEY])
             store.delete(keys)
             remove_folders(store)
-        return Removed(store.url, record.id, (*first, *keys), record.data_bytes)
+        return Removed(store.url, record.id, (*visible, COMMIT_KEY, *keys), record.data_bytes)
 
 
 def _nothing_to_remove(store: Store, commit: StoredCommit | None) -> NotFound | NotCommitted:

@@ -51,6 +51,13 @@ def test_all_of_a_checkpoint_is_removed(sharded_place: Path, tmp_path: Path) -> 
     assert run("rm", place).code == 3
 
 
+def test_only_what_is_there_is_named(tmp_path: Path) -> None:
+    save(tmp_path / "c")
+    (tmp_path / "c" / ".metadata").unlink()
+    assert ckpt.remove(tmp_path / "c", dry_run=True).keys[0] == "commit.json"
+    assert ".metadata" not in ckpt.remove(tmp_path / "c").keys
+
+
 def test_on_a_terminal_the_newest_is_not_removed_by_mistake(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(tmp_path / f"step-{step}")
