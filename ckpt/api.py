@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -304,11 +304,16 @@ def _open_together(reader: CheckpointReader, ranks: Ranks) -> None:
         reader.adopt(shared)
 
 
+def _is_specific(error: BaseException) -> TypeGuard[CheckpointError]:
+    """Tell whether the type of an error says what is wrong: an interrupt, say, travels as the base class."""
+    return isinstance(error, CheckpointError) and type(error) is not CheckpointError
+
+
 def _load_error(error: CheckpointException, place: str) -> CheckpointError:
-    """Return the first rank's error if it is of this library, else one that names them all."""
+    """Return the first rank's error if its type says what is wrong, else one that names them all."""
     failures = {rank: wrapped[0] for rank, wrapped in error.failures.items()}
     first = failures[min(failures)]
-    if isinstance(first, CheckpointError):
+    if _is_specific(first):
         return first
     return LoadFailed(summary("load", failures), url=place, failures=failures)
 
@@ -344,8 +349,11 @@ def _same_failure(failed: type[SaveFailed | LoadFailed], place: str, ranks: Rank
             wrong.rank = None  # the same argument is wrong everywhere: no rank is at fault
             raise wrong from None
         raise failed(summary(call, failures), url=place, failures=failures) from None
-    except CheckpointError:
-        raise
+    except CheckpointError as error:
+        if _is_specific(error):
+            raise
+        failures = {error.rank or 0: error}
+        raise failed(summary(call, failures), url=place, failures=failures) from None
     except Exception as error:
         message, lost_ranks = lost(call, ranks, error)
         raise failed(message, url=place, failures=lost_ranks) from error

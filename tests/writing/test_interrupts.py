@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 
 import ckpt
 from ckpt.backends import memory
-from ckpt.errors import CheckpointError, SaveFailed
+from ckpt.errors import CheckpointError, LoadFailed, SaveFailed
 from ckpt.trainer_integration import saving
 
 
@@ -65,21 +65,23 @@ def test_in_a_load(method: str, tmp_path: Path) -> None:
         ckpt.load({"t": torch.ones(3)}, tmp_path, planner=planner)
 
 
-def test_in_opening(tmp_path: Path) -> None:
+def test_of_one_rank_in_a_load(tmp_path: Path) -> None:
     ckpt.save({"t": torch.ones(3)}, tmp_path)
-    interrupted, other = run_ranks(2, _interrupted_in_opening, str(tmp_path))
-    assert interrupted == "KeyboardInterrupt"
-    assert other == "rank 0: interrupted: KeyboardInterrupt"
+    for method in ("open", "_read"):
+        interrupted, other = run_ranks(2, _interrupted_load, str(tmp_path), method)
+        assert interrupted == ("KeyboardInterrupt", "")
+        assert other[0] == "LoadFailed"
+        assert other[1].startswith("the load failed: rank 0: ")
+        assert "interrupted: KeyboardInterrupt" in other[1]
 
 
-def _interrupted_in_opening(rank: int, url: str) -> str:
+def _interrupted_load(rank: int, url: str, method: str) -> tuple[str, str]:
     if rank == 0:
-        ckpt.CheckpointReader.open = lambda self: ctrl_c()  # type: ignore
-    try:
+        setattr(ckpt.CheckpointReader, method, lambda *args: ctrl_c())
+    with pytest.raises((CheckpointError, KeyboardInterrupt)) as caught:
         ckpt.load({"t": torch.ones(3)}, url, timeout_s=30)
-    except (CheckpointError, KeyboardInterrupt) as error:
-        return str(error) or type(error).__name__
-    return "loaded"
+    assert not isinstance(caught.value, LoadFailed) or list(caught.value.failures) == [0]
+    return type(caught.value).__name__, str(caught.value)
 
 
 def test_in_the_commit(tmp_path: Path) -> None:
