@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import array
-import contextlib
 import functools
 import operator
 from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ from ckpt.backends.base import Store, is_key
 from ckpt.consistency import environment
 from ckpt.consistency.commit import COMMIT_KEY, is_foreign, read_commit_bytes
 from ckpt.consistency.seal import is_sealed_json, seal_json, unseal_json
-from ckpt.errors import FormatError, NotFound
+from ckpt.errors import FormatError
 
 FORMAT_NAME = "ckpt-storage"
 FORMAT_VERSION = 2
@@ -178,18 +177,6 @@ def await_commit(store: Store, timeout_s: float) -> StoredCommit | None:
     while (commit := read_commit(store)) is None and not backoff.is_over and not is_foreign(store):
         backoff.pause()
     return commit
-
-
-def manifest_bytes(store: Store, record: CommitRecord, needed: int) -> int:
-    """Sum the sizes of the manifests as they are stored, the largest first, until there are enough."""
-    total = 0
-    sizes = {ref.path: ref.size_bytes for ref in record.manifests}
-    for path in sorted(sizes, key=sizes.__getitem__, reverse=True):
-        if total >= needed:
-            break
-        with contextlib.suppress(NotFound):
-            total += store.stat(path).size_bytes
-    return total
 
 
 def _decode(

@@ -28,11 +28,11 @@ from ckpt.format.records import (
     RankManifest,
     StoredCommit,
     decode_manifest,
-    manifest_bytes,
     read_commit,
 )
 from ckpt.format.stored_tensor import StoredTensor
 from ckpt.transfer.fetcher import StoredFile
+from ckpt.transfer.manifest_sizes import manifest_bytes
 
 if TYPE_CHECKING:  # what only looks into a checkpoint does not wait for torch
     import torch
@@ -92,7 +92,7 @@ class Checkpoint:
         self.store, self.settings = store, settings
         self.stored_commit, self.metadata_key, self.metadata_bytes = commit, metadata_key, metadata
         self.commit: CommitRecord | None = None if commit is None else commit.record
-        self._described = _decode(self.commit, metadata, store, metadata_key, is_shared)
+        self._described = self._decode(is_shared)
         self.located: dict[tuple[str, int], StoredTensor | None] = {}
         self.chunk_sizes: dict[str, dict[bytes, torch.Size]] = {}
         self._refs = {ref.path: ref for ref in self.commit.manifests} if self.commit else {}
@@ -194,6 +194,19 @@ class Checkpoint:
             raise self.fault(message, info.relative_path)
         return item
 
+    def _decode(self, is_shared: bool) -> Columns | Metadata:
+        store, key, data = self.store, self.metadata_key, self.metadata_bytes
+        if self.commit is not None and self.commit.has_index:
+            stored = functools.partial(manifest_bytes, store, self.commit, self._stored_bytes)
+            return decode_index(data, url=store.url, key=key, manifest_bytes=None if is_shared else stored)
+        from ckpt.stock.metadata_reader import decode_metadata
+
+        pickled = data if self.commit is None else unseal_pickle(data, url=store.url, key=key)  # version 1
+        return decode_metadata(pickled, url=store.url, key=key)
+
+    def _stored_bytes(self, key: str) -> int:
+        return self.when_visible(lambda: self.store.stat(key).size_bytes)
+
     def _stock_file(self, key: str) -> StoredFile:
         if not is_key(key):
             message = f"the metadata names a file outside of the checkpoint: {key[:80]!r}"
@@ -218,18 +231,6 @@ class Checkpoint:
         if not all(file.path.startswith(stem) and is_data_key(file.path) for file in manifest.files):
             raise self.fault("lists a data file under a name that this library does not give it", key)
         return manifest
-
-
-def _decode(
-    commit: CommitRecord | None, data: bytes, store: Store, key: str, is_shared: bool
-) -> Columns | Metadata:
-    if commit is not None and commit.has_index:
-        stored = None if is_shared else functools.partial(manifest_bytes, store, commit)
-        return decode_index(data, url=store.url, key=key, manifest_bytes=stored)
-    from ckpt.stock.metadata_reader import decode_metadata
-
-    pickled = data if commit is None else unseal_pickle(data, url=store.url, key=key)  # format version 1
-    return decode_metadata(pickled, url=store.url, key=key)
 
 
 def read_listed(store: Store, settings: ReadSettings, ref: ObjectRef, commit: StoredCommit) -> bytearray:

@@ -18,8 +18,9 @@ from ckpt.consistency.commit import STOCK_METADATA_KEY, is_foreign
 from ckpt.consistency.seal import seal_pickle
 from ckpt.errors import CheckpointError, NotFound
 from ckpt.format.index import decode_index
-from ckpt.format.records import CommitRecord, StoredCommit, manifest_bytes, read_commit
+from ckpt.format.records import CommitRecord, StoredCommit, read_commit
 from ckpt.stock.metadata_writer import pickled_metadata
+from ckpt.transfer.manifest_sizes import manifest_bytes
 
 _logger = logging.getLogger(__name__)
 
@@ -55,11 +56,11 @@ def _follow(store: Store, described: StoredCommit | None) -> None:
 
 
 def stock_metadata_of(store: Store, record: CommitRecord) -> bytes:
-    """Make the `.metadata` that belongs to a commit record."""
+    """Make the `.metadata` that belongs to a commit record. Raises NotFound if its records are gone."""
     ref = record.described_by
     data = bytes(read_bytes(store, ref.path, size_bytes=ref.size_bytes))
     if not record.has_index:  # format version 1 kept a copy
         return data
-    stored = functools.partial(manifest_bytes, store, record)
+    stored = functools.partial(manifest_bytes, store, record, lambda path: store.stat(path).size_bytes)
     columns = decode_index(data, url=store.url, key=ref.path, manifest_bytes=stored)
     return seal_pickle(pickled_metadata(columns))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from ckpt.errors import (
     NotVisible,
     Truncated,
 )
+from ckpt.format.index import _MANIFEST_GROWTH
 
 STATE: dict[str, Any] = {
     "large": random_tensor(600, 1100),
@@ -194,6 +196,52 @@ def test_lagging_storage_is_not_waited_for_too_long() -> None:
     ckpt.save(STATE, url)
     with pytest.raises(NotFound):
         ckpt.load(emptied(STATE), url, storage_options={"visibility_lag_s": 60}, visibility_timeout_s=0.3)
+
+
+@pytest.fixture
+def expanded(sharded_place: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A place whose index counts as so large that both its manifests must bear it out."""
+    url = "memory://expanded/c"
+    ckpt.copy(sharded_place, url)
+    larger = max(path.stat().st_size for path in sharded_place.glob("rank-*/*.json"))
+    monkeypatch.setattr("ckpt.format.index._MAX_EXPANSION", 0)
+    monkeypatch.setattr("ckpt.format.index._SLACK_BYTES", -larger * _MANIFEST_GROWTH)
+    return url
+
+
+def test_manifests_that_an_index_needs_are_looked_up_at_the_same_time(expanded: str) -> None:
+    both = threading.Barrier(2)
+
+    def fault(operation: str, key: str, when: str) -> None:
+        if (operation, when) == ("stat", "before") and key.startswith("rank-") and key.endswith(".json"):
+            both.wait(timeout=30)
+
+    memory.inject(expanded, fault)
+    assert ckpt.inspect(expanded).tensors
+
+
+def test_manifests_that_an_index_needs_may_appear_late(expanded: str) -> None:
+    """An index that they do not bear out is forged; one whose manifests are not to be seen is not."""
+    looks: list[str] = []
+    visible_at = 1 << 30
+
+    def fault(operation: str, key: str, when: str) -> None:
+        if (
+            (operation, when) == ("stat", "before")
+            and key.startswith("rank-00001/")
+            and key.endswith(".json")
+        ):
+            looks.append(key)
+            if len(looks) < visible_at:
+                raise NotFound("not there", url=expanded, key=key)
+
+    memory.inject(expanded, fault)
+    with pytest.raises(NotVisible) as caught:
+        ckpt.load({}, expanded, visibility_timeout_s=0.0)
+    assert caught.value.key == looks[0]
+    visible_at = len(looks) + 2
+    ckpt.load({}, expanded, visibility_timeout_s=30.0)
+    assert len(looks) == visible_at
 
 
 def test_replaced_while_it_is_loaded() -> None:
