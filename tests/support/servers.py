@@ -69,7 +69,7 @@ class S3Server:
 @contextlib.contextmanager
 def moto_server() -> Iterator[S3Server]:
     port = free_port()
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    command = [sys.executable, Path(__file__).with_name("moto_s3.py"), port]
     process = spawn(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         wait_for_port(port, process)
