@@ -50,10 +50,10 @@ wheel: $(VENV)/ready  ## Build the wheel and the sdist into dist/, and use both 
 demo: $(VENV)/ready  ## Train, kill, resume and verify, before your eyes.
 	$(RUN)/python tests/project/demo.py
 
-bench: $(VENV)/bench-ready $(PEERS)/ready  ## Measure against stock PyTorch and the peers.
+bench: $(VENV)/ready $(PEERS)/ready  ## Measure against stock PyTorch and the peers.
 	$(RUN)/python -m benchmarks
 
-bench-full: $(VENV)/bench-ready $(PEERS)/ready  ## Measure at full size.
+bench-full: $(VENV)/ready $(PEERS)/ready  ## Measure at full size.
 	$(RUN)/python -m benchmarks --full
 
 check: $(VENV)/ready  ## Lint, check the format, check the types.
@@ -65,13 +65,10 @@ format: $(VENV)/ready  ## Mend what the linter can, and format.
 	$(RUN)/ruff check --fix .
 	$(RUN)/ruff format .
 
-$(VENV)/ready: pyproject.toml constraints.txt
+$(VENV)/ready: pyproject.toml constraints.txt tests/requirements.txt
 	$(PYTHON) -m venv $(VENV)
-	$(RUN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
-	touch $@
-
-$(VENV)/bench-ready: $(VENV)/ready
-	$(RUN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[bench]'
+	$(RUN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+		--requirement tests/requirements.txt --editable '.[all,bench,dev]'
 	touch $@
 
 # The peers' SDKs may need other versions than ours: an environment of their own, all of it pinned.
@@ -88,7 +85,7 @@ NO_TORCH := '/^(torch==|nvidia|cuda|triton)/d'
 
 lock: $(VENV)/ready  ## Take the newest versions that agree with each other into constraints.txt.
 	$(RUN)/python -m pip install --quiet uv
-	$(RUN)/$(COMPILE) --extra dev --extra bench pyproject.toml | sed -E $(NO_TORCH) > constraints.new
+	$(RUN)/$(COMPILE) --all-extras pyproject.toml tests/requirements.txt | sed -E $(NO_TORCH) > constraints.new
 	echo 'torch==2.13.0' >> constraints.new
 	sort -o constraints.txt constraints.new && rm constraints.new
 	$(RUN)/$(COMPILE) benchmarks/peers.in | sed -E $(NO_TORCH) > benchmarks/peers.new

@@ -42,7 +42,7 @@ def test_pip_finds_versions_that_agree(python: Path, extra: str, tmp_path: Path)
     cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     print(f"[{extra}]: {len(installed)} packages, {cpu_s:.1f} s of CPU")  # `pytest -rP` shows it
     names = {package["metadata"]["name"] for package in installed}
-    assert not {"boto3", "aiobotocore"} <= names or extra == "dev"
+    assert not {"boto3", "aiobotocore"} <= names
 
 
 def _pip(python: Path, *arguments: object) -> subprocess.CompletedProcess[str]:

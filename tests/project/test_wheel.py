@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import email
+import importlib.metadata
 import json
 import os
 import re
@@ -14,11 +15,11 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
-from support.environments import environment, requires, run
+from support.environments import brought_by, environment, run
 from support.rooms import FOLDERS, ROOT, modules
 
 _IN_SDIST = (ROOT / "PKG-INFO").exists()  # it cannot hold the links, and needs none
+_EXTRAS = ("s3", "cos", "fsspec", "data", "all", "testing", "bench", "dev")
 _PROJECT = "https://github.com/ckpt-storage/ckpt-storage"
 
 
@@ -36,26 +37,24 @@ def test_the_wheel_lists_every_folder() -> None:
             assert f'"{module}"' in text, f"{module} would be missing in the wheel"
 
 
-@pytest.mark.parametrize("extra", ["s3", "cos", "fsspec", "data", "all"])
+@pytest.mark.parametrize("extra", _EXTRAS)
 def test_no_extra_brings_two_that_pin_botocore(extra: str) -> None:
     """boto3 and aiobotocore (s3fs) each take the botocore of a week; pip tries releases of both for minutes."""
-    tomllib = pytest.importorskip("tomllib")  # Python 3.11
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"]
-    seen: set[tuple[str, str]] = set()
-    todo = [("ckpt-storage", extra)]
-    while todo:
-        name, wanted = todo.pop()
-        if (name, wanted) in seen:
-            continue
-        seen.add((name, wanted))
-        of_project = project["dependencies"] if not wanted else extras.get(wanted, [])
-        for text in of_project if name == "ckpt-storage" else requires(name, wanted):
-            requirement = Requirement(text)
-            todo += [(requirement.name, each) for each in ("", *requirement.extras)]
-    names = {name for name, _ in seen}
+    names = brought_by(f"ckpt-storage[{extra}]")
     assert not {"boto3", "aiobotocore"} <= names
     assert extra != "all" or {"boto3", "ibm-cos-sdk", "fsspec", "pyarrow"} <= names
+
+
+@pytest.mark.parametrize("extra", _EXTRAS)
+def test_no_extra_takes_pip_long(extra: str) -> None:
+    """It compiles a megabyte or two of sources in a second: those of transformers would double any extra."""
+    files = [
+        Path(str(file.locate()))
+        for name in brought_by(f"ckpt-storage[{extra}]") - brought_by("torch")
+        for file in importlib.metadata.files(name) or ()
+        if file.suffix == ".py"
+    ]
+    assert sum(file.stat().st_size for file in files) < 40_000_000
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +145,7 @@ def test_the_sdist_holds_what_the_project_needs(unpacked: Path) -> None:
 
 @pytest.mark.long
 def test_tests_run_from_the_sdist(unpacked: Path, tmp_path: Path) -> None:
-    python = environment(tmp_path / "environment", "test")
+    python = environment(tmp_path / "environment", "dev")
     pip = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check"]
     run(*pip, "install", "--no-index", "--no-build-isolation", "--no-deps", "--editable", unpacked)
     tests = ["tests/project/test_docs.py", "tests/format/test_index.py", "-k", "policy or small or dtypes"]
