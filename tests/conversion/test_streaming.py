@@ -119,12 +119,31 @@ def state() -> dict[str, Any]:
     return {"w": random_tensor(3_000_000), "v": random_tensor(700_000, dtype=torch.bfloat16), "step": 3}
 
 
-@pytest.mark.parametrize(
-    "form",
-    ["dcp", *(pytest.param(form, marks=pytest.mark.long) for form in ("ckpt", "torch", "safetensors"))],
-)
-def test_ctrl_c(form: str, tmp_path: Path) -> None:
-    """A real signal in the middle of a file; nothing is left, and the same command works again."""
+@pytest.mark.parametrize("form", FORMATS)
+def test_ctrl_c(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is left of the first file, and the same command works again."""
+    torch.save({"w": random_tensor(3000), "v": random_tensor(500)}, tmp_path / "a.pt")
+    (tmp_path / "sub").mkdir()
+    command = ("convert", tmp_path / "a.pt", tmp_path / "sub" / f"out{ENDINGS[form]}", "--to", form)
+    put = PosixStore.put
+
+    def interrupted(self: PosixStore, *rest: Any, **more: Any) -> None:
+        monkeypatch.undo()
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        put(self, *rest, **more)
+
+    monkeypatch.setattr(PosixStore, "put", interrupted)
+    ran = run(*command)
+    assert (ran.code, ran.out) == (130, "")
+    assert "the same command starts over" in ran.err
+    assert not [path for path in (tmp_path / "sub").rglob("*") if path.is_file()]
+    assert run(*command).code == 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("form", FORMATS)
+def test_ctrl_c_as_a_user(form: str, tmp_path: Path) -> None:
+    """A process, in the middle of a large file."""
     sparse_model(tmp_path / "huge.safetensors", 3)
     folder = tmp_path / "out"
     folder.mkdir()

@@ -6,7 +6,6 @@ import datetime
 import io
 import pickle
 import struct
-import time
 import tracemalloc
 import warnings
 from collections import OrderedDict
@@ -221,10 +220,8 @@ def _growing_pickles() -> dict[str, Callable[[], bytes]]:
 @pytest.mark.parametrize("name", _growing_pickles())
 def test_metadata_that_grow(name: str) -> None:
     pickled = _growing_pickles()[name]()
-    started_s = time.monotonic()
     with pytest.raises((UnsafeContent, FormatError)) as caught:
         decode_metadata(pickled, url="u", key="k")
-    assert time.monotonic() - started_s < 20
     assert ("a number of more than 255 bytes" in str(caught.value)) == (name == "LONG4")
     assert len(str(caught.value)) < 700
 

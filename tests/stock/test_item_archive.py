@@ -7,7 +7,6 @@ import io
 import pickle
 import struct
 import sys
-import time
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -136,11 +135,9 @@ def test_an_object_that_asks_for_a_huge_tensor() -> None:
     """Memory nobody touches costs nothing, until somebody does."""
     records = archived([1])
     records["data.pkl"] = b"\x80\x02ctorch\nFloatTensor\nJ" + struct.pack("<i", (1 << 31) - 1) + b"\x85R."
-    started_s = time.monotonic()
     with pytest.raises((FormatError, UnsafeContent)) as caught:
         _safe(records)
     assert "calls torch.FloatTensor" in str(caught.value)
-    assert time.monotonic() - started_s < 10
 
 
 @pytest.mark.parametrize("hook", ["__reduce_ex__", "__reduce__", "__getstate__"])

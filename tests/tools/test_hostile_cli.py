@@ -1,4 +1,4 @@
-"""Run every command on checkpoints made to do harm: one line, an exit code, bounded memory and time."""
+"""Run every command on checkpoints made to do harm: one line, an exit code, bounded memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 import tracemalloc
 import warnings
 import zipfile
@@ -42,7 +41,6 @@ STATE: dict[str, Any] = {
     "objects": [1, {"x": "y"}],
 }
 _MAX_PEAK_BYTES = 192 << 20
-_MAX_SECONDS = 60
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +85,6 @@ def every_command(place: Path, good: Path) -> dict[str, Ran]:
     }
     results = {}
     for name, arguments in commands.items():
-        started_s = time.monotonic()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             ran = results[name] = run(*arguments)
@@ -95,7 +92,6 @@ def every_command(place: Path, good: Path) -> dict[str, Ran]:
         assert not re.search(r"unexpected \w+:", ran.err), (name, ran.err)
         assert len(ran.err.splitlines()) <= 1, (name, ran.err)
         assert "\x1b" not in ran.out + ran.err
-        assert time.monotonic() - started_s < _MAX_SECONDS, name
     return results
 
 

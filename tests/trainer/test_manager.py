@@ -127,13 +127,22 @@ def test_a_run_saves_and_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("async_mode", ["thread", "off"])
-def test_what_changes_after_the_step_does_not_reach_the_checkpoint(tmp_path: Path, async_mode: Any) -> None:
-    with ckpt.CheckpointManager(
-        tmp_path, save=saving.every_steps(1), async_mode=async_mode, max_bandwidth_bytes_per_s=4e6
-    ) as manager:
+def test_what_changes_after_the_step_does_not_reach_the_checkpoint(
+    tmp_path: Path, async_mode: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changed, put = threading.Event(), PosixStore.put
+
+    def put_later(self: PosixStore, key: str, *rest: Any, **more: Any) -> None:
+        if async_mode == "thread" and key.endswith(".distcp"):
+            assert changed.wait(60)
+        put(self, key, *rest, **more)
+
+    monkeypatch.setattr(PosixStore, "put", put_later)
+    with ckpt.CheckpointManager(tmp_path, save=saving.every_steps(1), async_mode=async_mode) as manager:
         state = {"weight": torch.ones(MIB)}
         assert manager.step(1, state)
         state["weight"].zero_()
+        changed.set()
     loaded = {"weight": torch.empty(MIB)}
     ckpt.load(loaded, tmp_path / "step-00000001")
     assert loaded["weight"].min() == 1
