@@ -20,7 +20,9 @@ from support.servers import S3Server
 from support.states import random_tensor
 
 import ckpt
+from ckpt.backends import posix
 from ckpt.backends.posix import PosixStore
+from ckpt.consistency import environment
 from ckpt.conversion import source as sources
 from ckpt.conversion.safetensors_format import encode_header
 from ckpt.conversion.torch_source import TorchFileSource
@@ -121,19 +123,28 @@ def state() -> dict[str, Any]:
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_ctrl_c(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is left of the first file, and the same command works again."""
+    """In the middle of a file: nothing is left, and the same command works again."""
     torch.save({"w": random_tensor(3000), "v": random_tensor(500)}, tmp_path / "a.pt")
     (tmp_path / "sub").mkdir()
     command = ("convert", tmp_path / "a.pt", tmp_path / "sub" / f"out{ENDINGS[form]}", "--to", form)
-    put = PosixStore.put
+    writing, interrupted = threading.Event(), threading.Event()
+    write, wait = posix._write_all, environment.wait
 
-    def interrupted(self: PosixStore, *rest: Any, **more: Any) -> None:
-        monkeypatch.undo()
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-        put(self, *rest, **more)
+    def write_when_interrupted(*arguments: Any) -> None:
+        writing.set()
+        assert interrupted.wait(60)
+        write(*arguments)
 
-    monkeypatch.setattr(PosixStore, "put", interrupted)
-    ran = run(*command)
+    def wait_interrupted(event: threading.Event, timeout_s: float) -> bool:
+        if writing.wait(0.01) and not interrupted.is_set():
+            interrupted.set()
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        return wait(event, timeout_s if interrupted.is_set() else 0.01)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(posix, "_write_all", write_when_interrupted)
+        patch.setattr(environment, "wait", wait_interrupted)
+        ran = run(*command)
     assert (ran.code, ran.out) == (130, "")
     assert "the same command starts over" in ran.err
     assert not [path for path in (tmp_path / "sub").rglob("*") if path.is_file()]
