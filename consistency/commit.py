@@ -9,6 +9,7 @@ find it has no checkpoint. `.metadata`, which stock readers look for, is put aft
 from __future__ import annotations
 
 import contextlib
+import math
 import pickle
 from collections.abc import Callable
 
@@ -100,9 +101,7 @@ def _read_whole(store: Store, read: Callable[[], tuple[bytes, bool]]) -> bytes |
             backoff.pause()
 
 
-def publish(
-    store: Store, record: bytes, *, previous: bytes | None, confirm_timeout_s: float | None = None
-) -> bool:
+def publish(store: Store, record: bytes, *, previous: bytes | None, confirm_s: float = math.inf) -> bool:
     """Make the save described by `record` the checkpoint at this place.
 
     Returns whether the store acknowledged it. If not, the record was seen at its place anyway.
@@ -110,7 +109,7 @@ def publish(
     Args:
         record: the commit record, whose objects are all durable.
         previous: the commit record found here when the save began; it must still be there.
-        confirm_timeout_s: how long to look for a record whose put got no answer (10 s at most).
+        confirm_s: how long to look for a record whose put got no answer (10 s at most).
 
     Raises:
         CommitConflict: the place does not hold `previous` any more.
@@ -130,10 +129,7 @@ def publish(
         failure = error
     refused = isinstance(failure, AlreadyExists)
     settled = isinstance(failure, StorageError) and failure.settled
-    confirm_s = (
-        _CONFIRM_TIMEOUT_S if confirm_timeout_s is None else min(confirm_timeout_s, _CONFIRM_TIMEOUT_S)
-    )
-    commit = _look_for(store, record, 0.0 if settled or refused else confirm_s)
+    commit = _look_for(store, record, 0.0 if settled or refused else min(confirm_s, _CONFIRM_TIMEOUT_S))
     if commit == record and store.capabilities.visible_is_durable:
         return False
     if commit == record:

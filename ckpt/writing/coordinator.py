@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import functools
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
@@ -63,10 +64,10 @@ _logger = logging.getLogger(__name__)
 class Coordinator:
     """Commit one save, on the coordinating rank."""
 
-    def __init__(self, store: Store, objects: SaveObjects, confirm_timeout_s: float | None = None) -> None:
+    def __init__(self, store: Store, objects: SaveObjects, confirm_s: float = math.inf) -> None:
         """`objects` gets each object before it exists; the commit releases them all."""
         self._store, self._objects = store, objects
-        self._confirm_timeout_s = confirm_timeout_s
+        self._confirm_s = confirm_s
         self._previous: StoredCommit | None = None
 
     def look(self, *, overwrite: bool) -> None:
@@ -183,9 +184,7 @@ class Coordinator:
         """Commit, then let stock readers find it; return whether the commit was acknowledged."""
         previous = None if self._previous is None else self._previous.raw
         try:
-            acknowledged = publish(
-                self._store, record, previous=previous, confirm_timeout_s=self._confirm_timeout_s
-            )
+            acknowledged = publish(self._store, record, previous=previous, confirm_s=self._confirm_s)
             self._show(record, stock_metadata)
             return acknowledged
         except CheckpointError:

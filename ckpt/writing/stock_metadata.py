@@ -12,7 +12,7 @@ import contextlib
 import functools
 import logging
 
-from ckpt.backends.base import Store, put_bytes, read_bytes
+from ckpt.backends.base import Store, exists, put_bytes, read_bytes
 from ckpt.backends.bodies import CheckedBody
 from ckpt.consistency.commit import STOCK_METADATA_KEY, is_foreign
 from ckpt.consistency.seal import seal_pickle
@@ -47,12 +47,17 @@ def _follow(store: Store, described: StoredCommit | None) -> None:
         commit = read_commit(store)
         if commit == described:
             return
-        described = commit
         if commit is not None:
             with contextlib.suppress(NotFound):  # replaced again
                 put_bytes(store, STOCK_METADATA_KEY, stock_metadata_of(store, commit.record))
-        elif not is_foreign(store):
+        elif described is not None and _is_removed(store, described) and not is_foreign(store):
             store.delete([STOCK_METADATA_KEY])
+        described = commit
+
+
+def _is_removed(store: Store, commit: StoredCommit) -> bool:
+    """Tell whether more is gone of a checkpoint than the sight of its commit record."""
+    return not exists(store, commit.record.described_by.path)
 
 
 def stock_metadata_of(store: Store, record: CommitRecord) -> bytes:

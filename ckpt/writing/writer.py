@@ -7,6 +7,7 @@ through DCP's collectives what it wrote. No rank depends on seeing what another 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Mapping
@@ -126,7 +127,7 @@ class CheckpointWriter(DcpStorage, StorageWriter, AsyncStager):
         self.progress.begin("planning")
         if is_coordinator:
             # Together with what went before, less than it takes the other ranks to give this one up.
-            confirm_s = None if self._limit_s is None else self._limit_s / 8
+            confirm_s = math.inf if self._limit_s is None else self._limit_s / 8
             self._coordinator = Coordinator(self._store, self._objects, confirm_s)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:

@@ -28,6 +28,7 @@ from ckpt.backends import memory
 from ckpt.errors import (
     CommitConflict,
     CommitUnknown,
+    NotFound,
     SaveFailed,
 )
 
@@ -208,3 +209,18 @@ def test_nothing_after_the_commit_fails_the_save() -> None:
     memory.inject(url, fault)
     ckpt.save(state_of(0, 2), url)
     assert load_is(2, 0, url, {})
+
+
+def test_metadata_stays_where_the_commit_is_only_out_of_sight() -> None:
+    """Storage that does not show a client what it has just written itself, against its promise."""
+    url, puts = "memory://out-of-sight/c", []
+
+    def fault(operation: str, key: str, when: str) -> None:
+        if operation == "put":
+            puts.append(key)
+        elif key == "commit.json" and ".metadata" in puts:
+            raise NotFound("no such object", key=key)
+
+    memory.inject(url, fault)
+    ckpt.save(state_of(0, 1), url)
+    assert ".metadata" in objects_at((url, {}))
