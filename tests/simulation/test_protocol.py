@@ -193,7 +193,6 @@ def test_seeded_schedules(chunk: int) -> None:
         pytest.param(1050, id="a stale size cuts a sound commit, which looks damaged"),
         pytest.param(685, id="a stale size is longer than the commit that is there"),
         pytest.param(1677, id="a stale size makes our metadata look like another program's"),
-        pytest.param(1039924, id="a commit replaced while a zombie looked for it, told as failed"),
         pytest.param(745, id="a zombie deletes the metadata of the attempt after it"),
     ],
 )

@@ -26,6 +26,7 @@ import ckpt.consistency.commit
 import ckpt.ranks.group
 from ckpt.backends import memory
 from ckpt.errors import (
+    AlreadyExists,
     CommitConflict,
     CommitUnknown,
     NotFound,
@@ -195,6 +196,22 @@ def test_someone_else_commits_meanwhile(tmp_path: Path) -> None:
         ckpt.save(state_of(0, 2), tmp_path, planner=Intruding())
     assert isinstance(caught.value.failures[0], CommitConflict)
     assert load_is(7, 0, str(tmp_path), {})
+
+
+def test_a_commit_refused_by_its_own_work_and_then_replaced_may_have_happened() -> None:
+    """The network sends the put twice; before the second one is refused, another save has replaced the first's work."""
+    url, saves = "memory://refused/c", [2]
+
+    def fault(operation: str, key: str, when: str) -> None:
+        if (operation, key, when) == ("put", "commit.json", "after") and saves:
+            ckpt.save(state_of(0, saves.pop()), url)
+            raise AlreadyExists("exists already", key=key)
+
+    memory.inject(url, fault)
+    with pytest.raises(SaveFailed) as caught:
+        ckpt.save(state_of(0, 1), url)
+    assert isinstance(caught.value.failures[0], CommitUnknown)
+    assert load_is(2, 0, url, {})
 
 
 def test_nothing_after_the_commit_fails_the_save() -> None:
