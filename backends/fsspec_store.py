@@ -229,11 +229,9 @@ class FsspecStore(Store):
                 yield _stat(_TEMPORARY.sub("", key), facts), functools.partial(files.fs.rm_file, path)
 
     def remove_empty(self, prefix: str = "") -> None:
-        files = self._files
-        if files.protocol not in _EMPTY_ONLY:
-            return
-        with contextlib.suppress(Exception):  # it is not empty, or not there
-            files.fs.rmdir(files.folder(prefix))
+        if self._files.protocol in _EMPTY_ONLY:
+            with contextlib.suppress(Exception):  # it is not empty, or not there
+                self._files.fs.rmdir(self._files.folder(prefix))
 
     def close(self) -> None:
         self._files.close()

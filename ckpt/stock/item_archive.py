@@ -6,6 +6,7 @@ could be shown something else.
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 from typing import Any
@@ -41,11 +42,9 @@ def check_archive(file: ItemFile) -> Any:
             raise FormatError(f"an archive with a record {name[:80]!r}")
         begin = reader.get_record_header_offset(name)
         places.append((begin, begin + _LOCAL_HEADER_BYTES + reader.get_record_size(name)))
-    places.sort()
     # A compressed record that is larger than what is stored of it would reach into the next.
-    begins = [*(begin for begin, _ in places), file.nbytes]
-    stops = [0, *(stop for _, stop in places)]
-    if any(begin < stop for begin, stop in zip(begins, stops, strict=True)):
+    places = [(0, 0), *sorted(places), (file.nbytes, file.nbytes)]
+    if any(begin < stop for (_, stop), (begin, _) in itertools.pairwise(places)):
         raise FormatError("an archive whose records are compressed, or overlap")
     if reader.has_record("data.pkl"):
         data = reader.get_record("data.pkl")
