@@ -51,14 +51,16 @@ class Candidate:
 
 
 def newest_first(folders: Iterable[str], record: RunRecord) -> list[tuple[int, str]]:
-    """List steps and folders of a run in which a checkpoint may be, without those that were given up."""
+    """List steps and folders of a run in which a checkpoint may be, without those that were given up.
+
+    Two processes that went on from one step can each give up what the other saved. Where nothing
+    else is left, nothing is given up: the run must not begin anew.
+    """
     steps = {name: int(match[1]) for name in folders if (match := _NAME.fullmatch(name))}
-    for checkpoint in record.checkpoints:
-        if checkpoint.superseded:
-            steps.pop(checkpoint.path, None)
-        else:
-            steps[checkpoint.path] = checkpoint.step
-    return sorted(((step, path) for path, step in steps.items()), reverse=True)
+    steps |= {checkpoint.path: checkpoint.step for checkpoint in record.checkpoints}
+    past = {checkpoint.path for checkpoint in record.checkpoints if checkpoint.superseded}
+    wanted = (steps.keys() - past) or steps
+    return sorted(((steps[path], path) for path in wanted), reverse=True)
 
 
 def examine(store: Store) -> Candidate:

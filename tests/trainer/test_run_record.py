@@ -43,6 +43,21 @@ def test_managers_of_two_processes_lose_nothing_of_each_other(tmp_path: Path) ->
     assert recorded(tmp_path)[2].metrics == {"loss": 0.4}
 
 
+def test_two_processes_that_give_up_each_other_leave_a_checkpoint(tmp_path: Path) -> None:
+    """A job goes on elsewhere, though the process that it replaces still runs."""
+    save(ckpt.CheckpointManager(tmp_path, save=1), 2)
+    job, zombie = (ckpt.CheckpointManager(tmp_path, save=1, keep=1) for _ in range(2))
+    for manager in (job, zombie):
+        assert manager.restore(state_of(-1)) is not None
+    save(zombie, 4)
+    save(job, 3)
+    zombie.annotate(4, {"loss": 0.5})
+    assert all(checkpoint.superseded for checkpoint in recorded(tmp_path).values())
+    restored = ckpt.CheckpointManager(tmp_path, save=1).restore(state_of(-1))
+    assert restored is not None
+    assert restored.step == 4
+
+
 def test_what_another_process_pins_stays(tmp_path: Path) -> None:
     keep = keeping.last(1) | keeping.best(1, "loss")
     trainer = ckpt.CheckpointManager(tmp_path, save=1, keep=keep)
