@@ -121,7 +121,8 @@ def _show_tensor(output: Output, checkpoint: OpenCheckpoint, name: str, stats: b
         import numpy as np
 
         array = tensor_values.read(checkpoint, selection)
-        facts["values"] = _for_json(array.tolist())
+        # A few bytes of records can list no elements in any number of rows.
+        facts["values"] = _for_json(array.tolist()) if array.size else []
         text = np.array2string(array, threshold=_MAX_VALUES + 1, max_line_width=100)
         lines = [title, *text.split("\n")]
     if output.as_json:

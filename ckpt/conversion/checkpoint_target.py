@@ -33,7 +33,7 @@ from ckpt.transfer.file_body import BytesPayload
 from ckpt.writing.coordinator import Coordinator
 from ckpt.writing.layout import Entry, pack, place, spread
 from ckpt.writing.rank_files import RankFiles
-from ckpt.writing.receipts import PlacedItem, RankReceipt, collect, pack_items
+from ckpt.writing.receipts import PlacedItem, RankReceipt, collect, pack_items, records_of
 from ckpt.writing.save_objects import SaveObjects
 
 _MAX_CHUNK_BYTES = 4 << 30
@@ -66,8 +66,14 @@ class CheckpointTarget(Target):
         return Written(len(receipt.files), files.data_bytes, receipt)
 
     def publish(self, written: Sequence[Written]) -> None:
-        metadata, tags = self._chunks.metadata(), self.source.tags
-        self._coordinator.commit(metadata, _receipts(written), world_size=self.ranks.size, tags=tags)
+        columns, record = records_of(
+            self._chunks.metadata(),
+            _receipts(written),
+            save_id=self._objects.token,
+            world_size=self.ranks.size,
+            tags=self.source.tags,
+        )
+        self._coordinator.commit(columns, record)
 
     def proves_failure(self, error: BaseException) -> bool:
         return proves_no_commit(error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
@@ -36,11 +36,13 @@ from ckpt.transfer.manifest_sizes import manifest_bytes
 
 if TYPE_CHECKING:  # what only looks into a checkpoint does not wait for torch
     import torch
-    from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-
-    from ckpt.torch_private import StorageInfo
+    from torch.distributed.checkpoint.metadata import Metadata
 
 T = TypeVar("T")
+
+
+_TRUSTED_BYTES = 1 << 20
+"""Memory that is set aside for an item because the records say that it is that long."""
 
 
 @dataclass(frozen=True)
@@ -149,14 +151,13 @@ class Checkpoint:
         """Make an error about the checkpoint, or one of its objects."""
         return FormatError(message, url=self.store.url, key=key)
 
-    def prepare(self, infos: Iterable[StorageInfo], threads: Executor) -> None:
-        """Fetch facts about the files of these items: manifests, or sizes of stock files."""
+    def prepare(self, paths: Iterable[str], threads: Executor) -> None:
+        """Fetch facts about these files: manifests, or sizes of stock files."""
+        missing = set(paths) - self._files.keys()
         if self.commit is None:
-            keys = {info.relative_path for info in infos} - self._files.keys()
-            self._files |= {file.key: file for file in threads.map(self._stock_file, sorted(keys))}
+            self._files |= {file.key: file for file in threads.map(self._stock_file, sorted(missing))}
             return
-        missing = {self._manifest_key(info) for info in infos if info.relative_path not in self._files}
-        for manifest in threads.map(self._read_manifest, sorted(missing)):
+        for manifest in threads.map(self._read_manifest, sorted(set(map(self._manifest_key, missing)))):
             for file in manifest.files:
                 if self.settings.verify:
                     block = manifest.block_size_bytes
@@ -167,19 +168,32 @@ class Checkpoint:
             for item in manifest.items:
                 self._items[manifest.files[item.file].path, item.offset] = item
 
-    def file(self, info: StorageInfo) -> StoredFile:
-        """Return the file of an item, after `prepare`. Raises Truncated, or FormatError if unlisted."""
-        file = self._files.get(info.relative_path)
+    def file(self, path: str, start: int = 0, stop: int = 0) -> StoredFile:
+        """Return the file of an item in `[start, stop)`, after `prepare`.
+
+        Raises Truncated, or FormatError if it is not listed.
+        """
+        file = self._files.get(path)
         if file is None:
             message = "the metadata names this file, but the manifest of its rank does not list it"
-            raise self.fault(message, info.relative_path)
-        stop = info.offset + info.length
+            raise self.fault(message, path)
         if stop > file.size_bytes:
             message = f"ends at byte {file.size_bytes}"
-            raise Truncated(message, url=self.store.url, key=file.key, start=info.offset, stop=stop)
+            raise Truncated(message, url=self.store.url, key=path, start=start, stop=stop)
         return file
 
-    def item(self, index: MetadataIndex, info: StorageInfo) -> ItemRecord | None:
+    def check_length(self, path: str, start: int, stop: int) -> None:
+        """Check that a large item is stored, before memory is set aside for it. Raises Truncated."""
+        if stop - start <= _TRUSTED_BYTES:
+            return
+        size_bytes = self.when_visible(lambda: self.store.stat(path).size_bytes)
+        if size_bytes < stop:
+            message = f"has {size_bytes} bytes, fewer than the checkpoint's records say"
+            raise Truncated(message, url=self.store.url, key=path, start=start, stop=stop)
+
+    def item(
+        self, fqn: str, offsets: Sequence[int] | None, path: str, offset: int, length: int
+    ) -> ItemRecord | None:
         """Return the manifest's record of an item, after `prepare`; None in a stock checkpoint.
 
         Raises FormatError if it is another item there: one item is one chunk, however many chunks
@@ -187,11 +201,11 @@ class Checkpoint:
         """
         if self.commit is None:
             return None
-        item = self._items.get((info.relative_path, info.offset))
-        chunk = None if index.offset is None else list(index.offset)
-        if item is None or (item.fqn, item.offsets, item.length) != (index.fqn, chunk, info.length):
-            message = f"the metadata and the manifest disagree on the item at byte {info.offset}"
-            raise self.fault(message, info.relative_path)
+        item = self._items.get((path, offset))
+        chunk = None if offsets is None else list(offsets)
+        if item is None or (item.fqn, item.offsets, item.length) != (fqn, chunk, length):
+            message = f"the metadata and the manifest disagree on the item at byte {offset}"
+            raise self.fault(message, path)
         return item
 
     def _decode(self, is_shared: bool) -> Columns | Metadata:
@@ -213,14 +227,12 @@ class Checkpoint:
             raise UnsafeContent(message, url=self.store.url)
         return StoredFile(key, self.store.stat(key).size_bytes)
 
-    def _manifest_key(self, info: StorageInfo) -> str:
-        name = ObjectName.parse(info.relative_path)
+    def _manifest_key(self, path: str) -> str:
+        name = ObjectName.parse(path)
         key = manifest_key(name.rank, name.token) if name is not None and name.kind == "distcp" else ""
         if key not in self._refs:
-            path = repr(info.relative_path[:80])
-            raise self.fault(
-                f"the metadata names a file that no manifest of this commit can list: {path}", COMMIT_KEY
-            )
+            message = f"the metadata names a file that no manifest of this commit can list: {path[:80]!r}"
+            raise self.fault(message, COMMIT_KEY)
         return key
 
     def _read_manifest(self, key: str) -> RankManifest:

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
-from ckpt.errors import CheckpointError, FormatError, Truncated
+from ckpt.errors import CheckpointError, FormatError
 from ckpt.format.columns import packed
 from ckpt.format.dcp_view import Chunks
 from ckpt.format.records import ItemRecord
@@ -29,7 +29,7 @@ from ckpt.torch_private import StorageInfo
 from ckpt.transfer.boxes import Box
 from ckpt.transfer.buffer_pool import StagingPool
 from ckpt.transfer.fetcher import Fetcher, StoredFile
-from ckpt.transfer.pieces import NoSink, Piece
+from ckpt.transfer.pieces import frame_pieces
 from ckpt.transfer.read_pieces import region_pieces
 from ckpt.transfer.tensor_memory import plain
 
@@ -77,7 +77,7 @@ class Loader:
         self._filled = filled_boxes(items)
         check_coverage(self._planner, self._checkpoint.metadata, self._filled, url=self._store.url)
         infos = [self._info(item.storage_index) for item in items]
-        self._checkpoint.prepare(infos, self._threads)
+        self._checkpoint.prepare({info.relative_path for info in infos}, self._threads)
         if self._checkpoint.commit is None:
             self._locate(items, infos)
         # In the order of the files, whatever the planner's order is.
@@ -119,7 +119,9 @@ class Loader:
         return _Target(given, memory, (item.dest_index, memory.data_ptr() - skipped, memory.stride()))
 
     def _add(self, window: Window, item: ReadItem, info: StorageInfo, target: _Target | None) -> None:
-        file, record = self._checkpoint.file(info), self._checkpoint.item(item.storage_index, info)
+        file = self._checkpoint.file(info.relative_path, info.offset, info.offset + info.length)
+        index = item.storage_index
+        record = self._checkpoint.item(index.fqn, index.offset, info.relative_path, info.offset, info.length)
         if target is None:
             self._read_whole(window, file, info, lambda data: self._load_object(item, info, data))
             return
@@ -133,20 +135,16 @@ class Loader:
         except ValueError as error:
             raise self._fault(info, f"{item.storage_index.fqn!r}: {error}") from error
         if file.block_crcs is not None and item.lengths == chunk_of(self._checkpoint, item.storage_index)[0]:
-            window.pieces[file] += _frame_pieces(info, stored, file.block_size_bytes)
+            payload = slice(stored.first_byte, stored.first_byte + stored.payload_bytes)
+            stop = info.offset + info.length
+            window.pieces[file] += frame_pieces(info.offset, stop, payload, file.block_size_bytes)
         window.tensor_bytes += target.given.numel() * stored.dtype.itemsize
         window.then.append(lambda: self._planner.commit_tensor(item, target.given))
 
     def _read_whole(
         self, window: Window, file: StoredFile, info: StorageInfo, then: Callable[[bytearray], None]
     ) -> None:
-        key, start, stop = info.relative_path, info.offset, info.offset + info.length
-        if info.length > _SMALL_ITEM_BYTES:
-            # Before memory is set aside: the records say that it is that long, and may be wrong.
-            size_bytes = self._checkpoint.when_visible(lambda: self._store.stat(key).size_bytes)
-            if size_bytes < stop:
-                message = f"has {size_bytes} bytes, fewer than the checkpoint's records say"
-                raise Truncated(message, url=self._store.url, key=key, start=start, stop=stop)
+        self._checkpoint.check_length(info.relative_path, info.offset, info.offset + info.length)
         window.read_whole(file, info, then)
 
     def _fault(self, info: StorageInfo, message: str) -> FormatError:
@@ -232,7 +230,7 @@ class Loader:
         }
 
         def locate(info: StorageInfo) -> StoredTensor | None:
-            self._checkpoint.file(info)
+            self._checkpoint.file(info.relative_path, info.offset, info.offset + info.length)
 
             def read_at(offset: int, buffer: memoryview) -> None:
                 self._store.read_into(info.relative_path, info.offset + offset, [buffer])
@@ -263,19 +261,3 @@ def chunk_of(checkpoint: Checkpoint, index: MetadataIndex) -> tuple[torch.Size, 
 def _has_room(window: Window, target: _Target | None) -> bool:
     """Add the target's memory to the window; False if another item fills some of it already."""
     return target is None or target.memory is None or window.memory.add(target.memory, target.owner)
-
-
-def _frame_pieces(info: StorageInfo, stored: StoredTensor, block_bytes: int) -> Iterator[Piece]:
-    """List the parts of an item's frame that are in blocks of their own.
-
-    They are read only to be checked: a load of a whole item reports any damage to it.
-    """
-    begin, end = stored.first_byte, stored.first_byte + stored.payload_bytes
-    stop = info.offset + info.length
-    if stored.payload_bytes == 0:
-        yield Piece(info.offset, stop, NoSink())
-        return
-    if info.offset // block_bytes != begin // block_bytes:
-        yield Piece(info.offset, begin, NoSink())
-    if (stop - 1) // block_bytes != (end - 1) // block_bytes:
-        yield Piece(end, stop, NoSink())

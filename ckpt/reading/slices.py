@@ -1,4 +1,4 @@
-"""Read parts of stored tensors through the loader: only their bytes, checked as in any load."""
+"""Read parts of stored tensors: only their bytes, checked as in any load; without torch where that goes."""
 
 from __future__ import annotations
 
@@ -6,35 +6,35 @@ import contextlib
 import difflib
 import functools
 import heapq
-import io
 import itertools
 import math
 import os
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from ckpt.backends.base import Store
 from ckpt.backends.registry import open_store
 from ckpt.errors import ConfigurationError, FormatError, NotFound, UnsafeContent
 from ckpt.format.columns import Columns, ObjectRow, TensorColumns
-from ckpt.format.dtypes import is_quantized, item_bytes, torch_dtype
+from ckpt.format.dtypes import is_quantized, item_bytes
+from ckpt.format.elements import Elements, stored_dtype, values_of
 from ckpt.reading.checkpoint import Checkpoint, ReadSettings
-from ckpt.reading.coverage import box_of
-from ckpt.reading.loader import Loader
 from ckpt.reading.opening import open_parts
+from ckpt.reading.plain_reads import PlainReader, RegionPlan, chunk_parts
 from ckpt.stock.item_files import MemoryFile
-from ckpt.stock.safe_load import safe_value
-from ckpt.torch_private import StorageInfo
+from ckpt.stock.plain_objects import plain_value
 from ckpt.transfer.boxes import tiling_fault
 from ckpt.transfer.buffer_pool import MIN_MEMORY_BUDGET_BYTES, StagingPool
 from ckpt.transfer.threads import thread_pool
+
+if TYPE_CHECKING:
+    import torch
+
+Region = tuple[str, Sequence[int], Sequence[int]]
+"""Name of a tensor, offsets and lengths."""
 
 _MAX_NAMES, _MAX_COMPARED, _MAX_NAME, _MAX_PARTS = 1 << 17, 64, 256, 32
 """How many names are looked at for one like another, how many thoroughly; length and parts of them."""
@@ -101,69 +101,95 @@ class OpenCheckpoint(contextlib.AbstractContextManager["OpenCheckpoint"]):
         nbytes = 0
         for name in names:
             part, columns, _, entry = self.find(name)
-            if isinstance(entry, ObjectRow):
-                files[part].add(columns.files[entry.file])
-            else:
-                files[part].update(columns.files[number] for number in np.unique(entry.file).tolist())
+            numbers = [entry.file] if isinstance(entry, ObjectRow) else np.unique(entry.file).tolist()
+            files[part].update(columns.files[number] for number in numbers)
+            if isinstance(entry, TensorColumns):
                 nbytes += math.prod(entry.size) * item_bytes(entry.dtype)
+        self._prepare(files, nbytes)
+
+    def prepare_region(self, name: str, offsets: Sequence[int], lengths: Sequence[int]) -> None:
+        """Do the same for a region of a tensor."""
+        part, columns, _, _ = self.find(name)
+        entry = self.tensor(name)
+        numbers = {entry.file[each.row] for each in chunk_parts(entry, offsets, lengths)}
+        files = {columns.files[number] for number in numbers}
+        self._prepare({part: files}, math.prod(lengths) * item_bytes(entry.dtype))
+
+    def _prepare(self, files: Mapping[Checkpoint, set[str]], nbytes: int) -> None:
         stored_bytes = 0
         for part, paths in files.items():
-            part.prepare([StorageInfo(path, 0, 0) for path in paths], self.threads)
+            part.prepare(paths, self.threads)
             stored_bytes += sum(self.threads.map(functools.partial(self._stored_bytes, part), sorted(paths)))
         if nbytes > _MAX_GROWTH * stored_bytes + GROWTH_SLACK_BYTES:
             message = f"lists tensors of {nbytes} bytes in files of {stored_bytes}, far more than is stored"
             raise FormatError(message, url=self.store.url)
 
     def _stored_bytes(self, part: Checkpoint, path: str) -> int:
-        file = part.file(StorageInfo(path, 0, 0))
+        file = part.file(path)
         if part.commit is None:
             return file.size_bytes
         return part.when_visible(lambda: self.store.stat(path).size_bytes)
 
-    def read(self, name: str, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
-        """Read the region of a tensor at `offsets`, of size `lengths`, in its own dtype.
+    def read(self, regions: Iterable[Region]) -> list[Elements]:
+        """Read regions of tensors, all together; each as its elements are stored.
 
-        Raises FormatError if the stored chunks do not cover it, each element once, IntegrityError
+        Raises FormatError if the stored chunks do not cover one, each element once, IntegrityError
         if they are damaged, ConfigurationError if the tensor is quantized: it would need its scales.
         """
-        part, items = self._plan(name, offsets, lengths, 0)
-        target = torch.empty(tuple(lengths), dtype=torch_dtype(self.tensor(name).dtype), device="cpu")
-        self._run(part, _Planner([target]), items)
-        return target
+        todo: dict[Checkpoint, list[tuple[RegionPlan, Elements]]] = defaultdict(list)
+        arrays = []
+        for name, offsets, lengths in regions:
+            part, plan = self._plan(name, offsets, lengths)
+            try:
+                arrays.append(np.empty(tuple(lengths), dtype=stored_dtype(plan.entry.dtype)))
+            except ValueError as error:  # an empty one too: the product of the others overflows
+                message = f"{name[:200]!r} has a shape that no array can have: {tuple(lengths)} ({error})"
+                raise FormatError(message, url=self.store.url) from None
+            todo[part].append((plan, arrays[-1]))
+        for part, wanted in todo.items():
+            if part.commit is not None:
+                wanted = PlainReader(part, self._pool, self.threads).read(wanted)
+            if wanted:
+                from ckpt.reading.torch_reads import read_tensors, tensor_of
+
+                tensors = [(plan, tensor_of(array, plan.entry.dtype)) for plan, array in wanted]
+                read_tensors(part, self._pool, self.threads, tensors)
+        return arrays
 
     def read_into(self, wanted: Sequence[tuple[str, Sequence[int], torch.Tensor]]) -> None:
         """Fill each target from its tensor at the given offsets, cast to its dtype. Raises as `read`."""
-        todo: dict[Checkpoint, list[ReadItem]] = defaultdict(list)
-        for number, (name, offsets, target) in enumerate(wanted):
-            part, items = self._plan(name, offsets, target.shape, number)
-            todo[part] += items
-        planner = _Planner([target for _, _, target in wanted])
-        for part, items in todo.items():
-            self._run(part, planner, items)
+        from ckpt.reading.torch_reads import read_tensors
+
+        todo: dict[Checkpoint, list[tuple[RegionPlan, torch.Tensor]]] = defaultdict(list)
+        for name, offsets, target in wanted:
+            part, plan = self._plan(name, offsets, target.shape)
+            todo[part].append((plan, target))
+        for part, tensors in todo.items():
+            read_tensors(part, self._pool, self.threads, tensors)
 
     def _plan(
-        self, name: str, offsets: Sequence[int], lengths: Sequence[int], number: int
-    ) -> tuple[Checkpoint, list[ReadItem]]:
-        """Plan the reads for target `number`; all of them must be stored."""
-        part, _, fqn, entry = self.find(name)
-        assert isinstance(entry, TensorColumns)
+        self, name: str, offsets: Sequence[int], lengths: Sequence[int]
+    ) -> tuple[Checkpoint, RegionPlan]:
+        """Plan the reads of a region; all of it must be stored."""
+        part, _, fqn, _ = self.find(name)
+        entry = self.tensor(name)
         if is_quantized(entry.dtype):
             message = f"{name[:200]!r} is quantized; its values cannot be shown"
             raise ConfigurationError(message, url=self.store.url)
-        items = list(_read_items(fqn, entry, offsets, lengths, str(number)))
-        if (fault := tiling_fault([box_of(item) for item in items], lengths)) is not None:
+        parts = list(chunk_parts(entry, offsets, lengths))
+        if (fault := tiling_fault([each.box for each in parts], lengths)) is not None:
             message = f"the requested region of {name[:200]!r} cannot be read from this checkpoint: {fault}"
             raise FormatError(message, url=self.store.url)
-        return part, items
+        return part, RegionPlan(fqn, entry, parts)
 
     def read_object(self, name: str) -> Any:
         """Load an object. Raises UnsafeContent if that needs more than torch's safe types."""
-        return safe_value(MemoryFile(self.stored_object(name)), fqn=name, url=self.store.url, key=name)
+        return self._loaded(name, self.stored_object(name))
 
     def stored_object(self, name: str) -> bytes:
         """Return the bytes of an object as it was saved, unchecked."""
         part, _, fqn, _ = self.find(name)
-        return self._read_objects(part, [fqn])[fqn]
+        return bytes(self._read_objects(part, [fqn])[fqn])
 
     def peek(self, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
         """Load objects and small tensors, read together.
@@ -172,35 +198,40 @@ class OpenCheckpoint(contextlib.AbstractContextManager["OpenCheckpoint"]):
         Raises as `read`.
         """
         objects: dict[Checkpoint, dict[str, str]] = defaultdict(dict)
-        tensors: list[tuple[str, Sequence[int], torch.Tensor]] = []
+        tensors: dict[str, TensorColumns] = {}
         for name in names:
             part, _, fqn, entry = self.find(name)
-            if isinstance(entry, TensorColumns):
-                if not is_quantized(entry.dtype):
-                    target = torch.empty(entry.size, dtype=torch_dtype(entry.dtype), device="cpu")
-                    tensors.append((name, [0] * len(entry.size), target))
-            elif not part.metadata.storage_data[MetadataIndex(fqn)].transform_descriptors:
+            if isinstance(entry, ObjectRow):
                 objects[part][fqn] = name
-        self.read_into(tensors)
-        for name, _, target in tensors:
-            yield name, target
+            elif not is_quantized(entry.dtype):
+                tensors[name] = entry
+        arrays = self.read((name, [0] * len(entry.size), entry.size) for name, entry in tensors.items())
+        for (name, entry), elements in zip(tensors.items(), arrays, strict=True):
+            with contextlib.suppress(ConfigurationError):
+                yield name, values_of(elements, entry.dtype)
         for part, named in objects.items():
+            if part.commit is None:
+                from ckpt.reading.torch_reads import is_transformed
+
+                named = {fqn: name for fqn, name in named.items() if not is_transformed(part, fqn)}
             for fqn, data in self._read_objects(part, list(named)).items():
                 with contextlib.suppress(UnsafeContent, FormatError):
-                    yield named[fqn], safe_value(MemoryFile(data), fqn=fqn, url=self.store.url, key=fqn)
+                    yield named[fqn], self._loaded(named[fqn], data)
 
-    def _read_objects(self, part: Checkpoint, fqns: Sequence[str]) -> dict[str, bytes]:
+    def _read_objects(self, part: Checkpoint, fqns: Sequence[str]) -> Mapping[str, bytes | bytearray]:
         """Read objects as they are stored, unchecked."""
-        planner, nothing = _Planner([]), torch.Size([0])
-        indices = [MetadataIndex(fqn) for fqn in fqns]
-        items = [ReadItem(LoadItemType.BYTE_IO, i, nothing, i, nothing, nothing) for i in indices]
-        self._run(part, planner, items, trusted=("*",))
-        return planner.objects
+        if part.commit is not None:
+            return PlainReader(part, self._pool, self.threads).objects(fqns)
+        from ckpt.reading.torch_reads import read_objects
 
-    def _run(
-        self, part: Checkpoint, planner: _Planner, items: Sequence[ReadItem], trusted: Collection[str] = ()
-    ) -> None:
-        Loader(part, planner, self._pool, self.threads, trusted).run(items)
+        return read_objects(part, self._pool, self.threads, fqns)
+
+    def _loaded(self, name: str, data: bytes | bytearray) -> Any:
+        with contextlib.suppress(Exception):
+            return plain_value(data)
+        from ckpt.stock.safe_load import safe_value
+
+        return safe_value(MemoryFile(data), fqn=name, url=self.store.url, key=name)
 
     def _prefix(self, number: int) -> str:
         return f"rank {number}: " if len(self.parts) > 1 else ""
@@ -213,25 +244,6 @@ class OpenCheckpoint(contextlib.AbstractContextManager["OpenCheckpoint"]):
         self.close()
 
 
-def _read_items(
-    fqn: str, entry: TensorColumns, offsets: Sequence[int], lengths: Sequence[int], target: str
-) -> Iterator[ReadItem]:
-    """List the part of each chunk that is in a region."""
-    first = np.array(offsets, dtype=np.int64)
-    last = first + np.array(lengths, dtype=np.int64)
-    begin = np.maximum(entry.offsets, first)
-    end = np.minimum(entry.offsets + entry.sizes, last)
-    for row in np.flatnonzero((begin < end).all(axis=1)).tolist():
-        yield ReadItem(
-            LoadItemType.TENSOR,
-            MetadataIndex(target),
-            torch.Size((begin[row] - first).tolist()),
-            MetadataIndex(fqn, torch.Size(entry.offsets[row].tolist()), row),
-            torch.Size((begin[row] - entry.offsets[row]).tolist()),
-            torch.Size((end[row] - begin[row]).tolist()),
-        )
-
-
 def _nearest(name: str, names: Sequence[str]) -> list[str]:
     """Find names that a mistyped one may stand for, among as many as take no time."""
     parts = set(name.split(".")[:_MAX_PARTS])
@@ -242,18 +254,3 @@ def _nearest(name: str, names: Sequence[str]) -> list[str]:
     short = (other for other in itertools.islice(names, _MAX_NAMES) if len(other) <= _MAX_NAME)
     likely = heapq.nlargest(_MAX_COMPARED, short, key=likeness)
     return difflib.get_close_matches(name[:_MAX_NAME], likely, n=3, cutoff=0.7)
-
-
-class _Planner(DefaultLoadPlanner):
-    """Give the loader tensors by their number, and keep the bytes of objects."""
-
-    def __init__(self, targets: Sequence[torch.Tensor]) -> None:
-        super().__init__()
-        self._targets = targets
-        self.objects: dict[str, bytes] = {}
-
-    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        return self._targets[int(index.fqn)]
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self.objects[read_item.dest_index.fqn] = value.getvalue()

@@ -13,8 +13,6 @@ import pickletools
 from collections.abc import Collection, Mapping
 from typing import Any
 
-import torch
-
 from ckpt.errors import FormatError, UnsafeContent
 from ckpt.format.planner_data import HASH_MODULUS
 
@@ -34,7 +32,7 @@ def load_inert(data: bytes, classes: Mapping[str, Collection[str]]) -> Any:
 
     Raises UnsafeContent if it asks for something else, and any exception if it is damaged.
     """
-    _scan(data)
+    scan(data)
     return _InertUnpickler(data, classes).load()
 
 
@@ -88,7 +86,7 @@ _MEMOIZE, _GET, _LONG_GET, _MARK, _STOP = _codes("MEMOIZE BINGET LONG_BINGET MAR
 _SETITEMS, _SETITEM, _TUPLE, _LONG1, _LONG4, _DROP = _codes("SETITEMS SETITEM TUPLE LONG1 LONG4 POP")
 
 
-def _scan(data: bytes) -> None:
+def scan(data: bytes) -> None:
     """Walk over the opcodes without carrying any out; of each value, note whether it may be a dict key.
 
     `LONG_BINPUT 2**31` would make the C unpickler allocate 32 GiB, and `BYTEARRAY8` any amount. A
@@ -205,8 +203,11 @@ class _InertUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in self._known:
             return self._known[module, name]
-        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
-            return dtype
+        if module == "torch":
+            import torch
+
+            if isinstance(dtype := getattr(torch, name, None), torch.dtype):
+                return dtype
         raise UnsafeContent(f"a pickle that asks for {module[:80]}.{name[:80]}")
 
 

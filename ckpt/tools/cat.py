@@ -9,15 +9,13 @@ import re
 import reprlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-import torch
 
 from ckpt.consistency import environment
 from ckpt.errors import ConfigurationError, FormatError
-from ckpt.format.dtypes import item_bytes, torch_dtype
+from ckpt.format.dtypes import item_bytes
+from ckpt.format.elements import Elements, stored_dtype, values_of
 from ckpt.reading.slices import GROWTH_SLACK_BYTES, OpenCheckpoint
 from ckpt.tools.inspect import SMALL_ELEMENTS
 from ckpt.transfer.boxes import Box, boxes_of, tiling_fault
@@ -103,17 +101,23 @@ def _span(part: str, limit: int) -> tuple[int, int]:
     return start, max(start, stop)
 
 
-def read(checkpoint: OpenCheckpoint, selection: Selection) -> npt.NDArray[Any]:
+def read(checkpoint: OpenCheckpoint, selection: Selection) -> Elements:
     """Read the values of a slice into memory."""
-    values = checkpoint.read(selection.name, selection.offsets, selection.lengths)
-    return as_numpy(values).reshape(selection.shape)
+    return _values(checkpoint, selection.name, selection.offsets, selection.lengths).reshape(selection.shape)
 
 
-def _regions(checkpoint: OpenCheckpoint, selection: Selection) -> Iterator[tuple[Box, npt.NDArray[Any]]]:
+def _values(
+    checkpoint: OpenCheckpoint, name: str, offsets: Sequence[int], lengths: Sequence[int]
+) -> Elements:
+    (elements,) = checkpoint.read([(name, offsets, lengths)])
+    return values_of(elements, checkpoint.tensor(name).dtype)
+
+
+def _regions(checkpoint: OpenCheckpoint, selection: Selection) -> Iterator[tuple[Box, Elements]]:
     """Yield boxes of the slice and their values, in bounded memory; every element once."""
     entry = checkpoint.tensor(selection.name)
     if math.prod(selection.lengths) * item_bytes(entry.dtype) > GROWTH_SLACK_BYTES:
-        checkpoint.prepare([selection.name])
+        checkpoint.prepare_region(selection.name, selection.offsets, selection.lengths)
     end = tuple(o + n for o, n in zip(selection.offsets, selection.lengths, strict=True))
 
     def relative(box: Box) -> Box:
@@ -126,22 +130,7 @@ def _regions(checkpoint: OpenCheckpoint, selection: Selection) -> Iterator[tuple
         raise FormatError(f"{selection.name[:200]!r}: {fault}", url=checkpoint.store.url)
     for box in boxes_of(entry, selection.offsets, end, _MAX_ELEMENTS):
         lengths = [stop - start for start, stop in zip(*box, strict=True)]
-        yield relative(box), as_numpy(checkpoint.read(selection.name, box[0], lengths))
-
-
-def as_numpy(tensor: torch.Tensor) -> npt.NDArray[Any]:
-    """Convert to NumPy; dtypes that it lacks become wider ones, with exactly the same values."""
-    if tensor.dtype == torch.complex32:
-        return tensor.to(torch.complex64).numpy()
-    if tensor.dtype.is_floating_point and tensor.dtype not in (torch.float64, torch.float32, torch.float16):
-        return tensor.to(torch.float32).numpy()
-    try:
-        array: npt.NDArray[Any] = tensor.numpy()
-    except TypeError:
-        raise ConfigurationError(
-            f"values of dtype {tensor.dtype} cannot be shown; NumPy has no such dtype"
-        ) from None
-    return array
+        yield relative(box), _values(checkpoint, selection.name, box[0], lengths)
 
 
 def statistics(checkpoint: OpenCheckpoint, selection: Selection) -> Statistics:
@@ -172,10 +161,9 @@ def statistics(checkpoint: OpenCheckpoint, selection: Selection) -> Statistics:
 
 
 def short_text(value: object) -> str:
-    """Write a value in one short line; of a small tensor its elements."""
-    if isinstance(value, torch.Tensor) and value.numel() <= SMALL_ELEMENTS:
-        with contextlib.suppress(RuntimeError, TypeError):  # sparse, meta, ...
-            value = value.tolist()
+    """Write a value in one short line; of a small array its elements."""
+    if isinstance(value, np.ndarray) and value.size <= SMALL_ELEMENTS:
+        value = value.tolist()
     limited = reprlib.Repr()
     limited.maxstring = limited.maxother = limited.maxlong = _MAX_TEXT
     text = " ".join(limited.repr(value).split())
@@ -184,20 +172,20 @@ def short_text(value: object) -> str:
 
 def write_npy(checkpoint: OpenCheckpoint, selection: Selection, path: str) -> None:
     """Write a slice to a `.npy` file, which appears when it is complete. Raises ConfigurationError."""
-    dtype = as_numpy(torch.empty(0, dtype=torch_dtype(checkpoint.tensor(selection.name).dtype))).dtype
+    stored = checkpoint.tensor(selection.name).dtype
+    dtype = values_of(np.empty(0, stored_dtype(stored)), stored).dtype
     temporary = f"{path}.{environment.token()}.tmp"
     try:
         if math.prod(selection.lengths) == 0:
             with open(temporary, "xb") as file:
-                np.save(file, np.empty(selection.shape, dtype=dtype))
+                np.save(file, read(checkpoint, selection))
         else:
             target = np.lib.format.open_memmap(temporary, mode="w+", dtype=dtype, shape=selection.shape)
-            # With the dropped dimensions, of length 1.
-            values_of = target.reshape(selection.lengths)
+            undropped = target.reshape(selection.lengths)
             for (begin, end), values in _regions(checkpoint, selection):
-                values_of[tuple(slice(a, b) for a, b in zip(begin, end, strict=True))] = values
+                undropped[tuple(slice(a, b) for a, b in zip(begin, end, strict=True))] = values
             target.flush()
-            del target, values_of
+            del target, undropped
         os.replace(temporary, path)
     except OSError as error:
         raise ConfigurationError(f"cannot write {path!r}: {error.strerror or error}") from error

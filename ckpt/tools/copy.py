@@ -39,13 +39,12 @@ from ckpt.format.records import FORMAT_VERSION, ManifestRef, RankManifest, Store
 from ckpt.reading.checkpoint import Checkpoint, ReadSettings
 from ckpt.reading.opening import open_checkpoint, open_parts
 from ckpt.tools.copy_claims import CopyClaims
-from ckpt.tools.copy_stock import check_wanted, copy_stock
 from ckpt.tools.findings import Copied, Damage
 from ckpt.tools.gc import DEFAULT_GRACE_S, stems_of, time_of
 from ckpt.tools.record_checks import IndexedItems, each_manifest, items_by_file, read_manifest
 from ckpt.transfer.buffer_pool import StagingPool
 from ckpt.transfer.fetcher import StoredFile
-from ckpt.transfer.relay_bodies import RunReader, VerifiedBody
+from ckpt.transfer.relay_bodies import RunReader, VerifiedBody, check_wanted
 from ckpt.transfer.reports import ReportBytes, no_report
 from ckpt.transfer.threads import in_order, workers
 from ckpt.writing.coordinator import Coordinator
@@ -97,6 +96,8 @@ def copy(
             raise ConfigurationError("source and destination are the same place", url=to_store.url)
         parts = open_parts(from_store, ReadSettings())
         if parts[0].commit is None:
+            from ckpt.tools.copy_stock import copy_stock
+
             return copy_stock(from_store, to_store, parts, progress or no_report)
         return _CheckpointCopy(from_store, to_store, parts[0], progress or no_report).run(overwrite)
 
@@ -172,7 +173,7 @@ class _CheckpointCopy:
         columns = self._indexed.columns
         renamed = [self._paths[path] for path in columns.files]
         try:
-            coordinator.commit_columns(
+            coordinator.commit(
                 dataclasses.replace(columns, files=renamed, save_id=self._objects.token),
                 msgspec.structs.replace(self._commit, **facts),
                 check=self._claims.check,

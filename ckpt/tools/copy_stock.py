@@ -10,14 +10,14 @@ from ckpt.backends.base import PutMode, Store, exists, read_bytes
 from ckpt.backends.bodies import CheckedBody
 from ckpt.consistency.checksums import BLOCK_SIZE_BYTES
 from ckpt.consistency.commit import COMMIT_KEY
-from ckpt.errors import AlreadyExists, CommitConflict, IntegrityError, NotFound, StorageError
+from ckpt.errors import AlreadyExists, CommitConflict, IntegrityError, NotFound
 from ckpt.format.records import MAX_METADATA_BYTES
 from ckpt.reading.checkpoint import Checkpoint
 from ckpt.tools.findings import Copied
 from ckpt.tools.verify_stock import verify_stock
 from ckpt.transfer.buffer_pool import StagingPool
 from ckpt.transfer.file_body import Due, FileBody, FileItem, StreamedPayload
-from ckpt.transfer.relay_bodies import RUN_BYTES, RunReader
+from ckpt.transfer.relay_bodies import RUN_BYTES, RunReader, check_wanted
 from ckpt.transfer.reports import ReportBytes, no_report
 from ckpt.transfer.threads import in_order, workers
 
@@ -35,12 +35,6 @@ def copy_stock(
         text = f"the source is damaged: {first.message}"
         raise IntegrityError(text, url=source.url, key=first.key, start=first.start, stop=first.stop)
     return _StockCopy(source, destination, parts).run(progress)
-
-
-def check_wanted(stop: threading.Event) -> None:
-    """Raise StorageError once a copy has been stopped."""
-    if stop.is_set():
-        raise StorageError("stopped: the copy was interrupted, or another file of it failed")
 
 
 class _StockCopy:

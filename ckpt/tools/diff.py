@@ -5,26 +5,27 @@ from __future__ import annotations
 import io
 import math
 import os
-from collections.abc import Mapping
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-import torch
 
 from ckpt.errors import FormatError, UnsafeContent
 from ckpt.format.columns import ObjectRow, TensorColumns
 from ckpt.format.dtypes import is_quantized, item_bytes
-from ckpt.reading.slices import OpenCheckpoint
-from ckpt.tools.cat import as_numpy, short_text
+from ckpt.format.elements import Elements, values_of
+from ckpt.reading.slices import OpenCheckpoint, Region
+from ckpt.tools.cat import short_text
 from ckpt.tools.inspect import SMALL_ELEMENTS
-from ckpt.torch_private import StorageInfo
+from ckpt.transfer.array_pieces import bytes_of
 from ckpt.transfer.boxes import boxes_of
 from ckpt.transfer.reports import ReportBytes, no_report
 
 _MAX_ELEMENTS = 1 << 21
+_MAX_REGIONS = 1024
 _STEP_BYTES = 4 << 20
 
 
@@ -117,6 +118,7 @@ class _Comparing:
     def __init__(self, a: OpenCheckpoint, b: OpenCheckpoint, full: bool, progress: ReportBytes) -> None:
         self._a, self._b, self._full, self._progress = a, b, full, progress
         self._result = Comparison(a.store.url, b.store.url)
+        self._done_bytes = self._total_bytes = 0
 
     def run(self) -> Comparison:
         a, b = ({name: each.find(name)[3] for name in each.names} for each in (self._a, self._b))
@@ -126,16 +128,27 @@ class _Comparing:
             Difference(name, "only_b", b=_described(b[name])) for name in sorted(b.keys() - a.keys())
         ]
         both = [name for name in a if name in b]
-        done, total = 0, sum(_nbytes(a[name]) for name in both)
+        self._total_bytes = sum(_nbytes(a[name]) for name in both)
+        unread: dict[str, _Values] = {}
+        compared: dict[str, Difference | None] = {}
         for name in both:
-            difference = self._compare(name, a[name], b[name])
-            if difference is not None:
-                differences.append(difference)
-            done += _nbytes(a[name])
-            self._progress(done, total)
+            outcome = self._compare_records(name, a[name], b[name])
+            if isinstance(outcome, _Values):
+                unread[name] = outcome
+            else:
+                compared[name] = outcome
+                self._count(_nbytes(a[name]))
+        self._compare_values(unread)
+        compared |= {name: values.difference() for name, values in unread.items()}
+        differences += [difference for name in both if (difference := compared[name]) is not None]
         return self._result
 
-    def _compare(self, name: str, a: _Entry, b: _Entry) -> Difference | None:
+    def _count(self, nbytes: int) -> None:
+        self._done_bytes += nbytes
+        self._progress(self._done_bytes, self._total_bytes)
+
+    def _compare_records(self, name: str, a: _Entry, b: _Entry) -> Difference | _Values | None:
+        """Compare all but the elements of tensors, which are to be read then."""
         difference = partial(Difference, name, a=_described(a), b=_described(b))
         if isinstance(a, ObjectRow) or isinstance(b, ObjectRow):
             if not (isinstance(a, ObjectRow) and isinstance(b, ObjectRow)):
@@ -153,10 +166,7 @@ class _Comparing:
             return None
         if is_quantized(a.dtype) or is_quantized(b.dtype):  # values without scales cannot be compared
             return None if same_chunks and self._same_bytes(name, a, b) else difference(kind="values")
-        numbers = self._compare_values(name, a)
-        if a.dtype != b.dtype:
-            return difference(kind="dtype", **vars(numbers))
-        return difference(kind="values", **vars(numbers)) if numbers.differing else None
+        return _Values(name, a, b)
 
     def _compare_objects(self, name: str, a: ObjectRow, b: ObjectRow) -> tuple[str, str] | None:
         """Return short texts of objects that differ, None if they are the same."""
@@ -194,20 +204,29 @@ class _Comparing:
                     return False
         return True
 
-    def _compare_values(self, name: str, a: TensorColumns) -> _Numbers:
-        numbers, covered = _Numbers(), 0
-        for begin, end in boxes_of(a, [0] * len(a.size), a.size, _MAX_ELEMENTS):
-            lengths = [stop - start for start, stop in zip(begin, end, strict=True)]
-            values, b_values = (c.read(name, begin, lengths) for c in (self._a, self._b))
-            self._result.read_bytes += values.numel() * values.element_size()
-            covered += values.numel()
-            if values.dtype != b_values.dtype or not _same_bits(values, b_values):
-                numbers.add(as_numpy(values), as_numpy(b_values))
-                if values.numel() == math.prod(a.size) <= SMALL_ELEMENTS:
-                    numbers.a_value, numbers.b_value = short_text(values), short_text(b_values)
-        if covered != math.prod(a.size):
-            raise FormatError(f"{name[:200]!r}: its chunks do not cover it", url=self._a.store.url)
-        return numbers
+    def _compare_values(self, unread: Mapping[str, _Values]) -> None:
+        """Read tensors from both, box by box; small ones together."""
+        batch: list[tuple[_Values, Region]] = []
+        elements = 0
+        for values in unread.values():
+            for region in values.regions():
+                size = math.prod(region[2])
+                if elements + size > _MAX_ELEMENTS or len(batch) == _MAX_REGIONS:
+                    self._compare_batch(batch)
+                    batch, elements = [], 0
+                batch.append((values, region))
+                elements += size
+        self._compare_batch(batch)
+        for name, values in unread.items():
+            if values.compared != math.prod(values.a.size):
+                raise FormatError(f"{name[:200]!r}: its chunks do not cover it", url=self._a.store.url)
+
+    def _compare_batch(self, batch: Sequence[tuple[_Values, Region]]) -> None:
+        regions = [region for _, region in batch]
+        for (values, _), a, b in zip(batch, self._a.read(regions), self._b.read(regions), strict=True):
+            self._result.read_bytes += a.nbytes
+            values.add(a, b)
+            self._count(a.nbytes)
 
 
 @dataclass
@@ -221,7 +240,7 @@ class _Numbers:
     a_value: str = ""
     b_value: str = ""
 
-    def add(self, a: npt.NDArray[Any], b: npt.NDArray[Any]) -> None:
+    def add(self, a: Elements, b: Elements) -> None:
         """Compare two arrays of the same shape."""
         with np.errstate(all="ignore"):
             if a.dtype.kind in "fc" or b.dtype.kind in "fc":
@@ -245,13 +264,54 @@ class _Numbers:
                 self.max_rel = max(self.max_rel, float(np.nanmax(relative)))
 
 
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+@dataclass
+class _Values:
+    """How the elements of a tensor differ, as far as they are read."""
+
+    name: str
+    a: TensorColumns
+    b: TensorColumns
+    compared: int = 0
+    numbers: _Numbers = field(default_factory=_Numbers)
+
+    def regions(self) -> Iterator[Region]:
+        """List the regions in which it is read."""
+        for begin, end in boxes_of(self.a, [0] * len(self.a.size), self.a.size, _MAX_ELEMENTS):
+            yield self.name, begin, [stop - start for start, stop in zip(begin, end, strict=True)]
+
+    def add(self, a: Elements, b: Elements) -> None:
+        """Compare stored elements of one region."""
+        self.compared += a.size
+        if self.a.dtype == self.b.dtype and bytes_of(a) == bytes_of(b):
+            return
+        a, b = values_of(a, self.a.dtype), values_of(b, self.b.dtype)
+        self.numbers.add(a, b)
+        if a.size == math.prod(self.a.size) <= SMALL_ELEMENTS:
+            self.numbers.a_value, self.numbers.b_value = short_text(a), short_text(b)
+
+    def difference(self) -> Difference | None:
+        """Describe the difference, if there is one."""
+        kind = "values" if self.a.dtype == self.b.dtype else "dtype"
+        if kind == "values" and not self.numbers.differing:
+            return None
+        return Difference(self.name, kind, _described(self.a), _described(self.b), **vars(self.numbers))
+
+
+class _PlainPickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        raise pickle.PicklingError(f"a {type(value).__name__}")
 
 
 def _pickled(value: Any) -> bytes:
+    """Pickle a value, which torch does alone in the same way each time if there is a tensor in it."""
     file = io.BytesIO()
-    torch.save(value, file)
+    try:
+        _PlainPickler(file).dump(value)
+    except pickle.PicklingError:
+        import torch
+
+        file = io.BytesIO()
+        torch.save(value, file)
     return file.getvalue()
 
 
@@ -268,16 +328,17 @@ def _checksums(checkpoint: OpenCheckpoint, name: str, entry: _Entry) -> list[tup
     part, columns, _, _ = checkpoint.find(name)
     if part.commit is None:
         return None
-    infos = [StorageInfo(columns.files[item.file], item.offset, item.length) for item in _items(entry)]
-    part.prepare(infos, checkpoint.threads)
+    items = _items(entry)
+    part.prepare({columns.files[item.file] for item in items}, checkpoint.threads)
     checksums = []
-    for info in infos:
-        file = part.file(info)
+    for item in items:
+        stop = item.offset + item.length
+        file = part.file(columns.files[item.file], item.offset, stop)
         if file.block_crcs is None:
             return None
         size = file.block_size_bytes
-        blocks = slice(info.offset // size, -(-(info.offset + info.length) // size))
-        checksums.append((size, info.offset % size, info.length, list(file.block_crcs[blocks])))
+        blocks = slice(item.offset // size, -(-stop // size))
+        checksums.append((size, item.offset % size, item.length, list(file.block_crcs[blocks])))
     return checksums
 
 

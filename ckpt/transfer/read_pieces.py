@@ -1,4 +1,4 @@
-"""Cut a region of a stored tensor into pieces: runs of the file that one sink takes.
+"""Cut a region of a stored tensor into pieces for a tensor: runs of the file that one sink takes.
 
 The best sink is the destination's own memory. The others copy out of scratch: the destination is on
 a device, has another dtype, or has gaps where the file has none.
@@ -12,15 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from ckpt.format.stored_tensor import StoredTensor
-from ckpt.transfer.boxes import span
-from ckpt.transfer.pieces import MemorySink, Piece
+from ckpt.transfer.pieces import MemorySink, Piece, Sink, box_pieces
 from ckpt.transfer.tensor_memory import copy_elements, flat_pairs, has_memory_view, memory_of, tensor_over
-
-_STRIDED_BYTES = 4 << 20
-"""The longest run of a file that is read whole for the rows that are wanted of it."""
-
-_WORTH_SKIPPING_BYTES = 2 << 20
-"""A gap between wanted rows that is worth a request of its own; less is read and dropped."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,35 +69,21 @@ def region_pieces(
     single = [d for d, n in enumerate(lengths) if n == 1]
     view = target.detach().permute([*order, *single])[(...,) + (0,) * len(single)]
     start = stored.first_byte + first * stored.dtype.itemsize
-    yield from _box_pieces(start, stored.dtype, [stored.strides[d] for d in order], view)
+    yield from box_pieces(
+        start,
+        stored.dtype.itemsize,
+        [stored.strides[d] for d in order],
+        view,
+        run=lambda at, part: _run_sink(at, part, stored.dtype),
+        strided=lambda part, strides: _StridedSink(part, stored.dtype, strides),
+    )
 
 
-def _box_pieces(
-    start: int, dtype: torch.dtype, strides: Sequence[int], target: torch.Tensor
-) -> Iterator[Piece]:
-    """List the pieces of a box of the file that begins at byte `start` and has the shape of `target`."""
-    shape, itemsize = target.shape, dtype.itemsize
-    span_bytes = span(shape, strides) * itemsize
-    if span_bytes == target.numel() * itemsize:  # one run without gaps
-        if target.dtype == dtype and has_memory_view(target):
-            yield Piece(start, start + span_bytes, MemorySink(memory_of(target)))
-            return
-        if start % itemsize == 0:
-            yield Piece(start, start + span_bytes, _FlatSink(target, dtype))
-            return
-    row_bytes = span(shape[1:], strides[1:]) * itemsize if shape else itemsize
-    step_bytes = strides[0] * itemsize if shape else itemsize
-    sparse = bool(shape) and step_bytes - row_bytes > _WORTH_SKIPPING_BYTES
-    if span_bytes <= _STRIDED_BYTES and not sparse:
-        yield Piece(start, start + span_bytes, _StridedSink(target, dtype, strides))
-        return
-    together = 1 if sparse or row_bytes > _STRIDED_BYTES else max(1, _STRIDED_BYTES // step_bytes)
-    for row in range(0, shape[0], together):
-        rows = target[row : row + together]
-        if rows.shape[0] == 1:
-            yield from _box_pieces(start + row * step_bytes, dtype, strides[1:], rows[0])
-        else:
-            yield from _box_pieces(start + row * step_bytes, dtype, strides, rows)
+def _run_sink(start: int, target: torch.Tensor, dtype: torch.dtype) -> Sink | None:
+    """Make the sink of a run without gaps; None if its elements are not aligned and must be copied."""
+    if target.dtype == dtype and has_memory_view(target):
+        return MemorySink(memory_of(target))
+    return _FlatSink(target, dtype) if start % dtype.itemsize == 0 else None
 
 
 def _elements(data: memoryview, dtype: torch.dtype) -> torch.Tensor:

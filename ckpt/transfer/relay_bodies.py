@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -10,13 +11,19 @@ from dataclasses import dataclass
 from ckpt.backends.base import Store
 from ckpt.backends.bodies import Part
 from ckpt.consistency.checksums import block_crcs, combine_blocks
-from ckpt.errors import NotFound, Truncated
+from ckpt.errors import NotFound, StorageError, Truncated
 from ckpt.transfer.buffer_pool import StagingPool
 from ckpt.transfer.fetcher import StoredFile, WhenVisible, read_verified
 from ckpt.transfer.threads import in_order
 
 RUN_BYTES = 8 << 20
 """The bytes that are read at once to check a file."""
+
+
+def check_wanted(stop: threading.Event) -> None:
+    """Raise StorageError once a copy has been stopped."""
+    if stop.is_set():
+        raise StorageError("stopped: the copy was interrupted, or another file of it failed")
 
 
 @dataclass(frozen=True)

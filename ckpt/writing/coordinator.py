@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
-import functools
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Callable
 
 import msgspec
-import torch
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
-from torch.distributed.checkpoint.metadata import Metadata
 
 from ckpt.backends.base import Store, read_bytes
 from ckpt.backends.bodies import CheckedBody
@@ -31,17 +25,14 @@ from ckpt.consistency.seal import seal_pickle
 from ckpt.errors import (
     AlreadyExists,
     CheckpointError,
-    CommitError,
     CommitUnknown,
     ConfigurationError,
     FormatError,
     NotFound,
 )
 from ckpt.format.columns import Columns
-from ckpt.format.dcp_view import metadata_of
 from ckpt.format.index import check_columns, encode_index
 from ckpt.format.names import index_key, is_our_name, probe_key
-from ckpt.format.planner_data import check_planner_data
 from ckpt.format.records import (
     CommitRecord,
     ManifestRef,
@@ -54,7 +45,6 @@ from ckpt.format.records import (
 from ckpt.gc_pause import no_gc
 from ckpt.stock.metadata_writer import pickled_metadata
 from ckpt.transfer.threads import workers
-from ckpt.writing.receipts import RankReceipt, collect
 from ckpt.writing.save_objects import SaveObjects
 from ckpt.writing.stock_metadata import put_stock_metadata
 
@@ -93,26 +83,15 @@ class Coordinator:
         )
 
     def commit(
-        self, metadata: Metadata, receipts: Sequence[RankReceipt], *, world_size: int, tags: Mapping[str, str]
-    ) -> Metadata:
-        """Commit the checkpoint that the receipts describe; return DCP's view of it.
+        self, columns: Columns, record: CommitRecord, *, check: Callable[[], None] = lambda: None
+    ) -> None:
+        """Write the index of `columns` and commit `record` with it.
+
+        `check` is called in between, and raises if the save must not be committed.
 
         Raises:
             CommitError: nothing was committed (CommitUnknown: perhaps it was), and nothing replaced.
-            ConfigurationError: the planner describes, or wants to keep, what cannot be stored.
-        """
-        with no_gc():
-            columns = self._columns(metadata, receipts, world_size)
-            described = metadata_of(columns)
-        self.commit_columns(columns, self._record(receipts, world_size, tags))
-        return described
-
-    def commit_columns(
-        self, columns: Columns, record: CommitRecord, *, check: Callable[[], None] = lambda: None
-    ) -> None:
-        """Write the index of `columns` and commit `record` with it. Raises as `commit`.
-
-        `check` is called in between, and raises if the save must not be committed.
+            ConfigurationError: the columns or the tags cannot be stored.
         """
         with no_gc():
             index, stock_metadata = self._index(columns), seal_pickle(pickled_metadata(columns))
@@ -142,19 +121,6 @@ class Coordinator:
             if self._previous is not None and acknowledged:
                 self._retire(self._previous)
 
-    def _columns(self, metadata: Metadata, receipts: Sequence[RankReceipt], world_size: int) -> Columns:
-        _check_ranks(receipts, world_size)
-        try:
-            check_planner_data(metadata.planner_data)
-        except ValueError as error:
-            raise ConfigurationError(
-                f"the planner's planner_data holds {error}; only dict, list, tuple, str, bytes, numbers, bool and "
-                "None can be stored safely"
-            ) from None
-        columns = collect(metadata, sorted(receipts, key=lambda receipt: receipt.rank))
-        columns.save_id, columns.version = self._objects.token, CURRENT_DCP_VERSION
-        return columns
-
     def _index(self, columns: Columns) -> CheckedBody:
         """Encode the index, once it is sure that readers will accept it."""
         try:
@@ -163,22 +129,6 @@ class Coordinator:
         except (FormatError, ValueError) as error:
             text = error.message if isinstance(error, FormatError) else str(error)
             raise ConfigurationError(f"this state cannot be stored: {text}", url=self._store.url) from None
-
-    def _record(
-        self, receipts: Sequence[RankReceipt], world_size: int, tags: Mapping[str, str]
-    ) -> CommitRecord:
-        manifests = [receipt.manifest for receipt in receipts if receipt.manifest is not None]
-        created_at = datetime.datetime.fromtimestamp(environment.now(), datetime.timezone.utc)
-        return CommitRecord(
-            id=self._objects.token,
-            created_at=created_at.isoformat(timespec="seconds"),
-            library=_library_version(),
-            torch=str(torch.__version__),
-            world_size=world_size,
-            data_bytes=sum(manifest.data_bytes for manifest in manifests),
-            manifests=sorted(manifests, key=lambda manifest: manifest.rank),
-            tags=dict(tags),
-        )
 
     def _publish(self, record: bytes, stock_metadata: bytes) -> bool:
         """Commit, then let stock readers find it; return whether the commit was acknowledged."""
@@ -225,26 +175,3 @@ class Coordinator:
         except NotFound:
             return []
         return [file.path for file in decode_manifest(data, url=self._store.url, key=ref.path).files]
-
-
-def _check_ranks(receipts: Sequence[RankReceipt], world_size: int) -> None:
-    """Check that every rank has reported once, about the same save: DCP does not check."""
-    ranks = sorted(receipt.rank for receipt in receipts)
-    if ranks != list(range(world_size)):
-        missing = sorted(set(range(world_size)) - set(ranks))
-        raise CommitError(
-            f"nothing was committed: expected one report from each of {world_size} ranks; missing: {missing}"
-        )
-    places = sorted({receipt.place for receipt in receipts})
-    if len(places) > 1:
-        raise CommitError(
-            f"nothing was committed: the ranks save to different places: {' and '.join(places[:3])}"
-        )
-
-
-@functools.cache
-def _library_version() -> str:
-    try:
-        return f"ckpt-storage {version('ckpt-storage')}"
-    except PackageNotFoundError:  # an uninstalled checkout
-        return "ckpt-storage (not installed)"

@@ -1,14 +1,18 @@
-"""Make the columns of a checkpoint from the ranks' reports, with nothing missing."""
+"""Make the records of a checkpoint from the ranks' reports, with nothing missing."""
 
 from __future__ import annotations
 
+import datetime
+import functools
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 
 import msgspec
 import numpy as np
 import torch
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -16,10 +20,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from ckpt.consistency import environment
 from ckpt.errors import CommitError, ConfigurationError
 from ckpt.format.columns import Columns, Integers, ObjectRow, TensorColumns
 from ckpt.format.dtypes import dtype_name
-from ckpt.format.records import ManifestRef
+from ckpt.format.planner_data import check_planner_data
+from ckpt.format.records import CommitRecord, ManifestRef
 
 
 class PlacedItem(msgspec.Struct, array_like=True):
@@ -65,6 +71,68 @@ _ITEMS = msgspec.msgpack.Decoder(list[PlacedItem])  # made once, before there ar
 
 def pack_items(items: Sequence[PlacedItem]) -> bytes:
     return msgspec.msgpack.encode(items)
+
+
+def records_of(
+    metadata: Metadata,
+    receipts: Sequence[RankReceipt],
+    *,
+    save_id: str,
+    world_size: int,
+    tags: Mapping[str, str],
+) -> tuple[Columns, CommitRecord]:
+    """Make the columns and the commit record of a save that the receipts describe.
+
+    Raises:
+        CommitError: the ranks have not written what was planned.
+        ConfigurationError: the planner describes, or wants to keep, what cannot be stored.
+    """
+    _check_ranks(receipts, world_size)
+    try:
+        check_planner_data(metadata.planner_data)
+    except ValueError as error:
+        raise ConfigurationError(
+            f"the planner's planner_data holds {error}; only dict, list, tuple, str, bytes, numbers, bool and "
+            "None can be stored safely"
+        ) from None
+    receipts = sorted(receipts, key=lambda receipt: receipt.rank)
+    columns = collect(metadata, receipts)
+    columns.save_id, columns.version = save_id, CURRENT_DCP_VERSION
+    manifests = [receipt.manifest for receipt in receipts if receipt.manifest is not None]
+    created_at = datetime.datetime.fromtimestamp(environment.now(), datetime.timezone.utc)
+    return columns, CommitRecord(
+        id=save_id,
+        created_at=created_at.isoformat(timespec="seconds"),
+        library=_library_version(),
+        torch=str(torch.__version__),
+        world_size=world_size,
+        data_bytes=sum(manifest.data_bytes for manifest in manifests),
+        manifests=sorted(manifests, key=lambda manifest: manifest.rank),
+        tags=dict(tags),
+    )
+
+
+def _check_ranks(receipts: Sequence[RankReceipt], world_size: int) -> None:
+    """Check that every rank has reported once, about the same save: DCP does not check."""
+    ranks = sorted(receipt.rank for receipt in receipts)
+    if ranks != list(range(world_size)):
+        missing = sorted(set(range(world_size)) - set(ranks))
+        raise CommitError(
+            f"nothing was committed: expected one report from each of {world_size} ranks; missing: {missing}"
+        )
+    places = sorted({receipt.place for receipt in receipts})
+    if len(places) > 1:
+        raise CommitError(
+            f"nothing was committed: the ranks save to different places: {' and '.join(places[:3])}"
+        )
+
+
+@functools.cache
+def _library_version() -> str:
+    try:
+        return f"ckpt-storage {version('ckpt-storage')}"
+    except PackageNotFoundError:  # an uninstalled checkout
+        return "ckpt-storage (not installed)"
 
 
 def collect(metadata: Metadata, receipts: Iterable[RankReceipt]) -> Columns:

@@ -25,6 +25,7 @@ from ckpt.consistency import environment
 from ckpt.consistency.commit import proves_no_commit
 from ckpt.dcp_storage import DcpStorage
 from ckpt.errors import CheckpointError, CommitUnknown, ConfigurationError
+from ckpt.format.dcp_view import metadata_of
 from ckpt.format.names import last_segment, rank_directory
 from ckpt.gc_pause import no_gc
 from ckpt.ranks.group import DEFAULT_TIMEOUT_S
@@ -32,7 +33,7 @@ from ckpt.transfer.bandwidth import Pacer
 from ckpt.writing.coordinator import Coordinator
 from ckpt.writing.layout import Entry, pickled_entries, refuse_unstorable, spread, tensor_entries
 from ckpt.writing.rank_files import RankFiles
-from ckpt.writing.receipts import RankReceipt
+from ckpt.writing.receipts import RankReceipt, records_of
 from ckpt.writing.refused_objects import RefusedObjects
 from ckpt.writing.save_objects import SaveObjects
 from ckpt.writing.stager import staged
@@ -167,9 +168,16 @@ class CheckpointWriter(DcpStorage, StorageWriter, AsyncStager):
             reports = [report.storage_data for rank in results for report in rank]
             receipts = [report for report in reports if isinstance(report, RankReceipt)]
             try:
-                described = self._coordinator.commit(
-                    metadata, receipts, world_size=len(results), tags=self._tags
-                )
+                with no_gc():
+                    columns, record = records_of(
+                        metadata,
+                        receipts,
+                        save_id=self._objects.token,
+                        world_size=len(results),
+                        tags=self._tags,
+                    )
+                    described = metadata_of(columns)
+                self._coordinator.commit(columns, record)
             except CheckpointError as error:
                 if proves_no_commit(error):
                     self.discard()

@@ -57,13 +57,27 @@ assert ours <= {"ckpt.errors", "ckpt.backends", "ckpt.backends.options", "ckpt.b
 def test_commands_that_make_no_tensor_start_without_torch(tmp_path: Path) -> None:
     """Importing it takes three times as long as they run; so it does before a mistake is reported."""
     state = {"w": torch.randn(30, 20), "b": torch.randn(9, dtype=torch.bfloat16), "n": torch.tensor(7)}
-    ckpt.save({"model": state, "step": 5}, tmp_path / "run" / "step-5")
-    place = str(tmp_path / "run" / "step-5")
+    groups = [{"lr": 0.1, "betas": (0.9, 0.95), "name": "all", "fused": None}]
+    place, other = str(tmp_path / "run" / "step-5"), str(tmp_path / "run" / "step-6")
+    ckpt.save({"model": state, "step": 5, "groups": groups}, place)
+    ckpt.save({"model": {**state, "w": torch.zeros(30, 20)}, "step": 6, "groups": groups}, other)
     commands: list[tuple[int, list[str]]] = [
         (0, ["ls", str(tmp_path)]),
         (0, ["verify", place]),
         (0, ["inspect", place, "--json"]),
+        (0, ["inspect", place]),
+        (0, ["cat", place, "model.w"]),
+        (0, ["cat", place, "model.w[3:5, 1]"]),
+        (0, ["cat", place, "model.b"]),
+        (0, ["cat", place, "model"]),
+        (0, ["cat", place, "model.w", "--stats"]),
+        (0, ["cat", place, "model.b", "--npy", str(tmp_path / "b.npy")]),
+        (0, ["cat", place, "step"]),
+        (0, ["cat", place, "groups"]),
+        (1, ["diff", place, other]),
+        (0, ["diff", place, place, "--full"]),
         (0, ["inspect", place, "--tensor", "model.*"]),
+        (0, ["cp", place, str(tmp_path / "copy")]),
         (0, ["gc", str(tmp_path), "--dry-run"]),
         (0, ["rm", place, "--dry-run"]),
         (3, ["verify", str(tmp_path / "nothing")]),

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 import ckpt
 import ckpt.reading.windows
-import ckpt.transfer.read_pieces
+import ckpt.transfer.pieces
 from ckpt.errors import CheckpointError
 from ckpt.reading.windows import TargetMemory, Window
 
@@ -46,7 +46,7 @@ def _lazy_targets() -> dict[str, torch.Tensor]:
 def test_conjugated_targets(
     tmp_path: Path, name: str, order: str, writer: str, run_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ckpt.transfer.read_pieces, "_STRIDED_BYTES", run_bytes)
+    monkeypatch.setattr(ckpt.transfer.pieces, "_STRIDED_BYTES", run_bytes)
     monkeypatch.setattr("ckpt.reading.loader._SMALL_ITEM_BYTES", 1 << 10)
     saved = random_tensor(40, 30, dtype=COMPLEX)
     if order == "column-major":

@@ -21,10 +21,17 @@ from support.states import SAVABLE_DTYPES, quantized, random_tensor
 import ckpt
 from ckpt.backends.posix import PosixStore
 from ckpt.format.columns import Columns, TensorColumns
-from ckpt.tools.cat import as_numpy
 
 cat = functools.partial(run_json, "cat")
 ROWS = random_tensor(12 * 64, 300)
+
+
+def numbers(tensor: torch.Tensor) -> Any:
+    """Convert to NumPy; dtypes that it lacks become wider ones."""
+    if tensor.dtype == torch.complex32:
+        return tensor.to(torch.complex64).numpy()
+    exotic = tensor.dtype.is_floating_point and tensor.dtype.itemsize < 4 and tensor.dtype != torch.float16
+    return (tensor.float() if exotic else tensor).numpy()
 
 
 def assert_equal(values: Any, expected: torch.Tensor) -> None:
@@ -73,7 +80,7 @@ def test_names_with_brackets(tmp_path: Path) -> None:
 def test_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
     tensor = random_tensor(7, 5, dtype=dtype)
     ckpt.save({"t": tensor}, tmp_path)
-    expected = as_numpy(tensor)
+    expected = numbers(tensor)
     cat(tmp_path, "t", "--npy", tmp_path / "t.npy")
     np.testing.assert_array_equal(np.load(tmp_path / "t.npy"), expected)
     statistics = cat(tmp_path, "t", "--stats")["statistics"]
@@ -114,7 +121,12 @@ def test_large_tensors_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.Mo
     assert refused["error"]["type"] == "ConfigurationError"
 
 
-def test_only_the_bytes_of_a_slice_are_read(sharded_place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("arguments", [(), ("--stats",)])
+def test_only_the_bytes_of_a_slice_are_read(
+    sharded_place: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+) -> None:
+    """And of the manifests only those of its files, also where what is stored is checked first."""
+    monkeypatch.setattr("ckpt.tools.cat.GROWTH_SLACK_BYTES", 0)
     read_bytes: dict[str, int] = {}
     original = PosixStore.read_into
 
@@ -123,7 +135,7 @@ def test_only_the_bytes_of_a_slice_are_read(sharded_place: Path, monkeypatch: py
         original(self, key, offset, buffers)
 
     monkeypatch.setattr(PosixStore, "read_into", read_into)
-    cat(sharded_place, "sharded.rows[700, :3]")
+    cat(sharded_place, "sharded.rows[700, :3]", *arguments)
     ((key, data_bytes),) = [item for item in read_bytes.items() if item[0].endswith(".distcp")]
     assert key.startswith("rank-00001/")
     assert data_bytes <= 512 << 10  # one block
@@ -152,6 +164,27 @@ def test_a_gap_is_not_shown_as_values(sharded_place: Path, tmp_path: Path) -> No
     for text in ("[380:390, 0]", "", "[383]"):
         assert cat(copy, f"sharded.rows{text}", code=1)["error"]["type"] == "FormatError"
     cat(copy, "sharded.rows[384:390, 0]")
+
+
+def test_empty_tensors_of_absurd_shapes(tmp_path: Path) -> None:
+    """A few bytes of records: one that no array can have, and one of a million empty rows."""
+    ckpt.save({"t": torch.empty(0, 3)}, tmp_path / "c")
+
+    def reshape(*size: int) -> None:
+        def edit(columns: Columns) -> None:
+            tensor = columns.entries["t"]
+            assert isinstance(tensor, TensorColumns)
+            chunk = np.zeros((1, len(size)), dtype=np.int64)
+            columns.entries["t"] = dataclasses.replace(tensor, size=size, offsets=chunk, sizes=chunk)
+
+        edit_index(tmp_path / "c", edit)
+
+    reshape(0, 1 << 61, 1 << 61)
+    for arguments in (), ("--npy", tmp_path / "t.npy"):
+        assert cat(tmp_path / "c", "t", *arguments, code=1)["error"]["type"] == "FormatError"
+    assert cat(tmp_path / "c", "t", "--stats")["statistics"]["count"] == 0
+    reshape(1 << 20, 0)
+    assert cat(tmp_path / "c", "t")["values"] == []
 
 
 def test_objects(sharded_place: Path, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from support.servers import S3Server
 from support.states import quantized, random_tensor, sharded_state, transformer_state
 
 import ckpt
+from ckpt.backends.posix import PosixStore
 from ckpt.consistency.environment import replaced
 
 
@@ -140,6 +141,23 @@ def test_differences_are_grouped_with_small_values(tmp_path: Path) -> None:
     assert (differences["step"]["a_value"], differences["step"]["b_value"]) == ("1000", "1100")
     state = differences["optim.state.lm_head.weight.step"]
     assert (state["a_value"], state["b_value"]) == ("1000.0", "1100.0")
+
+
+def test_small_tensors_are_read_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, plus in ("a", 0.0), ("b", 1.0):
+        ckpt.save({str(number): torch.full((5,), number + plus) for number in range(100)}, tmp_path / name)
+    reads: list[str] = []
+    original = PosixStore.read_into
+
+    def read_into(self: PosixStore, key: str, offset: int, buffers: Any) -> None:
+        reads.append(key)
+        original(self, key, offset, buffers)
+
+    monkeypatch.setattr(PosixStore, "read_into", read_into)
+    printed = diff(tmp_path / "a", tmp_path / "b", code=1)
+    assert {each["fqn"] for each in printed["differences"]} == {str(number) for number in range(100)}
+    assert {each["max_abs"] for each in printed["differences"]} == {1.0}
+    assert len([key for key in reads if key.endswith(".distcp")]) == 2
 
 
 def test_a_damaged_copy_is_the_same_by_its_records_only(tmp_path: Path) -> None:

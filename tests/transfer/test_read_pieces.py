@@ -9,6 +9,7 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -17,11 +18,12 @@ from support.states import bits
 from support.tiers import examples
 
 import ckpt.transfer.fetcher
-import ckpt.transfer.read_pieces
+import ckpt.transfer.pieces
 from ckpt.backends.base import put_bytes
 from ckpt.backends.registry import open_store
 from ckpt.consistency.checksums import block_crcs
 from ckpt.format.stored_tensor import StoredTensor
+from ckpt.transfer.array_pieces import array_pieces
 from ckpt.transfer.boxes import flat_boxes
 from ckpt.transfer.buffer_pool import StagingPool
 from ckpt.transfer.fetcher import Fetcher, StoredFile
@@ -57,8 +59,8 @@ def layouts(draw: st.DrawFn) -> tuple[Any, ...]:
 def test_any_region_through_any_requests(layout: tuple[Any, ...]) -> None:
     shape, order, dtype, first_byte, regions, grid, blocks = layout
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ckpt.transfer.read_pieces, "_STRIDED_BYTES", 2048)
-        patch.setattr(ckpt.transfer.read_pieces, "_WORTH_SKIPPING_BYTES", 512)
+        patch.setattr(ckpt.transfer.pieces, "_STRIDED_BYTES", 2048)
+        patch.setattr(ckpt.transfer.pieces, "_WORTH_SKIPPING_BYTES", 512)
         random_bytes = random.Random(math.prod(shape)).randbytes
         raw = torch.frombuffer(
             bytearray(random_bytes(math.prod(shape) * dtype.itemsize) or b"\0"), dtype=torch.uint8
@@ -74,9 +76,14 @@ def test_any_region_through_any_requests(layout: tuple[Any, ...]) -> None:
             if reverse and len(lengths) > 1:
                 target = torch.zeros(lengths[::-1], dtype=dtype).permute(list(reversed(range(len(lengths)))))
             pieces += region_pieces(stored, offsets, lengths, target)
-            expected.append(
-                (tensor[tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))], target)
-            )
+            box = tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))
+            expected.append((tensor[box], target))
+            # The same region, as it lies in the file, into an array.
+            at = sorted(range(len(order)), key=lambda d: order[d])
+            array = np.zeros([lengths[d] for d in at], dtype=(np.void, dtype.itemsize))
+            pieces += array_pieces(first_byte, shape, [offsets[d] for d in at], array)
+            filled = torch.from_numpy(array.reshape(-1).view(np.uint8))
+            expected.append((tensor[box].permute(at), filled))
         _read(pieces, file, grid, blocks)
         for wanted, target in expected:
             assert bits(target) == bits(wanted)
