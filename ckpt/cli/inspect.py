@@ -213,15 +213,15 @@ def _facts(inspection: Inspection) -> Table:
 
 def _print_slices(output: Output, chosen: Iterable[TensorInfo]) -> None:
     for info in chosen:
-        rows = table(">rank", "slice", "file", "bytes")
+        rows = [("rank", "slice", "file", "bytes")]
         for each in itertools.islice(info.slices(), _MAX_SLICES):
             spans = ", ".join(f"{o}:{o + n}" for o, n in zip(each.offsets, each.sizes, strict=True))
             rank = "?" if each.rank is None else str(each.rank)
-            rows.add_row(
-                rank, shown(f"[{spans}]"), shown(each.file), f"{each.offset}-{each.offset + each.length}"
-            )
+            rows.append((rank, f"[{spans}]", each.file, f"{each.offset}-{each.offset + each.length}"))
         shape = "x".join(map(str, info.shape)) or "scalar"
         summary = f"{info.dtype} {shape}, {size(info.nbytes)}, {shown(info.sharding)}"
-        output.print(f"[bold]{shown(info.fqn)}[/]  {summary}", rows, "")
+        output.print(f"[bold]{shown(info.fqn)}[/]  {summary}")
+        output.print_columns(rows, names=2, right=[0])
+        output.print("")
         if info.chunks > _MAX_SLICES:
             output.print(f"... and {info.chunks - _MAX_SLICES:,} more slices")

@@ -7,14 +7,12 @@ from typing import TYPE_CHECKING
 
 import ckpt
 from ckpt.cli.options import Depth, Json, Root, StorageOptions, parse_storage_options
-from ckpt.cli.output import age, command, shown, size, table, tags_text
+from ckpt.cli.output import age, command, shown, size, tags_text
 
 if TYPE_CHECKING:
     from ckpt.tools.ls import ListedCheckpoint
 
-_COLORS = {
-    "committed": "green", "incomplete": "yellow", "foreign": "cyan", "damaged": "red", "unreadable": "red",
-}  # fmt: skip
+_HEADING = ("", "checkpoint", "step", "state", "size", "age", "ranks", "tags")
 
 
 def ls(root: Root, depth: Depth = 3, storage_options: StorageOptions = None, json: Json = False) -> None:
@@ -33,22 +31,23 @@ def ls(root: Root, depth: Depth = 3, storage_options: StorageOptions = None, jso
         if not checkpoints:
             output.print("no checkpoints")
             return
-        rows = table("", "checkpoint", ">step", "state", ">size", ">age", ">ranks", "tags")
-        for each in checkpoints:
-            rows.add_row(
-                "*" if each.latest else "",
-                shown(each.path or "."),
-                "" if each.step is None else str(each.step),
-                f"[{_COLORS[each.state]}]{each.state}[/]",
-                "" if each.size_bytes is None else size(each.size_bytes),
-                age(None if each.created_at_s is None else time.time() - each.created_at_s),
-                "" if each.world_size is None else f"{each.world_size:,}",
-                shown(tags_text(each.tags)),
-            )
-        output.print(rows)
+        output.print_columns([_HEADING, *map(_cells, checkpoints)], names=1, right=[2, 4, 5, 6])
         for each in checkpoints:
             if each.problem is not None:
                 output.print(f"[red]{shown(each.path or '.')}:[/] {shown(each.problem)}")
+
+
+def _cells(each: ListedCheckpoint) -> tuple[str, ...]:
+    return (
+        "*" if each.latest else "",
+        each.path or ".",
+        "" if each.step is None else str(each.step),
+        each.state,
+        "" if each.size_bytes is None else size(each.size_bytes),
+        age(None if each.created_at_s is None else time.time() - each.created_at_s),
+        "" if each.world_size is None else f"{each.world_size:,}",
+        tags_text(each.tags),
+    )
 
 
 def _root_url(checkpoints: list[ListedCheckpoint], root: str) -> str:
