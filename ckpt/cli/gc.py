@@ -9,7 +9,7 @@ import typer
 
 import ckpt
 from ckpt.cli.options import Depth, DryRun, Json, Root, StorageOptions, parse_quantity, parse_storage_options
-from ckpt.cli.output import age, command, count, shown, size, table
+from ckpt.cli.output import age, command, count, shown, size
 
 _UNITS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 
@@ -43,12 +43,12 @@ def gc(
             url = facts.pop("url")
             output.json({"root": url, "dry_run": dry_run, "freed_bytes": garbage.freed_bytes, **facts})
             return
-        rows = table("checkpoint", "leftover", ">bytes", ">age")
+        rows = [("checkpoint", "leftover", "bytes", "age")]
         for item in garbage.items:
             nbytes = "upload" if item.unfinished and not item.size_bytes else size(item.size_bytes)
-            rows.add_row(shown(item.place or "."), shown(item.key), nbytes, age(item.age_s))
+            rows.append((item.place or ".", item.key, nbytes, age(item.age_s)))
         if garbage.items:
-            output.print(rows)
+            output.print_columns(rows, names=1, right=[2, 3])
         for place in garbage.restored:
             output.print(f"{shown(place or '.')}: .metadata restored to the committed one")
         for place, reason in garbage.skipped.items():

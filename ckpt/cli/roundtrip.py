@@ -10,10 +10,10 @@ import typer
 
 import ckpt
 from ckpt.cli.options import Json, StorageOptions, parse_storage_options, url_of
-from ckpt.cli.output import EXIT_PROBLEM, Output, command, count, shown, size, table
+from ckpt.cli.output import EXIT_PROBLEM, Output, command, count, shown, sigterm_as_ctrl_c, size, table
 
 if TYPE_CHECKING:
-    from ckpt.acceptance.roundtrip import PhaseResult, Roundtrip
+    from ckpt.acceptance.roundtrip import Roundtrip
 
 _MAX_LINES = 20
 
@@ -75,7 +75,7 @@ def roundtrip(
     nor torchrun. Exit code 1 if an element came back wrong.
     """
     interrupted = "What the interrupted save wrote was removed; the same command starts over."
-    with command(json, if_interrupted=interrupted, patience_s=math.inf) as output:
+    with command(json, if_interrupted=interrupted, patience_s=math.inf) as output, sigterm_as_ctrl_c():
         options = parse_storage_options(storage_options)
         with output.progress("saving and loading") as bar:
             done = {"saving": 0, "loading": 0}
@@ -140,25 +140,18 @@ def _print(output: Output, result: Roundtrip) -> None:
 
 
 def _as_json(result: Roundtrip) -> dict[str, Any]:
-    facts = vars(result) | {
+    facts = dataclasses.asdict(result)
+    for name, phase in (("save", result.save), ("load", result.load)):
+        if phase is not None:
+            for computed in ("bytes_per_s", "transfer_share", "peak_beyond_shard_bytes"):
+                facts[name][computed] = getattr(phase, computed)
+            for rank in facts[name]["ranks"]:
+                del rank["wrong"], rank["results"]
+    units = ("seconds", "moved_bytes", "resident_bytes")
+    return facts | {
         "ok": not result.wrong,
         "sent_per_payload": result.sent_per_payload,
         "read_per_needed": result.read_per_needed,
-        "plan": None if result.plan is None else vars(result.plan),
         "wrong": result.wrong,
-        "timeline": [
-            {"seconds": seconds, "moved_bytes": moved, "resident_bytes": resident}
-            for seconds, moved, resident in result.timeline
-        ],
+        "timeline": [dict(zip(units, point, strict=True)) for point in result.timeline],
     }
-    return facts | {name: _phase_as_json(facts[name]) for name in ("save", "load")}
-
-
-def _phase_as_json(phase: PhaseResult | None) -> dict[str, Any] | None:
-    if phase is None:
-        return None
-    computed = ("bytes_per_s", "transfer_share", "peak_beyond_shard_bytes")
-    facts = dataclasses.asdict(phase) | {name: getattr(phase, name) for name in computed}
-    for rank in facts["ranks"]:
-        del rank["wrong"], rank["results"]
-    return facts

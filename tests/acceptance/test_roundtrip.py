@@ -35,6 +35,7 @@ from ckpt.errors import AlreadyExists, CheckpointError, ConfigurationError, Form
 from ckpt.transfer.boxes import Box, tiling_fault
 
 MESHES = [("fsdp", 4), ("fsdp", 3), ("hsdp", 4), ("hsdp3xfsdp2", 6), ("tp2", 2), ("tp2xfsdp4", 8), ("tp4", 8)]
+INTERRUPTED = "What the interrupted save wrote was removed; the same command starts over."
 SMALL = [
     Parameter("model.a", (37, 24), 0),
     Parameter("model.b", (24, 37), 1),
@@ -254,6 +255,25 @@ def test_a_failed_save_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.long
+def test_sigterm_cleans_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Ctrl-C does: `timeout` sends it."""
+
+    def end(processes: Processes, tasks: Any, report: Any, tick: Any) -> list[RankFigures]:
+        signal.raise_signal(signal.SIGTERM)
+        raise CheckpointError("it went on")
+
+    monkeypatch.setattr(Processes, "run", end)
+    context = fork_context()
+    monkeypatch.setattr("multiprocessing.get_context", lambda method: context)
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        ran = run("roundtrip", tmp_path / "a", "--world-size", 1, "--model", "t5-small")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (ran.code, ran.err) == (130, f"error: interrupted. {INTERRUPTED}\n")
+    assert not any((tmp_path / "a").rglob("*"))
+
+
 def test_as_a_user_on_files(tmp_path: Path) -> None:
     place = tmp_path / "step"
     ran = run_process(

@@ -13,7 +13,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.commands import file_names, flip, judge_age_by_mtime, options_of, run, run_json
+from support.commands import (
+    file_names,
+    flip,
+    judge_age_by_mtime,
+    options_of,
+    run,
+    run_json,
+    run_on_terminal,
+)
 from support.ranks import start
 from support.servers import S3Server
 from support.states import random_tensor
@@ -333,6 +341,18 @@ def test_empty_folders_of_other_programs_stay(tmp_path: Path) -> None:
     make_old(tmp_path)
     assert len(gc(tmp_path)["items"]) == 1
     assert folders_of(tmp_path) == {*others, "rank-00000"}
+
+
+def test_a_leftover_takes_one_line_of_a_terminal(tmp_path: Path) -> None:
+    """Its name is cut in the middle, as the ends tell which it is."""
+    for number in range(3):
+        path = tmp_path / f"step-{number}" / LEFTOVER
+        path.parent.mkdir(parents=True)
+        path.write_bytes(b"left")
+    make_old(tmp_path)
+    lines = run_on_terminal("gc", tmp_path, "--dry-run", columns=56).out.splitlines()
+    assert [line.partition("  ")[0].strip() for line in lines[1:4]] == ["step-0", "step-1", "step-2"]
+    assert all("rank-00000/" in line and "-0.distcp" in line for line in lines[1:4])
 
 
 def test_folders_in_folders_in_folders(tmp_path: Path) -> None:
