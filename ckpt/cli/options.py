@@ -52,7 +52,7 @@ def parse_storage_options(given: Sequence[str] | None) -> dict[str, Any] | None:
     options: dict[str, Any] = {}
     for text in given:
         if text.lstrip().startswith("{"):
-            decoded = _json_or_none(text)
+            decoded = _decoded(text)
             if not isinstance(decoded, dict):
                 raise ConfigurationError("--storage-options: this JSON object is not valid")
             options |= decoded
@@ -60,16 +60,16 @@ def parse_storage_options(given: Sequence[str] | None) -> dict[str, Any] | None:
         name, separator, value = text.partition("=")
         if not separator or not name:
             raise ConfigurationError("--storage-options: write KEY=VALUE or a JSON object")
-        decoded = _json_or_none(value)
-        options[name] = value if decoded is None and value != "null" else decoded
+        options[name] = _decoded(value)
     return options
 
 
-def _json_or_none(text: str) -> Any:
+def _decoded(text: str) -> Any:
+    """Decode JSON; any other text stays as it is."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
-        return None
+        return text
 
 
 def parse_quantity(option: str, text: str, units: Mapping[str, float], examples: str) -> float:

@@ -57,8 +57,6 @@ class SafetensorsSource(FileSource):
             self._store.read_into(file, LENGTH_BYTES, [memoryview(header)])
             with self._parsing:  # one takes up to half a GiB of memory
                 return parse_header(header, LENGTH_BYTES + len(header), size)
-        except ConfigurationError:  # also a ValueError
-            raise
         except (ValueError, Truncated) as error:
             text = error.message if isinstance(error, Truncated) else str(error)
             text = f"is not a valid safetensors file: {text}"

@@ -147,8 +147,6 @@ class TensorSource(ABC):
         regions: list[Region] = []
         for payload, begin, memory in due:
             assert isinstance(payload, _TensorBox)
-            if not memory.nbytes:
-                continue
             flat = torch.frombuffer(memory, dtype=torch.uint8).view(payload.dtype)
             first, position = begin // payload.dtype.itemsize, 0
             for box in flat_boxes(payload.sizes, first, first + flat.numel()):

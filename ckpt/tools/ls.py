@@ -107,14 +107,13 @@ def _age_order(listed: ListedCheckpoint) -> tuple[int, float, str]:
 
 def _latest(store: Store, run: str | None, checkpoints: Sequence[ListedCheckpoint]) -> str | None:
     """Return the path of a run's latest checkpoint that is whole; `checkpoints` are the oldest first."""
-    committed = [listed.path for listed in checkpoints if listed.state == "committed"]
-    record = None if run is None or not committed else _read_record(PrefixStore(store, run))
+    newest = [listed.path for listed in reversed(checkpoints) if listed.state == "committed"]
+    record = None if run is None or not newest else _read_record(PrefixStore(store, run))
     if record is not None:
-        prefix = f"{run}/" if run else ""
-        names = [path.removeprefix(prefix) for path in committed]
-        ordered = [prefix + path for _, path in newest_first(names, record)]
-        committed = [path for path in reversed(ordered) if path in committed]
-    return next((path for path in reversed(committed) if _is_whole(PrefixStore(store, path))), None)
+        prefix, committed = f"{run}/" if run else "", set(newest)
+        names = [path.removeprefix(prefix) for path in newest]
+        newest = [path for _, name in newest_first(names, record) if (path := prefix + name) in committed]
+    return next((path for path in newest if _is_whole(PrefixStore(store, path))), None)
 
 
 def _read_record(run: Store) -> RunRecord | None:
