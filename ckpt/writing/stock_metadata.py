@@ -14,9 +14,9 @@ import logging
 
 from ckpt.backends.base import Store, exists, put_bytes, read_bytes
 from ckpt.backends.bodies import CheckedBody
-from ckpt.consistency.commit import STOCK_METADATA_KEY, is_foreign
+from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY, is_foreign
 from ckpt.consistency.seal import seal_pickle
-from ckpt.errors import CheckpointError, NotFound
+from ckpt.errors import CheckpointError, NotFound, Truncated
 from ckpt.format.index import decode_index
 from ckpt.format.records import CommitRecord, StoredCommit, read_commit
 from ckpt.stock.metadata_writer import pickled_metadata
@@ -34,11 +34,22 @@ def put_stock_metadata(store: Store, commit: StoredCommit, stock_metadata: bytes
     """
     store.put(STOCK_METADATA_KEY, CheckedBody(stock_metadata))
     try:
-        _follow(store, commit)
+        if not _is_there(store, commit):
+            _follow(store, commit)
     except CheckpointError as error:
         _logger.warning(
             "%s: .metadata may be that of a replaced checkpoint (`ckpt gc` mends it): %s", store.url, error
         )
+
+
+def _is_there(store: Store, commit: StoredCommit) -> bool:
+    """Tell whether this commit is still there, by one request; no other record begins with a whole one."""
+    data = bytearray(len(commit.raw))
+    try:
+        store.read_into(COMMIT_KEY, 0, [memoryview(data)])
+    except (NotFound, Truncated):
+        return False
+    return data == commit.raw
 
 
 def _follow(store: Store, described: StoredCommit | None) -> None:
