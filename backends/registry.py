@@ -127,5 +127,6 @@ def _refuse_mangled(path: str) -> None:
     local = scheme.rpartition("+")[2] in ("file", "local")
     meant = redact_url(f"{scheme}://{rest}" if local else f"{scheme}:/{rest}")
     raise ConfigurationError(
-        f"{scheme}:/... looks like a URL that went through pathlib; pass it as a str: {meant!r}"
+        f"{scheme}:/... looks like a URL that went through pathlib; pass it as a str: {meant!r} "
+        "(a framework that makes a Path of every place, as Lightning does, saves to local folders only)"
     )
