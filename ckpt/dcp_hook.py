@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.staging import StagingOptions
 from torch.distributed.checkpoint.storage import StorageWriter
 
 from ckpt.backends.fsspec_listings import forget_listings
@@ -23,17 +24,21 @@ from ckpt.backends.options import options_dict
 from ckpt.dcp_storage import DcpStorage
 from ckpt.reading.reader import CheckpointReader, check_trusted
 from ckpt.torch_private import (
+    DEFAULT_STAGER,
     EXECUTE_SAVE,
+    STAGER_MODULE,
     STORAGE_SETUP,
     STORAGE_SETUP_MODULES,
     ProcessExecutor,
     fsspec_storage,
 )
+from ckpt.writing.stager import COMMON_MEMORY, CommonStager
 from ckpt.writing.writer import CheckpointWriter
 
 _logger = logging.getLogger(__name__)
 
 _stock_choice: Callable[..., Any] = getattr(STORAGE_SETUP_MODULES[0], STORAGE_SETUP)
+_stock_stager: type = getattr(STAGER_MODULE, DEFAULT_STAGER)
 _stock_execute_save: Callable[..., Metadata] = getattr(ProcessExecutor, EXECUTE_SAVE)
 _stock_kinds: set[type] = set()
 """The classes that `install` takes over."""
@@ -54,6 +59,7 @@ def install(
     on, wherever its class was imported before: it is a `CheckpointWriter` or `CheckpointReader`
     for the same place. Other writers and readers, also subclasses of these, stay as they are. What
     is taken over is logged once, and from which module it came; a warning names a writer that is not.
+    `dcp.async_save` copies the state as `ckpt.async_save` does, unless it is given a stager.
 
     For this process only; its places are all that `ckpt.save` takes. A second call replaces the
     arguments.
@@ -71,6 +77,7 @@ def install(
     _settings = settings
     for module in STORAGE_SETUP_MODULES:
         setattr(module, STORAGE_SETUP, functools.partial(_choose, _settings))
+    setattr(STAGER_MODULE, DEFAULT_STAGER, InstalledStager)
     setattr(ProcessExecutor, EXECUTE_SAVE, staticmethod(functools.partial(_execute_save, _settings)))
     for stock in (FileSystemWriter, FileSystemReader, *fsspec_storage()):
         if stock not in _stock_kinds:
@@ -86,9 +93,18 @@ def uninstall() -> None:
     global _settings
     for module in STORAGE_SETUP_MODULES:
         setattr(module, STORAGE_SETUP, _stock_choice)
+    setattr(STAGER_MODULE, DEFAULT_STAGER, _stock_stager)
+    COMMON_MEMORY.clear()
     setattr(ProcessExecutor, EXECUTE_SAVE, staticmethod(_stock_execute_save))
     _settings = None
     _logged.clear()
+
+
+class InstalledStager(CommonStager):
+    """Copy the state of a `dcp.async_save` that is given neither a stager nor a writer that is one."""
+
+    def __init__(self, options: StagingOptions) -> None:
+        super().__init__()
 
 
 class InstalledWriter(CheckpointWriter):

@@ -40,6 +40,11 @@ STORAGE_SETUP = "_storage_setup"
 STORAGE_SETUP_MODULES = (_storage_utils, state_dict_saver, state_dict_loader)
 """They hold `STORAGE_SETUP`: the first defines it, the others import it by name."""
 
+DEFAULT_STAGER = "DefaultStager"
+"""The class of which `dcp.async_save`, in `STAGER_MODULE`, makes a stager when it is given none."""
+
+STAGER_MODULE = state_dict_saver
+
 ProcessExecutor: Any = _async_process_executor._ProcessBasedAsyncCheckpointExecutor
 """The class that carries out `dcp.async_save` in another process."""
 

@@ -28,12 +28,37 @@ _Run = tuple[int, int, int]
 """Target address, source address, bytes."""
 
 
-class Stager(AsyncStager):
+COMMON_MEMORY = Blocks(most=None)
+"""The memory of all copies that are not made by a `Stager`."""
+
+
+class CommonStager(AsyncStager):
+    """Copy states to memory that the process uses again, for any number of saves at a time.
+
+    `close` keeps that memory: DCP closes the stagers that it makes after each save.
+    """
+
+    _synchronize_after_execute = False  # a state is copied when `stage` returns
+    _memory: Blocks | SharedBlock = COMMON_MEMORY
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Copy `state_dict`: tensors to CPU memory, everything else by `copy.deepcopy`.
+
+        Raises CheckpointError if something cannot be copied, which it names.
+        """
+        return _staged(state_dict, self._memory)
+
+    def synchronize_staging(self) -> None:
+        """Do nothing: the copy is complete when `stage` returns."""
+
+
+class Stager(CommonStager):
     """Copy states to CPU memory that is reused; also for `dcp.async_save(async_stager=...)`.
 
     Only the bytes of each tensor are copied, whatever the size of the storage it is a view of;
     tensors that are the same view of the same memory are copied once. Two staged states can exist
-    at a time, so that one can be copied while another is still being written.
+    at a time, so that one can be copied while another is still being written; a third is a
+    CheckpointError.
 
     Args:
         shared_memory: for saves by another process, which then needs no further copy. Only one
@@ -43,23 +68,12 @@ class Stager(AsyncStager):
     def __init__(self, *, shared_memory: bool = False) -> None:
         self._memory = SharedBlock() if shared_memory else Blocks(_MAX_BLOCKS)
 
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Copy `state_dict`: tensors to CPU memory, everything else by `copy.deepcopy`.
-
-        Raises CheckpointError if something cannot be copied, which it names, or if both copies made
-        before are still in use.
-        """
-        return staged(state_dict, self._memory)
-
-    def synchronize_staging(self) -> None:
-        """Do nothing: the copy is complete when `stage` returns."""
-
     def close(self) -> None:
         """Release the memory that no staged state uses; harmless to call twice."""
         self._memory.clear()
 
 
-def staged(state: Mapping[str, Any], memory: Blocks | SharedBlock) -> StagedState:
+def _staged(state: Mapping[str, Any], memory: Blocks | SharedBlock) -> StagedState:
     """Copy a state into `memory`. Raises CheckpointError if something in it cannot be copied."""
     # Copies made in inference mode would not be ordinary tensors.
     with torch.inference_mode(False), no_gc():

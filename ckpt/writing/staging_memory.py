@@ -193,6 +193,12 @@ class _Pickler(ForkingPickler):
             return None
         return begin - self._begin, tensor.dtype, tuple(tensor.shape), value.requires_grad
 
+    def reducer_override(self, value: Any) -> Any:
+        # To another process, torch sends a quantized tensor without its scales.
+        if type(value) is torch.Tensor and value.is_quantized:
+            return value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # type: ignore[no-untyped-call]
+        return NotImplemented
+
 
 class _Unpickler(pickle.Unpickler):
     def __init__(self, buffer: io.BytesIO, lease: Lease) -> None:

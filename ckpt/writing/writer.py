@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -36,14 +35,12 @@ from ckpt.writing.rank_files import RankFiles
 from ckpt.writing.receipts import RankReceipt, records_of
 from ckpt.writing.refused_objects import RefusedObjects
 from ckpt.writing.save_objects import SaveObjects
-from ckpt.writing.stager import staged
-from ckpt.writing.staging_memory import Blocks
+from ckpt.writing.stager import COMMON_MEMORY, CommonStager
 
 _logger = logging.getLogger(__name__)
 
 _OBJECT_BATCH_BYTES = 32 << 20
 _RECEIPT = MetadataIndex("ckpt.receipt")
-_staging_memory = Blocks(most=None)
 
 
 @dataclass
@@ -59,7 +56,7 @@ class SaveMeta(StorageMeta):
     retries: int = 0
 
 
-class CheckpointWriter(DcpStorage, StorageWriter, AsyncStager):
+class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
     """Write checkpoints that are committed whole or not at all.
 
     It stages for `dcp.async_save` itself, as `ckpt.Stager` does, in memory that all writers of the
@@ -84,7 +81,6 @@ class CheckpointWriter(DcpStorage, StorageWriter, AsyncStager):
     """
 
     _own_memory = True
-    _synchronize_after_execute = False  # a state is copied when `stage` returns
 
     def __init__(
         self,
@@ -195,17 +191,10 @@ class CheckpointWriter(DcpStorage, StorageWriter, AsyncStager):
                 retries=self._retries() + sum(r.retries for r in receipts if r.rank != self._rank),
             )
 
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Copy a state for `dcp.async_save`. Raises CheckpointError if something cannot be copied."""
-        return staged(state_dict, _staging_memory)
-
-    def synchronize_staging(self) -> None:
-        """Do nothing: the copy is complete when `stage` returns."""
-
     def close(self) -> None:
         """Release connections, threads and free staging memory. It can be used again."""
         super().close()
-        _staging_memory.clear()
+        COMMON_MEMORY.clear()
 
     # -- beyond DCP ----------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.staging import AsyncStager, BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import ckpt
@@ -152,16 +152,72 @@ def test_frameworks(tmp_path: Path, writer: Any, reader: Any, save: Callable[...
         writer(str(tmp_path / "a"), nonsense=1)
 
 
-def test_the_copy_of_an_asynchronous_save_is_right(tmp_path: Path) -> None:
-    """PyTorch's `DefaultStager` forgets that a tensor is conjugated."""
-    ckpt.install()
-    number = torch.view_as_complex(torch.tensor([[1.0, 2.0]])).conj()
-    writer = FileSystemWriter(tmp_path / "a", cache_staged_state_dict=True)
+# -- asynchronous saves ----------------------------------------------------------------------------------
+
+
+def hard_to_copy(value: int) -> dict[str, torch.Tensor]:
+    """Make tensors that PyTorch's `DefaultStager` copies with other values, or not at all."""
+    number = torch.tensor([value + 2j])
+    scales, zeros = torch.full((2,), 0.5), torch.zeros(2)
+    return {
+        "conjugated": number.conj(),
+        "negated": number.conj().imag,
+        "not_cloned": torch.quantize_per_channel(
+            torch.full((2, 2), value / 1), scales, zeros, 0, torch.quint8
+        ),
+    }
+
+
+def values(state: dict[str, torch.Tensor]) -> list[Any]:
+    return [(t.dequantize() if t.is_quantized else t).tolist() for t in state.values()]
+
+
+def writer_made_by_a_framework(place: Path) -> dict[str, Any]:
+    writer = FileSystemWriter(place, cache_staged_state_dict=True)
     assert isinstance(writer, AsyncStager)
-    dcp.async_save({"x": number}, storage_writer=writer).result()  # type: ignore[union-attr]
-    state = {"x": torch.zeros(1, dtype=torch.complex64)}
-    dcp.load(state, storage_reader=FileSystemReader(tmp_path / "a"))
-    assert state["x"].item() == 1 - 2j
+    return {"storage_writer": writer}
+
+
+def no_writer(place: Path) -> dict[str, Any]:
+    return {"checkpoint_id": place}
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize:UserWarning")
+@pytest.mark.parametrize("arguments", [writer_made_by_a_framework, no_writer])
+def test_the_copy_of_an_asynchronous_save_is_right(
+    tmp_path: Path, arguments: Callable[[Path], dict[str, Any]]
+) -> None:
+    ckpt.install()
+    for value in (1, 2):
+        saved = hard_to_copy(value)
+        future: Any = dcp.async_save(saved, **arguments(tmp_path / "a"))
+        expected = values(saved)
+        saved["conjugated"].zero_()
+        future.result()
+        state = hard_to_copy(9)
+        dcp.load(state, storage_reader=FileSystemReader(tmp_path / "a"))
+        assert values(state) == expected
+
+
+class OwnStager(BlockingAsyncStager):
+    staged = 0
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        self.staged += 1
+        return super().stage(state_dict)
+
+
+@pytest.mark.parametrize("arguments", [writer_made_by_a_framework, no_writer])
+def test_a_stager_that_is_given_is_used(tmp_path: Path, arguments: Callable[[Path], dict[str, Any]]) -> None:
+    ckpt.install()
+    stager = OwnStager()
+    dcp.async_save(state_of(1), **arguments(tmp_path / "a"), async_stager=stager).result()  # type: ignore[union-attr]
+    assert stager.staged == 1
+    assert is_ours(tmp_path / "a")
+    assert loads(tmp_path / "a", 1)
+
+
+# -- how it is told --------------------------------------------------------------------------------------
 
 
 def test_arguments_of_frameworks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -277,18 +333,21 @@ def save_in_a_process(rank: int, place: str, makes_writer: bool) -> bool:
     ckpt.install()
     for value in (1, 2):
         future = dcp.async_save(
-            {f"part{rank}": torch.full((300,), float(rank + value))},
+            {f"part{rank}": torch.full((300,), float(rank + value)), **hard_to_copy(value)},
             checkpoint_id=None if makes_writer else place,
             storage_writer=FileSystemWriter(place) if makes_writer else None,
             async_checkpointer_type=AsyncCheckpointerType.PROCESS,
         )
         future.result()  # type: ignore[union-attr]
     state = {"part0": torch.zeros(300), "part1": torch.zeros(300)}
-    dcp.load(state, checkpoint_id=place)
+    hard = hard_to_copy(9)
+    dcp.load({**state, **hard}, checkpoint_id=place)
+    assert values(hard) == values(hard_to_copy(2))
     return bool((state["part0"] == 2).all() and (state["part1"] == 3).all())
 
 
 @pytest.mark.long
+@pytest.mark.filterwarnings("ignore:torch.quantize:UserWarning")
 @pytest.mark.parametrize("makes_writer", [False, True])
 def test_process_mode(tmp_path: Path, makes_writer: bool) -> None:
     """The process that saves is another one, in which nothing is installed."""

@@ -22,6 +22,7 @@ from support.rooms import ROOT, modules
 from torch.distributed._shard import sharded_tensor
 from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.distributed.checkpoint import _async_process_executor
+from torch.distributed.checkpoint.staging import AsyncStager, StagingOptions
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard as ShardPlacement
 from torch.distributed.tensor import distribute_tensor
@@ -84,6 +85,13 @@ def test_dcp_chooses_its_storage_in_these_modules() -> None:
     choices = [getattr(module, torch_private.STORAGE_SETUP) for module in torch_private.STORAGE_SETUP_MODULES]
     assert len(set(choices)) == 1
     assert list(inspect.signature(choices[0]).parameters) == ["storage", "checkpoint_id", "reader"]
+
+
+def test_dcp_makes_its_stager_by_this_name() -> None:
+    made = getattr(torch_private.STAGER_MODULE, torch_private.DEFAULT_STAGER)
+    assert isinstance(made(StagingOptions(False, False, False, False)), AsyncStager)
+    assert list(inspect.signature(made).parameters) == ["config"]
+    assert f"{torch_private.DEFAULT_STAGER}(" in inspect.getsource(dcp.async_save)
 
 
 def test_fsspec() -> None:

@@ -408,7 +408,12 @@ def _sent(rank: int, shared_memory: bool) -> None:
         plain = {str(number): torch.full((50 + number,), value) for number in range(4)}
         sharded = {f"d{name}": DTensor.from_local(t, mesh, run_check=False) for name, t in plain.items()}
         pair = (torch.tensor([True]), torch.tensor([value], requires_grad=True))
-        staged = stager.stage({**plain, **sharded, "pair": pair, "empty": torch.ones(0, 3)})
+        quantized = torch.quantize_per_channel(
+            torch.full((2, 2), value), torch.full((2,), 0.5), torch.zeros(2), 0, torch.quint8
+        )
+        staged = stager.stage(
+            {**plain, **sharded, "pair": pair, "empty": torch.ones(0, 3), "quantized": quantized}
+        )
         places |= {tensor.untyped_storage().data_ptr() for name, tensor in staged.items() if name in plain}
         open_files = len(os.listdir("/proc/self/fd"))
         received = ForkingPickler.loads(ForkingPickler.dumps(staged))
@@ -416,6 +421,7 @@ def _sent(rank: int, shared_memory: bool) -> None:
         assert len(os.listdir("/proc/self/fd")) <= open_files + 8
         del staged
         assert received.pop("empty").shape == (0, 3)
+        assert received.pop("quantized").dequantize().tolist() == [[value] * 2] * 2
         truth, number = received.pop("pair")
         assert (truth.tolist(), number.tolist(), number.requires_grad) == ([True], [value], True)
         assert number.untyped_storage().nbytes() == 4
