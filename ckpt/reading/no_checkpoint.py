@@ -63,8 +63,8 @@ def _about_folder(store: Store, keys: Collection[str]) -> str:
     latest = _latest(store, keys, folders)
     if latest is not None:
         return (
-            f"this is a folder of checkpoints, not one; the latest is {latest}: "
-            f"give {store.url.rstrip('/')}/{latest}, or see `ckpt ls`"
+            f"this is a folder of checkpoints, not one; its newest is {latest}: "
+            f"give {store.url.rstrip('/')}/{latest}, or see in `ckpt ls` which is the latest that is whole"
         )
     if RUN_KEY in files:
         return "this is the folder of a run; none of its newest checkpoints is committed: see `ckpt ls`"

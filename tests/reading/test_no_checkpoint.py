@@ -54,7 +54,8 @@ def test_the_folder_of_a_run(place: tuple[str, dict[str, Any]]) -> None:
     error = _refusal(url, options)
     assert type(error) is NotCommitted
     assert error.message == (
-        f"this is a folder of checkpoints, not one; the latest is step-10: give {store.url}/step-10, or see `ckpt ls`"
+        f"this is a folder of checkpoints, not one; its newest is step-10: "
+        f"give {store.url}/step-10, or see in `ckpt ls` which is the latest that is whole"
     )
     assert "give the one above" in _refusal(f"{url}/step-10/rank-00000", options).message
 
@@ -63,7 +64,7 @@ def test_the_folder_of_a_run_of_stock_pytorch(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
     for key in ("epoch-1/.metadata", "epoch-2/.metadata", "epoch-3/__0_0.distcp"):
         put_bytes(store, key, b"")
-    assert "the latest is epoch-2" in _refusal(str(tmp_path), {}).message
+    assert "its newest is epoch-2" in _refusal(str(tmp_path), {}).message
 
 
 def test_the_folder_of_a_very_large_run() -> None:
@@ -73,7 +74,7 @@ def test_the_folder_of_a_very_large_run() -> None:
     for number in range(1000):
         put_bytes(store, f"step-1/rank-00000/{number:016x}-0.distcp", b"")
     ckpt.save({"t": torch.ones(2)}, f"{url}/step-2")
-    assert "the latest is step-2" in _refusal(url, {}).message
+    assert "its newest is step-2" in _refusal(url, {}).message
 
 
 @pytest.mark.parametrize(
@@ -128,4 +129,4 @@ def test_a_folder_that_may_not_be_looked_into(monkeypatch: pytest.MonkeyPatch, t
         for step in (1, 2):
             put_bytes(store, f"step-{step}/commit.json", b"")
         server.rule = lambda request: (403, "AccessDenied") if "step-2" in request.name else "pass"
-        assert "the latest is step-1" in _refusal("s3://bucket/run", server.options).message
+        assert "its newest is step-1" in _refusal("s3://bucket/run", server.options).message
