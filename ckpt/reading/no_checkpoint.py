@@ -17,6 +17,10 @@ _NEWEST = 8
 _SAFETENSORS = (".safetensors", ".safetensors.index.json")
 _TORCH = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 _CONVERT = "`ckpt convert` makes a checkpoint of it"
+_UNFINISHED = (
+    "no checkpoint is committed here: there are objects, but no commit.json; "
+    "the save or copy did not finish, or is still running"
+)
 
 
 def no_checkpoint(store: Store) -> NotFound | NotCommitted:
@@ -24,6 +28,8 @@ def no_checkpoint(store: Store) -> NotFound | NotCommitted:
     keys = [stat.key for stat in itertools.islice(store.list(), _MAX_KEYS)]
     if keys:
         return NotCommitted(_about_folder(store, keys), url=store.url)
+    if any(map(is_rank_directory, store.folders())):  # of files that are only begun, which no listing shows
+        return NotCommitted(_UNFINISHED, url=store.url)
     text = _about_file(store.url) if store.root_is_object() else "there is nothing here"
     return NotFound(text, url=store.url)
 
@@ -48,10 +54,7 @@ def _about_folder(store: Store, keys: Collection[str]) -> str:
     if is_rank_directory(last_segment(store.url)):
         return f"this is a folder in a checkpoint; give the one above, {store.url.rpartition('/')[0]}"
     if any(map(is_rank_directory, folders)) or any(map(_is_of_save, files)):
-        return (
-            "no checkpoint is committed here: there are objects, but no commit.json; "
-            "the save or copy did not finish, or is still running"
-        )
+        return _UNFINISHED
     if any(name.endswith(_SAFETENSORS) for name in files):
         return f"this is a safetensors model, not a checkpoint; {_CONVERT}"
     if any(name.endswith(_TORCH) for name in files):
