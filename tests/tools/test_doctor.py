@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import Mock
 
 import pytest
 from support.clock import SkippingClock
@@ -90,6 +92,52 @@ def test_a_disk(mount: Path) -> None:
     assert diagnosis.capabilities.conditional_create
     assert diagnosis.url == str(mount)
     assert not diagnosis.left_behind
+
+
+def test_a_mount_that_refuses(mount: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Links, the replacement of a file, fsync; and it has no room for many files."""
+    link, rename = os.link, os.rename
+
+    def refused(*_: object) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", lambda a, b, **more: refused() if is_probed(a) else link(a, b, **more))
+    monkeypatch.setattr(os, "rename", lambda a, b: None if is_probed(a) and b.exists() else rename(a, b))
+    monkeypatch.setattr("ckpt.consistency.probes.files._fsync", refused)
+    monkeypatch.setattr("ckpt.consistency.probes.files._write_durably", refused)
+    monkeypatch.setattr(os, "statvfs", lambda _: Mock(f_bavail=1 << 40, f_frsize=1, f_files=1, f_favail=7))
+    diagnosis = ckpt.doctor(mount)
+    assert not_fine(diagnosis) == {
+        "hard links": "careful", "rename over a file": "problem", "fsync of a file": "careful",
+        "fsync of a directory": "careful", "free space": "problem",
+    }  # fmt: skip
+    assert "room for 7 files" in finding_of(diagnosis, "free space").result
+
+
+@pytest.mark.parametrize(
+    ("free_bytes", "verdict"), [(1 << 20, "careful"), (1 << 50, "not measured"), (1 << 61, "not measured")]
+)
+def test_a_mount_that_gives_names_twice(
+    mount: Path, monkeypatch: pytest.MonkeyPatch, free_bytes: int, verdict: str
+) -> None:
+    link = os.link
+    monkeypatch.setattr(
+        os, "link", lambda a, b, **more: b.write_bytes(b"") if is_probed(a) else link(a, b, **more)
+    )
+    monkeypatch.setattr(os, "statvfs", lambda _: Mock(f_bavail=free_bytes, f_frsize=1, f_files=0))
+    assert not_fine(ckpt.doctor(mount)) == {"hard links": "problem", "free space": verdict}
+
+
+def is_probed(path: object) -> bool:
+    return Path(str(path)).parent.name == "names"
+
+
+def not_fine(diagnosis: Diagnosis) -> dict[str, str]:
+    return {
+        check: verdict
+        for check, verdict in verdicts(diagnosis).items()
+        if verdict != "fine" and check != "others"
+    }
 
 
 def assert_two_clients_are_fine(diagnosis: Diagnosis) -> None:
