@@ -254,7 +254,6 @@ def test_a_failed_save_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
     assert left == ["rank-00000/0123456789abcdef-0.distcp"]
 
 
-@pytest.mark.long
 def test_sigterm_cleans_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As Ctrl-C does: `timeout` sends it."""
 
@@ -274,6 +273,7 @@ def test_sigterm_cleans_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert not any((tmp_path / "a").rglob("*"))
 
 
+@pytest.mark.long
 def test_as_a_user_on_files(tmp_path: Path) -> None:
     place = tmp_path / "step"
     ran = run_process(
