@@ -28,6 +28,7 @@ from ckpt.format.names import ObjectName, is_our_name, is_rank_directory, probe_
 from ckpt.format.records import CommitRecord, StoredCommit, read_commit
 from ckpt.tools.findings import find_uploads
 from ckpt.tools.ls import find_folders
+from ckpt.writing.stock_metadata import put_stock_metadata, stock_metadata_of
 
 DEFAULT_GRACE_S = 24 * 3600.0
 _PROMPTLY_S = 10.0
@@ -245,8 +246,6 @@ class _Collector:
 
     def _restore(self, store: Store, path: str, commit: StoredCommit, stat: ObjectStat | None) -> None:
         """Write the committed `.metadata`, if a save that died did not, given the one that is there."""
-        from ckpt.writing.stock_metadata import put_stock_metadata, stock_metadata_of
-
         expected = stock_metadata_of(store, commit.record)
         if stat and stat.size_bytes == len(expected) and bytes(read_bytes(store, stat.key)) == expected:
             return
