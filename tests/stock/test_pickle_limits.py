@@ -81,6 +81,7 @@ HOOKS = call("collections.OrderedDict")
 COLLIDING = b"".join(number(7 + n * ((1 << 61) - 1)) for n in range(50_000))
 BYTES = call("_codecs.encode", text("x" * 50_000), text("latin1"))
 REPEATED = b"(" + text("x" * 50_000) + b"q\x01"
+_SLOW = ("a very deep key", "a key that is a tuple of a tuple twice")
 
 
 @functools.cache
@@ -131,7 +132,7 @@ def _hostile() -> dict[str, bytes]:
 
 @pytest.mark.parametrize(
     "what",
-    [pytest.param(name, marks=pytest.mark.long if name == "a very deep key" else ()) for name in _hostile()],
+    [pytest.param(name, marks=pytest.mark.long if name in _SLOW else ()) for name in _hostile()],
 )
 def test_hostile_pickles(what: str) -> None:
     data = archive(b"\x80\x02" + _hostile()[what] + b".", _0=bytes(16))
@@ -143,6 +144,12 @@ def test_hostile_pickles(what: str) -> None:
     finally:
         tracemalloc.stop()
     assert peak < 64 << 20
+
+
+def test_a_tuple_that_a_key_shares_is_counted_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckpt.stock.pickle_limits._SLACK", 1 << 12)
+    with pytest.raises(UnsafeContent, match="grows far beyond"):
+        load(archive(b"\x80\x02" + _hostile()["a key that is a tuple of a tuple twice"] + b"."))
 
 
 def test_the_parts_of_hostile_pickles_are_valid_where_they_are_harmless() -> None:
