@@ -89,6 +89,16 @@ def test_any_region_through_any_requests(layout: tuple[Any, ...]) -> None:
             assert bits(target) == bits(wanted)
 
 
+def test_a_column_of_long_rows_into_an_array(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of its elements is a piece of its own, and a view of the array, not a number."""
+    monkeypatch.setattr(ckpt.transfer.pieces, "_WORTH_SKIPPING_BYTES", 512)
+    array = np.zeros((10, 1), dtype=np.int32)
+    pieces = list(array_pieces(0, (10, 300), (0, 7), array))
+    assert len(pieces) == 10
+    _read(pieces, torch.arange(3000, dtype=torch.int32).view(torch.uint8), 64, 64)
+    assert array.ravel().tolist() == list(range(7, 3000, 300))
+
+
 def _read(pieces: list[Piece], file: torch.Tensor, grid: int, blocks: int) -> None:
     """Check the plan, then carry it out as a load does, verification included."""
     served = {id(piece): 0 for piece in pieces}
