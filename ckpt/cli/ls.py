@@ -12,6 +12,9 @@ from ckpt.cli.output import age, command, shown, size, tags_text
 if TYPE_CHECKING:
     from ckpt.tools.ls import ListedCheckpoint
 
+_COLORS = {
+    "committed": "green", "incomplete": "yellow", "foreign": "cyan", "damaged": "red", "unreadable": "red",
+}  # fmt: skip
 _HEADING = ("", "checkpoint", "step", "state", "size", "age", "ranks", "tags")
 
 
@@ -31,7 +34,9 @@ def ls(root: Root, depth: Depth = 3, storage_options: StorageOptions = None, jso
         if not checkpoints:
             output.print("no checkpoints")
             return
-        output.print_columns([_HEADING, *map(_cells, checkpoints)], names=1, right=[2, 4, 5, 6])
+        output.print_columns(
+            [_HEADING, *map(_cells, checkpoints)], names=1, right=[2, 4, 5, 6], colors=_COLORS
+        )
         for each in checkpoints:
             if each.problem is not None:
                 output.print(f"[red]{shown(each.path or '.')}:[/] {shown(each.problem)}")

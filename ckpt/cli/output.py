@@ -144,10 +144,11 @@ class Output:
         names: int = 0,
         right: Collection[int] = (),
         heading: bool = True,
+        colors: Mapping[str, str] | None = None,
     ) -> None:
         """Print lines of plain text in columns; on a terminal as wide as that, at most.
 
-        `names` is the column that is the last to be cut there.
+        `names` is the column that is the last to be cut there; `colors` are those of certain cells.
 
         A `Table` of rich takes minutes for as many lines as this prints in a second.
         """
@@ -169,10 +170,13 @@ class Output:
                     left = set_cell_size(cell, width // 2).rstrip()
                     cell = f"{left}…{set_cell_size(cell[::-1], width - 1 - cell_len(left))[::-1].lstrip()}"
                 space = " " * (width - cell_len(cell))
+                if self._console.is_terminal:
+                    style = "bold" if heading and row is rows[0] else (colors or {}).get(cell)
+                    cell = f"[{style}]{escape(cell)}[/]" if style else escape(cell)
                 cells.append(space + cell if at in right else cell + space)
             line = "  ".join(cells).rstrip()
             if self._console.is_terminal:
-                self.print(f"[bold]{escape(line)}[/]" if heading and row is rows[0] else escape(line))
+                self.print(line)
             else:
                 sys.stdout.write(f"{line}\n")
 

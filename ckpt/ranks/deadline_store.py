@@ -169,10 +169,10 @@ class DeadlineStore(WrappedStore):
                     outcome.set_exception(error)
 
             try:
-                environment.start_thread(carry_out, "ckpt-store")
-            except RuntimeError:  # Python starts no thread any more once it is ending
-                return work(operation)
-            try:
+                try:
+                    environment.start_thread(carry_out, "ckpt-store")
+                except RuntimeError:  # Python starts no thread any more once it is ending
+                    carry_out()
                 while not environment.wait(done, min(self._limit_s / 20, 1.0)):
                     self._raise_if_given_up(key, settled=False)
                     self._raise_if_stalled(operation, self._limit_s)

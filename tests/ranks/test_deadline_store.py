@@ -19,6 +19,7 @@ from ckpt.backends.cancellable_reads import Reads
 from ckpt.backends.memory import MemoryStore
 from ckpt.backends.posix import PosixStore
 from ckpt.backends.wrapper import PrefixStore, WrappedStore
+from ckpt.consistency import environment
 from ckpt.errors import StorageError, StorageUnavailable
 from ckpt.ranks.deadline_store import DeadlineStore
 from ckpt.ranks.progress import Progress
@@ -123,6 +124,31 @@ def test_a_mount_that_hangs_when_it_is_looked_at(tmp_path: Path, monkeypatch: py
     with pytest.raises(StorageUnavailable, match="without progress: opening"):
         DeadlineStore(PosixStore(str(tmp_path)), Progress(), LIMIT_S)
     freed.set()
+
+
+def test_an_interrupt_while_the_thread_starts_waits_for_the_operation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What cleans up after the interrupt shall not meet an operation that still writes."""
+
+    def interrupted(work: Callable[[], object], name: str) -> None:
+        start_thread(work, name)
+        raise KeyboardInterrupt
+
+    store = DeadlineStore(MemoryStore("memory://interrupted"), Progress(), 60)
+    start_thread = environment.start_thread
+    monkeypatch.setattr(environment, "start_thread", interrupted)
+    freed = threading.Event()
+    written = []
+
+    def write(_: object) -> None:
+        freed.wait()
+        written.append("k")
+
+    with pytest.raises(KeyboardInterrupt):
+        store.run("writing", "k", write, cancel=freed.set)
+    freed.set()
+    assert written == ["k"]
 
 
 class Slow(MemoryStore):

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.commands import flip, options_of, run, run_json, run_process
+from support.commands import flip, options_of, run, run_json, run_on_terminal, run_process
 from support.servers import S3Server
 
 import ckpt
@@ -132,6 +132,11 @@ def test_ls_as_a_user(root: Path) -> None:
     (line,) = [line for line in ran.out.splitlines() if "step-1000" in line]
     assert line.split()[:4] == ["*", "run/step-1000", "1000", "committed"]
     assert "note=x" in line
+
+
+def test_states_have_colors_on_a_terminal(root: Path) -> None:
+    shown = run_on_terminal("ls", root, columns=120).out
+    assert ("\x1b[32mcommitted\x1b[0m" in shown, "\x1b[31mdamaged\x1b[0m" in shown) == (True, True)
 
 
 def test_it_starts_without_torch() -> None:
