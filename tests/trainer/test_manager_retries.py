@@ -104,7 +104,10 @@ def test_steps_may_be_numbers_of_numpy(tmp_path: Path) -> None:
 
 def test_checkpoints_of_stock_pytorch_are_no_reason_to_begin_anew(tmp_path: Path) -> None:
     dcp.save(state_of(7), checkpoint_id=tmp_path / "step-7", no_dist=True)
-    with pytest.raises(LoadFailed, match=r"step-7.*not written by this library"):
+    with pytest.raises(
+        LoadFailed,
+        match=r"step-7: it was not written by this library; restore\(initial='.*/step-7'\) begins from it",
+    ):
         restored_step(tmp_path)
     run(tmp_path, range(8, 9))
     assert restored_step(tmp_path) == 8

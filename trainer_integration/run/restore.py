@@ -102,6 +102,7 @@ def restore(
         return planner
 
     passed_over: list[PassedOver] = []
+    stock: str | None = None
     search, is_error = _Search(step, saves), False
     while (choice := ranks.from_first(search.next)) is not None:
         shown, fault = history.shown(choice.path), choice.candidate.fault
@@ -115,11 +116,14 @@ def restore(
                 continue
         if not choice.is_lost:
             is_error |= initial is None or not choice.candidate.is_foreign
+            stock = shown if stock is None and choice.candidate.is_foreign else stock
             history.unusable.add(choice.path)
         passed_over.append(PassedOver(choice.step, shown, str(fault)))
         saves.tell("passed_over", choice.step, str(fault))
     if is_error:
         reasons = "; ".join(f"{checkpoint.url}: {checkpoint.reason}" for checkpoint in passed_over)
+        if stock is not None:
+            reasons += f"; restore(initial={stock!r}) begins from it"
         raise LoadFailed(f"no checkpoint can be loaded: {reasons}", url=history.place)
     if step != "latest-valid":
         which = "with the metric" if step == "best" else f"of step {step}"
