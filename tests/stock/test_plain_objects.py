@@ -44,7 +44,7 @@ def test_plain_values_are_what_torch_loads(checksums: bool) -> None:
         assert repr(plain_value(data)) == repr(torch.load(io.BytesIO(data))) == repr(value)
 
 
-@pytest.mark.parametrize("value", OTHERS, ids=repr)
+@pytest.mark.parametrize("value", OTHERS, ids=lambda value: type(value).__name__)
 def test_other_values_are_left_to_torch(value: Any) -> None:
     with pytest.raises(Exception):  # noqa: B017
         plain_value(saved(value))
