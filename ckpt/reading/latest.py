@@ -53,14 +53,16 @@ class Candidate:
 def newest_first(folders: Iterable[str], record: RunRecord) -> list[tuple[int, str]]:
     """List steps and folders of a run in which a checkpoint may be, without those that were given up.
 
-    Two processes that went on from one step can each give up what the other saved. Where nothing
-    else is left, nothing is given up: the run must not begin anew.
+    Two processes that went on from one step can each give up what the other saved. Where the record
+    gives up all that it lists, these come last: the run must not begin anew, and a folder that is
+    not on record may be that of a save that was killed.
     """
     steps = {name: int(match[1]) for name in folders if (match := _NAME.fullmatch(name))}
     steps |= {checkpoint.path: checkpoint.step for checkpoint in record.checkpoints}
     past = {checkpoint.path for checkpoint in record.checkpoints if checkpoint.superseded}
-    wanted = (steps.keys() - past) or steps
-    return sorted(((steps[path], path) for path in wanted), reverse=True)
+    last = past if len(past) == len(record.checkpoints) else set()
+    wanted = [(step, path) for path, step in steps.items() if path not in past or path in last]
+    return sorted(wanted, key=lambda each: (each[1] not in last, each), reverse=True)
 
 
 def examine(store: Store) -> Candidate:

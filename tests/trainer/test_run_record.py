@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.commands import run_json
 from test_manager import run, state_of, steps_at
 
 import ckpt
@@ -53,6 +54,10 @@ def test_two_processes_that_give_up_each_other_leave_a_checkpoint(tmp_path: Path
     save(job, 3)
     zombie.annotate(4, {"loss": 0.5})
     assert all(checkpoint.superseded for checkpoint in recorded(tmp_path).values())
+    (tmp_path / "step-00000005" / "rank-00000").mkdir(parents=True)  # a save that was killed
+    (tmp_path / "step-00000005" / "rank-00000" / "0-0.distcp").write_bytes(b"data")
+    listed = run_json("ls", tmp_path)["checkpoints"]
+    assert [each["path"] for each in listed if each["latest"]] == ["step-00000004"]
     restored = ckpt.CheckpointManager(tmp_path, save=1).restore(state_of(-1))
     assert restored is not None
     assert restored.step == 4
