@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 import math
-import reprlib
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
 
 _MAX_VALUES = 1024
 _MAX_NAMES = 20
-_MAX_TEXT = 10_000
 
 
 def cat(
@@ -88,10 +86,9 @@ def _show_group(output: Output, checkpoint: OpenCheckpoint, name: str, names: li
 
 
 def _show_object(output: Output, name: str, value: object) -> None:
-    limited = reprlib.Repr()
-    limited.maxdict = limited.maxlist = limited.maxtuple = limited.maxset = 50
-    limited.maxstring = limited.maxother = 2000
-    text = limited.repr(value)[:_MAX_TEXT]
+    from ckpt.tools.cat import object_text
+
+    text = object_text(value)
     if output.as_json:
         output.json({"fqn": name, "kind": "object", "type": type(value).__name__, "repr": text})
     else:

@@ -9,6 +9,7 @@ import re
 import reprlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +22,10 @@ from ckpt.tools.inspect import SMALL_ELEMENTS
 from ckpt.transfer.boxes import Box, boxes_of, tiling_fault
 
 _MAX_ELEMENTS = 1 << 22
-_MAX_TEXT = 60
+_MAX_SHOWN = 20_000
+"""How many parts of an object are visited to show it."""
+
+_MAX_SHORT, _MAX_TEXT = 60, 10_000
 _SLICE = re.compile(r"(.*)\[([^\[\]]*)\]", re.DOTALL)
 
 
@@ -160,14 +164,37 @@ def statistics(checkpoint: OpenCheckpoint, selection: Selection) -> Statistics:
     return result
 
 
+def object_text(value: object) -> str:
+    """Write a value in a bounded text."""
+    return _Text(items=50, characters=2000).repr(value)[:_MAX_TEXT]
+
+
 def short_text(value: object) -> str:
     """Write a value in one short line; of a small array its elements."""
+    limited = _Text(items=6, characters=_MAX_SHORT)
     if isinstance(value, np.ndarray) and value.size <= SMALL_ELEMENTS:
-        value = value.tolist()
-    limited = reprlib.Repr()
-    limited.maxstring = limited.maxother = limited.maxlong = _MAX_TEXT
+        limited.maxlevel, value = max(value.ndim, 1), value.tolist()
     text = " ".join(limited.repr(value).split())
-    return text if len(text) <= _MAX_TEXT else f"{text[: _MAX_TEXT - 3]}..."
+    return text if len(text) <= _MAX_SHORT else f"{text[: _MAX_SHORT - 3]}..."
+
+
+class _Text(reprlib.Repr):
+    """Write values that may share parts: few bytes of a pickle can be lists of 50**6 elements."""
+
+    def __init__(self, items: int, characters: int) -> None:
+        super().__init__()
+        self.maxdict = self.maxlist = self.maxtuple = self.maxset = items
+        self.maxstring = self.maxother = self.maxlong = characters
+        self._visited = 0
+
+    def repr1(self, x: Any, level: int) -> str:
+        self._visited += 1
+        return "..." if self._visited > _MAX_SHOWN else super().repr1(x, level)
+
+    def repr_instance(self, x: Any, level: int) -> str:
+        if isinstance(x, dict):  # an OrderedDict, whose own text has no bounds
+            return f"{type(x).__name__}({self.repr_dict(x, level)})"
+        return super().repr_instance(x, level)
 
 
 def write_npy(checkpoint: OpenCheckpoint, selection: Selection, path: str) -> None:

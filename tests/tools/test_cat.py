@@ -8,6 +8,7 @@ import io
 import math
 import shutil
 import warnings
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from support.states import SAVABLE_DTYPES, quantized, random_tensor
 import ckpt
 from ckpt.backends.posix import PosixStore
 from ckpt.format.columns import Columns, TensorColumns
+from ckpt.tools.cat import object_text
 
 cat = functools.partial(run_json, "cat")
 ROWS = random_tensor(12 * 64, 300)
@@ -226,6 +228,31 @@ def test_groups_of_names(tmp_path: Path) -> None:
     group = cat(tmp_path, "optim.3")
     assert (group["kind"], group["count"], group["names"]) == ("group", 2, ["optim.3.betas", "optim.3.lr"])
     assert cat(tmp_path, "*.b")["fqn"] == "w.b"
+
+
+class _Counted:
+    shown = 0
+
+    def __repr__(self) -> str:
+        _Counted.shown += 1
+        return "x"
+
+
+@pytest.mark.parametrize("kind", [list, tuple, dict, OrderedDict])
+def test_objects_that_share_their_parts(kind: type) -> None:
+    """A few kilobytes of a pickle can be 50**5 elements, if each part is shown wherever it is."""
+    value: Any = _Counted()
+    for _ in range(3):
+        value = kind(enumerate([value] * 60))
+    _Counted.shown = 0
+    assert len(object_text(value)) <= 10_000
+    assert 0 < _Counted.shown < 30_000
+
+
+def test_small_tensors_of_many_dimensions(tmp_path: Path) -> None:
+    ckpt.save({"m": {"a": torch.ones([1] * 9), "b": torch.tensor(2.0)}}, tmp_path)
+    lines = run("cat", tmp_path, "m").out.splitlines()
+    assert [line.split()[-1] for line in lines[1:]] == ["[[[[[[[[[1.0]]]]]]]]]", "2.0"]
 
 
 @pytest.mark.long
