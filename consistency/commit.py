@@ -39,9 +39,14 @@ _CONFIRM_TIMEOUT_S = 10.0
 
 def read_commit_bytes(store: Store) -> bytes | None:
     """Read the commit record at this place as it is stored, unchecked; None if there is none."""
+    return read_record_bytes(store, COMMIT_KEY, max_bytes=MAX_COMMIT_BYTES)
+
+
+def read_record_bytes(store: Store, key: str, *, max_bytes: int) -> bytes | None:
+    """Read a sealed JSON record that may be replaced meanwhile, unchecked; None if there is none."""
 
     def read() -> tuple[bytes, bool]:
-        data = bytes(read_bytes(store, COMMIT_KEY, max_bytes=MAX_COMMIT_BYTES))
+        data = bytes(read_bytes(store, key, max_bytes=max_bytes))
         return data, is_sealed_json(data)
 
     return _read_whole(store, read)

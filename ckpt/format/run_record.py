@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import msgspec
 
-from ckpt.backends.base import Store, is_key, put_bytes, read_bytes
+from ckpt.backends.base import Store, is_key, put_bytes
+from ckpt.consistency.commit import read_record_bytes
 from ckpt.consistency.seal import seal_json, unseal_json
-from ckpt.errors import FormatError, NotFound
+from ckpt.errors import FormatError
 
 RUN_KEY = "ckpt-run.json"
 _FORMAT = "ckpt-storage-run"
@@ -61,9 +62,8 @@ def read_run(store: Store) -> RunRecord | None:
 
     Raises IntegrityError (damaged), FormatError (not understood), StorageError.
     """
-    try:
-        data = read_bytes(store, RUN_KEY, max_bytes=_MAX_BYTES)
-    except NotFound:
+    data = read_record_bytes(store, RUN_KEY, max_bytes=_MAX_BYTES)
+    if data is None:
         return None
     text = unseal_json(data, url=store.url, key=RUN_KEY)
     try:

@@ -112,6 +112,44 @@ def test_another_process_that_writes_meanwhile(
     assert recorded(tmp_path)[1].pinned
 
 
+def test_a_pin_that_comes_between_the_size_and_the_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The record is longer then, and what is read of it is only a part."""
+    trainer = ckpt.CheckpointManager(tmp_path, save=1, keep=1)
+    evaluator = ckpt.CheckpointManager(tmp_path, save=1)
+    save(trainer, 1)
+    stat = PosixStore.stat
+
+    def pinned_meanwhile(self: PosixStore, key: str) -> Any:
+        size = stat(self, key)
+        if key == RUN_KEY:
+            monkeypatch.setattr(PosixStore, "stat", stat)
+            evaluator.annotate(1, {"loss": 0.5})
+            evaluator.pin(1)
+        return size
+
+    monkeypatch.setattr(PosixStore, "stat", pinned_meanwhile)
+    save(trainer, 2)
+    assert steps_at(tmp_path) == [1, 2]
+    assert recorded(tmp_path)[1].pinned
+    assert recorded(tmp_path)[1].metrics == {"loss": 0.5}
+
+
+def test_a_step_that_two_processes_save(tmp_path: Path) -> None:
+    """The later save is the checkpoint; the earlier one's process does not put its own entry over it."""
+    earlier = ckpt.CheckpointManager(tmp_path, save=1, keep=1)
+    later = ckpt.CheckpointManager(tmp_path, save=1)
+    save(earlier, 1)
+    save(later, 1)
+    later.annotate(1, {"loss": 0.5})
+    later.pin(1)
+    checkpoint = recorded(tmp_path)[1]
+    save(earlier, 2)
+    assert recorded(tmp_path)[1] == checkpoint
+    assert steps_at(tmp_path) == [1, 2]
+
+
 def test_what_could_not_be_recorded_is_recorded_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

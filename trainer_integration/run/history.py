@@ -220,7 +220,7 @@ class History:
         """Put what this process has saved, given up and changed into a record."""
         by_path = {old.path: self._as_past(old) for old in record.checkpoints}
         for path, own in self._own.items():
-            if path not in by_path or by_path[path].saved_at_s != own.saved_at_s:
+            if path not in by_path or by_path[path].saved_at_s < own.saved_at_s:  # a later one is another process's
                 by_path[path] = own
         for change in self._changes:
             changed = map(change, by_path.values())
