@@ -71,7 +71,8 @@ def read_run(store: Store) -> RunRecord | None:
     except ValueError as error:  # as all of msgspec's are
         raise FormatError(f"not a run's record: {error}", url=store.url, key=RUN_KEY) from error
     if record.format != _FORMAT or record.version != 1:
-        raise FormatError("a newer version of this library wrote it", url=store.url, key=RUN_KEY)
+        advice = "a newer version of this library wrote it; upgrade this one"
+        raise FormatError(advice, url=store.url, key=RUN_KEY)
     for checkpoint in record.checkpoints:
         path, step = checkpoint.path, checkpoint.step
         if "/" in path or not is_key(path) or not 0 <= step < 1 << 62:

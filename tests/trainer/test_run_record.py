@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from support.commands import run_json
 from test_manager import run, state_of, steps_at
 
 import ckpt
 from ckpt.backends.posix import PosixStore
-from ckpt.errors import NotFound, StorageUnavailable
-from ckpt.format.run_record import RUN_KEY, RunCheckpoint, read_run
+from ckpt.errors import FormatError, NotFound, StorageUnavailable
+from ckpt.format.run_record import RUN_KEY, RunCheckpoint, read_run, write_run
 from ckpt.trainer_integration import keeping
 
 
@@ -180,6 +182,47 @@ def test_a_record_that_is_lost_or_damaged_is_written_anew(tmp_path: Path) -> Non
     (tmp_path / RUN_KEY).write_bytes(b"{}")
     save(trainer, 3)
     assert recorded(tmp_path).keys() == {1, 2, 3}
+
+
+def test_a_record_of_a_newer_version_is_not_overwritten(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with ckpt.CheckpointManager(tmp_path, save=1) as manager:
+        for step in (1, 2):
+            save(manager, step)
+    store = PosixStore(str(tmp_path))
+    record = read_run(store)
+    assert record is not None
+    write_run(store, msgspec.structs.replace(record, version=2))
+    before = (tmp_path / RUN_KEY).read_bytes()
+    with ckpt.CheckpointManager(tmp_path, save=1, keep=1) as manager:
+        assert manager.restore(state_of(-1)) is not None
+        save(manager, 3)
+        with pytest.raises(FormatError, match="upgrade this one"):
+            manager.pin(1)
+    assert (tmp_path / RUN_KEY).read_bytes() == before
+    assert steps_at(tmp_path) == [1, 2, 3]
+    assert "step 3 is durable, but could not be noted in the run's record: " in caplog.text
+
+
+def test_a_save_that_is_being_recorded_holds_up_no_rule(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = ckpt.CheckpointManager(tmp_path, save=1)
+    save(trainer, 1)
+    put, answered = PosixStore.put, []
+
+    def asked_meanwhile(self: PosixStore, key: str, body: Any, **options: Any) -> None:
+        if key == RUN_KEY:
+            rule = threading.Thread(target=trainer._saves.history.mtbf_s, daemon=True)
+            rule.start()
+            rule.join(timeout=5)
+            answered.append(not rule.is_alive())
+        put(self, key, body, **options)
+
+    monkeypatch.setattr(PosixStore, "put", asked_meanwhile)
+    save(trainer, 2)
+    assert answered == [True]
 
 
 PROGRAM = """

@@ -171,14 +171,14 @@ class History:
 
         One rank asks, while the others wait for what it decides, so this raises nothing.
         """
-        starts: list[RunStart] = []
-        with self._lock:
-            if self._known is not None or not self._has_failed:
-                try:
-                    starts = self._record().starts
-                except CheckpointError as error:
-                    self._has_failed = True  # once is enough: at every step it would hold up training
-                    _logger.warning("the run's record cannot be read, failures are not counted: %s", error)
+        known = self._known  # without the lock: a save that is being recorded must not hold up training
+        if known is None and not self._has_failed:
+            try:
+                known = self._record()
+            except CheckpointError as error:
+                self._has_failed = True  # once is enough: at every step it would hold up training
+                _logger.warning("the run's record cannot be read, failures are not counted: %s", error)
+        starts = [] if known is None else known.starts
         ran_s = sum(max(0.0, start.durable_at_s - start.at_s) for start in starts)
         failures = sum(start.at_s != self._started_s for start in starts)
         return (_PRIOR_S + ran_s) / (1 + failures)
@@ -193,19 +193,29 @@ class History:
     def _record(self) -> RunRecord:
         with self._lock:
             if self._known is None:
-                self._known = self._with_own(self._read() or RunRecord())
+                try:
+                    stored = self._read()
+                except FormatError as error:
+                    _warn_of_unusable(error)
+                    stored = None
+                self._known = self._with_own(stored or RunRecord())
             return self._known
 
     def _read(self) -> RunRecord | None:
+        """Read the record; None without one, or if it is damaged. Raises FormatError, StorageError."""
         try:
             return read_run(self._store)
-        except (IntegrityError, FormatError) as error:
-            _logger.warning("the run's record cannot be used, its checkpoints are listed: %s", error)
+        except IntegrityError as error:
+            _warn_of_unusable(error)
             return None
 
-    def _write(self, change: _Change = lambda old: old) -> None:
-        """Write what this process has changed, with what others have written meanwhile."""
-        self._changes.append(change)
+    def _write(self, change: _Change | None = None) -> None:
+        """Write what this process has changed, with what others have written meanwhile.
+
+        Raises FormatError, and writes nothing, if a newer version of this library wrote the record.
+        """
+        if change is not None:
+            self._changes.append(change)
         if self._known is not None:
             self._known = self._with_own(self._known)  # also if storage fails; the next write has it too
         for _ in range(_MAX_WRITES):
@@ -220,7 +230,8 @@ class History:
         """Put what this process has saved, given up and changed into a record."""
         by_path = {old.path: self._as_past(old) for old in record.checkpoints}
         for path, own in self._own.items():
-            if path not in by_path or by_path[path].saved_at_s < own.saved_at_s:  # a later one is another process's
+            # A later entry is that of another process, which has saved the same step.
+            if path not in by_path or by_path[path].saved_at_s < own.saved_at_s:
                 by_path[path] = own
         for change in self._changes:
             changed = map(change, by_path.values())
@@ -238,6 +249,10 @@ class History:
     def _as_past(self, checkpoint: RunCheckpoint) -> RunCheckpoint:
         given_up = self._own and checkpoint.step > self._resumed_at and checkpoint.path not in self._own
         return msgspec.structs.replace(checkpoint, superseded=True) if given_up else checkpoint
+
+
+def _warn_of_unusable(error: CheckpointError) -> None:
+    _logger.warning("the run's record cannot be used, its checkpoints are listed: %s", error)
 
 
 def plain_metrics(metrics: Mapping[str, float] | None) -> dict[str, float | None]:

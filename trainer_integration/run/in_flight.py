@@ -213,7 +213,7 @@ class Saves:
         try:
             self.history.add(flight.checkpoint)
         except CheckpointError as failure:
-            is_recorded = False  # nor is it known what others have pinned
+            is_recorded = False  # nothing is removed now: others may have pinned it
             _logger.warning(
                 "step %d is durable, but could not be noted in the run's record: %s", step, failure
             )
