@@ -99,6 +99,7 @@ class Checkpoint:
         self.chunk_sizes: dict[str, dict[bytes, torch.Size]] = {}
         self._refs = {ref.path: ref for ref in self.commit.manifests} if self.commit else {}
         self._files: dict[str, StoredFile] = {}
+        self._stored_sizes: dict[str, int] = {}
         self._items: dict[tuple[str, int], ItemRecord] = {}
 
     @functools.cached_property
@@ -183,10 +184,12 @@ class Checkpoint:
         return file
 
     def check_length(self, path: str, start: int, stop: int) -> None:
-        """Check that a large item is stored, before memory is set aside for it. Raises Truncated."""
+        """Check that a large item is stored, before memory is set aside to read it. Raises Truncated."""
         if stop - start <= _TRUSTED_BYTES:
             return
-        size_bytes = self.when_visible(lambda: self.store.stat(path).size_bytes)
+        size_bytes = self._stored_sizes.get(path)
+        if size_bytes is None:
+            size_bytes = self._stored_sizes[path] = self._stored_bytes(path)
         if size_bytes < stop:
             message = f"has {size_bytes} bytes, fewer than the checkpoint's records say"
             raise Truncated(message, url=self.store.url, key=path, start=start, stop=stop)

@@ -14,6 +14,7 @@ import numpy as np
 from ckpt.format.columns import ObjectRow, TensorColumns
 from ckpt.format.dtypes import item_bytes
 from ckpt.format.elements import Elements
+from ckpt.format.records import ItemRecord
 from ckpt.reading.checkpoint import Checkpoint
 from ckpt.transfer.array_pieces import array_pieces
 from ckpt.transfer.boxes import Box
@@ -96,26 +97,32 @@ class PlainReader:
     ) -> tuple[StoredFile, list[Piece]] | None:
         """List the pieces of a file that a part of a chunk needs; None if its elements are pickled."""
         entry, row = plan.entry, part.row
-        path, start, length = (
-            self._columns.files[entry.file[row]],
-            int(entry.offset[row]),
-            int(entry.length[row]),
-        )
+        place = ObjectRow(int(entry.file[row]), int(entry.offset[row]), int(entry.length[row]))
+        file, record = self._item(plan.fqn, entry.offsets[row].tolist(), place)
         shape = tuple(entry.sizes[row].tolist())
-        file = self._checkpoint.file(path, start, start + length)
-        record = self._checkpoint.item(plan.fqn, entry.offsets[row].tolist(), path, start, length)
         if record is None or record.payload_offset < 0:
             return None
         if record.payload_bytes != math.prod(shape) * item_bytes(entry.dtype):
             message = f"{plan.fqn!r}: the metadata and the manifest disagree on its size"
-            raise self._checkpoint.fault(message, path)
+            raise self._checkpoint.fault(message, file.key)
         # `...`: else numpy gives a number, in place of a view of one element.
         box: tuple[Any, ...] = (..., *(slice(a, b) for a, b in zip(*part.box, strict=True)))
         pieces = list(array_pieces(record.payload_offset, shape, part.inside, target[box]))
         if file.block_crcs is not None and part.lengths == shape:
             payload = slice(record.payload_offset, record.payload_offset + record.payload_bytes)
-            pieces += frame_pieces(start, start + length, payload, file.block_size_bytes)
+            stop = place.offset + place.length
+            pieces += frame_pieces(place.offset, stop, payload, file.block_size_bytes)
         return file, pieces
+
+    def _item(
+        self, fqn: str, offsets: Sequence[int] | None, place: ObjectRow
+    ) -> tuple[StoredFile, ItemRecord | None]:
+        """Find an item in its manifest, and check that it is stored: its rows may take much memory."""
+        path, start, stop = self._columns.files[place.file], place.offset, place.offset + place.length
+        file = self._checkpoint.file(path, start, stop)
+        record = self._checkpoint.item(fqn, offsets, path, start, place.length)
+        self._checkpoint.check_length(path, start, stop)
+        return file, record
 
     def objects(self, fqns: Sequence[str]) -> dict[str, bytearray]:
         """Read objects as they are stored, unchecked."""
@@ -124,11 +131,9 @@ class PlainReader:
         pieces: dict[StoredFile, list[Piece]] = defaultdict(list)
         objects: dict[str, bytearray] = {}
         for fqn, row in rows.items():
-            path, start, stop = self._columns.files[row.file], row.offset, row.offset + row.length
-            file = self._checkpoint.file(path, start, stop)
-            self._checkpoint.item(fqn, None, path, start, row.length)
-            self._checkpoint.check_length(path, start, stop)
+            file, _ = self._item(fqn, None, row)
             objects[fqn] = bytearray(row.length)
-            pieces[file].append(Piece(start, stop, MemorySink(memoryview(objects[fqn]))))
+            sink = MemorySink(memoryview(objects[fqn]))
+            pieces[file].append(Piece(row.offset, row.offset + row.length, sink))
         self._fetcher.run(pieces, self._threads)
         return objects

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import io
 import json
@@ -329,6 +330,30 @@ def test_an_item_that_is_many_chunks(ours: Path, tmp_path: Path) -> None:
                 "the index lists 1,003 items" if command[0] == "verify" else "disagree"
             ) in ran.out + ran.err
         assert not list(tmp_path.iterdir())
+
+
+def test_a_tensor_far_larger_than_its_file(tmp_path: Path) -> None:
+    """A piece is planned for each of its rows, which would take gigabytes before the first read fails."""
+    ckpt.save({"t": torch.ones(4, 4)}, tmp_path)
+    shape, nbytes, block_size_bytes = (100, 1 << 20), 100 << 22, 16 << 20
+
+    def edit(manifest: dict[str, Any]) -> None:
+        manifest["block_size_bytes"] = block_size_bytes
+        (item,), (file,) = manifest["items"], manifest["files"]
+        item[4], item[6] = item[4] - item[6] + nbytes, nbytes
+        file["size_bytes"] = item[3] + item[4]
+        file["blocks"] = base64.b64encode(bytes(8 * -(-file["size_bytes"] // block_size_bytes))).decode()
+
+    def reshape(columns: Columns) -> None:
+        tensor = columns.entries["t"]
+        assert isinstance(tensor, TensorColumns)
+        length = tensor.length - 64 + nbytes
+        columns.entries["t"] = dataclasses.replace(tensor, size=shape, sizes=np.array([shape]), length=length)
+
+    edit_manifest(tmp_path, edit)
+    edit_index(tmp_path, reshape)
+    ran = run("cat", tmp_path, "t[:, 0]")
+    assert (ran.code, "bytes, fewer than the checkpoint's records say" in ran.err) == (1, True), ran
 
 
 def test_an_object_under_many_names(ours: Path, tmp_path: Path) -> None:
