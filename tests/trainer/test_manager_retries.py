@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from test_manager import MIB, drive, failing, kinds, restored_step, run, state_of, steps_at
+from test_manager import MIB, damage, drive, failing, kinds, restored_step, run, state_of, steps_at
 
 import ckpt
 from ckpt.backends.posix import PosixStore
@@ -103,14 +103,17 @@ def test_steps_may_be_numbers_of_numpy(tmp_path: Path) -> None:
 
 
 def test_checkpoints_of_stock_pytorch_are_no_reason_to_begin_anew(tmp_path: Path) -> None:
-    dcp.save(state_of(7), checkpoint_id=tmp_path / "step-7", no_dist=True)
-    with pytest.raises(
-        LoadFailed,
-        match=r"step-7: it was not written by this library; restore\(initial='.*/step-7'\) begins from it",
-    ):
+    dcp.save(state_of(7), checkpoint_id=tmp_path / "step-00000007", no_dist=True)
+    reason = "step-00000007: it was not written by this library"
+    with pytest.raises(LoadFailed, match=rf"{reason}; restore\(initial='.*/step-00000007'\) begins from it$"):
         restored_step(tmp_path)
+    with pytest.raises(LoadFailed, match=rf"{reason}$"):
+        restored_step(tmp_path, 7)  # initial= goes with 'latest-valid' alone
     run(tmp_path, range(8, 9))
     assert restored_step(tmp_path) == 8
+    damage(tmp_path, 8)
+    with pytest.raises(LoadFailed, match=rf"{reason}$"):
+        restored_step(tmp_path)  # initial= does not help: the run has a checkpoint of its own
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"\x00" * 100, b"not json at all"])

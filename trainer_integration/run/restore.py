@@ -39,7 +39,7 @@ _MAX_LOOKS = 20
 
 @dataclass(frozen=True)
 class PassedOver:
-    """A newer or better checkpoint that was not loaded, and the reason. It was not changed, or is gone."""
+    """A newer or better checkpoint that was not loaded, and the reason. A restore changes nothing in it."""
 
     step: int
     url: str
@@ -102,7 +102,7 @@ def restore(
         return planner
 
     passed_over: list[PassedOver] = []
-    stock: str | None = None
+    stock: list[str] = []  # of those passed over
     search, is_error = _Search(step, saves), False
     while (choice := ranks.from_first(search.next)) is not None:
         shown, fault = history.shown(choice.path), choice.candidate.fault
@@ -116,14 +116,15 @@ def restore(
                 continue
         if not choice.is_lost:
             is_error |= initial is None or not choice.candidate.is_foreign
-            stock = shown if stock is None and choice.candidate.is_foreign else stock
             history.unusable.add(choice.path)
+        if choice.candidate.is_foreign:
+            stock.append(shown)
         passed_over.append(PassedOver(choice.step, shown, str(fault)))
         saves.tell("passed_over", choice.step, str(fault))
     if is_error:
         reasons = "; ".join(f"{checkpoint.url}: {checkpoint.reason}" for checkpoint in passed_over)
-        if stock is not None:
-            reasons += f"; restore(initial={stock!r}) begins from it"
+        if step == "latest-valid" and len(stock) == len(passed_over):  # with others, it is an error too
+            reasons += f"; restore(initial={stock[0]!r}) begins from it"
         raise LoadFailed(f"no checkpoint can be loaded: {reasons}", url=history.place)
     if step != "latest-valid":
         which = "with the metric" if step == "best" else f"of step {step}"
@@ -153,7 +154,7 @@ class _Search:
     def __init__(self, step: int | str, saves: Saves) -> None:
         self._step, self._saves, self._history = step, saves, saves.history
         self._settled: set[str] = set()  # folders that were tried, or hold no checkpoint
-        self._gone: list[tuple[int, str]] = []  # the latter, since a checkpoint was found
+        self._gone: list[tuple[int, str]] = []  # that hold no checkpoint, since one was last found
         self._has_moved = False
         self._choices = self._find()
 
@@ -204,7 +205,7 @@ class _Search:
         )
 
     def _lost(self, instead: int) -> Iterator[_Choice]:
-        """Find what is preferred to the step `instead`, and gone although it is still on record."""
+        """Report checkpoints that are gone, though on record, and would have come before step `instead`."""
         recorded = {checkpoint.path for checkpoint in self._history.durable()}
         lost = [(number, path) for number, path in self._gone if path in recorded]
         self._gone.clear()
