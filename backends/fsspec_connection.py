@@ -13,7 +13,7 @@ from typing import Any
 
 from ckpt.backends.base import check_key
 from ckpt.backends.bodies import BodyError
-from ckpt.backends.options import AZURE, redact_url, scrub_error
+from ckpt.backends.options import redact_url, scrub_error, url_secrets
 from ckpt.backends.paths import is_within
 from ckpt.errors import (
     AccessDenied,
@@ -35,6 +35,8 @@ _HARMLESS = frozenset(
     {"endpoint_url", "region", "region_name", "profile", "host", "protocol", "project", "encoding"}
 )
 _CONNECTION_ERROR = re.compile("Connection|Timeout|HTTPClient|SSL|Server|Client")
+_HTTP_LINK = re.compile("(?:^|::)https?://", re.IGNORECASE)
+_SHOWN_QUERY = re.compile(r"(https?://[^\s?#]*)[?#]\S*", re.IGNORECASE)
 _STATUSES: Mapping[int, type[StorageError]] = {
     401: AccessDenied,
     403: AccessDenied,
@@ -93,7 +95,7 @@ class FsspecConnection:
             fs, root = fsspec.core.url_to_fs(self._target, skip_instance_cache=True, **self._options)
         except (ImportError, ValueError, TypeError) as error:
             text = f"{self.protocol}://: {type(error).__name__}: {error}"
-            shown, cause = scrub_error(error, text, self._secrets())
+            shown, cause = self._without_secrets(error, text)
             raise ConfigurationError(shown, url=self.url) from cause
         return fs, root.rstrip("/")
 
@@ -169,14 +171,17 @@ class FsspecConnection:
         except Exception as raised:
             error = _behind(raised)
             text = f"cannot {action}: {type(error).__name__}: {error}"
-            shown, cause = scrub_error(error, text, self._secrets())
+            shown, cause = self._without_secrets(error, text)
             raise _kind(error)(shown, url=self.url, key=key, settled=settled) from cause
 
-    def _secrets(self) -> list[str]:
-        is_azure = self.protocol in AZURE
-        user_info = None if is_azure else re.search("://([^/:]*):?([^/]*)@", self._target)
-        query = re.split("[?#]", self._target, maxsplit=1)[1:] if self.protocol in HTTP else ()
-        return [*_texts_in(self._options), *(user_info.groups() if user_info else ()), *query]
+    def _without_secrets(self, error: Exception, text: str) -> tuple[str, Exception | None]:
+        """Scrub a text about `error`; return also `error` as its cause, unless that may show secrets."""
+        secrets = [*_texts_in(self._options), *url_secrets(self._target)]
+        shown, cause = scrub_error(error, text, secrets)
+        if _HTTP_LINK.search(self._target):
+            # The client quotes a URL otherwise than it was given, and one that it was sent on to.
+            return _SHOWN_QUERY.sub(r"\1?***", shown), None
+        return shown, cause
 
 
 def _texts_in(options: Mapping[str, Any]) -> Iterator[str]:

@@ -9,8 +9,10 @@ from typing import Any
 from ckpt.errors import ConfigurationError
 
 _SIGNATURE = re.compile(r"(?<=Signature=)[0-9a-fA-F]{64}")
-_USER_INFO = re.compile(r"(?<=://)[^/]*@")
-AZURE = frozenset({"abfs", "abfss"})
+_USER_INFO = re.compile(r"([a-z0-9.-]*)://([^/]*)@", re.IGNORECASE)
+_QUERY = re.compile(r"((?:^|::)(?:[a-z0-9.-]+\+)*https?://[^?#]*)[?#](.*)", re.IGNORECASE | re.DOTALL)
+"""Of the link of http in a chain: `simplecache::http://host/path?query`."""
+_AZURE = frozenset({"abfs", "abfss", "az"})
 """Schemes with a container where others have a user: `abfs://container@account.dfs.core.windows.net/a`."""
 _SDK_NAMES = {
     "aws_access_key_id": "key",
@@ -35,12 +37,15 @@ def redact_url(url: str) -> str:
 
     Elsewhere `?` and `#` are part of a name: `s3://b/a#1` and `s3://b/a` are two places.
     """
-    scheme, separator, _ = url.partition("://")
-    scheme = scheme.lower().rpartition("+")[2]
-    if not separator or scheme in AZURE:
-        return url
-    url = _USER_INFO.sub("", url)
-    return re.split(r"[?#]", url, maxsplit=1)[0] if scheme in ("http", "https") else url
+    url = _USER_INFO.sub(lambda link: link[0] if link[1].lower() in _AZURE else f"{link[1]}://", url)
+    return _QUERY.sub(r"\1", url)
+
+
+def url_secrets(url: str) -> list[str]:
+    """List the parts of `url` that `redact_url` leaves out."""
+    user_infos = [info for scheme, info in _USER_INFO.findall(url) if scheme.lower() not in _AZURE]
+    users_and_passwords = [text for info in user_infos for text in info.partition(":")[::2]]
+    return [*users_and_passwords, *(query for _, query in _QUERY.findall(url))]
 
 
 def scrub(text: str, secrets: Iterable[str]) -> str:

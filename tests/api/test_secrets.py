@@ -23,7 +23,7 @@ from ckpt.backends.base import PutMode, put_bytes
 from ckpt.backends.options import redact_url
 from ckpt.backends.registry import open_store
 from ckpt.conversion.endpoints import Endpoint
-from ckpt.errors import CheckpointError, ConfigurationError, NotFound
+from ckpt.errors import CheckpointError, ConfigurationError
 
 TOKEN = "session-token-that-is-secret"
 
@@ -96,8 +96,13 @@ def test_user_info_in_urls(tmp_path: Path) -> None:
     assert redact_url("ftp://me:pw@host/a#1?b") == "ftp://host/a#1?b"  # a name, not a fragment
     assert redact_url("s3://bucket/a#b") == "s3://bucket/a#b"
     assert redact_url("s3://bucket/key@2") == "s3://bucket/key@2"
-    azure = "abfs://container@account.dfs.core.windows.net/x"
-    assert redact_url(azure) == azure
+    for scheme in ("abfs", "ABFSS", "az", "simplecache::abfs", "fsspec+az"):
+        azure = f"{scheme}://container@account.dfs.core.windows.net/x"
+        assert redact_url(azure) == azure
+    chain = "filecache::https://me:pw@host/x?token=1"
+    assert redact_url(chain) == "filecache::https://host/x"
+    assert redact_url("zip://a#b::" + chain) == "zip://a#b::filecache::https://host/x"
+    assert redact_url("simplecache::ftp://me:pw@host/a#1") == "simplecache::ftp://host/a#1"
     for password in ("secret-pw", "a:@secret-pw"):
         store = open_store(f"fsspec+ftp://me:{password}@127.0.0.1:9/place")
         assert store.url == "fsspec+ftp://127.0.0.1:9/place"
@@ -119,17 +124,24 @@ def test_user_info_in_urls(tmp_path: Path) -> None:
             assert "secret-pw" not in str(wrong.value)
 
 
-class _Missing(Handler):
+class _Refusing(Handler):
     def serve(self) -> None:
-        self.answer(404, {}, b"")
+        self.answer(403, {}, b"")
 
 
-def test_queries_of_urls() -> None:
-    with http_server(_Missing) as port:
-        store = open_store(f"http://127.0.0.1:{port}/run?token=secret-pw")
-        with pytest.raises(NotFound) as caught:
+@pytest.mark.parametrize("chain", ["", "fsspec+", "simplecache::"])
+@pytest.mark.parametrize(
+    "query", ["?sig=a%2bSECRET%3d", "?sig=a|SECRET", "?a=b&sig=SECRET#c", "?sig=a b'SECRET"]
+)
+def test_queries_of_urls(chain: str, query: str) -> None:
+    """Also as the client writes them, which quotes them anew."""
+    with http_server(_Refusing) as port:
+        store = open_store(f"{chain}http://127.0.0.1:{port}/run{query}")
+        with pytest.raises(CheckpointError) as caught:
             store.stat("k")
-    assert "secret-pw" not in "".join(traceback.format_exception(caught.value))
+    assert store.url == f"{chain}http://127.0.0.1:{port}/run"
+    assert f"http://127.0.0.1:{port}/run" in str(caught.value)
+    assert "SECRET" not in "".join(traceback.format_exception(caught.value))
 
 
 def test_representations_show_no_options() -> None:
