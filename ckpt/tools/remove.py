@@ -17,6 +17,7 @@ from ckpt.format.names import is_our_name
 from ckpt.format.records import CommitRecord, ManifestRef, StoredCommit, decode_manifest, read_commit
 from ckpt.tools.gc import remove_folders
 from ckpt.transfer.threads import in_order, workers
+from ckpt.writing.stock_metadata import follow_commit
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,8 @@ def remove(
             store.delete(stock)  # also if it is not there: storage that lags may not show it yet
             store.delete([COMMIT_KEY])
             store.delete(keys)
+            if exists(store, STOCK_METADATA_KEY):  # put meanwhile, by a save that had stalled before that
+                follow_commit(store, commit)
             remove_folders(store)
         return Removed(store.url, record.id, (*visible, COMMIT_KEY, *keys), record.data_bytes)
 

@@ -8,7 +8,6 @@ unless its process dies before it looks; then `ckpt gc` writes it anew.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 
@@ -24,7 +23,7 @@ from ckpt.transfer.manifest_sizes import manifest_bytes
 
 _logger = logging.getLogger(__name__)
 
-_MAX_PUTS = 100
+_MAX_TRIES = 10
 
 
 def put_stock_metadata(store: Store, commit: StoredCommit, stock_metadata: bytes) -> None:
@@ -33,13 +32,24 @@ def put_stock_metadata(store: Store, commit: StoredCommit, stock_metadata: bytes
     Raises CheckpointError if the first put fails; what follows is `ckpt gc`'s to repeat.
     """
     store.put(STOCK_METADATA_KEY, CheckedBody(stock_metadata))
+    follow_commit(store, commit)
+
+
+def follow_commit(store: Store, described: StoredCommit) -> None:
+    """Have `.metadata`, that of the commit `described`, be that of the commit that is there, if any.
+
+    Whoever has put it or has removed its checkpoint calls this. Failures are logged.
+    """
     try:
-        if not _is_there(store, commit):
-            _follow(store, commit)
+        if not _is_there(store, described) and not _follow(store, described):
+            _warn(store, "the records of the checkpoint that replaced it are not to be seen yet")
     except CheckpointError as error:
-        _logger.warning(
-            "%s: .metadata may be that of a replaced checkpoint (`ckpt gc` mends it): %s", store.url, error
-        )
+        _warn(store, error)
+
+
+def _warn(store: Store, reason: object) -> None:
+    text = "%s: .metadata may be that of a checkpoint that is gone (`ckpt gc` mends it): %s"
+    _logger.warning(text, store.url, reason)
 
 
 def _is_there(store: Store, commit: StoredCommit) -> bool:
@@ -52,22 +62,26 @@ def _is_there(store: Store, commit: StoredCommit) -> bool:
     return data == commit.raw
 
 
-def _follow(store: Store, described: StoredCommit | None) -> None:
-    """Have `.metadata`, just put for the commit `described`, be that of the commit that is there."""
-    for _ in range(_MAX_PUTS):
+def _follow(store: Store, described: StoredCommit | None) -> bool:
+    """Replace or delete `.metadata` until its commit is the one that is there; return whether it is."""
+    for _ in range(_MAX_TRIES):
         commit = read_commit(store)
         if commit == described:
-            return
+            return True
         if commit is not None:
-            with contextlib.suppress(NotFound):  # replaced again
-                put_bytes(store, STOCK_METADATA_KEY, stock_metadata_of(store, commit.record))
+            try:
+                stock_metadata = stock_metadata_of(store, commit.record)
+            except NotFound:  # replaced again, or not visible yet
+                continue
+            put_bytes(store, STOCK_METADATA_KEY, stock_metadata)
         elif described is not None and _is_removed(store, described) and not is_foreign(store):
             store.delete([STOCK_METADATA_KEY])
         described = commit
+    return False
 
 
 def _is_removed(store: Store, commit: StoredCommit) -> bool:
-    """Tell whether more is gone of a checkpoint than the sight of its commit record."""
+    """Tell whether a checkpoint is gone: its index too, not only its commit record out of sight."""
     return not exists(store, commit.record.described_by.path)
 
 

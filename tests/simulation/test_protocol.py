@@ -123,6 +123,24 @@ def test_metadata_is_that_of_the_commit_whoever_stalls(then: str) -> None:
     assert schedules > late > 2
 
 
+def test_a_save_that_stalls_before_its_metadata_while_it_is_removed() -> None:
+    """It goes on after each request of the removal in turn, and is overtaken by it at each of its own."""
+    left = []
+    for choices in Exhaustive.all(2):
+        simulation = Simulation(choices, PROMPT)
+        world = simulation.world
+        with simulated(world):
+            choices.deviations = 0
+            simulation.start_job("a", Plan(1, 1, [("save", URL)]))
+            world.run(until=lambda: world.truth("step-1/commit.json") is not None)  # noqa: B023
+            choices.deviations = 2
+            world.start("delete", "r", lambda: ckpt.remove(URL))
+            world.run()
+            left.append({name for name in world.versions if world.truth(name) is not None})
+    assert len(left) > 30
+    assert not any(left), left
+
+
 def all_schedules(
     model: Model, plan: Plan, deviations: int, *, protocol: type[Protocol] = Ours, lag: float = 0.0
 ) -> int:

@@ -25,6 +25,8 @@ import ckpt
 import ckpt.consistency.commit
 import ckpt.ranks.group
 from ckpt.backends import memory
+from ckpt.backends.base import read_bytes
+from ckpt.backends.registry import open_store
 from ckpt.errors import (
     AlreadyExists,
     CommitConflict,
@@ -32,6 +34,8 @@ from ckpt.errors import (
     NotFound,
     SaveFailed,
 )
+from ckpt.format.records import read_commit
+from ckpt.writing.stock_metadata import put_stock_metadata
 
 
 @pytest.mark.parametrize("action", ["reset", pytest.param(503, marks=pytest.mark.smoke), 403])
@@ -241,3 +245,32 @@ def test_metadata_stays_where_the_commit_is_only_out_of_sight() -> None:
     memory.inject(url, fault)
     ckpt.save(state_of(0, 1), url)
     assert ".metadata" in objects_at((url, {}))
+
+
+@pytest.mark.parametrize("looks", [1, 1000], ids=["seen late", "never seen"])
+def test_metadata_of_a_replaced_checkpoint_does_not_stay_in_silence(
+    looks: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A save goes on before its `.metadata` when it is replaced already, but by what is not yet to be seen."""
+    url = f"memory://replaced-{looks}/c"
+    store, hidden = open_store(url), [True] * looks
+    ckpt.save(state_of(0, 1), url)
+    replaced, old = read_commit(store), bytes(read_bytes(store, ".metadata"))
+    ckpt.save(state_of(0, 2), url)
+    commit, new = read_commit(store), bytes(read_bytes(store, ".metadata"))
+    assert replaced is not None
+    assert commit is not None
+    assert old != new
+    index = commit.record.described_by.path
+
+    def fault(operation: str, key: str, when: str) -> None:
+        if key == index and hidden and hidden.pop():
+            raise NotFound("no such object", key=key)
+
+    memory.inject(url, fault)
+    put_stock_metadata(store, replaced, old)
+    if looks == 1:
+        assert bytes(read_bytes(store, ".metadata")) == new
+        assert not caplog.records
+    else:
+        assert "`ckpt gc`" in caplog.text
