@@ -17,6 +17,7 @@ _NEWEST = 8
 _SAFETENSORS = (".safetensors", ".safetensors.index.json")
 _TORCH = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 _CONVERT = "`ckpt convert` makes a checkpoint of it"
+_BEGUN = "a save or copy was begun here, but is not committed: it did not finish, or is still running"
 _UNFINISHED = (
     "no checkpoint is committed here: there are objects, but no commit.json; "
     "the save or copy did not finish, or is still running"
@@ -29,7 +30,7 @@ def no_checkpoint(store: Store) -> NotFound | NotCommitted:
     if keys:
         return NotCommitted(_about_folder(store, keys), url=store.url)
     if any(map(is_rank_directory, store.folders())):  # of files that are only begun, which no listing shows
-        return NotCommitted(_UNFINISHED, url=store.url)
+        return NotCommitted(_BEGUN, url=store.url)
     text = _about_file(store.url) if store.root_is_object() else "there is nothing here"
     return NotFound(text, url=store.url)
 

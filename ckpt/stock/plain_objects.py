@@ -11,6 +11,8 @@ from ckpt.errors import UnsafeContent
 from ckpt.stock.inert_unpickler import scan
 
 _LOCAL_HEADER_BYTES = 30
+_PROTOCOL_2 = b"\x80\x02"
+"""How the pickles begin that a load accepts."""
 
 
 def plain_value(data: bytes | bytearray) -> Any:
@@ -27,6 +29,8 @@ def plain_value(data: bytes | bytearray) -> Any:
     lengths = record.header_offset + _LOCAL_HEADER_BYTES - 4
     start = lengths + 4 + sum(data[lengths + at] << (8 * (at % 2)) for at in range(4))
     pickled = bytes(data[start : start + record.file_size])
+    if not pickled.startswith(_PROTOCOL_2):
+        raise UnsafeContent("a pickle of another protocol")
     scan(pickled)
     return _PlainUnpickler(io.BytesIO(pickled)).load()
 

@@ -174,12 +174,11 @@ class _Comparing:
             return None
         try:
             a_value, b_value = self._a.read_object(name), self._b.read_object(name)
-        except (UnsafeContent, FormatError):
-            # They cannot be loaded, so their bytes decide.
+            same = _pickled(a_value) == _pickled(b_value)
+            return None if same else (short_text(a_value), short_text(b_value))
+        except (UnsafeContent, FormatError, RecursionError):
+            # They cannot be loaded, or are nested too deep for Python to pickle, so their bytes decide.
             return None if self._full and self._same_bytes(name, a, b) else ("", "")
-        if _pickled(a_value) == _pickled(b_value):
-            return None
-        return short_text(a_value), short_text(b_value)
 
     def _same_checksums(self, name: str, a: _Entry, b: _Entry) -> bool:
         """Tell whether all stored items are equal by the checksums of their blocks, without reading."""

@@ -67,13 +67,15 @@ def test_the_folder_of_a_run_of_stock_pytorch(tmp_path: Path) -> None:
     assert "its newest is epoch-2" in _refusal(str(tmp_path), {}).message
 
 
-def test_a_save_that_was_killed_while_its_first_files_were_written(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_file_begun", [True, False])
+def test_a_save_that_was_killed_before_its_first_file_was_whole(tmp_path: Path, is_file_begun: bool) -> None:
     begun = tmp_path / "rank-00000" / ".0123456789abcdef-0.distcp.fedcba9876543210.ckpt-tmp"
     begun.parent.mkdir()
-    begun.write_bytes(b"half")
+    if is_file_begun:
+        begun.write_bytes(b"half")
     error = _refusal(str(tmp_path), {})
     assert type(error) is NotCommitted
-    assert "the save or copy did not finish" in error.message
+    assert error.message.startswith("a save or copy was begun here, but is not committed")
 
 
 def test_the_folder_of_a_very_large_run() -> None:

@@ -76,6 +76,7 @@ def test_archives_that_torch_could_read_otherwise(tmp_path: Path) -> None:
         archive({"a/data.pkl": pickle.dumps("x" * 1000)}, compression=zipfile.ZIP_DEFLATED),
         archive({"a/data.pkl": pickle.dumps(_Harm(tmp_path / "made"), protocol=2)}),
         archive({"a/data.pkl": b"\x80\x02K\x01r\xff\xff\xff\x7f."}),  # a memo of 2**31 places
+        *(archive({"a/data.pkl": pickle.dumps(5, protocol=protocol)}) for protocol in (0, 1, 3, 4, 5)),
         archive({"a/data.pkl": five[:-1]}),
         archive({"a/version": b"3"}),
         b"",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,25 @@ def test_stock_and_ours(sharded_place: Path, stock_place: Path) -> None:
     printed = diff(sharded_place, stock_place)
     assert (printed["equal_by_checksum"], printed["differences"]) == (0, [])
     assert printed["read_bytes"] > 1_000_000
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_objects_nested_deeper_than_python_goes(tmp_path: Path, full: bool) -> None:
+    """They can be saved where the limit is higher; here the bytes decide."""
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(20_000)
+    try:
+        for name, innermost in (("a", 1), ("same", 1), ("other", 2)):
+            value: Any = innermost
+            for _ in range(1000):
+                value = [value]
+            ckpt.save({"deep": value}, tmp_path / name)
+    finally:
+        sys.setrecursionlimit(limit)
+    options = ["--full"] if full else []
+    assert diff(tmp_path / "a", tmp_path / "same", *options)["differences"] == []
+    (difference,) = diff(tmp_path / "a", tmp_path / "other", *options, code=1)["differences"]
+    assert (difference["fqn"], difference["kind"], difference["a_value"]) == ("deep", "object", "")
 
 
 def test_differences_are_named_and_measured(tmp_path: Path) -> None:
