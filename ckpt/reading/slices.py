@@ -1,4 +1,4 @@
-"""Read parts of stored tensors: only their bytes, checked as in any load; without torch where that goes."""
+"""Read parts of stored tensors: only their bytes, checked as in any load; without torch where that is possible."""
 
 from __future__ import annotations
 

@@ -170,7 +170,7 @@ _UNFIT_KEY = "a pickle with a dict key that is no text, small number or instance
 
 def _unknown(opcode: int) -> str:
     name = "a number of more than 255 bytes" if opcode == _LONG4 else f"opcode {opcode:#04x}"
-    return f"a pickle with {name}, which metadata never need"
+    return f"a pickle with {name}, which plain data never needs"
 
 
 # -- stand-ins -----------------------------------------------------------------------------------------

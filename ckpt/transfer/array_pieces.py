@@ -1,4 +1,4 @@
-"""Cut a region of a stored tensor into pieces for an array of numpy: commands read so, without torch."""
+"""Cut a region of a stored tensor into pieces for an array of numpy: commands read without torch."""
 
 from __future__ import annotations
 

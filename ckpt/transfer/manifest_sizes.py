@@ -1,4 +1,4 @@
-"""Sum the sizes of manifests as they are stored: they bear out an index that expands very much."""
+"""Sum the stored sizes of manifests, by which an index that expands very much is believed."""
 
 from __future__ import annotations
 
