@@ -12,6 +12,7 @@ from ckpt.conversion.target import FileTarget, Written, end_to_end
 from ckpt.errors import ConfigurationError, FormatError
 from ckpt.format.planner_data import check_planner_data
 from ckpt.stock.item_frame import FrameWriter
+from ckpt.stock.safe_load import fault_for_torch
 from ckpt.torch_private import unflatten_state_dict
 from ckpt.transfer.file_body import BytesPayload, Payload
 
@@ -38,6 +39,8 @@ class TorchTarget(FileTarget):
         names = [chosen.name for chosen in selection.tensors]
         selection.check_paths()
         objects = {chosen.name: source.load_object(chosen.source) for chosen in selection.objects}
+        for name, value in objects.items():
+            self._check_loads(name, value)
         state = self._nested(dict(zip(names, writer.tensors, strict=True)) | objects)
         try:
             parts = writer.save(state)
@@ -45,6 +48,15 @@ class TorchTarget(FileTarget):
             raise ConfigurationError(f"torch.save does not support the dtype of a tensor: {error}") from None
         for part in parts:
             yield BytesPayload(part) if isinstance(part, bytes) else self.whole(selection.tensors[part])
+
+    def _check_loads(self, name: str, value: Any) -> None:
+        """Refuse an object that a checkpoint may have, but `torch.load(weights_only=True)` refuses."""
+        fault = fault_for_torch(value)
+        if fault is not None:
+            text = (
+                f"{name[:200]!r} is nothing that torch.load(weights_only=True) loads ({fault}); --exclude it"
+            )
+            raise ConfigurationError(text, url=self.source.url)
 
     def _nested(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Rebuild the nested state. Raises FormatError if paths contradict each other."""

@@ -78,6 +78,18 @@ def is_refused(pickled: memoryview) -> bool:
     return False
 
 
+def fault_for_torch(value: Any) -> str | None:
+    """Tell why `torch.load(weights_only=True)` refuses a value; None if it loads it."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    try:
+        torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        return reason(error)
+    return None
+
+
 def _load(file: MemoryFile, fqn: str, url: str, key: str, unsafe: str, advice: str) -> Any:
     try:
         return _load_checked(file)

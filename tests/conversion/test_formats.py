@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 from pathlib import Path
@@ -96,6 +97,17 @@ def test_dtypes_that_safetensors_lack_are_named(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pt"]
     convert(tmp_path / "a.pt", tmp_path / "a.safetensors", "--exclude", "wide")
     assert list(read(tmp_path / "a.safetensors", "safetensors")) == ["a"]
+
+
+@pytest.mark.parametrize("value", [io.BytesIO(b"abc"), b"", (1, {"deep": io.BytesIO()})])
+def test_objects_that_torch_would_refuse_to_load_are_named(tmp_path: Path, value: Any) -> None:
+    ckpt.save({"a": torch.ones(3), "state": {"extra": value}, "n": 5}, tmp_path / "a")
+    error = convert(tmp_path / "a", tmp_path / "a.pt", code=2)["error"]
+    assert "'state.extra' is nothing that torch.load(weights_only=True) loads" in error["message"]
+    assert "--exclude it" in error["message"]
+    assert not (tmp_path / "a.pt").exists()
+    convert(tmp_path / "a", tmp_path / "a.pt", "--exclude", "state.*")
+    assert torch.load(tmp_path / "a.pt", weights_only=True)["n"] == 5
 
 
 def test_the_same_as_torchs_own_tools(tmp_path: Path) -> None:
