@@ -21,6 +21,7 @@ _SLACK_BYTES = 1 << 20
 _REASONS = ("Unsupported global:", "Unsupported operand", "Unsupported class", "WeightsUnpickler error:")
 _GLOBAL = re.compile(rb"c([\w.]+)\n([\w.]+)\n")
 _SEARCHED_BYTES = 64 << 10
+_SHOWN_BYTES = 100
 
 _lock = threading.Lock()
 
@@ -131,6 +132,14 @@ class _InertFile(io.BytesIO):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return io.BytesIO, (), (self.getvalue(), self.tell(), None)
+
+    def __repr__(self) -> str:
+        data = self.getvalue()
+        more = "..." if len(data) > _SHOWN_BYTES else ""
+        return f"BytesIO({data[:_SHOWN_BYTES]!r}{more})"
+
+
+_InertFile.__name__ = "BytesIO"  # as users see it
 
 
 def _no_bytes() -> bytes:

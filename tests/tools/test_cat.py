@@ -277,7 +277,8 @@ def test_files_in_memory_and_no_bytes(tmp_path: Path) -> None:
     ckpt.save(state, tmp_path / "a")
     ckpt.save({**state, "file": io.BytesIO(b"xyz")}, tmp_path / "b")
     assert run("cat", tmp_path / "a", "nothing").code == 0
-    assert run("cat", tmp_path / "a", "file").code == 0
+    assert run("cat", tmp_path / "a", "file").out == "BytesIO(b'abc')\n"
+    assert cat(tmp_path / "a", "file")["type"] == "BytesIO"
     shown = run("inspect", tmp_path / "a")
     assert (shown.code, "values are not shown" in shown.out) == (0, False)
     assert [each.fqn for each in ckpt.diff(tmp_path / "a", tmp_path / "b").differences] == ["file"]
