@@ -56,7 +56,9 @@ class CheckpointSource(TensorSource):
         try:
             return self._open.read_object(name)
         except UnsafeContent as error:
-            advice = f"--exclude {name!r}, or declare its class with torch.serialization.add_safe_globals"
+            advice = f"--exclude {name!r}"
+            if error.fault != error.message:  # it has an advice of its own: what is refused is a class
+                advice += ", or declare its class with torch.serialization.add_safe_globals"
             raise UnsafeContent(error.fault, advice=advice, url=error.url, key=error.key) from None
 
     def stored_object(self, name: str) -> bytes:

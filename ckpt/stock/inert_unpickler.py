@@ -136,7 +136,7 @@ def scan(data: bytes) -> None:
         elif effect == _OTHER:
             _run(opcode, data[position : position + size], stack, memo)
         elif effect is None:
-            raise UnsafeContent(_unknown(opcode))
+            raise UnsafeContent(f"a pickle with {opcode_text(opcode)}, which plain data never needs")
         position += size
     raise FormatError("the pickle has no end")
 
@@ -168,9 +168,9 @@ def _run(opcode: int, argument: bytes, stack: list[bool], memo: list[bool]) -> N
 _UNFIT_KEY = "a pickle with a dict key that is no text, small number or instance"
 
 
-def _unknown(opcode: int) -> str:
-    name = "a number of more than 255 bytes" if opcode == _LONG4 else f"opcode {opcode:#04x}"
-    return f"a pickle with {name}, which plain data never needs"
+def opcode_text(code: int) -> str:
+    """Describe an opcode that a reader refuses."""
+    return "a number of more than 255 bytes" if code == _LONG4 else f"opcode {code:#04x}"
 
 
 # -- stand-ins -----------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from typing import Any
 
 from ckpt.errors import UnsafeContent
 from ckpt.format.planner_data import HASH_MODULUS
+from ckpt.stock.inert_unpickler import opcode_text
 from ckpt.stock.pickle_names import is_safe, name_of_today
 from ckpt.torch_private import allowed_globals, storage_dtype
 
@@ -112,7 +113,8 @@ class _Walk:
             elif opcode.name in actions:
                 actions[opcode.name](argument)
             else:
-                raise UnsafeContent(f"a pickle with opcode {ord(opcode.code):#04x}, which torch never writes")
+                fault = f"a pickle with {opcode_text(ord(opcode.code))}"
+                raise UnsafeContent(f"{fault}, which torch.load(weights_only=True) refuses")
 
     def _actions(self) -> Mapping[str, Callable[[Any], None]]:
         push = self._push

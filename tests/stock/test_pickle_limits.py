@@ -7,6 +7,7 @@ import contextlib
 import functools
 import io
 import pickle
+import re
 import struct
 import tracemalloc
 import warnings
@@ -207,6 +208,18 @@ def test_values_that_torch_saves_still_load(number: int) -> None:
         found = load(file.getvalue())
     assert type(found) is type(expected)
     assert repr(found) == repr(expected)
+
+
+def test_a_number_too_long_for_torch_is_called_that(tmp_path: Path) -> None:
+    """torch saves it, but cannot load it with `weights_only=True`; to declare a class would not help."""
+    ckpt.save({"number": 10**900, "n": 1}, tmp_path / "a")
+    fault = "'number' is a pickle with a number of more than 255 bytes, which torch.load(weights_only=True)"
+    with pytest.raises(UnsafeContent, match=re.escape(fault)):
+        ckpt.load({"number": None, "n": 0}, tmp_path / "a")
+    with pytest.raises(UnsafeContent, match=re.escape(fault)) as caught:
+        ckpt.convert(tmp_path / "a", tmp_path / "a.pt")
+    assert "--exclude 'number'" in caught.value.message
+    assert "add_safe_globals" not in caught.value.message
 
 
 @pytest.mark.parametrize("data", [b"", b"abc\xff" * 1000])
