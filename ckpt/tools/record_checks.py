@@ -182,11 +182,11 @@ def check_stock_metadata(
 
         different = _different(decode_metadata(pickled, url=store.url, key=key), metadata_of(columns))
     except NotFound:
-        message = f".metadata is missing: stock PyTorch cannot read this checkpoint; {_REMEDY}"
+        message = f"missing, so stock PyTorch cannot read this checkpoint; {_REMEDY}"
         return [], [Damage(kind, message, key)]
     except (IntegrityError, FormatError, UnsafeContent) as error:
         return [Damage.of_error(kind, error)], []
-    message = f".metadata is that of another save, which stock PyTorch would look for; {_REMEDY}"
+    message = f"that of another save, which stock PyTorch would look for; {_REMEDY}"
     return [], [Damage.of(kind, message, key, fqns=different)] if different else []
 
 

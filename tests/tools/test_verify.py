@@ -337,6 +337,7 @@ def test_the_metadata_of_stock_readers(place: Path, tmp_path: Path, fault: str) 
     (found,) = report["warnings" if is_late else "damages"]
     assert report["damages" if is_late else "warnings"] == []
     assert (found["kind"], found["key"]) == ("stock_metadata", ".metadata")
+    assert ".metadata" not in found["message"]  # the key stands before it
     assert ("`ckpt gc` writes the right one" in found["message"]) == is_late
     assert ("warning: .metadata: " in run("verify", place).out) == is_late
     if fault == "other":
