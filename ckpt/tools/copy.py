@@ -149,6 +149,7 @@ class _CheckpointCopy:
         self._paths: dict[str, str] = {}
         self._refs: list[ManifestRef] = []
         self._objects = SaveObjects()
+        self._has_sent = False
         self._claims = CopyClaims(destination, self._objects.token)
 
     def run(self, overwrite: bool) -> Copied:
@@ -161,12 +162,12 @@ class _CheckpointCopy:
         coordinator.look(overwrite=overwrite)
         leftovers = self._find_leftovers()
         self._to.prepare(rank_directory(0))
-        parallel = self._to.capabilities.parallel_parts
-        at_once = min(_FILES_AT_ONCE, self._to.threads) if parallel else self._to.threads
-        with workers(at_once, "ckpt-cp") as threads:
-            files = self._files(leftovers)
-            for file in in_order(threads, self._send, files, ahead=2 * at_once, stop=self._stop):
-                self._count(file)
+        try:
+            self._send_files(leftovers)
+        except BaseException:
+            if not self._has_sent:
+                self._claims.withdraw()
+            raise
         self._refuse(self._indexed.left_over())
         manifests = sorted(self._refs, key=lambda ref: ref.rank)
         facts = {"version": FORMAT_VERSION, "manifests": manifests, "metadata": msgspec.UNSET}
@@ -184,6 +185,14 @@ class _CheckpointCopy:
             raise
         self._claims.close()
         return self._done
+
+    def _send_files(self, leftovers: _Leftovers) -> None:
+        parallel = self._to.capabilities.parallel_parts
+        at_once = min(_FILES_AT_ONCE, self._to.threads) if parallel else self._to.threads
+        with workers(at_once, "ckpt-cp") as threads:
+            files = self._files(leftovers)
+            for file in in_order(threads, self._send, files, ahead=2 * at_once, stop=self._stop):
+                self._count(file)
 
     # -- the source ------------------------------------------------------------------------------------
 
@@ -288,6 +297,7 @@ class _CheckpointCopy:
         source = StoredFile(record.path, record.size_bytes, block, record.block_crcs())
         body = VerifiedBody(self._from, source, self._pool, partial(check_wanted, self._stop), when_visible)
         self._put(rank.key(number), body, lambda: self._is_right(rank, number))
+        self._has_sent = True
         return file
 
     def _put(self, key: str, body: Body, is_right: Callable[[], bool]) -> None:

@@ -54,7 +54,16 @@ class CopyClaims:
     def close(self) -> None:
         """Take the files of this copy off offer: they are committed. Earlier copies stay barred."""
         tokens = [token for token, is_taken in self._taken.items() if is_taken]
-        tokens += [] if self._new is None else [self._new]
+        self._delete([*tokens, *self._own()])
+
+    def withdraw(self) -> None:
+        """Take back the claim of `new`: no file of it was sent, so there is nothing to take up."""
+        self._delete(self._own())
+
+    def _own(self) -> list[str]:
+        return [] if self._new is None else [self._new]
+
+    def _delete(self, tokens: list[str]) -> None:
         with contextlib.suppress(CheckpointError):  # `ckpt gc` can
             self._store.delete([probe_key(0, token) for token in tokens])
 

@@ -11,7 +11,7 @@ from ckpt.backends.bodies import CheckedBody
 from ckpt.consistency.checksums import BLOCK_SIZE_BYTES
 from ckpt.consistency.commit import COMMIT_KEY
 from ckpt.errors import AlreadyExists, CommitConflict, IntegrityError, NotFound
-from ckpt.format.records import MAX_METADATA_BYTES
+from ckpt.format.records import MAX_METADATA_BYTES, read_commit
 from ckpt.reading.checkpoint import Checkpoint
 from ckpt.tools.findings import Copied
 from ckpt.tools.verify_stock import verify_stock
@@ -67,8 +67,9 @@ class _StockCopy:
 
     def _has_metadata(self) -> bool:
         """Tell whether the destination has the metadata. Raises AlreadyExists if it has another one."""
-        if exists(self._to, COMMIT_KEY):
-            raise self._taken(COMMIT_KEY)
+        if (commit := read_commit(self._to)) is not None:
+            writer = "this library" if commit.is_ours else "another program"
+            raise self._taken(COMMIT_KEY, f"a checkpoint of {writer} is committed here")
         equal = 0
         for key, data in self._metadata:
             try:
@@ -106,6 +107,5 @@ class _StockCopy:
                 return False
         return True
 
-    def _taken(self, key: str) -> AlreadyExists:
-        text = "another file has this name; choose another destination"
-        return AlreadyExists(text, url=self._to.url, key=key)
+    def _taken(self, key: str, what: str = "another file has this name") -> AlreadyExists:
+        return AlreadyExists(f"{what}; choose another destination", url=self._to.url, key=key)

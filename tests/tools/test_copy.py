@@ -253,6 +253,14 @@ def test_a_damaged_source(sharded_place: Path, tmp_path: Path) -> None:
     assert cp(source, tmp_path / "copy")["sent_files"] > 0
 
 
+def test_a_copy_that_sent_nothing_leaves_nothing(tmp_path: Path) -> None:
+    ckpt.save({"t": random_tensor(300, 1000)}, tmp_path / "source")
+    (path,) = (tmp_path / "source").rglob("*.distcp")
+    flip(path, 100)
+    assert cp(tmp_path / "source", tmp_path / "copy", code=1)["error"]["type"] == "IntegrityError"
+    assert not files(tmp_path / "copy")
+
+
 def test_a_source_whose_records_disagree(sharded_place: Path, tmp_path: Path) -> None:
     source = Path(shutil.copytree(sharded_place, tmp_path / "source"))
 
@@ -330,7 +338,9 @@ def test_stock_does_not_replace_what_is_there(stock_place: Path, sharded_place: 
     assert cp(stock_place, tmp_path / "a", code=1)["error"]["type"] == "AlreadyExists"
     assert (tmp_path / "a" / "__0_0.distcp").read_bytes() == b"mine"
     ours = Path(shutil.copytree(sharded_place, tmp_path / "ours"))
-    assert cp(stock_place, ours, "--overwrite", code=1)["error"]["type"] == "AlreadyExists"
+    error = cp(stock_place, ours, "--overwrite", code=1)["error"]
+    assert (error["type"], error["key"]) == ("AlreadyExists", "commit.json")
+    assert "a checkpoint of this library is committed here; choose another" in error["message"]
     assert files(ours) == files(sharded_place)
     short = Path(shutil.copytree(stock_place, tmp_path / "short"))
     path = short / "__0_0.distcp"
