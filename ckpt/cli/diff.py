@@ -125,8 +125,9 @@ def _verdict(result: Comparison) -> str:
             return f"[green]same by their records:[/] {compared}; no data was read (--full reads all of it)"
         return f"[green]same:[/] {compared} compared, {read}"
     kinds = Counter(each.kind for each in result.differences)
-    only_a, only_b = kinds.pop("only_a", 0), kinds.pop("only_b", 0)
+    only_a, only_b, either = (kinds.pop(kind, 0) for kind in ("only_a", "only_b", "kind"))
     differ = sum(kinds.values())
     parts = [f"{differ:,} of {compared} in both differ"] if differ else [f"{compared} are the same"]
+    parts += [f"{either:,} a tensor in one and an object in the other"] * bool(either)
     parts += [f"{only_a:,} only in A"] * bool(only_a) + [f"{only_b:,} only in B"] * bool(only_b)
     return f"[red]different:[/] {', '.join(parts)} ({read})"

@@ -44,6 +44,11 @@ def stored_dtype(dtype: str) -> np.dtype[Any]:
     return np.dtype(dtype) if dtype in _SAME else np.dtype((np.void, item_bytes(dtype)))
 
 
+def has_values(dtype: str) -> bool:
+    """Tell whether `values_of` knows a dtype."""
+    return dtype in _SAME or dtype in _FLOAT8 or dtype in ("bfloat16", "complex32", "float8_e8m0fnu")
+
+
 def values_of(elements: Elements, dtype: str) -> Elements:
     """Convert stored elements to numbers of the same values, of a wider dtype where numpy lacks theirs.
 

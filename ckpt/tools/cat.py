@@ -114,7 +114,15 @@ def _values(
     checkpoint: OpenCheckpoint, name: str, offsets: Sequence[int], lengths: Sequence[int]
 ) -> Elements:
     (elements,) = checkpoint.read([(name, offsets, lengths)])
-    return values_of(elements, checkpoint.tensor(name).dtype)
+    return _named_values(name, elements, checkpoint.tensor(name).dtype)
+
+
+def _named_values(name: str, elements: Elements, dtype: str) -> Elements:
+    """Convert stored elements to numbers. Raises ConfigurationError, which names the tensor."""
+    try:
+        return values_of(elements, dtype)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{name[:200]!r}: {error.message}") from None
 
 
 def _regions(checkpoint: OpenCheckpoint, selection: Selection) -> Iterator[tuple[Box, Elements]]:
@@ -200,7 +208,7 @@ class _Text(reprlib.Repr):
 def write_npy(checkpoint: OpenCheckpoint, selection: Selection, path: str) -> None:
     """Write a slice to a `.npy` file, which appears when it is complete. Raises ConfigurationError."""
     stored = checkpoint.tensor(selection.name).dtype
-    dtype = values_of(np.empty(0, stored_dtype(stored)), stored).dtype
+    dtype = _named_values(selection.name, np.empty(0, stored_dtype(stored)), stored).dtype
     temporary = f"{path}.{environment.token()}.tmp"
     try:
         if math.prod(selection.lengths) == 0:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import shutil
 import sys
 import warnings
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from support.states import quantized, random_tensor, sharded_state, transformer_
 import ckpt
 from ckpt.backends.posix import PosixStore
 from ckpt.consistency.environment import replaced
+from ckpt.stock.same_objects import same_objects
 
 
 def diff(*arguments: object, code: int = 0) -> dict[str, Any]:
@@ -52,7 +55,7 @@ def test_stock_and_ours(sharded_place: Path, stock_place: Path) -> None:
 
 @pytest.mark.parametrize("full", [False, True])
 def test_objects_nested_deeper_than_python_goes(tmp_path: Path, full: bool) -> None:
-    """They can be saved where the limit is higher; here the bytes decide."""
+    """They can be saved where the limit is higher; nothing here calls itself."""
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(20_000)
     try:
@@ -66,7 +69,7 @@ def test_objects_nested_deeper_than_python_goes(tmp_path: Path, full: bool) -> N
     options = ["--full"] if full else []
     assert diff(tmp_path / "a", tmp_path / "same", *options)["differences"] == []
     (difference,) = diff(tmp_path / "a", tmp_path / "other", *options, code=1)["differences"]
-    assert (difference["fqn"], difference["kind"], difference["a_value"]) == ("deep", "object", "")
+    assert (difference["fqn"], difference["kind"]) == ("deep", "object")
 
 
 def test_differences_are_named_and_measured(tmp_path: Path) -> None:
@@ -215,3 +218,64 @@ def test_a_difference_beyond_every_number(tmp_path: Path) -> None:
         ckpt.save({"t": torch.tensor([value], dtype=torch.float64)}, tmp_path / name)
     (difference,) = diff(tmp_path / "a", tmp_path / "b", code=1)["differences"]
     assert (difference["kind"], difference["max_abs"]) == ("values", "inf")
+
+
+def _differences(place: Path, a: dict[str, Any], b: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    for name, state in ("a", a), ("b", b):
+        ckpt.save(state, place / name)
+    printed = run_json("diff", place / "a", place / "b", code=1)
+    return {each["fqn"]: each for each in printed["differences"]}
+
+
+def test_dtypes_without_numbers_are_compared_by_their_bytes(tmp_path: Path) -> None:
+    before, after = (torch.tensor([1, 2, last], dtype=torch.uint8) for last in (3, 4))
+    fp4 = torch.float4_e2m1fn_x2
+    a = {"fp4": before.view(fp4), "same": before.view(fp4), "cast": before.view(fp4), "x": torch.ones(1)}
+    b = {"fp4": after.view(fp4), "same": before.view(fp4), "cast": before, "x": torch.zeros(1)}
+    differences = _differences(tmp_path, a, b)
+    facts = {fqn: (each["kind"], each["differing"]) for fqn, each in differences.items()}
+    assert facts == {"fp4": ("values", 1), "cast": ("dtype", 0), "x": ("values", 1)}
+    assert "'fp4': values of dtype" in run("cat", tmp_path / "a", "fp4").err
+
+
+def test_integers_are_compared_exactly(tmp_path: Path) -> None:
+    a = {"i": torch.tensor([2**53]), "mixed": torch.tensor([2**53 + 1])}
+    b = {"i": torch.tensor([2**53 + 1]), "mixed": torch.tensor([2.0**53]).double()}
+    a["far"] = torch.tensor([1.5e308], dtype=torch.float64)
+    differences = _differences(tmp_path, a, {**b, "far": -a["far"]})
+    facts = {fqn: (each["differing"], each["max_abs"]) for fqn, each in differences.items()}
+    assert facts == {"i": (1, 1.0), "mixed": (1, 1.0), "far": (1, "inf")}
+    assert differences["far"]["max_rel"] == 2.0
+
+
+def test_objects_are_compared_by_their_values(tmp_path: Path) -> None:
+    """Not by whether two names share one part."""
+    text, part = "ab", [1, math.nan]
+    shared: list[Any] = [[1]]
+    for _ in range(40):
+        shared = [shared, shared]
+    a = {"text": (text, text), "parts": ([part, part],), "shared": (shared,), "type": (1,), "keys": ({1: 2},)}
+    b = {"text": (text, "".join("ab")), "parts": ([[1, math.nan], part],), "shared": ([shared[0], shared[0]],),
+         "type": (True,), "keys": ({True: 2},)}  # fmt: skip
+    assert _differences(tmp_path, a, b).keys() == {"type", "keys"}
+
+
+def test_objects_nested_deeply_are_compared() -> None:
+    def nested(value: Any) -> Any:
+        for _ in range(100_000):
+            value = [value]
+        return value
+
+    assert same_objects(nested(1), nested(1))
+    assert not same_objects(nested(1), nested(2))
+    tensors = {"t": torch.ones(2)}
+    assert same_objects(OrderedDict(tensors), OrderedDict(t=torch.ones(2)))
+    assert not same_objects(tensors, {"t": torch.zeros(2)})
+    assert not same_objects(io.BytesIO(b"a"), io.BytesIO(b"b"))
+
+
+def test_names_of_a_tensor_and_an_object_are_counted_apart(tmp_path: Path) -> None:
+    for name, state in ("a", {"x": torch.ones(2), "y": 1}), ("b", {"x": 5, "y": torch.ones(1)}):
+        ckpt.save(state, tmp_path / name)
+    verdict = run("diff", tmp_path / "a", tmp_path / "b").out.splitlines()[-1]
+    assert "0 tensors and 0 objects are the same, 2 a tensor in one and an object in the other" in verdict
