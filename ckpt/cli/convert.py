@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _FACTORS = {
     "": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30,
+    "ti": 1 << 40,
 }  # fmt: skip
 _UNITS = {prefix + unit: factor for prefix, factor in _FACTORS.items() for unit in ("", "b")}
 _EXAMPLES = "5GB or 512MiB"
@@ -116,7 +117,7 @@ def convert(
         rules = [_rule(text) for text in rename or ()]
         max_shard_bytes = int(parse_quantity("--max-shard-size", max_shard_size, _UNITS, _EXAMPLES))
         options = parse_storage_options(storage_options)
-        dst_options = parse_storage_options(dst_storage_options)
+        dst_options = parse_storage_options(dst_storage_options, "--dst-storage-options")
         with output.progress("converting", visible=is_first) as progress:
             converted = ckpt.convert(
                 source,

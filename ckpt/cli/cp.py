@@ -31,7 +31,7 @@ def cp(
     interrupted = "Nothing is visible at DST; the same command goes on where this one stopped."
     with command(json, if_interrupted=interrupted, patience_s=math.inf) as output:
         options = parse_storage_options(storage_options)
-        dst_options = parse_storage_options(dst_storage_options)
+        dst_options = parse_storage_options(dst_storage_options, "--dst-storage-options")
         with output.progress("copying") as progress:
             done = ckpt.copy(
                 source,

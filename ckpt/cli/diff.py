@@ -46,7 +46,8 @@ def diff(
     anything differs.
     """
     with command(json) as output:
-        options, b_options = parse_storage_options(storage_options), parse_storage_options(b_storage_options)
+        options = parse_storage_options(storage_options)
+        b_options = parse_storage_options(b_storage_options, "--b-storage-options")
         with output.progress("comparing") as progress:
             result = ckpt.diff(
                 a, b, storage_options=options, b_storage_options=b_options, full=full, progress=progress

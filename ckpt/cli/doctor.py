@@ -60,7 +60,9 @@ def doctor(
                 url,
                 second_url,
                 storage_options=parse_storage_options(storage_options),
-                second_storage_options=parse_storage_options(second_storage_options),
+                second_storage_options=parse_storage_options(
+                    second_storage_options, "--second-storage-options"
+                ),
                 second_client=second_client,
                 wait_s=wait_s,
                 timeout_s=timeout_s,

@@ -41,7 +41,9 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be remo
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object; docs/cli.md lists its fields.")]
 
 
-def parse_storage_options(given: Sequence[str] | None) -> dict[str, Any] | None:
+def parse_storage_options(
+    given: Sequence[str] | None, option: str = "--storage-options"
+) -> dict[str, Any] | None:
     """Merge options written as `KEY=VALUE` or JSON objects; None if there are none. The last one wins.
 
     A value that is JSON is decoded (`true`, `8388608`); any other value stays a str. Messages show
@@ -54,12 +56,12 @@ def parse_storage_options(given: Sequence[str] | None) -> dict[str, Any] | None:
         if text.lstrip().startswith("{"):
             decoded = _decoded(text)
             if not isinstance(decoded, dict):
-                raise ConfigurationError("--storage-options: this JSON object is not valid")
+                raise ConfigurationError(f"{option}: this JSON object is not valid")
             options |= decoded
             continue
         name, separator, value = text.partition("=")
         if not separator or not name:
-            raise ConfigurationError("--storage-options: write KEY=VALUE or a JSON object")
+            raise ConfigurationError(f"{option}: write KEY=VALUE or a JSON object")
         options[name] = _decoded(value)
     return options
 

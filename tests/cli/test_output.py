@@ -42,3 +42,17 @@ def test_tags() -> None:
     texts = {"day": "2026_11_22", "commit": "73e1234567", "version": "1.2.3+cu130"}
     assert tags_text(texts) == "day=2026_11_22, commit=73e1234567, version=1.2.3+cu130"
     assert tags_text({str(n): "x" for n in range(1000)}).endswith("7=x, and 992 more")
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        ("cp", "--dst-storage-options"),
+        ("convert", "--dst-storage-options"),
+        ("diff", "--b-storage-options"),
+        ("doctor", "--second-storage-options"),
+    ],
+)
+def test_an_error_in_storage_options_names_the_option(command: str, option: str, tmp_path: Path) -> None:
+    ran = run(command, tmp_path / "a", tmp_path / "b", option, "nonsense")
+    assert (ran.code, f"{option}: write KEY=VALUE" in ran.err) == (2, True), ran.err

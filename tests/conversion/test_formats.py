@@ -110,6 +110,13 @@ def test_objects_that_torch_would_refuse_to_load_are_named(tmp_path: Path, value
     assert torch.load(tmp_path / "a.pt", weights_only=True)["n"] == 5
 
 
+@pytest.mark.parametrize("size", ["1TB", "1TiB", "1.5 GiB"])
+def test_units_of_shard_sizes(tmp_path: Path, size: str) -> None:
+    ckpt.save({"a": torch.ones(3)}, tmp_path / "a")
+    convert(tmp_path / "a", tmp_path / "hf", "--to", "safetensors", "--max-shard-size", size)
+    assert list(read(tmp_path / "hf", "safetensors")) == ["a"]
+
+
 def test_the_same_as_torchs_own_tools(tmp_path: Path) -> None:
     """The two that do part of the job: the same state, the same structure for planners."""
     torch.save(state(), tmp_path / "a.pt")
