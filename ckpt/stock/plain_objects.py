@@ -11,12 +11,16 @@ from ckpt.errors import UnsafeContent
 from ckpt.stock.inert_unpickler import scan
 
 _LOCAL_HEADER_BYTES = 30
+_DIRECTORY_ENTRY, _MAX_RECORDS = b"PK\1\2", 16
 _PROTOCOL_2 = b"\x80\x02"
 """How the pickles begin that a load accepts."""
 
 
 def plain_value(data: bytes | bytearray) -> Any:
     """Load an object. Raises an Exception of any kind for all but plain values: torch has to load it."""
+    # `zipfile` lists any number of records, in ten times their bytes, before one can look at them.
+    if data.count(_DIRECTORY_ENTRY) > _MAX_RECORDS:
+        raise UnsafeContent("an archive of many records")
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         records = [(each.filename.lower(), each) for each in archive.infolist()]
     # No storage is there, and no second record that torch could take for this one, whatever the case.

@@ -73,6 +73,7 @@ def test_archives_that_torch_could_read_otherwise(tmp_path: Path) -> None:
         archive({"a/data.pkl": five, "b/data.pkl": six}),
         archive({"a/data.pkl": five, "A/DATA.PKL": six}),
         archive({"a/data.pkl": five, "a/data/0": b"123"}),
+        archive({"a/data.pkl": five} | {f"a/{number}": b"" for number in range(20)}),
         archive({"a/data.pkl": pickle.dumps("x" * 1000)}, compression=zipfile.ZIP_DEFLATED),
         archive({"a/data.pkl": pickle.dumps(_Harm(tmp_path / "made"), protocol=2)}),
         archive({"a/data.pkl": b"\x80\x02K\x01r\xff\xff\xff\x7f."}),  # a memo of 2**31 places
