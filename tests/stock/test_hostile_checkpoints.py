@@ -208,8 +208,8 @@ def _growing_pickles() -> dict[str, Callable[[], bytes]]:
         "one tuple as a key": lambda: b"\x80\x04}K\x01\x85Ns.",
         "a tuple from the memo as a key": lambda: b"\x80\x04}K\x01\x85\x94h\x00Ns.",
         "a tuple where the memo has a text": lambda: b"\x80\x02}X\x01\x00\x00\x00xr\x02\x00\x00\x00X\x01\x00\x00\x00x\x94K\x01\x85\x94h\x02Ns.",
-        "deep key": lambda: b"\x80\x04}" + b"N" + b"\x85" * 3_000_000 + b"Ns.",
-        "deep key of pairs": lambda: b"\x80\x04}(" + b"N" + b"N\x86" * 3_000_000 + b"Nu.",
+        "deep key": lambda: b"\x80\x04}" + b"N" + b"\x85" * 300_000 + b"Ns.",
+        "deep key of pairs": lambda: b"\x80\x04}(" + b"N" + b"N\x86" * 300_000 + b"Nu.",
         "set": lambda: b"\x80\x04\x8f.",
         "frozenset": lambda: b"\x80\x04(K\x01\x91.",
         "changed function": lambda: b"\x80\x04" + path + b"N}\x8c\x09_function" + path + b"s\x86b.",
@@ -302,7 +302,7 @@ def test_negative_indices_in_paths() -> None:
 
 def test_a_layout_that_is_a_deep_tuple() -> None:
     """Hashing it would overrun the stack."""
-    layout = b"N" + b"\x85" * 3_000_000
+    layout = b"N" + b"\x85" * 300_000
     properties = _instance("TensorProperties", b"(" + _named("torch", "float32") + layout + b"\x89t")
     tensor = _instance("TensorStorageMetadata", _state(properties=properties, size=b")", chunks=b"]"))
     tensors = b"}\x8c\x01t" + tensor + b"s"
@@ -502,7 +502,7 @@ def test_a_record_said_to_be_large(tmp_path: Path) -> None:
 def test_bombs_inside_tensor_items(tmp_path: Path) -> None:
     place = stock(tmp_path / "c", {"t": random_tensor(600, 1000)})
     buffer = io.BytesIO()
-    torch.save({"t": Bomb(), "pad": bytes(3_000_000)}, buffer)
+    torch.save({"t": Bomb(), "pad": bytes(300_000)}, buffer)
     (place / "__0_0.distcp").write_bytes(buffer.getvalue())
     change(place, lambda info: setattr(info, "length", len(buffer.getvalue())))
     with pytest.raises((UnsafeContent, FormatError)):

@@ -38,7 +38,7 @@ from ckpt.format.records import read_commit
 from ckpt.writing.stock_metadata import put_stock_metadata
 
 
-@pytest.mark.parametrize("action", ["reset", pytest.param(503, marks=pytest.mark.smoke), 403])
+@pytest.mark.parametrize("action", ["reset", 503, 403])
 def test_uploads_of_one_rank_fail(
     proxy: FaultProxy, server: StrictS3, proxied: Place, action: str | int
 ) -> None:
@@ -128,7 +128,7 @@ def test_every_reply_to_the_commit_is_lost(
     assert load_is(2, 0, *proxied)
 
 
-@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("first", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_nothing_is_acknowledged_that_a_disk_has_not_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: bool
 ) -> None:
