@@ -53,7 +53,7 @@ def test_stock_and_ours(sharded_place: Path, stock_place: Path) -> None:
     assert printed["read_bytes"] > 1_000_000
 
 
-@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_objects_nested_deeper_than_python_goes(tmp_path: Path, full: bool) -> None:
     """They can be saved where the limit is higher; nothing here calls itself."""
     limit = sys.getrecursionlimit()

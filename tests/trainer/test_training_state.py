@@ -236,6 +236,7 @@ def check_values(way: str, other: str, root: Path) -> None:
     assert content(root / f"{way}-loaded-{other}") == content(root / other / "step-00000005")
 
 
+@pytest.mark.long
 @pytest.mark.smoke
 def test_two_ways_load_what_the_other_saved(tmp_path: Path) -> None:
     """The two that differ most, a plain model among them: all others have a tier of their own."""

@@ -67,6 +67,7 @@ def _kinds(error: SaveFailed) -> dict[int, str]:
     return {rank: type(failure).__name__ for rank, failure in error.failures.items()}
 
 
+@pytest.mark.long
 def test_the_coordinator_is_killed(place: Place) -> None:
     results = run_ranks(2, _one_is_killed, place, 0, killed=[0])
     assert results[1][0] == {0: "CheckpointError", 1: "CommitUnknown"}
