@@ -128,7 +128,8 @@ def test_every_reply_to_the_commit_is_lost(
     assert load_is(2, 0, *proxied)
 
 
-@pytest.mark.parametrize("first", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("first", [True, False])
 def test_nothing_is_acknowledged_that_a_disk_has_not_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: bool
 ) -> None:
