@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,13 @@ def test_ctrl_c(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert run(*command).code == 0
 
 
+def any_bytes(folder: Path, pattern: str) -> bool:
+    """Tell whether a file that matches has bytes; it may be renamed at any moment."""
+    with suppress(FileNotFoundError):
+        return any(path.stat().st_size > 0 for path in folder.rglob(pattern))
+    return False
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("form", FORMATS)
 def test_ctrl_c_as_a_user(form: str, tmp_path: Path) -> None:
@@ -163,7 +171,7 @@ def test_ctrl_c_as_a_user(form: str, tmp_path: Path) -> None:
     command = [str(script), "convert", str(tmp_path / "huge.safetensors"), str(target), "--to", form]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
-    while not any(p.stat().st_size > 0 for p in folder.rglob("*ckpt-tmp")) and time.monotonic() < deadline:
+    while not any_bytes(folder, "*ckpt-tmp") and time.monotonic() < deadline:
         assert process.poll() is None, process.communicate()
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
