@@ -17,21 +17,21 @@ RANKS := (ranks or server) and not (smoke or long or integration)
 LONG := (long or hypothesis) and not integration
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-ranks test-long test-integration test-faults wheel demo bench bench-full check format lock clean
+.PHONY: help test test-ranks test-long test-integration test-adapters test-faults wheel demo bench bench-full check format lock clean
 
 help:  ## Print this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 test: $(VENV)/ready  ## Touch every promise once: what to run between two edits (3 minutes).
-	$(PYTEST) --dist worksteal --ignore tests/integration -m '$(QUICK)'
+	$(PYTEST) --dist worksteal --ignore tests/integration --ignore tests/adapters -m '$(QUICK)'
 
 test-ranks: $(VENV)/ready  ## Run the other tests with several ranks, or with moto as S3 server.
-	$(PYTEST) --dist worksteal --ignore tests/integration -m '$(RANKS)'
+	$(PYTEST) --dist worksteal --ignore tests/integration --ignore tests/adapters -m '$(RANKS)'
 
 # 10,000 schedules of a lying storage, kills at every request, a round of all faults, whole trainings;
 # and all of Hypothesis's examples, of which the other tiers draw a twentieth.
 test-long: $(VENV)/ready  ## Run what takes minutes: kills, deadlines in real time, all schedules and examples.
-	HYPOTHESIS_PROFILE=full $(PYTEST) --dist worksteal --ignore tests/integration -m '$(LONG)'
+	HYPOTHESIS_PROFILE=full $(PYTEST) --dist worksteal --ignore tests/integration --ignore tests/adapters -m '$(LONG)'
 
 # Tests of one system share its server, so one worker runs them all (loadgroup, which does not survive a crash).
 INSTALL ?= tests/integration/install.sh
@@ -41,6 +41,10 @@ test-integration: $(VENV)/ready  ## Run on real storage systems, installed by ro
 
 test-faults: $(VENV)/ready  ## Run the fault campaign: ROUNDS of all faults, from SEED on.
 	PYTHONPATH=tests $(RUN)/python -m faults.campaign --rounds $(ROUNDS) --seed $(SEED) --json test-faults.json
+
+# The frameworks disagree about versions: each has an environment of its own (tests/adapters/<host>.txt).
+test-adapters: $(VENV)/ready  ## Run the law of the adapters, inside the frameworks that people train with.
+	$(PYTEST) --dist loadgroup tests/adapters
 
 wheel: $(VENV)/ready  ## Build the wheel and the sdist into dist/, and use both in clean environments.
 	rm -rf dist
@@ -93,4 +97,4 @@ lock: $(VENV)/ready  ## Take the newest versions that agree with each other into
 	sort -o benchmarks/peers.txt benchmarks/peers.new && rm benchmarks/peers.new
 
 clean:  ## Remove the environments and all that was built.
-	rm -rf $(VENV) $(PEERS) benchmarks/.scratch build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis demo-run test-faults.json
+	rm -rf $(VENV) $(PEERS) tests/adapters/.venvs benchmarks/.scratch build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis demo-run test-faults.json

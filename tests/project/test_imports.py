@@ -19,7 +19,7 @@ SDKS = {
     "ibm_botocore": "ckpt.backends.cos",
     "fsspec": "ckpt.backends.fsspec_connection",
 }
-PUBLIC_FOLDERS = ("ckpt.trainer_integration", "ckpt.testing")
+PUBLIC_FOLDERS = ("ckpt.trainer_integration", "ckpt.trainer_integration.adapters", "ckpt.testing")
 PUBLIC_MODULES = (
     "ckpt.errors",
     "ckpt.api",

@@ -170,6 +170,27 @@ ROOMS: Mapping[str, Room] = {
         "samples in an order that any number of ranks can go on with",
         ("ckpt.errors", "ckpt.trainer_integration"),
     ),
+    "ckpt.trainer_integration.adapters": Room(
+        "the frameworks that people train with, one file each",
+        (
+            *_FLOOR,
+            "ckpt.api",
+            "ckpt.dcp_hook",
+            "ckpt.dcp_storage",
+            _REGISTRY,
+            "ckpt.backends.wrapper",
+            "ckpt.format",
+            "ckpt.ranks",
+            "ckpt.stock",
+            "ckpt.transfer",
+            "ckpt.writing",
+            "ckpt.reading",
+            "ckpt.tools",
+            "ckpt.conversion",
+            "ckpt.trainer_integration",
+            "ckpt.trainer_integration.run",
+        ),
+    ),
     "ckpt.cli": Room(
         "the ckpt command, one file a verb",
         (

@@ -37,7 +37,7 @@ def examples(count: int) -> int:
 
 
 def mark_tiers(items: list[pytest.Item]) -> None:
-    """Mark the tests with `ranks`, `server` and `integration` by what they use.
+    """Mark the tests with `ranks`, `server`, `integration` and `adapters` by what they use.
 
     A fixture of the whole session (a checkpoint that two ranks saved) does not make a test one with ranks.
     """
@@ -47,6 +47,8 @@ def mark_tiers(items: list[pytest.Item]) -> None:
         fixtures = [found for named in item._fixtureinfo.name2fixturedefs.values() for found in named[-1:]]
         if _TESTS / "integration" in item.path.parents:
             item.add_marker("integration")
+        if _TESTS / "adapters" in item.path.parents:
+            item.add_marker("adapters")
         if uses(item.obj, _RANKS) or any(
             uses(each.func, _RANKS) for each in fixtures if each.scope != "session"
         ):

@@ -1,0 +1,61 @@
+"""A plain program with `dcp.save` and `dcp.load`: `ckpt.install()` is all that changes."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from adapters.life import Life, loss_of, read_life, report, timed, toy_model
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import ckpt
+from ckpt.errors import NotFound
+
+
+def main(life: Life) -> None:
+    dist.init_process_group("gloo")
+    if not life.native:
+        ckpt.install()
+    model = toy_model(life.width)
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    resumed_step = latest(life.root)
+    if resumed_step is not None:
+        weights, moments = get_state_dict(model, optimizer)
+        state: dict[str, Any] = {"model": weights, "optimizer": moments}
+        dcp.load(state, checkpoint_id=place(life.root, resumed_step))
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    for step in range((resumed_step or 0) + 1, life.steps + 1):
+        optimizer.zero_grad()
+        loss_of(model, step, life.width).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        if step % life.save_every == 0:
+            weights, moments = get_state_dict(model, optimizer)
+            with timed():
+                dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=place(life.root, step))
+    report(life, model, optimizer, resumed_step=resumed_step)
+    dist.destroy_process_group()
+
+
+def place(root: str, step: int) -> str:
+    return f"{root}/step-{step}"
+
+
+def latest(root: str) -> int | None:
+    """Find the newest committed checkpoint: the first rank looks, and tells the others."""
+    steps: list[int | None] = [None]
+    if dist.get_rank() == 0:
+        with contextlib.suppress(NotFound):
+            committed = [each.step for each in ckpt.list_checkpoints(root) if each.state == "committed"]
+            steps = [max(filter(None, committed), default=None)]
+    dist.broadcast_object_list(steps)
+    return steps[0]
+
+
+if __name__ == "__main__":
+    main(read_life())

@@ -1,0 +1,191 @@
+"""One life of a training run inside a framework: the model, the batches, the kill, and the report.
+
+The law (`test_law.py`) starts `hosts/<host>.py` once for each rank, in the host's own environment,
+with the life in the environment variable CKPT_LIFE. The script trains with `read_life`,
+`toy_model`, `batch` and, at its end, `report`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+from ckpt.backends.posix import PosixStore
+from ckpt.backends.s3_protocol.store import S3ApiStore
+
+WIDTH = 64
+_LIFE = "CKPT_LIFE"
+
+
+@dataclass(frozen=True)
+class Kill:
+    """Where a process of the run dies, by SIGKILL, with all it has started.
+
+    Attributes:
+        rank: the rank whose process dies.
+        place: a part of the URL or key of the save that is torn.
+        at: `data`, before its first data file is there; `commit`, before its commit record is;
+            `committed`, right after that.
+    """
+
+    rank: int
+    place: str
+    at: str
+
+
+@dataclass(frozen=True)
+class Life:
+    """One start of a training script.
+
+    Attributes:
+        root: of the run's checkpoints: a folder or a URL.
+        scratch: a local folder for whatever else the framework writes.
+        report: the JSON file that the first rank writes at the end.
+        steps: after which the training ends.
+        save_every: steps between two saves.
+        native: save with the framework's own means, not with our adapter.
+        width: of the toy model; its state has 3 * 4 * 4 * width * width bytes, and a few.
+        kill: where the run dies; None: it lives to its end.
+        options: further settings, of one host alone.
+    """
+
+    root: str
+    scratch: str
+    report: str
+    steps: int = 10
+    save_every: int = 2
+    native: bool = False
+    width: int = WIDTH
+    kill: Kill | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def encode(self) -> dict[str, str]:
+        """Return it as environment variables."""
+        return {_LIFE: json.dumps(asdict(self))}
+
+
+def read_life() -> Life:
+    """Read the life that this process is part of."""
+    values = json.loads(os.environ[_LIFE])
+    kill = values.pop("kill")
+    return Life(**values, kill=Kill(**kill) if kill else None)
+
+
+def toy_model(width: int = WIDTH) -> nn.Module:
+    """Make the same model everywhere; every dimension is divisible by 1 to 4 ranks and by SIMD widths."""
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(width, 3 * width), nn.ReLU(), nn.Linear(3 * width, width))
+
+
+def batch(step: int, width: int = WIDTH) -> tuple[torch.Tensor, torch.Tensor]:
+    """Make the batch of a step, the same on all ranks: a mean over 1, 2 or 4 ranks is then exact."""
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(8, width, generator=generator), torch.randn(8, width, generator=generator)
+
+
+def loss_of(model: nn.Module, step: int, width: int = WIDTH) -> torch.Tensor:
+    """Compute the loss of a step."""
+    inputs, targets = batch(step, width)
+    return nn.functional.mse_loss(model(inputs), targets)
+
+
+_times_s: list[float] = []
+
+
+@contextlib.contextmanager
+def timed() -> Iterator[None]:
+    """Measure a save, as long as the training waits for it; the report lists the times."""
+    began_s = time.perf_counter()
+    yield
+    _times_s.append(time.perf_counter() - began_s)
+
+
+def report(
+    life: Life,
+    model: nn.Module | None,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    resumed_step: int | None,
+    state: Mapping[str, Any] | None = None,
+) -> None:
+    """Write the digests of parameters and optimizer state; every rank calls it, the first one writes.
+
+    Args:
+        life: this life.
+        model: plain, or wrapped in DDP, FSDP1 or FSDP2.
+        optimizer: of the model.
+        resumed_step: the last step of the checkpoint that the run went on from; None: it began anew.
+        state: whole tensors by name, in place of model and optimizer.
+    """
+    if state is None:
+        assert model is not None
+        assert optimizer is not None
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        weights, moments = get_state_dict(model, optimizer, options=options)
+        state = {"model": weights, "optimizer": moments}
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        text = json.dumps({"resumed_step": resumed_step, "digests": digests(state), "times_s": _times_s})
+        Path(life.report).write_text(text)
+
+
+def digests(state: Any, name: str = "") -> dict[str, str]:
+    """Map the names of all values to hashes of tensors, or to the values."""
+    if isinstance(state, Mapping):
+        items = [(str(key), value) for key, value in state.items()]
+    elif isinstance(state, list | tuple):
+        items = [(str(number), value) for number, value in enumerate(state)]
+    elif isinstance(state, torch.Tensor):
+        whole = state.full_tensor() if hasattr(state, "full_tensor") else state
+        data = whole.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return {name: f"{whole.dtype} {list(whole.shape)} {hashlib.sha256(data).hexdigest()}"}
+    else:
+        return {name: repr(state)}
+    return {
+        key: value
+        for part, inner in items
+        for key, value in digests(inner, f"{name}.{part}" if name else part).items()
+    }
+
+
+def _kill_when_asked() -> None:
+    """Have this process die where its life says; also in the processes that it starts with this script."""
+    kill = read_life().kill
+    if kill is None or int(os.environ.get("RANK", "0")) != kill.rank:
+        return
+    for store_type in (PosixStore, S3ApiStore):
+        put = store_type.put
+
+        def put_or_die(
+            self: Any, key: str, body: Any, *, _put: Any = put, _kill: Kill = kill, **options: Any
+        ) -> None:
+            is_commit = key.rpartition("/")[2] == "commit.json"
+            here = _kill.place in f"{self.url}/{key}" and is_commit == (_kill.at != "data")
+            if here and _kill.at != "committed":
+                die()
+            _put(self, key, body, **options)
+            if here:
+                die()
+
+        store_type.put = put_or_die  # type: ignore[method-assign]
+
+
+def die() -> None:
+    """SIGKILL this process and whatever it has started: the law gives each rank a session of its own."""
+    os.killpg(0, signal.SIGKILL)
+
+
+if _LIFE in os.environ:
+    _kill_when_asked()

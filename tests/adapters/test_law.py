@@ -1,0 +1,182 @@
+"""One law for every framework: killed in the middle of a save, a run goes on as if nothing had happened.
+
+Two ranks train with an adapter and die in a save, by SIGKILL. The next start, on another number of
+ranks where the framework allows it, finds the newest durable checkpoint, passes over the torn one,
+and ends bit for bit as the framework's own uninterrupted run, saved by its own means.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.rooms import ROOT
+from support.servers import S3Server, free_port
+
+import ckpt
+from adapters.environments import python_of
+from adapters.life import Kill, Life
+
+_LIFE_TIMEOUT_S = 240
+_TORN_STEP = 6
+
+
+@dataclass(frozen=True)
+class Host:
+    """A framework, as the law meets it.
+
+    Attributes:
+        name: of `hosts/<name>.py`, and of the pins `<name>.txt`.
+        torn_place: a part of the name of the checkpoint of the step that is torn.
+        environment: the host whose pins are used, if not its own.
+        resumed_world_size: ranks of the second life.
+        spawns: the script starts its ranks itself.
+        options: of `Life`.
+    """
+
+    name: str
+    torn_place: str = f"step-{_TORN_STEP}"
+    environment: str | None = None
+    resumed_world_size: int = 1
+    spawns: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+HOSTS = [
+    Host("plain_dcp", resumed_world_size=4),
+]
+
+# Rank 1 dies with its data unwritten; rank 0 with all data written, and nothing committed.
+KILLS = {"local": Kill(1, "", "data"), "s3": Kill(0, "", "commit")}
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
+    """Digests of uninterrupted runs, by host: made by the first test that needs them."""
+    return {}
+
+
+@pytest.mark.parametrize("store", KILLS)
+@pytest.mark.parametrize(
+    "host", [pytest.param(h, marks=pytest.mark.xdist_group(h.name), id=h.name) for h in HOSTS]
+)
+def test_a_killed_run_ends_as_an_uninterrupted_one(
+    host: Host, store: str, tmp_path: Path, s3: S3Server, references: dict[str, dict[str, str]]
+) -> None:
+    python = python_of(host.environment or host.name)
+    if host.name not in references:
+        whole = run_life(host, python, life_of(host, tmp_path / "native", native=True), world_size=2)
+        assert whole["resumed_step"] is None
+        references[host.name] = whole["digests"]
+
+    life, environ = life_of(host, tmp_path / "ours"), {}
+    if store == "s3":
+        life = replace(life, root=f"s3://{s3.new_bucket()}/run")
+        environ = s3_environment(s3)
+    kill = replace(KILLS[store], place=host.torn_place)
+    with pytest.raises(Killed):
+        run_life(host, python, replace(life, kill=kill), world_size=2, environ=environ)
+    with patched_environment(environ):
+        states = {listed.step: listed.state for listed in ckpt.list_checkpoints(life.root, depth=3)}
+    assert states.get(_TORN_STEP) != "committed", states
+
+    resumed = run_life(host, python, life, world_size=host.resumed_world_size, environ=environ)
+    assert resumed["resumed_step"] == _TORN_STEP - life.save_every
+    assert resumed["digests"] == references[host.name]
+
+
+def life_of(host: Host, folder: Path, *, native: bool = False) -> Life:
+    for name in ("root", "scratch"):
+        (folder / name).mkdir(parents=True)
+    return Life(
+        root=str(folder / "root"),
+        scratch=str(folder / "scratch"),
+        report=str(folder / "report.json"),
+        native=native,
+        options=host.options,
+    )
+
+
+class Killed(Exception):
+    """A rank was ended by SIGKILL."""
+
+
+def run_life(
+    host: Host, python: Path, life: Life, *, world_size: int, environ: Mapping[str, str] | None = None
+) -> Any:
+    """Start a script on all ranks, wait for its end, and return its report.
+
+    Raises Killed if a rank was, once the others are gone too, as torchrun ends them.
+    """
+    script = Path(__file__).with_name("hosts") / f"{host.name}.py"
+    common = {
+        **os.environ, **life.encode(), **(environ or {}),
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+    }  # fmt: skip
+    ranks = range(1 if host.spawns else world_size)
+    logs = [Path(life.scratch) / f"rank-{rank}.log" for rank in ranks]
+    with contextlib.ExitStack() as stack:
+        processes = []
+        for rank, log in zip(ranks, logs, strict=True):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            output = stack.enter_context(open(log, "w"))
+            process = subprocess.Popen(
+                [python, script], env={**common, **own}, stdout=output, stderr=output,
+                cwd=life.scratch, start_new_session=True,
+            )  # fmt: skip
+            processes.append(process)
+            stack.callback(end, process)
+        statuses = wait_for_end(processes)
+    texts = "\n".join(f"-- {log.name}\n{log.read_text()[-6000:]}" for log in logs)
+    if -signal.SIGKILL in statuses:
+        raise Killed(texts)
+    assert statuses == [0] * len(processes), f"{host.name} on {world_size} ranks: {statuses}\n{texts}"
+    return json.loads(Path(life.report).read_text())
+
+
+def wait_for_end(processes: list[subprocess.Popen[bytes]]) -> list[int | None]:
+    """Wait until all have ended well, or one has not; return the statuses."""
+    deadline = time.monotonic() + _LIFE_TIMEOUT_S
+    while True:
+        statuses = [process.poll() for process in processes]
+        if None not in statuses or time.monotonic() > deadline:
+            return statuses
+        if any(status not in (0, None) for status in statuses):
+            time.sleep(0.5)  # the rank that died first may be another one
+            return [process.poll() for process in processes]
+        time.sleep(0.05)
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a rank and whatever it has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def s3_environment(s3: S3Server) -> dict[str, str]:
+    return {
+        "AWS_ENDPOINT_URL": s3.endpoint_url,
+        "AWS_ACCESS_KEY_ID": s3.access_key,
+        "AWS_SECRET_ACCESS_KEY": s3.secret_key,
+        "AWS_REGION": "us-east-1",
+    }
+
+
+@contextlib.contextmanager
+def patched_environment(environ: Mapping[str, str]) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environ.items():
+            patch.setenv(name, value)
+        yield

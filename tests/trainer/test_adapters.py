@@ -1,0 +1,27 @@
+"""Adapters of frameworks that are not installed, or not in a version that they know."""
+
+from __future__ import annotations
+
+import pytest
+
+from ckpt.errors import ConfigurationError
+from ckpt.trainer_integration.adapters.host import require_host
+
+
+def test_a_host_in_a_known_version() -> None:
+    import torch
+
+    assert require_host("torch", oldest="2.11", before="3") == torch.__version__
+
+
+@pytest.mark.parametrize(
+    ("distribution", "oldest", "before", "text"),
+    [
+        ("no-such-trainer", "1.0", "2", r"no-such-trainer is not installed: pip install 'no-such-trainer>=1\.0,<2'"),
+        ("torch", "1.0", "2.0", r"torch .* is newer than this adapter knows \(1\.0 to below 2\.0\): pip install"),
+        ("torch", "99", "100", r"torch .* is older than this adapter knows \(99 to below 100\): pip install"),
+    ],
+)  # fmt: skip
+def test_a_host_that_cannot_be_used(distribution: str, oldest: str, before: str, text: str) -> None:
+    with pytest.raises(ConfigurationError, match=text):
+        require_host(distribution, oldest=oldest, before=before)

@@ -1,0 +1,1 @@
+"""One file a trainer: each puts this library into a framework that people train with."""
