@@ -17,7 +17,7 @@ RANKS := (ranks or server) and not (smoke or long or integration)
 LONG := (long or hypothesis) and not integration
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-ranks test-long test-integration test-adapters test-faults wheel demo bench bench-full check format lock clean
+.PHONY: help test test-ranks test-long test-integration test-adapters test-faults wheel demo bench bench-adapters bench-full check format lock clean
 
 help:  ## Print this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -56,6 +56,9 @@ demo: $(VENV)/ready  ## Train, kill, resume and verify, before your eyes.
 
 bench: $(VENV)/ready $(PEERS)/ready  ## Measure against stock PyTorch and the peers.
 	$(RUN)/python -m benchmarks
+
+bench-adapters: $(VENV)/ready  ## Compare saves through the adapters with those of the frameworks.
+	PYTHONPATH=tests $(RUN)/python -m adapters.overhead
 
 bench-full: $(VENV)/ready $(PEERS)/ready  ## Measure at full size.
 	$(RUN)/python -m benchmarks --full

@@ -102,15 +102,15 @@ def loss_of(model: nn.Module, step: int, width: int = WIDTH) -> torch.Tensor:
     return nn.functional.mse_loss(model(inputs), targets)
 
 
-_times_s: list[float] = []
+_saves_s: list[tuple[float, float]] = []
 
 
 @contextlib.contextmanager
 def timed() -> Iterator[None]:
-    """Measure a save, as long as the training waits for it; the report lists the times."""
-    began_s = time.perf_counter()
+    """Measure a save, as long as the training waits for it: wall and CPU seconds, for the report."""
+    began_s, cpu_s = time.perf_counter(), time.process_time()
     yield
-    _times_s.append(time.perf_counter() - began_s)
+    _saves_s.append((time.perf_counter() - began_s, time.process_time() - cpu_s))
 
 
 def report(
@@ -137,7 +137,7 @@ def report(
         weights, moments = get_state_dict(model, optimizer, options=options)
         state = {"model": weights, "optimizer": moments}
     if not dist.is_initialized() or dist.get_rank() == 0:
-        text = json.dumps({"resumed_step": resumed_step, "digests": digests(state), "times_s": _times_s})
+        text = json.dumps({"resumed_step": resumed_step, "digests": digests(state), "saves_s": _saves_s})
         Path(life.report).write_text(text)
 
 
