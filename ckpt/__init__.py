@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ckpt.tools.remove import remove
     from ckpt.tools.verify import verify
     from ckpt.trainer_integration.manager import CheckpointManager
+    from ckpt.watching.watch import watch
     from ckpt.writing.stager import Stager
     from ckpt.writing.writer import CheckpointWriter
 
@@ -55,6 +56,7 @@ __all__ = [
     "save",
     "uninstall",
     "verify",
+    "watch",
 ]
 
 # Imported when first used: `import ckpt` itself loads neither torch nor any SDK.
@@ -78,6 +80,7 @@ _HOMES = {
     "save": "ckpt.api",
     "uninstall": "ckpt.dcp_hook",
     "verify": "ckpt.tools.verify",
+    "watch": "ckpt.watching.watch",
 }
 
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckpt.cli.options import Json, StorageOptions, Url, parse_storage_options
-from ckpt.cli.outline import natural
-from ckpt.cli.output import Output, command, shown
+from ckpt.cli.printing.outline import natural
+from ckpt.cli.printing.output import Output, command, shown
 from ckpt.errors import ConfigurationError
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from ckpt.cli.options import (
     parse_quantity,
     parse_storage_options,
 )
-from ckpt.cli.output import Output, command, count, shown, sigterm_as_ctrl_c, size
+from ckpt.cli.printing.output import Output, command, count, shown, sigterm_as_ctrl_c, size
 from ckpt.errors import ConfigurationError
 
 if TYPE_CHECKING:

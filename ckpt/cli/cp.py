@@ -9,7 +9,7 @@ import typer
 
 import ckpt
 from ckpt.cli.options import DestinationOptions, Json, SourceOptions, Threads, parse_storage_options
-from ckpt.cli.output import command, count, shown, size
+from ckpt.cli.printing.output import command, count, shown, size
 
 
 def cp(

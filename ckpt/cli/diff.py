@@ -13,8 +13,8 @@ import typer
 
 import ckpt
 from ckpt.cli.options import Json, parse_storage_options, storage_options_of
-from ckpt.cli.outline import Row, outline, pattern
-from ckpt.cli.output import EXIT_PROBLEM, Output, command, count, size
+from ckpt.cli.printing.outline import Row, outline, pattern
+from ckpt.cli.printing.output import EXIT_PROBLEM, Output, command, count, size
 
 if TYPE_CHECKING:
     from ckpt.tools.diff import Comparison, Difference

@@ -12,7 +12,15 @@ import typer
 
 import ckpt
 from ckpt.cli.options import Json, StorageOptions, parse_storage_options, storage_options_of, url_of
-from ckpt.cli.output import EXIT_PROBLEM, EXIT_STORAGE, Output, command, shown, sigterm_as_ctrl_c, table
+from ckpt.cli.printing.output import (
+    EXIT_PROBLEM,
+    EXIT_STORAGE,
+    Output,
+    command,
+    shown,
+    sigterm_as_ctrl_c,
+    table,
+)
 
 if TYPE_CHECKING:
     from ckpt.tools.doctor import Diagnosis

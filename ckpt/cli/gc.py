@@ -8,10 +8,17 @@ from typing import Annotated
 import typer
 
 import ckpt
-from ckpt.cli.options import Depth, DryRun, Json, Root, StorageOptions, parse_quantity, parse_storage_options
-from ckpt.cli.output import age, command, count, shown, size
-
-_UNITS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
+from ckpt.cli.options import (
+    TIME_UNITS,
+    Depth,
+    DryRun,
+    Json,
+    Root,
+    StorageOptions,
+    parse_quantity,
+    parse_storage_options,
+)
+from ckpt.cli.printing.output import age, command, count, shown, size
 
 
 def gc(
@@ -34,7 +41,7 @@ def gc(
         garbage = ckpt.collect_garbage(
             root,
             storage_options=parse_storage_options(storage_options),
-            grace_s=parse_quantity("--grace", grace, _UNITS, "90s, 30m, 24h or 7d"),
+            grace_s=parse_quantity("--grace", grace, TIME_UNITS, "90s, 30m, 24h or 7d"),
             depth=depth,
             dry_run=dry_run,
         )

@@ -11,8 +11,8 @@ import typer
 
 import ckpt
 from ckpt.cli.options import Json, StorageOptions, Url, parse_storage_options
-from ckpt.cli.outline import Row, natural, outline, pattern
-from ckpt.cli.output import Output, command, count, shown, size, table, tags_text
+from ckpt.cli.printing.outline import Row, natural, outline, pattern
+from ckpt.cli.printing.output import Output, command, count, shown, size, table, tags_text
 from ckpt.errors import CheckpointError
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import ckpt
 from ckpt.cli.options import Depth, Json, Root, StorageOptions, parse_storage_options
-from ckpt.cli.output import age, command, shown, size, tags_text
+from ckpt.cli.printing.output import age, command, shown, size, tags_text
 
 if TYPE_CHECKING:
     from ckpt.tools.ls import ListedCheckpoint

@@ -74,6 +74,10 @@ def _decoded(text: str) -> Any:
         return text
 
 
+TIME_UNITS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
+"""For `parse_quantity`: seconds."""
+
+
 def parse_quantity(option: str, text: str, units: Mapping[str, float], examples: str) -> float:
     """Parse a number with one of `units`, in lower case. Raises ConfigurationError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())

@@ -11,7 +11,7 @@ import typer
 import ckpt
 from ckpt.backends.options import redact_url
 from ckpt.cli.options import DryRun, Json, StorageOptions, Url, parse_storage_options
-from ckpt.cli.output import EXIT_PROBLEM, command, count, printable, shown, size
+from ckpt.cli.printing.output import EXIT_PROBLEM, command, count, printable, shown, size
 from ckpt.errors import CheckpointError, NotFound
 
 

@@ -10,7 +10,16 @@ import typer
 
 import ckpt
 from ckpt.cli.options import Json, StorageOptions, parse_storage_options, url_of
-from ckpt.cli.output import EXIT_PROBLEM, Output, command, count, shown, sigterm_as_ctrl_c, size, table
+from ckpt.cli.printing.output import (
+    EXIT_PROBLEM,
+    Output,
+    command,
+    count,
+    shown,
+    sigterm_as_ctrl_c,
+    size,
+    table,
+)
 
 if TYPE_CHECKING:
     from ckpt.acceptance.roundtrip import Roundtrip

@@ -10,7 +10,7 @@ import typer
 
 import ckpt
 from ckpt.cli.options import Json, StorageOptions, Threads, Url, parse_storage_options
-from ckpt.cli.output import EXIT_PROBLEM, Output, age, command, count, shown, size, table
+from ckpt.cli.printing.output import EXIT_PROBLEM, Output, age, command, count, shown, size, table
 
 if TYPE_CHECKING:
     from ckpt.tools.findings import Damage, Stray, Verification

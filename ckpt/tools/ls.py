@@ -193,11 +193,10 @@ def _classify(folder: PrefixStore, names: Iterable[str]) -> ListedCheckpoint | N
 
 
 def _committed(base: ListedCheckpoint, record: CommitRecord) -> ListedCheckpoint:
-    step = record.tags.get("step", "")
     return replace(
         base,
         state="committed",
-        step=int(step) if step.isdecimal() and len(step) < 19 else base.step,
+        step=step_of_commit(record, base.path or base.url),
         size_bytes=record.data_bytes,
         created_at_s=created_at_s(record),
         world_size=record.world_size,
@@ -215,6 +214,12 @@ def _summed(folder: Store, base: ListedCheckpoint, unfinished: Iterable[ObjectSt
         if stat.modified_at_s is not None:
             newest = max(newest or 0.0, stat.modified_at_s)
     return replace(base, size_bytes=size, created_at_s=newest)
+
+
+def step_of_commit(record: CommitRecord, path: str) -> int | None:
+    """Return the step of a checkpoint: its tag, else the number in the folder's name."""
+    step = record.tags.get("step", "")
+    return int(step) if step.isdecimal() and len(step) < 19 else step_of(path)
 
 
 def step_of(path: str) -> int | None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from ckpt.cli.outline import Row, natural, outline
+from ckpt.cli.printing.outline import Row, natural, outline
 
 
 def lines(

@@ -80,6 +80,7 @@ def test_commands_that_make_no_tensor_start_without_torch(tmp_path: Path) -> Non
         (0, ["cp", place, str(tmp_path / "copy")]),
         (0, ["gc", str(tmp_path), "--dry-run"]),
         (0, ["rm", place, "--dry-run"]),
+        (0, ["watch", str(tmp_path / "run"), "--once"]),
         (3, ["verify", str(tmp_path / "nothing")]),
         (2, ["verify", place, "--storage-options", "key"]),
         (2, ["cp", place, str(tmp_path / "b"), "--storage-options", "key"]),
@@ -107,7 +108,7 @@ def test_the_version_is_that_of_the_package() -> None:
 def test_public_surface() -> None:
     assert ckpt.__all__ == [
         "CheckpointManager", "CheckpointReader", "CheckpointWriter", "Stager", "async_save", "collect_garbage", "convert", "copy", "diff", "doctor",
-        "errors", "inspect", "install", "list_checkpoints", "load", "remove", "roundtrip", "save", "uninstall", "verify",
+        "errors", "inspect", "install", "list_checkpoints", "load", "remove", "roundtrip", "save", "uninstall", "verify", "watch",
     ]  # fmt: skip
     assert dir(ckpt) == sorted(ckpt.__all__)
     for name in ckpt.__all__:

@@ -191,11 +191,28 @@ ROOMS: Mapping[str, Room] = {
             "ckpt.trainer_integration.run",
         ),
     ),
+    "ckpt.watching": Room(
+        "each new checkpoint of a root once, in order",
+        (
+            *_FLOOR,
+            _REGISTRY,
+            "ckpt.backends.wrapper",
+            "ckpt.format",
+            "ckpt.transfer",
+            "ckpt.reading.latest",
+            "ckpt.tools.ls",
+        ),
+    ),
+    "ckpt.cli.printing": Room(
+        "lines, columns, outlines and errors for people", ("ckpt.errors", "ckpt.backends.retries")
+    ),
     "ckpt.cli": Room(
         "the ckpt command, one file a verb",
         (
             "ckpt",
             "ckpt.errors",
+            "ckpt.cli.printing",
+            "ckpt.watching",
             "ckpt.backends.options",
             "ckpt.backends.retries",
             "ckpt.format",

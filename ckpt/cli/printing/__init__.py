@@ -1,0 +1,1 @@
+"""Print what commands find: lines, columns, outlines, errors."""

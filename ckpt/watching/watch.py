@@ -1,0 +1,286 @@
+"""Yield each new durable checkpoint of a root once, in the order of the commits: `ckpt.watch`."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from ckpt.backends.registry import open_store
+from ckpt.consistency import environment
+from ckpt.errors import AccessDenied, ConfigurationError, NotFound, StorageError, StorageFull
+from ckpt.watching.cursor import Cursor
+from ckpt.watching.sights import Sight, Sights, WatchedCheckpoint
+
+_logger = logging.getLogger(__name__)
+
+_LAG_S = 60.0
+"""How long storage that may lag has to show what is there."""
+_SKEW_S = 3600.0
+"""By how much clocks may differ, when a commit is taken for an old one."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
+_FINAL = (AccessDenied, NotFound, StorageFull)
+"""Errors of storage that do not pass by themselves."""
+
+T = TypeVar("T")
+
+
+def watch(
+    root: str | os.PathLike[str],
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    cursor: str | os.PathLike[str] | None = None,
+    after: int | None = None,
+    skip_existing: bool = False,
+    skip_to_latest: bool = False,
+    poll_s: float = 10.0,
+    timeout_s: float | None = None,
+    lag_s: float | None = None,
+    outage_s: float = 3600.0,
+    threads: int | None = None,
+    stop: threading.Event | None = None,
+) -> Generator[WatchedCheckpoint, None, None]:
+    """Yield each durable checkpoint directly below `root`, or at it, once, in the order of the commits.
+
+    It begins with those that are there, and waits for more. A folder that is saved into again is a
+    new checkpoint. One that is removed before its turn is passed over, with a line in the log.
+
+    Args:
+        cursor: a file, or URL, that remembers what is done. A checkpoint is done when the loop
+            comes back for the next one: one during which the program was killed comes again.
+        after: yield no checkpoint of this step or an earlier one.
+        skip_existing: begin with the first checkpoint that is not there yet, unless there is a
+            cursor to go on from.
+        skip_to_latest: of several that wait, yield the last one only.
+        poll_s: seconds between two looks.
+        timeout_s: end when nothing new came for so long; 0 yields what is there. None waits for
+            ever.
+        lag_s: how long storage may take to show what was written; a checkpoint waits for so long
+            for earlier ones. By default 0 where every client sees it at once, else 60.
+        outage_s: how long storage may give no answer before that is an error.
+        stop: end when it is set.
+
+    Raises:
+        ConfigurationError: an argument is wrong, or another watcher uses the cursor.
+        AccessDenied: at once; other errors of storage once they last longer than `outage_s`.
+    """
+    watcher = Watcher(
+        root,
+        storage_options=storage_options,
+        cursor=cursor,
+        after=after,
+        skip_existing=skip_existing,
+        skip_to_latest=skip_to_latest,
+        poll_s=poll_s,
+        timeout_s=timeout_s,
+        lag_s=lag_s,
+        outage_s=outage_s,
+        threads=threads,
+        stop=stop,
+    )
+    return watcher.checkpoints()
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """A checkpoint that was seen, and when it is certain that all earlier ones are seen too.
+
+    Attributes:
+        ripe_at_s: a look at all folders that begins then, or later, shows them.
+        look: the number of the look that showed it.
+    """
+
+    sight: Sight
+    ripe_at_s: float
+    look: int
+
+
+class Watcher:
+    """Follow a root; `watch` explains the arguments.
+
+    Attributes:
+        url: the root, without credentials.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        storage_options: Mapping[str, Any] | None = None,
+        cursor: str | os.PathLike[str] | None = None,
+        after: int | None = None,
+        skip_existing: bool = False,
+        skip_to_latest: bool = False,
+        poll_s: float = 10.0,
+        timeout_s: float | None = None,
+        lag_s: float | None = None,
+        outage_s: float = 3600.0,
+        threads: int | None = None,
+        stop: threading.Event | None = None,
+    ) -> None:
+        for name, value in (
+            ("poll_s", poll_s),
+            ("timeout_s", timeout_s),
+            ("lag_s", lag_s),
+            ("outage_s", outage_s),
+        ):
+            if value is not None and not (value >= 0 and (value > 0 or name != "poll_s")):
+                raise ConfigurationError(f"{name} must not be {value!r}")
+        self._store = open_store(root, storage_options, threads=threads)
+        self.url = self._store.url
+        self._cursor_place, self._storage_options = cursor, storage_options
+        self._after = -1 if after is None else after
+        self._skip_existing, self._skip_to_latest = skip_existing, skip_to_latest
+        self._poll_s, self._lag_s, self._outage_s = poll_s, lag_s, outage_s
+        self._timeout_s = math.inf if timeout_s is None else timeout_s
+        self._stop = stop or threading.Event()
+        self._sights = Sights(self._store)
+        self._waiting: dict[tuple[str, str], _Waiting] = {}
+        self._turns: deque[WatchedCheckpoint] = deque()
+        self._busy_at_s = environment.monotonic()
+        self._cursor: Cursor | None = None
+
+    def checkpoints(self) -> Generator[WatchedCheckpoint, None, None]:
+        """Yield the checkpoints. One is done when the next one is asked for."""
+        with contextlib.closing(self._store), contextlib.ExitStack() as closing:
+            self._busy_at_s = environment.monotonic()
+            self._cursor = self._patiently(
+                lambda: Cursor(self._cursor_place, self.url, self._storage_options)
+            )
+            closing.callback(self._cursor.close)
+            if self._skip_existing and self._cursor.is_new:
+                self._patiently(self._skip_all)
+            while not self._stop.is_set():
+                try:
+                    checkpoint = self._patiently(self._next)
+                except StorageError:
+                    if self._stop.is_set():
+                        return
+                    raise
+                if checkpoint is not None:
+                    yield checkpoint
+                    self._done(checkpoint)
+                    self._busy_at_s = environment.monotonic()
+                elif self._is_over() and not self._waiting:
+                    return
+                else:
+                    self._pause()
+
+    def _done(self, *checkpoints: WatchedCheckpoint) -> None:
+        """Note checkpoints as done, durably."""
+        names = [_name(checkpoint) for checkpoint in checkpoints]
+        self._patiently(lambda: self._open_cursor.add(names, there=self._sights.names()))
+
+    def is_there(self, checkpoint: WatchedCheckpoint) -> bool:
+        """Tell whether a checkpoint is still there, neither removed nor replaced."""
+        return self._sights.is_there(checkpoint)
+
+    @property
+    def _open_cursor(self) -> Cursor:
+        assert self._cursor is not None
+        return self._cursor
+
+    def _next(self) -> WatchedCheckpoint | None:
+        """Return the checkpoint whose turn it is, if there is one."""
+        if self._skip_to_latest or not self._turns:
+            got_turn = self._look()
+            while self._skip_to_latest and got_turn:
+                got_turn = self._look()
+        if self._skip_to_latest and len(self._turns) > 1:
+            skipped = [self._turns.popleft() for _ in range(len(self._turns) - 1)]
+            _logger.info("skipped %d earlier checkpoints of %s", len(skipped), self.url)
+            self._done(*skipped)
+        while self._turns:
+            checkpoint = self._turns[0]
+            is_there = self._sights.is_there(checkpoint)
+            self._turns.popleft()
+            if is_there:
+                return checkpoint
+            _logger.warning("%s was removed, or saved again, before its turn", checkpoint.url)
+        return None
+
+    def _look(self) -> bool:
+        """Look at the root, again if that may give a checkpoint its turn; tell whether one got it."""
+        turns = len(self._turns)
+        while True:
+            began_s = environment.monotonic()
+            self._see(everywhere=bool(self._waiting))
+            self._take_turns(began_s)
+            now_s = environment.monotonic()
+            if self._turns or not any(each.ripe_at_s <= now_s for each in self._waiting.values()):
+                return len(self._turns) > turns
+
+    def _see(self, *, everywhere: bool) -> None:
+        lag_s = self._lag_s
+        if lag_s is None:
+            lag_s = 0.0 if self._store.capabilities.cross_client_visibility else _LAG_S
+        for sight in self._sights.look(everywhere=everywhere):
+            checkpoint = sight.checkpoint
+            name = _name(checkpoint)
+            is_wanted = checkpoint.step is None or checkpoint.step > self._after
+            if not is_wanted or name in self._waiting or name in self._open_cursor:
+                continue
+            is_old = (checkpoint.created_at_s or 0.0) < environment.now() - lag_s - _SKEW_S
+            ripe_at_s = environment.monotonic() + (0.0 if is_old else lag_s)
+            self._waiting[name] = _Waiting(sight, ripe_at_s, self._sights.looks)
+
+    def _take_turns(self, began_s: float) -> None:
+        """Give those their turn of which all earlier ones are seen, after a look that began at `began_s`.
+
+        What was committed before a checkpoint that is ripe was visible to the look, which showed it:
+        so those before it in the order are certain too.
+        """
+        ordered = sorted(self._waiting.values(), key=lambda each: each.sight.order)
+        is_ripe = [each.ripe_at_s <= began_s and each.look < self._sights.looks for each in ordered]
+        while is_ripe and not is_ripe[-1]:
+            is_ripe.pop()
+        for each in ordered[: len(is_ripe)]:
+            del self._waiting[_name(each.sight.checkpoint)]
+            self._turns.append(each.sight.checkpoint)
+
+    def _skip_all(self) -> None:
+        self._see(everywhere=True)
+        self._done(*(each.sight.checkpoint for each in self._waiting.values()))
+        self._waiting.clear()
+
+    def _is_over(self) -> bool:
+        return environment.monotonic() - self._busy_at_s >= self._timeout_s
+
+    def _pause(self) -> None:
+        """Wait for the next look, which is due when a checkpoint is ripe, and at the end."""
+        now_s = environment.monotonic()
+        until_s = [now_s + self._poll_s * (0.75 + 0.5 * environment.jitter())]
+        until_s += [each.ripe_at_s for each in self._waiting.values()]
+        if not self._waiting:
+            until_s.append(self._busy_at_s + self._timeout_s)
+        environment.wait(self._stop, max(0.0, min(until_s) - now_s))
+
+    def _patiently(self, call: Callable[[], T]) -> T:
+        """Call `call`, again while the storage gives no answer."""
+        failing_since_s: float | None = None
+        pause_s = min(_FIRST_PAUSE_S, self._poll_s)
+        while True:
+            try:
+                return call()
+            except _FINAL:
+                raise
+            except StorageError as error:
+                now_s = environment.monotonic()
+                if failing_since_s is None:
+                    failing_since_s = now_s
+                    _logger.warning("trying again for %.0f s at most: %s", self._outage_s, error)
+                if now_s - failing_since_s >= self._outage_s or self._is_over():
+                    raise
+                if environment.wait(self._stop, pause_s):
+                    raise
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
+def _name(checkpoint: WatchedCheckpoint) -> tuple[str, str]:
+    return checkpoint.path, checkpoint.id

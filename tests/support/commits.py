@@ -1,0 +1,39 @@
+"""Commit checkpoints without data, in no time, for tests of what only looks at commits."""
+
+from __future__ import annotations
+
+import datetime
+import secrets
+from pathlib import Path
+
+from ckpt.backends.base import put_bytes
+from ckpt.backends.posix import PosixStore
+from ckpt.consistency.commit import COMMIT_KEY
+from ckpt.format.records import CommitRecord, ObjectRef, encode
+
+EPOCH_S = 1_700_000_000
+
+
+def commit_record(step: int | None, at_s: float, checkpoint_id: str) -> bytes:
+    """Encode the commit of a save of `step` at `at_s` seconds since 1970."""
+    created_at = datetime.datetime.fromtimestamp(at_s, datetime.timezone.utc)
+    record = CommitRecord(
+        id=checkpoint_id,
+        created_at=created_at.isoformat(timespec="seconds"),
+        library="",
+        torch="",
+        world_size=1,
+        data_bytes=0,
+        index=ObjectRef(path="none.index", size_bytes=0, crc64nvme="0" * 16),
+        manifests=[],
+        tags={} if step is None else {"step": str(step)},
+    )
+    return encode(record)
+
+
+def commit(root: Path, path: str, step: int | None = None, *, at_s: float = 0.0) -> str:
+    """Commit a checkpoint in a local folder, `at_s` seconds after all that is there; return its id."""
+    checkpoint_id = secrets.token_hex(8)
+    record = commit_record(step, EPOCH_S + at_s, checkpoint_id)
+    put_bytes(PosixStore(str(root / path), {"fsync": False}), COMMIT_KEY, record)
+    return checkpoint_id
