@@ -53,6 +53,7 @@ class Host:
 
 HOSTS = [
     Host("plain_dcp", resumed_world_size=4),
+    Host("torchtitan", "step-00000006", resumed_world_size=4),
 ]
 
 # Rank 1 dies with its data unwritten; rank 0 with all data written, and nothing committed.
@@ -123,6 +124,7 @@ def run_life(
         "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1",
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
+        "PYTHONSAFEPATH": "1",  # a script has the name of its framework
     }  # fmt: skip
     ranks = range(1 if host.spawns else world_size)
     logs = [Path(life.scratch) / f"rank-{rank}.log" for rank in ranks]
