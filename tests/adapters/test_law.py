@@ -53,6 +53,7 @@ class Host:
 
 HOSTS = [
     Host("plain_dcp", resumed_world_size=4),
+    Host("torch_checkpointing", resumed_world_size=4),
     Host("torchtitan", "step-00000006", resumed_world_size=4),
 ]
 

@@ -27,10 +27,10 @@ from ckpt.trainer_integration.saving import at_steps
 
 require_host("torchtitan", oldest="0.3.0", before="0.4")
 
-from torchtitan.components.checkpointer.base import MODEL  # noqa: E402
-from torchtitan.components.checkpointer.dcp import AsyncMode  # noqa: E402
-from torchtitan.components.checkpointer.dcp import CheckpointManager as TitanManager  # noqa: E402
-from torchtitan.tools.utils import GarbageCollection  # noqa: E402
+from torchtitan.components.checkpointer.base import MODEL
+from torchtitan.components.checkpointer.dcp import AsyncMode
+from torchtitan.components.checkpointer.dcp import CheckpointManager as TitanManager
+from torchtitan.tools.utils import GarbageCollection
 
 __all__ = ["CheckpointManager"]
 
@@ -70,6 +70,8 @@ class CheckpointManager(TitanManager):
 
         def __post_init__(self) -> None:
             TitanManager.Config.__post_init__(self)
+
+    save_future: Future[None] | None
 
     def __init__(self, config: Config, **components: Any) -> None:
         plain = copy.copy(config)

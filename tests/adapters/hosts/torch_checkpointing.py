@@ -1,0 +1,93 @@
+"""A training loop around torch_checkpointing's manager, in its default configuration but for the storage."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from adapters.life import Life, loss_of, read_life, report, timed, toy_model
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch_checkpointing.checkpoint_layout import JsonSerialization, LayoutInfo
+from torch_checkpointing.checkpoint_manager import CheckpointManager
+from torch_checkpointing.config import AsyncCheckpointSaverConfig, SyncCheckpointSaverConfig
+from torch_checkpointing.default_resharder import DefaultResharder
+from torch_checkpointing.schema import ItemSpec
+from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+
+import ckpt
+from ckpt.errors import NotFound
+from ckpt.trainer_integration.adapters.torch_checkpointing import StorageConfig
+
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def main(life: Life) -> None:
+    dist.init_process_group("gloo")
+    ours = StorageConfig()
+    ours.create_storage()  # also for native runs: without CUDA torch_checkpointing cannot describe shards
+    is_async = life.options.get("async", True)
+    manager = CheckpointManager(
+        CheckpointManager.Config(
+            items={
+                "model": ItemSpec(resharder=DefaultResharder()),
+                "optimizer": ItemSpec(resharder=DefaultResharder()),
+                "step": ItemSpec(layout=LayoutInfo("step.json", JsonSerialization()), required=False),
+            },
+            save=AsyncCheckpointSaverConfig() if is_async else SyncCheckpointSaverConfig(),
+            storage_config=LocalFileSystemStorageConfig(use_direct_io=False) if life.native else ours,
+        )
+    )
+    model = toy_model(life.width)
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    resumed_step = latest(life.root)
+    if resumed_step is not None:
+        into = state_of(model, optimizer, 0, everywhere=True)
+        loaded = manager.load(place(life.root, resumed_step), into, strict=True)
+        assert loaded["step"] == resumed_step
+        set_state_dict(
+            model, optimizer, model_state_dict=into["model"], optim_state_dict=into["optimizer"], options=FLAT
+        )
+    for step in range((resumed_step or 0) + 1, life.steps + 1):
+        optimizer.zero_grad()
+        loss_of(model, step, life.width).backward()  # type: ignore[no-untyped-call]
+        with manager.lock():
+            optimizer.step()
+        if step % life.save_every == 0:
+            with timed():
+                manager.save(place(life.root, step), state_of(model, optimizer, step))
+    manager.close()
+    report(life, model, optimizer, resumed_step=resumed_step)
+    dist.destroy_process_group()
+
+
+def state_of(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int, *, everywhere: bool = False
+) -> dict[str, Any]:
+    """Make the items to save, of which the first rank has one more; `everywhere` to load into."""
+    weights, moments = get_state_dict(model, optimizer, options=FLAT)
+    state: dict[str, Any] = {"model": weights, "optimizer": moments}
+    return {**state, "step": step} if everywhere or dist.get_rank() == 0 else state
+
+
+def place(root: str, step: int) -> str:
+    return f"{root}/step-{step}"
+
+
+def latest(root: str) -> int | None:
+    """Find the newest committed checkpoint: the first rank looks, and tells the others."""
+    steps: list[int | None] = [None]
+    if dist.get_rank() == 0:
+        with contextlib.suppress(NotFound):
+            committed = [each.step for each in ckpt.list_checkpoints(root) if each.state == "committed"]
+            steps = [max(filter(None, committed), default=None)]
+    dist.broadcast_object_list(steps)
+    return steps[0]
+
+
+if __name__ == "__main__":
+    main(read_life())

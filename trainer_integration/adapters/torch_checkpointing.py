@@ -1,0 +1,320 @@
+"""Give torch_checkpointing the storage of this library: `StorageConfig`, on paths and URLs.
+
+Its writer saves into a temporary folder, and renames that at the end. Here the files go where they
+belong at once, under names of this library, and the rename is our commit: no byte is copied.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ckpt.backends.base import Store, exists
+from ckpt.backends.registry import open_store
+from ckpt.consistency import environment
+from ckpt.errors import ConfigurationError, FormatError, NotCommitted, NotFound, UnsafeContent
+from ckpt.format.names import is_rank_directory
+from ckpt.reading.foreign_files import FileReader, ForeignFiles
+from ckpt.stock.inert_unpickler import load_inert
+from ckpt.tools.ls import step_of
+from ckpt.tools.remove import remove
+from ckpt.torch_private import default_store
+from ckpt.trainer_integration.adapters.host import require_host
+from ckpt.writing.foreign_files import CHUNK_BYTES, FileStream, commit_files
+
+require_host("torch_checkpointing", oldest="0.1.0", before="0.2")
+
+from torch_checkpointing.metadata_manager import DefaultMetadataManager
+from torch_checkpointing.metadata_serialization import METADATA_FILE_NAME
+from torch_checkpointing.storage import base_storage
+
+__all__ = ["StorageConfig"]
+
+_LOST_SLASH = re.compile(r"([a-z][a-z0-9+.-]+):/(?!/)")
+"""`pathlib` makes `s3:/bucket` of `s3://bucket`."""
+
+_MAX_FOLDERS = 4
+"""Levels of folders in a checkpoint that are looked through for its root."""
+
+_KEPT_OPEN = 4
+_shared_attempts = 0
+
+
+@dataclass
+class StorageConfig(base_storage.StorageConfig):
+    """Save and load with this library: `CheckpointManager.Config(storage_config=StorageConfig())`.
+
+    A checkpoint's id is a path or URL, or what follows `root`. Make it on all ranks at the same
+    point of the program, after `init_process_group`.
+
+    Attributes:
+        root: prefix of relative ids.
+        storage_options: as for `ckpt.save`.
+        temp_dir_prefix: that of `CheckpointWriterConfig`, if it is another one.
+
+    Raises:
+        ConfigurationError: the root or an option is wrong.
+    """
+
+    root: str = ""
+    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
+    temp_dir_prefix: str = "tmp_"
+
+    def __post_init__(self) -> None:
+        if not self.temp_dir_prefix:
+            raise ConfigurationError(
+                "temp_dir_prefix must not be empty: the commit takes the place of a rename"
+            )
+        if self.root:
+            open_store(self.root, self.storage_options).close()
+        is_distributed = dist.is_available() and dist.is_initialized()
+        self._rank = dist.get_rank() if is_distributed else 0
+        self._world_size = dist.get_world_size() if is_distributed else 1
+        self._attempt = _shared_attempt(self._rank) if is_distributed else environment.token()[:10]
+
+    def create_storage(self) -> Storage:
+        """Make the storage of a process; torch_checkpointing calls it."""
+        if not torch.cuda.is_available():
+            DefaultMetadataManager._all_gather_pickled_data = _gather_on_cpu
+        return Storage(self)
+
+
+def _shared_attempt(rank: int) -> str:
+    """Return 10 hexadecimal digits, the same on all ranks, that no earlier start of the run had."""
+    global _shared_attempts  # all ranks make their configurations in the same order
+    _shared_attempts += 1
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store, key = default_store(), f"ckpt-storage/attempt/{restarts}/{_shared_attempts}"
+    if rank == 0:
+        store.set(key, environment.token()[:10])
+    return str(store.get(key).decode())  # waits as long as init_process_group does
+
+
+def _gather_on_cpu(self: Any, data: Any, process_group: Any = None) -> dict[int, Any]:
+    """Do what the original does, which only works with CUDA."""
+    gathered: list[Any] = [None] * dist.get_world_size(process_group)
+    dist.all_gather_object(gathered, data, group=process_group)
+    return dict(enumerate(gathered))
+
+
+class Storage(base_storage.Storage):
+    """The storage of one process."""
+
+    mmap_fill_chunk_bytes = CHUNK_BYTES
+
+    def __init__(self, config: StorageConfig) -> None:
+        self._config = config
+        self._lock = threading.Lock()
+        self._stores: dict[str, Store] = {}
+        self._open: dict[str, ForeignFiles] = {}
+        self._writers: dict[str, int] = {}
+        self._metadata: bytes | None = None
+        self._saves: dict[str, tuple[set[str], int]] = {}  # by place: files of the last save, failed saves
+
+    # -- places --------------------------------------------------------------------------------------
+
+    def remap_path(self, path: Path) -> str:
+        """Return the URL, or the absolute path, that torch_checkpointing means."""
+        text = path.as_posix()
+        root = self._config.root.rstrip("/")
+        if root and not path.is_absolute() and not _LOST_SLASH.match(text):
+            return f"{root}/{text}"
+        return _LOST_SLASH.sub(r"\1://", text, count=1)
+
+    def _target(self, path: Path) -> tuple[str, str] | None:
+        """Find the place, and the file in it, of a path in a temporary folder; None if it is in none."""
+        parts, prefix = path.parts, self._config.temp_dir_prefix
+        for number in range(len(parts) - 1, -1, -1):
+            if parts[number].startswith(prefix) and parts[number] != prefix:
+                place = Path(*parts[:number], parts[number].removeprefix(prefix))
+                return self.remap_path(place), "/".join(parts[number + 1 :])
+        return None
+
+    def _store(self, place: str) -> Store:
+        with self._lock:
+            if place not in self._stores:
+                while len(self._stores) >= _KEPT_OPEN:
+                    self._stores.pop(next(iter(self._stores))).close()
+                self._stores[place] = open_store(place, self._config.storage_options)
+            return self._stores[place]
+
+    def _source(self, path: Path, *, again: bool = False) -> tuple[ForeignFiles, str]:
+        """Find the place and name of a file; raises NotFound, NotCommitted if no checkpoint is at or above it."""
+        place, name = self.remap_path(path), ""
+        with self._lock:
+            for _ in range(_MAX_FOLDERS):
+                if again:
+                    self._forget(place)
+                with contextlib.suppress(NotFound, NotCommitted):
+                    if place not in self._open:
+                        while len(self._open) >= _KEPT_OPEN:
+                            self._forget(next(iter(self._open)))
+                        self._open[place] = ForeignFiles(place, self._config.storage_options)
+                    return self._open[place], name
+                place, _, last = place.rpartition("/")
+                name, again = f"{last}/{name}".rstrip("/"), False
+        raise NotCommitted("no checkpoint is committed here", url=self.remap_path(path))
+
+    def _forget(self, place: str) -> None:
+        files = self._open.pop(place, None)
+        if files is not None:
+            files.close()
+
+    def _raw(self, path: Path) -> tuple[Store, str]:
+        """Find a file as torch_checkpointing's own storage writes it; not those of torn saves."""
+        place, _, name = self.remap_path(path).rpartition("/")
+        store = self._store(place)
+        if any(map(is_rank_directory, store.folders())):
+            raise NotCommitted("no checkpoint is committed here", url=store.url)
+        return store, name
+
+    def _is_raw(self, path: Path) -> bool:
+        """Tell whether something is there that torch_checkpointing's own storage may have written."""
+        try:
+            store, name = self._raw(path)
+        except NotCommitted:
+            return False
+        if name == "*":
+            return next(store.list(), None) is not None
+        return exists(store, name) or self._is_raw(path / "*")
+
+    # -- writing -------------------------------------------------------------------------------------
+
+    def stream_write(self, path: Path) -> FileStream:
+        """Open a file of a checkpoint for writing."""
+        target = self._target(path)
+        if target is None:
+            raise ConfigurationError(
+                f"{self.remap_path(path)!r} is in no checkpoint that is being saved: this storage needs "
+                f"CheckpointWriterConfig(write_to_temp_dir=True, temp_dir_prefix={self._config.temp_dir_prefix!r}), "
+                "and takes no other files"
+            )
+        (place, name), config = target, self._config
+        with self._lock:
+            number = self._writers.setdefault(name, len(self._writers))
+            names, count = self._saves.get(place, (set(), 0))
+            if name in names:  # the save before this one has failed
+                names, count = set(), count + 1
+            self._saves[place] = ({*names, name}, count)
+        writer = config._rank + config._world_size * number
+        return FileStream(self._store(place), name, writer, self._attempt(place))
+
+    def _attempt(self, place: str) -> str:
+        return f"{self._config._attempt}{self._saves[place][1] % 256:02x}"
+
+    def write(self, path: Path, data: Any) -> None:
+        with self.stream_write(path) as stream:
+            stream.write(data)
+        if path.name == METADATA_FILE_NAME:
+            self._metadata = bytes(data)
+
+    def rename(
+        self, src_path: Path, dst_path: Path, is_directory: bool = False, background_cleanup: bool = False
+    ) -> None:
+        """Commit the checkpoint whose files were written to `src_path`; the first rank is asked to."""
+        target = self._target(src_path / "file")
+        if not is_directory or target is None or target[0] != self.remap_path(dst_path):
+            raise io.UnsupportedOperation(
+                f"{dst_path}: only a whole checkpoint can be renamed, by its writer"
+            )
+        if self._metadata is not None and METADATA_FILE_NAME not in self._saves[target[0]][0]:
+            # A synchronous saver writes them with its first save alone, and refuses a state that has changed.
+            self.write(src_path / METADATA_FILE_NAME, self._metadata)
+        step = step_of(target[0])
+        tags = {"writer": "torch_checkpointing"} | ({} if step is None else {"step": str(step)})
+        commit_files(self._store(target[0]), self._attempt(target[0]), self._config._world_size, tags)
+
+    def mkdir(self, path: Path, recursive: bool = True) -> None:
+        """Do nothing: a folder is there when a file is in it."""
+
+    def rmdir(self, path: Path) -> None:
+        """Remove a checkpoint, its commit first. Raises NotCommitted if there is none of this library."""
+        place = self.remap_path(path)
+        with self._lock:
+            self._forget(place)
+        remove(place, storage_options=self._config.storage_options)
+
+    def delete(self, path: Path) -> None:
+        raise io.UnsupportedOperation(
+            f"{path}: single files of a checkpoint cannot be deleted; rmdir removes it"
+        )
+
+    # -- reading -------------------------------------------------------------------------------------
+
+    def stream_read(self, path: Path, read_args: base_storage.ReadArgs | None = None) -> io.RawIOBase:
+        """Open a file for reading, in any order; checked, if this library wrote it."""
+        try:
+            source, name = self._source(path)
+            reader = source.open(name)
+        except NotCommitted:
+            store, name = self._raw(path)
+            reader = FileReader(
+                store.stat(name).size_bytes, lambda start, buffer: store.read_into(name, start, [buffer])
+            )
+        except NotFound as error:
+            raise FileNotFoundError(str(error)) from None
+        if path.name == METADATA_FILE_NAME:
+            return io.BytesIO(self._checked(path, reader.read()))  # type: ignore[return-value]
+        if read_args is None or read_args.pre_read_full_file:
+            return io.BytesIO(reader.read())  # type: ignore[return-value]
+        return reader
+
+    def _checked(self, path: Path, pickled: bytes) -> bytes:
+        """Return metadata if nothing in it could run code when torch_checkpointing unpickles it."""
+        try:
+            load_inert(pickled, {})
+        except UnsafeContent:
+            raise
+        except Exception as error:
+            text = f"cannot be read: {type(error).__name__}: {error}"
+            raise FormatError(text, url=self.remap_path(path)) from error
+        return pickled
+
+    def getsize(self, path: Path) -> int:
+        try:
+            source, name = self._source(path)
+            return source.size_bytes(name)
+        except NotCommitted:
+            store, name = self._raw(path)
+            return store.stat(name).size_bytes
+        except NotFound as error:
+            raise FileNotFoundError(str(error)) from None
+
+    def exists(self, path: Path) -> bool:
+        target = self._target(path / "file")
+        if target is not None:
+            return target[0] in self._saves
+        try:
+            source, name = self._source(path, again=True)
+            return not name or any(each == name or each.startswith(f"{name}/") for each in source.names)
+        except NotCommitted:
+            return self._is_raw(path)
+
+    def isdir(self, path: Path) -> bool:
+        try:
+            source, name = self._source(path, again=True)
+            return not name or any(each.startswith(f"{name}/") for each in source.names)
+        except NotCommitted:
+            return self._is_raw(path / "*")
+
+    def ls(self, path: Path) -> list[str]:
+        """List a folder: the files of a checkpoint, or the checkpoints of a run."""
+        try:
+            source, name = self._source(path)
+            prefix = f"{name}/" if name else ""
+            inside = (each.removeprefix(prefix) for each in source.names if each.startswith(prefix))
+            return sorted({each.partition("/")[0] for each in inside})
+        except NotCommitted:
+            store = self._store(self.remap_path(path))
+            files = {stat.key for stat in store.list() if "/" not in stat.key}
+            return sorted(files | {folder for folder in store.folders() if self.exists(path / folder)})
