@@ -1,0 +1,181 @@
+"""Files of another program, stored as tensors of bytes: streamed, committed, checked, never mixed."""
+
+from __future__ import annotations
+
+import tracemalloc
+from pathlib import Path
+
+import pytest
+from support.clock import SkippingClock
+
+import ckpt
+from ckpt.backends.registry import open_store
+from ckpt.consistency import environment
+from ckpt.errors import AlreadyExists, CommitError, IntegrityError, NotVisible
+from ckpt.reading.foreign_files import ForeignFiles
+from ckpt.writing import foreign_files
+from ckpt.writing.foreign_files import FileStream, commit_files
+
+ATTEMPT, OTHER = "0123456789ab", "ba9876543210"
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(foreign_files, "CHUNK_BYTES", 4096)
+
+
+def put(place: Path, name: str, data: bytes, *, writer: int = 0, attempt: str = ATTEMPT) -> None:
+    with FileStream(open_store(place), name, writer, attempt) as stream:
+        stream.write(data)
+
+
+def commit(place: Path, ranks: int = 1, attempt: str = ATTEMPT) -> None:
+    commit_files(open_store(place), attempt, ranks, {"step": "7"})
+
+
+def content(place: Path, name: str) -> bytes:
+    files = ForeignFiles(place)
+    try:
+        return files.open(name).read()
+    finally:
+        files.close()
+
+
+def pattern(nbytes: int) -> bytes:
+    return bytes(number * 7 % 251 for number in range(nbytes))
+
+
+def state_of(place: Path) -> str:
+    return ckpt.list_checkpoints(place)[0].state
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 4096, 4097, 50_000])
+def test_a_file_comes_back_as_it_was_written(tmp_path: Path, nbytes: int) -> None:
+    data = pattern(nbytes)
+    with FileStream(open_store(tmp_path), "folder/model_0.pt", 0, ATTEMPT) as stream:
+        for start in range(0, nbytes, 1000):
+            assert stream.write(memoryview(data)[start : start + 1000]) == len(data[start : start + 1000])
+    commit(tmp_path)
+    assert content(tmp_path, "folder/model_0.pt") == data
+
+
+def test_ranges_are_read_in_any_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(foreign_files, "CHUNK_BYTES", 1 << 20)
+    put(tmp_path, "a", data := pattern(3 << 20))
+    commit(tmp_path)
+    files = ForeignFiles(tmp_path)
+    reader = files.open("a")
+    assert reader.seek(-5, 2) == len(data) - 5
+    assert reader.read() == data[-5:]
+    for start, length in [(70_000, 10), (5, 20), (1 << 20, 2 << 20), (0, 5000), (len(data) + 9, 3)]:
+        reader.seek(start)
+        assert reader.read(length) == data[start : start + length]
+        assert reader.tell() == min(start + length, max(start, len(data)))
+    files.close()
+
+
+def test_every_tool_knows_such_a_checkpoint(tmp_path: Path) -> None:
+    place = tmp_path / "step-7"
+    put(place, "model_0.pt", pattern(9000))
+    put(place, "model_1.pt", pattern(9001), writer=1)
+    commit(place, ranks=2)
+    (listed,) = ckpt.list_checkpoints(tmp_path)
+    assert (listed.state, listed.step, listed.latest) == ("committed", 7, True)
+    verified = ckpt.verify(place)
+    assert not verified.damages
+    assert verified.checked_bytes >= 18_001
+    copy = tmp_path / "copy"
+    ckpt.copy(place, copy)
+    assert content(copy, "model_1.pt") == pattern(9001)
+    removed = ckpt.remove(place)
+    assert removed.keys[:2] == (".metadata", "commit.json")
+    assert not place.exists()
+
+
+def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
+    put(tmp_path, "a", pattern(9000))
+    commit(tmp_path)
+    file = next(tmp_path.rglob("*-1.distcp"))
+    data = bytearray(file.read_bytes())
+    data[2000] ^= 1
+    file.write_bytes(data)
+    assert ckpt.verify(tmp_path).damages
+    with pytest.raises(IntegrityError):
+        content(tmp_path, "a")
+
+
+def test_nothing_counts_before_the_commit(tmp_path: Path) -> None:
+    put(tmp_path, "a", pattern(9000))
+    assert state_of(tmp_path) == "incomplete"
+
+
+def test_files_of_a_torn_attempt_are_left_out(tmp_path: Path) -> None:
+    put(tmp_path, "a", b"old", attempt=OTHER)
+    put(tmp_path, "b", b"old", writer=1, attempt=OTHER)
+    put(tmp_path, "a", b"new")
+    commit(tmp_path)
+    files = ForeignFiles(tmp_path)
+    assert files.names == ["a"]
+    files.close()
+    assert content(tmp_path, "a") == b"new"
+    assert len(ckpt.collect_garbage(tmp_path, grace_s=0).items) == 4
+
+
+def test_a_failure_in_the_block_leaves_nothing(tmp_path: Path) -> None:
+    def write_and_fail() -> None:
+        with FileStream(open_store(tmp_path), "a", 0, ATTEMPT) as stream:
+            stream.write(pattern(50_000))
+            raise ValueError("the state cannot be pickled")
+
+    with pytest.raises(ValueError, match="cannot be pickled"):
+        write_and_fail()
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_a_stream_that_nobody_closed_does_not_count(tmp_path: Path) -> None:
+    stream = FileStream(open_store(tmp_path), "a", 0, ATTEMPT)
+    stream.write(pattern(50_000))
+    del stream
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_a_committed_checkpoint_is_not_replaced(tmp_path: Path) -> None:
+    put(tmp_path, "a", b"old")
+    commit(tmp_path)
+    with pytest.raises(AlreadyExists):
+        put(tmp_path, "a", b"new", attempt=OTHER)
+    with pytest.raises(AlreadyExists):
+        commit(tmp_path)
+    assert content(tmp_path, "a") == b"old"
+
+
+def test_without_the_files_of_a_rank_nothing_is_committed(tmp_path: Path) -> None:
+    put(tmp_path, "a", b"data", writer=2)
+    clock = SkippingClock()
+    with environment.replaced(clock), pytest.raises(NotVisible, match=r"no file of rank 1 .*1 of 2 ranks"):
+        commit(tmp_path, ranks=2)
+    assert clock.skipped_s > 50
+    assert state_of(tmp_path) == "incomplete"
+
+
+def test_two_ranks_with_one_name(tmp_path: Path) -> None:
+    put(tmp_path, "model.pt", b"data")
+    put(tmp_path, "model.pt", b"data", writer=1)
+    with pytest.raises(CommitError, match=r"two ranks wrote the same file: 'model\.pt'"):
+        commit(tmp_path, ranks=2)
+    assert state_of(tmp_path) == "incomplete"
+
+
+def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chunk = 256 << 10
+    monkeypatch.setattr(foreign_files, "CHUNK_BYTES", chunk)
+    data = bytes(chunk)
+    tracemalloc.start()
+    try:
+        with FileStream(open_store(tmp_path), "a", 0, ATTEMPT) as stream:
+            for _ in range(100):
+                stream.write(data)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 16 * chunk
