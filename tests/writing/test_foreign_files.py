@@ -173,9 +173,9 @@ def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     tracemalloc.start()
     try:
         with FileStream(open_store(tmp_path), "a", 0, ATTEMPT) as stream:
-            for _ in range(100):
+            for _ in range(150):
                 stream.write(data)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert peak < 16 * chunk
+    assert peak < 32 * chunk
