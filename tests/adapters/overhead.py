@@ -52,15 +52,13 @@ def line(host: Host, options: argparse.Namespace) -> str:
                 shutil.rmtree(life.root, ignore_errors=True)
             saves[native] += [(wall_s, cpu_s) for wall_s, cpu_s in report["saves_s"][1:]]
     if not all(saves.values()):
-        return f"{host.name:<24}{'measures no saves':>36}"
+        return f"{host.id:<24}{'measures no saves':>36}"
     (wall_s, cpu_s), (own_wall_s, own_cpu_s) = (
         [statistics.median(times) for times in zip(*saves[native], strict=True)] for native in (False, True)
     )
     figures = [f"{own_wall_s:.3f} / {own_cpu_s:.3f} s", f"{wall_s:.3f} / {cpu_s:.3f} s"]
     ratios = [f"{wall_s / own_wall_s:.2f}", f"{cpu_s / own_cpu_s:.2f}" if own_cpu_s else "-"]
-    return (
-        f"{host.name:<24}" + "".join(f"{text:>18}" for text in figures) + "".join(f"{r:>8}" for r in ratios)
-    )
+    return f"{host.id:<24}" + "".join(f"{text:>18}" for text in figures) + "".join(f"{r:>8}" for r in ratios)
 
 
 if __name__ == "__main__":

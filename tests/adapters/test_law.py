@@ -36,10 +36,12 @@ class Host:
 
     Attributes:
         name: of `hosts/<name>.py`, and of the pins `<name>.txt`.
+        variant: another way to save with the same script, in the names of the tests.
         torn_place: a part of the name of the checkpoint of the step that is torn.
         environment: the host whose pins are used, if not its own.
         resumed_world_size: ranks of the second life.
         spawns: the script starts its ranks itself.
+        first_rank_saves: the others never write, so it is the first that dies.
         options: of `Life`.
     """
 
@@ -48,13 +50,24 @@ class Host:
     environment: str | None = None
     resumed_world_size: int = 1
     spawns: bool = False
+    variant: str = ""
+    first_rank_saves: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def id(self) -> str:
+        return f"{self.name}-{self.variant}" if self.variant else self.name
 
 
 HOSTS = [
     Host("plain_dcp", resumed_world_size=4),
     Host("torch_checkpointing", resumed_world_size=4),
     Host("torchtitan", "step-00000006", resumed_world_size=4),
+    Host("lightning_fit", environment="lightning", resumed_world_size=4, options={"strategy": "sharded"}),
+    *(
+        Host("lightning_fit", environment="lightning", variant=v, first_rank_saves=True, options={"strategy": v})
+        for v in ("full", "ddp")
+    ),
 ]
 
 # Rank 1 dies with its data unwritten; rank 0 with all data written, and nothing committed.
@@ -69,22 +82,24 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, 
 
 @pytest.mark.parametrize("store", KILLS)
 @pytest.mark.parametrize(
-    "host", [pytest.param(h, marks=pytest.mark.xdist_group(h.name), id=h.name) for h in HOSTS]
+    "host", [pytest.param(h, marks=pytest.mark.xdist_group(h.environment or h.name), id=h.id) for h in HOSTS]
 )
 def test_a_killed_run_ends_as_an_uninterrupted_one(
     host: Host, store: str, tmp_path: Path, s3: S3Server, references: dict[str, dict[str, str]]
 ) -> None:
     python = python_of(host.environment or host.name)
-    if host.name not in references:
+    if host.id not in references:
         whole = run_life(host, python, life_of(host, tmp_path / "native", native=True), world_size=2)
         assert whole["resumed_step"] is None
-        references[host.name] = whole["digests"]
+        references[host.id] = whole["digests"]
 
     life, environ = life_of(host, tmp_path / "ours"), {}
     if store == "s3":
         life = replace(life, root=f"s3://{s3.new_bucket()}/run")
         environ = s3_environment(s3)
     kill = replace(KILLS[store], place=host.torn_place)
+    if host.first_rank_saves:
+        kill = replace(kill, rank=0)
     with pytest.raises(Killed):
         run_life(host, python, replace(life, kill=kill), world_size=2, environ=environ)
     with patched_environment(environ):
@@ -93,7 +108,7 @@ def test_a_killed_run_ends_as_an_uninterrupted_one(
 
     resumed = run_life(host, python, life, world_size=host.resumed_world_size, environ=environ)
     assert resumed["resumed_step"] == _TORN_STEP - life.save_every
-    assert resumed["digests"] == references[host.name]
+    assert resumed["digests"] == references[host.id]
 
 
 def life_of(host: Host, folder: Path, *, native: bool = False) -> Life:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 
 from ckpt.errors import ConfigurationError
@@ -25,3 +27,12 @@ def test_a_host_in_a_known_version() -> None:
 def test_a_host_that_cannot_be_used(distribution: str, oldest: str, before: str, text: str) -> None:
     with pytest.raises(ConfigurationError, match=text):
         require_host(distribution, oldest=oldest, before=before)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "distribution"),
+    [("lightning", "lightning"), ("pytorch_lightning", "pytorch-lightning"), ("ray", "ray")],
+)
+def test_an_adapter_without_its_host(adapter: str, distribution: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"^{distribution} is not installed: pip install"):
+        importlib.import_module(f"ckpt.trainer_integration.adapters.{adapter}")
