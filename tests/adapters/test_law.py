@@ -65,9 +65,16 @@ HOSTS = [
     Host("torchtitan", "step-00000006", resumed_world_size=4),
     Host("lightning_fit", environment="lightning", resumed_world_size=4, options={"strategy": "sharded"}),
     *(
-        Host("lightning_fit", environment="lightning", variant=v, first_rank_saves=True, options={"strategy": v})
+        Host(
+            "lightning_fit",
+            environment="lightning",
+            variant=v,
+            first_rank_saves=True,
+            options={"strategy": v},
+        )
         for v in ("full", "ddp")
     ),
+    Host("ray_train", "step-00000006", environment="ray", spawns=True),
 ]
 
 # Rank 1 dies with its data unwritten; rank 0 with all data written, and nothing committed.

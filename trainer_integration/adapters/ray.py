@@ -89,9 +89,10 @@ class CheckpointManager(manager.CheckpointManager):
         **parts: Any,
     ) -> bool:
         begun = super().step(step, state, metrics=metrics, last=last, rng=rng, **parts)
-        if step % self._preemption_every_steps:
+        ask = getattr(ray.train, "get_preemption_info", None)  # Ray before 2.60 may lack it
+        if ask is None or step % self._preemption_every_steps:
             return begun
-        info = ray.train.get_preemption_info()
+        info = ask()
         if info is None or self._drained.issuperset(info.preempted_node_ids):
             return begun
         self._drained.update(info.preempted_node_ids)

@@ -1,7 +1,7 @@
 """Train with Lightning and FSDP2, and go on from the newest checkpoint: run it twice, or kill it in between.
 
 pip install 'lightning>=2.6,<2.7'       # and s3fs for s3://
-python examples/lightning/train.py /tmp/run --devices 2
+python examples/lightning/train_with_lightning.py /tmp/run --devices 2
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-import lightning as L
+import lightning.pytorch as pl
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from ckpt.trainer_integration.adapters.lightning import ModelCheckpoint, ModelParallelStrategy
 
 
-class Model(L.LightningModule):
+class Model(pl.LightningModule):
     def configure_model(self) -> None:
         if not hasattr(self, "layers"):
             self.layers = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16))
@@ -46,7 +46,7 @@ def main() -> None:
     checkpoints = ModelCheckpoint(
         dirpath=options.root, filename="{step}", every_n_train_steps=10, save_top_k=2, monitor="loss"
     )
-    trainer = L.Trainer(
+    trainer = pl.Trainer(
         accelerator="auto",
         devices=options.devices,
         strategy=ModelParallelStrategy(data_parallel_size=options.devices, tensor_parallel_size=1),

@@ -1,0 +1,56 @@
+"""The adapter for Ray Train beyond the law: workers that Ray starts again, nodes that it drains, errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.rooms import ROOT
+
+import ckpt
+from adapters.environments import python_of
+from adapters.life import Kill, Life
+from adapters.test_law import HOSTS, life_of, run_life
+
+pytestmark = pytest.mark.xdist_group("ray")
+(RAY,) = (host for host in HOSTS if host.name == "ray_train")
+
+
+def test_the_checks_of_ray(tmp_path: Path) -> None:
+    checks = Path(__file__).with_name("ray_checks.py")
+    command: list[str | Path] = [python_of("ray"), "-m", "pytest", "-q", "-p", "no:cacheprovider", checks]
+    environ = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]
+
+
+def test_ray_goes_on_after_a_worker_was_killed_in_a_save(tmp_path: Path) -> None:
+    kill = Kill(1, "step-00000004", "data")
+    life, report, result = run_ray(tmp_path, kill, {"die_once": True})
+    assert report["resumed_step"] == 2
+    assert result == {"checkpoint": f"{life.root}/run/step-00000006", "metrics": {"step": 6, "loss": 1 / 6}}
+    steps = [each.step for each in ckpt.list_checkpoints(life.root) if each.state == "committed"]
+    assert steps == [4, 6]  # keep=2
+
+
+def test_a_node_that_ray_drains_is_saved_before_it_goes(tmp_path: Path) -> None:
+    life, report, result = run_ray(tmp_path, None, {"drain_at": 5, "async_mode": "thread"})
+    assert report["resumed_step"] is None
+    assert result["checkpoint"] == f"{life.root}/run/step-00000006"  # it trained on to its end
+    steps = [each.step for each in ckpt.list_checkpoints(life.root) if each.state == "committed"]
+    assert steps == [5, 6]
+
+
+def run_ray(folder: Path, kill: Kill | None, options: Mapping[str, Any]) -> tuple[Life, Any, Any]:
+    """Train six steps on two workers; return the life, its report, and what Ray's result says."""
+    life = replace(life_of(RAY, folder), steps=6, kill=kill, options=options)
+    report = run_life(RAY, python_of("ray"), life, world_size=2)
+    return life, report, json.loads((Path(life.scratch) / "result.json").read_text())
