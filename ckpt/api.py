@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
-from typing import Any, TypeGuard
+from typing import Any, Literal, TypeGuard
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -21,6 +21,7 @@ from ckpt.consistency.commit import proves_no_commit
 from ckpt.dcp_storage import DcpStorage
 from ckpt.errors import CheckpointError, CommitUnknown, ConfigurationError, LoadFailed, SaveFailed
 from ckpt.format.names import last_segment
+from ckpt.models.writer import ModelWriter, shard_bytes
 from ckpt.ranks.group import DEFAULT_TIMEOUT_S, Ranks, RanksFailed
 from ckpt.ranks.lost_ranks import lost, summary
 from ckpt.reading.reader import CheckpointReader
@@ -30,6 +31,8 @@ from ckpt.writing.stager import Stager
 from ckpt.writing.writer import CheckpointWriter
 
 __all__ = ["async_save", "load", "save"]
+
+SaveFormat = Literal["ckpt", "safetensors"]
 
 _background = Background()
 _stager = Stager()
@@ -49,12 +52,19 @@ def save(
     max_bandwidth_bytes_per_s: float | None = None,
     tags: Mapping[str, str] | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
+    format: SaveFormat = "ckpt",
+    max_shard_size: int | str | None = None,
 ) -> Metadata:
     """Save `state_dict` from all ranks; when this returns, the checkpoint is committed and durable.
 
     `planner`, `process_group` and `no_dist` are those of `dcp.save`, the others those of
     `CheckpointWriter`. Without a `process_group` the ranks talk over a gloo group of this library's
     own.
+
+    With `format="safetensors"`, `state_dict` is that of a model, and a folder results that transformers
+    reads as it is (`docs/servable.md`): each tensor whole in one of the files, none larger than
+    `max_shard_size` (bytes, or "2GB"; default 5 GB) unless one tensor is. It is a checkpoint like any
+    other. There is no `planner` then.
 
     When a rank or its storage hangs, all ranks fail within `timeout_s` seconds, and their errors
     name the rank and what it was doing. A rank that is slow, but makes progress, is waited for.
@@ -64,7 +74,10 @@ def save(
         ConfigurationError: an argument is wrong.
     """
     make_writer = partial(
-        CheckpointWriter,
+        _writer,
+        format,
+        max_shard_size,
+        planner,
         url,
         storage_options=storage_options,
         overwrite=overwrite,
@@ -93,16 +106,22 @@ def async_save(
     max_bandwidth_bytes_per_s: float | None = None,
     tags: Mapping[str, str] | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
+    format: SaveFormat = "ckpt",
+    max_shard_size: int | str | None = None,
 ) -> Future[Metadata]:
     """Copy the state to CPU memory, return, and save the copy in the background as `save` does.
 
+    `format` and `max_shard_size` are those of `save`.
     Later changes of the tensors do not reach the checkpoint. One save runs at a time: a call during
     an earlier one waits for that first. The checkpoint is committed when the future's `result()`
     returns; it raises what `save` would raise. A failure is also logged. A program that ends waits
     for a running save.
     """
     make_writer = partial(
-        CheckpointWriter,
+        _writer,
+        format,
+        max_shard_size,
+        planner,
         url,
         storage_options=storage_options,
         overwrite=overwrite,
@@ -140,7 +159,7 @@ def load(
     trusted_objects: Collection[str] = (),
     timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> None:
-    """Load a checkpoint into `state_dict` in place, on any number of ranks.
+    """Load a checkpoint, or a folder of safetensors files, into `state_dict` in place, on any number of ranks.
 
     The first rank opens the checkpoint and tells the others, so that all load the same one or none
     does. When a rank makes no progress, the others fail within `timeout_s` seconds, and their
@@ -177,6 +196,7 @@ def load(
         reader, values = ranks.together(call, prepare)
         with closing(reader):
             _open_together(reader, ranks)
+            values = reader.without_tied(values)
             group = {"process_group": ranks.group, "no_dist": ranks.no_dist}
             try:
                 with _interrupts(reader, ranks):
@@ -184,6 +204,21 @@ def load(
             except CheckpointException as error:
                 raise _load_error(error, place) from error
         ranks.together(call, lambda: _put_back(state_dict, values))
+
+
+def _writer(
+    format: SaveFormat, max_shard_size: int | str | None, planner: object, url: Any, **more: Any
+) -> CheckpointWriter:
+    """Make the writer for a format. Raises ConfigurationError if an argument is wrong."""
+    if format == "safetensors":
+        if planner is not None:
+            raise ConfigurationError('format="safetensors" has a layout of its own; it takes no planner')
+        return ModelWriter(url, max_shard_bytes=shard_bytes(max_shard_size), **more)
+    if format != "ckpt":
+        raise ConfigurationError(f'format must be "ckpt" or "safetensors", not {format!r:.100}')
+    if max_shard_size is not None:
+        raise ConfigurationError('max_shard_size is for format="safetensors"')
+    return CheckpointWriter(url, **more)
 
 
 def _prepare_save(
@@ -202,6 +237,8 @@ def _prepare_save(
         writer = make_writer()
         writer.use(ranks.progress)
         values = values_of(state_dict)
+        if isinstance(writer, ModelWriter):
+            writer.take({key: values[key] for key in state_dict}, ranks)
         return writer, _stager.stage(values) if copy else values
 
     place = place_of(url)

@@ -93,7 +93,7 @@ def _our_results(plans: list[SavePlan], place: str) -> list[list[WriteResult]]:
     from ckpt.format.names import data_key, last_segment, manifest_key
     from ckpt.format.records import ManifestRef
     from ckpt.writing.receipts import PlacedItem, RankReceipt, pack_items
-    from ckpt.writing.writer import _RECEIPT
+    from ckpt.writing.writer import RECEIPT
 
     results = []
     for rank, plan in enumerate(plans):
@@ -109,7 +109,7 @@ def _our_results(plans: list[SavePlan], place: str) -> list[list[WriteResult]]:
         )  # fmt: skip
         files = [data_key(rank, token, 0)]
         receipt = RankReceipt(rank, last_segment(place), manifest, files, pack_items(rows))
-        results.append([WriteResult(_RECEIPT, 0, receipt)])
+        results.append([WriteResult(RECEIPT, 0, receipt)])
     return results
 
 

@@ -17,12 +17,13 @@ from ckpt.backends.wrapper import PrefixStore
 from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY
 from ckpt.conversion.checkpoint_source import CheckpointSource
 from ckpt.conversion.formats import Format, check_format
-from ckpt.conversion.safetensors_source import SUFFIXES, SafetensorsSource, find_model
+from ckpt.conversion.safetensors_source import SafetensorsSource
 from ckpt.conversion.source import CONFIG_KEY, Location, TensorSource
 from ckpt.conversion.torch_source import TorchFileSource
 from ckpt.errors import AccessDenied, ConfigurationError, FormatError, NotFound
 from ckpt.reading.opening import is_rank_local
 from ckpt.reading.slices import OpenCheckpoint
+from ckpt.stock.safetensors_files import SUFFIXES, find_model
 from ckpt.transfer.threads import thread_pool
 
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")

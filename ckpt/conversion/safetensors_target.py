@@ -12,17 +12,16 @@ import torch
 from ckpt.backends.base import exists, read_bytes
 from ckpt.backends.bodies import Body
 from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY
-from ckpt.conversion.safetensors_format import DTYPES, INDEX_SUFFIX, METADATA, encode_header, encode_index
 from ckpt.conversion.selection import ChosenTensor
 from ckpt.conversion.source import CONFIG_KEY
 from ckpt.conversion.target import FileTarget, Written, end_to_end
 from ckpt.errors import ConfigurationError, StorageError
 from ckpt.format.dtypes import dtype_name
+from ckpt.format.model_index import MODEL_INDEX_KEY, SINGLE_MODEL_KEY, encode_model_index
+from ckpt.stock.safetensors_format import DTYPES, METADATA, encode_header
 from ckpt.transfer.file_body import BytesPayload
 from ckpt.writing.layout import pack
 
-_INDEX = f"model{INDEX_SUFFIX}"
-_SINGLE = "model.safetensors"
 _MAX_CONFIG_BYTES = 16 << 20
 
 
@@ -80,7 +79,7 @@ class SafetensorsTarget(FileTarget):
         store = self.destination.folder
         store.prepare("")
         self.refuse_existing(
-            (_INDEX, _SINGLE, COMMIT_KEY, STOCK_METADATA_KEY),
+            (MODEL_INDEX_KEY, SINGLE_MODEL_KEY, COMMIT_KEY, STOCK_METADATA_KEY),
             "there is a model or checkpoint here already; choose another place, or remove it first",
         )
         if not self.overwrite:
@@ -111,7 +110,7 @@ class SafetensorsTarget(FileTarget):
             tensors = self.selection.tensors
             files = {tensor.name: name for name, shard in self._shards.items() for tensor in shard}
             elements = sum(tensor.elements for tensor in tensors)
-            self.put_bytes(_INDEX, encode_index(files, self.selection.nbytes, elements))
+            self.put_bytes(MODEL_INDEX_KEY, encode_model_index(files, self.selection.nbytes, elements))
 
 
 def _shards(tensors: Sequence[ChosenTensor], max_bytes: int) -> dict[str, list[ChosenTensor]]:
@@ -125,7 +124,7 @@ def _shards(tensors: Sequence[ChosenTensor], max_bytes: int) -> dict[str, list[C
         shards[-1].append(tensor)
         size += tensor.nbytes
     if len(shards) == 1:
-        return {_SINGLE: shards[0]}
+        return {SINGLE_MODEL_KEY: shards[0]}
     return {f"model-{n:05d}-of-{len(shards):05d}.safetensors": shard for n, shard in enumerate(shards, 1)}
 
 

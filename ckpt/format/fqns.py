@@ -55,3 +55,8 @@ def paths_of(planner_data: Any) -> dict[str, Path]:
         and path
         and all(type(part) in (str, int) for part in path)
     }
+
+
+def natural(name: str) -> list[tuple[int, int | str]]:
+    """Make a key that sorts `layers.2` before `layers.10`."""
+    return [(0, int(part)) if part.isdecimal() and len(part) < 19 else (1, part) for part in name.split(".")]

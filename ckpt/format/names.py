@@ -8,9 +8,14 @@ from dataclasses import dataclass
 _RANK = r"rank-([0-9]{5}|[1-9][0-9]{5,})"
 _TOKEN = r"([0-9a-f]{16})"
 _NAME = re.compile(rf"{_RANK}/{_TOKEN}(?:-(0|[1-9][0-9]*)\.distcp|\.(json|index|metadata|probe))")
+_MODEL_FILE = rf"model-{_TOKEN}-([0-9]{{5,9}})-of-([0-9]{{5,9}})\.safetensors"
+_MODEL_NAME = re.compile(_MODEL_FILE)
 _RANK_DIRECTORY = re.compile(_RANK)
 _RANK_OF_FILE = re.compile(rf"{_RANK}/[^/]*|__([0-9]+)_[0-9]+\.distcp")
-_PLACE_AND_KEY = re.compile(rf"(?:(.*)/)?({_RANK}/[^/]+|\.metadata|commit\.json)")
+_PLACE_AND_KEY = re.compile(rf"(?:(.*)/)?({_RANK}/[^/]+|{_MODEL_FILE}|\.metadata|commit\.json)")
+
+MODEL_PREFIX = "model-"
+"""How the names of a model's files begin; those of this library go on with a token."""
 
 DATA_KEY_IN_BYTES = re.compile(rf"{_RANK}/{_TOKEN}-[0-9]+\.distcp".encode())
 """Finds the name of a data file of ours in a pickle without decoding it."""
@@ -21,9 +26,10 @@ class ObjectName:
     """The parsed name of an object that a save writes once, relative to its checkpoint.
 
     Attributes:
-        rank: the rank that wrote it.
+        rank: the rank that wrote it; of a model's file that whose manifest lists it.
         token: 16 hexadecimal digits that only this rank's part of this save has.
-        kind: `distcp` (data), `json` (manifest), `index`, `metadata` (its predecessor) or `probe`.
+        kind: `distcp` (data), `safetensors` (a model's data), `json` (manifest), `index`, `metadata`
+            (its predecessor) or `probe`.
         number: of a data file, counted from 0; None for the other kinds.
     """
 
@@ -35,6 +41,8 @@ class ObjectName:
     @staticmethod
     def parse(key: str) -> ObjectName | None:
         """Parse a key; None if it is not a name that this library gives."""
+        if (match := _MODEL_NAME.fullmatch(key)) is not None:
+            return ObjectName(0, match[1], "safetensors", int(match[2]) - 1)
         match = _NAME.fullmatch(key)
         if match is None:
             return None
@@ -42,6 +50,11 @@ class ObjectName:
         if number is None:
             return ObjectName(int(rank), token, kind)
         return ObjectName(int(rank), token, "distcp", int(number))
+
+    @property
+    def is_data(self) -> bool:
+        """True for a data file, which a manifest lists."""
+        return self.number is not None
 
     @property
     def stem(self) -> str:
@@ -57,6 +70,11 @@ def rank_directory(rank: int) -> str:
 def data_key(rank: int, token: str, number: int) -> str:
     """Name a data file."""
     return f"{rank_directory(rank)}/{token}-{number}.distcp"
+
+
+def model_key(token: str, number: int, count: int) -> str:
+    """Name the data file `number`, from 0, of the `count` that hold a model: as transformers does, with a token."""
+    return f"{MODEL_PREFIX}{token}-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
 def manifest_key(rank: int, token: str) -> str:
@@ -76,12 +94,13 @@ def probe_key(rank: int, token: str) -> str:
 
 def is_our_name(key: str) -> bool:
     """Tell whether this library gives such a name to an object that it writes once."""
-    return _NAME.fullmatch(key) is not None
+    return ObjectName.parse(key) is not None
 
 
 def is_data_key(key: str) -> bool:
     """Tell whether this library gives such a name to a data file."""
-    return key.endswith(".distcp") and is_our_name(key)
+    name = ObjectName.parse(key)
+    return name is not None and name.is_data
 
 
 def is_rank_directory(folder: str) -> bool:

@@ -20,6 +20,8 @@ from ckpt.errors import FormatError
 
 FORMAT_NAME = "ckpt-storage"
 FORMAT_VERSION = 2
+MODEL_VERSION = 3
+"""Of the records of a model in safetensors files, which readers of version 2 do not know."""
 MAX_METADATA_BYTES = 8 << 30
 """The largest `.metadata` or index that is read."""
 
@@ -46,7 +48,8 @@ class ManifestRef(ObjectRef, frozen=True, kw_only=True):
 class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
     """`commit.json`, which makes a save a checkpoint.
 
-    `index` describes the contents; `metadata` did in format version 1.
+    `index` describes the contents; `metadata` did in format version 1. `layout` is "safetensors" for
+    a model in files of that kind (version 3); else the data files hold `torch.save` items.
     """
 
     format: str = FORMAT_NAME
@@ -61,6 +64,12 @@ class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
     metadata: ObjectRef | msgspec.UnsetType = msgspec.UNSET
     manifests: list[ManifestRef]
     tags: dict[str, str] = {}
+    layout: str | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def is_model(self) -> bool:
+        """True for a model in safetensors files, which transformers reads."""
+        return self.layout == "safetensors"
 
     @property
     def described_by(self) -> ObjectRef:
@@ -190,9 +199,9 @@ def _decode(
     try:
         header = _HEADER.decode(body)
         _require(header.format == FORMAT_NAME, f"another format ({header.format[:40]!r})")
-        if header.version > FORMAT_VERSION:
+        if header.version > MODEL_VERSION:
             raise FormatError(
-                f"written in format version {header.version}; this library reads up to {FORMAT_VERSION}, update it"
+                f"written in format version {header.version}; this library reads up to {MODEL_VERSION}, update it"
             )
         record = decoder.decode(body)
         check(record)
@@ -205,6 +214,10 @@ def _decode(
 
 def _check_commit(commit: CommitRecord) -> None:
     _require(commit.has_index or isinstance(commit.metadata, ObjectRef), "no index")
+    if commit.layout is not msgspec.UNSET and not (commit.is_model and commit.version == MODEL_VERSION):
+        raise FormatError(
+            f"its data files have the layout {commit.layout[:40]!r}, which this library does not know"
+        )
     for ref in commit.refs:
         _check_path(ref.path)
         _require(ref.size_bytes >= 0, "a negative size")

@@ -19,7 +19,8 @@ from ckpt.consistency.visibility import when_visible
 from ckpt.errors import CommitConflict, FormatError, IntegrityError, Truncated, UnsafeContent
 from ckpt.format.columns import Columns
 from ckpt.format.index import decode_index
-from ckpt.format.names import ObjectName, is_data_key, manifest_key
+from ckpt.format.model_index import INDEX_SUFFIX
+from ckpt.format.names import ObjectName, manifest_key
 from ckpt.format.records import (
     MAX_METADATA_BYTES,
     CommitRecord,
@@ -124,11 +125,21 @@ class Checkpoint:
             raise self.fault(error.message, self.metadata_key) from None
 
     @property
+    def is_model_folder(self) -> bool:
+        """True for safetensors files without a commit; `metadata_bytes` are an index made of their headers."""
+        return self.commit is None and self.metadata_key.endswith((".safetensors", INDEX_SUFFIX))
+
+    @property
+    def is_model(self) -> bool:
+        """True for a model in safetensors files, with a commit or without."""
+        return self.is_model_folder or (self.commit is not None and self.commit.is_model)
+
+    @property
     def identity(self) -> str:
         """Tell this checkpoint from others at the same place; every rank has the same answer."""
         if self.commit is not None:
             return self.commit.id
-        if self.metadata_key != STOCK_METADATA_KEY:
+        if self.metadata_key != STOCK_METADATA_KEY and not self.is_model_folder:
             return "one rank's part"
         return crc_text(crc64nvme(self.metadata_bytes))
 
@@ -213,6 +224,8 @@ class Checkpoint:
 
     def _decode(self, is_shared: bool) -> Columns | Metadata:
         store, key, data = self.store, self.metadata_key, self.metadata_bytes
+        if self.is_model_folder:
+            return decode_index(data, url=store.url, key=key)
         if self.commit is not None and self.commit.has_index:
             stored = functools.partial(manifest_bytes, store, self.commit, self._stored_bytes)
             return decode_index(data, url=store.url, key=key, manifest_bytes=None if is_shared else stored)
@@ -232,7 +245,7 @@ class Checkpoint:
 
     def _manifest_key(self, path: str) -> str:
         name = ObjectName.parse(path)
-        key = manifest_key(name.rank, name.token) if name is not None and name.kind == "distcp" else ""
+        key = manifest_key(name.rank, name.token) if name is not None and name.is_data else ""
         if key not in self._refs:
             message = f"the metadata names a file that no manifest of this commit can list: {path[:80]!r}"
             raise self.fault(message, COMMIT_KEY)
@@ -242,8 +255,8 @@ class Checkpoint:
         assert self.stored_commit is not None
         data = read_listed(self.store, self.settings, self._refs[key], self.stored_commit)
         manifest = decode_manifest(data, url=self.store.url, key=key)
-        stem = key.removesuffix(".json") + "-"
-        if not all(file.path.startswith(stem) and is_data_key(file.path) for file in manifest.files):
+        names = [ObjectName.parse(file.path) for file in manifest.files]
+        if not all(name and name.is_data and f"{name.stem}.json" == key for name in names):
             raise self.fault("lists a data file under a name that this library does not give it", key)
         return manifest
 

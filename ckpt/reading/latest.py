@@ -24,7 +24,7 @@ from ckpt.errors import (
     NotFound,
     UnsafeContent,
 )
-from ckpt.format.names import DATA_KEY_IN_BYTES, ObjectName, data_key
+from ckpt.format.names import DATA_KEY_IN_BYTES, ObjectName, data_key, model_key
 from ckpt.format.records import CommitRecord, ManifestRef, ObjectRef, StoredCommit, await_commit, read_commit
 from ckpt.format.run_record import RunRecord
 from ckpt.transfer.threads import in_order, workers
@@ -132,7 +132,7 @@ class _Listed:
     """The sizes of a commit's objects as a listing shows them."""
 
     def __init__(self, store: Store, record: CommitRecord) -> None:
-        self._store = store
+        self._store, self._is_model = store, record.is_model
         self._sizes: dict[str, int] = dict.fromkeys((ref.path for ref in record.refs), -1)
         self._files: Counter[str] = Counter()
         self._bytes: Counter[str] = Counter()
@@ -141,7 +141,7 @@ class _Listed:
                 if stat.key in self._sizes:
                     self._sizes[stat.key] = stat.size_bytes
                 name = ObjectName.parse(stat.key)
-                if name is not None and name.kind == "distcp":
+                if name is not None and name.is_data:
                     self._files[name.stem] += 1
                     self._bytes[name.stem] += stat.size_bytes
 
@@ -163,8 +163,11 @@ class _Listed:
         name = ObjectName.parse(ref.path)
         if name is None:
             return f"{ref.path}: a name that this library does not give"
-        keys = (data_key(name.rank, name.token, number) for number in range(ref.files))
+        if self._is_model:
+            keys = [model_key(name.token, number, ref.files) for number in range(ref.files)]
+        else:
+            keys = [data_key(name.rank, name.token, number) for number in range(ref.files)]
         size_bytes = sum(self._store.stat(key).size_bytes for key in keys)
         if size_bytes == ref.data_bytes:
             return None
-        return f"{stem}-*.distcp: {size_bytes} bytes in {ref.files} files, {ref.data_bytes} were written"
+        return f"data files of {stem}: {size_bytes} bytes in {ref.files} files, {ref.data_bytes} were written"

@@ -78,7 +78,7 @@ class Loader:
         check_coverage(self._planner, self._checkpoint.metadata, self._filled, url=self._store.url)
         infos = [self._info(item.storage_index) for item in items]
         self._checkpoint.prepare({info.relative_path for info in infos}, self._threads)
-        if self._checkpoint.commit is None:
+        if self._checkpoint.commit is None and not self._checkpoint.is_model_folder:
             self._locate(items, infos)
         # In the order of the files, whatever the planner's order is.
         order = sorted(range(len(items)), key=lambda i: (infos[i].relative_path, infos[i].offset))
@@ -198,6 +198,8 @@ class Loader:
     ) -> StoredTensor | None:
         """Find the dense tensor in an item; None if the item has to be read as a whole."""
         shape, dtype = chunk_of(self._checkpoint, index)
+        if self._checkpoint.is_model_folder:
+            return StoredTensor.row_major(info.offset, dtype, shape)
         if record is None:
             located = self._checkpoint.located.get((info.relative_path, info.offset))
             if located is not None and located.shape != tuple(shape):

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from ckpt.backends.base import Store, exists
 from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY
 from ckpt.errors import NotCommitted, NotFound, StorageError, UnsafeContent
-from ckpt.format.names import is_rank_directory, last_segment, split_place
+from ckpt.format.names import is_our_name, is_rank_directory, last_segment, split_place
 from ckpt.format.run_record import RUN_KEY
 
 _MAX_KEYS = 1000  # one page of a listing of S3
@@ -42,7 +42,7 @@ def _about_file(url: str) -> str:
         folder = url.rpartition("/")[0] if place is None else place[0]
         return f"this is a file of a checkpoint; give its folder, {folder}"
     if name.endswith(_SAFETENSORS):
-        return f"this is a file of a safetensors model, not a checkpoint; {_CONVERT}"
+        return f"this is a file of a safetensors model, not a checkpoint; {_CONVERT}, and `ckpt.load` reads its folder"
     if name.endswith(_TORCH):
         return f"this is a file, by its name one of torch.save, not a checkpoint; {_CONVERT}"
     return "this is a file; a checkpoint is a folder"
@@ -57,7 +57,7 @@ def _about_folder(store: Store, keys: Collection[str]) -> str:
     if any(map(is_rank_directory, folders)) or any(map(_is_of_save, files)):
         return _UNFINISHED
     if any(name.endswith(_SAFETENSORS) for name in files):
-        return f"this is a safetensors model, not a checkpoint; {_CONVERT}"
+        return f"this is a safetensors model, not a checkpoint; `ckpt.load` reads it, and {_CONVERT}"
     if any(name.endswith(_TORCH) for name in files):
         return (
             "there is no checkpoint here, but files of torch.save; `ckpt convert` makes a checkpoint of one"
@@ -78,7 +78,7 @@ def _about_folder(store: Store, keys: Collection[str]) -> str:
 
 
 def _is_of_save(name: str) -> bool:
-    return name in (COMMIT_KEY, STOCK_METADATA_KEY) or name.endswith(".distcp")
+    return name in (COMMIT_KEY, STOCK_METADATA_KEY) or name.endswith(".distcp") or is_our_name(name)
 
 
 def _latest(store: Store, keys: Collection[str], folders: Collection[str]) -> str | None:

@@ -77,6 +77,25 @@ def open_whole(store: Store, settings: ReadSettings) -> Checkpoint | None:
         return None
 
 
+def open_loadable(store: Store, settings: ReadSettings) -> Checkpoint | None:
+    """Open as `open_whole` does, or a folder of safetensors files of any program.
+
+    Raises as that; ConfigurationError if there are several models.
+    """
+    from ckpt.reading.model_folder import is_another_programs, open_model
+
+    # Where a commit may not be visible yet, nobody waits for one that will never be.
+    if not store.capabilities.cross_client_visibility and is_another_programs(store):
+        return open_model(store, settings)
+    try:
+        return open_whole(store, settings)
+    except (NotFound, NotCommitted):
+        model = open_model(store, settings)
+        if model is None:
+            raise
+        return model
+
+
 def open_rank_local(store: Store, settings: ReadSettings, rank: int) -> Checkpoint:
     """Open one rank's part of a stock checkpoint that was saved with `use_collectives=False`."""
     key = f"__{rank}{STOCK_METADATA_KEY}"

@@ -21,8 +21,9 @@ from ckpt.errors import CheckpointError, CommitConflict, ConfigurationError
 from ckpt.ranks.group import DEFAULT_TIMEOUT_S
 from ckpt.reading.checkpoint import Checkpoint, ReadSettings
 from ckpt.reading.loader import Loader
-from ckpt.reading.opening import open_checkpoint, open_rank_local, open_whole
+from ckpt.reading.opening import open_checkpoint, open_loadable, open_rank_local
 from ckpt.transfer.threads import workers
+from ckpt.transfer.tied_tensors import tied_names
 
 
 class CheckpointReader(DcpStorage, StorageReader):
@@ -153,12 +154,27 @@ class CheckpointReader(DcpStorage, StorageReader):
         opens its own part later. Raises NotFound, NotCommitted, IntegrityError, FormatError,
         UnsafeContent or NotVisible.
         """
-        self._next = open_whole(self._store, self._settings)
+        self._next = open_loadable(self._store, self._settings)
         return self._next
 
     def adopt(self, shared: bytes) -> None:
         """Use the checkpoint that another rank encoded with `open().share()`."""
         self._next = Checkpoint.adopt(self._store, self._settings, shared)
+
+    def without_tied(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Leave out tensors that a model's folder holds under another name of the same memory.
+
+        Models are written without them: of embedding and head that are one, without the head.
+        """
+        checkpoint = self._next
+        if checkpoint is None or not checkpoint.is_model:
+            return values
+        stored = checkpoint.columns.entries
+        known = {name: value for name, value in values.items() if name in stored}
+        tied = tied_names({**known, **values})
+        return {
+            name: value for name, value in values.items() if name in stored or tied.get(name) not in stored
+        }
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_checkpoint": None, "_next": None}
@@ -169,7 +185,7 @@ class CheckpointReader(DcpStorage, StorageReader):
         DCP tells the rank only if parts are loaded its own way, in which a rank that fails leaves the
         others waiting. So it is guessed, and corrected in `set_up_storage_reader`.
         """
-        self._checkpoint = open_whole(self._store, self._settings)
+        self._checkpoint = open_loadable(self._store, self._settings)
         if self._checkpoint is None:
             if rank is None:
                 rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0

@@ -24,7 +24,7 @@ from ckpt.backends.base import PutMode, Store, exists, read_bytes
 from ckpt.backends.bodies import Body, CheckedBody
 from ckpt.backends.registry import open_store
 from ckpt.consistency.checksums import crc64nvme, crc_text
-from ckpt.consistency.commit import STOCK_METADATA_KEY, proves_no_commit
+from ckpt.consistency.commit import proves_no_commit
 from ckpt.errors import (
     AlreadyExists,
     CheckpointError,
@@ -34,8 +34,16 @@ from ckpt.errors import (
     IntegrityError,
     NotFound,
 )
-from ckpt.format.names import ObjectName, data_key, manifest_key, rank_directory
-from ckpt.format.records import FORMAT_VERSION, ManifestRef, RankManifest, StoredCommit, encode, read_commit
+from ckpt.format.names import MODEL_PREFIX, ObjectName, data_key, manifest_key, model_key, rank_directory
+from ckpt.format.records import (
+    FORMAT_VERSION,
+    MODEL_VERSION,
+    ManifestRef,
+    RankManifest,
+    StoredCommit,
+    encode,
+    read_commit,
+)
 from ckpt.reading.checkpoint import Checkpoint, ReadSettings
 from ckpt.reading.opening import open_checkpoint, open_parts
 from ckpt.tools.copy_claims import CopyClaims
@@ -49,7 +57,7 @@ from ckpt.transfer.reports import ReportBytes, no_report
 from ckpt.transfer.threads import in_order, workers
 from ckpt.writing.coordinator import Coordinator
 from ckpt.writing.save_objects import SaveObjects
-from ckpt.writing.stock_metadata import put_stock_metadata, stock_metadata_of
+from ckpt.writing.stock_metadata import put_stock_metadata, stock_key, stock_metadata_of
 
 _BUDGET_BYTES = 256 << 20
 _FILES_AT_ONCE = 4
@@ -114,6 +122,8 @@ class _RankCopy:
 
     def key(self, number: int) -> str:
         """Name a data file."""
+        if self.manifest.version == MODEL_VERSION:
+            return model_key(self.token, number, len(self.manifest.files))
         return data_key(self.ref.rank, self.token, number)
 
     def encode(self) -> bytes:
@@ -122,7 +132,8 @@ class _RankCopy:
             msgspec.structs.replace(file, path=self.key(number))
             for number, file in enumerate(self.manifest.files)
         ]
-        facts = {"version": FORMAT_VERSION, "rank": self.ref.rank, "token": self.token, "files": files}
+        version = max(self.manifest.version, FORMAT_VERSION)
+        facts = {"version": version, "rank": self.ref.rank, "token": self.token, "files": files}
         return encode(msgspec.structs.replace(self.manifest, **facts))
 
 
@@ -154,12 +165,12 @@ class _CheckpointCopy:
 
     def run(self, overwrite: bool) -> Copied:
         if not overwrite and (same := self._same_commit()) is not None:
-            if not exists(self._to, STOCK_METADATA_KEY):  # interrupted right after its commit
+            if not exists(self._to, stock_key(same.record)):  # interrupted right after its commit
                 put_stock_metadata(self._to, same, stock_metadata_of(self._to, same.record))
             self._done.already_there = True
             return self._done
         coordinator = Coordinator(self._to, self._objects)
-        coordinator.look(overwrite=overwrite)
+        coordinator.look(overwrite=overwrite, model=self._commit.is_model)
         leftovers = self._find_leftovers()
         self._to.prepare(rank_directory(0))
         try:
@@ -170,7 +181,8 @@ class _CheckpointCopy:
             raise
         self._refuse(self._indexed.left_over())
         manifests = sorted(self._refs, key=lambda ref: ref.rank)
-        facts = {"version": FORMAT_VERSION, "manifests": manifests, "metadata": msgspec.UNSET}
+        version = max(self._commit.version, FORMAT_VERSION)
+        facts = {"version": version, "manifests": manifests, "metadata": msgspec.UNSET}
         columns = self._indexed.columns
         renamed = [self._paths[path] for path in columns.files]
         try:
@@ -231,9 +243,10 @@ class _CheckpointCopy:
         used = stems_of(None if commit is None else commit.record)
         leftovers: _Leftovers = defaultdict(lambda: defaultdict(dict))
         now_s: float | None = None
-        for stat in itertools.islice(self._to.list("rank-"), _MAX_LEFTOVERS):
+        listed = map(self._to.list, ("rank-", MODEL_PREFIX) if self._commit.is_model else ("rank-",))
+        for stat in itertools.islice(itertools.chain.from_iterable(listed), _MAX_LEFTOVERS):
             name = ObjectName.parse(stat.key)
-            if name is None or name.stem in used or name.kind not in ("distcp", "json"):
+            if name is None or name.stem in used or not (name.is_data or name.kind == "json"):
                 continue
             now_s = time_of(self._to) if now_s is None else now_s
             if stat.modified_at_s is None or now_s - stat.modified_at_s < _MAX_LEFTOVER_AGE_S:

@@ -28,7 +28,7 @@ from ckpt.format.names import ObjectName, is_our_name, is_rank_directory, probe_
 from ckpt.format.records import CommitRecord, StoredCommit, read_commit
 from ckpt.tools.findings import find_uploads
 from ckpt.tools.ls import find_folders
-from ckpt.writing.stock_metadata import put_stock_metadata, stock_metadata_of
+from ckpt.writing.stock_metadata import is_anothers, put_stock_metadata, stock_key, stock_metadata_of
 
 DEFAULT_GRACE_S = 24 * 3600.0
 _PROMPTLY_S = 10.0
@@ -162,7 +162,8 @@ class _Collector:
                 # A probe belongs to no checkpoint, not even to that of its own save.
                 and (name.stem not in kept or name.kind == "probe")
             ]
-            records = {stat.key: stat for stat in listed if stat.key in (STOCK_METADATA_KEY, COMMIT_KEY)}
+            key = STOCK_METADATA_KEY if commit is None else stock_key(commit.record)
+            records = {stat.key: stat for stat in listed if stat.key in (key, COMMIT_KEY)}
             if commit is None:
                 left += [stat for key, stat in records.items() if key == STOCK_METADATA_KEY]
             old = [stat for stat in left if self._is_old(stat)]
@@ -178,8 +179,9 @@ class _Collector:
                 self.garbage.skipped[old.path] = "a save was committed meanwhile"
                 return
             self._record(store, commit)
-            metadata = self._old_metadata(store)
-            if commit is not None and (metadata is not None or not exists(store, STOCK_METADATA_KEY)):
+            key = STOCK_METADATA_KEY if commit is None else stock_key(commit.record)
+            metadata = self._old_metadata(store, key)
+            if commit is not None and (metadata is not None or not exists(store, key)):
                 self._restore(store, old.path, commit, metadata)
             going = [stat for stat in old.stats if stat.key != STOCK_METADATA_KEY or metadata is not None]
             if not self.dry_run:
@@ -206,13 +208,13 @@ class _Collector:
         except CheckpointError as error:
             self.garbage.skipped[path] = error.message
 
-    def _old_metadata(self, store: Store) -> ObjectStat | None:
-        """Find `.metadata`, if a save of this library wrote it and is long over."""
+    def _old_metadata(self, store: Store, key: str) -> ObjectStat | None:
+        """Find `.metadata`, or the index of a model, if a save of this library wrote it and is long over."""
         try:
-            stat = store.stat(STOCK_METADATA_KEY)
+            stat = store.stat(key)
         except NotFound:
             return None
-        return stat if self._is_old(stat) and not is_foreign(store) else None
+        return stat if self._is_old(stat) and not is_anothers(store, key) else None
 
     def abandon(self, store: Store, ours: set[str]) -> None:
         """Abort uploads and remove temporary files whose names are this library's."""
@@ -237,7 +239,10 @@ class _Collector:
 
     def _lacks_metadata(self, records: Mapping[str, ObjectStat]) -> bool:
         """Tell whether `.metadata` may not be that of the commit: missing, or put long after it."""
-        commit, metadata = records.get(COMMIT_KEY), records.get(STOCK_METADATA_KEY)
+        commit, metadata = (
+            records.get(COMMIT_KEY),
+            next((s for key, s in records.items() if key != COMMIT_KEY), None),
+        )
         if commit is None or not self._is_old(commit):
             return False
         if metadata is None:

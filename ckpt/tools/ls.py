@@ -19,7 +19,7 @@ from ckpt.backends.registry import open_store
 from ckpt.backends.wrapper import PrefixStore
 from ckpt.consistency.commit import STOCK_METADATA_KEY
 from ckpt.errors import AccessDenied, CheckpointError, NotFound, StorageError
-from ckpt.format.names import is_rank_directory
+from ckpt.format.names import MODEL_PREFIX, is_our_name, is_rank_directory
 from ckpt.format.records import CommitRecord, read_commit
 from ckpt.format.run_record import RunRecord, read_run
 from ckpt.reading.latest import created_at_s, is_stock, missing_object, newest_first
@@ -182,7 +182,7 @@ def _classify(folder: PrefixStore, names: Iterable[str]) -> ListedCheckpoint | N
     if is_stock(folder):
         return _summed(folder, replace(base, state="foreign"))
     has_metadata = exists(folder, STOCK_METADATA_KEY)
-    if not begun and not has_metadata:
+    if not begun and not has_metadata and not _begins_model(folder):
         return None
     uploads: list[ObjectStat] = []
     with contextlib.suppress(StorageError):  # not allowed, or not known to the server
@@ -190,6 +190,14 @@ def _classify(folder: PrefixStore, names: Iterable[str]) -> ListedCheckpoint | N
     incomplete = _summed(folder, base, uploads)
     # Folders may stay empty where uploads were aborted (`rclone serve s3`).
     return incomplete if has_metadata or incomplete.size_bytes is not None else None
+
+
+def _begins_model(folder: PrefixStore) -> bool:
+    """Tell whether there are files of an interrupted save of a model.
+
+    Such a save has made the folder of its first rank before, where there are folders.
+    """
+    return folder.directory is None and any(is_our_name(stat.key) for stat in folder.list(MODEL_PREFIX))
 
 
 def _committed(base: ListedCheckpoint, record: CommitRecord) -> ListedCheckpoint:

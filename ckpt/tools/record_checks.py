@@ -10,10 +10,11 @@ import numpy as np
 
 from ckpt.backends.base import Store, read_bytes
 from ckpt.consistency.commit import STOCK_METADATA_KEY
-from ckpt.consistency.seal import seal_pickle, unseal_pickle
+from ckpt.consistency.seal import seal_pickle, unseal_json, unseal_pickle
 from ckpt.errors import FormatError, IntegrityError, NotFound, UnsafeContent
 from ckpt.format.columns import Columns, Integers, ObjectRow
 from ckpt.format.dtypes import item_bytes
+from ckpt.format.model_index import MAX_INDEX_BYTES, MODEL_INDEX_KEY, sealed_model_index
 from ckpt.format.records import (
     MAX_METADATA_BYTES,
     CommitRecord,
@@ -171,6 +172,8 @@ def check_stock_metadata(
 
     Returns damages, and warnings: it is written after the commit, so it may not be there yet.
     """
+    if commit.is_model:
+        return _check_model_index(store, columns)
     key, kind = STOCK_METADATA_KEY, "stock_metadata"
     try:
         data = bytes(read_bytes(store, key, max_bytes=MAX_METADATA_BYTES))
@@ -188,6 +191,22 @@ def check_stock_metadata(
         return [Damage.of_error(kind, error)], []
     message = f"that of another save, which stock PyTorch would look for; {_REMEDY}"
     return [], [Damage.of(kind, message, key, fqns=different)] if different else []
+
+
+def _check_model_index(store: Store, columns: Columns) -> tuple[list[Damage], list[Damage]]:
+    """Compare the index that transformers reads with the columns; return damages and warnings."""
+    key, kind = MODEL_INDEX_KEY, "stock_metadata"
+    try:
+        data = bytes(read_bytes(store, key, max_bytes=MAX_INDEX_BYTES))
+        if data == sealed_model_index(columns):
+            return [], []
+        unseal_json(data, url=store.url, key=key)
+    except NotFound:
+        message = f"missing, so transformers cannot read this model; {_REMEDY}"
+        return [], [Damage(kind, message, key)]
+    except (IntegrityError, FormatError, UnsafeContent) as error:
+        return [Damage.of_error(kind, error)], []
+    return [], [Damage(kind, f"that of another save, which transformers would read; {_REMEDY}", key)]
 
 
 def _different(metadata: Metadata, expected: Metadata) -> list[str]:

@@ -11,13 +11,13 @@ from typing import Any
 
 from ckpt.backends.base import Store, exists, read_bytes
 from ckpt.backends.registry import open_store
-from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY, is_foreign
+from ckpt.consistency.commit import COMMIT_KEY, is_foreign
 from ckpt.errors import CommitConflict, FormatError, IntegrityError, NotCommitted, NotFound
-from ckpt.format.names import is_our_name
+from ckpt.format.names import MODEL_PREFIX, is_our_name
 from ckpt.format.records import CommitRecord, ManifestRef, StoredCommit, decode_manifest, read_commit
 from ckpt.tools.gc import remove_folders
 from ckpt.transfer.threads import in_order, workers
-from ckpt.writing.stock_metadata import follow_commit
+from ckpt.writing.stock_metadata import follow_commit, is_anothers, stock_key
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def remove(
             raise _nothing_to_remove(store, commit)
         record = commit.record
         keys = [key for key in _listed(store, record) if is_our_name(key)]
-        stock = [] if is_foreign(store) else [STOCK_METADATA_KEY]
+        stock = [] if is_anothers(store, stock_key(record)) else [stock_key(record)]
         visible = [key for key in stock if exists(store, key)]
         if not dry_run:
             if read_commit(store) != commit:
@@ -65,7 +65,7 @@ def remove(
             store.delete(stock)  # also if it is not there: storage that lags may not show it yet
             store.delete([COMMIT_KEY])
             store.delete(keys)
-            if exists(store, STOCK_METADATA_KEY):  # put meanwhile, by a save that had stalled before that
+            if exists(store, stock_key(record)):  # put meanwhile, by a save that had stalled before that
                 follow_commit(store, commit)
             remove_folders(store)
         return Removed(store.url, record.id, (*visible, COMMIT_KEY, *keys), record.data_bytes)
@@ -92,7 +92,9 @@ def _listed(store: Store, record: CommitRecord) -> list[str]:
             return [file.path for file in decode_manifest(data, url=store.url, key=ref.path).files]
         except (NotFound, IntegrityError, FormatError):
             # The manifest is damaged: a listing finds its data files by their names.
-            return [stat.key for stat in store.list(f"{ref.path.removesuffix('.json')}-")]
+            stem = ref.path.removesuffix(".json")
+            prefix = MODEL_PREFIX + stem.rpartition("/")[2] if record.is_model else stem
+            return [stat.key for stat in store.list(f"{prefix}-")]
 
     with workers(store.threads, "ckpt-rm") as threads:
         files = list(in_order(threads, files_of, record.manifests, ahead=4 * store.threads))

@@ -43,6 +43,7 @@ from ckpt.transfer.buffer_pool import MIN_MEMORY_BUDGET_BYTES, StagingPool
 from ckpt.transfer.relay_bodies import RUN_BYTES
 from ckpt.transfer.reports import ReportBytes, no_report
 from ckpt.transfer.threads import in_order, workers
+from ckpt.writing.stock_metadata import stock_key
 
 _MAX_UNKNOWN_ITEMS = 1 << 16
 
@@ -153,7 +154,7 @@ class _OwnCheck:
         self.commit = self.stored_commit.record
         self.deadline_s = environment.monotonic() + self.settings.timeout_s(self.store)
         self.pool = StagingPool(MIN_MEMORY_BUDGET_BYTES)
-        self.known = {COMMIT_KEY, STOCK_METADATA_KEY, self.commit.described_by.path}
+        self.known = {COMMIT_KEY, stock_key(self.commit), self.commit.described_by.path}
 
     def run(self) -> None:
         self.result.id = self.commit.id

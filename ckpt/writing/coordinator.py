@@ -21,7 +21,6 @@ from ckpt.consistency.commit import (
     publish,
 )
 from ckpt.consistency.conditional_create import learn_condition
-from ckpt.consistency.seal import seal_pickle
 from ckpt.errors import (
     AlreadyExists,
     CheckpointError,
@@ -32,6 +31,7 @@ from ckpt.errors import (
 )
 from ckpt.format.columns import Columns
 from ckpt.format.index import check_columns, encode_index
+from ckpt.format.model_index import MODEL_INDEX_KEY, SINGLE_MODEL_KEY
 from ckpt.format.names import index_key, is_our_name, probe_key
 from ckpt.format.records import (
     CommitRecord,
@@ -43,12 +43,19 @@ from ckpt.format.records import (
     read_commit,
 )
 from ckpt.gc_pause import no_gc
-from ckpt.stock.metadata_writer import pickled_metadata
 from ckpt.transfer.threads import workers
 from ckpt.writing.save_objects import SaveObjects
-from ckpt.writing.stock_metadata import put_stock_metadata
+from ckpt.writing.stock_metadata import encode_stock_metadata, is_anothers, put_stock_metadata, stock_key
 
 _logger = logging.getLogger(__name__)
+
+
+def _is_model(commit: StoredCommit) -> bool:
+    """Tell what was committed, also by the record of a damaged checkpoint, which may be replaced."""
+    try:
+        return commit.record.is_model
+    except CheckpointError:
+        return b'"layout":"safetensors"' in commit.raw
 
 
 class Coordinator:
@@ -60,13 +67,26 @@ class Coordinator:
         self._confirm_s = confirm_s
         self._previous: StoredCommit | None = None
 
-    def look(self, *, overwrite: bool) -> None:
-        """Raise AlreadyExists, before anything is written, if a checkpoint must not be replaced."""
+    def look(self, *, overwrite: bool, model: bool = False) -> None:
+        """Raise AlreadyExists, before anything is written, if a checkpoint must not be replaced.
+
+        `model`: this one will be a folder of safetensors files, where no other model may be either.
+        """
         previous = read_commit(self._store)
         if previous is not None and not previous.is_ours:
             raise self._foreign(COMMIT_KEY)
         if is_foreign(self._store):
             raise self._foreign(STOCK_METADATA_KEY)
+        for key in (SINGLE_MODEL_KEY, MODEL_INDEX_KEY) if model else ():
+            if is_anothers(self._store, key):
+                raise self._foreign(key)
+        if previous is not None and overwrite and _is_model(previous) != model:
+            raise AlreadyExists(
+                "the checkpoint that is committed here has another format (format=), and one does not replace the "
+                "other: save to another place, or remove it first",
+                url=self._store.url,
+                key=COMMIT_KEY,
+            )
         if previous is not None and not overwrite:
             message = (
                 "a checkpoint is committed here already; to replace it, pass overwrite=True (--overwrite)"
@@ -94,7 +114,7 @@ class Coordinator:
             ConfigurationError: the columns or the tags cannot be stored.
         """
         with no_gc():
-            index, stock_metadata = self._index(columns), seal_pickle(pickled_metadata(columns))
+            index, stock_metadata = self._index(columns), encode_stock_metadata(record, columns)
         key = index_key(self._objects.rank, self._objects.token)
         ref = ObjectRef(path=key, size_bytes=index.nbytes, crc64nvme=crc_text(index.crc64nvme()))
         sealed = encode(msgspec.structs.replace(record, id=self._objects.token, index=ref))
@@ -144,15 +164,17 @@ class Coordinator:
             raise CommitUnknown(message, url=self._store.url) from error
 
     def _show(self, record: bytes, stock_metadata: bytes) -> None:
+        commit = StoredCommit(record, self._store.url)
         try:
-            put_stock_metadata(self._store, StoredCommit(record, self._store.url), stock_metadata)
+            put_stock_metadata(self._store, commit, stock_metadata)
         except CheckpointError as error:
             # Who looks for `.metadata` does not find this save: it must not be acknowledged.
+            key = stock_key(commit.record)
             raise CommitUnknown(
                 f"the checkpoint was committed, but not for stock readers: {error.message}; "
-                "save again, or let `ckpt gc` write .metadata",
+                f"save again, or let `ckpt gc` write {key}",
                 url=self._store.url,
-                key=STOCK_METADATA_KEY,
+                key=key,
             ) from error
 
     def _retire(self, previous: StoredCommit) -> None:

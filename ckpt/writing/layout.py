@@ -72,7 +72,7 @@ def tensor_entries(items: Iterable[WriteItem], planner: SavePlanner) -> tuple[li
         if item.type == WriteItemType.BYTE_IO:
             objects.append(item)
             continue
-        tensor = _plain_tensor(planner, item)
+        tensor = resolved_tensor(planner, item)
         if tensor is None:
             others.append(item)
             continue
@@ -139,7 +139,7 @@ def place(entries: Iterable[Entry]) -> list[FileItem]:
 
 def _payload(planner: SavePlanner, item: WriteItem, nbytes: int) -> TensorPayload:
     def resolve() -> torch.Tensor:
-        tensor = _plain_tensor(planner, item)
+        tensor = resolved_tensor(planner, item)
         if tensor is None or tensor.numel() * tensor.element_size() != nbytes:
             raise CheckpointError(
                 f"the planner returned {item.index.fqn!r} with another shape or dtype than before"
@@ -178,7 +178,8 @@ def _resolve_tensor(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
     return tensor
 
 
-def _plain_tensor(planner: SavePlanner, item: WriteItem) -> torch.Tensor | None:
+def resolved_tensor(planner: SavePlanner, item: WriteItem) -> torch.Tensor | None:
+    """Get the plain tensor of an item; None if it can only be pickled. Raises CheckpointError."""
     try:
         return plain(_resolve_tensor(planner, item))
     except ValueError as error:

@@ -1,6 +1,7 @@
-"""Write `.metadata`, which stock readers look for, after a commit.
+"""Write `.metadata`, which stock readers look for, after a commit; for models, their index.
 
-A process can stall right before it puts `.metadata`, until another save has replaced its
+What is said here of `.metadata` holds for the `model.safetensors.index.json` of a model too, which
+transformers looks for. A process can stall right before it puts `.metadata`, until another save has replaced its
 checkpoint. So whoever has put it looks at the commit afterwards, and if that is another one, puts
 the `.metadata` of that. Whoever commits later puts its own later too. So the last put is right,
 unless its process dies before it looks; then `ckpt gc` writes it anew.
@@ -13,10 +14,12 @@ import logging
 
 from ckpt.backends.base import Store, exists, put_bytes, read_bytes
 from ckpt.backends.bodies import CheckedBody
-from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY, is_foreign
-from ckpt.consistency.seal import seal_pickle
+from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY, is_foreign, read_record_bytes
+from ckpt.consistency.seal import is_sealed_json, seal_pickle
 from ckpt.errors import CheckpointError, NotFound, Truncated
+from ckpt.format.columns import Columns
 from ckpt.format.index import decode_index
+from ckpt.format.model_index import MAX_INDEX_BYTES, MODEL_INDEX_KEY, sealed_model_index
 from ckpt.format.records import CommitRecord, StoredCommit, read_commit
 from ckpt.stock.metadata_writer import pickled_metadata
 from ckpt.transfer.manifest_sizes import manifest_bytes
@@ -26,12 +29,30 @@ _logger = logging.getLogger(__name__)
 _MAX_TRIES = 10
 
 
+def stock_key(record: CommitRecord) -> str:
+    """Name the object that readers of other programs look for."""
+    return MODEL_INDEX_KEY if record.is_model else STOCK_METADATA_KEY
+
+
+def encode_stock_metadata(record: CommitRecord, columns: Columns) -> bytes:
+    """Make that object."""
+    return sealed_model_index(columns) if record.is_model else seal_pickle(pickled_metadata(columns))
+
+
+def is_anothers(store: Store, key: str) -> bool:
+    """Return True if another program wrote the `.metadata`, or the index of a model, at this place."""
+    if key == STOCK_METADATA_KEY:
+        return is_foreign(store)
+    raw = read_record_bytes(store, key, max_bytes=MAX_INDEX_BYTES)
+    return raw is not None and not is_sealed_json(raw)
+
+
 def put_stock_metadata(store: Store, commit: StoredCommit, stock_metadata: bytes) -> None:
     """Put the `.metadata` of a commit, or of what has replaced that meanwhile.
 
     Raises CheckpointError if the first put fails; what follows is `ckpt gc`'s to repeat.
     """
-    store.put(STOCK_METADATA_KEY, CheckedBody(stock_metadata))
+    store.put(stock_key(commit.record), CheckedBody(stock_metadata))
     follow_commit(store, commit)
 
 
@@ -48,7 +69,7 @@ def follow_commit(store: Store, described: StoredCommit) -> None:
 
 
 def _warn(store: Store, reason: object) -> None:
-    text = "%s: .metadata may be that of a checkpoint that is gone (`ckpt gc` mends it): %s"
+    text = "%s: .metadata, or the index of the model, may be that of a checkpoint that is gone (`ckpt gc` mends it): %s"
     _logger.warning(text, store.url, reason)
 
 
@@ -68,14 +89,17 @@ def _follow(store: Store, described: StoredCommit | None) -> bool:
         commit = read_commit(store)
         if commit == described:
             return True
+        old_key = "" if described is None else stock_key(described.record)
         if commit is not None:
             try:
                 stock_metadata = stock_metadata_of(store, commit.record)
             except NotFound:  # replaced again, or not visible yet
                 continue
-            put_bytes(store, STOCK_METADATA_KEY, stock_metadata)
-        elif described is not None and _is_removed(store, described) and not is_foreign(store):
-            store.delete([STOCK_METADATA_KEY])
+            put_bytes(store, key := stock_key(commit.record), stock_metadata)
+            if old_key not in ("", key) and not is_anothers(store, old_key):
+                store.delete([old_key])
+        elif described is not None and _is_removed(store, described) and not is_anothers(store, old_key):
+            store.delete([old_key])
         described = commit
     return False
 
@@ -93,4 +117,4 @@ def stock_metadata_of(store: Store, record: CommitRecord) -> bytes:
         return data
     stored = functools.partial(manifest_bytes, store, record, lambda path: store.stat(path).size_bytes)
     columns = decode_index(data, url=store.url, key=ref.path, manifest_bytes=stored)
-    return seal_pickle(pickled_metadata(columns))
+    return encode_stock_metadata(record, columns)

@@ -10,7 +10,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,8 +24,10 @@ from ckpt.consistency import environment
 from ckpt.consistency.commit import proves_no_commit
 from ckpt.dcp_storage import DcpStorage
 from ckpt.errors import CheckpointError, CommitUnknown, ConfigurationError
+from ckpt.format.columns import Columns
 from ckpt.format.dcp_view import metadata_of
 from ckpt.format.names import last_segment, rank_directory
+from ckpt.format.records import CommitRecord
 from ckpt.gc_pause import no_gc
 from ckpt.ranks.group import DEFAULT_TIMEOUT_S
 from ckpt.transfer.bandwidth import Pacer
@@ -40,7 +42,7 @@ from ckpt.writing.stager import COMMON_MEMORY, CommonStager
 _logger = logging.getLogger(__name__)
 
 _OBJECT_BATCH_BYTES = 32 << 20
-_RECEIPT = MetadataIndex("ckpt.receipt")
+RECEIPT = MetadataIndex("ckpt.receipt")
 
 
 @dataclass
@@ -81,6 +83,7 @@ class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
     """
 
     _own_memory = True
+    _is_model = False
 
     def __init__(
         self,
@@ -132,7 +135,7 @@ class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
             refuse_unstorable(plan.items)
             self._store.prepare(rank_directory(self._rank))
             if self._coordinator is not None:
-                self._coordinator.look(overwrite=self._overwrite)
+                self._coordinator.look(overwrite=self._overwrite, model=self._is_model)
         self.progress.wait_for("the plans of all ranks")
         return plan
 
@@ -165,13 +168,7 @@ class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
             receipts = [report for report in reports if isinstance(report, RankReceipt)]
             try:
                 with no_gc():
-                    columns, record = records_of(
-                        metadata,
-                        receipts,
-                        save_id=self._objects.token,
-                        world_size=len(results),
-                        tags=self._tags,
-                    )
+                    columns, record = self._records(metadata, receipts, len(results))
                     described = metadata_of(columns)
                 self._coordinator.commit(columns, record)
             except CheckpointError as error:
@@ -237,7 +234,15 @@ class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
         _logger.info(
             "rank %d wrote %d bytes in %.2f s to %s", self._rank, nbytes, seconds, self.checkpoint_id
         )
-        return [WriteResult(_RECEIPT, nbytes, receipt)]
+        return [WriteResult(RECEIPT, nbytes, receipt)]
+
+    def _records(
+        self, metadata: Metadata, receipts: Sequence[RankReceipt], world_size: int
+    ) -> tuple[Columns, CommitRecord]:
+        """Make the columns and the commit record. Raises as `records_of`."""
+        return records_of(
+            metadata, receipts, save_id=self._objects.token, world_size=world_size, tags=self._tags
+        )
 
     def _retries(self) -> int:
         return self._store.retries - self._retries_before

@@ -21,7 +21,8 @@ from support.states import random_tensor
 from support.tiers import examples
 from test_streaming import peak_bytes
 
-from ckpt.conversion.safetensors_format import encode_header, header_bytes, parse_header, parse_index
+from ckpt.format.model_index import parse_model_index
+from ckpt.stock.safetensors_format import encode_header, header_bytes, parse_header
 
 MIB = 1 << 20
 
@@ -140,7 +141,7 @@ def test_more_names_than_any_model_has(tmp_path: Path) -> None:
 
     names = b",".join(b'"%x":"a"' % n for n in range(800_000))
     with pytest.raises(FormatError, match="more names and values"):
-        parse_index(b'{"weight_map":{%s}}' % names, url="u", key="k")
+        parse_model_index(b'{"weight_map":{%s}}' % names, url="u", key="k")
     with pytest.raises(ValueError, match="more names and values"):
         parse_header(b'{"__metadata__":{%s}}' % names, 8, 8)
     numbers = b",".join([b"1"] * (5 << 20))
@@ -180,7 +181,7 @@ _headers = st.dictionaries(st.sampled_from(["a", "b", "c", "__metadata__"]), _en
 def test_headers_are_valid_or_refused(raw: bytes, data_bytes: int) -> None:
     """Nothing else than ValueError; and whatever is accepted, the library of the format reads in the same way."""
     try:
-        found = parse_header(raw, 0, data_bytes)
+        found = parse_header(raw, 0, data_bytes).tensors
     except ValueError:
         return
     end = 0
@@ -213,7 +214,7 @@ def test_headers_that_are_written_can_be_read(tensors: dict[str, Any]) -> None:
     length = header_bytes(raw, len(raw))
     assert length == len(raw) - 8
     size = sum(torch.empty(shape, dtype=dtype).nbytes for dtype, shape in tensors.values())
-    found = parse_header(raw[8:], 8, 8 + size)
+    found = parse_header(raw[8:], 8, 8 + size).tensors
     assert {name: (stored.dtype, list(stored.shape)) for name, stored in found.items()} == {
         name: (dtype, shape) for name, (dtype, shape) in tensors.items()
     }
@@ -225,7 +226,7 @@ def test_indexes_are_valid_or_refused(raw: bytes) -> None:
     from ckpt.errors import FormatError
 
     try:
-        found = parse_index(raw, url="u", key="k")
+        found = parse_model_index(raw, url="u", key="k")
     except FormatError:
         return
     assert all(

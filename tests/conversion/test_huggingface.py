@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from support.conversions import convert, read, read_safetensors
+from support.ranks import run_ranks
 from support.states import digest
 
 import ckpt
@@ -158,3 +159,51 @@ def test_a_file_named_otherwise(tmp_path: Path) -> None:
         "name one of them as the source"
         in convert(tmp_path / "hf", tmp_path / "b.pt", code=2)["error"]["message"]
     )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_fsdp_ranks_write_what_from_pretrained_reads(size: int, dtype: str, tmp_path: Path) -> None:
+    """Without a gather; and FSDP ranks load what `save_pretrained` wrote."""
+    import transformers
+
+    model = llama(tied=False).to(getattr(torch, dtype))
+    model.save_pretrained(tmp_path / "source", max_shard_size="20KB")
+    run_ranks(size, _reshard, str(tmp_path / "source"), str(tmp_path / "ours"), dtype)
+    model.config.save_pretrained(tmp_path / "ours")
+    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype="auto")
+    assert digest(dict(found.state_dict())) == digest(dict(model.state_dict()))
+    assert torch.equal(logits(tmp_path / "ours"), logits(tmp_path / "source"))
+
+
+def _reshard(rank: int, source: str, target: str, dtype: str) -> None:
+    """Load a folder into a model of other values under FSDP2, and save that as another folder."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = llama(tied=False, seed=1).to(getattr(torch, dtype))
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    state = model.state_dict()
+    ckpt.load(state, source)
+    ckpt.save(model.state_dict(), target, format="safetensors", max_shard_size="20KB")
+
+
+def test_a_tied_model_under_fsdp(tmp_path: Path) -> None:
+    model = llama(tied=True)
+    model.save_pretrained(tmp_path / "source")
+    run_ranks(2, _reshard_tied, str(tmp_path / "source"), str(tmp_path / "ours"))
+    model.config.save_pretrained(tmp_path / "ours")
+    assert set(read_safetensors(tmp_path / "ours")) == set(read_safetensors(tmp_path / "source"))
+    assert torch.equal(logits(tmp_path / "ours"), logits(tmp_path / "source"))
+
+
+def _reshard_tied(rank: int, source: str, target: str) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model = llama(tied=True, seed=1)
+    fully_shard(model)
+    state = model.state_dict()
+    assert "lm_head.weight" in state
+    ckpt.load(state, source)
+    ckpt.save(model.state_dict(), target, format="safetensors")

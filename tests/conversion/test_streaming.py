@@ -25,9 +25,9 @@ from ckpt.backends import posix
 from ckpt.backends.posix import PosixStore
 from ckpt.consistency import environment
 from ckpt.conversion import source as sources
-from ckpt.conversion.safetensors_format import encode_header
 from ckpt.conversion.torch_source import TorchFileSource
 from ckpt.errors import CommitConflict, StorageUnavailable
+from ckpt.stock.safetensors_format import encode_header
 
 MIB = 1 << 20
 

@@ -136,7 +136,7 @@ def test_signatures() -> None:
         assert (
             parameters(save)
             == f"{storage}, overwrite, planner, process_group, no_dist, threads, memory_budget_bytes, "
-            "max_bandwidth_bytes_per_s, tags, timeout_s"
+            "max_bandwidth_bytes_per_s, tags, timeout_s, format, max_shard_size"
         )
     assert (
         parameters(ckpt.load) == f"{storage}, verify, visibility_timeout_s, planner, process_group, no_dist, "

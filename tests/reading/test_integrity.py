@@ -284,8 +284,8 @@ def test_a_newer_format_is_refused(place: Path) -> None:
 
     path = place / "commit.json"
     record = unseal_json(path.read_bytes(), url="", key="")
-    path.write_bytes(seal_json(record.replace(b'"version":2', b'"version":3')))
-    with pytest.raises(FormatError, match="format version 3; this library reads up to 2"):
+    path.write_bytes(seal_json(record.replace(b'"version":2', b'"version":4')))
+    with pytest.raises(FormatError, match="format version 4; this library reads up to 3"):
         load(place)
 
 

@@ -13,7 +13,7 @@ from support.strict_s3 import strict_s3
 import ckpt
 from ckpt.backends.base import Store, put_bytes
 from ckpt.backends.registry import open_store
-from ckpt.errors import CheckpointError, NotCommitted, NotFound
+from ckpt.errors import CheckpointError, FormatError, NotCommitted, NotFound
 
 _KINDS = ("file", "s3")
 
@@ -88,14 +88,22 @@ def test_the_folder_of_a_very_large_run() -> None:
     assert "its newest is step-2" in _refusal(url, {}).message
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json", "other.safetensors"])
+def test_a_model_is_for_loads_alone(place: tuple[str, dict[str, Any]], name: str) -> None:
+    url, options = place
+    put_bytes(open_store(url, options), name, b"{}")
+    for call in (ckpt.inspect, ckpt.verify):
+        with pytest.raises(
+            NotCommitted, match=r"a safetensors model, not a checkpoint; `ckpt\.load` reads it"
+        ):
+            call(url, storage_options=options)
+    with pytest.raises(FormatError, match=r"is not a valid|not a valid index"):
+        ckpt.load({"t": torch.zeros(2)}, url, storage_options=options)
+
+
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (
-            ["config.json", "model.safetensors"],
-            "this is a safetensors model, not a checkpoint; `ckpt convert`",
-        ),
-        (["model.safetensors.index.json", "model-1-of-1.safetensors"], "a safetensors model"),
         (["config.json", "pytorch_model.bin"], "files of torch.save; `ckpt convert`"),
         (["config.json", "vocab.txt"], "the folder of a model, without weights"),
         (["a/b/c"], "`ckpt ls` lists those in the folders below"),

@@ -76,6 +76,17 @@ ROOMS: Mapping[str, Room] = {
         "a save, from DCP's plan to the commit",
         (*_FLOOR, "ckpt.dcp_storage", "ckpt.format", "ckpt.stock", "ckpt.transfer", "ckpt.ranks"),
     ),
+    "ckpt.models": Room(
+        "models as safetensors files, which all ranks write together",
+        (
+            *_FLOOR,
+            "ckpt.format",
+            "ckpt.stock",
+            "ckpt.transfer",
+            "ckpt.ranks",
+            "ckpt.writing",
+        ),
+    ),
     "ckpt.reading": Room(
         "a load, from the commit to the last element",
         (*_FLOOR, "ckpt.dcp_storage", "ckpt.format", "ckpt.stock", "ckpt.transfer", "ckpt.ranks", _REGISTRY),
@@ -110,7 +121,15 @@ ROOMS: Mapping[str, Room] = {
     ),
     "ckpt.api": Room(
         "ckpt.save, ckpt.load, ckpt.async_save",
-        (*_FLOOR, "ckpt.dcp_storage", "ckpt.format.names", "ckpt.ranks", "ckpt.writing", "ckpt.reading"),
+        (
+            *_FLOOR,
+            "ckpt.dcp_storage",
+            "ckpt.format.names",
+            "ckpt.ranks",
+            "ckpt.writing",
+            "ckpt.models",
+            "ckpt.reading",
+        ),
     ),
     "ckpt.dcp_hook": Room(
         "ckpt.install()",

@@ -1,30 +1,24 @@
-"""Read and write headers and indices of safetensors files; those that are read may be hostile.
+"""Read and write headers of safetensors files; those that are read may be hostile.
 
-A file is the header's length (8 bytes, little endian), the header in JSON, and the data. A model in
-several files has an index, JSON too, that maps tensors to files.
+A file is the header's length (8 bytes, little endian), the header in JSON, and the data.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ckpt.backends.base import is_key
-from ckpt.errors import FormatError
+from ckpt.format.model_index import strict_json
 from ckpt.format.stored_tensor import StoredTensor
 
-INDEX_SUFFIX = ".safetensors.index.json"
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 32 << 20
 """Enough for 250,000 tensors in a file. The format's own limit, 100 MB, can parse to 1 GB."""
-MAX_INDEX_BYTES = 64 << 20
-_MAX_TEXTS = 3 << 19
-_MAX_VALUES = 4 << 20
-"""Of a header or index. A text takes a dozen times as much memory as the few bytes it can have."""
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -37,8 +31,36 @@ DTYPES = {
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 _MAX_DIMENSIONS = 64
-_SPARE_BRACKETS = 100_000
+_ALIGNMENT_BYTES = 64
+"""Where the data begin, for loads into memory that is mapped, or by direct I/O."""
+
 METADATA = "__metadata__"
+
+
+_DCP_OFFSETS = "DCP_SHARDING_INFO"
+"""Metadata of DCP's HuggingFaceStorageWriter: where in its tensor each stored one begins."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """The tensors of a file, and its metadata."""
+
+    tensors: Mapping[str, StoredTensor]
+    metadata: Mapping[str, str]
+
+    def chunk_offsets(self) -> dict[str, tuple[int, ...]] | None:
+        """Return where in the whole tensors those of this file begin; None if they are whole. Raises ValueError."""
+        if _DCP_OFFSETS not in self.metadata:
+            return None
+        described = strict_json(self.metadata[_DCP_OFFSETS].encode(), brackets=2 * len(self.tensors))
+        offsets: dict[str, tuple[int, ...]] = {}
+        for name, tensor in self.tensors.items():
+            place = described.get(name)
+            begin = place.get("saved_offsets") if isinstance(place, dict) else None
+            if not isinstance(begin, list) or not _are_sizes(begin) or len(begin) != len(tensor.shape):
+                raise ValueError(f"{_DCP_OFFSETS} does not say where {name[:200]!r} begins")
+            offsets[name] = tuple(begin)
+        return offsets
 
 
 def header_bytes(raw: bytes | bytearray, file_bytes: int) -> int:
@@ -51,10 +73,10 @@ def header_bytes(raw: bytes | bytearray, file_bytes: int) -> int:
     return length
 
 
-def parse_header(raw: bytes | bytearray, data_start: int, file_bytes: int) -> dict[str, StoredTensor]:
-    """Read the tensors of a header, which fill the data one after the other. Raises ValueError."""
+def parse_header(raw: bytes | bytearray, data_start: int, file_bytes: int) -> Header:
+    """Read a header, whose tensors fill the data one after the other. Raises ValueError."""
     # Three brackets a tensor: its own, and those of shape and place.
-    header = _strict_json(raw, brackets=3 * raw.count(b"data_offsets"))
+    header = strict_json(raw, brackets=3 * raw.count(b"data_offsets"))
     metadata = header.pop(METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError(f"{METADATA} in the header does not map to texts")
@@ -68,7 +90,7 @@ def parse_header(raw: bytes | bytearray, data_start: int, file_bytes: int) -> di
         end += tensor.payload_bytes
     if end != file_bytes:
         raise ValueError(f"the tensors take {end - data_start} bytes, but the data {file_bytes - data_start}")
-    return dict(tensors)
+    return Header(dict(tensors), metadata)
 
 
 def _stored_tensor(name: str, described: Any, data_start: int) -> StoredTensor:
@@ -100,57 +122,5 @@ def encode_header(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> b
         start, end = end, end + math.prod(shape) * dtype.itemsize
         described[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
     header = json.dumps(described, separators=(",", ":"), ensure_ascii=False).encode()
-    header += b" " * (-len(header) % 8)  # the data begin aligned
+    header += b" " * (-(LENGTH_BYTES + len(header)) % _ALIGNMENT_BYTES)
     return len(header).to_bytes(LENGTH_BYTES, "little") + header
-
-
-def encode_index(files: Mapping[str, str], total_bytes: int, parameters: int) -> bytes:
-    """Encode the index of a model in several files; `files` maps tensors to them."""
-    metadata = {"total_parameters": parameters, "total_size": total_bytes}
-    index = {"metadata": metadata, "weight_map": dict(sorted(files.items()))}
-    return (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()
-
-
-def parse_index(raw: bytes | bytearray, *, url: str, key: str) -> dict[str, str]:
-    """Read the file of each tensor from an index. Raises FormatError, also for other folders."""
-    try:
-        files = _strict_json(raw, brackets=0).get("weight_map")
-        if not isinstance(files, dict) or not files:
-            raise ValueError("it has no weight_map")
-        for file in files.values():
-            if not isinstance(file, str) or "/" in file or not is_key(file):
-                raise ValueError(
-                    f"its weight_map names {str(file)[:80]!r}, which is not a name in this folder"
-                )
-    except ValueError as error:
-        raise FormatError(f"not a valid index: {error}", url=url, key=key) from None
-    return files
-
-
-def _strict_json(raw: bytes | bytearray, brackets: int) -> dict[str, Any]:
-    """Parse an object in which no name comes twice. Raises ValueError."""
-    # An empty list takes thirty times as much memory as text.
-    if raw.count(b"[") + raw.count(b"{") > brackets + _SPARE_BRACKETS:
-        raise ValueError("JSON with far more lists and objects than it needs")
-    if raw.count(b'"') > 2 * _MAX_TEXTS or raw.count(b",") > _MAX_VALUES:
-        raise ValueError("JSON with more names and values than any model needs")
-    try:
-        value = json.loads(raw.decode(), object_pairs_hook=_unique)
-    except RecursionError:
-        raise ValueError("JSON that is nested too deeply") from None
-    except UnicodeDecodeError:
-        raise ValueError("not UTF-8 text") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not valid JSON ({error.msg} at character {error.pos})") from None
-    if isinstance(value, dict):
-        return value
-    raise ValueError("not a JSON object")
-
-
-def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    named: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in named:
-            raise ValueError(f"{name[:200]!r} comes twice")
-        named[name] = value
-    return named

@@ -1,0 +1,1 @@
+"""Models as safetensors files, which all ranks write together."""

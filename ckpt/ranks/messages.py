@@ -1,0 +1,46 @@
+"""Send memory from rank to rank, beside the collectives of a save."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from ckpt.errors import ConfigurationError
+from ckpt.ranks.group import Ranks
+
+
+class Messages:
+    """Messages between the ranks of a save, from many threads at a time.
+
+    A message has a tag, and goes to a rank that waits for it, or will. When the ranks lose each
+    other, all that wait fail with the error of torch.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        """Raise ConfigurationError if the ranks talk over a group without messages between CPUs."""
+        self.rank, self.size = ranks.rank, ranks.size
+        self._group = ranks.group
+        if self.size > 1 and dist.get_backend(self._group) != "gloo":
+            raise ConfigurationError(
+                f"these ranks can only talk over {dist.get_backend(self._group)!r}; pass a process_group of gloo"
+            )
+
+    def send(self, memory: torch.Tensor, rank: int, tag: int) -> None:
+        """Send a dense CPU tensor; return when it has been received."""
+        dist.send(memory, group=self._group, group_dst=rank, tag=tag)
+
+    def receive(self, memory: torch.Tensor, rank: int, tag: int) -> Callable[[], None]:
+        """Begin to receive into a dense CPU tensor of the very size; call what is returned to wait for it."""
+        work = dist.irecv(memory, group=self._group, group_src=rank, tag=tag)
+        assert work is not None  # this rank is in the group
+
+        def wait(memory: torch.Tensor = memory) -> None:  # which must live as long
+            work.wait()
+
+        return wait
+
+    def receive_any(self, memory: torch.Tensor, tag: int) -> None:
+        """Wait for the next message of any rank."""
+        dist.recv(memory, group=self._group, tag=tag)

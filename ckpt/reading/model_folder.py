@@ -1,0 +1,113 @@
+"""Open a folder of safetensors files, by whatever program, so that a load reads it like a checkpoint."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+import numpy as np
+
+from ckpt.backends.base import ObjectStat, Store, exists, read_bytes
+from ckpt.consistency.checksums import crc64nvme, crc_text
+from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY
+from ckpt.consistency.seal import is_sealed_json
+from ckpt.errors import ConfigurationError, FormatError
+from ckpt.format.columns import Columns, TensorColumns
+from ckpt.format.dtypes import dtype_name
+from ckpt.format.fqns import natural
+from ckpt.format.index import check_columns, encode_index
+from ckpt.format.model_index import INDEX_SUFFIX, MAX_INDEX_BYTES, MODEL_INDEX_KEY
+from ckpt.format.names import is_our_name
+from ckpt.format.stored_tensor import StoredTensor
+from ckpt.reading.checkpoint import Checkpoint, ReadSettings
+from ckpt.stock.safetensors_files import ModelFiles, check_index, find_models, model_files, read_header
+from ckpt.stock.safetensors_format import Header
+from ckpt.transfer.threads import in_order, workers
+
+_FILES_AT_ONCE = 4
+
+_Chunk = tuple[str, tuple[int, ...], StoredTensor]
+"""A file, where in the whole tensor the stored one begins, and that."""
+
+
+def open_model(store: Store, settings: ReadSettings) -> Checkpoint | None:
+    """Open the model in a folder; None if there is none.
+
+    That is one file, or several with an index, or those that ranks wrote with DCP's
+    HuggingFaceStorageWriter: each with parts of tensors.
+
+    Raises:
+        FormatError: a header or the index is not valid, or they disagree.
+        ConfigurationError: there are several models.
+    """
+    keys = find_models(store)
+    if not keys or is_our_name(keys[0]):  # files of a save that did not come as far as its index
+        return None
+    if len(keys) > 1 and keys[0].endswith(INDEX_SUFFIX):
+        raise ConfigurationError(f"there are {len(keys)} models here, each with an index", url=store.url)
+    files = model_files(store, keys[0])
+    if len(keys) > 1:
+        files = ModelFiles({key: store.stat(key) for key in keys})
+    with workers(store.threads, "ckpt-read") as threads:
+        read = functools.partial(read_header, store)
+        all_headers = in_order(threads, read, files.stats.values(), ahead=_FILES_AT_ONCE)
+        headers = dict(zip(files.stats, all_headers, strict=True))
+    check_index(files, headers, store.url)
+    try:
+        columns = _columns(files, headers)
+        check_columns(columns)
+    except (ValueError, FormatError) as error:
+        text = error.message if isinstance(error, FormatError) else str(error)
+        raise FormatError(f"not a valid model: {text}", url=store.url, key=keys[0]) from None
+    return Checkpoint(store, settings, None, keys[0], encode_index(columns), is_shared=True)
+
+
+def is_another_programs(store: Store) -> bool:
+    """Tell whether there is a model, by its names, and nothing of a checkpoint of this library."""
+    if any(exists(store, key) for key in (COMMIT_KEY, STOCK_METADATA_KEY)):
+        return False
+    keys = find_models(store)
+    if keys == [MODEL_INDEX_KEY]:
+        return not is_sealed_json(read_bytes(store, MODEL_INDEX_KEY, max_bytes=MAX_INDEX_BYTES))
+    return bool(keys) and not is_our_name(keys[0])
+
+
+def _columns(files: ModelFiles, headers: Mapping[str, Header]) -> Columns:
+    """Describe the tensors of all files. Raises ValueError if two files contradict each other."""
+    chunks: dict[str, list[_Chunk]] = {}
+    for file, header in headers.items():
+        begins = header.chunk_offsets()
+        for name, stored in header.tensors.items():
+            if files.index is not None and files.index.get(name) != file:
+                continue  # the index assigns it to another file
+            of_tensor = chunks.setdefault(name, [])
+            if of_tensor and begins is None:
+                raise ValueError(
+                    f"{name[:200]!r} is in {of_tensor[0][0]!r} and in {file!r}, and no index says which counts"
+                )
+            of_tensor.append((file, (0,) * len(stored.shape) if begins is None else begins[name], stored))
+    numbers = {file: number for number, file in enumerate(headers)}
+    columns = Columns(list(headers), save_id=_version(files.stats))
+    for name in sorted(chunks, key=natural):
+        columns.entries[name] = _tensor(name, chunks[name], numbers)
+    columns.planner_data = {name: (name,) for name in columns.entries}
+    return columns
+
+
+def _tensor(name: str, chunks: list[_Chunk], numbers: Mapping[str, int]) -> TensorColumns:
+    first = chunks[0][2]
+    if any((c.dtype, len(c.shape)) != (first.dtype, len(first.shape)) for _, _, c in chunks):
+        raise ValueError(f"the parts of {name[:200]!r} are of different dtypes or dimensions")
+    shape = (len(chunks), len(first.shape))
+    offsets = np.array([begin for _, begin, _ in chunks], dtype=np.int64).reshape(shape)
+    sizes = np.array([stored.shape for _, _, stored in chunks], dtype=np.int64).reshape(shape)
+    places = [(numbers[file], stored.first_byte, stored.payload_bytes) for file, _, stored in chunks]
+    whole = tuple((offsets + sizes).max(axis=0).tolist()) if shape[1] else ()
+    file, offset, length = np.array(places, dtype=np.int64).T
+    return TensorColumns(dtype_name(first.dtype), whole, False, offsets, sizes, file, offset, length)
+
+
+def _version(stats: Mapping[str, ObjectStat]) -> str:
+    """Tell these files from others of the same headers, where the storage does."""
+    facts = sorted((stat.key, stat.size_bytes, stat.version or "") for stat in stats.values())
+    return crc_text(crc64nvme(repr(facts).encode()))

@@ -1,0 +1,88 @@
+"""Find the safetensors files of a model in a folder, and read their headers, which may be hostile."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ckpt.backends.base import ObjectStat, Store, exists, read_bytes
+from ckpt.errors import ConfigurationError, FormatError, Truncated
+from ckpt.format.model_index import (
+    INDEX_SUFFIX,
+    MAX_INDEX_BYTES,
+    MODEL_INDEX_KEY,
+    SINGLE_MODEL_KEY,
+    parse_model_index,
+)
+from ckpt.stock.safetensors_format import LENGTH_BYTES, Header, header_bytes, parse_header
+
+SUFFIXES = (".safetensors", INDEX_SUFFIX)
+
+_MAX_KEYS = 100_000
+
+_parsing = threading.Lock()
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """The files of a model, by key, and the index (tensor -> file) if it has one."""
+
+    stats: Mapping[str, ObjectStat]
+    index: Mapping[str, str] | None = None
+
+
+def find_model(store: Store) -> str | None:
+    """Find a folder's index, or its safetensors file. Raises ConfigurationError for several."""
+    keys = find_models(store)
+    if len(keys) > 1:
+        suffix = INDEX_SUFFIX if keys[0].endswith(INDEX_SUFFIX) else ".safetensors"
+        raise ConfigurationError(
+            f"there are {len(keys)} {suffix} files here; name one of them as the source", url=store.url
+        )
+    return keys[0] if keys else None
+
+
+def find_models(store: Store) -> list[str]:
+    """Find a folder's index, else its indices, else its safetensors files, in order."""
+    for key in (MODEL_INDEX_KEY, SINGLE_MODEL_KEY):
+        if exists(store, key):
+            return [key]
+    listed = itertools.islice(store.list(), _MAX_KEYS)  # a caller may give a folder of very many checkpoints
+    keys = sorted(stat.key for stat in listed if "/" not in stat.key)
+    matching = [[key for key in keys if key.endswith(suffix)] for suffix in (INDEX_SUFFIX, ".safetensors")]
+    return matching[0] or matching[1]
+
+
+def model_files(store: Store, key: str) -> ModelFiles:
+    """Stat the files of the model that a file or an index names. Raises NotFound, FormatError."""
+    if not key.endswith(INDEX_SUFFIX):
+        return ModelFiles({key: store.stat(key)})
+    raw = read_bytes(store, key, max_bytes=MAX_INDEX_BYTES)
+    index = parse_model_index(raw, url=store.url, key=key)
+    return ModelFiles({file: store.stat(file) for file in dict.fromkeys(index.values())}, index)
+
+
+def read_header(store: Store, stat: ObjectStat) -> Header:
+    """Read the header of a file. Raises FormatError."""
+    file, size = stat.key, stat.size_bytes
+    try:
+        raw = bytearray(min(LENGTH_BYTES, size))
+        store.read_into(file, 0, [memoryview(raw)])
+        header = bytearray(header_bytes(raw, size))
+        store.read_into(file, LENGTH_BYTES, [memoryview(header)])
+        with _parsing:  # one takes up to half a GiB of memory
+            return parse_header(header, LENGTH_BYTES + len(header), size)
+    except (ValueError, Truncated) as error:
+        text = error.message if isinstance(error, Truncated) else str(error)
+        text = f"is not a valid safetensors file: {text}"
+        raise FormatError(text, url=store.url, key=file) from None
+
+
+def check_index(files: ModelFiles, headers: Mapping[str, Header], url: str) -> None:
+    """Raise FormatError if the index assigns a tensor to a file that does not hold it."""
+    for name, file in (files.index or {}).items():
+        if name not in headers[file].tensors:
+            text = f"the index names {name[:200]!r}, which this file does not hold"
+            raise FormatError(text, url=url, key=file)

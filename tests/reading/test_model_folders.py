@@ -1,0 +1,170 @@
+"""`ckpt.load` reads folders of safetensors files, whoever wrote them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from support.ranks import run_ranks
+from support.states import digest, emptied, random_tensor
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+import ckpt
+from ckpt.backends.posix import PosixStore
+from ckpt.errors import ConfigurationError, FormatError, LoadFailed, NotCommitted, Truncated
+
+STATE = {
+    "layers.0.weight": random_tensor(6, 40),
+    "layers.0.bias": random_tensor(6, dtype=torch.bfloat16),
+    "empty": torch.empty(0, 3),
+    "scalar": torch.tensor(2.5, dtype=torch.float64),
+}
+
+
+def write_shards(folder: Path) -> None:
+    """Write the state as two files with an index."""
+    folder.mkdir()
+    files: dict[str, dict[str, torch.Tensor]] = {
+        "model-00001-of-00002.safetensors": {},
+        "model-00002-of-00002.safetensors": {},
+    }
+    for number, (name, tensor) in enumerate(STATE.items()):
+        files[f"model-0000{number % 2 + 1}-of-00002.safetensors"][name] = tensor
+    for name, tensors in files.items():
+        safetensors.torch.save_file(tensors, folder / name)
+    index = {
+        "metadata": {},
+        "weight_map": {name: file for file, tensors in files.items() for name in tensors},
+    }
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.smoke
+def test_one_file_and_files_with_an_index(tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    safetensors.torch.save_file(STATE, tmp_path / "one" / "model.safetensors")
+    write_shards(tmp_path / "shards")
+    for folder in (tmp_path / "one", tmp_path / "shards"):
+        state = emptied(STATE)
+        ckpt.load(state, folder)
+        assert digest(state) == digest(STATE)
+    as_double = {"layers.0.weight": torch.zeros(6, 40, dtype=torch.float64)}
+    ckpt.load(as_double, tmp_path / "shards")
+    assert torch.equal(as_double["layers.0.weight"], STATE["layers.0.weight"].double())
+    with pytest.raises(LoadFailed, match="Missing key"):
+        ckpt.load({"other": torch.zeros(2)}, tmp_path / "shards")
+
+
+def test_tied_tensors_need_one_name(tmp_path: Path) -> None:
+    safetensors.torch.save_file(
+        {"wte": torch.arange(4.0), "other": torch.ones(2)}, tmp_path / "model.safetensors"
+    )
+    tied = torch.zeros(4)
+    state = {"head": tied, "wte": tied.detach(), "other": torch.zeros(2)}
+    ckpt.load(state, tmp_path)
+    assert torch.equal(state["head"], torch.arange(4.0))
+    with pytest.raises(LoadFailed, match="head"):
+        ckpt.load({"head": torch.zeros(4), "wte": torch.zeros(4)}, tmp_path)
+
+
+def test_folders_that_are_not_one_model(tmp_path: Path) -> None:
+    write_shards(tmp_path / "a")
+    (tmp_path / "a" / "model.safetensors.index.json").unlink()
+    state = emptied(STATE)
+    ckpt.load(state, tmp_path / "a")  # no name is twice in them
+    assert digest(state) == digest(STATE)
+    safetensors.torch.save_file({"scalar": torch.ones(1)}, tmp_path / "a" / "more.safetensors")
+    with pytest.raises(FormatError, match="'scalar' is in"):
+        ckpt.load(emptied(STATE), tmp_path / "a")
+    (tmp_path / "a" / "x.safetensors.index.json").write_text("{}")
+    (tmp_path / "a" / "y.safetensors.index.json").write_text("{}")
+    with pytest.raises(ConfigurationError, match="2 models"):
+        ckpt.load(emptied(STATE), tmp_path / "a")
+
+
+def test_an_unfinished_save_is_no_model(tmp_path: Path) -> None:
+    name = "model-0123456789abcdef-00001-of-00002.safetensors"
+    safetensors.torch.save_file({"w": torch.ones(2)}, tmp_path / name)
+    with pytest.raises(NotCommitted):
+        ckpt.load({"w": torch.zeros(2)}, tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["header", "offsets", "short", "index"])
+def test_damaged_folders_are_refused(damage: str, tmp_path: Path) -> None:
+    write_shards(tmp_path / "a")
+    file = tmp_path / "a" / "model-00001-of-00002.safetensors"
+    data = file.read_bytes()
+    if damage == "header":
+        file.write_bytes((1 << 40).to_bytes(8, "little") + data[8:])
+    elif damage == "offsets":
+        file.write_bytes(data.replace(b'"shape":[6,40]', b'"shape":[6,41]'))
+    elif damage == "short":
+        file.write_bytes(data[:-1])
+    else:
+        index = {"weight_map": {"w": "../a/model-00001-of-00002.safetensors"}}
+        (tmp_path / "a" / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises((FormatError, Truncated)):
+        ckpt.load(emptied(STATE), tmp_path / "a")
+
+
+def test_the_offsets_of_parts_may_be_hostile(tmp_path: Path) -> None:
+    for said in (
+        "{}",
+        '{"w":1}',
+        '{"w":{"saved_offsets":[-1]}}',
+        '{"w":{"saved_offsets":[1,1]}}',
+        "[",
+        "[[1]]",
+    ):
+        metadata = {"DCP_SHARDING_INFO": said}
+        safetensors.torch.save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors", metadata)
+        with pytest.raises(FormatError):
+            ckpt.load({"w": torch.zeros(2)}, tmp_path)
+    far = {"DCP_SHARDING_INFO": '{"w":{"saved_offsets":[4611686018427387900]}}'}
+    safetensors.torch.save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors", far)
+    with pytest.raises((FormatError, LoadFailed)):
+        ckpt.load({"w": torch.zeros(2)}, tmp_path)
+
+
+def test_each_rank_reads_its_bytes(tmp_path: Path) -> None:
+    """Of a sharded tensor each byte is read once, by all ranks together; DCP's parts of ranks are put together."""
+    whole = {"a": random_tensor(4000, 500), "b": random_tensor(7, 3)}
+    safetensors.torch.save_file(whole, tmp_path / "model.safetensors")
+    results = run_ranks(2, _load_sharded, str(tmp_path), str(tmp_path / "dcp"))
+    for read_bytes, found in results:
+        assert found == digest(whole)
+        assert 0.49 < read_bytes / (4 * 4000 * 500) < 0.51
+
+
+def _load_sharded(rank: int, folder: str, other: str) -> tuple[int, Any]:
+    mesh = init_device_mesh("cpu", (2,))
+    read = 0
+    original = PosixStore.read_into
+
+    def counting(store: PosixStore, key: str, offset: int, buffers: Any) -> None:
+        nonlocal read
+        read += sum(buffer.nbytes for buffer in buffers)
+        original(store, key, offset, buffers)
+
+    def empty() -> dict[str, Any]:
+        return {
+            "a": distribute_tensor(torch.zeros(4000, 500), mesh, [Shard(0)]),
+            "b": distribute_tensor(torch.zeros(7, 3), mesh, [Shard(0)]),
+        }
+
+    state = empty()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PosixStore, "read_into", counting)
+        ckpt.load(state, folder)
+    dcp.save(state, storage_writer=HuggingFaceStorageWriter(other, save_distributed=True))
+    dist.barrier()
+    again = empty()
+    ckpt.load(again, other)
+    return read, digest({name: tensor.full_tensor() for name, tensor in again.items()})
