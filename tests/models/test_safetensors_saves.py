@@ -6,6 +6,7 @@ import errno
 import itertools
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_d
 
 import ckpt
 import ckpt.models.exchange
+from ckpt.backends.base import put_bytes
 from ckpt.backends.bodies import CheckedBody
 from ckpt.backends.posix import PosixStore
 from ckpt.backends.registry import open_store
@@ -339,3 +341,28 @@ def _save_to_bucket(rank: int, url: str, options: dict[str, Any]) -> None:
     }
     for _ in range(2):
         ckpt.save(state, url, format="safetensors", storage_options=options)
+
+
+def test_the_index_for_others_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the commit, which comes after all files: a save that is killed anywhere is no model."""
+    put, keys = PosixStore.put, []
+
+    def noting(store: PosixStore, key: str, body: Any, **more: Any) -> None:
+        keys.append(re.sub("[0-9a-f]{16}", "token", key))
+        put(store, key, body, **more)
+
+    monkeypatch.setattr(PosixStore, "put", noting)
+    ckpt.save(
+        {"a": torch.ones(3), "b": torch.ones(3)}, tmp_path, format="safetensors", max_shard_size=12, threads=1
+    )
+    files = [f"model-token-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    assert keys == [*files, "rank-00000/token.json", "rank-00000/token.index", "commit.json", INDEX]
+
+
+def test_leftovers_where_there_are_no_folders() -> None:
+    store = open_store(url := "memory://models/run/step-1")
+    put_bytes(store, "model-0123456789abcdef-00001-of-00002.safetensors", b"whole")
+    put_bytes(store, "model-00001-of-00002.safetensors", b"not of this library")
+    (listed,) = ckpt.list_checkpoints("memory://models/run")
+    assert (listed.path, listed.state) == ("step-1", "incomplete")
+    assert ckpt.collect_garbage(url).young == 1  # a store that dates nothing
