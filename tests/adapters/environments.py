@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import os
 import subprocess
 import sys
 import sysconfig
@@ -11,9 +12,11 @@ import venv
 from pathlib import Path
 
 import pytest
+from support.rooms import ROOT
 
 _HERE = Path(__file__).parent
 _INSTALL_TIMEOUT_S = 900
+_TESTS_TIMEOUT_S = 300
 
 
 def python_of(host: str) -> Path:
@@ -58,3 +61,24 @@ def python_of(host: str) -> Path:
             pytest.skip(f"{host}: its wheels cannot be installed: {last}")
         ready.write_text(wanted)
     return python
+
+
+def run_inside(host: str) -> None:
+    """Run the tests of `inside/<host>.py` in the host's environment."""
+    tests = _HERE / "inside" / f"{host}.py"
+    environ = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "PYTHONSAFEPATH": "1"}
+    command = [
+        str(python_of(host)),
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--import-mode",
+        "importlib",
+        str(tests),
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=_TESTS_TIMEOUT_S, cwd=ROOT, env=environ
+    )
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

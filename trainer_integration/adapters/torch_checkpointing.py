@@ -251,18 +251,26 @@ class Storage(base_storage.Storage):
 
     # -- reading -------------------------------------------------------------------------------------
 
-    def stream_read(self, path: Path, read_args: base_storage.ReadArgs | None = None) -> io.RawIOBase:
-        """Open a file for reading, in any order; checked, if this library wrote it."""
+    def _reader(self, path: Path) -> FileReader:
         try:
-            source, name = self._source(path)
-            reader = source.open(name)
-        except NotCommitted:
+            with contextlib.suppress(NotCommitted):
+                source, name = self._source(path)
+                return source.open(name)
             store, name = self._raw(path)
-            reader = FileReader(
-                store.stat(name).size_bytes, lambda start, buffer: store.read_into(name, start, [buffer])
-            )
+            size_bytes = store.stat(name).size_bytes
         except NotFound as error:
             raise FileNotFoundError(str(error)) from None
+
+        def read(start: int, nbytes: int) -> memoryview:
+            data = memoryview(bytearray(nbytes))
+            store.read_into(name, start, [data])
+            return data
+
+        return FileReader(size_bytes, read)
+
+    def stream_read(self, path: Path, read_args: base_storage.ReadArgs | None = None) -> io.RawIOBase:
+        """Open a file for reading, in any order; checked, if this library wrote it."""
+        reader = self._reader(path)
         if path.name == METADATA_FILE_NAME:
             return io.BytesIO(self._checked(path, reader.read()))  # type: ignore[return-value]
         if read_args is None or read_args.pre_read_full_file:
@@ -281,14 +289,7 @@ class Storage(base_storage.Storage):
         return pickled
 
     def getsize(self, path: Path) -> int:
-        try:
-            source, name = self._source(path)
-            return source.size_bytes(name)
-        except NotCommitted:
-            store, name = self._raw(path)
-            return store.stat(name).size_bytes
-        except NotFound as error:
-            raise FileNotFoundError(str(error)) from None
+        return self._reader(path).size_bytes
 
     def exists(self, path: Path) -> bool:
         target = self._target(path / "file")
