@@ -142,6 +142,18 @@ def test_a_run_of_torchtitans_own_manager_goes_on(tmp_path: Path) -> None:
     assert again.state == (6, 6, 6)
 
 
+def test_torchtitans_own_manager_begins_from_ours(tmp_path: Path) -> None:
+    Run(tmp_path).to(3)
+    back = Run(
+        tmp_path / "other",
+        TitanManager,
+        initial_load_path=str(tmp_path / "step-00000003"),
+        initial_load_model_only=False,
+    )
+    assert back.manager.load()
+    assert back.state == (3, 3, 3)
+
+
 def test_a_seed_checkpoint_gives_the_model_alone(tmp_path: Path) -> None:
     seed = Run(tmp_path)
     with torch.no_grad():
