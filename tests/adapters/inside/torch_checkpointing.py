@@ -36,7 +36,7 @@ def state_of(seed: int) -> dict[str, Any]:
 
 
 def check_load(manager: CheckpointManager, place: str, seed: int) -> None:
-    into = {"model": {"w": torch.zeros(700, 800)}, "step": 0}
+    into: dict[str, Any] = {"model": {"w": torch.zeros(700, 800)}, "step": 0}
     loaded = manager.load(place, into, strict=True)
     assert torch.equal(into["model"]["w"], state_of(seed)["model"]["w"])
     assert loaded["step"] == seed

@@ -68,7 +68,6 @@ class Run:
         self.manager.maybe_wait_for_saving()
         return self
 
-    @property
     def state(self) -> tuple[float, int, float]:
         moment = self.optimizers.values["moment"]
         return self.model.weight[0, 0].item(), self.trainer.values["step"], moment[0].item()
@@ -85,7 +84,7 @@ def test_modes_and_keep_latest_k(tmp_path: Path, mode: str) -> None:
     assert steps_at(tmp_path) == [4, 5]
     again = Run(tmp_path)
     assert again.manager.load()
-    assert again.state == (5, 5, 5)
+    assert again.state() == (5, 5, 5)
     assert Run(tmp_path).manager.load(4)
     with pytest.raises(NotFound):
         again.manager.load(3)
@@ -93,14 +92,14 @@ def test_modes_and_keep_latest_k(tmp_path: Path, mode: str) -> None:
 
 def test_a_folder_on_s3(s3: S3Server) -> None:
     root = f"s3://{s3.new_bucket()}/run"
-    settings = {"storage_options": s3.options, "keep_latest_k": 2, "async_mode": "async"}
+    settings: dict[str, Any] = {"storage_options": s3.options, "keep_latest_k": 2, "async_mode": "async"}
     run = Run(root, **settings)
     assert not run.manager.load()
     run.to(4).manager.close()
     assert steps_at(root, storage_options=s3.options) == [3, 4]
     again = Run(root, **settings)
     assert again.manager.load()
-    assert again.state == (4, 4, 4)
+    assert again.state() == (4, 4, 4)
 
 
 def test_foreign_and_torn_folders_stay_and_do_not_count(tmp_path: Path) -> None:
@@ -110,7 +109,7 @@ def test_foreign_and_torn_folders_stay_and_do_not_count(tmp_path: Path) -> None:
         (tmp_path / name).write_text("torn, or somebody's")
     run = Run(tmp_path, keep_latest_k=2)
     assert run.manager.load()
-    assert run.state == (2, 2, 2)
+    assert run.state() == (2, 2, 2)
     run.to(5)
     assert steps_at(tmp_path) == [4, 5]
     assert (tmp_path / "step-00000001.mine" / "notes").exists()
@@ -124,22 +123,22 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
     file.write_bytes(data)
     run = Run(tmp_path)
     assert run.manager.load()
-    assert run.state == (1, 1, 1)
+    assert run.state() == (1, 1, 1)
 
 
 def test_a_run_of_torchtitans_own_manager_goes_on(tmp_path: Path) -> None:
     Run(tmp_path, TitanManager, keep_latest_k=0).to(3)
     run = Run(tmp_path, keep_latest_k=2)
     assert run.manager.load(2)
-    assert run.state == (2, 2, 2)
+    assert run.state() == (2, 2, 2)
     assert run.manager.load()
-    assert run.state == (3, 3, 3)
+    assert run.state() == (3, 3, 3)
     run.to(6)
     assert steps_at(tmp_path) == [5, 6]
     assert (tmp_path / "step-3" / ".metadata").exists()
     again = Run(tmp_path)
     assert again.manager.load()
-    assert again.state == (6, 6, 6)
+    assert again.state() == (6, 6, 6)
 
 
 def test_torchtitans_own_manager_begins_from_ours(tmp_path: Path) -> None:
@@ -151,7 +150,7 @@ def test_torchtitans_own_manager_begins_from_ours(tmp_path: Path) -> None:
         initial_load_model_only=False,
     )
     assert back.manager.load()
-    assert back.state == (3, 3, 3)
+    assert back.state() == (3, 3, 3)
 
 
 def test_a_seed_checkpoint_gives_the_model_alone(tmp_path: Path) -> None:
@@ -162,7 +161,7 @@ def test_a_seed_checkpoint_gives_the_model_alone(tmp_path: Path) -> None:
     seed.manager.save(0, last_step=True)
     run = Run(tmp_path)
     assert run.manager.load()
-    assert run.state == (7, 0, 0)
+    assert run.state() == (7, 0, 0)
 
 
 def test_a_last_save_of_the_model_alone(tmp_path: Path) -> None:
@@ -174,7 +173,7 @@ def test_a_last_save_of_the_model_alone(tmp_path: Path) -> None:
     assert run.manager.load(2)
     begun = Run(tmp_path / "other", initial_load_path=str(tmp_path / "step-00000003"))
     assert begun.manager.load()
-    assert begun.state == (3, 0, 0)
+    assert begun.state() == (3, 0, 0)
 
 
 def test_hugging_faces_format_at_the_end_and_at_the_beginning(tmp_path: Path) -> None:
@@ -182,10 +181,10 @@ def test_hugging_faces_format_at_the_end_and_at_the_beginning(tmp_path: Path) ->
     assert list((tmp_path / "step-3").glob("*.safetensors"))
     resumed = Run(tmp_path)
     assert resumed.manager.load()
-    assert resumed.state == (2, 2, 2)
+    assert resumed.state() == (2, 2, 2)
     begun = Run(tmp_path / "other", initial_load_path=str(tmp_path / "step-3"), initial_load_in_hf=True)
     assert begun.manager.load()
-    assert begun.state == (3, 0, 0)
+    assert begun.state() == (3, 0, 0)
 
 
 def test_a_failed_save_is_raised(tmp_path: Path) -> None:
