@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.clock import skip_pauses_of_s3
 from support.commands import run
-from support.servers import free_port
+from support.servers import refusing_port
 
 import ckpt
 from ckpt.cli.printing.output import tags_text
@@ -18,9 +18,10 @@ from ckpt.cli.printing.output import tags_text
 def test_a_server_out_of_reach_is_named_soon_and_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = skip_pauses_of_s3(monkeypatch)
     monkeypatch.setattr("ckpt.backends.s3_protocol.retries.time", clock)
-    options = ["key=k", "secret=s", f"endpoint_url=http://127.0.0.1:{free_port()}"]
-    arguments = [argument for option in options for argument in ("--storage-options", option)]
-    ran = run("ls", "s3://bucket/run", *arguments)
+    with refusing_port() as port:
+        options = ["key=k", "secret=s", f"endpoint_url=http://127.0.0.1:{port}"]
+        arguments = [argument for option in options for argument in ("--storage-options", option)]
+        ran = run("ls", "s3://bucket/run", *arguments)
     assert ran.code == 4
     first, *notices, error = ran.err.splitlines()
     assert re.match(r"retrying s3://bucket/run since [2-4] s: .*127\.0\.0\.1", first)

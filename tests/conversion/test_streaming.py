@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import pytest
 import torch
 from support.commands import flip, run
 from support.conversions import ENDINGS, FORMATS, convert, read
+from support.files import any_file
 from support.servers import S3Server
 from support.states import random_tensor
 
@@ -152,13 +152,6 @@ def test_ctrl_c(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert run(*command).code == 0
 
 
-def any_bytes(folder: Path, pattern: str) -> bool:
-    """Tell whether a file that matches has bytes; it may be renamed at any moment."""
-    with suppress(FileNotFoundError):
-        return any(path.stat().st_size > 0 for path in folder.rglob(pattern))
-    return False
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("form", FORMATS)
 def test_ctrl_c_as_a_user(form: str, tmp_path: Path) -> None:
@@ -169,13 +162,17 @@ def test_ctrl_c_as_a_user(form: str, tmp_path: Path) -> None:
     target = folder / f"result{ENDINGS[form]}"
     script = Path(sys.executable).parent / "ckpt"
     command = [str(script), "convert", str(tmp_path / "huge.safetensors"), str(target), "--to", form]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
-    while not any_bytes(folder, "*ckpt-tmp") and time.monotonic() < deadline:
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            deadline = time.monotonic() + 120
+            while not any_file(folder, "*ckpt-tmp", at_least_bytes=1):
+                assert process.poll() is None, process.communicate()
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=120)
+        finally:
+            process.kill()
     assert (process.returncode, out) == (130, "")
     assert "the same command starts over" in err
     assert not [path for path in folder.rglob("*") if path.is_file()]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from ckpt.backends.memory import MemoryStore
 from ckpt.backends.posix import PosixStore
 from ckpt.backends.wrapper import PrefixStore, WrappedStore
 from ckpt.consistency import environment
+from ckpt.consistency.environment import Environment
 from ckpt.errors import StorageError, StorageUnavailable
 from ckpt.ranks.deadline_store import DeadlineStore
 from ckpt.ranks.progress import Progress
@@ -151,21 +151,39 @@ def test_an_interrupt_while_the_thread_starts_waits_for_the_operation(
     assert written == ["k"]
 
 
+class Clock(Environment):
+    """Time that passes when an operation takes it, not while this machine is busy with others."""
+
+    now_s = 0.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Iterator[Clock]:
+    clock = Clock()
+    with environment.replaced(clock):
+        yield clock
+
+
 class Slow(MemoryStore):
     """Takes its time for each object it lists, and counts them."""
 
+    clock: Clock
     listed = 0
 
     def list(self, prefix: str = "") -> Iterator[Any]:
         for stat in super().list(prefix):
-            time.sleep(LIMIT_S / 4)
+            self.clock.now_s += LIMIT_S / 4
             self.listed += 1
             yield stat
 
 
 @pytest.fixture
-def slow() -> Iterator[Slow]:
+def slow(clock: Clock) -> Iterator[Slow]:
     store = Slow("memory://slow")
+    store.clock = clock
     for number in range(9):
         put_bytes(store, f"{number}/k", b"x")
     yield store
@@ -186,14 +204,14 @@ def test_a_listing_stays_lazy(slow: Slow) -> None:
     assert slow.listed == 1
 
 
-def test_choosing_what_to_abandon_is_progress() -> None:
+def test_choosing_what_to_abandon_is_progress(clock: Clock) -> None:
     asked: list[str] = []
 
     class Unfinished(MemoryStore):
         def abandon(self, prefix: str = "", *, choose: Any = None) -> int:
             def slowly() -> Iterator[bool]:
                 for stat in self.list(prefix):
-                    time.sleep(LIMIT_S / 4)
+                    clock.now_s += LIMIT_S / 4
                     yield choose(stat)
 
             return sum(slowly())

@@ -46,9 +46,10 @@ def test_a_stopped_rank_is_named(call: str, stopped: int, tmp_path: Path) -> Non
 
 def _one_stops(rank: int, url: str, call: str, stopped: int) -> Any:
     def stop() -> None:
-        time.sleep(
-            1.5
-        )  # not before its first beat: then there is nothing to tell but that it does not answer
+        # Not before its first beat: then there is nothing to tell but that it does not answer.
+        while not any(thread.name == "ckpt-beat" for thread in threading.enumerate()):
+            time.sleep(0.01)
+        time.sleep(1.5)
         stop_self()
 
     planner = Acting(stop) if rank == stopped else None
@@ -192,10 +193,10 @@ def test_slow_is_not_stopped(tmp_path: Path) -> None:
 
 
 def _one_is_slow(rank: int, url: str) -> bool:
-    pace = {"max_bandwidth_bytes_per_s": 3e6} if rank == 1 else {}
+    pace = {"max_bandwidth_bytes_per_s": 1.5e6} if rank == 1 else {}
     began_s = time.monotonic()
-    ckpt.save(state_of(rank), url, timeout_s=3.0, **pace)  # type: ignore[arg-type]
-    return time.monotonic() - began_s > 3.0
+    ckpt.save(state_of(rank), url, timeout_s=6.0, **pace)  # type: ignore[arg-type]
+    return time.monotonic() - began_s > 6.0
 
 
 @pytest.mark.smoke

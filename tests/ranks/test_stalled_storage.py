@@ -192,7 +192,7 @@ def test_a_stalled_read_is_given_up(proxy: FaultProxy, action: str, scheme: str)
     proxy.rule = lambda call: action if is_of_data(call) else "pass"
     loaded = emptied(state_of(0, 1))
     with pytest.raises(StorageUnavailable, match=r"rank 0: .*without progress: reading rank-00000/"):
-        ckpt.load(loaded, f"{scheme}://bucket/c", storage_options=options, timeout_s=3.0)
+        ckpt.load(loaded, f"{scheme}://bucket/c", storage_options=options, timeout_s=5.0)
     memory_then = digest(loaded)
     proxy.rule = lambda call: "pass"
     proxy.settle()
@@ -217,7 +217,7 @@ def test_a_read_that_hangs_in_a_mount_is_given_up(tmp_path: Path) -> None:
         disk.give(Orders("hang", reads=True, position=12, lasts=True, note=str(tmp_path / "note")))
         loaded = emptied(state_of(0, 1))
         with pytest.raises(StorageUnavailable, match=r"rank 0: .*without progress: reading "):
-            ckpt.load(loaded, disk.mount / "c", timeout_s=3.0)
+            ckpt.load(loaded, disk.mount / "c", timeout_s=5.0)
         memory_then = digest(loaded)
         disk.release()
         assert wait_for_threads() == []
@@ -230,5 +230,5 @@ def test_a_slow_reply_is_no_stalled_one(proxy: FaultProxy) -> None:
     proxy.bandwidth_bytes_per_s = 3e6  # 4 s for the tensor, in one reply
     proxy.rule = lambda call: "throttle" if is_of_data(call) else "pass"
     loaded = emptied(state_of(0, 1))
-    ckpt.load(loaded, "s3://bucket/c", storage_options=proxy.options, timeout_s=2.0)
+    ckpt.load(loaded, "s3://bucket/c", storage_options=proxy.options, timeout_s=5.0)
     assert digest(loaded) == digest(state_of(0, 1))

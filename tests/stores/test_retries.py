@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.clock import SkippingClock, skip_pauses_of_s3
 from support.http_core import Handler, http_server
-from support.servers import free_port
+from support.servers import free_port, refusing_port
 from support.strict_s3 import StrictS3
 
 from ckpt.backends.base import Store
@@ -36,7 +36,8 @@ def test_a_caller_gives_up_sooner(scheme: str, clock: SkippingClock) -> None:
     retries: list[Retry] = []
     with (
         retry_policy(unreachable_timeout_s=5, on_retry=retries.append),
-        _open(scheme, free_port()) as store,
+        refusing_port() as port,
+        _open(scheme, port) as store,
         pytest.raises(StorageUnavailable, match="check the endpoint, and that the server is up"),
     ):
         store.stat("k")
@@ -50,7 +51,8 @@ def test_a_caller_gives_up_sooner(scheme: str, clock: SkippingClock) -> None:
 def test_an_option_goes_before_the_policy() -> None:
     with (
         retry_policy(unreachable_timeout_s=500),
-        _open("s3", free_port(), unreachable_timeout_s=0.01) as store,
+        refusing_port() as port,
+        _open("s3", port, unreachable_timeout_s=0.01) as store,
         pytest.raises(StorageUnavailable),
     ):
         store.stat("k")
@@ -60,7 +62,7 @@ def test_an_option_goes_before_the_policy() -> None:
 
 
 def test_requests_that_follow_do_not_wait_again(clock: SkippingClock) -> None:
-    with _open("s3", free_port(), unreachable_timeout_s=5) as store:
+    with refusing_port() as port, _open("s3", port, unreachable_timeout_s=5) as store:
         for _ in range(10):
             with pytest.raises(StorageUnavailable):
                 store.stat("k")
@@ -75,7 +77,8 @@ def test_requests_that_follow_do_not_wait_again(clock: SkippingClock) -> None:
 def test_others_stay_patient(caplog: pytest.LogCaptureFixture) -> None:
     with (
         caplog.at_level(logging.WARNING, logger="ckpt"),
-        _open("s3", free_port()) as store,
+        refusing_port() as port,
+        _open("s3", port) as store,
         pytest.raises(StorageUnavailable),
     ):
         store.stat("k")

@@ -13,7 +13,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from datetime import timedelta
 from multiprocessing import forkserver, resource_tracker
 from typing import Any, NoReturn
@@ -127,11 +127,24 @@ def is_stopped(pid: int) -> bool:
         return False  # it has ended
 
 
-def start(function: Callable[..., Any], *args: Any) -> Any:
-    """`function(*args)` in a process of its own."""
+@contextlib.contextmanager
+def start(function: Callable[..., Any], *args: Any) -> Iterator[Any]:
+    """`function(*args)` in a process of its own, which ends with the block at the latest."""
     process = fork_context().Process(target=function, args=args)
     process.start()
-    return process
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.join()
+
+
+def exit_code_of(function: Callable[..., Any], *args: Any, timeout_s: float = 240) -> int | None:
+    """The exit code of `function(*args)` in a process of its own; None if it did not end in time."""
+    with start(function, *args) as process:
+        process.join(timeout_s)
+        code: int | None = process.exitcode
+        return code
 
 
 def fork_from_here() -> None:

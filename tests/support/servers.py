@@ -149,7 +149,15 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def wait_for_port(port: int, process: subprocess.Popen[bytes], timeout_s: float = 60) -> None:
+@contextlib.contextmanager
+def refusing_port() -> Iterator[int]:
+    """A port that refuses connections, and that no other program can get meanwhile."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield int(bound.getsockname()[1])
+
+
+def wait_for_port(port: int, process: subprocess.Popen[bytes], timeout_s: float = 180) -> None:
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         if process.poll() is not None:

@@ -11,7 +11,7 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from support import ranks
 from support.servers import moto_server
@@ -22,8 +22,10 @@ _RANKS = frozenset({ranks.run_ranks, ranks.Job, ranks.start})
 _SERVERS = frozenset({moto_server})
 
 # Their max_examples is a percentage of what `examples` is asked for.
-settings.register_profile("fast", max_examples=5, deadline=None)
-settings.register_profile("full", max_examples=100, deadline=None)
+# How long it takes to draw them says more about the machine than about the test.
+_ANY_PACE: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("fast", max_examples=5, **_ANY_PACE)
+settings.register_profile("full", max_examples=100, **_ANY_PACE)
 
 
 def load_profile() -> None:

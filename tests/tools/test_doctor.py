@@ -20,6 +20,7 @@ from unittest.mock import Mock
 import pytest
 from support.clock import SkippingClock
 from support.commands import options_of, run, run_process
+from support.files import any_file
 from support.proxy import Call, FaultProxy, fault_proxy
 from support.servers import SECRET_KEY, S3Server, rclone_binary, rclone_server
 from support.strict_s3 import Request, StrictS3
@@ -628,9 +629,11 @@ def test_exit_codes(mount: Path, tmp_path: Path, s3: S3Server) -> None:
     assert ran.json["error"]["type"] == "StorageUnavailable"
 
 
-def start(*arguments: object) -> subprocess.Popen[str]:
+@contextlib.contextmanager
+def started(*arguments: object) -> Iterator[subprocess.Popen[str]]:
+    """Run the command in a process group of its own, which ends with the block at the latest."""
     script = Path(sys.executable).parent / "ckpt"
-    return subprocess.Popen(
+    with subprocess.Popen(
         [str(script), "doctor", *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -638,20 +641,25 @@ def start(*arguments: object) -> subprocess.Popen[str]:
         start_new_session=True,
         # Whoever runs the tests in the background may have it ignored.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
-    )
+    ) as process:
+        try:
+            yield process
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def interrupt(
     process: subprocess.Popen[str], when: Callable[[], bool], signal_number: int = signal.SIGINT
 ) -> tuple[int, str]:
     """Ctrl-C, which reaches every process of the group; returns the exit code and standard error."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not when():
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.01)
     os.killpg(process.pid, signal_number)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=120)
     return process.returncode, err
 
 
@@ -661,10 +669,12 @@ def interrupt(
 def test_interrupted_on_a_mount(mount: Path, tmp_path: Path, signal_number: int) -> None:
     """While it waits for what the other mount will never show."""
     (tmp_path / "other").mkdir()
-    process = start(mount, tmp_path / "other")
-    code, err = interrupt(
-        process, lambda: any(mount.rglob("others-*")) and any(tmp_path.rglob("other/*/*/f")), signal_number
-    )
+    with started(mount, tmp_path / "other") as process:
+        code, err = interrupt(
+            process,
+            lambda: any_file(mount, "others-*") and any_file(tmp_path, "other/*/*/f"),
+            signal_number,
+        )
     assert code == 130
     assert "interrupted" in err
     assert not any((tmp_path / "other").iterdir())
@@ -672,8 +682,8 @@ def test_interrupted_on_a_mount(mount: Path, tmp_path: Path, signal_number: int)
 
 @pytest.mark.long
 def test_interrupted_with_a_second_process(mount: Path) -> None:
-    process = start(mount, "--second-client")
-    code, err = interrupt(process, lambda: any(mount.rglob("races/*")))
+    with started(mount, "--second-client") as process:
+        code, err = interrupt(process, lambda: any_file(mount, "races/*"))
     assert code == 130
     assert "Traceback" not in err
 
@@ -682,8 +692,8 @@ def test_interrupted_with_a_second_process(mount: Path) -> None:
 def test_interrupted_in_an_upload(s3: S3Server, proxy: FaultProxy) -> None:
     with clean_bucket(s3) as url:
         proxy.rule = lambda call: time.sleep(0.3) or "pass" if call.is_part else "pass"  # type: ignore[func-returns-value]
-        process = start(url, *options_of(proxy.options))
-        code, _ = interrupt(process, lambda: any(call.is_part for call in proxy.calls))
+        with started(url, *options_of(proxy.options)) as process:
+            code, _ = interrupt(process, lambda: any(call.is_part for call in list(proxy.calls)))
         assert code == 130
         proxy.settle()
 

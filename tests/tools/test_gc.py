@@ -22,7 +22,7 @@ from support.commands import (
     run_json,
     run_on_terminal,
 )
-from support.ranks import start
+from support.ranks import exit_code_of
 from support.servers import S3Server
 from support.states import random_tensor
 
@@ -58,9 +58,7 @@ def make_old(place: Path, hours: float = 48) -> None:
 
 def save_and_die(place: Path, where: str) -> None:
     """Save twos in a process that dies `before` its commit, or `between` commit.json and .metadata."""
-    process = start(_save_and_die, str(place), where)
-    process.join()
-    assert process.exitcode == 9
+    assert exit_code_of(_save_and_die, str(place), where) == 9
 
 
 def _save_and_die(place: str, where: str) -> None:

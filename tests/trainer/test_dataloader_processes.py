@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from support.ranks import run_ranks, start
+from support.ranks import exit_code_of, run_ranks
 from support.servers import S3Server
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -320,9 +320,7 @@ def _torchdata(rank: int, url: str, previous: str, file: str, workers: int, last
 
 @pytest.mark.smoke
 def test_pyarrow_and_torchdata_are_not_needed() -> None:
-    process = start(_import_without_them)
-    process.join(60)
-    assert process.exitcode == 0
+    assert exit_code_of(_import_without_them) == 0
 
 
 def _import_without_them() -> None:

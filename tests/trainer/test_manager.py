@@ -11,6 +11,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -622,12 +623,30 @@ def test_preemption_during_an_upload_loses_neither(tmp_path: Path) -> None:
     assert steps_at(tmp_path) == [1, 2]
 
 
+@contextmanager
+def held_uploads() -> Iterator[threading.Event]:
+    """No data are put before the event is set."""
+    go_on, put = threading.Event(), PosixStore.put
+
+    def put_later(self: PosixStore, key: str, *rest: Any, **more: Any) -> None:
+        if key.endswith(".distcp"):
+            assert go_on.wait(120)
+        put(self, key, *rest, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PosixStore, "put", put_later)
+        yield go_on
+
+
 def test_the_grace_period_is_the_longest_wait(tmp_path: Path) -> None:
     rule = saving.on_preemption(grace_s=0.05)
-    with ckpt.CheckpointManager(tmp_path, save=rule, max_bandwidth_bytes_per_s=4e6) as manager:
+    with held_uploads() as go_on, ckpt.CheckpointManager(tmp_path, save=rule) as manager:
         signal.raise_signal(signal.SIGTERM)
-        with pytest.raises(SaveFailed, match="step 1 is not durable"):
-            manager.step(1, state_of(1, MIB))
+        try:
+            with pytest.raises(SaveFailed, match="step 1 is not durable"):
+                manager.step(1, state_of(1))
+        finally:
+            go_on.set()
 
 
 def test_overhead_budget_and_young_daly_measure_first(tmp_path: Path) -> None:

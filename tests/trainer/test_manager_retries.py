@@ -17,7 +17,18 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from test_manager import MIB, damage, drive, failing, kinds, restored_step, run, state_of, steps_at
+from test_manager import (
+    MIB,
+    damage,
+    drive,
+    failing,
+    held_uploads,
+    kinds,
+    restored_step,
+    run,
+    state_of,
+    steps_at,
+)
 
 import ckpt
 from ckpt.backends.posix import PosixStore
@@ -172,11 +183,14 @@ def test_what_is_pinned_during_a_removal_stays(tmp_path: Path, monkeypatch: pyte
 
 def test_the_grace_period_is_also_the_longest_wait_for_the_save_before(tmp_path: Path) -> None:
     rule = saving.every_steps(1) | saving.on_preemption(grace_s=0.05)
-    with ckpt.CheckpointManager(tmp_path, save=rule, max_bandwidth_bytes_per_s=4e6) as manager:
-        manager.step(1, state_of(1, MIB))
+    with held_uploads() as go_on, ckpt.CheckpointManager(tmp_path, save=rule) as manager:
+        manager.step(1, state_of(1))
         manager._decisions._signals.received = "SIGTERM"
-        with pytest.raises(SaveFailed, match="step 1 is not durable after"):
-            manager.step(2, state_of(2, MIB))
+        try:
+            with pytest.raises(SaveFailed, match="step 1 is not durable after"):
+                manager.step(2, state_of(2))
+        finally:
+            go_on.set()
     assert steps_at(tmp_path) == [1]
 
 
@@ -209,6 +223,7 @@ def test_a_program_that_ends_without_closing_loses_nothing(tmp_path: Path) -> No
         text=True,
         timeout=100,
     )
-    assert (ended.returncode, ended.stdout) == (0, "0 2\n"), ended.stderr
+    # Step 3 is in flight when the child ends, unless the machine is very slow.
+    assert (ended.returncode, ended.stdout) in ((0, "0 2\n"), (0, "0 3\n")), ended.stderr
     assert "Traceback" not in ended.stderr
     assert steps_at(tmp_path) == [3]

@@ -216,7 +216,7 @@ def test_a_save_that_is_being_recorded_holds_up_no_rule(
         if key == RUN_KEY:
             rule = threading.Thread(target=trainer._saves.history.mtbf_s, daemon=True)
             rule.start()
-            rule.join(timeout=5)
+            rule.join(timeout=60)
             answered.append(not rule.is_alive())
         put(self, key, body, **options)
 

@@ -10,7 +10,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -273,28 +274,32 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "train_with_manager.py"
 def test_the_example_ends_well_and_goes_on_with_fewer_ranks(tmp_path: Path) -> None:
     """SIGTERM to one of two processes: both end with status 0, and one alone takes the next step."""
     root = str(tmp_path / "run")
-    both = _start_example(tmp_path, 2, root, steps=10**6)
     out = tmp_path / "2-0.out"
-    _wait_until(lambda: out.exists() and "step     3" in out.read_text(), both)
-    os.kill(both[1].pid, signal.SIGTERM)
-    assert _exit_codes(both) == [0, 0]
+    with _example_runs(tmp_path, 2, root, steps=10**6) as both:
+        _wait_until(lambda: out.exists() and "step     3" in out.read_text(), both)
+        os.kill(both[1].pid, signal.SIGTERM)
+        assert _exit_codes(both) == [0, 0]
     stopped_at = int(out.read_text().split("preempted after step ")[1].split(";")[0])
     assert committed(root) == [stopped_at]
-    (alone,) = _start_example(tmp_path, 1, root, steps=stopped_at + 2)
-    assert _exit_codes([alone]) == [0]
+    with _example_runs(tmp_path, 1, root, steps=stopped_at + 2) as alone:
+        assert _exit_codes(alone) == [0]
     lines = (tmp_path / "1-0.out").read_text().splitlines()
     assert [int(line.split()[1]) for line in lines] == [stopped_at + 1, stopped_at + 2]
     assert committed(root) == [stopped_at, stopped_at + 2]
 
 
-def _start_example(folder: Path, ranks: int, root: str, steps: int) -> list[Any]:
+@contextmanager
+def _example_runs(folder: Path, ranks: int, root: str, steps: int) -> Iterator[list[Any]]:
     port = free_port()
     small = ["--width", "16", "--layers", "1", "--length", "8", "--save-every", "1000000"]
     arguments = ["--root", root, "--steps", str(steps), *small]
-    return [
-        start(_example, rank, ranks, port, str(folder / f"{ranks}-{rank}.out"), arguments)
-        for rank in range(ranks)
-    ]
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(
+                start(_example, rank, ranks, port, str(folder / f"{ranks}-{rank}.out"), arguments)
+            )
+            for rank in range(ranks)
+        ]
 
 
 def _example(rank: int, ranks: int, port: int, out: str, arguments: list[str]) -> None:
@@ -307,7 +312,7 @@ def _example(rank: int, ranks: int, port: int, out: str, arguments: list[str]) -
     runpy.run_path(str(EXAMPLE), run_name="__main__")
 
 
-def _wait_until(holds: Callable[[], bool], processes: list[Any], timeout_s: float = 60) -> None:
+def _wait_until(holds: Callable[[], bool], processes: list[Any], timeout_s: float = 120) -> None:
     deadline = time.monotonic() + timeout_s
     while not holds():
         assert all(process.is_alive() for process in processes), "a process has ended"
@@ -315,10 +320,7 @@ def _wait_until(holds: Callable[[], bool], processes: list[Any], timeout_s: floa
         time.sleep(0.05)
 
 
-def _exit_codes(processes: list[Any], timeout_s: float = 60) -> list[int | None]:
+def _exit_codes(processes: list[Any], timeout_s: float = 120) -> list[int | None]:
     for process in processes:
         process.join(timeout_s)
-    codes = [process.exitcode for process in processes]
-    for process in processes:
-        process.kill()
-    return codes
+    return [process.exitcode for process in processes]

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from support.ranks import start
+from support.ranks import exit_code_of
 
 from ckpt.gc_pause import no_gc
 
@@ -56,9 +56,7 @@ def test_what_the_program_sets_meanwhile_stays(enabled: bool) -> None:
 
 
 def test_a_forked_child_collects() -> None:
-    process = start(_fork_in_a_pause)
-    process.join(60)
-    assert process.exitcode == 0
+    assert exit_code_of(_fork_in_a_pause) == 0
 
 
 def _fork_in_a_pause() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.proxy import Call, FaultProxy
-from support.ranks import run_ranks, start
+from support.ranks import exit_code_of, run_ranks, start
 from support.saves import (
     FailingPlanner,
     Place,
@@ -170,8 +171,7 @@ def test_killed_at_every_request(proxy: FaultProxy, proxied: Place) -> None:
 
 def _kill_at_request(proxy: FaultProxy, at: int, carried_out: bool, place: Place, seed: int) -> Call | None:
     """Start a save and kill it at its n-th request; None if it made fewer."""
-    before, died_at = len(proxy.calls), []
-    saver = start(_save, place, seed)
+    before, died_at, is_killed = len(proxy.calls), [], threading.Event()
 
     def rule(call: Call) -> str:
         if call.number - before != at:
@@ -179,16 +179,15 @@ def _kill_at_request(proxy: FaultProxy, at: int, carried_out: bool, place: Place
         died_at.append(call)
         if carried_out:
             return "lose"
-        saver.kill()
+        is_killed.wait(60)
         return "reset"
 
-    proxy.rule = rule
-    while saver.exitcode is None and not died_at:
-        saver.join(0.01)
-    if died_at:
+    proxy.rule = rule  # before there is a process that sends any
+    with start(_save, place, seed) as saver:
+        while saver.exitcode is None and not died_at:
+            saver.join(0.01)
         # A lost reply reaches nobody: the process dies before it could ask again.
-        saver.kill()
-    saver.join()
+    is_killed.set()
     proxy.settle()
     proxy.rule = lambda call: "pass"
     return died_at[0] if died_at else None
@@ -225,12 +224,10 @@ def test_killed_at_every_system_call(tmp_path: Path) -> None:
     place: Place = (str(tmp_path / "c"), {})
     _save(place, 1)
     old, new, at, outcomes = 1, 2, 0, []
-    exit_code = -signal.SIGKILL
+    exit_code: int | None = -signal.SIGKILL
     while exit_code == -signal.SIGKILL:
         at += 1
-        saver = start(_save_and_die, place[0], new, at)
-        saver.join()
-        exit_code = saver.exitcode
+        exit_code = exit_code_of(_save_and_die, place[0], new, at)
         is_new = load_is_one_of(place, old, new)
         if is_new:
             old, new = new, new + 1

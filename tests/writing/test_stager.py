@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.ranks import run_ranks, start
+from support.ranks import exit_code_of, run_ranks
 from support.states import digest, emptied, plain_state, sharded_state
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.device_mesh import init_device_mesh
@@ -156,9 +156,7 @@ def test_the_collector_may_give_memory_back_at_any_time() -> None:
 @pytest.mark.smoke
 def test_a_forked_child_ends() -> None:
     """As a data loader's worker does, started while a save is running."""
-    process = start(_fork_while_saving)
-    process.join(120)
-    assert process.exitcode == 0
+    assert exit_code_of(_fork_while_saving) == 0
 
 
 def _fork_while_saving() -> None:
