@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ckpt.errors import NotFound
+from ckpt.format.records import read_commit
 from ckpt.reading.slices import OpenCheckpoint
 
 _AHEAD_BYTES = 1 << 20
@@ -25,6 +26,11 @@ class ForeignFiles:
     @property
     def names(self) -> list[str]:
         return self._checkpoint.names
+
+    @property
+    def is_current(self) -> bool:
+        """Tell whether this is still the checkpoint at its place."""
+        return read_commit(self._checkpoint.store) == self._checkpoint.parts[0].stored_commit
 
     def open(self, name: str) -> FileReader:
         """Open a file. Raises NotFound if there is none of that name."""

@@ -204,11 +204,14 @@ def _await_manifests(
     """Read the manifests of an attempt, by writer, once every rank has one."""
     backoff = environment.Backoff(_PATIENCE_S, first_pause_s=0.25)
     while True:
-        keys = {}
+        keys: dict[int, str] = {}
         for stat in store.list():
             name = ObjectName.parse(stat.key)
-            if name is not None and name.kind == "json" and name.token.startswith(attempt):
-                keys[name.rank] = stat.key
+            if name is None or name.kind != "json" or not name.token.startswith(attempt):
+                continue
+            if keys.setdefault(name.rank, stat.key) != stat.key:
+                text = "nothing was committed: files of an earlier save that failed are here; save to another place"
+                raise CommitError(text, url=store.url)
         absent = sorted(set(range(world_size)) - {number % world_size for number in keys})
         if not absent:
             break

@@ -166,6 +166,14 @@ def test_two_ranks_with_one_name(tmp_path: Path) -> None:
     assert state_of(tmp_path) == "incomplete"
 
 
+def test_files_of_two_saves_of_one_attempt(tmp_path: Path) -> None:
+    put(tmp_path, "a", b"one")
+    put(tmp_path, "a", b"two")
+    with pytest.raises(CommitError, match="an earlier save that failed"):
+        commit(tmp_path)
+    assert state_of(tmp_path) == "incomplete"
+
+
 def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chunk = 256 << 10
     monkeypatch.setattr(foreign_files, "CHUNK_BYTES", chunk)

@@ -153,7 +153,7 @@ class Storage(base_storage.Storage):
         place, name = self.remap_path(path), ""
         with self._lock:
             for _ in range(_MAX_FOLDERS):
-                if again:
+                if again and place in self._open and not self._open[place].is_current:
                     self._forget(place)
                 with contextlib.suppress(NotFound, NotCommitted):
                     if place not in self._open:
@@ -210,7 +210,8 @@ class Storage(base_storage.Storage):
         return FileStream(self._store(place), name, writer, self._attempt(place))
 
     def _attempt(self, place: str) -> str:
-        return f"{self._config._attempt}{self._saves[place][1] % 256:02x}"
+        _, failed = self._saves.get(place, (set(), 0))
+        return f"{self._config._attempt}{failed % 256:02x}"
 
     def write(self, path: Path, data: Any) -> None:
         with self.stream_write(path) as stream:
@@ -227,7 +228,7 @@ class Storage(base_storage.Storage):
             raise io.UnsupportedOperation(
                 f"{dst_path}: only a whole checkpoint can be renamed, by its writer"
             )
-        if self._metadata is not None and METADATA_FILE_NAME not in self._saves[target[0]][0]:
+        if self._metadata is not None and METADATA_FILE_NAME not in self._saves.get(target[0], (set(), 0))[0]:
             # A synchronous saver writes them with its first save alone, and refuses a state that has changed.
             self.write(src_path / METADATA_FILE_NAME, self._metadata)
         step = step_of(target[0])
@@ -292,9 +293,8 @@ class Storage(base_storage.Storage):
         return self._reader(path).size_bytes
 
     def exists(self, path: Path) -> bool:
-        target = self._target(path / "file")
-        if target is not None:
-            return target[0] in self._saves
+        if self._target(path / "file") is not None:
+            return True  # asked before the rename, which finds out
         try:
             source, name = self._source(path, again=True)
             return not name or any(each == name or each.startswith(f"{name}/") for each in source.names)

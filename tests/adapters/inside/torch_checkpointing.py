@@ -127,6 +127,21 @@ def test_a_torn_save_is_no_checkpoint(tmp_path: Path) -> None:
     check_load(manager, f"{tmp_path}/step-1", 1)
 
 
+def test_a_save_that_failed_is_repeated(tmp_path: Path) -> None:
+    storage = StorageConfig().create_storage()
+    folder = tmp_path / "tmp_step-1"
+    storage.write(folder / "model_0.pt", b"one")
+    storage.write(folder / "optimizer_0.pt", b"one")
+    storage.write(folder / "model_0.pt", b"two")  # the rename never came: the writer begins anew
+    storage.rename(folder, tmp_path / "step-1", is_directory=True)
+    assert storage.ls(tmp_path / "step-1") == ["model_0.pt"]
+    assert storage.read(tmp_path / "step-1" / "model_0.pt") == b"two"
+    storage.rmdir(tmp_path / "step-1")
+    storage.write(folder / "model_0.pt", b"three")
+    storage.rename(folder, tmp_path / "step-1", is_directory=True)
+    assert storage.read(tmp_path / "step-1" / "model_0.pt") == b"three"
+
+
 def test_a_write_that_no_rename_would_commit(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="write_to_temp_dir=True"):
         StorageConfig().create_storage().write(tmp_path / "step-1" / "model_0.pt", b"data")
