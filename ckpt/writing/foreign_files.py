@@ -39,8 +39,9 @@ from ckpt.writing.rank_files import RankFiles
 from ckpt.writing.receipts import PlacedItem, RankReceipt, pack_items, records_of
 from ckpt.writing.save_objects import SaveObjects
 
-CHUNK_BYTES = 32 << 20
+CHUNK_BYTES = 16 << 20
 _CHUNKS_AT_ONCE = 4
+_free: list[memoryview] = []  # fresh memory costs more in page faults than the copy into it
 _PATIENCE_S = 60.0
 """How long a listing has to show a file of every rank."""
 
@@ -48,7 +49,7 @@ _PATIENCE_S = 60.0
 class FileStream(io.RawIOBase):
     """Write a file in chunks, of which a few are sent while the next ones are filled.
 
-    It needs up to 256 MiB. The file counts when `close` returns, and is in the checkpoint when
+    It needs 128 MiB, which the next file uses again. The file counts when `close` returns, and is in the checkpoint when
     `commit_files` does; after an exception in its `with` block nothing of it stays.
 
     Args:
@@ -67,6 +68,8 @@ class FileStream(io.RawIOBase):
         self._worker: ThreadPoolExecutor | None = thread_pool(1, "ckpt-stream")
         self._sending: Future[None] | None = None
         self._batch: list[list[Entry]] = []
+        self._full: list[memoryview] = []  # chunks of the batch
+        self._away: list[memoryview] = []  # chunks that are being sent
         self._chunk, self._filled, self._chunks = _new_chunk(), 0, 0
 
     def writable(self) -> bool:
@@ -123,14 +126,17 @@ class FileStream(io.RawIOBase):
         payload = BytesPayload(self._chunk[: self._filled])
         self._batch.append([Entry(index, framed.head, payload, framed.tail, True)])
         self._size, self._chunks = self._size + self._filled, self._chunks + 1
-        self._chunk, self._filled = _new_chunk(), 0
-        if len(self._batch) == _CHUNKS_AT_ONCE:
+        self._full.append(self._chunk)
+        # The first chunks are sent at once, so that storage is busy while the next ones are filled.
+        if len(self._batch) >= min(_CHUNKS_AT_ONCE, self._chunks // 2 + 1):
             self._send()
+        self._chunk, self._filled = _new_chunk(), 0
 
     def _send(self) -> None:
         self._wait()
         assert self._worker is not None
         batch, self._batch = self._batch, []
+        self._away, self._full = self._full, []
         if batch:
             self._sending = self._worker.submit(self._files.put, batch)
 
@@ -138,16 +144,28 @@ class FileStream(io.RawIOBase):
         sending, self._sending = self._sending, None
         if sending is not None:
             sending.result()
+        self._give_back(self._away)
+        self._away = []
+
+    @staticmethod
+    def _give_back(chunks: list[memoryview]) -> None:
+        _free.extend(chunks)
+        del _free[2 * _CHUNKS_AT_ONCE :]
 
     def _end(self) -> None:
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.shutdown()
+            self._give_back([self._chunk])
         self._batch.clear()
         super().close()
 
 
 def _new_chunk() -> memoryview:
+    with contextlib.suppress(IndexError):
+        chunk = _free.pop()
+        if chunk.nbytes == CHUNK_BYTES:
+            return chunk
     return np.empty(CHUNK_BYTES, dtype=np.uint8).data
 
 
