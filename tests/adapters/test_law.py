@@ -75,6 +75,15 @@ HOSTS = [
         for v in ("full", "ddp")
     ),
     Host("ray_train", "step-00000006", environment="ray", spawns=True),
+    Host("huggingface", "step-00000006", options={"fsdp": "SHARDED_STATE_DICT"}),
+    Host("huggingface", "step-00000006", variant="ddp", resumed_world_size=4),
+    Host(
+        "accelerate_loop",
+        "step-00000006",
+        environment="huggingface",
+        resumed_world_size=4,
+        options={"fsdp": "FULL_STATE_DICT"},
+    ),
 ]
 
 # Rank 1 dies with its data unwritten; rank 0 with all data written, and nothing committed.

@@ -31,7 +31,13 @@ def test_a_host_that_cannot_be_used(distribution: str, oldest: str, before: str,
 
 @pytest.mark.parametrize(
     ("adapter", "distribution"),
-    [("lightning", "lightning"), ("pytorch_lightning", "pytorch-lightning"), ("ray", "ray")],
+    [
+        ("lightning", "lightning"),
+        ("pytorch_lightning", "pytorch-lightning"),
+        ("ray", "ray"),
+        ("huggingface", "accelerate"),
+        ("accelerate", "accelerate"),
+    ],
 )
 def test_an_adapter_without_its_host(adapter: str, distribution: str) -> None:
     with pytest.raises(ConfigurationError, match=f"^{distribution} is not installed: pip install"):

@@ -1,0 +1,362 @@
+"""Tests inside of transformers' `Trainer` and of accelerate: `test_huggingface.py` runs them with these."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from accelerate import Accelerator
+from adapters.hosts.huggingface import Texts, small_llama
+from peft import LoraConfig, get_peft_model
+from support.servers import S3Server
+from transformers import TrainerCallback, TrainingArguments
+from transformers.distributed.checkpoint import load_optimizer_distributed, save_optimizer_distributed
+
+import ckpt
+from ckpt.errors import ConfigurationError, LoadFailed
+from ckpt.tools.inspect import inspect
+from ckpt.trainer_integration import keeping, saving
+from ckpt.trainer_integration.adapters import accelerate, huggingface
+from ckpt.trainer_integration.adapters.huggingface import Trainer
+
+WIDTH = 16
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the frameworks
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cwd").mkdir()
+    monkeypatch.chdir(tmp_path / "cwd")
+
+
+def arguments(root: str | Path, steps: int = 6, **options: Any) -> TrainingArguments:
+    own = {"save_strategy": "steps", "save_steps": 2, "report_to": "none", "logging_steps": 1}
+    return TrainingArguments(
+        output_dir=str(root), use_cpu=True, max_steps=steps, per_device_train_batch_size=4, disable_tqdm=True,
+        **{**own, **options},
+    )  # fmt: skip
+
+
+def trainer_of(
+    root: str | Path,
+    steps: int = 6,
+    *,
+    kind: type[transformers.Trainer] = Trainer,
+    model: Any = None,
+    callbacks: Any = None,
+    checkpoints: Any = None,
+    **options: Any,
+) -> Any:
+    data = Texts(8, 1)
+    own = {} if kind is transformers.Trainer else {"checkpoints": checkpoints}
+    return kind(
+        model=small_llama(WIDTH) if model is None else model, args=arguments(root, steps, **options),
+        train_dataset=data, eval_dataset=data, callbacks=callbacks, **own,
+    )  # fmt: skip
+
+
+def train(trainer: Any, **options: Any) -> None:
+    """Train, and wait until old checkpoints have been removed, as the end of the program does."""
+    trainer.train(**options)
+    trainer.checkpoints.close()
+
+
+def weights(trainer: Any) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
+
+
+def assert_equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    assert left.keys() == right.keys()
+    assert [name for name in left if not torch.equal(left[name], right[name])] == []
+
+
+def committed(root: str | Path) -> list[int]:
+    listed = ckpt.list_checkpoints(str(root))
+    return sorted(each.step for each in listed if each.state == "committed" and each.step is not None)
+
+
+def damage(checkpoint: Path) -> None:
+    """Flip a bit in the middle of the largest file."""
+    largest = max(
+        (path for path in checkpoint.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size
+    )
+    data = bytearray(largest.read_bytes())
+    data[len(data) // 2] ^= 1
+    largest.write_bytes(data)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    """Weights after 6 steps with Trainer's own saving."""
+    trainer = trainer_of(tmp_path_factory.mktemp("reference"), kind=transformers.Trainer)
+    trainer.train()
+    return weights(trainer)
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    trainer_of(root, steps=4, lr_scheduler_type="constant").train()
+    # The whole state of step 4 cannot be loaded, though Trainer's own part of it can.
+    damage(root / "step-00000004")
+    again = trainer_of(root, lr_scheduler_type="constant")
+    steps: list[int] = []
+
+    class Steps(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            steps.append(state.global_step)
+
+    again.add_callback(Steps)
+    again.train(resume_from_checkpoint=True)
+    assert steps == [3, 4, 5, 6]
+    whole = trainer_of(tmp_path / "whole", kind=transformers.Trainer, lr_scheduler_type="constant")
+    whole.train()
+    assert_equal(weights(again), weights(whole))
+    assert (root / "step-00000004.again").is_dir()
+
+
+def test_everything_goes_to_the_url_and_the_rest_to_a_local_folder(
+    s3: S3Server, monkeypatch: pytest.MonkeyPatch, reference: dict[str, torch.Tensor]
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3.endpoint_url)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", s3.access_key)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", s3.secret_key)
+    root = f"s3://{s3.new_bucket()}/run"
+    args = arguments(root, save_total_limit=2)
+    train(Trainer(model=small_llama(WIDTH), args=args, train_dataset=Texts(8, 1)))
+    assert args.output_dir == root
+    assert committed(root) == [4, 6]
+    assert os.listdir() == ["trainer_output"]
+    assert os.listdir("trainer_output") == []
+
+    resumed = trainer_of(root)
+    resumed.train(resume_from_checkpoint=f"{root}/step-00000004")
+    assert_equal(weights(resumed), reference)
+
+    # The last checkpoint becomes a model's folder.
+    with pytest.raises(ConfigurationError, match="ckpt convert"):
+        resumed.save_model(f"{root}/model")
+    resumed.model.config.save_pretrained("config")
+    ckpt.convert(
+        f"{root}/step-00000006", "model", to="safetensors", weights_only=True, rename=[(r"^model\.", "")],
+        config_from="config",
+    )  # fmt: skip
+    served = transformers.LlamaForCausalLM.from_pretrained("model")
+    assert_equal(dict(served.named_parameters()), reference)
+
+
+def test_a_run_without_checkpoints_begins_anew_and_one_with_some_does_not(tmp_path: Path) -> None:
+    trainer_of(tmp_path / "run", steps=2).train(resume_from_checkpoint=True)
+    with pytest.raises(ConfigurationError, match=r"step 2: train\(resume_from_checkpoint=True\)"):
+        trainer_of(tmp_path / "run").train()
+    damage(tmp_path / "run" / "step-00000002")
+    with pytest.raises(LoadFailed):
+        trainer_of(tmp_path / "run").train(resume_from_checkpoint=True)
+
+
+def test_a_run_goes_on_from_checkpoints_of_trainers_own(
+    tmp_path: Path, reference: dict[str, torch.Tensor]
+) -> None:
+    for how in (True, str(tmp_path / "True" / "checkpoint-4")):
+        root = tmp_path / "True" if how is True else tmp_path / "other"
+        if how is True:
+            trainer_of(root, kind=transformers.Trainer).train()
+            os.rename(root / "checkpoint-6", tmp_path / "newest")
+        resumed = trainer_of(root)
+        resumed.train(resume_from_checkpoint=how)
+        assert_equal(weights(resumed), reference)
+        assert committed(root) == [6]
+
+
+def test_a_run_begins_with_the_checkpoint_of_another(
+    tmp_path: Path, reference: dict[str, torch.Tensor]
+) -> None:
+    trainer_of(tmp_path / "one").train()
+    resumed = trainer_of(tmp_path / "two")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "one" / "step-00000002"))
+    assert_equal(weights(resumed), reference)
+    assert committed(tmp_path / "two") == [4, 6]
+
+
+def test_the_best_model_is_kept_and_loaded_at_the_end(tmp_path: Path) -> None:
+    seen: dict[int, dict[str, torch.Tensor]] = {}
+
+    class Worse(TrainerCallback):
+        """Let the second of four evaluations be the best."""
+
+        def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any) -> None:
+            loss = {2: 3.0, 4: 1.0, 6: 2.0, 8: 4.0}[state.global_step]
+            metrics["eval_loss"] = state.log_history[-1]["eval_loss"] = loss
+            seen[state.global_step] = weights(trainer)
+
+    trainer = trainer_of(
+        tmp_path / "run", steps=8, eval_strategy="steps", eval_steps=2, load_best_model_at_end=True,
+        metric_for_best_model="loss", greater_is_better=False, save_total_limit=2, callbacks=[Worse()],
+    )  # fmt: skip
+    train(trainer)
+    assert trainer.state.best_global_step == 4
+    assert committed(tmp_path / "run") == [4, 8]
+    assert_equal(weights(trainer), seen[4])
+
+
+def test_rules_of_ours_save_too_and_a_signal_ends_the_training(tmp_path: Path) -> None:
+    class Preempt(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 2:
+                os.kill(os.getpid(), signal.SIGUSR1)
+
+    rules = {"save": saving.on_preemption(), "keep": keeping.every_steps(3)}
+    train(trainer_of(tmp_path / "run", callbacks=[Preempt()], checkpoints=rules))
+    assert committed(tmp_path / "run") == [3]
+
+
+def test_callbacks_scheduler_and_random_states_come_from_the_checkpoint(tmp_path: Path) -> None:
+    class Draws(TrainerCallback):
+        def __init__(self) -> None:
+            self.numbers: dict[int, float] = {}
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.numbers[state.global_step] = torch.rand(()).item()
+
+    whole, again = Draws(), Draws()
+    first = trainer_of(tmp_path / "run", callbacks=[whole, transformers.EarlyStoppingCallback(5)],
+                       eval_strategy="steps", eval_steps=2, metric_for_best_model="loss")  # fmt: skip
+    first.train()
+    stopper = transformers.EarlyStoppingCallback(1)
+    resumed = trainer_of(tmp_path / "run", callbacks=[again, stopper], eval_strategy="steps", eval_steps=2,
+                         metric_for_best_model="loss",
+                         restore_callback_states_from_checkpoint=True)  # fmt: skip
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "step-00000004"))
+    assert again.numbers == {step: number for step, number in whole.numbers.items() if step > 4}
+    assert resumed.lr_scheduler.state_dict() == first.lr_scheduler.state_dict()
+    (restored,) = [
+        each
+        for each in resumed.callback_handler.callbacks
+        if isinstance(each, transformers.EarlyStoppingCallback)
+    ]
+    assert restored.early_stopping_patience == 5
+
+
+def test_of_a_model_with_adapters_only_what_is_trained_is_saved(tmp_path: Path) -> None:
+    def lora() -> Any:
+        torch.manual_seed(2)
+        return get_peft_model(
+            small_llama(WIDTH), LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])
+        )
+
+    whole = trainer_of(tmp_path / "whole", kind=transformers.Trainer, model=lora())
+    whole.train()
+    trainer_of(tmp_path / "run", steps=4, model=lora(), lr_scheduler_type="constant").train()
+    names = list(inspect(str(tmp_path / "run" / "step-00000004")).tensors)
+    assert not [name for name in names if name.startswith("model.") and "lora" not in name]
+    resumed = trainer_of(tmp_path / "other", model=lora())
+    trainer_of(tmp_path / "six", model=lora()).train()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "six" / "step-00000004"))
+    assert_equal(weights(resumed), weights(whole))
+
+
+def test_what_cannot_be_saved_is_an_error_at_start_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigurationError, match="agreeing"):
+        trainer_of(tmp_path / "run", enable_jit_checkpoint=True)
+    with pytest.raises(ConfigurationError, match="last takes a positive"):
+        trainer_of(tmp_path / "run", checkpoints={"keep": keeping.last(0)})
+    with pytest.raises(ConfigurationError, match="hyperparameter search"):
+        trainer_of(tmp_path / "run").train(trial={})
+    monkeypatch.delattr(transformers.Trainer, "_load_scaler")
+    with pytest.raises(ConfigurationError, match=r"has no Trainer\._load_scaler"):
+        trainer_of(tmp_path / "run")
+
+
+def test_install_takes_the_place_of_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("transformers", "transformers.trainer"):
+        monkeypatch.setattr(sys.modules[module], "Trainer", huggingface._Native)
+    monkeypatch.setattr(Trainer, "checkpoint_options", {})
+    huggingface.install(keep=1)
+    from transformers import Trainer as Installed
+
+    train(Installed(small_llama(WIDTH), arguments(tmp_path / "run"), train_dataset=Texts(8, 1)))
+    assert committed(tmp_path / "run") == [6]
+
+    class Theirs(huggingface._Native): ...
+
+    with pytest.raises(ConfigurationError, match=r"before the import of .*Theirs"):
+        huggingface.install()
+
+
+def test_the_optimizer_that_transformers_saves_by_itself(tmp_path: Path) -> None:
+    parts = prepared()
+    model, optimizer = parts[1:3]
+    step(*parts)
+    moments = {name: value.clone() for name, value in optimizer.state[model.lm_head.weight].items()}
+    ckpt.install()
+    try:
+        save_optimizer_distributed(model, optimizer.optimizer, str(tmp_path / "one"))
+        step(*parts)
+        load_optimizer_distributed(model, optimizer.optimizer, str(tmp_path / "one"))
+    finally:
+        ckpt.uninstall()
+    assert_equal(dict(optimizer.state[model.lm_head.weight]), moments)
+    assert (tmp_path / "one" / "commit.json").exists()
+
+
+def prepared() -> tuple[Accelerator, Any, Any, Any]:
+    accelerator = Accelerator(cpu=True)
+    model = small_llama(WIDTH)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer)
+    return accelerator, *accelerator.prepare(model, optimizer, scheduler)
+
+
+def step(accelerator: Accelerator, model: Any, optimizer: Any, scheduler: Any) -> None:
+    tokens = torch.randint(100, (2, 8))
+    accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
+    optimizer.step()
+    scheduler.step()
+    optimizer.zero_grad()
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.count = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+def test_the_state_of_an_accelerator_goes_on(tmp_path: Path) -> None:
+    accelerator, *parts = prepared()
+    counter = Counter()
+    accelerator.register_for_checkpointing(counter)
+    step(accelerator, *parts)
+    counter.count, accelerator.step = 7, 3
+    accelerate.save_state(accelerator, tmp_path / "one")
+    step(accelerator, *parts)
+    after = {name: value.clone() for name, value in parts[0].state_dict().items()}
+
+    accelerator, *parts = prepared()
+    accelerator.register_for_checkpointing(again := Counter())
+    accelerate.load_state(accelerator, tmp_path / "one")
+    assert (again.count, accelerator.step) == (7, 3)
+    step(accelerator, *parts)
+    assert_equal(dict(parts[0].state_dict()), after)
+    assert parts[2].state_dict()["last_epoch"] == 2
+
+
+def test_an_accelerator_that_cannot_be_saved_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"accelerator\.prepare"):
+        accelerate.save_state(Accelerator(cpu=True), tmp_path / "one")
+    accelerator, *_ = prepared()
+    accelerator.register_save_state_pre_hook(lambda *args: None)
+    with pytest.raises(ConfigurationError, match="register_save_state_pre_hook"):
+        accelerate.save_state(accelerator, tmp_path / "one")
+    assert not (tmp_path / "one").exists()
