@@ -32,6 +32,7 @@ class Event:
             `kept`, `removed`, `not_removed`, `unmeasured` (no checkpoint has a rule's metric).
         values: figures by name, units last (`stall_s`, `upload_s`, `size_bytes`, `durable_age_s`).
         at_s: seconds since 1970.
+        url: the checkpoint's place, without credentials; of `durable` and `removed`.
     """
 
     kind: str
@@ -39,6 +40,7 @@ class Event:
     reason: str = ""
     values: Mapping[str, float] = field(default_factory=dict)
     at_s: float = field(default_factory=time.time)
+    url: str = ""
 
 
 Listener = Callable[[Event], None]
@@ -90,6 +92,8 @@ class JsonLines:
 
     def __call__(self, event: Event) -> None:
         line = {"at_s": event.at_s, "kind": event.kind, "step": event.step, "reason": event.reason}
+        if event.url:
+            line["url"] = event.url
         with open(self._path, "a", encoding="utf-8") as file:
             file.write(json.dumps(line | dict(event.values)) + "\n")
 

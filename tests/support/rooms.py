@@ -185,6 +185,10 @@ ROOMS: Mapping[str, Room] = {
             "ckpt.trainer_integration",
         ),
     ),
+    "ckpt.trainer_integration.sinks": Room(
+        "events for Prometheus, MLflow, Weights & Biases and Kubeflow",
+        ("ckpt.errors", "ckpt.trainer_integration.events"),
+    ),
     "ckpt.trainer_integration.data_order": Room(
         "samples in an order that any number of ranks can go on with",
         ("ckpt.errors", "ckpt.trainer_integration"),

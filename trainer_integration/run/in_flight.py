@@ -175,12 +175,12 @@ class Saves:
         if self._booked is not None:
             self._booked.wait()
 
-    def tell(self, kind: str, step: int | None, reason: str = "", **values: float) -> None:
+    def tell(self, kind: str, step: int | None, reason: str = "", url: str = "", **values: float) -> None:
         """Report an event, on rank 0."""
         if self._ranks.rank == 0:
             if self.durable_step is not None:
                 values["durable_age_s"] = time.monotonic() - self.durable_at_s
-            self._events.tell(Event(kind, step, reason, values))
+            self._events.tell(Event(kind, step, reason, values, url=url))
 
     def _book(self, flight: _Flight) -> None:
         """Follow up a save, in the thread in which its upload ended."""
@@ -222,13 +222,15 @@ class Saves:
         figures = {"upload_s": took_s, "stall_s": flight.stall_s, "size_bytes": size_bytes}
         if isinstance(metadata.storage_meta, SaveMeta):
             figures |= {**metadata.storage_meta.seconds, "retries": metadata.storage_meta.retries}
-        self.tell("durable", step, flight.checkpoint.path, **figures)
+        path = flight.checkpoint.path
+        self.tell("durable", step, path, self.history.shown(path), **figures)
         return is_recorded
 
     def _retire(self, keep: KeepRule, newest: RunCheckpoint) -> None:
         for checkpoint, failure in self.history.retire(keep, newest.path):
             if failure is None:
-                self.tell("removed", checkpoint.step, "no rule keeps it")
+                url = self.history.shown(checkpoint.path)
+                self.tell("removed", checkpoint.step, "no rule keeps it", url)
             else:
                 self.tell("not_removed", checkpoint.step, str(failure))
         self._kept.pop(newest.step, None)  # saved anew, after going back

@@ -1,0 +1,1 @@
+"""Tell platforms about checkpoints: each module has a callable for `CheckpointManager(events=...)`."""
