@@ -42,7 +42,9 @@ class MLflow(Background):
             # Here, not in the thread: MLflow keeps the active run of each thread.
             run = self._mlflow.active_run()
             if run is None:
-                raise ConfigurationError("MLflow() found no active run: call mlflow.start_run(), or give run_id")
+                raise ConfigurationError(
+                    "MLflow() found no active run: call mlflow.start_run(), or give run_id"
+                )
             self._run_id = run.info.run_id
         super().__call__(event)
 
@@ -68,7 +70,9 @@ class MLflow(Background):
 
         at_ms = round(event.at_s * 1000)
         metrics = [
-            Metric(f"ckpt/{name}", event.values[name], at_ms, step) for name in _METRICS if name in event.values
+            Metric(f"ckpt/{name}", event.values[name], at_ms, step)
+            for name in _METRICS
+            if name in event.values
         ]
         self._client.log_batch(self._run_id, metrics=metrics)
 

@@ -45,7 +45,10 @@ class _Figures:
                 _Family("ckpt_durable_step", "The last durable step"),
                 _Family("ckpt_durable_timestamp_seconds", "When the last checkpoint became durable"),
                 _Family("ckpt_size_bytes", "Size of the last durable checkpoint"),
-                *(_Family(f"ckpt_{name[:-2]}_seconds", f"Seconds: {text}") for name, text in _SECONDS.items()),
+                *(
+                    _Family(f"ckpt_{name[:-2]}_seconds", f"Seconds: {text}")
+                    for name, text in _SECONDS.items()
+                ),
             )
         }
 

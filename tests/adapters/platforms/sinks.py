@@ -130,9 +130,7 @@ def test_mlflow_takes_a_run_by_its_id_in_any_thread(mlflow: Any) -> None:
     thread.join()
     sink(Event("removed", 5, "", url=event.url))
     assert sink.flush()
-    (model,) = mlflow.search_logged_models(
-        experiment_ids=[run.info.experiment_id], output_format="list"
-    )
+    (model,) = mlflow.search_logged_models(experiment_ids=[run.info.experiment_id], output_format="list")
     assert (model.tags["ckpt.url"], model.tags["ckpt.state"]) == (event.url, "removed")
 
 
