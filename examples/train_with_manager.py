@@ -61,6 +61,8 @@ def main() -> None:
                 say(f"preempted after step {step}; it is durable")
                 break
     dist.destroy_process_group()
+    if manager.preempted and step < options.steps:
+        raise SystemExit(options.preempted_status)
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> torch.Tensor:
@@ -141,6 +143,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--length", type=int, default=64)
     parser.add_argument("--compile", action="store_true", help="torch.compile the model")
+    parser.add_argument(
+        "--preempted-status",
+        type=int,
+        default=0,
+        help="exit status after a preemption: platforms that start failed jobs again need another than 0",
+    )
     parser.add_argument("--events", help="append what happens to checkpoints to this file, as lines of JSON")
     return parser.parse_args()
 
