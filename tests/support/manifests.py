@@ -42,7 +42,9 @@ def pod_of_trainjob() -> dict[str, Any]:
         pod |= changes
     (node,) = pod["containers"]
     trainer = job["trainer"]
-    node |= {name: trainer[name] for name in ("image", "command")} | {"resources": trainer["resourcesPerNode"]}
+    node |= {name: trainer[name] for name in ("image", "command")} | {
+        "resources": trainer["resourcesPerNode"]
+    }
     index = {"fieldRef": {"fieldPath": f"metadata.annotations['{RESTART_LABEL}']"}}
     name = objects["TrainJob"]["metadata"]["name"]
     node["env"] = [
@@ -62,7 +64,10 @@ def environment(
     """Return the variables of a container in the pod of an index, as the kubelet sets them."""
     variables: dict[str, str] = {}
     for source in container.get("envFrom", ()):
-        for reference, kind, data in (("configMapRef", "ConfigMap", "data"), ("secretRef", "Secret", "stringData")):
+        for reference, kind, data in (
+            ("configMapRef", "ConfigMap", "data"),
+            ("secretRef", "Secret", "stringData"),
+        ):
             wanted = source.get(reference)
             if wanted is None:
                 continue
@@ -75,7 +80,9 @@ def environment(
         if "value" in variable:
             variables[variable["name"]] = variable["value"]
         else:
-            assert variable["valueFrom"]["fieldRef"]["fieldPath"] == f"metadata.annotations['{RESTART_LABEL}']"
+            assert (
+                variable["valueFrom"]["fieldRef"]["fieldPath"] == f"metadata.annotations['{RESTART_LABEL}']"
+            )
             variables[variable["name"]] = str(index)
     return variables | {"JOB_COMPLETION_INDEX": str(index)}
 

@@ -139,7 +139,9 @@ def test_a_status_is_what_the_published_model_takes(tmp_path: Any, monkeypatch: 
     for status in server.posted:
         check_pydantic(trainer_models.TrainerV1alpha1TrainerStatus, status, "trainerStatus")
         trainer_models.TrainerV1alpha1TrainerStatus.from_dict(status)
-        assert all(0 < len(metric["name"]) <= 64 and 0 < len(metric["value"]) <= 64 for metric in status["metrics"])
+        assert all(
+            0 < len(metric["name"]) <= 64 and 0 < len(metric["value"]) <= 64 for metric in status["metrics"]
+        )
 
 
 # -- what the fields mean ---------------------------------------------------------------------------------
@@ -206,9 +208,12 @@ def test_the_job_and_its_service_agree() -> None:
     assert variables["PET_MASTER_ADDR"]["value"] == f"{name}-0.{service['metadata']['name']}"
     ports = {train["ports"][0]["containerPort"], service["spec"]["ports"][0]["port"]}
     assert ports == {int(variables["PET_MASTER_PORT"]["value"])}
-    assert environment(train, {"ConfigMap": {"metadata": {"name": "ckpt-storage"}, "data": {}}}, 1)[
-        "PET_NODE_RANK"
-    ] == "1"
+    assert (
+        environment(train, {"ConfigMap": {"metadata": {"name": "ckpt-storage"}, "data": {}}}, 1)[
+            "PET_NODE_RANK"
+        ]
+        == "1"
+    )
 
 
 def test_the_trainjob_is_what_trainers_webhooks_accept() -> None:
