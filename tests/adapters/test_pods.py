@@ -102,7 +102,7 @@ def test_nodes_that_are_lost_or_preempted_resume(
     # No pod has written its last words: what is durable is durable.
     durable = ckpt.list_checkpoints(cluster.root, storage_options=s3.options)
     kept = max(one.step for one in durable if one.state == "committed" and one.step is not None)
-    assert kept >= 4
+    assert kept >= 2
 
     with cluster.nodes("--save-every=1000000") as (first, second):
         first.wait_for(f"step {kept + 3:5d} ")

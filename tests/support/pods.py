@@ -161,7 +161,7 @@ def pod(
     lines = [
         *_hide_all_but([image]),
         "mount -t tmpfs -o mode=0777,size=1g tmpfs /dev/shm",
-        f"echo 127.0.0.1 localhost {' '.join(hosts)} > /dev/shm/hosts",
+        f"echo 127.0.0.1 localhost {' '.join([os.uname().nodename, *hosts])} > /dev/shm/hosts",
         "mount --bind /dev/shm/hosts /etc/hosts",
         "mount -t proc proc /proc",
         f"cd {shlex.quote(str(image / 'app'))}",
