@@ -278,26 +278,26 @@ def test_bad_folders_hide_no_others(tmp_path: Path, caplog: pytest.LogCaptureFix
 def test_the_record_tells_of_a_save_that_no_other_look_would_see_soon(tmp_path: Path) -> None:
     """Of many checkpoints that were there before, each look opens some."""
     store = PosixStore(str(tmp_path))
-    for step in range(300):
+    for step in range(150):
         commit(tmp_path, f"step-{step:03d}", at_s=step)
 
     def record(saved_at_s: float) -> None:
-        last = RunCheckpoint(step=299, path="step-299", saved_at_s=saved_at_s)
+        last = RunCheckpoint(step=149, path="step-149", saved_at_s=saved_at_s)
         write_run(store, RunRecord(checkpoints=[last]))
 
     record(1.0)
     sights = Sights(store)
-    assert len(list(sights.look(everywhere=False))) == 300
+    assert len(list(sights.look(everywhere=False))) == 150
     assert not list(sights.look(everywhere=False))
-    replaced = [commit(tmp_path, f"step-{step}", at_s=400) for step in (298, 299)]
+    replaced = [commit(tmp_path, f"step-{step}", at_s=400) for step in (148, 149)]
     record(2.0)
     assert [sight.checkpoint.id for sight in sights.look(everywhere=False)] == [replaced[1]]
-    later = [sight.checkpoint.id for _ in range(5) for sight in sights.look(everywhere=False)]
+    later = [sight.checkpoint.id for _ in range(3) for sight in sights.look(everywhere=False)]
     assert later == [replaced[0]], "in its turn"
 
 
 def test_a_look_costs_a_bounded_number_of_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for number in range(300):
+    for number in range(150):
         commit(tmp_path, f"step-{number}", at_s=number)
         (tmp_path / f"notes-{number}").mkdir()
     sights = Sights(PosixStore(str(tmp_path)))

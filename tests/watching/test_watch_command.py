@@ -132,6 +132,7 @@ def test_a_command_that_dies(root: Path) -> None:
     assert json.loads(ran.out)["problem"] == "it was ended by SIGKILL"
 
 
+@pytest.mark.long
 def test_its_output_is_not_mixed_with_json(root: Path) -> None:
     out = process_of(root, "--once", "--json", "--exec", "echo {step}")
     with out as process:
