@@ -96,6 +96,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, 
     return {}
 
 
+@pytest.mark.timeout(3 * _LIFE_TIMEOUT_S)
 @pytest.mark.parametrize("store", KILLS)
 @pytest.mark.parametrize(
     "host", [pytest.param(h, marks=pytest.mark.xdist_group(h.environment or h.name), id=h.id) for h in HOSTS]

@@ -18,7 +18,7 @@ from adapters.environments import python_of
 from adapters.life import Kill, Life
 from adapters.test_law import HOSTS, life_of, run_life
 
-pytestmark = pytest.mark.xdist_group("ray")
+pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.timeout(600)]
 (RAY,) = (host for host in HOSTS if host.name == "ray_train")
 
 

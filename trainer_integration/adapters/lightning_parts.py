@@ -59,11 +59,7 @@ class Saving:
     """
 
     def __init__(
-        self,
-        storage_options: Mapping[str, Any] | None = None,
-        *,
-        async_save: bool = False,
-        **options: Any,
+        self, storage_options: Mapping[str, Any] | None = None, *, async_save: bool = False, **options: Any
     ) -> None:
         self._storage_options, self._is_async, self._options = storage_options, async_save, options
         self._in_flight: Future[Any] | None = None
@@ -117,6 +113,10 @@ class Saving:
         if self._in_flight is None:
             self._remove_outdated()
 
+    def teardown(self) -> None:
+        """Settle: Lightning calls it at the end of `fit`."""
+        self.settle()
+
     def settle(self) -> None:
         """Wait for the save in flight, then remove what it replaces. Raises SaveFailed: nothing goes."""
         saving, self._in_flight = self._in_flight, None
@@ -125,10 +125,6 @@ class Saving:
             saving.result()
         self._outdated = outdated
         self._remove_outdated()
-
-    def teardown(self) -> None:
-        """Wait for the save in flight; Lightning calls it at the end of `fit`."""
-        self.settle()
 
     def candidates(self, place: str) -> list[str]:
         """List what to load for `place`: itself, or if it is a folder of checkpoints, these, newest first.
@@ -173,9 +169,8 @@ class Saving:
         tensors: dict[str, Any] = {}
 
         def allocate(name: str, tensor: torch.Tensor) -> torch.Tensor:
-            return (
-                tensors.setdefault(name, torch.empty_like(tensor, device="cpu")) if tensor.is_meta else tensor
-            )
+            own = torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor
+            return tensors.setdefault(name, own) if tensor.is_meta else own
 
         whole = {
             name: _walk(value, name, allocate) if name in _TENSORS else value for name, value in meta.items()
@@ -208,13 +203,20 @@ class Sharded:
     model: Any
     optimizers: Any
     lightning_module: Any
-    checkpoint_io: Any
     _checkpoint_io: Any
+
+    @property
+    def checkpoint_io(self) -> Any:
+        if self._checkpoint_io is None:
+            self._checkpoint_io = self.io_type()
+        return super().checkpoint_io  # type: ignore[misc]
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: Any) -> None:
+        self._checkpoint_io = io
 
     def setup_environment(self) -> None:
         """Look at the CheckpointIO; Lightning calls it before anything is trained."""
-        if self._checkpoint_io is None:
-            self._checkpoint_io = self.io_type()
         if not isinstance(self.checkpoint_io, Saving):
             raise ConfigurationError(
                 f"{type(self).__name__} saves through the CheckpointIO of its adapter, not {self.checkpoint_io!r}: "
@@ -317,8 +319,9 @@ class Finding:
         super().setup(trainer, pl_module, stage)  # type: ignore[misc]
 
     def _find_last_checkpoints(self, trainer: Any) -> set[str]:
-        if self.dirpath is not None:
-            durable = _saving_of(trainer.strategy).newest(os.fspath(self.dirpath))
+        saving = _saving_of(trainer.strategy)
+        if self.dirpath is not None and isinstance(saving, Saving):
+            durable = saving.newest(os.fspath(self.dirpath))
             if durable:
                 return {durable[0] + _RECORD}
         return {path for path in super()._find_last_checkpoints(trainer) if _is_own_file(path)}  # type: ignore[misc]

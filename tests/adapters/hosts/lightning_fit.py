@@ -69,7 +69,7 @@ def main(life: Life) -> None:
         every_n_train_steps=life.save_every, save_top_k=2, monitor="step", mode="max",
     )  # fmt: skip
     plugins: list[Any] = [elastic]
-    if not life.native:
+    if not life.native and life.options["strategy"] == "ddp":  # the adapter's strategies have one
         plugins.append(adapter.CheckpointIO(async_save=life.options.get("async_save", False)))
     trainer = pl.Trainer(
         accelerator="cpu", devices=elastic.world_size(), strategy=strategy_of(life), plugins=plugins,
