@@ -26,7 +26,6 @@ import ckpt
 from adapters.environments import python_of
 from adapters.life import Kill, Life
 
-_LIFE_TIMEOUT_S = 240
 _TORN_STEP = 6
 
 
@@ -42,6 +41,7 @@ class Host:
         resumed_world_size: ranks of the second life.
         spawns: the script starts its ranks itself.
         first_rank_saves: the others never write, so it is the first that dies.
+        life_timeout_s: how long one life may take.
         options: of `Life`.
     """
 
@@ -52,6 +52,7 @@ class Host:
     spawns: bool = False
     variant: str = ""
     first_rank_saves: bool = False
+    life_timeout_s: int = 240
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -74,7 +75,7 @@ HOSTS = [
         )
         for v in ("full", "ddp")
     ),
-    Host("ray_train", "step-00000006", environment="ray", spawns=True),
+    Host("ray_train", "step-00000006", environment="ray", spawns=True, life_timeout_s=390),
     Host("huggingface", "step-00000006", options={"fsdp": "SHARDED_STATE_DICT"}),
     Host("huggingface", "step-00000006", variant="ddp", resumed_world_size=4),
     Host(
@@ -96,7 +97,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, 
     return {}
 
 
-@pytest.mark.timeout(3 * _LIFE_TIMEOUT_S)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("store", KILLS)
 @pytest.mark.parametrize(
     "host", [pytest.param(h, marks=pytest.mark.xdist_group(h.environment or h.name), id=h.id) for h in HOSTS]
@@ -172,7 +173,7 @@ def run_life(
             )  # fmt: skip
             processes.append(process)
             stack.callback(end, process)
-        statuses = wait_for_end(processes)
+        statuses = wait_for_end(processes, host.life_timeout_s)
     texts = "\n".join(f"-- {log.name}\n{log.read_text()[-6000:]}" for log in logs)
     if -signal.SIGKILL in statuses:
         raise Killed(texts)
@@ -180,9 +181,9 @@ def run_life(
     return json.loads(Path(life.report).read_text())
 
 
-def wait_for_end(processes: list[subprocess.Popen[bytes]]) -> list[int | None]:
+def wait_for_end(processes: list[subprocess.Popen[bytes]], timeout_s: int) -> list[int | None]:
     """Wait until all have ended well, or one has not; return the statuses."""
-    deadline = time.monotonic() + _LIFE_TIMEOUT_S
+    deadline = time.monotonic() + timeout_s
     while True:
         statuses = [process.poll() for process in processes]
         if None not in statuses or time.monotonic() > deadline:

@@ -106,6 +106,8 @@ def run(life: Any, workers: int) -> None:
     from ckpt.trainer_integration.adapters.ray import url_of
 
     config = {"die_once": False, "drain_at": 0, "async_mode": "off", **life.options}
+    os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = "300"  # a loaded machine imports torch for long
+    os.environ["TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S"] = "5"  # of the worker that lost its peer
     temporary = tempfile.mkdtemp(prefix="ray-")  # short: sockets stand in it
     try:
         ray.init(
