@@ -85,6 +85,8 @@ HOSTS = [
         resumed_world_size=4,
         options={"fsdp": "FULL_STATE_DICT"},
     ),
+    Host("megatron_core", "iter_0000006", resumed_world_size=4),
+    Host("fms_fsdp", "step-00000006", resumed_world_size=4),
 ]
 
 # Rank 1 dies with its data unwritten; rank 0 with all data written, and nothing committed.
