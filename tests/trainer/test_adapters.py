@@ -37,6 +37,7 @@ def test_a_host_that_cannot_be_used(distribution: str, oldest: str, before: str,
         ("ray", "ray"),
         ("huggingface", "accelerate"),
         ("accelerate", "accelerate"),
+        ("megatron", "megatron-core"),
     ],
 )
 def test_an_adapter_without_its_host(adapter: str, distribution: str) -> None:

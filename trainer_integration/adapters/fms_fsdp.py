@@ -231,6 +231,10 @@ class Checkpointer:
     def _load_loader(self, dataloader: Any, place: str, step: int) -> None:
         """Let the dataset read the files of its part after `step`; those of other ranks are there, but empty."""
         if (dataset := self._dataset_of(dataloader)) is None:
+            if dataloader is not None:
+                self.report(
+                    "The loader has worker processes, which keep its state: it is not part of checkpoints."
+                )
             return
         with self._store(place) as store, tempfile.TemporaryDirectory() as scratch:
             keys = {

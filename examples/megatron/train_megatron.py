@@ -1,7 +1,7 @@
 """Save and load the shards of a tensor-parallel layer with Megatron-Core, on a folder or a URL.
 
     pip install 'megatron-core>=0.16,<0.17'
-    torchrun --nproc-per-node 2 examples/megatron/train.py s3://bucket/run
+    torchrun --nproc-per-node 2 examples/megatron/train_megatron.py s3://bucket/run
 
 Kill it at any moment, and start it again, on 1, 2, 4 or 8 ranks. It runs on the CPU.
 """

@@ -1,6 +1,6 @@
 """Train with FSDP2 and plain `dcp.save`; go on from the newest checkpoint that is whole.
 
-    torchrun --nproc-per-node 2 examples/dcp/train.py s3://bucket/run
+    torchrun --nproc-per-node 2 examples/dcp/train_dcp.py s3://bucket/run
 
 Kill it at any moment, and start it again, on any number of ranks.
 """
@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import ckpt
@@ -26,9 +27,10 @@ STEPS, SAVE_EVERY = 20, 5
 
 def main(root: str) -> None:
     ckpt.install()
-    dist.init_process_group()
+    dist.init_process_group("gloo")
     torch.manual_seed(0)
-    model = fully_shard(nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64)))
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64))
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = torch.optim.AdamW(model.parameters())
 
     start = newest_step(root)

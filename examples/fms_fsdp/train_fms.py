@@ -1,6 +1,6 @@
 """Train as fms-fsdp's `main_training_llama.py` does, with FSDP1 and the `Checkpointer` of the adapter.
 
-    torchrun --nproc-per-node 2 examples/fms_fsdp/train.py s3://bucket/run
+    torchrun --nproc-per-node 2 examples/fms_fsdp/train_fms.py s3://bucket/run
 
 Kill it at any moment, and start it again, on any number of ranks. It runs on the CPU, and needs no fms-fsdp.
 """
