@@ -99,7 +99,7 @@ class Checkpointer:
         parts: dict[str, Any] = {"model_state": ModelState(model)}
         if optimizer is not None:
             parts["optimizer_state"] = OptimizerState(model, optimizer)
-        if (dataset := self._dataset_of(dataloader)) is not None:
+        if (dataset := _dataset_of(dataloader)) is not None:
             parts["loader_state"] = {f"rank-{dist.get_rank():05d}": _loader_state(dataset)}
         parts["metadata"] = json.dumps({**metadata, "step": step}, default=_plain)
         numbers = {name: value for name, value in metadata.items() if isinstance(value, int | float)}
@@ -146,7 +146,7 @@ class Checkpointer:
             metadata = torch.load(io.BytesIO(self._read(place, _METADATA_KEY)), weights_only=True)
             self._load_from(place, model, optimizer, dataloader, metadata["step"])
             return *loaders, metadata["step"], metadata.get("tokens_seen", 0), True
-        if self._is_file(path):
+        if _is_file(path):
             state = torch.load(io.BytesIO(self._read(*os.path.split(path))), "cpu", weights_only=True)
             target = model._orig_mod if is_compiled else model
             target.load_state_dict(state["model_state"], strict=strict)
@@ -230,7 +230,7 @@ class Checkpointer:
 
     def _load_loader(self, dataloader: Any, place: str, step: int) -> None:
         """Let the dataset read the files of its part after `step`; those of other ranks are there, but empty."""
-        if (dataset := self._dataset_of(dataloader)) is None:
+        if (dataset := _dataset_of(dataloader)) is None:
             if dataloader is not None:
                 self.report(
                     "The loader has worker processes, which keep its state: it is not part of checkpoints."
@@ -273,23 +273,9 @@ class Checkpointer:
                 (folder / f"loader_state_{number}.pth").write_bytes(data)
             _read_state(dataset, folder)
 
-    def _dataset_of(self, dataloader: Any) -> Any:
-        """Return the dataset whose state is to be saved; None if it is in worker processes."""
-        if dataloader is None:
-            return None
-        if getattr(dataloader, "num_workers", 0) == 0:
-            return dataloader.dataset
-        self.report(
-            "The loader has worker processes, which keep its state: it is not part of the checkpoint."
-        )
-        return None
-
     def _to_device(self, model: Any) -> None:
         if torch.accelerator.is_available():
             model.to(self._device)
-
-    def _is_file(self, path: str) -> bool:
-        return os.path.isfile(path) or ("://" in path and path.endswith(".pth"))
 
     def _read(self, place: str, key: str) -> bytearray:
         with self._store(place) as store:
@@ -301,6 +287,15 @@ class Checkpointer:
     def _print(self, *texts: object, **values: object) -> None:
         if self._rank == 0:
             print(*texts, *(f"{name} = {value}" for name, value in values.items()), sep="\n")
+
+
+def _is_file(path: str) -> bool:
+    return os.path.isfile(path) or ("://" in path and path.endswith(".pth"))
+
+
+def _dataset_of(dataloader: Any) -> Any:
+    """Return the dataset whose state is to be saved; None if it is in worker processes."""
+    return None if dataloader is None or getattr(dataloader, "num_workers", 0) else dataloader.dataset
 
 
 def _loader_state(dataset: Any) -> torch.Tensor:
