@@ -295,7 +295,8 @@ def _is_file(path: str) -> bool:
 
 def _dataset_of(dataloader: Any) -> Any:
     """Return the dataset whose state is to be saved; None if it is in worker processes."""
-    return None if dataloader is None or getattr(dataloader, "num_workers", 0) else dataloader.dataset
+    workers: int = getattr(dataloader, "num_workers", 0)
+    return None if dataloader is None or workers else dataloader.dataset
 
 
 def _loader_state(dataset: Any) -> torch.Tensor:
