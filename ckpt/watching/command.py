@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import shlex
@@ -17,6 +18,8 @@ from typing import Literal
 from ckpt.consistency import environment
 from ckpt.errors import ConfigurationError, StorageError
 from ckpt.watching.sights import WatchedCheckpoint
+
+_logger = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _GRACE_S = 10.0
@@ -163,6 +166,11 @@ class Command:
         except subprocess.TimeoutExpired:
             assert process is not None
             _end(process, signal.SIGTERM)
+            if process.returncode is None:  # another attempt would run beside it
+                raise ConfigurationError(
+                    f"the command (process {process.pid}) did not end within {self._timeout_s:g} s, and cannot be "
+                    "ended: does it run as another user?"
+                ) from None
             return process.returncode, f"it did not end within {self._timeout_s:g} s"
         except BaseException:
             if process is not None:
@@ -192,7 +200,10 @@ def _signal_name(number: int) -> str:
 
 
 def _end(process: subprocess.Popen[bytes], number: int) -> None:
-    """Send a signal to the process and all that it started; kill what is left after a while."""
+    """Send a signal to the process and all that it started; kill what is left after a while.
+
+    One of another user (`sudo`) can go on: then `returncode` stays None, and a line says so.
+    """
     try:
         _send(process, number)
         process.wait(_GRACE_S)
@@ -200,9 +211,12 @@ def _end(process: subprocess.Popen[bytes], number: int) -> None:
         pass
     finally:
         _send(process, signal.SIGKILL)
-        process.wait()
+        try:
+            process.wait(_GRACE_S)
+        except subprocess.TimeoutExpired:
+            _logger.warning("the command (process %d) could not be ended, and goes on", process.pid)
 
 
 def _send(process: subprocess.Popen[bytes], number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, number)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import gc
 import json
 import os
 import random
@@ -125,6 +127,32 @@ def test_one_that_takes_too_long_is_ended_with_all_it_started(root: Path, tmp_pa
     assert "it did not end within 0.3 s" in ran.out
     assert os.read(ours, 1) == b"", "nobody has the other end any more"
     os.close(ours)
+
+
+@pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning")
+def test_one_that_cannot_be_ended(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As one of another user, whom `sudo` made it."""
+    processes: list[int] = []
+
+    def refuse(process: int, _: int) -> None:
+        processes.append(process)
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "killpg", refuse)
+    monkeypatch.setattr("ckpt.watching.command._GRACE_S", 0.01)
+    try:
+        ran = watched(root, "sleep 1000", "--exec-timeout", "0.1s", "--retries", 1)
+    finally:
+        for process in set(processes):
+            os.kill(process, signal.SIGKILL)
+            os.waitpid(process, 0)
+    assert ran.code == 2
+    assert f"(process {processes[0]}) did not end within 0.1 s, and cannot be ended" in ran.err
+    assert "could not be ended, and goes on" in caplog.text
+    assert len(set(processes)) == 1, "no second attempt beside it"
+    gc.collect()
 
 
 def test_a_command_that_dies(root: Path) -> None:
