@@ -71,12 +71,15 @@ class Cursor:
             if self._store.directory is not None:
                 opened.callback(os.close, _locked(os.path.join(self._store.directory, self._key)))
             self._read()
-            if self.is_new:
-                self._write()  # one that cannot be written to is an error now, not after the first
             self._closing = opened.pop_all()
 
     def __contains__(self, name: Name) -> bool:
         return name in self._done
+
+    def begin(self) -> None:
+        """Store it if it is new: one that cannot be written to is an error now, not after the first."""
+        if self.is_new:
+            self._write()
 
     def add(self, names: Iterable[Name], *, there: Collection[Name]) -> None:
         """Note checkpoints as done, durably; `there` are those that the root has now."""
@@ -122,6 +125,7 @@ class Cursor:
         if self._store is not None:
             record = _Record(root=self._root_url, done=list(self._done))
             put_bytes(self._store, self._key, seal_json(msgspec.json.encode(record)))
+        self.is_new = False
 
 
 def _locked(path: str) -> int:

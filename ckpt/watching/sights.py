@@ -15,6 +15,7 @@ from ckpt.backends.base import ObjectStat, Store, is_key
 from ckpt.backends.wrapper import PrefixStore
 from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY
 from ckpt.errors import AccessDenied, CheckpointError, FormatError, IntegrityError, NotFound, StorageError
+from ckpt.format.model_index import MODEL_INDEX_KEY
 from ckpt.format.names import is_rank_directory
 from ckpt.format.records import CommitRecord, read_commit
 from ckpt.format.run_record import RUN_KEY, read_run
@@ -55,10 +56,15 @@ class WatchedCheckpoint:
 
 @dataclass(frozen=True)
 class Sight:
-    """A checkpoint, and the object that made it one as it was then."""
+    """A checkpoint, and the object that made it one as it was then.
+
+    Attributes:
+        stock_key: what other programs look for, which is put after the commit; empty if they made it.
+    """
 
     checkpoint: WatchedCheckpoint
     stat: ObjectStat
+    stock_key: str = ""
 
     @property
     def order(self) -> tuple[float, int, float, str]:
@@ -118,6 +124,25 @@ class Sights:
         _, known = self._see(checkpoint.path)
         return known is not None and known.checkpoint.id == checkpoint.id
 
+    def is_readable_by_others(self, sight: Sight, *, surely: bool) -> bool:
+        """Tell whether other programs can read a checkpoint.
+
+        Args:
+            surely: if what they look for is older than the commit, it is that of a replaced save.
+        """
+        if not sight.stock_key:
+            return True
+        try:
+            stat = PrefixStore(self._store, sight.checkpoint.path).stat(sight.stock_key)
+        except NotFound:
+            return False
+        return not surely or (stat.modified_at_s or 0.0) >= (sight.stat.modified_at_s or 0.0)
+
+    def offer_again(self, checkpoint: WatchedCheckpoint) -> None:
+        """Have the next look yield a checkpoint if it is there."""
+        self._known.pop(checkpoint.path, None)
+        self._looked.pop(checkpoint.path, None)
+
     def _recorded(self) -> dict[str, float]:
         """Read the run's record: folders, and when the save in each began."""
         try:
@@ -168,7 +193,9 @@ class Sights:
         commit = read_commit(folder)
         if commit is None or not commit.is_ours:
             return _stock_checkpoint(folder, before)
-        return Sight(_described(folder, commit.record), stat)
+        record = commit.record
+        stock_key = MODEL_INDEX_KEY if record.is_model else STOCK_METADATA_KEY
+        return Sight(_described(folder, record), stat, stock_key)
 
     def _tell_once(self, about: str, text: str, error: CheckpointError) -> None:
         if about not in self._told:

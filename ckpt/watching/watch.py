@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from ckpt.backends.registry import open_store
 from ckpt.consistency import environment
+from ckpt.consistency.commit import STOCK_METADATA_KEY
 from ckpt.errors import AccessDenied, ConfigurationError, NotFound, StorageError, StorageFull
 from ckpt.watching.cursor import Cursor
 from ckpt.watching.sights import Sight, Sights, WatchedCheckpoint
@@ -24,6 +25,8 @@ _LAG_S = 60.0
 """How long storage that may lag has to show what is there."""
 _SKEW_S = 3600.0
 """By how much clocks may differ, when a commit is taken for an old one."""
+_STOCK_S = 60.0
+"""How long after a commit to wait for what other programs look for (`.metadata`)."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _FINAL = (AccessDenied, NotFound, StorageFull)
 """Errors of storage that do not pass by themselves."""
@@ -49,7 +52,8 @@ def watch(
     """Yield each durable checkpoint directly below `root`, or at it, once, in the order of the commits.
 
     It begins with those that are there, and waits for more. A folder that is saved into again is a
-    new checkpoint. One that is removed before its turn is passed over, with a line in the log.
+    new checkpoint. One that is removed before its turn is passed over, with a line in the log. One
+    whose `.metadata` or index of a model, for other programs, is not there yet waits a minute for it.
 
     Args:
         cursor: a file, or URL, that remembers what is done. A checkpoint is done when the loop
@@ -94,11 +98,13 @@ class _Waiting:
     Attributes:
         ripe_at_s: a look at all folders that begins then, or later, shows them.
         look: the number of the look that showed it.
+        complete_by_s: until then it waits for what other programs read.
     """
 
     sight: Sight
     ripe_at_s: float
     look: int
+    complete_by_s: float
 
 
 class Watcher:
@@ -142,7 +148,7 @@ class Watcher:
         self._stop = stop or threading.Event()
         self._sights = Sights(self._store)
         self._waiting: dict[tuple[str, str], _Waiting] = {}
-        self._turns: deque[WatchedCheckpoint] = deque()
+        self._turns: deque[_Waiting] = deque()
         self._busy_at_s = environment.monotonic()
         self._cursor: Cursor | None = None
 
@@ -156,6 +162,7 @@ class Watcher:
             closing.callback(self._cursor.close)
             if self._skip_existing and self._cursor.is_new:
                 self._patiently(self._skip_all)
+            self._patiently(self._cursor.begin)
             while not self._stop.is_set():
                 try:
                     checkpoint = self._patiently(self._next)
@@ -167,15 +174,15 @@ class Watcher:
                     yield checkpoint
                     self._done(checkpoint)
                     self._busy_at_s = environment.monotonic()
-                elif self._is_over() and not self._waiting:
+                elif self._is_over() and not self._waiting and not self._turns:
                     return
                 else:
                     self._pause()
 
     def _done(self, *checkpoints: WatchedCheckpoint) -> None:
-        """Note checkpoints as done, durably."""
+        """Note checkpoints as done, durably: they would be done twice, so an outage is waited for always."""
         names = [_name(checkpoint) for checkpoint in checkpoints]
-        self._patiently(lambda: self._open_cursor.add(names, there=self._sights.names()))
+        self._patiently(lambda: self._open_cursor.add(names, there=self._sights.names()), until_over=False)
 
     def is_there(self, checkpoint: WatchedCheckpoint) -> bool:
         """Tell whether a checkpoint is still there, neither removed nor replaced."""
@@ -193,17 +200,32 @@ class Watcher:
             while self._skip_to_latest and got_turn:
                 got_turn = self._look()
         if self._skip_to_latest and len(self._turns) > 1:
-            skipped = [self._turns.popleft() for _ in range(len(self._turns) - 1)]
+            skipped = [self._turns.popleft().sight.checkpoint for _ in range(len(self._turns) - 1)]
             _logger.info("skipped %d earlier checkpoints of %s", len(skipped), self.url)
             self._done(*skipped)
         while self._turns:
-            checkpoint = self._turns[0]
+            turn = self._turns[0]
+            checkpoint = turn.sight.checkpoint
             is_there = self._sights.is_there(checkpoint)
+            if is_there and self._is_incomplete(turn):
+                return None
             self._turns.popleft()
             if is_there:
                 return checkpoint
+            self._sights.offer_again(checkpoint)  # storage that lags may show it again
             _logger.warning("%s was removed, or saved again, before its turn", checkpoint.url)
         return None
+
+    def _is_incomplete(self, turn: _Waiting) -> bool:
+        """Tell whether to wait for what other programs read; once the time is up, tell people."""
+        if environment.monotonic() < turn.complete_by_s:
+            return not self._sights.is_readable_by_others(turn.sight, surely=True)
+        if not self._sights.is_readable_by_others(turn.sight, surely=False):
+            key, url = turn.sight.stock_key, turn.sight.checkpoint.url
+            reader = "stock PyTorch" if key == STOCK_METADATA_KEY else "transformers"
+            text = "%s: %s is missing, so %s cannot read it (a save that was killed?); `ckpt gc %s` writes it"
+            _logger.warning(text, url, key, reader, url)
+        return False
 
     def _look(self) -> bool:
         """Look at the root, again if that may give a checkpoint its turn; tell whether one got it."""
@@ -220,15 +242,19 @@ class Watcher:
         lag_s = self._lag_s
         if lag_s is None:
             lag_s = 0.0 if self._store.capabilities.cross_client_visibility else _LAG_S
+        in_turn = {_name(turn.sight.checkpoint) for turn in self._turns}
         for sight in self._sights.look(everywhere=everywhere):
             checkpoint = sight.checkpoint
             name = _name(checkpoint)
             is_wanted = checkpoint.step is None or checkpoint.step > self._after
-            if not is_wanted or name in self._waiting or name in self._open_cursor:
+            is_known = name in self._waiting or name in in_turn or name in self._open_cursor
+            if is_known or not is_wanted:
                 continue
             is_old = (checkpoint.created_at_s or 0.0) < environment.now() - lag_s - _SKEW_S
-            ripe_at_s = environment.monotonic() + (0.0 if is_old else lag_s)
-            self._waiting[name] = _Waiting(sight, ripe_at_s, self._sights.looks)
+            now_s = environment.monotonic()
+            ripe_at_s = now_s if is_old else now_s + lag_s
+            complete_by_s = now_s if is_old else ripe_at_s + _STOCK_S
+            self._waiting[name] = _Waiting(sight, ripe_at_s, self._sights.looks, complete_by_s)
 
     def _take_turns(self, began_s: float) -> None:
         """Give those their turn of which all earlier ones are seen, after a look that began at `began_s`.
@@ -242,7 +268,7 @@ class Watcher:
             is_ripe.pop()
         for each in ordered[: len(is_ripe)]:
             del self._waiting[_name(each.sight.checkpoint)]
-            self._turns.append(each.sight.checkpoint)
+            self._turns.append(each)
 
     def _skip_all(self) -> None:
         self._see(everywhere=True)
@@ -257,12 +283,14 @@ class Watcher:
         now_s = environment.monotonic()
         until_s = [now_s + self._poll_s * (0.75 + 0.5 * environment.jitter())]
         until_s += [each.ripe_at_s for each in self._waiting.values()]
-        if not self._waiting:
+        if self._turns:  # the first one is incomplete
+            until_s.append(now_s + _FIRST_PAUSE_S)
+        elif not self._waiting:
             until_s.append(self._busy_at_s + self._timeout_s)
         environment.wait(self._stop, max(0.0, min(until_s) - now_s))
 
-    def _patiently(self, call: Callable[[], T]) -> T:
-        """Call `call`, again while the storage gives no answer."""
+    def _patiently(self, call: Callable[[], T], *, until_over: bool = True) -> T:
+        """Call `call`, again while the storage gives no answer; `until_over`: not after `timeout_s`."""
         failing_since_s: float | None = None
         pause_s = min(_FIRST_PAUSE_S, self._poll_s)
         while True:
@@ -275,7 +303,7 @@ class Watcher:
                 if failing_since_s is None:
                     failing_since_s = now_s
                     _logger.warning("trying again for %.0f s at most: %s", self._outage_s, error)
-                if now_s - failing_since_s >= self._outage_s or self._is_over():
+                if now_s - failing_since_s >= self._outage_s or (until_over and self._is_over()):
                     raise
                 if environment.wait(self._stop, pause_s):
                     raise

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 import pytest
-from support.commits import commit_record
+from support.commits import NO_METADATA, commit_record
 
 from ckpt.consistency import environment
-from ckpt.consistency.commit import COMMIT_KEY
+from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY
 from ckpt.consistency.seal import seal_json
 from ckpt.format.run_record import RUN_KEY, RunCheckpoint, RunRecord
 from ckpt.testing.choices import Choices, Exhaustive, Seeded
@@ -63,11 +63,14 @@ class Run:
         checkpoint_id = environment.token()
         record = commit_record(step, now_s, checkpoint_id)
         self.world.change("trainer", f"run/{path}/{COMMIT_KEY}", record)
+        environment.sleep(self.chance.choice((0.0, 0.1)))
+        self.world.change("trainer", f"run/{path}/{STOCK_METADATA_KEY}", NO_METADATA)
         self.commits.append((path, checkpoint_id))
         self.there[path], self.saved_at_s[path] = checkpoint_id, now_s
         self._write_record()
 
     def _remove(self, path: str) -> None:
+        self.world.change("trainer", f"run/{path}/{STOCK_METADATA_KEY}", None)
         self.world.change("trainer", f"run/{path}/{COMMIT_KEY}", None)
         del self.there[path]
         self._write_record()

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import datetime
+import pickle
 import secrets
 from pathlib import Path
 
 from ckpt.backends.base import put_bytes
 from ckpt.backends.posix import PosixStore
-from ckpt.consistency.commit import COMMIT_KEY
+from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY
+from ckpt.consistency.seal import seal_pickle
 from ckpt.format.records import CommitRecord, ObjectRef, encode
 
 EPOCH_S = 1_700_000_000
+NO_METADATA = seal_pickle(pickle.dumps(None))
 
 
 def commit_record(step: int | None, at_s: float, checkpoint_id: str) -> bytes:
@@ -31,9 +34,15 @@ def commit_record(step: int | None, at_s: float, checkpoint_id: str) -> bytes:
     return encode(record)
 
 
-def commit(root: Path, path: str, step: int | None = None, *, at_s: float = 0.0) -> str:
-    """Commit a checkpoint in a local folder, `at_s` seconds after all that is there; return its id."""
+def commit(root: Path, path: str, step: int | None = None, *, at_s: float = 0.0, shown: bool = True) -> str:
+    """Commit a checkpoint in a local folder, `at_s` seconds after all that is there; return its id.
+
+    `shown`: also write `.metadata`, of nothing.
+    """
     checkpoint_id = secrets.token_hex(8)
     record = commit_record(step, EPOCH_S + at_s, checkpoint_id)
-    put_bytes(PosixStore(str(root / path), {"fsync": False}), COMMIT_KEY, record)
+    store = PosixStore(str(root / path), {"fsync": False})
+    put_bytes(store, COMMIT_KEY, record)
+    if shown:
+        put_bytes(store, STOCK_METADATA_KEY, NO_METADATA)
     return checkpoint_id

@@ -16,7 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from support.clock import SkippingClock
 from support.commands import flip
-from support.commits import commit
+from support.commits import EPOCH_S, commit
 from support.servers import S3Server
 
 import ckpt
@@ -196,6 +196,29 @@ def test_where_to_begin(tmp_path: Path) -> None:
         ckpt.watch(root, timeout_s=-1)
 
 
+def test_skipping_what_is_there_when_the_first_start_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, cursor = tmp_path / "run", tmp_path / "cursor"
+    commit(root, "step-1", at_s=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(PosixStore, "folders", raises(AccessDenied("not yours")))
+        with pytest.raises(AccessDenied):
+            steps(root, skip_existing=True, cursor=cursor)
+    assert steps(root, skip_existing=True, cursor=cursor) == []
+    empty = {"root": tmp_path / "empty", "skip_existing": True, "cursor": tmp_path / "empty-cursor"}
+    assert steps(**empty) == []
+    commit(tmp_path / "empty", "step-1", at_s=1)
+    assert steps(**empty) == [1], "an empty root was looked at"
+
+
+def raises(error: Exception) -> Any:
+    def call(*_: object) -> Any:
+        raise error
+
+    return call
+
+
 def test_skipping_what_comes_meanwhile(tmp_path: Path) -> None:
     commit(tmp_path, "step-1", at_s=1)
     cursor = tmp_path / "cursor"
@@ -249,6 +272,74 @@ def test_an_outage_that_does_not_end(tmp_path: Path, clock: Clock, monkeypatch: 
     with pytest.raises(StorageUnavailable):
         steps(tmp_path)
     assert clock.skipped_s < 700, "who takes what is there is told at once"
+
+
+def test_what_is_done_is_noted_though_the_time_is_up(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, cursor = tmp_path / "run", tmp_path / "cursor"
+    commit(root, "step-1")
+    with monkeypatch.context() as patch:
+        for _ in ckpt.watch(root, cursor=cursor, timeout_s=10):
+            clock.sleep(20)  # longer than the watcher has
+            patch.setattr("ckpt.watching.cursor.put_bytes", raises(StorageUnavailable("no answer")))
+            clock.later(600, patch.undo)
+    assert clock.skipped_s > 600
+    assert steps(root, cursor=cursor) == []
+
+
+def test_one_that_is_out_of_sight_for_a_moment(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2):
+        commit(tmp_path, f"step-{step}", at_s=step)
+    is_there, answers = Sights.is_there, iter([False])
+    monkeypatch.setattr(Sights, "is_there", lambda *given: is_there(*given) if next(answers, True) else False)
+    assert [each.step for each in ckpt.watch(tmp_path, timeout_s=60)] == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("format", "key", "reader"),
+    [("ckpt", ".metadata", "stock PyTorch"), ("safetensors", "model.safetensors.index.json", "transformers")],
+)
+def test_it_waits_for_what_other_programs_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, format: Any, key: str, reader: str
+) -> None:
+    caplog.set_level(logging.WARNING)
+    for step in (1, 2):
+        ckpt.save({"t": torch.ones(3)}, tmp_path / f"step-{step}", no_dist=True, format=format)
+    caplog.clear()
+    for step in (1, 2):
+        (tmp_path / f"step-{step}" / key).rename(tmp_path / f"{step}")
+    clock = Clock()
+    clock.later(30, lambda: (tmp_path / "1").rename(tmp_path / "step-1" / key))
+    with environment.replaced(clock):
+        seen = {each.step: clock.skipped_s for each in ckpt.watch(tmp_path, timeout_s=0)}
+    assert list(seen) == [1, 2]
+    assert 30 <= seen[1] < 40, "the next look"
+    assert 55 <= seen[2] <= 65, "it was killed"
+    place = tmp_path / "step-2"
+    (line,) = caplog.messages
+    assert line.startswith(f"{place}: {key} is missing, so {reader} cannot read it")
+    assert f"`ckpt gc {place}` writes it" in line
+
+
+def test_it_waits_for_the_metadata_of_the_save_that_replaced_another(tmp_path: Path, clock: Clock) -> None:
+    now_s = time.time()
+    commit(tmp_path, "last", 1, at_s=now_s - EPOCH_S)
+    os.utime(tmp_path / "last" / "commit.json", (now_s + 10, now_s + 10))  # after `.metadata`
+    clock.later(20, lambda: os.utime(tmp_path / "last" / ".metadata", (now_s + 20, now_s + 20)))
+    assert steps(tmp_path) == [1]
+    assert 20 <= clock.skipped_s < 30
+
+
+def test_those_of_yesterday_are_not_waited_for(
+    tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    commit(tmp_path, "step-1", shown=False)
+    assert steps(tmp_path) == [1]
+    assert clock.skipped_s == 0
+    assert "cannot read it" in caplog.text
 
 
 def test_denied_access_ends_it_at_once(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
