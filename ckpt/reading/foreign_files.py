@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ckpt.backends.registry import open_store
 from ckpt.errors import NotFound
-from ckpt.format.records import read_commit
+from ckpt.format.records import await_commit, read_commit
+from ckpt.reading.checkpoint import ReadSettings
 from ckpt.reading.slices import OpenCheckpoint
 
 _AHEAD_BYTES = 1 << 20
 """Shorter reads are served from a run of this length: every read of a store takes a request."""
+
+
+def is_committed(
+    url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None, *, wait: bool = False
+) -> bool:
+    """Tell whether a checkpoint of this library is here; `wait`: give storage time to show it."""
+    with contextlib.closing(open_store(url, storage_options)) as store:
+        try:
+            commit = await_commit(store, ReadSettings().timeout_s(store)) if wait else read_commit(store)
+        except NotFound:  # the bucket
+            return False
+        return commit is not None and commit.is_ours
 
 
 class ForeignFiles:

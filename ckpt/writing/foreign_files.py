@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections import defaultdict
-from collections.abc import Mapping
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import msgspec
 import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -22,48 +23,62 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ckpt.backends.base import Store, read_bytes
-from ckpt.consistency import environment
-from ckpt.consistency.checksums import crc64nvme, crc_text
+from ckpt.backends.base import Store
 from ckpt.consistency.commit import proves_no_commit
-from ckpt.errors import CommitError, NotVisible
-from ckpt.format.names import ObjectName, last_segment, rank_directory
-from ckpt.format.records import ManifestRef, RankManifest, decode_manifest
+from ckpt.errors import CommitError
+from ckpt.format.names import last_segment, rank_directory
+from ckpt.format.records import ManifestRef
 from ckpt.stock.item_frame import frame
 from ckpt.transfer.buffer_pool import MIN_MEMORY_BUDGET_BYTES, StagingPool
 from ckpt.transfer.file_body import BytesPayload
-from ckpt.transfer.threads import in_order, thread_pool, workers
+from ckpt.transfer.threads import thread_pool
 from ckpt.writing.coordinator import Coordinator
 from ckpt.writing.layout import Entry
 from ckpt.writing.rank_files import RankFiles
-from ckpt.writing.receipts import PlacedItem, RankReceipt, pack_items, records_of
+from ckpt.writing.receipts import PlacedItem, RankReceipt, records_of
 from ckpt.writing.save_objects import SaveObjects
 
 CHUNK_BYTES = 16 << 20
 _CHUNKS_AT_ONCE = 4
 _free: list[memoryview] = []  # fresh memory costs more in page faults than the copy into it
-_PATIENCE_S = 60.0
-"""How long a listing has to show a file of every rank."""
+
+
+class WrittenFile(msgspec.Struct, array_like=True):
+    """A file that was closed, as the commit needs to know it; it can be sent to another rank.
+
+    Attributes:
+        manifest: its writer's manifest.
+        data_files: the names of the objects that hold it.
+        items: its chunks in them, packed as in a `RankReceipt`.
+    """
+
+    name: str
+    size_bytes: int
+    manifest: ManifestRef
+    data_files: list[str]
+    items: bytes
 
 
 class FileStream(io.RawIOBase):
     """Write a file in chunks, of which a few are sent while the next ones are filled.
 
-    It needs 128 MiB, which the next file uses again. The file counts when `close` returns, and is in the checkpoint when
-    `commit_files` does; after an exception in its `with` block nothing of it stays.
+    It needs 128 MiB, which the next file uses again. `note` gets the file when it is whole and durable, before
+    `close` returns; it is in a checkpoint when `commit_files` gets it. After an exception in `write`, or in
+    its `with` block, nothing of it stays: `close` raises that of `write` again.
 
     Args:
         store: the checkpoint's place.
         name: of the file, relative to the place.
         writer: a number that no other file of this checkpoint has.
-        attempt: 8 hexadecimal digits that all files of one save share.
+        note: called with the file.
     """
 
-    def __init__(self, store: Store, name: str, writer: int, attempt: str) -> None:
-        self._objects = SaveObjects(writer, attempt + environment.token()[: 16 - len(attempt)])
+    def __init__(self, store: Store, name: str, writer: int, note: Callable[[WrittenFile], object]) -> None:
+        self._objects = SaveObjects(writer)
         Coordinator(store, self._objects).look(overwrite=False)
         store.prepare(rank_directory(writer))
-        self._store, self._name, self._size = store, name, 0
+        self._store, self._name, self._size, self._note = store, name, 0, note
+        self._failure: BaseException | None = None
         self._files = RankFiles(store, self._objects, StagingPool(MIN_MEMORY_BUDGET_BYTES), None)
         self._worker: ThreadPoolExecutor | None = thread_pool(1, "ckpt-stream")
         self._sending: Future[None] | None = None
@@ -76,14 +91,20 @@ class FileStream(io.RawIOBase):
         return True
 
     def write(self, data: memoryview | bytes | bytearray) -> int:  # type: ignore[override]
+        if self._failure is not None:
+            raise self._failure
         view = memoryview(data).cast("B")
         written = 0
-        while written < view.nbytes:
-            taken = min(CHUNK_BYTES - self._filled, view.nbytes - written)
-            self._chunk[self._filled : self._filled + taken] = view[written : written + taken]
-            self._filled, written = self._filled + taken, written + taken
-            if self._filled == CHUNK_BYTES:
-                self._cut()
+        try:
+            while written < view.nbytes:
+                taken = min(CHUNK_BYTES - self._filled, view.nbytes - written)
+                self._chunk[self._filled : self._filled + taken] = view[written : written + taken]
+                self._filled, written = self._filled + taken, written + taken
+                if self._filled == CHUNK_BYTES:
+                    self._cut()
+        except BaseException as error:
+            self._failure = error
+            raise
         return written
 
     def close(self) -> None:
@@ -91,11 +112,15 @@ class FileStream(io.RawIOBase):
         if self._worker is None:
             return
         try:
+            if self._failure is not None:
+                raise self._failure
             if self._filled or not self._chunks:
                 self._cut()
             self._send()
             self._wait()
-            self._files.finish(last_segment(self._store.url))
+            receipt = self._files.finish(last_segment(self._store.url))
+            assert receipt.manifest is not None  # it has a chunk
+            self._note(WrittenFile(self._name, self._size, receipt.manifest, receipt.files, receipt.items))
         except BaseException:
             self.discard()
             raise
@@ -169,36 +194,26 @@ def _new_chunk() -> memoryview:
     return np.empty(CHUNK_BYTES, dtype=np.uint8).data
 
 
-def commit_files(store: Store, attempt: str, world_size: int, tags: Mapping[str, str]) -> None:
-    """Make a checkpoint of all files of an attempt, once all ranks have closed theirs.
-
-    The number of a file's writer, modulo `world_size`, is its rank. Every rank must have written.
-
-    Raises:
-        NotVisible: the listing shows no file of some rank.
-        AlreadyExists, CommitError: as for any save.
-    """
-    manifests = _await_manifests(store, attempt, world_size)
+def commit_files(store: Store, files: Sequence[WrittenFile], tags: Mapping[str, str]) -> None:
+    """Make a checkpoint of exactly these files, whoever wrote them. Raises AlreadyExists, CommitError as any save."""
     described: dict[str, STORAGE_TYPES] = {}
-    chunks: dict[str, list[ChunkStorageMetadata]] = defaultdict(list)
-    receipts = {number: RankReceipt(number, "", None, [], b"\x90") for number in range(max(manifests) + 1)}
-    for number, (ref, manifest) in manifests.items():
-        if twice := chunks.keys() & {item.fqn for item in manifest.items}:
-            text = f"nothing was committed: two ranks wrote the same file: {min(twice)[:200]!r}"
+    last = max(file.manifest.rank for file in files)
+    receipts = {number: RankReceipt(number, "", None, [], b"\x90") for number in range(last + 1)}
+    for file in files:
+        if file.name in described:
+            text = f"nothing was committed: two ranks wrote the same file: {file.name[:200]!r}"
             raise CommitError(text, url=store.url)
-        for item in manifest.items:
-            offsets, sizes = torch.Size(item.offsets or ()), torch.Size([item.payload_bytes])
-            chunks[item.fqn].append(ChunkStorageMetadata(offsets, sizes))
-        items = [
-            PlacedItem(item.fqn, tuple(item.offsets or ()), None, item.file, item.offset, item.length)
-            for item in manifest.items
+        items = msgspec.msgpack.decode(file.items, type=list[PlacedItem])
+        starts = [start for item in items for start in item.chunk_offsets or ()]
+        chunks = [
+            ChunkStorageMetadata(torch.Size([start]), torch.Size([stop - start]))
+            for start, stop in itertools.pairwise([*starts, file.size_bytes])
         ]
-        names = [file.path for file in manifest.files]
-        receipts[number] = RankReceipt(number, "", ref, names, pack_items(items))
-    for name, of_file in chunks.items():
-        size = torch.Size([sum(chunk.sizes[0] for chunk in of_file)])
-        described[name] = TensorStorageMetadata(TensorProperties(dtype=torch.uint8), size, of_file)
-    objects = SaveObjects(0, attempt + environment.token()[: 16 - len(attempt)])
+        properties = TensorProperties(dtype=torch.uint8)
+        described[file.name] = TensorStorageMetadata(properties, torch.Size([file.size_bytes]), chunks)
+        number = file.manifest.rank
+        receipts[number] = RankReceipt(number, "", file.manifest, file.data_files, file.items)
+    objects = SaveObjects()
     coordinator = Coordinator(store, objects)
     coordinator.look(overwrite=False)
     columns, record = records_of(
@@ -214,49 +229,3 @@ def commit_files(store: Store, attempt: str, world_size: int, tags: Mapping[str,
         if proves_no_commit(error):
             objects.discard(store)
         raise
-
-
-def _await_manifests(
-    store: Store, attempt: str, world_size: int
-) -> dict[int, tuple[ManifestRef, RankManifest]]:
-    """Read the manifests of an attempt, by writer, once every rank has one."""
-    backoff = environment.Backoff(_PATIENCE_S, first_pause_s=0.25)
-    while True:
-        keys: dict[int, str] = {}
-        for stat in store.list():
-            name = ObjectName.parse(stat.key)
-            if name is None or name.kind != "json" or not name.token.startswith(attempt):
-                continue
-            if keys.setdefault(name.rank, stat.key) != stat.key:
-                text = "nothing was committed: files of an earlier save that failed are here; save to another place"
-                raise CommitError(text, url=store.url)
-        absent = sorted(set(range(world_size)) - {number % world_size for number in keys})
-        if not absent:
-            break
-        if backoff.is_over:
-            raise NotVisible(
-                f"nothing was committed: no file of rank {absent[0]} is there ({len(absent)} of {world_size} "
-                "ranks); every rank has to save at least one item",
-                url=store.url,
-            )
-        backoff.pause()
-    with workers(store.threads, "ckpt-commit") as threads:
-        read = in_order(
-            threads, lambda key: _read_manifest(store, key), keys.values(), ahead=4 * store.threads
-        )
-        return dict(zip(keys, read, strict=True))
-
-
-def _read_manifest(store: Store, key: str) -> tuple[ManifestRef, RankManifest]:
-    data = read_bytes(store, key)
-    manifest = decode_manifest(data, url=store.url, key=key)
-    ref = ManifestRef(
-        path=key,
-        size_bytes=len(data),
-        crc64nvme=crc_text(crc64nvme(data)),
-        rank=manifest.rank,
-        files=len(manifest.files),
-        items=len(manifest.items),
-        data_bytes=sum(file.size_bytes for file in manifest.files),
-    )
-    return ref, manifest

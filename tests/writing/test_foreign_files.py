@@ -6,17 +6,14 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
-from support.clock import SkippingClock
 
 import ckpt
+from ckpt.backends.posix import PosixStore
 from ckpt.backends.registry import open_store
-from ckpt.consistency import environment
-from ckpt.errors import AlreadyExists, CommitError, IntegrityError, NotVisible
+from ckpt.errors import AlreadyExists, CommitError, IntegrityError, StorageError
 from ckpt.reading.foreign_files import ForeignFiles
 from ckpt.writing import foreign_files
-from ckpt.writing.foreign_files import FileStream, commit_files
-
-ATTEMPT, OTHER = "0123456789ab", "ba9876543210"
+from ckpt.writing.foreign_files import FileStream, WrittenFile, commit_files
 
 
 @pytest.fixture(autouse=True)
@@ -24,13 +21,23 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(foreign_files, "CHUNK_BYTES", 4096)
 
 
-def put(place: Path, name: str, data: bytes, *, writer: int = 0, attempt: str = ATTEMPT) -> None:
-    with FileStream(open_store(place), name, writer, attempt) as stream:
+def put(place: Path, name: str, data: bytes, *, writer: int = 0) -> WrittenFile:
+    written: list[WrittenFile] = []
+    with FileStream(open_store(place), name, writer, written.append) as stream:
         stream.write(data)
+    return written[0]
 
 
-def commit(place: Path, ranks: int = 1, attempt: str = ATTEMPT) -> None:
-    commit_files(open_store(place), attempt, ranks, {"step": "7"})
+def commit(place: Path, *files: WrittenFile) -> None:
+    commit_files(open_store(place), files, {"step": "7"})
+
+
+def stream_to(place: Path) -> FileStream:
+    return FileStream(open_store(place), "a", 0, not_written)
+
+
+def not_written(file: WrittenFile) -> None:
+    raise AssertionError(f"{file.name} counts")
 
 
 def content(place: Path, name: str) -> bytes:
@@ -52,17 +59,17 @@ def state_of(place: Path) -> str:
 @pytest.mark.parametrize("nbytes", [0, 1, 4096, 4097, 50_000])
 def test_a_file_comes_back_as_it_was_written(tmp_path: Path, nbytes: int) -> None:
     data = pattern(nbytes)
-    with FileStream(open_store(tmp_path), "folder/model_0.pt", 0, ATTEMPT) as stream:
+    written: list[WrittenFile] = []
+    with FileStream(open_store(tmp_path), "folder/model_0.pt", 0, written.append) as stream:
         for start in range(0, nbytes, 1000):
             assert stream.write(memoryview(data)[start : start + 1000]) == len(data[start : start + 1000])
-    commit(tmp_path)
+    commit(tmp_path, *written)
     assert content(tmp_path, "folder/model_0.pt") == data
 
 
 def test_ranges_are_read_in_any_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(foreign_files, "CHUNK_BYTES", 1 << 20)
-    put(tmp_path, "a", data := pattern(3 << 20))
-    commit(tmp_path)
+    commit(tmp_path, put(tmp_path, "a", data := pattern(3 << 20)))
     files = ForeignFiles(tmp_path)
     reader = files.open("a")
     assert reader.seek(-5, 2) == len(data) - 5
@@ -76,9 +83,8 @@ def test_ranges_are_read_in_any_order(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_every_tool_knows_such_a_checkpoint(tmp_path: Path) -> None:
     place = tmp_path / "step-7"
-    put(place, "model_0.pt", pattern(9000))
-    put(place, "model_1.pt", pattern(9001), writer=1)
-    commit(place, ranks=2)
+    first = put(place, "model_0.pt", pattern(9000))
+    commit(place, first, put(place, "model_1.pt", pattern(9001), writer=1))
     (listed,) = ckpt.list_checkpoints(tmp_path)
     assert (listed.state, listed.step, listed.latest) == ("committed", 7, True)
     verified = ckpt.verify(place)
@@ -93,8 +99,7 @@ def test_every_tool_knows_such_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
-    put(tmp_path, "a", pattern(9000))
-    commit(tmp_path)
+    commit(tmp_path, put(tmp_path, "a", pattern(9000)))
     file = next(tmp_path.rglob("*-1.distcp"))
     data = bytearray(file.read_bytes())
     data[2000] ^= 1
@@ -109,11 +114,10 @@ def test_nothing_counts_before_the_commit(tmp_path: Path) -> None:
     assert state_of(tmp_path) == "incomplete"
 
 
-def test_files_of_a_torn_attempt_are_left_out(tmp_path: Path) -> None:
-    put(tmp_path, "a", b"old", attempt=OTHER)
-    put(tmp_path, "b", b"old", writer=1, attempt=OTHER)
-    put(tmp_path, "a", b"new")
-    commit(tmp_path)
+def test_other_files_at_the_place_are_left_out(tmp_path: Path) -> None:
+    put(tmp_path, "a", b"old")
+    put(tmp_path, "b", b"old", writer=1)
+    commit(tmp_path, put(tmp_path, "a", b"new"))
     files = ForeignFiles(tmp_path)
     assert files.names == ["a"]
     files.close()
@@ -121,9 +125,43 @@ def test_files_of_a_torn_attempt_are_left_out(tmp_path: Path) -> None:
     assert len(ckpt.collect_garbage(tmp_path, grace_s=0).items) == 4
 
 
+def test_a_commit_needs_to_see_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [put(tmp_path, name, b"data", writer=number) for number, name in enumerate("abcd")]
+    with monkeypatch.context() as patch:
+        patch.setattr(PosixStore, "list", lambda self, prefix="": iter(()))
+        patch.setattr(PosixStore, "folders", lambda self: [])
+        commit(tmp_path, *files[:1], *files[3:])
+    files_there = ForeignFiles(tmp_path)
+    assert files_there.names == ["a", "d"]
+    files_there.close()
+
+
+def test_a_write_that_failed_is_not_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put_whole = PosixStore.put
+
+    def put_or_fail(self: PosixStore, key: str, *args: object, **options: object) -> object:
+        if key.endswith("-4.distcp"):
+            raise StorageError("no space, just now")
+        return put_whole(self, key, *args, **options)  # type: ignore[arg-type]
+
+    def write_all(stream: FileStream) -> None:
+        for _ in range(14):
+            stream.write(pattern(4096))
+
+    monkeypatch.setattr(PosixStore, "put", put_or_fail)
+    stream = stream_to(tmp_path)
+    with pytest.raises(StorageError, match="no space"):
+        write_all(stream)
+    with pytest.raises(StorageError, match="no space"):
+        stream.write(b"more")
+    with pytest.raises(StorageError, match="no space"):
+        stream.close()
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
 def test_a_failure_in_the_block_leaves_nothing(tmp_path: Path) -> None:
     def write_and_fail() -> None:
-        with FileStream(open_store(tmp_path), "a", 0, ATTEMPT) as stream:
+        with stream_to(tmp_path) as stream:
             stream.write(pattern(50_000))
             raise ValueError("the state cannot be pickled")
 
@@ -133,44 +171,26 @@ def test_a_failure_in_the_block_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_stream_that_nobody_closed_does_not_count(tmp_path: Path) -> None:
-    stream = FileStream(open_store(tmp_path), "a", 0, ATTEMPT)
+    stream = stream_to(tmp_path)
     stream.write(pattern(50_000))
     del stream
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 def test_a_committed_checkpoint_is_not_replaced(tmp_path: Path) -> None:
-    put(tmp_path, "a", b"old")
-    commit(tmp_path)
+    late = put(tmp_path, "a", b"late")
+    commit(tmp_path, put(tmp_path, "a", b"old"))
     with pytest.raises(AlreadyExists):
-        put(tmp_path, "a", b"new", attempt=OTHER)
+        put(tmp_path, "a", b"new")
     with pytest.raises(AlreadyExists):
-        commit(tmp_path)
+        commit(tmp_path, late)
     assert content(tmp_path, "a") == b"old"
 
 
-def test_without_the_files_of_a_rank_nothing_is_committed(tmp_path: Path) -> None:
-    put(tmp_path, "a", b"data", writer=2)
-    clock = SkippingClock()
-    with environment.replaced(clock), pytest.raises(NotVisible, match=r"no file of rank 1 .*1 of 2 ranks"):
-        commit(tmp_path, ranks=2)
-    assert clock.skipped_s > 50
-    assert state_of(tmp_path) == "incomplete"
-
-
 def test_two_ranks_with_one_name(tmp_path: Path) -> None:
-    put(tmp_path, "model.pt", b"data")
-    put(tmp_path, "model.pt", b"data", writer=1)
+    files = [put(tmp_path, "model.pt", b"data", writer=writer) for writer in (0, 1)]
     with pytest.raises(CommitError, match=r"two ranks wrote the same file: 'model\.pt'"):
-        commit(tmp_path, ranks=2)
-    assert state_of(tmp_path) == "incomplete"
-
-
-def test_files_of_two_saves_of_one_attempt(tmp_path: Path) -> None:
-    put(tmp_path, "a", b"one")
-    put(tmp_path, "a", b"two")
-    with pytest.raises(CommitError, match="an earlier save that failed"):
-        commit(tmp_path)
+        commit(tmp_path, *files)
     assert state_of(tmp_path) == "incomplete"
 
 
@@ -180,7 +200,7 @@ def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     data = bytes(chunk)
     tracemalloc.start()
     try:
-        with FileStream(open_store(tmp_path), "a", 0, ATTEMPT) as stream:
+        with FileStream(open_store(tmp_path), "a", 0, [].append) as stream:
             for _ in range(150):
                 stream.write(data)
         _, peak = tracemalloc.get_traced_memory()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import re
 import threading
 from collections.abc import Mapping
@@ -21,15 +20,21 @@ import torch.distributed as dist
 
 from ckpt.backends.base import Store, exists
 from ckpt.backends.registry import open_store
-from ckpt.consistency import environment
-from ckpt.errors import ConfigurationError, FormatError, NotCommitted, NotFound, UnsafeContent
+from ckpt.errors import (
+    AccessDenied,
+    ConfigurationError,
+    FormatError,
+    NotCommitted,
+    NotFound,
+    UnsafeContent,
+)
 from ckpt.format.names import is_rank_directory
-from ckpt.reading.foreign_files import FileReader, ForeignFiles
+from ckpt.reading.foreign_files import FileReader, ForeignFiles, is_committed
 from ckpt.stock.inert_unpickler import load_inert
 from ckpt.tools.ls import step_of
 from ckpt.tools.remove import remove
-from ckpt.torch_private import default_store
 from ckpt.trainer_integration.adapters.host import require_host
+from ckpt.trainer_integration.adapters.torch_checkpointing_saves import SavedFiles, SharedKeys
 from ckpt.writing.foreign_files import CHUNK_BYTES, FileStream, commit_files
 
 require_host("torch_checkpointing", oldest="0.1.0", before="0.2")
@@ -47,7 +52,6 @@ _MAX_FOLDERS = 4
 """Levels of folders in a checkpoint that are looked through for its root."""
 
 _KEPT_OPEN = 4
-_shared_attempts = 0
 
 
 @dataclass
@@ -80,24 +84,13 @@ class StorageConfig(base_storage.StorageConfig):
         is_distributed = dist.is_available() and dist.is_initialized()
         self._rank = dist.get_rank() if is_distributed else 0
         self._world_size = dist.get_world_size() if is_distributed else 1
-        self._attempt = _shared_attempt(self._rank) if is_distributed else environment.token()[:10]
+        self._keys = SharedKeys(self._rank, is_alone=self._world_size == 1)
 
     def create_storage(self) -> Storage:
         """Make the storage of a process; torch_checkpointing calls it."""
         if not torch.cuda.is_available():
             DefaultMetadataManager._all_gather_pickled_data = _gather_on_cpu
         return Storage(self)
-
-
-def _shared_attempt(rank: int) -> str:
-    """Return 10 hexadecimal digits, the same on all ranks, that no earlier start of the run had."""
-    global _shared_attempts  # all ranks make their configurations in the same order
-    _shared_attempts += 1
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store, key = default_store(), f"ckpt-storage/attempt/{restarts}/{_shared_attempts}"
-    if rank == 0:
-        store.set(key, environment.token()[:10])
-    return str(store.get(key).decode())  # waits as long as init_process_group does
 
 
 def _gather_on_cpu(self: Any, data: Any, process_group: Any = None) -> dict[int, Any]:
@@ -117,9 +110,8 @@ class Storage(base_storage.Storage):
         self._lock = threading.Lock()
         self._stores: dict[str, Store] = {}
         self._open: dict[str, ForeignFiles] = {}
-        self._writers: dict[str, int] = {}
         self._metadata: bytes | None = None
-        self._saves: dict[str, tuple[set[str], int]] = {}  # by place: files of the last save, failed saves
+        self._saved = SavedFiles(config._keys, config._rank, config._world_size)
 
     # -- places --------------------------------------------------------------------------------------
 
@@ -148,22 +140,45 @@ class Storage(base_storage.Storage):
                 self._stores[place] = open_store(place, self._config.storage_options)
             return self._stores[place]
 
-    def _source(self, path: Path, *, again: bool = False) -> tuple[ForeignFiles, str]:
-        """Find the place and name of a file; raises NotFound, NotCommitted if no checkpoint is at or above it."""
-        place, name = self.remap_path(path), ""
+    def _parent(self, place: str) -> str:
+        """Return the folder of a place; an empty text at the top: a bucket, `root`, a first folder."""
+        scheme, separator, rest = place.rpartition("://")
+        above = rest.rpartition("/")[0]
+        return f"{scheme}{separator}{above}" if above and place != self._config.root.rstrip("/") else ""
+
+    def _source(self, path: Path, *, again: bool = False, wait: bool = False) -> tuple[ForeignFiles, str]:
+        """Find the place and name of a file; raises NotCommitted if no checkpoint is at or above it.
+
+        `again`: see whether the checkpoint at `path` was replaced. `wait`: give storage
+        that may lag time to show one there.
+        """
+        places = [(self.remap_path(path), "")]
+        while len(places) < _MAX_FOLDERS and (above := self._parent(places[-1][0])):
+            place, name = places[-1]
+            places.append((above, f"{place[len(above) + 1 :]}/{name}".rstrip("/")))
         with self._lock:
-            for _ in range(_MAX_FOLDERS):
-                if again and place in self._open and not self._open[place].is_current:
-                    self._forget(place)
-                with contextlib.suppress(NotFound, NotCommitted):
-                    if place not in self._open:
-                        while len(self._open) >= _KEPT_OPEN:
-                            self._forget(next(iter(self._open)))
-                        self._open[place] = ForeignFiles(place, self._config.storage_options)
+            if again and (files := self._open.get(places[0][0])) is not None and not files.is_current:
+                self._forget(places[0][0])
+            for place, name in places:
+                if place in self._open:
                     return self._open[place], name
-                place, _, last = place.rpartition("/")
-                name, again = f"{last}/{name}".rstrip("/"), False
+        options = self._config.storage_options
+        for number, (place, name) in enumerate(places):
+            try:
+                if is_committed(place, options, wait=wait and number == 0):
+                    return self._opened(place), name
+            except AccessDenied:  # credentials may be for the folder that was asked for alone
+                if number == 0:
+                    raise
         raise NotCommitted("no checkpoint is committed here", url=self.remap_path(path))
+
+    def _opened(self, place: str) -> ForeignFiles:
+        with self._lock:
+            if place not in self._open:
+                while len(self._open) >= _KEPT_OPEN:
+                    self._forget(next(iter(self._open)))
+                self._open[place] = ForeignFiles(place, self._config.storage_options)
+            return self._open[place]
 
     def _forget(self, place: str) -> None:
         files = self._open.pop(place, None)
@@ -172,8 +187,10 @@ class Storage(base_storage.Storage):
 
     def _raw(self, path: Path) -> tuple[Store, str]:
         """Find a file as torch_checkpointing's own storage writes it; not those of torn saves."""
-        place, _, name = self.remap_path(path).rpartition("/")
-        store = self._store(place)
+        whole = self.remap_path(path)
+        if not (place := self._parent(whole)):
+            raise NotFound("not there", url=whole)
+        store, name = self._store(place), whole[len(place) + 1 :]
         if any(map(is_rank_directory, store.folders())):
             raise NotCommitted("no checkpoint is committed here", url=store.url)
         return store, name
@@ -182,11 +199,18 @@ class Storage(base_storage.Storage):
         """Tell whether something is there that torch_checkpointing's own storage may have written."""
         try:
             store, name = self._raw(path)
+            if name == "*":
+                return next(store.list(), None) is not None
+            if exists(store, name):
+                return True
         except NotCommitted:
             return False
-        if name == "*":
-            return next(store.list(), None) is not None
-        return exists(store, name) or self._is_raw(path / "*")
+        except NotFound:  # the folder above
+            pass
+        except AccessDenied:  # to the folder above, which was not asked for
+            if path.name == "*":
+                raise
+        return path.name != "*" and self._is_raw(path / "*")
 
     # -- writing -------------------------------------------------------------------------------------
 
@@ -199,19 +223,9 @@ class Storage(base_storage.Storage):
                 f"CheckpointWriterConfig(write_to_temp_dir=True, temp_dir_prefix={self._config.temp_dir_prefix!r}), "
                 "and takes no other files"
             )
-        (place, name), config = target, self._config
-        with self._lock:
-            number = self._writers.setdefault(name, len(self._writers))
-            names, count = self._saves.get(place, (set(), 0))
-            if name in names:  # the save before this one has failed
-                names, count = set(), count + 1
-            self._saves[place] = ({*names, name}, count)
-        writer = config._rank + config._world_size * number
-        return FileStream(self._store(place), name, writer, self._attempt(place))
-
-    def _attempt(self, place: str) -> str:
-        _, failed = self._saves.get(place, (set(), 0))
-        return f"{self._config._attempt}{failed % 256:02x}"
+        place, name = target
+        writer, note = self._saved.begin(place, name)
+        return FileStream(self._store(place), name, writer, note)
 
     def write(self, path: Path, data: Any) -> None:
         with self.stream_write(path) as stream:
@@ -228,15 +242,18 @@ class Storage(base_storage.Storage):
             raise io.UnsupportedOperation(
                 f"{dst_path}: only a whole checkpoint can be renamed, by its writer"
             )
-        if self._metadata is not None and METADATA_FILE_NAME not in self._saves.get(target[0], (set(), 0))[0]:
+        if self._metadata is not None and METADATA_FILE_NAME not in self._saved.names(target[0]):
             # A synchronous saver writes them with its first save alone, and refuses a state that has changed.
             self.write(src_path / METADATA_FILE_NAME, self._metadata)
         step = step_of(target[0])
         tags = {"writer": "torch_checkpointing"} | ({} if step is None else {"step": str(step)})
-        commit_files(self._store(target[0]), self._attempt(target[0]), self._config._world_size, tags)
+        store = self._store(target[0])
+        commit_files(store, self._saved.take(target[0], store.url), tags)
 
     def mkdir(self, path: Path, recursive: bool = True) -> None:
-        """Do nothing: a folder is there when a file is in it."""
+        """Make no folder: it is there when a file is in it. But a writer begins its save with this."""
+        if (target := self._target(path / "file")) is not None:
+            self._saved.begin_again(target[0], target[1].rpartition("/")[0])
 
     def rmdir(self, path: Path) -> None:
         """Remove a checkpoint, its commit first. Raises NotCommitted if there is none of this library."""
@@ -293,13 +310,21 @@ class Storage(base_storage.Storage):
         return self._reader(path).size_bytes
 
     def exists(self, path: Path) -> bool:
-        if self._target(path / "file") is not None:
+        if (target := self._target(path / "file")) is not None:
+            if target[1] == "file":  # every rank asks for the whole folder once all have passed the barrier
+                self._saved.announce(target[0])
             return True  # asked before the rename, which finds out
+        if self._has(path) or self._is_raw(path):
+            return True
+        prompt = self._store(self.remap_path(path)).capabilities.cross_client_visibility
+        return not prompt and self._has(path, wait=True)
+
+    def _has(self, path: Path, *, wait: bool = False) -> bool:
         try:
-            source, name = self._source(path, again=True)
+            source, name = self._source(path, again=True, wait=wait)
             return not name or any(each == name or each.startswith(f"{name}/") for each in source.names)
         except NotCommitted:
-            return self._is_raw(path)
+            return False
 
     def isdir(self, path: Path) -> bool:
         try:
@@ -318,4 +343,7 @@ class Storage(base_storage.Storage):
         except NotCommitted:
             store = self._store(self.remap_path(path))
             files = {stat.key for stat in store.list() if "/" not in stat.key}
-            return sorted(files | {folder for folder in store.folders() if self.exists(path / folder)})
+            folders = {
+                each for each in store.folders() if self._has(path / each) or self._is_raw(path / each)
+            }
+            return sorted(files | folders)
