@@ -198,9 +198,10 @@ def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     chunk = 256 << 10
     monkeypatch.setattr(foreign_files, "CHUNK_BYTES", chunk)
     data = bytes(chunk)
+    written: list[WrittenFile] = []
     tracemalloc.start()
     try:
-        with FileStream(open_store(tmp_path), "a", 0, [].append) as stream:
+        with FileStream(open_store(tmp_path), "a", 0, written.append) as stream:
             for _ in range(150):
                 stream.write(data)
         _, peak = tracemalloc.get_traced_memory()

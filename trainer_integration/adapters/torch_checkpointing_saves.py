@@ -57,7 +57,7 @@ class SharedKeys:
         if isinstance(store, dist.TCPStore):
             self._address = store.host, store.port
         elif isinstance(store, dist.FileStore):
-            self._address = store.path
+            self._address = store.path  # type: ignore[attr-defined]
 
     def connect(self) -> Any:
         """Return a store for the keys of this run."""
