@@ -22,6 +22,8 @@ from ckpt.errors import CommitError, ConfigurationError
 from ckpt.torch_private import default_store
 from ckpt.writing.foreign_files import WrittenFile
 
+__all__ = ["SavedFiles", "SharedKeys"]
+
 _PATIENCE_S = 120.0
 """How long the other ranks have to leave the barrier that the first rank has left."""
 
@@ -145,6 +147,7 @@ class SavedFiles:
         return save
 
     def names(self, place: str) -> set[str]:
+        """Return the names of the files that were begun."""
         with self._lock:
             return set(self._saves[place].names) if place in self._saves else set()
 
