@@ -48,6 +48,12 @@ def is_within(path: str, root: str) -> bool:
     return path == root or path.startswith(root.rstrip(os.sep) + os.sep)
 
 
+def is_hub_blob(path: str, root: str) -> bool:
+    """Tell whether `path` is a file that a Hugging Face cache keeps for its folder `root`; both without links."""
+    repository, folder = os.path.split(os.path.dirname(root))
+    return folder == "snapshots" and os.path.dirname(path) == os.path.join(repository, "blobs")
+
+
 @contextlib.contextmanager
 def closing_fd(fd: int) -> Iterator[int]:
     try:

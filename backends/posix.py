@@ -257,12 +257,17 @@ class PosixStore(Store):
 
     @contextlib.contextmanager
     def _opened(self, key: str, action: str, flags: int) -> Iterator[int]:
-        """Open the regular file behind `key`; refuse a link that leads out of the root."""
+        """Open the regular file behind `key`; refuse a link that leads out of the root.
+
+        That of a Hugging Face cache is let through: it leads into the `blobs` beside `snapshots`.
+        """
         path = self._path(key)
         with self._translated(key, action), paths.closing_fd(self._open(path, flags)) as fd:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 raise FileNotFoundError(errno.ENOENT, "not a file")
-            self._refuse_outside(paths.real_path(fd, path), key)
+            real = paths.real_path(fd, path)
+            if not paths.is_hub_blob(real, self._real_root):
+                self._refuse_outside(real, key)
             yield fd
 
     def _open(self, path: str, flags: int) -> int:

@@ -196,7 +196,7 @@ def load(
         reader, values = ranks.together(call, prepare)
         with closing(reader):
             _open_together(reader, ranks)
-            values = reader.without_tied(values)
+            values = ranks.together(call, lambda: reader.without_tied(values))
             group = {"process_group": ranks.group, "no_dist": ranks.no_dist}
             try:
                 with _interrupts(reader, ranks):

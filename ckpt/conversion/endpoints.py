@@ -13,14 +13,14 @@ from typing import Any
 
 from ckpt.backends.base import Store, exists, is_key
 from ckpt.backends.registry import open_store
-from ckpt.backends.wrapper import PrefixStore
-from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY
+from ckpt.consistency.commit import COMMIT_KEY
 from ckpt.conversion.checkpoint_source import CheckpointSource
 from ckpt.conversion.formats import Format, check_format
 from ckpt.conversion.safetensors_source import SafetensorsSource
 from ckpt.conversion.source import CONFIG_KEY, Location, TensorSource
 from ckpt.conversion.torch_source import TorchFileSource
 from ckpt.errors import AccessDenied, ConfigurationError, FormatError, NotFound
+from ckpt.reading.no_checkpoint import has_parts_of_save
 from ckpt.reading.opening import is_rank_local
 from ckpt.reading.slices import OpenCheckpoint
 from ckpt.stock.safetensors_files import SUFFIXES, find_model
@@ -72,12 +72,10 @@ class Endpoint:
     def open_existing(self) -> Location:
         """Open the file or folder for reading.
 
-        A link that the caller names is followed, and so are those of a Hugging Face cache, whose
-        files are all links to the `blobs` beside its `snapshots`. The store refuses other links out
-        of a folder.
+        A link that the caller names is followed. The store refuses links out of a folder.
         """
-        url, is_path = self.url, "://" not in self.url
-        if is_path and os.path.isfile(url):
+        url = self.url
+        if "://" not in url and os.path.isfile(url):
             url = os.path.realpath(url)
         # Without permission to list, a missing file is refused.
         with (
@@ -88,10 +86,6 @@ class Endpoint:
             location = Location(folder, key, folder.stat(key))
             self.stack.push(looking.pop_all())
             return location
-        repository, name = os.path.split(os.path.abspath(url))
-        repository, snapshots = os.path.split(repository)
-        if is_path and snapshots == "snapshots" and os.path.isdir(os.path.join(repository, "blobs")):
-            return Location(PrefixStore(self.open_folder(repository), f"{snapshots}/{name}"))
         return Location(self.open_folder(url))
 
 
@@ -126,7 +120,7 @@ def _open_model(location: Location, threads: Executor) -> TensorSource | None:
 
 
 def _open_folder(folder: Store, threads: Executor) -> TensorSource | None:
-    if any(exists(folder, key) for key in (COMMIT_KEY, STOCK_METADATA_KEY)) or is_rank_local(folder):
+    if exists(folder, COMMIT_KEY) or is_rank_local(folder) or has_parts_of_save(folder):
         return None
     key = find_model(folder)
     if key is not None:

@@ -7,19 +7,17 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from ckpt.backends.base import ObjectStat, Store, exists, read_bytes
+from ckpt.backends.base import ObjectStat, Store
 from ckpt.consistency.checksums import crc64nvme, crc_text
-from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY
-from ckpt.consistency.seal import is_sealed_json
 from ckpt.errors import ConfigurationError, FormatError
 from ckpt.format.columns import Columns, TensorColumns
 from ckpt.format.dtypes import dtype_name
 from ckpt.format.fqns import natural
 from ckpt.format.index import check_columns, encode_index
-from ckpt.format.model_index import INDEX_SUFFIX, MAX_INDEX_BYTES, MODEL_INDEX_KEY
-from ckpt.format.names import is_our_name
+from ckpt.format.model_index import INDEX_SUFFIX
 from ckpt.format.stored_tensor import StoredTensor
 from ckpt.reading.checkpoint import Checkpoint, ReadSettings
+from ckpt.reading.no_checkpoint import has_parts_of_save
 from ckpt.stock.safetensors_files import ModelFiles, check_index, find_models, model_files, read_header
 from ckpt.stock.safetensors_format import Header
 from ckpt.transfer.threads import in_order, workers
@@ -31,9 +29,10 @@ _Chunk = tuple[str, tuple[int, ...], StoredTensor]
 
 
 def open_model(store: Store, settings: ReadSettings) -> Checkpoint | None:
-    """Open the model in a folder; None if there is none.
+    """Open the model of another program in a folder without a commit; None if there is none.
 
-    That is one file, or several with an index, or those that ranks wrote with DCP's
+    Nor is there one beside what a save of this library left: that may be what was to replace it.
+    A model is one file, or several with an index, or those that ranks wrote with DCP's
     HuggingFaceStorageWriter: each with parts of tensors.
 
     Raises:
@@ -41,7 +40,7 @@ def open_model(store: Store, settings: ReadSettings) -> Checkpoint | None:
         ConfigurationError: there are several models.
     """
     keys = find_models(store)
-    if not keys or is_our_name(keys[0]):  # files of a save that did not come as far as its index
+    if not keys or has_parts_of_save(store):
         return None
     if len(keys) > 1 and keys[0].endswith(INDEX_SUFFIX):
         raise ConfigurationError(f"there are {len(keys)} models here, each with an index", url=store.url)
@@ -60,16 +59,6 @@ def open_model(store: Store, settings: ReadSettings) -> Checkpoint | None:
         text = error.message if isinstance(error, FormatError) else str(error)
         raise FormatError(f"not a valid model: {text}", url=store.url, key=keys[0]) from None
     return Checkpoint(store, settings, None, keys[0], encode_index(columns), is_shared=True)
-
-
-def is_another_programs(store: Store) -> bool:
-    """Tell whether there is a model, by its names, and nothing of a checkpoint of this library."""
-    if any(exists(store, key) for key in (COMMIT_KEY, STOCK_METADATA_KEY)):
-        return False
-    keys = find_models(store)
-    if keys == [MODEL_INDEX_KEY]:
-        return not is_sealed_json(read_bytes(store, MODEL_INDEX_KEY, max_bytes=MAX_INDEX_BYTES))
-    return bool(keys) and not is_our_name(keys[0])
 
 
 def _columns(files: ModelFiles, headers: Mapping[str, Header]) -> Columns:

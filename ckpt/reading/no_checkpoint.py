@@ -6,10 +6,12 @@ import itertools
 import re
 from collections.abc import Collection
 
-from ckpt.backends.base import Store, exists
+from ckpt.backends.base import Store, exists, read_bytes
 from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY
+from ckpt.consistency.seal import is_sealed_json
 from ckpt.errors import NotCommitted, NotFound, StorageError, UnsafeContent
-from ckpt.format.names import is_our_name, is_rank_directory, last_segment, split_place
+from ckpt.format.model_index import MAX_INDEX_BYTES, MODEL_INDEX_KEY
+from ckpt.format.names import MODEL_PREFIX, is_our_name, is_rank_directory, last_segment, split_place
 from ckpt.format.run_record import RUN_KEY
 
 _MAX_KEYS = 1000  # one page of a listing of S3
@@ -22,6 +24,21 @@ _UNFINISHED = (
     "no checkpoint is committed here: there are objects, but no commit.json; "
     "the save or copy did not finish, or is still running"
 )
+
+_UNVERIFIED = (
+    "; to read the safetensors files here without a commit, unverified, name one of them, or their index, "
+    "to `ckpt convert`"
+)
+
+
+def has_parts_of_save(store: Store) -> bool:
+    """Tell whether a save left something at a place without a commit record."""
+    return (
+        exists(store, STOCK_METADATA_KEY)
+        or any(map(is_rank_directory, store.folders()))
+        or any(is_our_name(stat.key) for stat in store.list(MODEL_PREFIX))
+        or _has_our_index(store)
+    )
 
 
 def no_checkpoint(store: Store) -> NotFound | NotCommitted:
@@ -54,8 +71,9 @@ def _about_folder(store: Store, keys: Collection[str]) -> str:
     folders = {key.partition("/")[0] for key in keys} - files
     if is_rank_directory(last_segment(store.url)):
         return f"this is a folder in a checkpoint; give the one above, {store.url.rpartition('/')[0]}"
-    if any(map(is_rank_directory, folders)) or any(map(_is_of_save, files)):
-        return _UNFINISHED
+    has_our_index = MODEL_INDEX_KEY in files and _has_our_index(store)
+    if has_our_index or any(map(is_rank_directory, folders)) or any(map(_is_of_save, files)):
+        return _UNFINISHED + (_UNVERIFIED if any(name.endswith(_SAFETENSORS) for name in files) else "")
     if any(name.endswith(_SAFETENSORS) for name in files):
         return f"this is a safetensors model, not a checkpoint; `ckpt.load` reads it, and {_CONVERT}"
     if any(name.endswith(_TORCH) for name in files):
@@ -79,6 +97,13 @@ def _about_folder(store: Store, keys: Collection[str]) -> str:
 
 def _is_of_save(name: str) -> bool:
     return name in (COMMIT_KEY, STOCK_METADATA_KEY) or name.endswith(".distcp") or is_our_name(name)
+
+
+def _has_our_index(store: Store) -> bool:
+    try:
+        return is_sealed_json(read_bytes(store, MODEL_INDEX_KEY, max_bytes=MAX_INDEX_BYTES))
+    except NotFound:
+        return False
 
 
 def _latest(store: Store, keys: Collection[str], folders: Collection[str]) -> str | None:

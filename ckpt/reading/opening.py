@@ -82,12 +82,9 @@ def open_loadable(store: Store, settings: ReadSettings) -> Checkpoint | None:
 
     Raises as that; ConfigurationError if there are several models.
     """
-    from ckpt.reading.model_folder import is_another_programs, open_model
+    from ckpt.reading.model_folder import open_model
 
-    # Where a commit may not be visible yet, nobody waits for one that will never be.
-    if not store.capabilities.cross_client_visibility and is_another_programs(store):
-        return open_model(store, settings)
-    try:
+    try:  # first: where a commit may not be visible yet, a model may be what it was trained from
         return open_whole(store, settings)
     except (NotFound, NotCommitted):
         model = open_model(store, settings)

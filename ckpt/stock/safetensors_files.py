@@ -20,6 +20,7 @@ from ckpt.stock.safetensors_format import LENGTH_BYTES, Header, header_bytes, pa
 
 SUFFIXES = (".safetensors", INDEX_SUFFIX)
 
+_PAGE_KEYS = 1000
 _MAX_KEYS = 100_000
 
 _parsing = threading.Lock()
@@ -45,14 +46,18 @@ def find_model(store: Store) -> str | None:
 
 
 def find_models(store: Store) -> list[str]:
-    """Find a folder's index, else its indices, else its safetensors files, in order."""
-    for key in (MODEL_INDEX_KEY, SINGLE_MODEL_KEY):
+    """Find the file or the index that transformers takes, else the indices, else the files, in order."""
+    for key in (SINGLE_MODEL_KEY, MODEL_INDEX_KEY):
         if exists(store, key):
             return [key]
-    listed = itertools.islice(store.list(), _MAX_KEYS)  # a caller may give a folder of very many checkpoints
-    keys = sorted(stat.key for stat in listed if "/" not in stat.key)
-    matching = [[key for key in keys if key.endswith(suffix)] for suffix in (INDEX_SUFFIX, ".safetensors")]
-    return matching[0] or matching[1]
+    keys: list[str] = []
+    for count, stat in enumerate(itertools.islice(store.list(), _MAX_KEYS)):
+        if count == _PAGE_KEYS and not keys:  # a folder of very many checkpoints, say
+            break
+        if "/" not in stat.key and stat.key.endswith(SUFFIXES):
+            keys.append(stat.key)
+    keys.sort()
+    return [key for key in keys if key.endswith(INDEX_SUFFIX)] or keys
 
 
 def model_files(store: Store, key: str) -> ModelFiles:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,12 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 import ckpt
+from ckpt.backends.base import ObjectStat, put_bytes
 from ckpt.backends.posix import PosixStore
+from ckpt.backends.registry import open_store
 from ckpt.errors import ConfigurationError, FormatError, LoadFailed, NotCommitted, Truncated
+from ckpt.reading.reader import CheckpointReader
+from ckpt.stock.safetensors_files import find_models
 
 STATE = {
     "layers.0.weight": random_tensor(6, 40),
@@ -89,11 +94,103 @@ def test_folders_that_are_not_one_model(tmp_path: Path) -> None:
         ckpt.load(emptied(STATE), tmp_path / "a")
 
 
-def test_an_unfinished_save_is_no_model(tmp_path: Path) -> None:
-    name = "model-0123456789abcdef-00001-of-00002.safetensors"
-    safetensors.torch.save_file({"w": torch.ones(2)}, tmp_path / name)
+@pytest.mark.parametrize("other", ["adapter_model", "model"])
+@pytest.mark.parametrize("format", ["ckpt", "safetensors"])
+@pytest.mark.parametrize("has_index", [True, False])
+def test_what_a_save_left_is_no_model(tmp_path: Path, format: Any, has_index: bool, other: str) -> None:
+    """Nor is what it stands beside: that may be the model that it was to replace."""
+    ckpt.save({"w": torch.ones(2)}, tmp_path, format=format)
+    (tmp_path / "commit.json").unlink()
+    if not has_index:
+        for key in (".metadata", "model.safetensors.index.json"):
+            (tmp_path / key).unlink(missing_ok=True)
+    assert_not_committed(tmp_path)
+    safetensors.torch.save_file({"w": torch.zeros(2)}, tmp_path / f"{other}.safetensors")
+    assert "name one of them" in assert_not_committed(tmp_path)
+    ckpt.convert(tmp_path / f"{other}.safetensors", tmp_path / "named")
+    state = {"w": torch.ones(2)}
+    ckpt.load(state, tmp_path / "named")
+    assert torch.equal(state["w"], torch.zeros(2))
+
+
+@pytest.mark.parametrize("left", ["file", "index", "folder"])
+def test_any_part_of_a_save_is_a_trace_of_it(tmp_path: Path, left: str) -> None:
+    if left == "file":
+        name = "model-0123456789abcdef-00001-of-00002.safetensors"
+        safetensors.torch.save_file({"w": torch.ones(2)}, tmp_path / name)
+    elif left == "index":
+        ckpt.save({"w": torch.ones(2)}, tmp_path / "whole", format="safetensors")
+        (tmp_path / "whole" / "model.safetensors.index.json").rename(
+            tmp_path / "model.safetensors.index.json"
+        )
+    else:
+        (tmp_path / "rank-00000").mkdir()
+        safetensors.torch.save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    assert_not_committed(tmp_path)
+
+
+def assert_not_committed(folder: Path) -> str:
+    with pytest.raises(NotCommitted) as caught:
+        ckpt.load({"w": torch.zeros(2)}, folder)
     with pytest.raises(NotCommitted):
-        ckpt.load({"w": torch.zeros(2)}, tmp_path)
+        ckpt.convert(folder, folder / "converted", to="ckpt")
+    return caught.value.message
+
+
+def test_a_folder_of_a_hugging_face_cache(tmp_path: Path) -> None:
+    write_shards(tmp_path / "blobs")
+    snapshot = tmp_path / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    for path in (tmp_path / "blobs").iterdir():
+        (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
+    state = emptied(STATE)
+    ckpt.load(state, snapshot)
+    assert digest(state) == digest(STATE)
+
+
+def test_a_rank_whose_state_dict_fails_tells_the_others(tmp_path: Path) -> None:
+    safetensors.torch.save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    assert run_ranks(2, _load_with_a_fault, str(tmp_path)) == ["a fault of this rank"] * 2
+
+
+def _load_with_a_fault(rank: int, folder: str) -> str:
+    def fault(reader: CheckpointReader, values: dict[str, Any]) -> dict[str, Any]:
+        if rank == 1:
+            raise ValueError("a fault of this rank")
+        return values
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CheckpointReader, "without_tied", fault)
+        with pytest.raises(LoadFailed) as caught:
+            ckpt.load({"w": torch.zeros(2)}, folder)
+    return "a fault of this rank" if "a fault of this rank" in str(caught.value) else str(caught.value)
+
+
+def test_of_a_file_and_an_index_the_file_is_read(tmp_path: Path) -> None:
+    """As transformers does."""
+    write_shards(tmp_path / "a")
+    safetensors.torch.save_file({"w": torch.ones(2)}, tmp_path / "a" / "model.safetensors")
+    state = {"w": torch.zeros(2)}
+    ckpt.load(state, tmp_path / "a")
+    assert torch.equal(state["w"], torch.ones(2))
+
+
+def test_a_folder_of_many_objects_is_not_listed_whole() -> None:
+    store = open_store("memory://many-objects")
+    for number in range(1500):
+        put_bytes(store, f"step-{number}/x", b"")
+    with pytest.MonkeyPatch.context() as patch:
+        listed, list_all = 0, store.list
+
+        def counting(prefix: str = "") -> Iterator[ObjectStat]:
+            nonlocal listed
+            for stat in list_all(prefix):
+                listed += 1
+                yield stat
+
+        patch.setattr(store, "list", counting)
+        assert find_models(store) == []
+        assert listed <= 1001
 
 
 @pytest.mark.parametrize("damage", ["header", "offsets", "short", "index"])

@@ -68,6 +68,29 @@ def test_links_that_lead_out(store: PosixStore, tmp_path: Path) -> None:
     assert (outside / "f").read_bytes() == b"x"
 
 
+def test_links_of_a_hugging_face_cache(tmp_path: Path) -> None:
+    repository = tmp_path / "models--x"
+    for folder in ("blobs/deep", "snapshots/abc", "other/abc", "refs"):
+        (repository / folder).mkdir(parents=True)
+    for file in ("blobs/0f", "blobs/deep/f", "refs/main"):
+        (repository / file).write_bytes(b"x")
+    snapshot = PosixStore(str(repository / "snapshots" / "abc"))
+    for name, target in (("f", "blobs/0f"), ("deep", "blobs/deep/f"), ("refs", "refs/main")):
+        (repository / "snapshots" / "abc" / name).symlink_to(f"../../{target}")
+    assert read(snapshot, "f") == b"x"
+    assert snapshot.stat("f").size_bytes == 1
+    (repository / "other" / "abc" / "f").symlink_to("../../blobs/0f")
+    for store, key in (
+        (snapshot, "deep"),
+        (snapshot, "refs"),
+        (PosixStore(str(repository / "other" / "abc")), "f"),
+    ):
+        with pytest.raises(UnsafeContent, match="leads out"):
+            read(store, key)
+    put_bytes(snapshot, "f", b"new")
+    assert (repository / "blobs" / "0f").read_bytes() == b"x"
+
+
 def test_links_that_stay_inside(store: PosixStore, tmp_path: Path) -> None:
     put_bytes(store, "a/f", b"x")
     (Path(store.url) / "b").symlink_to("a")
