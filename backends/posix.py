@@ -257,10 +257,7 @@ class PosixStore(Store):
 
     @contextlib.contextmanager
     def _opened(self, key: str, action: str, flags: int) -> Iterator[int]:
-        """Open the regular file behind `key`; refuse a link that leads out of the root.
-
-        That of a Hugging Face cache is let through: it leads into the `blobs` beside `snapshots`.
-        """
+        """Open the regular file behind `key`; refuse a link out of the root, unless into a Hugging Face cache."""
         path = self._path(key)
         with self._translated(key, action), paths.closing_fd(self._open(path, flags)) as fd:
             if not stat.S_ISREG(os.fstat(fd).st_mode):

@@ -148,6 +148,7 @@ def test_a_folder_of_a_hugging_face_cache(tmp_path: Path) -> None:
     assert digest(state) == digest(STATE)
 
 
+@pytest.mark.long
 def test_a_rank_whose_state_dict_fails_tells_the_others(tmp_path: Path) -> None:
     safetensors.torch.save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
     assert run_ranks(2, _load_with_a_fault, str(tmp_path)) == ["a fault of this rank"] * 2
