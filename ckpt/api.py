@@ -62,8 +62,8 @@ def save(
     own.
 
     With `format="safetensors"`, `state_dict` is that of a model, and a folder results that transformers
-    reads as it is (`docs/servable.md`): each tensor whole in one of the files, none larger than
-    `max_shard_size` (bytes, or "2GB"; default 5 GB) unless one tensor is. It is a checkpoint like any
+    reads as it is (`docs/servable.md`): each tensor whole in one of the files, none with more than
+    `max_shard_size` of tensors (bytes, or "2GB"; default 5 GB) unless one tensor is larger. It is a checkpoint like any
     other. There is no `planner` then.
 
     When a rank or its storage hangs, all ranks fail within `timeout_s` seconds, and their errors

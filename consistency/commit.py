@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from ckpt.backends.base import PutMode, Store, put_bytes, read_bytes
 from ckpt.consistency import environment
-from ckpt.consistency.seal import PICKLE_SEAL_BYTES, is_sealed_json, is_sealed_pickle
+from ckpt.consistency.seal import JSON_SEAL_BYTES, PICKLE_SEAL_BYTES, is_sealed_json, is_sealed_pickle
 from ckpt.errors import (
     AlreadyExists,
     CheckpointError,
@@ -48,6 +48,18 @@ def read_record_bytes(store: Store, key: str, *, max_bytes: int) -> bytes | None
     def read() -> tuple[bytes, bool]:
         data = bytes(read_bytes(store, key, max_bytes=max_bytes))
         return data, is_sealed_json(data)
+
+    return _read_whole(store, read)
+
+
+def read_json_seal(store: Store, key: str) -> bytes | None:
+    """Read the end of a sealed JSON record, where its seal is; None if there is none."""
+
+    def read() -> tuple[bytes, bool]:
+        size_bytes = store.stat(key).size_bytes
+        tail = bytearray(min(size_bytes, JSON_SEAL_BYTES))
+        store.read_into(key, size_bytes - len(tail), [memoryview(tail)])
+        return bytes(tail), is_sealed_json(tail)
 
     return _read_whole(store, read)
 

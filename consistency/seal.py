@@ -12,7 +12,7 @@ from ckpt.consistency.checksums import crc64nvme
 from ckpt.errors import IntegrityError
 
 _JSON_SEAL = re.compile(rb',"crc64nvme":"([0-9a-f]{16})"}\n\Z')
-_JSON_SEAL_BYTES = len(b',"crc64nvme":"0123456789abcdef"}\n')
+JSON_SEAL_BYTES = len(b',"crc64nvme":"0123456789abcdef"}\n')
 _PICKLE_SEAL = re.compile(rb"\n# ckpt-storage ([0-9a-f]{16})\n\Z")
 PICKLE_SEAL_BYTES = len(b"\n# ckpt-storage 0123456789abcdef\n")
 
@@ -27,13 +27,13 @@ def seal_json(record: bytes) -> bytes:
 
 def is_sealed_json(data: bytes | bytearray) -> bool:
     """Return True if this library sealed `data`, damaged or not."""
-    return _JSON_SEAL.search(data, max(0, len(data) - _JSON_SEAL_BYTES)) is not None
+    return _JSON_SEAL.search(data, max(0, len(data) - JSON_SEAL_BYTES)) is not None
 
 
 def unseal_json(data: bytes | bytearray, *, url: str, key: str) -> bytes:
     """Return the record in `data` as it was before it was sealed. Raises IntegrityError."""
-    seal = _JSON_SEAL.search(data, max(0, len(data) - _JSON_SEAL_BYTES))
-    body = bytes(data[:-_JSON_SEAL_BYTES])
+    seal = _JSON_SEAL.search(data, max(0, len(data) - JSON_SEAL_BYTES))
+    body = bytes(data[:-JSON_SEAL_BYTES])
     if seal is None or int(seal[1], 16) != crc64nvme(body):
         raise IntegrityError("the record's checksum does not fit", url=url, key=key, start=0, stop=len(data))
     return body + b"}"

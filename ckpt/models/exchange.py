@@ -17,19 +17,17 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from ckpt.consistency import environment
-from ckpt.errors import StorageError
 from ckpt.models.layout import ModelFile, ModelLayout, ModelTensor, Region, TensorPart
-from ckpt.ranks.messages import Messages
+from ckpt.ranks.lost_ranks import StoppedForAnother
+from ckpt.ranks.messages import MAX_TAGS, Messages
 from ckpt.ranks.progress import Progress
 from ckpt.transfer.file_body import BytesPayload, Due, FileItem, Payload, StreamedPayload
 from ckpt.transfer.tensor_memory import copy_elements, has_memory_view
 
 WINDOW_BYTES = 4 << 20
 _WINDOWS_AT_ONCE = 4
-_ASK = 0x636C0000
-_FAREWELL = _ASK + 1
-_FIRST_REPLY = _ASK + 2
-_REPLIES = 1 << 16
+_ASK, _FAREWELL, _FIRST_REPLY = range(3)
+_REPLIES = MAX_TAGS - _FIRST_REPLY
 _WORDS = 5  # of a request: rank, file or _DONE or _FAILED, start, stop, tag of the reply
 _DONE, _FAILED = -1, -2
 
@@ -79,7 +77,7 @@ class ModelExchange:
         if self._failure is not None:
             raise self._failure
         if self._failed_rank is not None:
-            raise StorageError(f"stopped: rank {self._failed_rank} failed")
+            raise StoppedForAnother(f"stopped: rank {self._failed_rank} failed")
 
     def end(self, *, failed: bool) -> None:
         """Tell the other ranks that this one asks no more, and wait until none of them does.

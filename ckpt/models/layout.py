@@ -146,7 +146,7 @@ def lay_out(
         files.append(ModelFile(model_key(token, number, len(groups)), owners[number], tuple(ordered)))
         if len(files[-1].header) > MAX_HEADER_BYTES:
             raise ConfigurationError(
-                f"{len(group):,} tensors in one file are too many; pass a smaller max_shard_bytes"
+                f"{len(group):,} tensors in one file are too many; pass a smaller max_shard_size"
             )
     return ModelLayout(tuple(files), tied)
 

@@ -49,7 +49,8 @@ from ckpt.models.layout import (
 from ckpt.ranks.group import Ranks
 from ckpt.ranks.messages import Messages
 from ckpt.stock.safetensors_format import DTYPES, METADATA
-from ckpt.transfer.file_body import FileBody
+from ckpt.torch_private import changes_of
+from ckpt.transfer.file_body import FileBody, changed_while_saved
 from ckpt.transfer.tensor_memory import plain
 from ckpt.transfer.threads import run_all, workers
 from ckpt.transfer.tied_tensors import tied_names
@@ -76,13 +77,14 @@ class _ModelReceipt(RankReceipt):
 class ModelWriter(CheckpointWriter):
     """Write a model as a folder that transformers reads, and that is a checkpoint of this library.
 
-    `max_shard_bytes` is the size of one file, unless a single tensor is larger.
+    `max_shard_bytes` is the most of tensors in one file, unless a single tensor is larger.
     """
 
     def __init__(self, *args: Any, max_shard_bytes: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._max_shard_bytes = max_shard_bytes
         self._ranks: Ranks | None = None
+        self._messages: Messages | None = None
         self._tied: dict[str, str] = {}
         self._layout = ModelLayout((), {})
 
@@ -92,7 +94,7 @@ class ModelWriter(CheckpointWriter):
             _check_tensor(name, value)
         if not values:
             raise ConfigurationError("the state dict is empty; a model has at least one tensor")
-        self._tied, self._ranks = tied_names(values), ranks
+        self._tied, self._ranks, self._messages = tied_names(values), ranks, Messages(ranks)
 
     # -- what DCP calls ------------------------------------------------------------------------------------
 
@@ -103,23 +105,26 @@ class ModelWriter(CheckpointWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         with self._errors_named():
             tied = agreed_ties([plan.storage_data[0] for plan in plans])
-            layout = lay_out(plans, tied, plans[0].storage_data[1], self._max_shard_bytes)
+            self._layout = lay_out(plans, tied, plans[0].storage_data[1], self._max_shard_bytes)
         for name, other in tied.items():
             _logger.info("%r is not written: it shares the memory of %r", name, other)
-        return [replace(plan, storage_data=layout) for plan in plans]
+        # DCP pickles each plan by itself, so that one layout in all would take ranks^2 times its tensors.
+        return [replace(plan, storage_data=None) for plan in plans]
 
     # -- writing -------------------------------------------------------------------------------------------
 
     _is_model = True
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        assert self._ranks is not None
+        assert self._messages is not None
+        # All ranks are here, and none may fail before: the others would wait for it.
+        self._layout = self._ranks.broadcast(self._layout)
         started_s = time.monotonic()
         if torch.accelerator.is_available():
             torch.accelerator.current_stream().synchronize()
-        assert self._ranks is not None
-        self._layout = plan.storage_data
         parts = _OwnParts(plan.items, planner)
-        exchange = ModelExchange(self._layout, Messages(self._ranks), parts.tensor, self.progress)
+        exchange = ModelExchange(self._layout, self._messages, parts.tensor, self.progress)
         try:
             bodies = self._put_files(exchange)
         except BaseException:
@@ -128,6 +133,7 @@ class ModelWriter(CheckpointWriter):
             raise
         self.progress.wait_for("all ranks to have written")
         exchange.end(failed=False)
+        parts.check()
         receipt = self._receipt(bodies)
         nbytes, seconds = sum(body.nbytes for body in bodies.values()), time.monotonic() - started_s
         _logger.info(
@@ -228,17 +234,30 @@ class _OwnParts:
 
     def __init__(self, items: Sequence[WriteItem], planner: SavePlanner) -> None:
         self._planner = planner
+        self._versions: dict[tuple[str, tuple[int, ...]], int] = {}
         self._items: dict[tuple[str, tuple[int, ...]], WriteItem] = {}
         for item in items:
             if item.tensor_data is not None:
                 self._items[item.index.fqn, tuple(item.tensor_data.chunk.offsets)] = item
 
     def tensor(self, tensor: ModelTensor, part: TensorPart) -> torch.Tensor:
-        """Return a part. Raises CheckpointError if it is not what was planned."""
-        found = resolved_tensor(self._planner, self._items[tensor.name, part.offsets])
-        if found is None:
-            raise CheckpointError(f"{tensor.name!r} has no plain elements")
-        return found
+        """Return a part. Raises CheckpointError if it is not what was planned, or has changed meanwhile."""
+        return self._part(tensor.name, part.offsets)
+
+    def check(self) -> None:
+        """Raise CheckpointError if a part has changed since it was first used: files may have some of both."""
+        for name, offsets in self._versions:
+            self._part(name, offsets)
+
+    def _part(self, name: str, offsets: tuple[int, ...]) -> torch.Tensor:
+        tensor = resolved_tensor(self._planner, self._items[name, offsets])
+        if tensor is None:
+            raise CheckpointError(f"{name!r} has no plain elements")
+        if not tensor.is_inference():  # which does not count its changes
+            version = changes_of(tensor)
+            if self._versions.setdefault((name, offsets), version) != version:
+                raise changed_while_saved(name)
+        return tensor
 
 
 def _items_of(file: ModelFile, number: int) -> list[ItemRecord]:

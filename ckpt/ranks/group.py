@@ -62,6 +62,7 @@ class Ranks:
 
     Attributes:
         progress: what this rank is doing now.
+        call: number of this call among those of its purpose and ranks, the same on all ranks.
     """
 
     def __init__(
@@ -85,14 +86,16 @@ class Ranks:
         self._global_rank = 0 if self.no_dist else dist.get_rank()
         self._connected = self.size == 1
         self._watch: Watch | None = None
+        self.purpose, self.call = purpose, 0
         if self.size > 1 and purpose != "manager":
             _calls[self._name] += 1
+            self.call = _calls[self._name]
             self._watch = Watch(
                 default_store(),
                 f"{purpose}/{zlib.crc32(repr(self._members).encode())}",
                 rank=self.rank,
                 size=self.size,
-                call=_calls[self._name],
+                call=self.call,
                 limits=self._limits,
                 progress=self.progress,
                 break_off=self._break_off,

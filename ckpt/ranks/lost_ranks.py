@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ckpt.errors import CheckpointError
+from ckpt.errors import CheckpointError, StorageError
 from ckpt.ranks.group import Ranks
 from ckpt.ranks.heartbeat import Answer
 
 _SILENT = "does not answer: killed, crashed, or stuck"
 
 
+class StoppedForAnother(StorageError):
+    """This rank stopped because another one failed, whose error is the cause."""
+
+
 def summary(call: str, failures: Mapping[int, BaseException]) -> str:
     """Describe a failed call in one line: the first rank's error, and which ranks failed too."""
-    first, *others = sorted(failures)
+    first, *others = sorted(failures, key=lambda rank: (isinstance(failures[rank], StoppedForAnother), rank))
+    others.sort()
     cause = failures[first]
     text = (
         str(cause) if isinstance(cause, CheckpointError) else f"rank {first}: {type(cause).__name__}: {cause}"

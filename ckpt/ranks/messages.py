@@ -10,18 +10,26 @@ import torch.distributed as dist
 from ckpt.errors import ConfigurationError
 from ckpt.ranks.group import Ranks
 
+MAX_TAGS = 1 << 16
+
+_FIRST_TAG = 1 << 30
+
 
 class Messages:
     """Messages between the ranks of a save, from many threads at a time.
 
-    A message has a tag, and goes to a rank that waits for it, or will. When the ranks lose each
+    A message has a tag below `MAX_TAGS`, and goes to a rank that waits for it, or will. When the ranks lose each
     other, all that wait fail with the error of torch.
+
+    The tags are those of this call alone: where the ranks talk over the caller's group, those of a
+    save in the background, or of one that failed, may be under way in it.
     """
 
     def __init__(self, ranks: Ranks) -> None:
         """Raise ConfigurationError if the ranks talk over a group without messages between CPUs."""
         self.rank, self.size = ranks.rank, ranks.size
         self._group = ranks.group
+        self._first_tag = _FIRST_TAG + MAX_TAGS * (ranks.call % 4096 + 4096 * (ranks.purpose == "background"))
         if self.size > 1 and dist.get_backend(self._group) != "gloo":
             raise ConfigurationError(
                 f"these ranks can only talk over {dist.get_backend(self._group)!r}; pass a process_group of gloo"
@@ -29,11 +37,11 @@ class Messages:
 
     def send(self, memory: torch.Tensor, rank: int, tag: int) -> None:
         """Send a dense CPU tensor; return when it has been received."""
-        dist.send(memory, group=self._group, group_dst=rank, tag=tag)
+        dist.send(memory, group=self._group, group_dst=rank, tag=self._first_tag + tag)
 
     def receive(self, memory: torch.Tensor, rank: int, tag: int) -> Callable[[], None]:
         """Begin to receive into a dense CPU tensor of the very size; call what is returned to wait for it."""
-        work = dist.irecv(memory, group=self._group, group_src=rank, tag=tag)
+        work = dist.irecv(memory, group=self._group, group_src=rank, tag=self._first_tag + tag)
         assert work is not None  # this rank is in the group
 
         def wait(memory: torch.Tensor = memory) -> None:  # which must live as long
@@ -43,4 +51,4 @@ class Messages:
 
     def receive_any(self, memory: torch.Tensor, tag: int) -> None:
         """Wait for the next message of any rank."""
-        dist.recv(memory, group=self._group, tag=tag)
+        dist.recv(memory, group=self._group, tag=self._first_tag + tag)

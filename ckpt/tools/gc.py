@@ -24,6 +24,7 @@ from ckpt.consistency import environment
 from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY, is_foreign
 from ckpt.consistency.storage_clock import storage_now
 from ckpt.errors import CheckpointError, FormatError, NotFound, StorageError
+from ckpt.format.model_index import MODEL_INDEX_KEY
 from ckpt.format.names import ObjectName, is_our_name, is_rank_directory, probe_key, split_place
 from ckpt.format.records import CommitRecord, StoredCommit, read_commit
 from ckpt.tools.findings import find_uploads
@@ -162,10 +163,12 @@ class _Collector:
                 # A probe belongs to no checkpoint, not even to that of its own save.
                 and (name.stem not in kept or name.kind == "probe")
             ]
-            key = STOCK_METADATA_KEY if commit is None else stock_key(commit.record)
-            records = {stat.key: stat for stat in listed if stat.key in (key, COMMIT_KEY)}
+            keys = _stock_keys(commit)
+            records = {stat.key: stat for stat in listed if stat.key in (*keys, COMMIT_KEY)}
             if commit is None:
-                left += [stat for key, stat in records.items() if key == STOCK_METADATA_KEY]
+                left += [
+                    stat for key, stat in records.items() if key in keys and not is_anothers(folder, key)
+                ]
             old = [stat for stat in left if self._is_old(stat)]
             self.garbage.young += len(left) - len(old)
             if old or self._lacks_metadata(records):
@@ -179,11 +182,13 @@ class _Collector:
                 self.garbage.skipped[old.path] = "a save was committed meanwhile"
                 return
             self._record(store, commit)
-            key = STOCK_METADATA_KEY if commit is None else stock_key(commit.record)
-            metadata = self._old_metadata(store, key)
-            if commit is not None and (metadata is not None or not exists(store, key)):
-                self._restore(store, old.path, commit, metadata)
-            going = [stat for stat in old.stats if stat.key != STOCK_METADATA_KEY or metadata is not None]
+            if commit is not None:
+                key = stock_key(commit.record)
+                metadata = self._old_metadata(store, key, commit)
+                if metadata is not None or not exists(store, key):
+                    self._restore(store, old.path, commit, metadata)
+            keys = _stock_keys(None)
+            going = [s for s in old.stats if s.key not in keys or self._old_metadata(store, s.key, commit)]
             if not self.dry_run:
                 store.delete([stat.key for stat in going])
             for stat in going:
@@ -208,13 +213,14 @@ class _Collector:
         except CheckpointError as error:
             self.garbage.skipped[path] = error.message
 
-    def _old_metadata(self, store: Store, key: str) -> ObjectStat | None:
+    def _old_metadata(self, store: Store, key: str, commit: StoredCommit | None) -> ObjectStat | None:
         """Find `.metadata`, or the index of a model, if a save of this library wrote it and is long over."""
         try:
             stat = store.stat(key)
         except NotFound:
             return None
-        return stat if self._is_old(stat) and not is_anothers(store, key) else None
+        of_model = commit is not None and commit.record.is_model
+        return stat if self._is_old(stat) and not is_anothers(store, key, of_model=of_model) else None
 
     def abandon(self, store: Store, ours: set[str]) -> None:
         """Abort uploads and remove temporary files whose names are this library's."""
@@ -257,6 +263,11 @@ class _Collector:
         self.garbage.restored.append(path)
         if not self.dry_run:
             put_stock_metadata(store, commit, expected)
+
+
+def _stock_keys(commit: StoredCommit | None) -> tuple[str, ...]:
+    """List what programs look for, that of a commit; without one, what a removal may have left."""
+    return (STOCK_METADATA_KEY, MODEL_INDEX_KEY) if commit is None else (stock_key(commit.record),)
 
 
 def time_of(store: Store) -> float:

@@ -19,12 +19,14 @@ from ckpt.backends.registry import open_store
 from ckpt.backends.wrapper import PrefixStore
 from ckpt.consistency.commit import STOCK_METADATA_KEY
 from ckpt.errors import AccessDenied, CheckpointError, NotFound, StorageError
+from ckpt.format.model_index import MODEL_INDEX_KEY
 from ckpt.format.names import MODEL_PREFIX, is_our_name, is_rank_directory
 from ckpt.format.records import CommitRecord, read_commit
 from ckpt.format.run_record import RunRecord, read_run
 from ckpt.reading.latest import created_at_s, is_stock, missing_object, newest_first
 from ckpt.tools.findings import find_uploads
 from ckpt.transfer.threads import in_order, workers
+from ckpt.writing.stock_metadata import is_anothers
 
 _NAMED_STEP = re.compile(r"(?:.*[^a-zA-Z])?step[-_=]?(\d{1,18})(?!\d).*")
 _LAST_NUMBER = re.compile(r"(?:.*[-_=. ])?(?:checkpoint|ckpt|epoch|iter)?(\d{1,18})(?:\.[a-z]+)?")
@@ -181,7 +183,7 @@ def _classify(folder: PrefixStore, names: Iterable[str]) -> ListedCheckpoint | N
             return _summed(folder, replace(base, state="damaged", problem=error.message))
     if is_stock(folder):
         return _summed(folder, replace(base, state="foreign"))
-    has_metadata = exists(folder, STOCK_METADATA_KEY)
+    has_metadata = exists(folder, STOCK_METADATA_KEY) or _has_own_index(folder)
     if not begun and not has_metadata and not _begins_model(folder):
         return None
     uploads: list[ObjectStat] = []
@@ -190,6 +192,11 @@ def _classify(folder: PrefixStore, names: Iterable[str]) -> ListedCheckpoint | N
     incomplete = _summed(folder, base, uploads)
     # Folders may stay empty where uploads were aborted (`rclone serve s3`).
     return incomplete if has_metadata or incomplete.size_bytes is not None else None
+
+
+def _has_own_index(folder: Store) -> bool:
+    """Tell whether there is the index of a model of this library, which may have lost its commit."""
+    return exists(folder, MODEL_INDEX_KEY) and not is_anothers(folder, MODEL_INDEX_KEY)
 
 
 def _begins_model(folder: PrefixStore) -> bool:

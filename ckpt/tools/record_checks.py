@@ -10,7 +10,7 @@ import numpy as np
 
 from ckpt.backends.base import Store, read_bytes
 from ckpt.consistency.commit import STOCK_METADATA_KEY
-from ckpt.consistency.seal import seal_pickle, unseal_json, unseal_pickle
+from ckpt.consistency.seal import is_sealed_json, seal_pickle, unseal_json, unseal_pickle
 from ckpt.errors import FormatError, IntegrityError, NotFound, UnsafeContent
 from ckpt.format.columns import Columns, Integers, ObjectRow
 from ckpt.format.dtypes import item_bytes
@@ -29,6 +29,7 @@ from ckpt.stock.metadata_writer import pickled_metadata
 from ckpt.tools.findings import Damage
 from ckpt.transfer.boxes import tiling_fault
 from ckpt.transfer.threads import in_order, workers
+from ckpt.writing.stock_metadata import is_anothers
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -200,6 +201,8 @@ def _check_model_index(store: Store, columns: Columns) -> tuple[list[Damage], li
         data = bytes(read_bytes(store, key, max_bytes=MAX_INDEX_BYTES))
         if data == sealed_model_index(columns):
             return [], []
+        if not is_sealed_json(data) and not is_anothers(store, key, of_model=True):
+            return [], [Damage(kind, f"another program wrote it anew; {_REMEDY}", key)]
         unseal_json(data, url=store.url, key=key)
     except NotFound:
         message = f"missing, so transformers cannot read this model; {_REMEDY}"

@@ -56,7 +56,7 @@ def remove(
             raise _nothing_to_remove(store, commit)
         record = commit.record
         keys = [key for key in _listed(store, record) if is_our_name(key)]
-        stock = [] if is_anothers(store, stock_key(record)) else [stock_key(record)]
+        stock = [] if is_anothers(store, stock_key(record), of_model=record.is_model) else [stock_key(record)]
         visible = [key for key in stock if exists(store, key)]
         if not dry_run:
             if read_commit(store) != commit:

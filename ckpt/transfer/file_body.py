@@ -136,10 +136,15 @@ class Mark:
     def check(self) -> None:
         """Raise CheckpointError if it changed."""
         if changes_of(self.tensor) != self.version or _spots(self.view) != self.spots:
-            raise CheckpointError(
-                f"{self.name!r} was changed while it was saved, by another thread or process; "
-                "wait for the save before you change the state, or save a copy with ckpt.async_save"
-            )
+            raise changed_while_saved(self.name)
+
+
+def changed_while_saved(name: str) -> CheckpointError:
+    """Make the error for a tensor that did not stay as it was."""
+    return CheckpointError(
+        f"{name!r} was changed while it was saved, by another thread or process; "
+        "wait for the save before you change the state, or save a copy with ckpt.async_save"
+    )
 
 
 def _spots(view: memoryview) -> bytes:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import math
 from collections.abc import Callable
 
 import msgspec
 
-from ckpt.backends.base import Store, read_bytes
+from ckpt.backends.base import Store, exists, read_bytes
 from ckpt.backends.bodies import CheckedBody
 from ckpt.consistency import environment
 from ckpt.consistency.checksums import crc_text
@@ -31,8 +32,8 @@ from ckpt.errors import (
 )
 from ckpt.format.columns import Columns
 from ckpt.format.index import check_columns, encode_index
-from ckpt.format.model_index import MODEL_INDEX_KEY, SINGLE_MODEL_KEY
-from ckpt.format.names import index_key, is_our_name, probe_key
+from ckpt.format.model_index import INDEX_SUFFIX, MODEL_INDEX_KEY, SINGLE_MODEL_KEY
+from ckpt.format.names import MODEL_PREFIX, index_key, is_our_name, probe_key
 from ckpt.format.records import (
     CommitRecord,
     ManifestRef,
@@ -48,6 +49,9 @@ from ckpt.writing.save_objects import SaveObjects
 from ckpt.writing.stock_metadata import encode_stock_metadata, is_anothers, put_stock_metadata, stock_key
 
 _logger = logging.getLogger(__name__)
+
+_MAX_KEYS = 100_000
+"""Looked at for another model; a caller may give a folder of very many checkpoints."""
 
 
 def _is_model(commit: StoredCommit) -> bool:
@@ -77,9 +81,8 @@ class Coordinator:
             raise self._foreign(COMMIT_KEY)
         if is_foreign(self._store):
             raise self._foreign(STOCK_METADATA_KEY)
-        for key in (SINGLE_MODEL_KEY, MODEL_INDEX_KEY) if model else ():
-            if is_anothers(self._store, key):
-                raise self._foreign(key)
+        if model and (key := self._foreign_model(previous)) is not None:
+            raise self._foreign(key)
         if previous is not None and overwrite and _is_model(previous) != model:
             raise AlreadyExists(
                 "the checkpoint that is committed here has another format (format=), and one does not replace the "
@@ -93,6 +96,20 @@ class Coordinator:
             )
             raise AlreadyExists(message, url=self._store.url, key=COMMIT_KEY)
         self._previous = previous
+
+    def _foreign_model(self, previous: StoredCommit | None) -> str | None:
+        """Find a file or an index of a model that is not this library's."""
+        if exists(self._store, SINGLE_MODEL_KEY):
+            return SINGLE_MODEL_KEY
+        if is_anothers(self._store, MODEL_INDEX_KEY, of_model=previous is not None and _is_model(previous)):
+            return MODEL_INDEX_KEY
+        for stat in itertools.islice(self._store.list(), _MAX_KEYS):
+            key = stat.key
+            is_shard = key.startswith(MODEL_PREFIX) and key.endswith(".safetensors") and not is_our_name(key)
+            is_index = key.endswith(INDEX_SUFFIX) and key != MODEL_INDEX_KEY
+            if (is_shard or is_index) and "/" not in key:
+                return key
+        return None
 
     def _foreign(self, key: str) -> AlreadyExists:
         return AlreadyExists(

@@ -14,12 +14,13 @@ import logging
 
 from ckpt.backends.base import Store, exists, put_bytes, read_bytes
 from ckpt.backends.bodies import CheckedBody
-from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY, is_foreign, read_record_bytes
+from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY, is_foreign, read_json_seal
 from ckpt.consistency.seal import is_sealed_json, seal_pickle
-from ckpt.errors import CheckpointError, NotFound, Truncated
+from ckpt.errors import CheckpointError, FormatError, IntegrityError, NotFound, Truncated
 from ckpt.format.columns import Columns
 from ckpt.format.index import decode_index
-from ckpt.format.model_index import MAX_INDEX_BYTES, MODEL_INDEX_KEY, sealed_model_index
+from ckpt.format.model_index import MAX_INDEX_BYTES, MODEL_INDEX_KEY, parse_model_index, sealed_model_index
+from ckpt.format.names import is_our_name
 from ckpt.format.records import CommitRecord, StoredCommit, read_commit
 from ckpt.stock.metadata_writer import pickled_metadata
 from ckpt.transfer.manifest_sizes import manifest_bytes
@@ -39,12 +40,25 @@ def encode_stock_metadata(record: CommitRecord, columns: Columns) -> bytes:
     return sealed_model_index(columns) if record.is_model else seal_pickle(pickled_metadata(columns))
 
 
-def is_anothers(store: Store, key: str) -> bool:
-    """Return True if another program wrote the `.metadata`, or the index of a model, at this place."""
+def is_anothers(store: Store, key: str, *, of_model: bool = False) -> bool:
+    """Return True if another program wrote the `.metadata`, or the index of a model, at this place.
+
+    `of_model`: a model of this library is committed here. Then an index that names only files of
+    this library is its own, though another program may have written it anew, without the seal.
+    """
     if key == STOCK_METADATA_KEY:
         return is_foreign(store)
-    raw = read_record_bytes(store, key, max_bytes=MAX_INDEX_BYTES)
-    return raw is not None and not is_sealed_json(raw)
+    seal = read_json_seal(store, key)
+    return seal is not None and not is_sealed_json(seal) and not (of_model and _names_ours(store, key))
+
+
+def _names_ours(store: Store, key: str) -> bool:
+    """Tell whether an index of a model names only files of this library."""
+    try:
+        raw = read_bytes(store, key, max_bytes=MAX_INDEX_BYTES)
+        return all(map(is_our_name, parse_model_index(raw, url=store.url, key=key).values()))
+    except (FormatError, IntegrityError, NotFound):  # also one that is too large
+        return False
 
 
 def put_stock_metadata(store: Store, commit: StoredCommit, stock_metadata: bytes) -> None:
@@ -96,9 +110,13 @@ def _follow(store: Store, described: StoredCommit | None) -> bool:
             except NotFound:  # replaced again, or not visible yet
                 continue
             put_bytes(store, key := stock_key(commit.record), stock_metadata)
-            if old_key not in ("", key) and not is_anothers(store, old_key):
+            if old_key not in ("", key) and not is_anothers(store, old_key, of_model=True):
                 store.delete([old_key])
-        elif described is not None and _is_removed(store, described) and not is_anothers(store, old_key):
+        elif (
+            described is not None
+            and _is_removed(store, described)
+            and not is_anothers(store, old_key, of_model=True)
+        ):
             store.delete([old_key])
         described = commit
     return False

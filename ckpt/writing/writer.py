@@ -133,9 +133,10 @@ class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         with self._errors_named():
             refuse_unstorable(plan.items)
-            self._store.prepare(rank_directory(self._rank))
             if self._coordinator is not None:
                 self._coordinator.look(overwrite=self._overwrite, model=self._is_model)
+            if self._coordinator is not None or not self._is_model:
+                self._store.prepare(rank_directory(self._rank))
         self.progress.wait_for("the plans of all ranks")
         return plan
 

@@ -6,8 +6,11 @@ import errno
 import itertools
 import json
 import os
+import pickle
 import re
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,15 +21,22 @@ from support.ranks import run_ranks
 from support.saves import kill_self
 from support.servers import S3Server
 from support.states import digest, emptied, random_tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 
 import ckpt
 import ckpt.models.exchange
+import ckpt.ranks.messages
 from ckpt.backends.base import put_bytes
 from ckpt.backends.bodies import CheckedBody
 from ckpt.backends.posix import PosixStore
 from ckpt.backends.registry import open_store
 from ckpt.errors import AlreadyExists, ConfigurationError, NotCommitted, SaveFailed
+from ckpt.models.exchange import ModelExchange
+from ckpt.models.writer import ModelWriter
+from ckpt.ranks.group import Ranks
+from ckpt.ranks.messages import Messages
 
 INDEX = "model.safetensors.index.json"
 
@@ -109,6 +119,7 @@ def test_ranks_write_whole_tensors(size: int, how: str, tmp_path: Path) -> None:
     commit = ckpt.inspect(tmp_path).commit
     assert commit is not None
     assert commit.world_size == size
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["rank-00000"]
     assert ckpt.verify(tmp_path).damages == []
 
 
@@ -179,14 +190,19 @@ def test_damage_is_found(tmp_path: Path) -> None:
 
 
 def test_what_stands_there_already_stays(tmp_path: Path) -> None:
-    foreign = {"model.safetensors": b"x", INDEX: b"{}", ".metadata": b"x"}
+    foreign = {"model.safetensors": b"x", INDEX: b"{}", ".metadata": b"foreign"}
+    foreign |= dict.fromkeys(("model-00001-of-00001.safetensors", "other.safetensors.index.json"), b"foreign")
     for number, (name, data) in enumerate(foreign.items()):
         place = tmp_path / str(number)
         place.mkdir()
         (place / name).write_bytes(data)
         with pytest.raises(SaveFailed, match="another program"):
             ckpt.save(model_state(), place, format="safetensors")
-        assert _objects(place) == {name}
+        assert os.listdir(place) == [name]
+        if len(data) < 3:  # a sparse file that is larger than any index
+            os.truncate(place / name, 65 << 20)
+            with pytest.raises(SaveFailed, match="another program"):
+                ckpt.save(model_state(), place, format="safetensors")
     ours: tuple[dict[str, Any], dict[str, Any]] = ({}, {"format": "safetensors"})
     for first, second in (ours, ours[::-1]):
         place = tmp_path / f"again{len(first)}"
@@ -285,7 +301,7 @@ def _one_is_killed(rank: int, url: str) -> Any:
 def test_one_rank_fails(tmp_path: Path) -> None:
     """All ranks are told why, nothing is left, and the ranks can save again."""
     for failures, message in run_ranks(2, _one_fails, str(tmp_path / "c")):
-        assert 1 in failures  # the other may have stopped for it
+        assert failures == [0, 1]  # the first has stopped for the other
         assert "No space left" in message
     assert digest(read_all(tmp_path / "c")) == digest({"w0": random_tensor(64, 64)})
     assert len([name for name in _objects(tmp_path / "c") if name.startswith("model-")]) == 1
@@ -302,9 +318,20 @@ def _one_fails(rank: int, url: str) -> Any:
         with store._translated(key, "write"):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
+    write, begin = PosixStore._write, ModelExchange.__init__
+    exchanges: list[ModelExchange] = []
+
+    def noting(exchange: ModelExchange, *args: Any) -> None:
+        begin(exchange, *args)
+        exchanges.append(exchange)
+
+    def after_the_failure(store: PosixStore, temporary: str, body: Any, key: str) -> None:
+        assert not exchanges or exchanges[0]._served.wait(30)
+        write(store, temporary, body, key)
+
     with pytest.MonkeyPatch.context() as patch:
-        if rank == 1:
-            patch.setattr(PosixStore, "_write", full)
+        patch.setattr(ModelExchange, "__init__", noting)
+        patch.setattr(PosixStore, "_write", full if rank == 1 else after_the_failure)
         with pytest.raises(SaveFailed) as caught:
             ckpt.save(state, url, format="safetensors", max_shard_size=20_000, timeout_s=20.0)
     dist.barrier()
@@ -366,3 +393,93 @@ def test_leftovers_where_there_are_no_folders() -> None:
     (listed,) = ckpt.list_checkpoints("memory://models/run")
     assert (listed.path, listed.state) == ("step-1", "incomplete")
     assert ckpt.collect_garbage(url).young == 1  # a store that dates nothing
+
+
+def test_the_index_belongs_to_the_model(tmp_path: Path) -> None:
+    """One that has lost its commit is a leftover; one that another program wrote anew is ours still."""
+    ckpt.save({"w": torch.ones(3)}, tmp_path, format="safetensors")
+    sealed = (tmp_path / INDEX).read_bytes()
+    index = {"weight_map": json.loads(sealed)["weight_map"]}
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    assert ["ckpt gc" in warning.message for warning in ckpt.verify(tmp_path).warnings] == [True]
+    assert ckpt.verify(tmp_path).damages == []
+    ckpt.save({"w": torch.zeros(3)}, tmp_path, format="safetensors")
+    assert digest(read_all(tmp_path)) == digest({"w": torch.zeros(3)})
+    expected = (tmp_path / INDEX).read_bytes()
+    (tmp_path / INDEX).write_text(json.dumps(index))  # its files are gone meanwhile
+    os.utime(tmp_path / INDEX, (time.time() + 60,) * 2)
+    assert ckpt.collect_garbage(tmp_path, grace_s=-90).restored == [""]
+    assert (tmp_path / INDEX).read_bytes() == expected
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    ckpt.remove(tmp_path)
+    assert not tmp_path.exists()
+
+    (tmp_path / "run" / "step-1").mkdir(parents=True)
+    (orphan := tmp_path / "run" / "step-1" / INDEX).write_bytes(sealed)
+    assert [item.key for item in ckpt.collect_garbage(tmp_path / "run", grace_s=-1).items] == [INDEX]
+    assert not orphan.exists()
+    orphan.parent.mkdir(parents=True)
+    orphan.write_text(json.dumps(index))  # of anybody
+    (orphan.parent / "rank-00000").mkdir()
+    (orphan.parent / "rank-00000" / "0123456789abcdef.json").write_bytes(b"left")
+    garbage = ckpt.collect_garbage(tmp_path / "run", grace_s=-1)
+    assert ([item.key for item in garbage.items], garbage.young) == (["rank-00000/0123456789abcdef.json"], 0)
+    assert orphan.exists()
+
+
+def test_what_changes_meanwhile_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, weight = PosixStore._write, torch.zeros(4096)
+
+    def changing(store: PosixStore, temporary: str, body: Any, key: str) -> None:
+        write(store, temporary, body, key)
+        if key.startswith("model-"):
+            weight.add_(1)
+
+    monkeypatch.setattr(PosixStore, "_write", changing)
+    with pytest.raises(SaveFailed, match="'w' was changed while it was saved"):
+        ckpt.save({"w": weight}, tmp_path, format="safetensors")
+    assert _objects(tmp_path) == set()
+
+
+def test_the_plans_do_not_hold_the_layout(tmp_path: Path) -> None:
+    """DCP pickles the plan of each rank by itself."""
+    ranks, plans = 8, []
+    for rank in range(ranks):
+        chunk = ChunkStorageMetadata(torch.Size([64 * rank, 0]), torch.Size([64, 4096]))
+        tensor = TensorWriteData(
+            chunk, TensorProperties(dtype=torch.bfloat16), torch.Size([64 * ranks, 4096])
+        )
+        items = [
+            WriteItem(MetadataIndex(f"w{n}", chunk.offsets), WriteItemType.SHARD, tensor_data=tensor)
+            for n in range(20)
+        ]
+        plans.append(SavePlan(items, storage_data=({}, "0123456789abcdef")))
+    writer = ModelWriter(tmp_path, max_shard_bytes=1 << 20)
+    sizes = [len(pickle.dumps(plan)) for plan in writer.prepare_global_plan(plans)]
+    assert all(size <= len(pickle.dumps(plan)) for size, plan in zip(sizes, plans, strict=True))
+
+
+def test_ranks_that_talk_over_the_callers_group(tmp_path: Path) -> None:
+    run_ranks(2, _over_one_group, str(tmp_path / "c"))
+    assert not (tmp_path / "c").exists()
+
+
+def _over_one_group(rank: int, url: str) -> None:
+    """Messages of two saves do not mix; a group without messages between CPUs is an error at once."""
+    purposes: tuple[Any, Any] = ("foreground", "background")
+    calls = [Ranks(None, no_dist=False, purpose=purpose) for purpose in (*purposes, "background")]
+    each = [Messages(ranks) for ranks in calls]
+    if rank == 0:
+        for number, messages in enumerate(each):
+            messages.send(torch.full((1,), number), 1, 7)
+    else:
+        received = [torch.full((1,), -1) for _ in each]
+        waits = [each[number].receive(received[number], 0, 7) for number in (2, 1, 0)]
+        for wait in waits:
+            wait()
+        assert torch.cat(received).tolist() == [0, 1, 2]
+    other = SimpleNamespace(get_backend=lambda group: "nccl")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ckpt.ranks.messages, "dist", other)
+        with pytest.raises(ConfigurationError, match="process_group of gloo"):
+            ckpt.save({"w": torch.ones(2)}, url, format="safetensors")
