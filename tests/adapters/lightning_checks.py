@@ -109,6 +109,18 @@ def test_a_run_in_two_parts_is_one_run(both: SimpleNamespace, tmp_path: Path) ->
     assert committed(tmp_path / "run") == ["step=4.ckpt", "step=5.ckpt"]
 
 
+def test_last_is_found_where_lightning_saves_by_default(both: SimpleNamespace, tmp_path: Path) -> None:
+    begun = []
+    for steps in (3, 5):
+        saving = both.of.ModelCheckpoint(every_n_train_steps=1, save_last=True)
+        trainer = trainer_of(both, tmp_path / "run", steps, callback=saving)
+        module = module_of(both.pl)
+        module.on_train_start = lambda trainer=trainer: begun.append(trainer.global_step)
+        trainer.fit(module, ckpt_path="last")
+    assert begun == [0, 3]
+    assert "last.ckpt" in committed(tmp_path / "checkpoints")
+
+
 def test_torn_and_damaged_checkpoints_are_passed_over(one: SimpleNamespace, tmp_path: Path) -> None:
     run = tmp_path / "run"
     train(one, run, 3)
@@ -170,7 +182,12 @@ def test_a_failed_save_removes_nothing(
     saving.remove_checkpoint(str(tmp_path / "old.ckpt"))
     with pytest.raises(SaveFailed, match="No space left"):
         saving.teardown()
+    saving.teardown()
     assert committed(tmp_path) == ["old.ckpt"]
+    monkeypatch.undo()
+    saving.save_checkpoint(state, str(tmp_path / "next.ckpt"))
+    saving.teardown()
+    assert committed(tmp_path) == ["next.ckpt"]
 
 
 def test_lightnings_asynchronous_saving_takes_it_too(one: SimpleNamespace, tmp_path: Path) -> None:

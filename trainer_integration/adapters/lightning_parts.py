@@ -89,6 +89,7 @@ class Saving:
         if "optimizer_states" not in checkpoint:
             tags["weights_only"] = "true"
         self.settle()
+        self._outdated = [place for place in self._outdated if place != url]
         saved = (async_save if self._is_async else save)(
             {**tensors, _META: meta} if is_first else tensors,
             url,
@@ -118,13 +119,14 @@ class Saving:
         self.settle()
 
     def settle(self) -> None:
-        """Wait for the save in flight, then remove what it replaces. Raises SaveFailed: nothing goes."""
+        """Wait for the save in flight, then remove what it replaces.
+
+        Raises SaveFailed: nothing goes before a later save is durable.
+        """
         saving, self._in_flight = self._in_flight, None
-        outdated, self._outdated = self._outdated, []
         if saving is not None:
             saving.result()
-        self._outdated = outdated
-        self._remove_outdated()
+            self._remove_outdated()
 
     def candidates(self, place: str) -> list[str]:
         """List what to load for `place`: itself, or if it is a folder of checkpoints, these, newest first.
@@ -320,8 +322,10 @@ class Finding:
 
     def _find_last_checkpoints(self, trainer: Any) -> set[str]:
         saving = _saving_of(trainer.strategy)
-        if self.dirpath is not None and isinstance(saving, Saving):
-            durable = saving.newest(os.fspath(self.dirpath))
+        if isinstance(saving, Saving):
+            # Lightning sets `dirpath` later, in `setup`; this is how it finds the same folder here.
+            folder = self._ModelCheckpoint__resolve_ckpt_dir(trainer)  # type: ignore[attr-defined]
+            durable = saving.newest(os.fspath(folder))
             if durable:
                 return {durable[0] + _RECORD}
         return {path for path in super()._find_last_checkpoints(trainer) if _is_own_file(path)}  # type: ignore[misc]
