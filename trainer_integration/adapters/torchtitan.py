@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ckpt.api import load
-from ckpt.errors import ConfigurationError, NotFound
+from ckpt.errors import ConfigurationError, LoadFailed, NotFound
 from ckpt.ranks.group import Ranks
 from ckpt.tools.ls import list_checkpoints, step_of
 from ckpt.trainer_integration.adapters.host import require_host
@@ -36,6 +36,7 @@ __all__ = ["CheckpointManager"]
 
 _logger = logging.getLogger(__name__)
 
+_MAX_NAMES = 20
 _UPLOADS: dict[str, UploadMode] = {
     "disabled": "off",
     "async": "thread",
@@ -126,38 +127,43 @@ class CheckpointManager(TitanManager):
 
     @torch.no_grad()
     def _load(self, step: int = -1) -> bool:
-        own, stock = self._steps()
-        if step in stock - own:
-            self.dcp_load(self._states_to_load(step == 0), self._create_checkpoint_id(step), False, False)
-            return True
-        begins_from = None if own or not stock or step != -1 else max(stock)
-        newest = max(own, default=begins_from)
-        states = self._states_to_load((newest if step == -1 else step) == 0)
-        restored = self._manager.restore(
-            states,
-            step="latest-valid" if step == -1 else step,
-            initial=None if begins_from is None else self._create_checkpoint_id(begins_from),
-            trusted_objects=self._trusted,
-        )
-        if restored is None:
-            return self._load_initial()
+        with contextlib.closing(Ranks(None, no_dist=False, purpose="manager")) as ranks:
+            own, stock = ranks.from_first(self._steps)
+            if step == -1 and own and max(stock, default=-1) > max(own):
+                step = max(stock)  # torchtitan's own manager has trained on
+            if step in stock - own:
+                self.dcp_load(self._states_to_load(step == 0), self._create_checkpoint_id(step), False, False)
+                return True
+            begins_from = None if own or not stock or step != -1 else max(stock)
+            newest = max(own, default=begins_from)
+            is_seed = (newest if step == -1 else step) == 0
+            states = self._states_to_load(is_seed)
+            restored = self._manager.restore(
+                states,
+                step="latest-valid" if step == -1 else step,
+                initial=None if begins_from is None else self._create_checkpoint_id(begins_from),
+                strict=False,  # like torchtitan, which ignores keys that are left over
+                trusted_objects=self._trusted,
+            )
+            if restored is None:
+                return self._load_initial()
+            if ranks.most([len(restored.missing)])[0]:
+                lacks = ", ".join(restored.missing[:_MAX_NAMES]) or "keys that other ranks ask for"
+                # Reads of a damaged checkpoint may have changed the optimizer: a seed cannot follow here.
+                advice = "; load_step=0 begins from this seed" if restored.step == 0 and not is_seed else ""
+                raise LoadFailed(f"the checkpoint lacks {lacks}{advice}", url=restored.url)
         self.states[MODEL].load_state_dict(states)
         GarbageCollection.collect("GC collection for checkpoint loading.")
         return True
 
     def _steps(self) -> tuple[set[int], set[int]]:
-        """Return the steps with a checkpoint of this library, and of stock PyTorch; the first rank looks."""
-
-        def look() -> tuple[set[int], set[int]]:
-            steps: dict[str, set[int]] = {"committed": set(), "foreign": set()}
-            with contextlib.suppress(NotFound):
-                for listed in list_checkpoints(self.folder, storage_options=self._options, depth=1):
-                    if listed.step is not None and listed.path:
-                        steps.setdefault(listed.state, set()).add(listed.step)
-            return steps["committed"], steps["foreign"]
-
-        with contextlib.closing(Ranks(None, no_dist=False, purpose="manager")) as ranks:
-            return ranks.from_first(look)
+        """Return the steps with a checkpoint of this library, and of stock PyTorch."""
+        steps: dict[str, set[int]] = {"committed": set(), "foreign": set()}
+        with contextlib.suppress(NotFound):
+            for listed in list_checkpoints(self.folder, storage_options=self._options, depth=1):
+                if listed.step is not None and listed.path:
+                    steps.setdefault(listed.state, set()).add(listed.step)
+        return steps["committed"], steps["foreign"]
 
     def _load_initial(self) -> bool:
         """Begin from `initial_load_path`, or from the model's files in Hugging Face's format, if asked to."""

@@ -77,6 +77,13 @@ def steps_at(root: Any, **options: Any) -> list[int | None]:
     return [each.step for each in ckpt.list_checkpoints(root, **options) if each.state == "committed"]
 
 
+def damage(checkpoint: Path) -> None:
+    file = max(checkpoint.rglob("*.distcp"), key=lambda path: path.stat().st_size)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 def test_modes_and_keep_latest_k(tmp_path: Path, mode: str) -> None:
     run = Run(tmp_path, async_mode=mode, keep_latest_k=2).to(5)
@@ -117,10 +124,7 @@ def test_foreign_and_torn_folders_stay_and_do_not_count(tmp_path: Path) -> None:
 
 def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
     Run(tmp_path).to(2)
-    file = max((tmp_path / "step-00000002").rglob("*.distcp"), key=lambda path: path.stat().st_size)
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
+    damage(tmp_path / "step-00000002")
     run = Run(tmp_path)
     assert run.manager.load()
     assert run.state() == (1, 1, 1)
@@ -139,6 +143,30 @@ def test_a_run_of_torchtitans_own_manager_goes_on(tmp_path: Path) -> None:
     again = Run(tmp_path)
     assert again.manager.load()
     assert again.state() == (6, 6, 6)
+
+
+def test_what_torchtitans_own_manager_saved_last_is_gone_on_from(tmp_path: Path) -> None:
+    Run(tmp_path).to(2)
+    Run(tmp_path, TitanManager, keep_latest_k=0).to(4)
+    run = Run(tmp_path)
+    assert run.manager.load()
+    assert run.state() == (4, 4, 4)
+    run.to(5)
+    again = Run(tmp_path)
+    assert again.manager.load()
+    assert again.state() == (5, 5, 5)
+
+
+def test_keys_that_the_run_has_no_more_are_ignored(tmp_path: Path) -> None:
+    old = Run(tmp_path)
+    old.optimizers.values["more"] = torch.ones(2)
+    old.to(1)
+    new = Run(tmp_path)
+    assert new.manager.load()
+    assert new.state() == (1, 1, 1)
+    new.to(2)
+    with pytest.raises(LoadFailed, match=r"lacks optimizer\.more"):
+        old.manager.load(2)
 
 
 def test_torchtitans_own_manager_begins_from_ours(tmp_path: Path) -> None:
@@ -162,6 +190,17 @@ def test_a_seed_checkpoint_gives_the_model_alone(tmp_path: Path) -> None:
     run = Run(tmp_path)
     assert run.manager.load()
     assert run.state() == (7, 0, 0)
+
+
+def test_a_seed_does_not_follow_a_damaged_checkpoint(tmp_path: Path) -> None:
+    Run(tmp_path, last_save_model_only=True).manager.save(0, last_step=True)
+    Run(tmp_path).to(1)
+    damage(tmp_path / "step-00000001")
+    with pytest.raises(LoadFailed, match="load_step=0 begins from this seed"):
+        Run(tmp_path).manager.load()
+    run = Run(tmp_path)
+    assert run.manager.load(0)
+    assert run.state()[1:] == (0, 0)
 
 
 def test_a_last_save_of_the_model_alone(tmp_path: Path) -> None:
