@@ -6,11 +6,14 @@ and `ray.train.get_checkpoint()` name the checkpoints that the manager has made 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
+from ckpt.backends.registry import open_store
 from ckpt.errors import ConfigurationError, SaveFailed
 from ckpt.format.names import last_segment
 from ckpt.trainer_integration import manager
@@ -48,7 +51,7 @@ class CheckpointManager(manager.CheckpointManager):
 
     Raises:
         ConfigurationError: this is no worker of Ray Train, Ray's own retention is on, or its file
-            system has no URL here.
+            system has no URL here, or another S3 endpoint.
     """
 
     def __init__(
@@ -64,9 +67,9 @@ class CheckpointManager(manager.CheckpointManager):
         self._preemption_every_steps, self._drained = preemption_every_steps, set[str]()
         self._is_off = options.get("async_mode") == "off"
         self._folder = self._storage.experiment_fs_path
-        super().__init__(
-            _url(self._storage.storage_filesystem, self._folder), save=save, keep=keep, **options
-        )
+        url = _url(self._storage.storage_filesystem, self._folder)
+        _check_endpoint(self._storage.storage_filesystem, url, options.get("storage_options"))
+        super().__init__(url, save=save, keep=keep, **options)
 
     def restore(self, *arguments: Any, **options: Any) -> Restored | None:
         restored = super().restore(*arguments, **options)
@@ -97,10 +100,16 @@ class CheckpointManager(manager.CheckpointManager):
             return begun
         self._drained.update(info.preempted_node_ids)
         _logger.warning("Ray drains nodes with the ranks %s: saving step %d", info.preempted_ranks, step)
-        begun = self.save(step, state, metrics=metrics, rng=rng, **parts) or begun
-        patience_s = max(0.0, info.deadline_ms / 1000 - time.time()) if info.deadline_ms else None
+
+        def patience_s() -> float | None:
+            return max(0.0, info.deadline_ms / 1000 - time.time()) if info.deadline_ms else None
+
         try:
-            self.wait_durable(patience_s)
+            failure = self._saves.settle(patience_s())
+            if failure is not None:
+                _logger.error("the save before that of step %d failed: %s", step, failure)
+            begun = self.save(step, state, metrics=metrics, rng=rng, **parts) or begun
+            self.wait_durable(patience_s())
         except SaveFailed as error:  # an error of the program would not count as a preemption
             _logger.error("the save before the preemption is not durable: %s", error)
         return begun
@@ -165,6 +174,39 @@ def _storage() -> Any:
             "manager: leave it out, and pass keep=... to the manager"
         )
     return context.get_storage()
+
+
+def _check_endpoint(filesystem: Any, url: str, storage_options: Mapping[str, Any] | None) -> None:
+    """Refuse to save into a bucket of one server while Ray looks for it on another."""
+    rays = _endpoint(filesystem)
+    if not url.startswith("s3://") or rays is None:
+        return
+    with contextlib.closing(open_store(url, storage_options)) as store:
+        ours: str = store.raw_requests().bucket_url.rpartition("/")[0]  # type: ignore[attr-defined]
+    if _server(rays) != _server(ours):
+        raise ConfigurationError(
+            f"Ray's file system is on {rays or 'AWS'}, this manager would save on {ours}: set AWS_ENDPOINT_URL on the "
+            "workers and the driver, or pass storage_options={'endpoint_url': ...} with Ray's endpoint",
+            url=url,
+        )
+
+
+def _endpoint(filesystem: Any) -> str | None:
+    """Return the endpoint of an S3 file system, empty for AWS itself; None if it does not name one."""
+    if filesystem.type_name == "s3":
+        options = filesystem.__reduce__()[1][0]  # pyarrow has no property for it
+        endpoint = str(options["endpoint_override"])
+        return endpoint if not endpoint or "://" in endpoint else f"{options['scheme']}://{endpoint}"
+    fs = getattr(getattr(filesystem, "handler", None), "fs", None)
+    return getattr(fs, "endpoint_url", None) or (getattr(fs, "client_kwargs", None) or {}).get("endpoint_url")
+
+
+def _server(endpoint: str) -> tuple[str, int]:
+    parts = urlsplit(endpoint)
+    host = parts.hostname or ""
+    if not host or ".amazonaws." in host:
+        return "AWS", 0  # by region, or by way of a private network
+    return host, parts.port or (80 if parts.scheme == "http" else 443)
 
 
 def _url(filesystem: Any, path: str) -> str:
