@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import os
+import signal
 import subprocess
 import sys
 import sysconfig
 import venv
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.rooms import ROOT
 
 _HERE = Path(__file__).parent
 _INSTALL_TIMEOUT_S = 900
-_TESTS_TIMEOUT_S = 300
+_TESTS_TIMEOUT_S = 600
 
 
 def python_of(host: str) -> Path:
@@ -66,19 +70,32 @@ def python_of(host: str) -> Path:
 def run_inside(host: str) -> None:
     """Run the tests of `inside/<host>.py` in the host's environment."""
     tests = _HERE / "inside" / f"{host}.py"
-    environ = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "PYTHONSAFEPATH": "1"}
-    command = [
-        str(python_of(host)),
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "--import-mode",
-        "importlib",
-        str(tests),
-    ]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=_TESTS_TIMEOUT_S, cwd=ROOT, env=environ
-    )
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    run_tests(host, tests, "--import-mode", "importlib", environ={"PYTHONSAFEPATH": "1"})
+
+
+def run_tests(
+    host: str,
+    tests: Path,
+    *options: str,
+    environ: Mapping[str, str] | None = None,
+    timeout_s: float = _TESTS_TIMEOUT_S,
+) -> None:
+    """Run a file of tests in the host's environment; what they have started ends with them."""
+    command = [python_of(host), "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, tests]
+    common = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", **(environ or {})}
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=common, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    finally:
+        end(process)
+    assert process.returncode == 0, output[-8000:]
+
+
+def end(process: subprocess.Popen[Any]) -> None:
+    """End the leader of a session, and whatever it has started there."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

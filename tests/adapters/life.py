@@ -72,6 +72,11 @@ class Life:
     kill: Kill | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def death(self) -> Path:
+        """Name the mark that a process leaves when it dies where this life says."""
+        return Path(self.scratch) / "died"
+
     def encode(self) -> dict[str, str]:
         """Return it as environment variables."""
         return {_LIFE: json.dumps(asdict(self))}
@@ -184,6 +189,7 @@ def _kill_when_asked() -> None:
 
 def die() -> None:
     """SIGKILL this process and whatever it has started: the law gives each rank a session of its own."""
+    read_life().death.touch()
     os.killpg(0, signal.SIGKILL)
 
 

@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -23,7 +24,7 @@ from support.rooms import ROOT
 from support.servers import S3Server, free_port
 
 import ckpt
-from adapters.environments import python_of
+from adapters.environments import end, python_of
 from adapters.life import Kill, Life
 
 _TORN_STEP = 6
@@ -144,7 +145,7 @@ def life_of(host: Host, folder: Path, *, native: bool = False) -> Life:
 
 
 class Killed(Exception):
-    """A rank was ended by SIGKILL."""
+    """A rank has ended itself by SIGKILL, where its life says."""
 
 
 def run_life(
@@ -152,8 +153,10 @@ def run_life(
 ) -> Any:
     """Start a script on all ranks, wait for its end, and return its report.
 
-    Raises Killed if a rank was, once the others are gone too, as torchrun ends them.
+    Raises Killed if a rank died where its life says, once the others are gone too, as torchrun ends
+    them.
     """
+    life.death.unlink(missing_ok=True)
     script = Path(__file__).with_name("hosts") / f"{host.name}.py"
     common = {
         **os.environ, **life.encode(), **(environ or {}),
@@ -165,6 +168,9 @@ def run_life(
     ranks = range(1 if host.spawns else world_size)
     logs = [Path(life.scratch) / f"rank-{rank}.log" for rank in ranks]
     with contextlib.ExitStack() as stack:
+        # Short, for the sockets of a framework; removed here, as a life that is killed leaves it.
+        temporary = tempfile.TemporaryDirectory(prefix="law-", ignore_cleanup_errors=True)
+        common["TMPDIR"] = stack.enter_context(temporary)
         processes = []
         for rank, log in zip(ranks, logs, strict=True):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -177,7 +183,7 @@ def run_life(
             stack.callback(end, process)
         statuses = wait_for_end(processes, host.life_timeout_s)
     texts = "\n".join(f"-- {log.name}\n{log.read_text()[-6000:]}" for log in logs)
-    if -signal.SIGKILL in statuses:
+    if -signal.SIGKILL in statuses and life.death.exists():  # without it the system ran out of memory, say
         raise Killed(texts)
     assert statuses == [0] * len(processes), f"{host.name} on {world_size} ranks: {statuses}\n{texts}"
     return json.loads(Path(life.report).read_text())
@@ -194,13 +200,6 @@ def wait_for_end(processes: list[subprocess.Popen[bytes]], timeout_s: int) -> li
             time.sleep(0.5)  # the rank that died first may be another one
             return [process.poll() for process in processes]
         time.sleep(0.05)
-
-
-def end(process: subprocess.Popen[bytes]) -> None:
-    """End a rank and whatever it has started."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def s3_environment(s3: S3Server) -> dict[str, str]:

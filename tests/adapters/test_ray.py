@@ -3,33 +3,25 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.rooms import ROOT
 
 import ckpt
-from adapters.environments import python_of
+from adapters.environments import python_of, run_tests
 from adapters.life import Kill, Life
 from adapters.test_law import HOSTS, life_of, run_life
 
-pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.timeout(900)]
 (RAY,) = (host for host in HOSTS if host.name == "ray_train")
 
 
-def test_the_checks_of_ray(tmp_path: Path) -> None:
+def test_the_checks_of_ray() -> None:
     checks = Path(__file__).with_name("ray_checks.py")
-    command: list[str | Path] = [python_of("ray"), "-m", "pytest", "-q", "-p", "no:cacheprovider", checks]
-    environ = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False, timeout=300
-    )
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]
+    run_tests("ray", checks)
 
 
 def test_ray_goes_on_after_a_worker_was_killed_in_a_save(tmp_path: Path) -> None:

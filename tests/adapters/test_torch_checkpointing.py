@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from adapters.environments import run_inside
 
 
+@pytest.mark.timeout(700)
 def test_uses() -> None:
     run_inside("torch_checkpointing")

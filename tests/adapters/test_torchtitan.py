@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 import ckpt
 from adapters.environments import python_of, run_inside
 from adapters.test_law import Host, life_of, run_life
 
 
+@pytest.mark.timeout(700)
 def test_uses() -> None:
     run_inside("torchtitan")
 

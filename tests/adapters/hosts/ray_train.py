@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -108,11 +107,10 @@ def run(life: Any, workers: int) -> None:
     config = {"die_once": False, "drain_at": 0, "async_mode": "off", **life.options}
     os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = "300"  # a loaded machine imports torch for long
     os.environ["TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S"] = "5"  # of the worker that lost its peer
-    temporary = tempfile.mkdtemp(prefix="ray-")  # short: sockets stand in it
     try:
         ray.init(
             num_cpus=workers, object_store_memory=_OBJECT_STORE_BYTES, include_dashboard=False,
-            log_to_driver=True, _temp_dir=temporary,
+            log_to_driver=True, _temp_dir=tempfile.gettempdir(),
         )  # fmt: skip
         trainer = TorchTrainer(
             train,
@@ -130,7 +128,6 @@ def run(life: Any, workers: int) -> None:
         (Path(life.scratch) / "result.json").write_text(text)
     finally:
         ray.shutdown()
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def main() -> None:
@@ -140,7 +137,7 @@ def main() -> None:
     try:
         run(life, int(os.environ["WORLD_SIZE"]))
     except ray.train.TrainingFailedError:
-        if life.kill is None:
+        if not life.death.exists():
             raise
         die()  # as if the job's first node had gone with the worker
 
