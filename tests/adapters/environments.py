@@ -81,7 +81,7 @@ def run_tests(
     timeout_s: float = _TESTS_TIMEOUT_S,
 ) -> None:
     """Run a file of tests in the host's environment; what they have started ends with them."""
-    command = [python_of(host), "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, tests]
+    command = [str(python_of(host)), "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, str(tests)]
     common = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", **(environ or {})}
     process = subprocess.Popen(
         command, cwd=ROOT, env=common, start_new_session=True,

@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from support.rooms import ROOT
-from support.servers import S3Server, free_port
+from support.servers import S3Server
 
 import ckpt
 from adapters.environments import end, python_of
@@ -161,10 +162,13 @@ def run_life(
     common = {
         **os.environ, **life.encode(), **(environ or {}),
         "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1",
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size),
         "PYTHONSAFEPATH": "1",  # a script has the name of its framework
     }  # fmt: skip
+    # As torchrun does: a port that is only chosen here may be taken when the first rank comes to it.
+    rendezvous = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    if not host.spawns:
+        common |= {"MASTER_PORT": str(rendezvous.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     ranks = range(1 if host.spawns else world_size)
     logs = [Path(life.scratch) / f"rank-{rank}.log" for rank in ranks]
     with contextlib.ExitStack() as stack:

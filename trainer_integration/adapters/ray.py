@@ -182,7 +182,9 @@ def _check_endpoint(filesystem: Any, url: str, storage_options: Mapping[str, Any
     if not url.startswith("s3://") or rays is None:
         return
     with contextlib.closing(open_store(url, storage_options)) as store:
-        ours: str = store.raw_requests().bucket_url.rpartition("/")[0]  # type: ignore[attr-defined]
+        requests = store.raw_requests()
+        assert requests is not None  # a store of S3
+        ours = requests.bucket_url.rpartition("/")[0]
     if _server(rays) != _server(ours):
         raise ConfigurationError(
             f"Ray's file system is on {rays or 'AWS'}, this manager would save on {ours}: set AWS_ENDPOINT_URL on the "
