@@ -43,8 +43,9 @@ test-faults: $(VENV)/ready  ## Run the fault campaign: ROUNDS of all faults, fro
 	PYTHONPATH=tests $(RUN)/python -m faults.campaign --rounds $(ROUNDS) --seed $(SEED) --json test-faults.json
 
 # The frameworks disagree about versions: each has an environment of its own (tests/adapters/<host>.txt).
-test-adapters: $(VENV)/ready  ## Run the law of the adapters, inside the frameworks that people train with.
-	$(PYTEST) --dist loadgroup tests/adapters
+HOSTS ?=
+test-adapters: $(VENV)/ready  ## Run the law of the adapters, inside the frameworks that people train with (HOSTS=ray: one).
+	$(PYTEST) --dist loadgroup tests/adapters -k '$(HOSTS)'
 
 wheel: $(VENV)/ready  ## Build the wheel and the sdist into dist/, and use both in clean environments.
 	rm -rf dist
