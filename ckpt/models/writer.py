@@ -100,6 +100,10 @@ class ModelWriter(CheckpointWriter):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         plan = super().prepare_local_plan(plan)
+        if torch.accelerator.is_available():
+            # The caller's stream may still compute the tensors that threads will copy. A fault of the device shows
+            # here, where DCP tells all ranks of it; once parts are asked for, they would wait for this one.
+            torch.accelerator.current_stream().synchronize()
         return replace(plan, storage_data=(self._tied, self._objects.token))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -121,8 +125,6 @@ class ModelWriter(CheckpointWriter):
         # All ranks are here, and none may fail before: the others would wait for it.
         self._layout = self._ranks.broadcast(self._layout)
         started_s = time.monotonic()
-        if torch.accelerator.is_available():
-            torch.accelerator.current_stream().synchronize()
         parts = _OwnParts(plan.items, planner)
         exchange = ModelExchange(self._layout, self._messages, parts.tensor, self.progress)
         try:

@@ -298,6 +298,28 @@ def _one_is_killed(rank: int, url: str) -> Any:
     return sorted(caught.value.failures), str(caught.value)
 
 
+def test_the_device_of_one_rank_fails(tmp_path: Path) -> None:
+    """A fault that computing left behind shows before the ranks wait for each other's parts."""
+    for failures, message in run_ranks(2, _one_device_fails, str(tmp_path / "c")):
+        assert failures == [1]
+        assert "device-side assert" in message
+    assert not _objects(tmp_path / "c")
+
+
+def _one_device_fails(rank: int, url: str) -> Any:
+    class Stream:
+        def synchronize(self) -> None:
+            raise RuntimeError("device-side assert triggered")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(torch.accelerator, "is_available", lambda: True)
+            patch.setattr(torch.accelerator, "current_stream", Stream)
+        with pytest.raises(SaveFailed) as caught:
+            ckpt.save({"w": random_tensor(64, 64)}, url, format="safetensors", timeout_s=10.0)
+    return sorted(caught.value.failures), str(caught.value)
+
+
 def test_one_rank_fails(tmp_path: Path) -> None:
     """All ranks are told why, nothing is left, and the ranks can save again."""
     for failures, message in run_ranks(2, _one_fails, str(tmp_path / "c")):
