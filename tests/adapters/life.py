@@ -23,8 +23,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
+import ckpt
 from ckpt.backends.posix import PosixStore
 from ckpt.backends.s3_protocol.store import S3ApiStore
+from ckpt.errors import NotFound
 
 WIDTH = 64
 _LIFE = "CKPT_LIFE"
@@ -105,6 +107,21 @@ def loss_of(model: nn.Module, step: int, width: int = WIDTH) -> torch.Tensor:
     """Compute the loss of a step."""
     inputs, targets = batch(step, width)
     return nn.functional.mse_loss(model(inputs), targets)
+
+
+def place(root: str, step: int) -> str:
+    return f"{root}/step-{step}"
+
+
+def latest(root: str) -> int | None:
+    """Find the newest committed checkpoint: the first rank looks, and tells the others."""
+    steps: list[int | None] = [None]
+    if dist.get_rank() == 0:
+        with contextlib.suppress(NotFound):
+            committed = [each.step for each in ckpt.list_checkpoints(root) if each.state == "committed"]
+            steps = [max(filter(None, committed), default=None)]
+    dist.broadcast_object_list(steps)
+    return steps[0]
 
 
 _saves_s: list[tuple[float, float]] = []

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from adapters.life import Life, loss_of, read_life, report, timed, toy_model
+from adapters.life import Life, latest, loss_of, place, read_life, report, timed, toy_model
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import ckpt
-from ckpt.errors import NotFound
 
 
 def main(life: Life) -> None:
@@ -40,21 +38,6 @@ def main(life: Life) -> None:
                 dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=place(life.root, step))
     report(life, model, optimizer, resumed_step=resumed_step)
     dist.destroy_process_group()
-
-
-def place(root: str, step: int) -> str:
-    return f"{root}/step-{step}"
-
-
-def latest(root: str) -> int | None:
-    """Find the newest committed checkpoint: the first rank looks, and tells the others."""
-    steps: list[int | None] = [None]
-    if dist.get_rank() == 0:
-        with contextlib.suppress(NotFound):
-            committed = [each.step for each in ckpt.list_checkpoints(root) if each.state == "committed"]
-            steps = [max(filter(None, committed), default=None)]
-    dist.broadcast_object_list(steps)
-    return steps[0]
 
 
 if __name__ == "__main__":

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from adapters.life import Life, loss_of, read_life, report, timed, toy_model
+from adapters.life import Life, latest, loss_of, place, read_life, report, timed, toy_model
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -18,8 +17,6 @@ from torch_checkpointing.default_resharder import DefaultResharder
 from torch_checkpointing.schema import ItemSpec
 from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 
-import ckpt
-from ckpt.errors import NotFound
 from ckpt.trainer_integration.adapters.torch_checkpointing import StorageConfig
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -72,21 +69,6 @@ def state_of(
     weights, moments = get_state_dict(model, optimizer, options=FLAT)
     state: dict[str, Any] = {"model": weights, "optimizer": moments}
     return {**state, "step": step} if everywhere or dist.get_rank() == 0 else state
-
-
-def place(root: str, step: int) -> str:
-    return f"{root}/step-{step}"
-
-
-def latest(root: str) -> int | None:
-    """Find the newest committed checkpoint: the first rank looks, and tells the others."""
-    steps: list[int | None] = [None]
-    if dist.get_rank() == 0:
-        with contextlib.suppress(NotFound):
-            committed = [each.step for each in ckpt.list_checkpoints(root) if each.state == "committed"]
-            steps = [max(filter(None, committed), default=None)]
-    dist.broadcast_object_list(steps)
-    return steps[0]
 
 
 if __name__ == "__main__":
