@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 import msgspec
 import numpy as np
 
-from ckpt.backends.base import is_key
 from ckpt.errors import FormatError
 from ckpt.format.columns import Columns, Integers, ObjectRow, TensorColumns
 from ckpt.format.dtypes import item_bytes
+from ckpt.format.names import is_path
 from ckpt.format.planner_data import PlainValue, check_planner_data, pack, unpack
 from ckpt.gc_pause import no_gc
 
@@ -173,8 +173,8 @@ def _entries(columns: Columns) -> list[_Entry]:
 
 def _check_files(files: Sequence[str]) -> None:
     for path in files:
-        if not is_key(path):
-            raise FormatError(f"not a valid object key: {path!r}")
+        if not is_path(path):
+            raise FormatError(f"not a valid object key: {path[:80]!r}")
 
 
 def _checked_totals(entries: Sequence[_Entry]) -> tuple[int, int]:

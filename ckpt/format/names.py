@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from ckpt.backends.base import is_key
+
 _RANK = r"rank-([0-9]{5}|[1-9][0-9]{5,})"
 _TOKEN = r"([0-9a-f]{16})"
 _NAME = re.compile(rf"{_RANK}/{_TOKEN}(?:-(0|[1-9][0-9]*)\.distcp|\.(json|index|metadata|probe))")
@@ -13,6 +15,9 @@ _MODEL_NAME = re.compile(_MODEL_FILE)
 _RANK_DIRECTORY = re.compile(_RANK)
 _RANK_OF_FILE = re.compile(rf"{_RANK}/[^/]*|__([0-9]+)_[0-9]+\.distcp")
 _PLACE_AND_KEY = re.compile(rf"(?:(.*)/)?({_RANK}/[^/]+|{_MODEL_FILE}|\.metadata|commit\.json)")
+
+_OWNER = re.compile(r"\.\./([^/]*)/(.*)", re.DOTALL)
+_SIBLING = re.compile(r"[\w.=+@, -]+")
 
 MODEL_PREFIX = "model-"
 """How the names of a model's files begin; those of this library go on with a token."""
@@ -90,6 +95,33 @@ def index_key(rank: int, token: str) -> str:
 def probe_key(rank: int, token: str) -> str:
     """Name an object that is deleted at once: it shows how the storage treats "only if absent"."""
     return f"{rank_directory(rank)}/{token}.probe"
+
+
+def is_sibling(name: str) -> bool:
+    """Tell whether checkpoints beside a folder of this name can refer to it.
+
+    It must mean the same to every store and in every URL: no `:`, `?`, `#`, `%`, `*` or brackets.
+    """
+    return _SIBLING.fullmatch(name) is not None and is_key(name)
+
+
+def owned_path(owner: str, key: str) -> str:
+    """Name an object as records do: by its key, below `../OWNER/` if it lies in the sibling folder `owner`."""
+    return f"../{owner}/{key}" if owner else key
+
+
+def split_path(path: str) -> tuple[str, str]:
+    """Split a path of a record into its owner, empty for the checkpoint itself, and the key there."""
+    match = _OWNER.fullmatch(path)
+    return ("", path) if match is None else (match[1], match[2])
+
+
+def is_path(path: str) -> bool:
+    """Tell whether a record may name an object so: in the checkpoint, or one of this library's in a sibling folder."""
+    owner, key = split_path(path)
+    if not path.startswith("../"):
+        return is_key(path)
+    return is_sibling(owner) and is_our_name(key)
 
 
 def is_our_name(key: str) -> bool:

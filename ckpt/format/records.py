@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import functools
 import operator
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -17,15 +18,21 @@ from ckpt.consistency import environment
 from ckpt.consistency.commit import COMMIT_KEY, is_foreign, read_commit_bytes
 from ckpt.consistency.seal import is_sealed_json, seal_json, unseal_json
 from ckpt.errors import FormatError
+from ckpt.format.names import ObjectName, is_path, is_sibling, split_path
 
 FORMAT_NAME = "ckpt-storage"
 FORMAT_VERSION = 2
 MODEL_VERSION = 3
 """Of the records of a model in safetensors files, which readers of version 2 do not know."""
+REFERENCE_VERSION = 4
+"""Of commit records of checkpoints that refer to others, or may be referred to: who deletes must know."""
+DIGEST_BYTES = 16
 MAX_METADATA_BYTES = 8 << 30
 """The largest `.metadata` or index that is read."""
 
 _MIN_BLOCK_BYTES, _MAX_BLOCK_BYTES = 1 << 16, 1 << 24
+_MAX_BASES = 1 << 10
+_TOKEN = re.compile("[0-9a-f]{16}")
 
 
 class ObjectRef(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,12 +51,40 @@ class ManifestRef(ObjectRef, frozen=True, kw_only=True):
     items: int
     data_bytes: int
 
+    @property
+    def owner(self) -> str:
+        """The sibling folder in which it lies; empty for the checkpoint itself."""
+        return split_path(self.path)[0]
+
+
+class BaseRef(msgspec.Struct, frozen=True, kw_only=True):
+    """An earlier checkpoint whose stored bytes a checkpoint names.
+
+    Attributes:
+        path: `../NAME`, its folder beside that of the checkpoint.
+        id: that of its commit.
+        data_bytes: of its own data files.
+        carried_bytes: of those, the bytes of the items that are named.
+    """
+
+    path: str
+    id: str
+    data_bytes: int
+    carried_bytes: int
+
+    @property
+    def owner(self) -> str:
+        """The name of its folder."""
+        return self.path.removeprefix("../")
+
 
 class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
     """`commit.json`, which makes a save a checkpoint.
 
     `index` describes the contents; `metadata` did in format version 1. `layout` is "safetensors" for
-    a model in files of that kind (version 3); else the data files hold `torch.save` items.
+    a model in files of that kind (version 3); else the data files hold `torch.save` items. `referable`
+    and `bases` are of version 4: others may refer to it; what it refers to. Of a base, it lists the
+    manifests whose items it names; `data_bytes` are those of its own files.
     """
 
     format: str = FORMAT_NAME
@@ -65,6 +100,28 @@ class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
     manifests: list[ManifestRef]
     tags: dict[str, str] = {}
     layout: str | msgspec.UnsetType = msgspec.UNSET
+    referable: bool | msgspec.UnsetType = msgspec.UNSET
+    bases: list[BaseRef] | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def is_referable(self) -> bool:
+        """True if saves may name its bytes: whoever deletes it looks for them."""
+        return self.referable is True
+
+    @property
+    def owners(self) -> dict[str, BaseRef]:
+        """What it refers to, by the name of the folder."""
+        return {base.owner: base for base in self.bases or ()}
+
+    @property
+    def own_manifests(self) -> list[ManifestRef]:
+        """The manifests of its own data."""
+        return [ref for ref in self.manifests if not ref.owner]
+
+    @property
+    def carried_bytes(self) -> int:
+        """How many bytes of other checkpoints it names."""
+        return sum(base.carried_bytes for base in self.bases or ())
 
     @property
     def is_model(self) -> bool:
@@ -80,7 +137,7 @@ class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def refs(self) -> list[ObjectRef]:
-        """The objects that it names: its index and all manifests."""
+        """The objects that it names: its index and all manifests, by paths of records (`format.names`)."""
         return [self.described_by, *self.manifests]
 
     @property
@@ -117,7 +174,11 @@ class ItemRecord(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RankManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """`rank-NNNNN/<token>.json`: everything that a rank wrote in a save."""
+    """`rank-NNNNN/<token>.json`: everything that a rank wrote in a save.
+
+    `digests` packs the XXH3-128 of the payload of each item as 16 bytes, big endian; zeros where
+    there is none.
+    """
 
     format: str = FORMAT_NAME
     version: int = FORMAT_VERSION
@@ -126,6 +187,13 @@ class RankManifest(msgspec.Struct, frozen=True, kw_only=True):
     block_size_bytes: int
     files: list[FileRecord]
     items: list[ItemRecord]
+    digests: bytes | msgspec.UnsetType = msgspec.UNSET
+
+    def digest(self, number: int) -> bytes:
+        """Return the digest of an item's payload; empty if it has none."""
+        packed = self.digests or b""
+        digest = packed[DIGEST_BYTES * number : DIGEST_BYTES * (number + 1)]
+        return digest if any(digest) else b""
 
 
 class _Header(msgspec.Struct):
@@ -199,9 +267,9 @@ def _decode(
     try:
         header = _HEADER.decode(body)
         _require(header.format == FORMAT_NAME, f"another format ({header.format[:40]!r})")
-        if header.version > MODEL_VERSION:
+        if header.version > REFERENCE_VERSION:
             raise FormatError(
-                f"written in format version {header.version}; this library reads up to {MODEL_VERSION}, update it"
+                f"written in format version {header.version}; this library reads up to {REFERENCE_VERSION}, update it"
             )
         record = decoder.decode(body)
         check(record)
@@ -218,20 +286,48 @@ def _check_commit(commit: CommitRecord) -> None:
         raise FormatError(
             f"its data files have the layout {commit.layout[:40]!r}, which this library does not know"
         )
+    _check_key(commit.described_by.path)
     for ref in commit.refs:
-        _check_path(ref.path)
         _require(ref.size_bytes >= 0, "a negative size")
-    ranks = [ref.rank for ref in commit.manifests]
+    ranks = [(ref.owner, ref.rank) for ref in commit.manifests]
     _require(len(set(ranks)) == len(ranks), "a rank listed twice")
-    _require(all(0 <= rank < commit.world_size for rank in ranks), "a rank outside of the world")
+    for ref in commit.manifests:
+        if not ref.path.startswith("../"):
+            _check_key(ref.path)
+            _require(0 <= ref.rank < commit.world_size, "a rank outside of the world")
+            continue
+        name = ObjectName.parse(split_path(ref.path)[1])
+        is_manifest = name is not None and (name.kind, name.rank) == ("json", ref.rank)
+        _require(is_path(ref.path) and is_manifest, f"a manifest of another checkpoint at {ref.path[:80]!r}")
+    _check_bases(commit, {owner for owner, _ in ranks if owner})
+
+
+def _check_bases(commit: CommitRecord, owners: set[str]) -> None:
+    """Check what is of version 4; `owners` are those of the manifests."""
+    is_new = commit.referable is not msgspec.UNSET or commit.bases is not msgspec.UNSET
+    _require(is_new == (commit.version == REFERENCE_VERSION), "members of another version than its own")
+    bases = commit.bases or []
+    _require(len(bases) <= _MAX_BASES, f"{len(bases):,} bases")
+    for base in bases:
+        is_safe = base.path.startswith("../") and is_sibling(base.owner)
+        _require(is_safe, f"a base that is no folder beside it: {base.path[:80]!r}")
+        _require(_TOKEN.fullmatch(base.id) is not None, f"a base with the id {base.id[:40]!r}")
+        _require(0 <= base.carried_bytes <= base.data_bytes, "a base with an absurd size")
+    _require(len({base.path for base in bases}) == len(bases), "a base listed twice")
+    _require({base.owner for base in bases} == owners, "bases that are not those of its manifests")
 
 
 def _check_manifest(manifest: RankManifest) -> None:
     block = manifest.block_size_bytes
     _require(_MIN_BLOCK_BYTES <= block <= _MAX_BLOCK_BYTES, f"a block size of {block} bytes")
     _require(len({file.path for file in manifest.files}) == len(manifest.files), "a file listed twice")
+    packed_bytes = DIGEST_BYTES * len(manifest.items)
+    _require(
+        manifest.digests is msgspec.UNSET or len(manifest.digests) == packed_bytes,
+        "a wrong number of digests",
+    )
     for file in manifest.files:
-        _check_path(file.path)
+        _check_key(file.path)
         blocks = -(-file.size_bytes // block)
         _require(file.size_bytes >= 0 and len(file.blocks) == 8 * blocks, "a wrong number of blocks")
     ends = [0] * len(manifest.files)
@@ -248,7 +344,7 @@ def _check_manifest(manifest: RankManifest) -> None:
             _require(inside, f"a payload outside of its item ({item.fqn!r})")
 
 
-def _check_path(path: str) -> None:
+def _check_key(path: str) -> None:
     if not is_key(path):
         raise FormatError(f"names an object outside of the checkpoint: {path[:80]!r}")
 
