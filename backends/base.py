@@ -159,6 +159,9 @@ class Store(ABC):
     directory: str | None = None
     """The root as a path of this machine, if it is one."""
 
+    open_parent: Callable[[], Store] | None = None
+    """Opens the folder that holds the root; set by who opened this store by its URL."""
+
     @property
     @abstractmethod
     def capabilities(self) -> Capabilities: ...
@@ -251,6 +254,15 @@ class Store(ABC):
     def free_bytes(self) -> int | None:
         """Return how much more this client may store here, if known."""
         return None
+
+    def parent(self) -> Store:
+        """Open the folder that holds the root, with this store's options; the caller closes it, and it first.
+
+        Raises ConfigurationError if there is none.
+        """
+        if self.open_parent is None:
+            raise ConfigurationError("this store cannot open the folder that holds it", url=self.url)
+        return self.open_parent()
 
     def close(self) -> None:  # noqa: B027 (a store without connections has nothing to close)
         """Release connections and threads; harmless to call twice."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pkgutil
 from collections.abc import Callable, Mapping
@@ -10,7 +11,7 @@ from typing import Any
 
 from ckpt.backends.base import Store
 from ckpt.backends.options import nearest, options_dict, redact_url
-from ckpt.backends.paths import expand_user
+from ckpt.backends.paths import expand_user, path_of
 from ckpt.errors import ConfigurationError
 
 __all__ = ["ENTRY_POINT_GROUP", "default_threads", "normal_url", "open_store", "register"]
@@ -62,7 +63,19 @@ def open_store(
     if not isinstance(threads, int) or isinstance(threads, bool) or not 1 <= threads <= _MAX_THREADS:
         raise ConfigurationError(f"threads must be at least 1, at most {_MAX_THREADS}, not {threads!r}")
     scheme, separator, _ = text.partition("://")
-    return _factory(scheme if separator else "file")(text, options, threads=threads)
+    store = _factory(scheme if separator else "file")(text, options, threads=threads)
+    store.open_parent = functools.partial(_open_parent, text, options, threads)
+    return store
+
+
+def _open_parent(url: str, options: Mapping[str, Any], threads: int) -> Store:
+    """Open the folder above a normal URL. Raises ConfigurationError if there is none."""
+    if url.startswith("file://") or "://" not in url:
+        return open_store(os.path.dirname(os.path.realpath(path_of(url))), options, threads=threads)
+    parent = url.rstrip("/").rpartition("/")[0]
+    if parent.endswith(":/") or "::" in url or "?" in url:
+        raise ConfigurationError("no folder holds this place", url=redact_url(url))
+    return open_store(parent, options, threads=threads)
 
 
 def normal_url(url: str | os.PathLike[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -70,6 +71,16 @@ class WrappedStore(Store):
     def free_bytes(self) -> int | None:
         return self._inner.free_bytes()
 
+    def parent(self) -> Store:
+        """Open what holds the root of `inner`, wrapped alike."""
+        return self.around(self._inner.parent())
+
+    def around(self, inner: Store) -> Store:
+        """Wrap another store as this one is wrapped."""
+        twin = copy.copy(self)
+        WrappedStore.__init__(twin, inner)
+        return twin
+
     def close(self) -> None:
         self._inner.close()
 
@@ -118,6 +129,9 @@ class PrefixStore(WrappedStore):
 
     def raw_requests(self) -> RawRequests | None:
         return None  # servers are probed at the root of a store
+
+    def parent(self) -> Store:
+        return PrefixStore(self._inner, self.path.rpartition("/")[0]) if self.path else self._inner.parent()
 
     def close(self) -> None:
         pass

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckpt.backends.base import check_key
 from ckpt.backends.options import redact_url, scrub_error
@@ -17,6 +18,9 @@ from ckpt.backends.s3_protocol.http_bodies import send_whole_buffers
 from ckpt.backends.s3_protocol.options import check_options, split_bucket_url
 from ckpt.backends.s3_protocol.retries import Retries
 from ckpt.errors import AccessDenied, CheckpointError, ConfigurationError, StorageError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _CARRIED = re.compile(r"(?<=Credential=)[^/,]+|(?<=[Bb]earer )\S+|(?<=AWS )[^:]+")
 """The key's id, or the token, in an `Authorization` header."""
@@ -45,10 +49,24 @@ class S3Connection:
         self._make_client = make_client
         self._sent_secrets: tuple[str, ...] = ()
         self._opened: tuple[Any, ThreadPoolExecutor] | None = None
+        self._lender: Self | None = None
         self._lock = threading.Lock()
 
+    def parent(self) -> Self:
+        """Return the folder above the prefix, over the same client and threads, which stay this connection's."""
+        if not self.prefix:
+            raise ConfigurationError("no folder holds a bucket", url=self.url)
+        parent = copy.copy(self)
+        parent.url = self.url.rpartition("/")[0]
+        parent.prefix = self.prefix.rstrip("/").rpartition("/")[0]
+        parent.prefix += "/" if parent.prefix else ""
+        parent._lender = self._lender or self
+        return parent
+
     def close(self) -> None:
-        """Release the client and the threads."""
+        """Release the client and the threads, unless they are another connection's."""
+        if self._lender is not None:
+            return
         with self._lock:
             opened, self._opened = self._opened, None
         if opened is not None:
@@ -61,6 +79,8 @@ class S3Connection:
         return self._open()[0]
 
     def _open(self) -> tuple[Any, ThreadPoolExecutor]:
+        if self._lender is not None:
+            return self._lender._open()
         with self._lock:
             if self._opened is None:
                 pool = ThreadPoolExecutor(self.threads, thread_name_prefix="ckpt-s3")
@@ -138,4 +158,4 @@ class S3Connection:
         given = [*self.options.items(), *self.options["client_kwargs"].items()]
         given += [item for item in os.environ.items() if item[0].startswith(("AWS_", "IBM_", "COS_"))]
         named = [value for name, value in given if isinstance(value, str) and _SECRET_NAMES.search(name)]
-        return [*named, *self._sent_secrets]
+        return [*named, *(self._lender or self)._sent_secrets]

@@ -7,6 +7,7 @@ by the caller, and payloads not signed. That costs a fifth of TransferManager or
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import random
 import time
@@ -184,6 +185,11 @@ class S3ApiStore(Store):
 
     def raw_requests(self) -> RawRequests:
         return _RawRequests(self._s3)
+
+    def parent(self) -> Store:
+        parent = copy.copy(self)
+        S3ApiStore.__init__(parent, self._s3.parent())
+        return parent
 
     def close(self) -> None:
         self._s3.close()

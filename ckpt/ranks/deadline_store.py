@@ -113,6 +113,12 @@ class DeadlineStore(WrappedStore):
         inner = self.run("connecting", "", lambda _: self._inner.raw_requests())
         return None if inner is None else _BoundedRequests(inner, self)
 
+    def parent(self) -> Store:
+        return self.around(self.run("opening the parent folder", "", lambda _: self._inner.parent()))
+
+    def around(self, inner: Store) -> Store:
+        return DeadlineStore(inner, self._progress, self._limit_s, own_memory=self._own_memory)
+
     def close(self) -> None:
         is_blocked = not all(done.is_set() for done in self._given_up)
         self._given_up = []

@@ -20,7 +20,7 @@ from ckpt.errors import CommitConflict, FormatError, IntegrityError, Truncated, 
 from ckpt.format.columns import Columns
 from ckpt.format.index import decode_index
 from ckpt.format.model_index import INDEX_SUFFIX
-from ckpt.format.names import ObjectName, manifest_key
+from ckpt.format.names import ObjectName, manifest_key, owned_path, split_path
 from ckpt.format.records import (
     MAX_METADATA_BYTES,
     CommitRecord,
@@ -31,6 +31,7 @@ from ckpt.format.records import (
     decode_manifest,
     read_commit,
 )
+from ckpt.format.sibling_objects import SiblingObjects
 from ckpt.format.stored_tensor import StoredTensor
 from ckpt.transfer.fetcher import StoredFile
 from ckpt.transfer.manifest_sizes import manifest_bytes
@@ -92,9 +93,11 @@ class Checkpoint:
         is_shared: bool = False,
     ) -> None:
         """`is_shared`: another rank has decoded this metadata already."""
-        self.store, self.settings = store, settings
+        self.settings = settings
         self.stored_commit, self.metadata_key, self.metadata_bytes = commit, metadata_key, metadata
         self.commit: CommitRecord | None = None if commit is None else commit.record
+        refers = self.commit is not None and bool(self.commit.owners)
+        self.store = SiblingObjects(store) if refers else store
         self._described = self._decode(is_shared)
         self.located: dict[tuple[str, int], StoredTensor | None] = {}
         self.chunk_sizes: dict[str, dict[bytes, torch.Size]] = {}
@@ -143,6 +146,11 @@ class Checkpoint:
             return "one rank's part"
         return crc_text(crc64nvme(self.metadata_bytes))
 
+    def close(self) -> None:
+        """Release what was opened beside the caller's store, which stays open."""
+        if isinstance(self.store, SiblingObjects):
+            self.store.close()
+
     def share(self) -> bytes:
         """Encode the records, so that another rank can `adopt` them without reading storage."""
         commit = b"" if self.stored_commit is None else self.stored_commit.raw
@@ -169,16 +177,19 @@ class Checkpoint:
         if self.commit is None:
             self._files |= {file.key: file for file in threads.map(self._stock_file, sorted(missing))}
             return
-        for manifest in threads.map(self._read_manifest, sorted(set(map(self._manifest_key, missing)))):
-            for file in manifest.files:
+        keys = sorted(set(map(self._manifest_key, missing)))
+        for key, manifest in zip(keys, threads.map(self._read_manifest, keys), strict=True):
+            owner = split_path(key)[0]
+            paths = [owned_path(owner, file.path) for file in manifest.files]
+            for path, file in zip(paths, manifest.files, strict=True):
                 if self.settings.verify:
                     block = manifest.block_size_bytes
-                    stored = StoredFile(file.path, file.size_bytes, block, file.block_crcs())
+                    stored = StoredFile(path, file.size_bytes, block, file.block_crcs())
                 else:
-                    stored = StoredFile(file.path, file.size_bytes)
-                self._files[file.path] = stored
+                    stored = StoredFile(path, file.size_bytes)
+                self._files[path] = stored
             for item in manifest.items:
-                self._items[manifest.files[item.file].path, item.offset] = item
+                self._items[paths[item.file], item.offset] = item
 
     def file(self, path: str, start: int = 0, stop: int = 0) -> StoredFile:
         """Return the file of an item in `[start, stop)`, after `prepare`.
@@ -244,8 +255,9 @@ class Checkpoint:
         return StoredFile(key, self.store.stat(key).size_bytes)
 
     def _manifest_key(self, path: str) -> str:
-        name = ObjectName.parse(path)
-        key = manifest_key(name.rank, name.token) if name is not None and name.is_data else ""
+        owner, file = split_path(path)
+        name = ObjectName.parse(file)
+        key = owned_path(owner, manifest_key(name.rank, name.token)) if name and name.is_data else ""
         if key not in self._refs:
             message = f"the metadata names a file that no manifest of this commit can list: {path[:80]!r}"
             raise self.fault(message, COMMIT_KEY)
@@ -256,7 +268,8 @@ class Checkpoint:
         data = read_listed(self.store, self.settings, self._refs[key], self.stored_commit)
         manifest = decode_manifest(data, url=self.store.url, key=key)
         names = [ObjectName.parse(file.path) for file in manifest.files]
-        if not all(name and name.is_data and f"{name.stem}.json" == key for name in names):
+        stem = split_path(key)[1].removesuffix(".json")
+        if not all(name and name.is_data and name.stem == stem for name in names):
             raise self.fault("lists a data file under a name that this library does not give it", key)
         return manifest
 

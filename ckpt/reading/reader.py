@@ -77,6 +77,7 @@ class CheckpointReader(DcpStorage, StorageReader):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a load, from another place if one is given."""
+        self._let_go()
         self._checkpoint = self._next = self._failure = None
         self.progress.restart()
         super().reset(checkpoint_id)
@@ -145,6 +146,11 @@ class CheckpointReader(DcpStorage, StorageReader):
         future.set_result(None)
         return future
 
+    def close(self) -> None:
+        """Release connections and threads. It can be used again; it then opens new ones."""
+        self._let_go()
+        super().close()
+
     # -- beyond DCP ----------------------------------------------------------------------------------------
 
     def open(self) -> Checkpoint | None:
@@ -175,6 +181,11 @@ class CheckpointReader(DcpStorage, StorageReader):
         return {
             name: value for name, value in values.items() if name in stored or tied.get(name) not in stored
         }
+
+    def _let_go(self) -> None:
+        for checkpoint in (self._checkpoint, self._next):
+            if checkpoint is not None:
+                checkpoint.close()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_checkpoint": None, "_next": None}

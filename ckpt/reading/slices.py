@@ -59,6 +59,7 @@ class OpenCheckpoint(contextlib.AbstractContextManager["OpenCheckpoint"]):
         """`wait_for_data`: wait also for data that is not visible yet, not for the records only."""
         self.store: Store = guard(open_store(url, storage_options))
         self.threads = thread_pool(self.store.threads, "ckpt-read")
+        self.parts: list[Checkpoint] = []
         try:
             self.parts = open_parts(self.store, ReadSettings())
             if not wait_for_data:
@@ -128,7 +129,7 @@ class OpenCheckpoint(contextlib.AbstractContextManager["OpenCheckpoint"]):
         file = part.file(path)
         if part.commit is None:
             return file.size_bytes
-        return part.when_visible(lambda: self.store.stat(path).size_bytes)
+        return part.when_visible(lambda: part.store.stat(path).size_bytes)
 
     def read(self, regions: Iterable[Region]) -> list[Elements]:
         """Read regions of tensors, all together; each as its elements are stored.
@@ -238,6 +239,8 @@ class OpenCheckpoint(contextlib.AbstractContextManager["OpenCheckpoint"]):
 
     def close(self) -> None:
         self.threads.shutdown(wait=True, cancel_futures=True)
+        for part in self.parts:
+            part.close()
         self.store.close()
 
     def __exit__(self, *error: object) -> None:

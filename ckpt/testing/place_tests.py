@@ -49,6 +49,18 @@ class PlaceTests(StoreUnderTest):
 
     # -- places ------------------------------------------------------------------------------------
 
+    def test_parent(self, store: Store) -> None:
+        if store.open_parent is None and type(store).parent is Store.parent:
+            pytest.skip("opened without its URL")
+        put_bytes(store, "k", b"x")
+        parent = store.parent()
+        key = f"{store.url.rpartition('/')[2]}/k"
+        self.eventually(lambda: bytes(read_bytes(parent, key)) == b"x")
+        put_bytes(parent, key, b"y")
+        self.eventually(lambda: self.raw_get(store, "k") == b"y")
+        parent.close()
+        assert store.stat("k").size_bytes == 1
+
     def test_prepare_tolerates_races(self, store: Store) -> None:
         run_all(lambda i: store.prepare(f"place/rank-{i % 2}"), list(range(16)))
         put_bytes(store, "place/rank-1/k", b"x")

@@ -22,6 +22,7 @@ from ckpt.format.index import decode_index
 from ckpt.format.model_index import MAX_INDEX_BYTES, MODEL_INDEX_KEY, parse_model_index, sealed_model_index
 from ckpt.format.names import is_our_name
 from ckpt.format.records import CommitRecord, StoredCommit, read_commit
+from ckpt.format.sibling_objects import SiblingObjects
 from ckpt.stock.metadata_writer import pickled_metadata
 from ckpt.transfer.manifest_sizes import manifest_bytes
 
@@ -133,6 +134,10 @@ def stock_metadata_of(store: Store, record: CommitRecord) -> bytes:
     data = bytes(read_bytes(store, ref.path, size_bytes=ref.size_bytes))
     if not record.has_index:  # format version 1 kept a copy
         return data
-    stored = functools.partial(manifest_bytes, store, record, lambda path: store.stat(path).size_bytes)
-    columns = decode_index(data, url=store.url, key=ref.path, manifest_bytes=stored)
+    objects = SiblingObjects(store)
+    stored = functools.partial(manifest_bytes, store, record, lambda path: objects.stat(path).size_bytes)
+    try:
+        columns = decode_index(data, url=store.url, key=ref.path, manifest_bytes=stored)
+    finally:
+        objects.close()
     return encode_stock_metadata(record, columns)

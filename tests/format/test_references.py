@@ -27,7 +27,7 @@ from ckpt.format.records import (
 )
 
 _CRC = "0" * 16
-_BASE = {"path": "../step-100", "id": "a" * 16, "data_bytes": 100, "carried_bytes": 60}
+_BASE: dict[str, Any] = {"path": "../step-100", "id": "a" * 16, "data_bytes": 100, "carried_bytes": 60}
 
 
 def _manifest(path: str, rank: int = 0) -> dict[str, Any]:
@@ -142,11 +142,11 @@ def test_paths_of_owners() -> None:
     assert decode_index(encode_index(columns), url="", key="").files == columns.files
 
 
-def _manifest_record(**changes: Any) -> RankManifest:
+def _manifest_record(digests: bytes | msgspec.UnsetType = msgspec.UNSET) -> RankManifest:
     file = FileRecord(path="rank-00000/f", size_bytes=0, blocks=b"")
     items = [ItemRecord(fqn, [0], 0, 0, 0, 0, 0) for fqn in "ab"]
     return RankManifest(
-        **{"rank": 0, "token": "t", "block_size_bytes": 1 << 19, "files": [file], "items": items} | changes
+        rank=0, token="t", block_size_bytes=1 << 19, files=[file], items=items, digests=digests
     )
 
 
@@ -176,5 +176,8 @@ def test_versions_before_have_neither() -> None:
         manifests=[own],
     )
     text = encode(record)
-    assert b"bases" not in text and b"referable" not in text and b'"version":2' in text
-    assert not record.is_referable and record.owners == {} and record.carried_bytes == 0
+    assert b"bases" not in text
+    assert b"referable" not in text
+    assert b'"version":2' in text
+    assert not record.is_referable
+    assert (record.owners, record.carried_bytes) == ({}, 0)

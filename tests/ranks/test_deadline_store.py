@@ -12,15 +12,16 @@ from typing import Any
 import pytest
 
 from ckpt.backends import memory
-from ckpt.backends.base import RawRequests, Store, put_bytes
+from ckpt.backends.base import RawRequests, Store, put_bytes, read_bytes
 from ckpt.backends.bodies import BytesBody
 from ckpt.backends.cancellable_reads import Reads
 from ckpt.backends.memory import MemoryStore
 from ckpt.backends.posix import PosixStore
+from ckpt.backends.registry import open_store
 from ckpt.backends.wrapper import PrefixStore, WrappedStore
 from ckpt.consistency import environment
 from ckpt.consistency.environment import Environment
-from ckpt.errors import StorageError, StorageUnavailable
+from ckpt.errors import ConfigurationError, StorageError, StorageUnavailable
 from ckpt.ranks.deadline_store import DeadlineStore
 from ckpt.ranks.progress import Progress
 
@@ -39,6 +40,7 @@ BOUNDED: dict[str, Callable[[Store], object]] = {
     "root_is_object": lambda store: store.root_is_object(),
     "free_bytes": lambda store: store.free_bytes(),
     "raw_requests": lambda store: store.raw_requests(),
+    "parent": lambda store: store.parent(),
 }
 BOUNDED_REQUESTS: dict[str, Callable[[RawRequests], object]] = {
     "put": lambda raw: raw.put("k", BytesBody(b"x")),
@@ -60,7 +62,7 @@ def operations_of(contract: type) -> set[str]:
     return {name for name in vars(contract) if not name.startswith("_") and name not in DATA}
 
 
-DATA = {"url", "threads", "directory", "bucket_url"}
+DATA = {"url", "threads", "directory", "bucket_url", "open_parent"}
 
 
 class Hung:
@@ -252,6 +254,29 @@ class Recording:
             return iter(())
 
         return note
+
+
+def test_the_parent_is_bounded_too(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    parent = DeadlineStore(open_store(tmp_path / "a"), Progress(), LIMIT_S, own_memory=True).parent()
+    assert isinstance(parent, DeadlineStore)
+    put_bytes(parent, "b/k", b"x")
+    assert (tmp_path / "b" / "k").read_bytes() == b"x"
+    with pytest.raises(ConfigurationError):
+        PosixStore(str(tmp_path)).parent()  # nobody has said how
+
+
+def test_the_parent_of_a_prefix() -> None:
+    inner = open_store("memory://parents/runs")
+    put_bytes(inner, "run/a/k", b"x")
+    one = PrefixStore(inner, "run/a").parent()
+    assert read_bytes(PrefixStore(one, "a"), "k") == b"x"
+    assert one.parent().url == "memory://parents/runs"
+    assert one.parent().parent().url == "memory://parents"
+    assert PrefixStore(inner, "").parent().url == "memory://parents"
+    with pytest.raises(ConfigurationError, match="no folder"):
+        one.parent().parent().parent()
+    memory.clear("memory://parents")
 
 
 def test_a_prefix_is_put_before_every_key() -> None:

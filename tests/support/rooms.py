@@ -59,7 +59,9 @@ ROOMS: Mapping[str, Room] = {
     "ckpt.consistency.probes": Room(
         "what a storage really guarantees, measured", ("ckpt.errors", "ckpt.consistency", *_CONTRACT)
     ),
-    "ckpt.format": Room("what this library stores: names, records, index", _FLOOR),
+    "ckpt.format": Room(
+        "what this library stores: names, records, index", (*_FLOOR, "ckpt.backends.wrapper")
+    ),
     "ckpt.ranks": Room(
         "ranks agree, are missed, and give up in time",
         (*_FLOOR, "ckpt.backends.wrapper", "ckpt.backends.cancellable_reads"),
