@@ -15,8 +15,10 @@ CheckpointError
 ├── NotCommitted              the place holds no committed checkpoint
 ├── NotVisible                a committed object did not become visible in time
 ├── CommitError               the commit record could not be written; the old checkpoint still loads
+│   ├── BaseGone              what the save refers to was removed or replaced meanwhile
 │   ├── CommitConflict        another save committed at this place meanwhile
 │   └── CommitUnknown         the reply was lost: the commit may or may not have happened
+├── StillReferred             other checkpoints name its bytes: it was neither removed nor replaced
 ├── SaveFailed                a save failed on one rank or more (`failures`: rank -> error)
 └── LoadFailed                a load failed on one rank or more (`failures`: rank -> error)
 
@@ -26,7 +28,7 @@ are attributes (`url`, `key`, `rank`, `start`, `stop`), and pickling keeps them 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, TypedDict
 
 if TYPE_CHECKING:
@@ -48,8 +50,10 @@ __all__ = [
     "NotCommitted",
     "NotVisible",
     "CommitError",
+    "BaseGone",
     "CommitConflict",
     "CommitUnknown",
+    "StillReferred",
     "SaveFailed",
     "LoadFailed",
 ]
@@ -174,12 +178,28 @@ class CommitError(CheckpointError):
     """The commit record could not be written; what was committed before still loads."""
 
 
+class BaseGone(CommitError):
+    """A checkpoint whose bytes the save names was removed or replaced meanwhile. Nothing was committed."""
+
+
 class CommitConflict(CommitError):
     """Another save was committed at this place during this save or load."""
 
 
 class CommitUnknown(CommitError):
     """The commit may or may not have happened, or not for stock readers. Its data stays."""
+
+
+class StillReferred(CheckpointError):
+    """Other checkpoints name bytes of this one: it was neither removed nor replaced.
+
+    Attributes:
+        referrers: their folders, relative to this one (`../step-300`).
+    """
+
+    def __init__(self, message: str, *, referrers: Sequence[str] = (), **context: Unpack[_Context]) -> None:
+        super().__init__(message, **context)
+        self.referrers = tuple(referrers)
 
 
 class _RankFailures(CheckpointError):

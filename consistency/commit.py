@@ -118,7 +118,14 @@ def _read_whole(store: Store, read: Callable[[], tuple[bytes, bool]]) -> bytes |
             backoff.pause()
 
 
-def publish(store: Store, record: bytes, *, previous: bytes | None, confirm_s: float = math.inf) -> bool:
+def publish(
+    store: Store,
+    record: bytes,
+    *,
+    previous: bytes | None,
+    confirm_s: float = math.inf,
+    check: Callable[[], None] = lambda: None,
+) -> bool:
     """Make the save described by `record` the checkpoint at this place.
 
     Returns whether the store acknowledged it. If not, the record was seen at its place anyway.
@@ -127,6 +134,7 @@ def publish(store: Store, record: bytes, *, previous: bytes | None, confirm_s: f
         record: the commit record, whose objects are all durable.
         previous: the commit record found here when the save began; it must still be there.
         confirm_s: how long to look for a record whose put got no answer (10 s at most).
+        check: called last before that put; what it raises ends the save, of which nothing was committed.
 
     Raises:
         CommitConflict: the place does not hold `previous` any more.
@@ -136,6 +144,7 @@ def publish(store: Store, record: bytes, *, previous: bytes | None, confirm_s: f
     """
     if read_commit_bytes(store) != previous:
         raise _conflict(store)
+    check()
     mode = PutMode.CREATE if previous is None else PutMode.OVERWRITE
     try:
         put_bytes(store, COMMIT_KEY, record, mode=mode)

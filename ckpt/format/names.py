@@ -9,7 +9,7 @@ from ckpt.backends.base import is_key
 
 _RANK = r"rank-([0-9]{5}|[1-9][0-9]{5,})"
 _TOKEN = r"([0-9a-f]{16})"
-_NAME = re.compile(rf"{_RANK}/{_TOKEN}(?:-(0|[1-9][0-9]*)\.distcp|\.(json|index|metadata|probe))")
+_NAME = re.compile(rf"{_RANK}/{_TOKEN}(?:-(0|[1-9][0-9]*)\.(distcp|pin)|\.(json|index|metadata|probe))")
 _MODEL_FILE = rf"model-{_TOKEN}-([0-9]{{5,9}})-of-([0-9]{{5,9}})\.safetensors"
 _MODEL_NAME = re.compile(_MODEL_FILE)
 _RANK_DIRECTORY = re.compile(_RANK)
@@ -34,8 +34,9 @@ class ObjectName:
         rank: the rank that wrote it; of a model's file that whose manifest lists it.
         token: 16 hexadecimal digits that only this rank's part of this save has.
         kind: `distcp` (data), `safetensors` (a model's data), `json` (manifest), `index`, `metadata`
-            (its predecessor) or `probe`.
-        number: of a data file, counted from 0; None for the other kinds.
+            (its predecessor), `probe`, or `pin`, whose token is that of the save that refers to this
+            checkpoint.
+        number: of a data file or pin, counted from 0; None for the other kinds.
     """
 
     rank: int
@@ -51,15 +52,15 @@ class ObjectName:
         match = _NAME.fullmatch(key)
         if match is None:
             return None
-        rank, token, number, kind = match.groups()
+        rank, token, number, numbered, kind = match.groups()
         if number is None:
             return ObjectName(int(rank), token, kind)
-        return ObjectName(int(rank), token, "distcp", int(number))
+        return ObjectName(int(rank), token, numbered, int(number))
 
     @property
     def is_data(self) -> bool:
         """True for a data file, which a manifest lists."""
-        return self.number is not None
+        return self.kind in ("distcp", "safetensors")
 
     @property
     def stem(self) -> str:
@@ -95,6 +96,11 @@ def index_key(rank: int, token: str) -> str:
 def probe_key(rank: int, token: str) -> str:
     """Name an object that is deleted at once: it shows how the storage treats "only if absent"."""
     return f"{rank_directory(rank)}/{token}.probe"
+
+
+def pin_key(token: str, number: int) -> str:
+    """Name an object by which the save `token` says that it refers to the checkpoint in this folder."""
+    return f"{rank_directory(0)}/{token}-{number}.pin"
 
 
 def is_sibling(name: str) -> bool:

@@ -25,13 +25,21 @@ from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY, is_foreign
 from ckpt.consistency.storage_clock import storage_now
 from ckpt.errors import CheckpointError, FormatError, NotFound, StorageError
 from ckpt.format.model_index import MODEL_INDEX_KEY
-from ckpt.format.names import ObjectName, is_our_name, is_rank_directory, probe_key, split_place
+from ckpt.format.names import (
+    ObjectName,
+    is_our_name,
+    is_rank_directory,
+    probe_key,
+    rank_directory,
+    split_place,
+)
 from ckpt.format.records import CommitRecord, StoredCommit, read_commit
 from ckpt.tools.findings import find_uploads
 from ckpt.tools.ls import find_folders
+from ckpt.writing.pins import GRACE_S, PinReader, is_pin, wait_for_pins
 from ckpt.writing.stock_metadata import is_anothers, put_stock_metadata, stock_key, stock_metadata_of
 
-DEFAULT_GRACE_S = 24 * 3600.0
+DEFAULT_GRACE_S = GRACE_S
 _PROMPTLY_S = 10.0
 """A save puts `.metadata` so soon after its commit; one that comes later may be of a save that had stalled."""
 
@@ -61,6 +69,7 @@ class Garbage:
         young: number of leftovers that are younger than the grace period, or of unknown age.
         restored: folders whose `.metadata` was missing or that of another save; it was written anew.
         skipped: folders in which nothing was removed, and why.
+        referred: folders in which objects of a checkpoint that is gone stay, and who refers to them.
     """
 
     url: str
@@ -68,6 +77,7 @@ class Garbage:
     young: int = 0
     restored: list[str] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
+    referred: dict[str, list[str]] = field(default_factory=dict)
 
     @property
     def freed_bytes(self) -> int:
@@ -110,9 +120,7 @@ def collect_garbage(
                 ours.add(listed.path)
                 leftovers += collector.look(folder)
         if leftovers and not dry_run and not store.capabilities.cross_client_visibility:
-            from ckpt.reading.checkpoint import ReadSettings
-
-            environment.sleep(ReadSettings().timeout_s(store))
+            wait_for_pins(store)  # twice as long as a commit record takes to be seen
         for old in leftovers:
             # As a store of its own, which refuses a link that leads out of the folder, into another
             # checkpoint.
@@ -162,7 +170,11 @@ class _Collector:
                 if (name := ObjectName.parse(stat.key)) is not None
                 # A probe belongs to no checkpoint, not even to that of its own save.
                 and (name.stem not in kept or name.kind == "probe")
+                and name.kind != "pin"
             ]
+            pins = [stat for stat in listed if is_pin(stat.key)]
+            if any(map(self._is_old, pins)) or (pins and left):
+                left = self._unreferred(folder, folder.path, left, pins)
             keys = _stock_keys(commit)
             records = {stat.key: stat for stat in listed if stat.key in (*keys, COMMIT_KEY)}
             if commit is None:
@@ -189,10 +201,25 @@ class _Collector:
                     self._restore(store, old.path, commit, metadata)
             keys = _stock_keys(None)
             going = [s for s in old.stats if s.key not in keys or self._old_metadata(store, s.key, commit)]
+            # A save may have put its pin since, and have seen the commit record before that went.
+            pins = [stat for stat in store.list(f"{rank_directory(0)}/") if is_pin(stat.key)]
+            going = self._unreferred(store, old.path, [s for s in going if not is_pin(s.key)], pins)
             if not self.dry_run:
                 store.delete([stat.key for stat in going])
             for stat in going:
                 self._note(old.path, stat)
+
+    def _unreferred(
+        self, store: Store, path: str, stats: Sequence[ObjectStat], pins: Sequence[ObjectStat]
+    ) -> list[ObjectStat]:
+        """Return those objects to which nobody refers, and the pins that do not count any more."""
+        if not pins:
+            return list(stats)
+        referrers = PinReader(store, grace_s=self.grace_s, now=lambda: self.now_s).look()
+        if any(referrers.hold(stat.key) for stat in stats):
+            self.garbage.referred[path] = referrers.names()
+        dead = [stat for stat in pins if stat.key in referrers.dead]
+        return [*(stat for stat in stats if not referrers.hold(stat.key)), *dead]
 
     def _note(self, path: str, stat: ObjectStat, *, unfinished: bool = False) -> None:
         age_s = self.now_s - (stat.modified_at_s or 0.0)

@@ -11,12 +11,14 @@ from typing import Any
 
 from ckpt.backends.base import Store, exists, read_bytes
 from ckpt.backends.registry import open_store
+from ckpt.consistency import environment
 from ckpt.consistency.commit import COMMIT_KEY, is_foreign
 from ckpt.errors import CommitConflict, FormatError, IntegrityError, NotCommitted, NotFound
 from ckpt.format.names import MODEL_PREFIX, is_our_name
 from ckpt.format.records import CommitRecord, ManifestRef, StoredCommit, decode_manifest, read_commit
 from ckpt.tools.gc import remove_folders
 from ckpt.transfer.threads import in_order, workers
+from ckpt.writing.pins import PinReader, Referrers, release_bases, wait_for_pins
 from ckpt.writing.stock_metadata import follow_commit, is_anothers, stock_key
 
 
@@ -27,12 +29,16 @@ class Removed:
     Attributes:
         keys: its objects in the order of their removal, `.metadata` and the commit record first.
         data_bytes: size of the data files, by the commit record.
+        kept: objects that stay, as `referrers` came to refer to them while it was being removed;
+            `collect_garbage` removes them when those are gone.
     """
 
     url: str
     id: str
     keys: tuple[str, ...]
     data_bytes: int
+    kept: tuple[str, ...] = ()
+    referrers: tuple[str, ...] = ()
 
 
 def remove(
@@ -44,7 +50,11 @@ def remove(
     is being removed. Only objects that the record lists are removed, and only names that this
     library gives. `collect_garbage` finds what an interruption leaves.
 
+    A checkpoint of which others name bytes is not removed. One that may be referred to is removed
+    slowly where storage shows writes late (two minutes), so that no save that refers to it goes unseen.
+
     Raises:
+        StillReferred: other checkpoints, or a save that is running, name its bytes.
         NotFound, NotCommitted: there is no checkpoint of this library.
         IntegrityError, FormatError: its commit record cannot be read.
         CommitConflict: another save was committed there meanwhile.
@@ -55,7 +65,11 @@ def remove(
         if commit is None or not commit.is_ours:
             raise _nothing_to_remove(store, commit)
         record = commit.record
+        now = environment.now if dry_run else None
+        PinReader(store, now=now).refuse(record, "it was not removed")
         keys = [key for key in _listed(store, record) if is_our_name(key)]
+        kept: list[str] = []
+        referrers = Referrers()
         stock = [] if is_anothers(store, stock_key(record), of_model=record.is_model) else [stock_key(record)]
         visible = [key for key in stock if exists(store, key)]
         if not dry_run:
@@ -64,11 +78,25 @@ def remove(
                 raise CommitConflict(text, url=store.url, key=COMMIT_KEY)
             store.delete(stock)  # also if it is not there: storage that lags may not show it yet
             store.delete([COMMIT_KEY])
+            referrers = _late_referrers(store, record)
+            kept = [key for key in keys if referrers.hold(key)]
+            keys = [key for key in keys if not referrers.hold(key)] + referrers.dead
             store.delete(keys)
+            release_bases(store, record)
             if exists(store, stock_key(record)):  # put meanwhile, by a save that had stalled before that
                 follow_commit(store, commit)
             remove_folders(store)
-        return Removed(store.url, record.id, (*visible, COMMIT_KEY, *keys), record.data_bytes)
+        gone = (*visible, COMMIT_KEY, *keys)
+        names = tuple(referrers.names()) if kept else ()
+        return Removed(store.url, record.id, gone, record.data_bytes, tuple(kept), names)
+
+
+def _late_referrers(store: Store, record: CommitRecord) -> Referrers:
+    """Find the pins that were put before it could be seen that the commit record is gone."""
+    if not record.is_referable:
+        return Referrers()
+    wait_for_pins(store)
+    return PinReader(store).look()
 
 
 def _nothing_to_remove(store: Store, commit: StoredCommit | None) -> NotFound | NotCommitted:
@@ -97,5 +125,5 @@ def _listed(store: Store, record: CommitRecord) -> list[str]:
             return [stat.key for stat in store.list(f"{prefix}-")]
 
     with workers(store.threads, "ckpt-rm") as threads:
-        files = list(in_order(threads, files_of, record.manifests, ahead=4 * store.threads))
-    return [*itertools.chain(*files), *(ref.path for ref in record.manifests), record.described_by.path]
+        files = list(in_order(threads, files_of, record.own_manifests, ahead=4 * store.threads))
+    return [*itertools.chain(*files), *(ref.path for ref in record.own_manifests), record.described_by.path]

@@ -45,6 +45,7 @@ from ckpt.format.records import (
 )
 from ckpt.gc_pause import no_gc
 from ckpt.transfer.threads import workers
+from ckpt.writing.pins import HeldBases, PinReader, Referrers, release_bases
 from ckpt.writing.save_objects import SaveObjects
 from ckpt.writing.stock_metadata import encode_stock_metadata, is_anothers, put_stock_metadata, stock_key
 
@@ -60,6 +61,14 @@ def _is_model(commit: StoredCommit) -> bool:
         return commit.record.is_model
     except CheckpointError:
         return b'"layout":"safetensors"' in commit.raw
+
+
+def _is_referable(commit: StoredCommit) -> bool:
+    """Tell whether others may refer to a checkpoint, whose objects are deleted only by a sound record."""
+    try:
+        return commit.record.is_referable
+    except CheckpointError:
+        return False
 
 
 class Coordinator:
@@ -95,6 +104,8 @@ class Coordinator:
                 "a checkpoint is committed here already; to replace it, pass overwrite=True (--overwrite)"
             )
             raise AlreadyExists(message, url=self._store.url, key=COMMIT_KEY)
+        if previous is not None and _is_referable(previous):
+            PinReader(self._store).refuse(previous.record, "it is not replaced")
         self._previous = previous
 
     def _foreign_model(self, previous: StoredCommit | None) -> str | None:
@@ -134,22 +145,27 @@ class Coordinator:
             index, stock_metadata = self._index(columns), encode_stock_metadata(record, columns)
         key = index_key(self._objects.rank, self._objects.token)
         ref = ObjectRef(path=key, size_bytes=index.nbytes, crc64nvme=crc_text(index.crc64nvme()))
-        sealed = encode(msgspec.structs.replace(record, id=self._objects.token, index=ref))
+        record = msgspec.structs.replace(record, id=self._objects.token, index=ref)
+        sealed = encode(record)
         if len(sealed) > MAX_COMMIT_BYTES:
             raise ConfigurationError(
                 f"the commit record would take {len(sealed):,} bytes, more than the {MAX_COMMIT_BYTES:,} that "
                 f"are read: make the tags smaller ({sum(map(len, record.tags.values())):,} characters)",
                 url=self._store.url,
             )
+        held = HeldBases(self._store, record)
         self._objects.add(key)
         try:
             self._store.put(key, index)
             check()
             if self._previous is None:
                 learn_condition(self._store, probe_key(self._objects.rank, environment.token()))
-            acknowledged = self._publish(sealed, stock_metadata)
+            acknowledged = self._publish(sealed, stock_metadata, held)
         except CommitUnknown:
             self._objects.release()
+            raise
+        except CheckpointError:
+            held.release()
             raise
         self._objects.release()
         with contextlib.suppress(Exception):  # nothing after the commit may make the save look failed
@@ -167,11 +183,15 @@ class Coordinator:
             text = error.message if isinstance(error, FormatError) else str(error)
             raise ConfigurationError(f"this state cannot be stored: {text}", url=self._store.url) from None
 
-    def _publish(self, record: bytes, stock_metadata: bytes) -> bool:
+    def _publish(self, record: bytes, stock_metadata: bytes, held: HeldBases) -> bool:
         """Commit, then let stock readers find it; return whether the commit was acknowledged."""
         previous = None if self._previous is None else self._previous.raw
         try:
-            acknowledged = publish(self._store, record, previous=previous, confirm_s=self._confirm_s)
+            acknowledged = held.while_held(
+                lambda check: publish(
+                    self._store, record, previous=previous, confirm_s=self._confirm_s, check=check
+                )
+            )
             self._show(record, stock_metadata)
             return acknowledged
         except CheckpointError:
@@ -198,11 +218,19 @@ class Coordinator:
         """Delete the objects of the replaced checkpoint, as well as it goes."""
         try:
             commit = previous.record
+            if commit.is_referable and not self._store.capabilities.cross_client_visibility:
+                # A save that refers to it may not see for a while that it was replaced, nor its pins be seen.
+                _logger.info("`ckpt gc` removes the objects of the checkpoint that was replaced")
+                return
             with workers(self._store.threads, "ckpt-retire") as pool:
-                data_keys = [key for keys in pool.map(self._files_of, commit.manifests) for key in keys]
-            keys = [*data_keys, *(ref.path for ref in commit.manifests), commit.described_by.path]
+                data_keys = [key for keys in pool.map(self._files_of, commit.own_manifests) for key in keys]
+            keys = [*data_keys, *(ref.path for ref in commit.own_manifests), commit.described_by.path]
+            referrers = Referrers()
+            if commit.is_referable:
+                referrers = PinReader(self._store).look()
             # A record may be damaged or forged: only names that this library gives are deleted.
-            self._store.delete([key for key in keys if is_our_name(key)])
+            self._store.delete([key for key in keys if is_our_name(key) and not referrers.hold(key)])
+            release_bases(self._store, commit)
         except Exception as error:  # nothing after the commit may make the save look failed
             _logger.warning(
                 "the replaced checkpoint's objects could not all be deleted (`ckpt gc` can): %s", error

@@ -76,7 +76,15 @@ ROOMS: Mapping[str, Room] = {
     ),
     "ckpt.writing": Room(
         "a save, from DCP's plan to the commit",
-        (*_FLOOR, "ckpt.dcp_storage", "ckpt.format", "ckpt.stock", "ckpt.transfer", "ckpt.ranks"),
+        (
+            *_FLOOR,
+            "ckpt.backends.wrapper",
+            "ckpt.dcp_storage",
+            "ckpt.format",
+            "ckpt.stock",
+            "ckpt.transfer",
+            "ckpt.ranks",
+        ),
     ),
     "ckpt.models": Room(
         "models as safetensors files, which all ranks write together",
@@ -91,7 +99,15 @@ ROOMS: Mapping[str, Room] = {
     ),
     "ckpt.reading": Room(
         "a load, from the commit to the last element",
-        (*_FLOOR, "ckpt.dcp_storage", "ckpt.format", "ckpt.stock", "ckpt.transfer", "ckpt.ranks", _REGISTRY),
+        (
+            *_FLOOR,
+            "ckpt.dcp_storage",
+            "ckpt.format",
+            "ckpt.stock",
+            "ckpt.transfer",
+            "ckpt.ranks",
+            _REGISTRY,
+        ),
     ),
     "ckpt.tools": Room(
         "one file for each verb: ls, inspect, verify, copy, gc, ...",
