@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ckpt.conversion.convert import convert
     from ckpt.dcp_hook import install, uninstall
     from ckpt.reading.reader import CheckpointReader
+    from ckpt.references.frozen import frozen
     from ckpt.tools.copy import copy
     from ckpt.tools.diff import diff
     from ckpt.tools.doctor import doctor
@@ -47,6 +48,7 @@ __all__ = [
     "diff",
     "doctor",
     "errors",
+    "frozen",
     "inspect",
     "install",
     "list_checkpoints",
@@ -71,6 +73,7 @@ _HOMES = {
     "copy": "ckpt.tools.copy",
     "diff": "ckpt.tools.diff",
     "doctor": "ckpt.tools.doctor",
+    "frozen": "ckpt.references.frozen",
     "inspect": "ckpt.tools.inspect",
     "install": "ckpt.dcp_hook",
     "list_checkpoints": "ckpt.tools.ls",

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from functools import partial
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -18,13 +18,15 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from ckpt.backends.options import redact_url
 from ckpt.consistency.commit import proves_no_commit
-from ckpt.dcp_storage import DcpStorage
-from ckpt.errors import CheckpointError, CommitUnknown, ConfigurationError, LoadFailed, SaveFailed
+from ckpt.errors import CommitUnknown, ConfigurationError, LoadFailed, SaveFailed
 from ckpt.format.names import last_segment
 from ckpt.models.writer import ModelWriter, shard_bytes
-from ckpt.ranks.group import DEFAULT_TIMEOUT_S, Ranks, RanksFailed
+from ckpt.ranks.failures import interrupts, load_error, same_failure
+from ckpt.ranks.group import DEFAULT_TIMEOUT_S, Ranks
 from ckpt.ranks.lost_ranks import lost, summary
 from ckpt.reading.reader import CheckpointReader
+from ckpt.references.request import References
+from ckpt.references.writer import ReferringWriter
 from ckpt.torch_private import load_state_dict, save_state_dict
 from ckpt.writing.background import Background
 from ckpt.writing.stager import Stager
@@ -54,6 +56,9 @@ def save(
     timeout_s: float = DEFAULT_TIMEOUT_S,
     format: SaveFormat = "ckpt",
     max_shard_size: int | str | None = None,
+    base: str | os.PathLike[str] | None = None,
+    frozen: Collection[str] = (),
+    digests: bool = False,
 ) -> Metadata:
     """Save `state_dict` from all ranks; when this returns, the checkpoint is committed and durable.
 
@@ -66,18 +71,25 @@ def save(
     `max_shard_size` of tensors (bytes, or "2GB"; default 5 GB) unless one tensor is larger. It is a checkpoint like any
     other. There is no `planner` then.
 
+    With a `base`, an earlier checkpoint in the same folder that was saved with `digests=True` or a base
+    of its own, only what changed is written (`docs/only-what-changed.md`): tensors that equal those of
+    the base are named where they are, by digests of their bytes. Tensors of `frozen`, names or
+    patterns (`ckpt.frozen(model, "model.")`), are not even compared: you vouch for them.
+
     When a rank or its storage hangs, all ranks fail within `timeout_s` seconds, and their errors
     name the rank and what it was doing. A rank that is slow, but makes progress, is waited for.
 
     Raises:
         SaveFailed: on every rank, whichever failed; its `failures` are the errors by rank.
-        ConfigurationError: an argument is wrong.
+        ConfigurationError: an argument is wrong, also a base that others may not refer to.
+        NotFound, NotCommitted, IntegrityError, ...: the base cannot be opened.
     """
     make_writer = partial(
         _writer,
         format,
         max_shard_size,
         planner,
+        (base, frozen, digests),
         url,
         storage_options=storage_options,
         overwrite=overwrite,
@@ -108,10 +120,14 @@ def async_save(
     timeout_s: float = DEFAULT_TIMEOUT_S,
     format: SaveFormat = "ckpt",
     max_shard_size: int | str | None = None,
+    base: str | os.PathLike[str] | None = None,
+    frozen: Collection[str] = (),
+    digests: bool = False,
 ) -> Future[Metadata]:
     """Copy the state to CPU memory, return, and save the copy in the background as `save` does.
 
-    `format` and `max_shard_size` are those of `save`.
+    `format`, `max_shard_size`, `base`, `frozen` and `digests` are those of `save`; what is frozen and in the base
+    is not copied.
     Later changes of the tensors do not reach the checkpoint. One save runs at a time: a call during
     an earlier one waits for that first. The checkpoint is committed when the future's `result()`
     returns; it raises what `save` would raise. A failure is also logged. A program that ends waits
@@ -122,6 +138,7 @@ def async_save(
         format,
         max_shard_size,
         planner,
+        (base, frozen, digests),
         url,
         storage_options=storage_options,
         overwrite=overwrite,
@@ -191,7 +208,7 @@ def load(
 
     with (
         closing(Ranks(process_group, no_dist=no_dist, timeout_s=timeout_s)) as ranks,
-        _same_failure(LoadFailed, place, ranks),
+        same_failure(LoadFailed, place, ranks),
     ):
         reader, values = ranks.together(call, prepare)
         with closing(reader):
@@ -199,18 +216,28 @@ def load(
             values = ranks.together(call, lambda: reader.without_tied(values))
             group = {"process_group": ranks.group, "no_dist": ranks.no_dist}
             try:
-                with _interrupts(reader, ranks):
+                with interrupts(reader, ranks):
                     load_state_dict(values, storage_reader=reader, planner=planner, **group)
             except CheckpointException as error:
-                raise _load_error(error, place) from error
+                raise load_error(error, place) from error
         ranks.together(call, lambda: _put_back(state_dict, values))
 
 
 def _writer(
-    format: SaveFormat, max_shard_size: int | str | None, planner: object, url: Any, **more: Any
+    format: SaveFormat,
+    max_shard_size: int | str | None,
+    planner: object,
+    wanted: tuple[Any, Any, Any],
+    url: Any,
+    **more: Any,
 ) -> CheckpointWriter:
     """Make the writer for a format. Raises ConfigurationError if an argument is wrong."""
+    references = References.of(*wanted)
     if format == "safetensors":
+        if references is not None:
+            raise ConfigurationError(
+                'format="safetensors" writes whole models; it takes no base and no digests'
+            )
         if planner is not None:
             raise ConfigurationError('format="safetensors" has a layout of its own; it takes no planner')
         return ModelWriter(url, max_shard_bytes=shard_bytes(max_shard_size), **more)
@@ -218,6 +245,8 @@ def _writer(
         raise ConfigurationError(f'format must be "ckpt" or "safetensors", not {format!r:.100}')
     if max_shard_size is not None:
         raise ConfigurationError('max_shard_size is for format="safetensors"')
+    if references is not None:
+        return ReferringWriter(url, references=references, planner=planner, **more)
     return CheckpointWriter(url, **more)
 
 
@@ -239,19 +268,45 @@ def _prepare_save(
         values = values_of(state_dict)
         if isinstance(writer, ModelWriter):
             writer.take({key: values[key] for key in state_dict}, ranks)
-        return writer, _stager.stage(values) if copy else values
+        waits = isinstance(writer, ReferringWriter) and writer.wants_base
+        return writer, _stager.stage(values) if copy and not waits else values
 
     place = place_of(url)
-    with _same_failure(SaveFailed, place, ranks):
-        return ranks.together(f"save of {last_segment(place)}", prepare)
+    call = f"save of {last_segment(place)}"
+    with same_failure(SaveFailed, place, ranks), ExitStack() as stack:
+        writer, values = ranks.together(call, prepare)
+        if isinstance(writer, ReferringWriter) and writer.wants_base:
+            referring = writer
+            stack.callback(referring.close)
+            referring.open_base(ranks)
+            if copy:
+                values = ranks.together(call, lambda: _stager.stage_but(values, referring.unstaged(values)))
+            stack.pop_all()
+        return writer, values
 
 
 def _save(
     state_dict: dict[str, Any], writer: CheckpointWriter, planner: SavePlanner | None, ranks: Ranks
 ) -> Metadata:
-    group = {"process_group": ranks.group, "no_dist": ranks.no_dist}
     try:
-        with _interrupts(writer, ranks):
+        try:
+            return _save_once(state_dict, writer, planner, ranks)
+        except SaveFailed as error:  # all ranks have the same failures
+            if not (isinstance(writer, ReferringWriter) and writer.goes_on_after(error.failures.values())):
+                raise
+            return _save_once(state_dict, writer, planner, ranks)
+    finally:
+        writer.close()
+
+
+def _save_once(
+    state_dict: dict[str, Any], writer: CheckpointWriter, planner: SavePlanner | None, ranks: Ranks
+) -> Metadata:
+    group = {"process_group": ranks.group, "no_dist": ranks.no_dist}
+    if isinstance(writer, ReferringWriter):
+        planner = writer.planner(planner or DefaultSavePlanner(), ranks)
+    try:
+        with interrupts(writer, ranks):
             return save_state_dict(state_dict, storage_writer=writer, planner=planner, **group)
     except CheckpointException as error:
         failures = {rank: wrapped[0] for rank, wrapped in error.failures.items()}
@@ -266,8 +321,6 @@ def _save(
         unknown = CommitUnknown(why, url=writer.checkpoint_id, rank=rank)
         message += "; whether it was committed is not known here, try to load it to find out"
         raise SaveFailed(message, url=writer.checkpoint_id, failures={**failures, rank: unknown}) from error
-    finally:
-        writer.close()
 
 
 def _save_copy(
@@ -339,58 +392,3 @@ def _open_together(reader: CheckpointReader, ranks: Ranks) -> None:
     shared = ranks.from_first(open_and_share)
     if shared is not None and ranks.rank != 0:
         reader.adopt(shared)
-
-
-def _is_specific(error: BaseException) -> TypeGuard[CheckpointError]:
-    """Tell whether the type of an error says what is wrong: an interrupt, say, travels as the base class."""
-    return isinstance(error, CheckpointError) and type(error) is not CheckpointError
-
-
-def _load_error(error: CheckpointException, place: str) -> CheckpointError:
-    """Return the first rank's error if its type says what is wrong, else one that names them all."""
-    failures = {rank: wrapped[0] for rank, wrapped in error.failures.items()}
-    first = failures[min(failures)]
-    if _is_specific(first):
-        return first
-    return LoadFailed(summary("load", failures), url=place, failures=failures)
-
-
-@contextmanager
-def _interrupts(storage: DcpStorage, ranks: Ranks) -> Iterator[None]:
-    """Raise an interrupt of this rank (Ctrl-C, SystemExit) as it is: DCP makes a failure of it, for all ranks."""
-    try:
-        yield
-    except CheckpointException as error:
-        failure, _ = error.failures.get(ranks.rank, (error, None))
-        interrupt = storage.interrupt or failure
-        if isinstance(interrupt, Exception | CheckpointException):
-            raise
-        raise interrupt from None
-    except Exception:
-        raise
-    except BaseException as error:  # between two steps: the others wait for this rank
-        ranks.roll_call(error)
-        raise
-
-
-@contextmanager
-def _same_failure(failed: type[SaveFailed | LoadFailed], place: str, ranks: Ranks) -> Iterator[None]:
-    """Turn any failure into an error of this library, of the same kind on every rank."""
-    call = "save" if failed is SaveFailed else "load"
-    try:
-        yield
-    except RanksFailed as error:
-        failures = error.failures
-        if len(failures) == ranks.size and all(isinstance(e, ConfigurationError) for e in failures.values()):
-            wrong = failures[ranks.rank]
-            wrong.rank = None  # the same argument is wrong everywhere: no rank is at fault
-            raise wrong from None
-        raise failed(summary(call, failures), url=place, failures=failures) from None
-    except CheckpointError as error:
-        if _is_specific(error):
-            raise
-        failures = {error.rank or 0: error}
-        raise failed(summary(call, failures), url=place, failures=failures) from None
-    except Exception as error:
-        message, lost_ranks = lost(call, ranks, error)
-        raise failed(message, url=place, failures=lost_ranks) from error

@@ -77,6 +77,11 @@ set_group_timeout: Callable[[timedelta, Any], None] = dist.distributed_c10d._set
 """Gives the collectives of a group another timeout."""
 
 
+def caches_plans(planner: object) -> bool:
+    """Tell whether a planner gives plans of earlier saves again, whatever it is given now."""
+    return bool(getattr(planner, "_enable_plan_caching", False))
+
+
 def async_save_process_is_alive() -> bool:
     """Tell whether this process has a process for its `dcp.async_save` calls, and that one is alive."""
     process = _async_process_executor._CHECKPOINT_PROCESS

@@ -105,6 +105,7 @@ class Checkpoint:
         self._files: dict[str, StoredFile] = {}
         self._stored_sizes: dict[str, int] = {}
         self._items: dict[tuple[str, int], ItemRecord] = {}
+        self._digests: dict[tuple[str, int], bytes] = {}
 
     @functools.cached_property
     def columns(self) -> Columns:
@@ -188,8 +189,10 @@ class Checkpoint:
                 else:
                     stored = StoredFile(path, file.size_bytes)
                 self._files[path] = stored
-            for item in manifest.items:
+            for number, item in enumerate(manifest.items):
                 self._items[paths[item.file], item.offset] = item
+                if manifest.digests:
+                    self._digests[paths[item.file], item.offset] = manifest.digest(number)
 
     def file(self, path: str, start: int = 0, stop: int = 0) -> StoredFile:
         """Return the file of an item in `[start, stop)`, after `prepare`.
@@ -232,6 +235,11 @@ class Checkpoint:
             message = f"the metadata and the manifest disagree on the item at byte {offset}"
             raise self.fault(message, path)
         return item
+
+    def digest(self, fqn: str, offsets: Sequence[int], path: str, offset: int, length: int) -> bytes:
+        """Return the digest of an item's payload, after `prepare`; empty if it has none. Raises as `item`."""
+        self.item(fqn, offsets, path, offset, length)
+        return self._digests.get((path, offset), b"")
 
     def _decode(self, is_shared: bool) -> Columns | Metadata:
         store, key, data = self.store, self.metadata_key, self.metadata_bytes

@@ -125,7 +125,7 @@ def _stock_checkpoint(store: Store, settings: ReadSettings) -> Checkpoint | None
     checkpoint = Checkpoint(store, settings, None, key, _read_replaceable(store, key))
     # A tool may have cut off the seal, but the names of the files are ours.
     files = (info.relative_path for info in checkpoint.metadata.storage_data.values())
-    return None if any(map(is_data_key, files)) else checkpoint
+    return None if any(is_data_key("/".join(file.split("/")[-2:])) for file in files) else checkpoint
 
 
 def _read_replaceable(store: Store, key: str) -> bytes:

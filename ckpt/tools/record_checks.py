@@ -10,7 +10,7 @@ import numpy as np
 
 from ckpt.backends.base import Store, read_bytes
 from ckpt.consistency.commit import STOCK_METADATA_KEY
-from ckpt.consistency.seal import is_sealed_json, seal_pickle, unseal_json, unseal_pickle
+from ckpt.consistency.seal import is_sealed_json, unseal_json, unseal_pickle
 from ckpt.errors import FormatError, IntegrityError, NotFound, UnsafeContent
 from ckpt.format.columns import Columns, Integers, ObjectRow
 from ckpt.format.dtypes import item_bytes
@@ -25,11 +25,10 @@ from ckpt.format.records import (
     decode_manifest,
 )
 from ckpt.reading.checkpoint import ReadSettings, read_listed
-from ckpt.stock.metadata_writer import pickled_metadata
 from ckpt.tools.findings import Damage
 from ckpt.transfer.boxes import tiling_fault
 from ckpt.transfer.threads import in_order, workers
-from ckpt.writing.stock_metadata import is_anothers
+from ckpt.writing.stock_metadata import encode_stock_metadata, is_anothers, stock_columns
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -179,12 +178,14 @@ def check_stock_metadata(
     try:
         data = bytes(read_bytes(store, key, max_bytes=MAX_METADATA_BYTES))
         pickled = unseal_pickle(data, url=store.url, key=key)
-        if commit.has_index and seal_pickle(pickled_metadata(columns)) == data:
+        if commit.has_index and encode_stock_metadata(commit, columns) == data:
             return [], []
         from ckpt.format.dcp_view import metadata_of
         from ckpt.stock.metadata_reader import decode_metadata
 
-        different = _different(decode_metadata(pickled, url=store.url, key=key), metadata_of(columns))
+        different = _different(
+            decode_metadata(pickled, url=store.url, key=key), metadata_of(stock_columns(columns))
+        )
     except NotFound:
         message = f"missing, so stock PyTorch cannot read this checkpoint; {_REMEDY}"
         return [], [Damage(kind, message, key)]

@@ -69,7 +69,7 @@ class TensorPayload(Payload):
 
     def __init__(self, resolve: Callable[[], torch.Tensor], nbytes: int, name: str) -> None:
         self.nbytes = nbytes
-        self._resolve, self._name = resolve, name
+        self.resolve, self._name = resolve, name
         self._lock = threading.Lock()
         self._tensor: torch.Tensor | None = None
         self._version: int | None = None
@@ -78,7 +78,7 @@ class TensorPayload(Payload):
     def open(self) -> memoryview | torch.Tensor:
         with self._lock:
             if self._tensor is None:
-                self._tensor, self._version = self._resolve(), None
+                self._tensor, self._version = self.resolve(), None
             tensor = self._tensor
         # An inference tensor does not count its changes: it is copied.
         return memory_of(tensor) if has_memory_view(tensor) and not tensor.is_inference() else tensor

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
 
 from ckpt.backends.base import Store
 from ckpt.backends.bodies import CheckedBody
 from ckpt.consistency.checksums import BLOCK_SIZE_BYTES, crc_text
 from ckpt.errors import StorageError
 from ckpt.format.names import data_key, manifest_key
-from ckpt.format.records import FileRecord, ItemRecord, ManifestRef, RankManifest, encode
+from ckpt.format.records import DIGEST_BYTES, FileRecord, ItemRecord, ManifestRef, RankManifest, encode
 from ckpt.gc_pause import no_gc
 from ckpt.transfer.buffer_pool import StagingPool
 from ckpt.transfer.file_body import FileBody
@@ -24,12 +26,16 @@ class RankFiles:
     """Write the files of one rank in one save, and record what they hold.
 
     `objects` gets the name of every object before it exists; `pace` is called before bytes are sent.
+
+    Attributes:
+        digests: of the tensors, by name and offsets, for the manifest; None for one without.
     """
 
     def __init__(
         self, store: Store, objects: SaveObjects, pool: StagingPool, pace: Callable[[int], None] | None
     ) -> None:
         self.data_bytes = 0
+        self.digests: Mapping[tuple[str, tuple[int, ...]], bytes] | None = None
         self._store, self._objects, self._pool, self._pace = store, objects, pool, pace
         self._records: list[FileRecord] = []
         self._items: list[ItemRecord] = []
@@ -72,6 +78,12 @@ class RankFiles:
         names = [record.path for record in self._records]
         return RankReceipt(self._objects.rank, place, manifest, names, pack_items(self._placed))
 
+    def _digest(self, item: ItemRecord) -> bytes:
+        digest = None
+        if self.digests is not None and item.offsets is not None:
+            digest = self.digests.get((item.fqn, tuple(item.offsets)))
+        return digest or bytes(DIGEST_BYTES)
+
     def _put_manifest(self) -> ManifestRef:
         manifest = RankManifest(
             rank=self._objects.rank,
@@ -79,6 +91,7 @@ class RankFiles:
             block_size_bytes=BLOCK_SIZE_BYTES,
             files=self._records,
             items=self._items,
+            digests=msgspec.UNSET if self.digests is None else b"".join(map(self._digest, self._items)),
         )
         key = manifest_key(self._objects.rank, self._objects.token)
         body = CheckedBody(encode(manifest))

@@ -48,6 +48,10 @@ class CommonStager(AsyncStager):
         """
         return _staged(state_dict, self._memory)
 
+    def stage_but(self, state_dict: dict[str, Any], kept: Iterable[torch.Tensor]) -> dict[str, Any]:
+        """Copy as `stage` does all but the tensors `kept`, which the copy holds as they are."""
+        return _staged(state_dict, self._memory, kept)
+
     def synchronize_staging(self) -> None:
         """Do nothing: the copy is complete when `stage` returns."""
 
@@ -73,11 +77,13 @@ class Stager(CommonStager):
         self._memory.clear()
 
 
-def _staged(state: Mapping[str, Any], memory: Blocks | SharedBlock) -> StagedState:
+def _staged(
+    state: Mapping[str, Any], memory: Blocks | SharedBlock, kept: Iterable[torch.Tensor] = ()
+) -> StagedState:
     """Copy a state into `memory`. Raises CheckpointError if something in it cannot be copied."""
     # Copies made in inference mode would not be ordinary tensors.
     with torch.inference_mode(False), no_gc():
-        copies = _Copies()
+        copies = _Copies(kept)
         for name, value in state.items():
             copies.find(value, str(name))
         lease = memory.take(copies.nbytes)
@@ -114,18 +120,19 @@ class _Copies:
     What holds them is copied by `copy.deepcopy`, which finds their copies in its memo.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kept: Iterable[torch.Tensor] = ()) -> None:
+        """Tensors of `kept` are their own copies."""
         self.nbytes = 0
         self._places: dict[Any, _Place] = {}
         self._found: dict[int, _Found] = {}
         self._containers: dict[int, Any] = {}
         self._mappings: list[tuple[Mapping[Any, Any], dict[Any, Any], str]] = []
-        self._memo: dict[int, Any] = {}
+        self._memo: dict[int, Any] = {id(tensor): tensor for tensor in kept}
 
     def find(self, value: Any, name: str) -> None:
         """Note all tensors of `value`, also those in containers, and set a place for each."""
         if isinstance(value, torch.Tensor):
-            if id(value) not in self._found:
+            if id(value) not in self._found and id(value) not in self._memo:
                 try:
                     self._found[id(value)] = self._find_tensor(value, name)
                 except Exception as error:

@@ -9,6 +9,7 @@ unless its process dies before it looks; then `ckpt gc` writes it anew.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 
@@ -20,7 +21,7 @@ from ckpt.errors import CheckpointError, FormatError, IntegrityError, NotFound, 
 from ckpt.format.columns import Columns
 from ckpt.format.index import decode_index
 from ckpt.format.model_index import MAX_INDEX_BYTES, MODEL_INDEX_KEY, parse_model_index, sealed_model_index
-from ckpt.format.names import is_our_name
+from ckpt.format.names import is_our_name, split_path
 from ckpt.format.records import CommitRecord, StoredCommit, read_commit
 from ckpt.format.sibling_objects import SiblingObjects
 from ckpt.stock.metadata_writer import pickled_metadata
@@ -29,6 +30,7 @@ from ckpt.transfer.manifest_sizes import manifest_bytes
 _logger = logging.getLogger(__name__)
 
 _MAX_TRIES = 10
+_HINT = "run 'ckpt cp --materialise SRC DST' to read this with stock PyTorch"
 
 
 def stock_key(record: CommitRecord) -> str:
@@ -37,8 +39,20 @@ def stock_key(record: CommitRecord) -> str:
 
 
 def encode_stock_metadata(record: CommitRecord, columns: Columns) -> bytes:
-    """Make that object."""
-    return sealed_model_index(columns) if record.is_model else seal_pickle(pickled_metadata(columns))
+    """Make that object.
+
+    Stock readers are not sent to other folders: for what lies there it names a file that does not exist,
+    and whose name, which their error shows, says what to do.
+    """
+    if record.is_model:
+        return sealed_model_index(columns)
+    return seal_pickle(pickled_metadata(stock_columns(columns)))
+
+
+def stock_columns(columns: Columns) -> Columns:
+    """Name files as `.metadata` does."""
+    files = [f"{_HINT}/{path}" if split_path(path)[0] else path for path in columns.files]
+    return dataclasses.replace(columns, files=files)
 
 
 def is_anothers(store: Store, key: str, *, of_model: bool = False) -> bool:

@@ -228,14 +228,23 @@ class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
         refused.warn(self.checkpoint_id)
         wanted = 1 if self._store.capabilities.parallel_parts else self._store.threads
         first, *more = spread(tensors, wanted) or [[]]
+        files.digests = self._digest(tensors)
         if objects or first:
             files.put([[*objects, *first], *more])
+        self._check_unchanged(tensors)
         receipt = replace(files.finish(last_segment(self._url)), retries=self._retries())
         nbytes, seconds = files.data_bytes, time.monotonic() - started_s
         _logger.info(
             "rank %d wrote %d bytes in %.2f s to %s", self._rank, nbytes, seconds, self.checkpoint_id
         )
         return [WriteResult(RECEIPT, nbytes, receipt)]
+
+    def _digest(self, entries: Sequence[Entry]) -> Mapping[tuple[str, tuple[int, ...]], bytes] | None:
+        """Digest tensors that are about to be written, by name and offsets; None if nobody will compare them."""
+        return None
+
+    def _check_unchanged(self, entries: Sequence[Entry]) -> None:
+        """Raise CheckpointError if tensors that were written are not those that were digested."""
 
     def _records(
         self, metadata: Metadata, receipts: Sequence[RankReceipt], world_size: int

@@ -106,7 +106,7 @@ def test_the_version_is_that_of_the_package() -> None:
 def test_public_surface() -> None:
     assert ckpt.__all__ == [
         "CheckpointManager", "CheckpointReader", "CheckpointWriter", "Stager", "async_save", "collect_garbage", "convert", "copy", "diff", "doctor",
-        "errors", "inspect", "install", "list_checkpoints", "load", "remove", "roundtrip", "save", "uninstall", "verify", "watch",
+        "errors", "frozen", "inspect", "install", "list_checkpoints", "load", "remove", "roundtrip", "save", "uninstall", "verify", "watch",
     ]  # fmt: skip
     assert dir(ckpt) == sorted(ckpt.__all__)
     for name in ckpt.__all__:
@@ -134,7 +134,7 @@ def test_signatures() -> None:
         assert (
             parameters(save)
             == f"{storage}, overwrite, planner, process_group, no_dist, threads, memory_budget_bytes, "
-            "max_bandwidth_bytes_per_s, tags, timeout_s, format, max_shard_size"
+            "max_bandwidth_bytes_per_s, tags, timeout_s, format, max_shard_size, base, frozen, digests"
         )
     assert (
         parameters(ckpt.load) == f"{storage}, verify, visibility_timeout_s, planner, process_group, no_dist, "

@@ -137,6 +137,20 @@ ROOMS: Mapping[str, Room] = {
             "ckpt.reading",
         ),
     ),
+    "ckpt.references": Room(
+        "only what changed: what a save takes over from an earlier one",
+        (
+            *_FLOOR,
+            "ckpt.backends.paths",
+            "ckpt.backends.wrapper",
+            _REGISTRY,
+            "ckpt.format",
+            "ckpt.transfer",
+            "ckpt.ranks",
+            "ckpt.reading",
+            "ckpt.writing",
+        ),
+    ),
     "ckpt.api": Room(
         "ckpt.save, ckpt.load, ckpt.async_save",
         (
@@ -147,6 +161,7 @@ ROOMS: Mapping[str, Room] = {
             "ckpt.writing",
             "ckpt.models",
             "ckpt.reading",
+            "ckpt.references",
         ),
     ),
     "ckpt.dcp_hook": Room(

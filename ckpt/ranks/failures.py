@@ -1,0 +1,74 @@
+"""Make one error of what went wrong on the ranks: the same kind on all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol, TypeGuard
+
+from torch.distributed.checkpoint.api import CheckpointException
+
+from ckpt.errors import CheckpointError, ConfigurationError, LoadFailed, SaveFailed
+from ckpt.ranks.group import Ranks, RanksFailed
+from ckpt.ranks.lost_ranks import lost, summary
+
+
+class Interrupted(Protocol):
+    """What notes the interrupt of this rank that ended a save or load."""
+
+    interrupt: BaseException | None
+
+
+def is_specific(error: BaseException) -> TypeGuard[CheckpointError]:
+    """Tell whether the type of an error says what is wrong: an interrupt, say, travels as the base class."""
+    return isinstance(error, CheckpointError) and type(error) is not CheckpointError
+
+
+def load_error(error: CheckpointException, place: str) -> CheckpointError:
+    """Return the first rank's error if its type says what is wrong, else one that names them all."""
+    failures = {rank: wrapped[0] for rank, wrapped in error.failures.items()}
+    first = failures[min(failures)]
+    if is_specific(first):
+        return first
+    return LoadFailed(summary("load", failures), url=place, failures=failures)
+
+
+@contextmanager
+def interrupts(storage: Interrupted, ranks: Ranks) -> Iterator[None]:
+    """Raise an interrupt of this rank (Ctrl-C, SystemExit) as it is: DCP makes a failure of it, for all ranks."""
+    try:
+        yield
+    except CheckpointException as error:
+        failure, _ = error.failures.get(ranks.rank, (error, None))
+        interrupt = storage.interrupt or failure
+        if isinstance(interrupt, Exception | CheckpointException):
+            raise
+        raise interrupt from None
+    except Exception:
+        raise
+    except BaseException as error:  # between two steps: the others wait for this rank
+        ranks.roll_call(error)
+        raise
+
+
+@contextmanager
+def same_failure(failed: type[SaveFailed | LoadFailed], place: str, ranks: Ranks) -> Iterator[None]:
+    """Turn any failure into an error of this library, of the same kind on every rank."""
+    call = "save" if failed is SaveFailed else "load"
+    try:
+        yield
+    except RanksFailed as error:
+        failures = error.failures
+        if len(failures) == ranks.size and all(isinstance(e, ConfigurationError) for e in failures.values()):
+            wrong = failures[ranks.rank]
+            wrong.rank = None  # the same argument is wrong everywhere: no rank is at fault
+            raise wrong from None
+        raise failed(summary(call, failures), url=place, failures=failures) from None
+    except CheckpointError as error:
+        if is_specific(error):
+            raise
+        failures = {error.rank or 0: error}
+        raise failed(summary(call, failures), url=place, failures=failures) from None
+    except Exception as error:
+        message, lost_ranks = lost(call, ranks, error)
+        raise failed(message, url=place, failures=lost_ranks) from error

@@ -1,0 +1,1 @@
+"""Save only what changed: what a save takes over from an earlier checkpoint, as it is stored there."""

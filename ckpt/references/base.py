@@ -1,0 +1,165 @@
+"""Open the checkpoint that a save refers to, on all ranks the same, and say what stands in it."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+
+import numpy as np
+
+from ckpt.backends.base import Store
+from ckpt.backends.options import redact_url
+from ckpt.backends.paths import path_of
+from ckpt.backends.registry import normal_url
+from ckpt.backends.wrapper import PrefixStore
+from ckpt.errors import CheckpointError, ConfigurationError
+from ckpt.format.columns import Columns, ObjectRow, TensorColumns
+from ckpt.format.names import ObjectName, is_sibling, owned_path, split_path
+from ckpt.format.records import CommitRecord
+from ckpt.reading.checkpoint import Checkpoint, ReadSettings
+from ckpt.reading.opening import open_checkpoint
+
+
+def base_name(base: str | os.PathLike[str], url: str | os.PathLike[str]) -> str:
+    """Name the folder of a base, which must stand beside `url`. Raises ConfigurationError."""
+    place, other = _split(url), _split(base)
+    shown = redact_url(os.fspath(base))
+    if place == other:
+        raise ConfigurationError(f"base={shown!r} is the place that is saved to; name an earlier checkpoint")
+    if place[0] != other[0]:
+        raise ConfigurationError(
+            f"base={shown!r} does not lie in the folder of the checkpoint that is saved; references are names of "
+            "folders beside it, so that the whole folder can be moved"
+        )
+    for name in (other[1], place[1]):
+        if not is_sibling(name):
+            raise ConfigurationError(
+                f"a checkpoint in the folder {name!r} cannot be referred to, or refer: its name must consist of "
+                "letters, digits and _ . = + @ , - or spaces"
+            )
+    return other[1]
+
+
+def _split(url: str | os.PathLike[str]) -> tuple[str, str]:
+    text = normal_url(url)
+    if text.startswith("file://") or "://" not in text:
+        folder, name = os.path.split(os.path.realpath(path_of(text)))
+        return folder, name
+    folder, _, name = text.rstrip("/").rpartition("/")
+    return folder, name
+
+
+@dataclass(eq=False)
+class Base:
+    """An open base.
+
+    Attributes:
+        name: that of its folder.
+        record, columns: its records.
+    """
+
+    name: str
+    record: CommitRecord
+    columns: Columns
+    _checkpoint: Checkpoint
+    _root: Store
+
+    @staticmethod
+    def open(store: Store, name: str, shared: bytes | None = None) -> Base:
+        """Open the base in the folder `name` beside the root of `store`, or adopt what another rank `share`d.
+
+        Raises what opening it raises; ConfigurationError if it is not there to be referred to.
+        """
+        root = store.parent()
+        try:
+            beside = PrefixStore(root, name)
+            if shared is not None:
+                checkpoint = Checkpoint.adopt(beside, ReadSettings(), shared)
+            else:
+                checkpoint = open_checkpoint(beside, ReadSettings())
+            record = checkpoint.commit
+            if record is None or not record.is_referable:
+                raise ConfigurationError(
+                    "the base was not saved to be referred to: save it with digests=True (or a base of its own)",
+                    url=beside.url,
+                )
+            return Base(name, record, checkpoint.columns, checkpoint, root)
+        except CheckpointError as error:
+            root.close()
+            error.args = (f"cannot be the base of a save: {error.message}", *error.args[1:])
+            raise
+
+    def share(self) -> bytes:
+        """Encode it for another rank."""
+        return self._checkpoint.share()
+
+    @property
+    def url(self) -> str:
+        return self._checkpoint.store.url
+
+    @functools.cached_property
+    def owners(self) -> list[str]:
+        """The folder of each of its `files`."""
+        return [split_path(path)[0] or self.name for path in self.columns.files]
+
+    def path(self, file: int) -> str:
+        """Name one of its files as a checkpoint beside it does."""
+        return owned_path(self.owners[file], split_path(self.columns.files[file])[1])
+
+    @property
+    def data_bytes(self) -> dict[str, int]:
+        """How much data each owner has."""
+        return {self.name: self.record.data_bytes} | {
+            owner: base.data_bytes for owner, base in self.record.owners.items()
+        }
+
+    def bytes_by_owner(self, fqn: str) -> dict[str, int]:
+        """Say how many bytes of an entry each owner has."""
+        entry = self.columns.entries[fqn]
+        if isinstance(entry, ObjectRow):
+            return {self.owners[entry.file]: entry.length}
+        total: dict[str, int] = {}
+        for file in np.unique(entry.file).tolist():
+            owner = self.owners[file]
+            total[owner] = total.get(owner, 0) + int(entry.length[entry.file == file].sum())
+        return total
+
+    def tensor(self, fqn: str, dtype: str, size: Sequence[int]) -> TensorColumns | None:
+        """Return an entry if it is a tensor of this dtype and size."""
+        entry = self.columns.entries.get(fqn)
+        if not isinstance(entry, TensorColumns) or (entry.dtype, entry.size) != (dtype, tuple(size)):
+            return None
+        return entry
+
+    def rows_of_rank(self, rank: int, size: int, fqns: Iterable[str]) -> Iterator[tuple[str, int]]:
+        """List the rows that this rank of `size` compares: those that a rank of its number wrote."""
+        names = [ObjectName.parse(split_path(path)[1]) for path in self.columns.files]
+        mine = np.array([name is not None and name.rank % size == rank for name in names], dtype=bool)
+        for fqn in fqns:
+            entry = self.columns.entries[fqn]
+            if isinstance(entry, TensorColumns):
+                for row in np.flatnonzero(mine[entry.file]).tolist():
+                    yield fqn, row
+
+    def digests(self, rows: Sequence[tuple[str, int]], threads: Executor) -> list[bytes]:
+        """Return the stored digest of each row; empty where there is none. Raises as a load."""
+        places = []
+        for fqn, row in rows:
+            entry = self.columns.entries[fqn]
+            assert isinstance(entry, TensorColumns)
+            places.append((fqn, entry, row, self.columns.files[entry.file[row]]))
+        self._checkpoint.prepare({path for *_, path in places}, threads)
+        return [
+            self._checkpoint.digest(
+                fqn, entry.offsets[row].tolist(), path, int(entry.offset[row]), int(entry.length[row])
+            )
+            for fqn, entry, row, path in places
+        ]
+
+    def close(self) -> None:
+        """Release what was opened for it."""
+        self._checkpoint.close()
+        self._root.close()

@@ -1,0 +1,45 @@
+"""Say what a save shall refer to."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from ckpt.errors import ConfigurationError
+from ckpt.references.frozen import Patterns
+
+
+@dataclass(frozen=True)
+class References:
+    """What a save takes over from a base.
+
+    Attributes:
+        base: the place of the base; None for a save that others may refer to.
+        frozen: tensors that need not be compared.
+        carried: entries of the base that the state does not hold, and the checkpoint shall.
+        required: a base that cannot be used is an error; else everything is saved.
+    """
+
+    base: str | os.PathLike[str] | None
+    frozen: Patterns
+    carried: frozenset[str] = frozenset()
+    required: bool = True
+
+    @staticmethod
+    def of(
+        base: str | os.PathLike[str] | References | None, frozen: Collection[str], digests: bool
+    ) -> References | None:
+        """Make the request of a call; None if it wants neither. Raises ConfigurationError."""
+        if isinstance(base, References):
+            return base
+        if base is not None and (not isinstance(base, str | os.PathLike) or not os.fspath(base)):
+            raise ConfigurationError(f"base must be the place of a checkpoint, not {base!r:.100}")
+        if not isinstance(digests, bool):
+            raise ConfigurationError(f"digests must be True or False, not {digests!r:.100}")
+        patterns = Patterns(frozen)
+        if patterns and base is None and not digests:
+            raise ConfigurationError(
+                "frozen= says what a save takes over from its base: give base=, or digests=True for the first save"
+            )
+        return References(base, patterns) if base is not None or digests else None

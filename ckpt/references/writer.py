@@ -1,0 +1,159 @@
+"""Write checkpoints that others may refer to, and that refer to others."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlanner
+
+from ckpt.errors import (
+    BaseGone,
+    CheckpointError,
+    CommitConflict,
+    ConfigurationError,
+    FormatError,
+    IntegrityError,
+    NotCommitted,
+    NotFound,
+    NotVisible,
+)
+from ckpt.format.columns import Columns
+from ckpt.format.dtypes import dtype_name
+from ckpt.format.records import CommitRecord
+from ckpt.ranks.group import Ranks
+from ckpt.references.base import Base, base_name
+from ckpt.references.carrying import carry, referable
+from ckpt.references.digests import Chunk, Digests
+from ckpt.references.planner import CarryingPlanner, Sure, sure_entries
+from ckpt.references.request import References
+from ckpt.torch_private import caches_plans, flatten_state_dict
+from ckpt.transfer.file_body import TensorPayload
+from ckpt.writing.layout import Entry
+from ckpt.writing.receipts import RankReceipt
+from ckpt.writing.writer import CheckpointWriter
+
+_logger = logging.getLogger(__name__)
+
+_UNFIT = (NotFound, NotCommitted, NotVisible, IntegrityError, FormatError, CommitConflict, ConfigurationError)
+"""Errors that say of a base that it cannot be one."""
+
+
+class ReferringWriter(CheckpointWriter):
+    """Write a checkpoint with digests, and leave unwritten what its base holds already."""
+
+    def __init__(self, url: Any, *, references: References, planner: object, **options: Any) -> None:
+        """`planner` is the one that was asked for. Raises ConfigurationError if it cannot serve a save with a base."""
+        if references.base is not None and caches_plans(planner):
+            raise ConfigurationError(
+                "base= needs a planner that plans every save: turn enable_plan_caching off"
+            )
+        super().__init__(url, **options)
+        self._request = references
+        self._base_name = "" if references.base is None else base_name(references.base, self._url)
+        self._base: Base | None = None
+        self._planner: CarryingPlanner | None = None
+        self._sure = Sure()
+        self._digests = Digests(self._pool, self._moved)
+
+    @property
+    def wants_base(self) -> bool:
+        return bool(self._base_name)
+
+    def open_base(self, ranks: Ranks) -> None:
+        """Open the base on the first rank, and share it with all. Raises what makes it unfit, if it is required."""
+
+        def open_first() -> bytes | None:
+            ranks.progress.begin("opening the base")
+            try:
+                self._base = Base.open(self._store, self._base_name)
+                return self._base.share()
+            except _UNFIT as error:
+                if self._request.required:
+                    raise
+                _logger.warning("everything is saved anew: %s", error)
+                return None
+
+        ranks.progress.wait_for("rank 0 to open the base")
+        shared = ranks.from_first(open_first)
+        if shared is not None and self._base is None:
+            self._base = Base.open(self._store, self._base_name, shared)
+        if self._base is not None:
+            self._sure = sure_entries(self._base, self._request)
+
+    def unstaged(self, values: dict[str, Any]) -> list[torch.Tensor]:
+        """List tensors that need no copy: the base holds them, and the caller vouches that they do not change."""
+        if self._base is None or not self._request.frozen:
+            return []
+        flat, _ = flatten_state_dict(values)
+        return [
+            value
+            for fqn, value in flat.items()
+            if fqn in self._sure.entries
+            and isinstance(value, torch.Tensor)
+            and self._base.tensor(fqn, dtype_name(value.dtype), value.size()) is not None
+        ]
+
+    def planner(self, inner: SavePlanner, ranks: Ranks) -> SavePlanner:
+        """Return the planner for this save: `inner`, or one that leaves out what is carried."""
+        if self._base is None:
+            self._planner = None
+            return inner
+        self._planner = CarryingPlanner(
+            inner, self._base, self._request, self._sure, self._digests, ranks.rank, ranks.size
+        )
+        return self._planner
+
+    def goes_on_after(self, failures: Iterable[BaseException]) -> bool:
+        """Tell whether a save failed only because its base is gone, which it need not have; then let go of that."""
+        if self._request.required or not all(isinstance(failure, BaseGone) for failure in failures):
+            return False
+        _logger.warning("everything is saved anew: the base %s is gone", self._base_name)
+        self._let_go()
+        return True
+
+    def _let_go(self) -> None:
+        base, self._base, self._planner = self._base, None, None
+        if base is not None:
+            base.close()
+
+    def close(self) -> None:
+        self._let_go()
+        super().close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_base": None, "_planner": None, "_digests": None}
+
+    # -- writing -------------------------------------------------------------------------------------------
+
+    def _moved(self) -> None:
+        self.progress.moved()
+
+    def _digest(self, entries: Sequence[Entry]) -> dict[Chunk, bytes]:
+        wanted = dict(_tensors(entries))
+        self._digests.make(wanted.items())
+        return {chunk: self._digests.of(chunk) for chunk in wanted}
+
+    def _check_unchanged(self, entries: Sequence[Entry]) -> None:
+        for chunk, resolve in _tensors(entries):
+            self._digests.check(chunk, resolve)
+
+    def _records(
+        self, metadata: Metadata, receipts: Sequence[RankReceipt], world_size: int
+    ) -> tuple[Columns, CommitRecord]:
+        columns, record = super()._records(metadata, receipts, world_size)
+        if self._base is None or self._planner is None:
+            return columns, referable(record)
+        missing = sorted(self._request.carried - self._planner.carried.keys())
+        if missing:
+            raise CheckpointError(f"{missing[0]!r} is to be carried, but the base does not hold it")
+        return carry(columns, record, self._base, self._planner.carried)
+
+
+def _tensors(entries: Sequence[Entry]) -> Iterator[tuple[Chunk, Callable[[], torch.Tensor]]]:
+    for entry in entries:
+        if isinstance(entry.payload, TensorPayload):
+            yield (entry.index.fqn, tuple(entry.index.offset or ())), entry.payload.resolve
