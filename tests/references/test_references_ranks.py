@@ -115,7 +115,7 @@ def record_of(place: Path) -> CommitRecord:
 )
 def test_adapters_on_two_ranks(tmp_path: Path, sharded: bool, frozen: bool) -> None:
     """LoRA with FSDP2, and with replicas; the base is declared, or compared."""
-    place = (str(tmp_path), {})
+    place: Place = (str(tmp_path), {})
     expected = run_ranks(2, _save_run, place, sharded, frozen, 3)[0]
     for step in (1, 2):
         record = record_of(tmp_path / f"step-{step}")
@@ -130,7 +130,7 @@ def test_adapters_on_two_ranks(tmp_path: Path, sharded: bool, frozen: bool) -> N
 @pytest.mark.long
 @pytest.mark.parametrize("frozen", [True, False])
 def test_adapters_on_four_ranks_and_s3(server: StrictS3, frozen: bool) -> None:
-    place = ("s3://bucket/run", server.options)
+    place: Place = ("s3://bucket/run", server.options)
     expected = run_ranks(4, _save_run, place, True, frozen, 4)[0]
     for world in (1, 2, 3):
         for found in run_ranks(world, _load_run, place, True, [0, 3]):
@@ -139,7 +139,7 @@ def test_adapters_on_four_ranks_and_s3(server: StrictS3, frozen: bool) -> None:
 
 def test_another_number_of_ranks_goes_on(tmp_path: Path) -> None:
     """What is declared is carried, though the ranks hold other chunks of it."""
-    place = (str(tmp_path), {})
+    place: Place = (str(tmp_path), {})
     run_ranks(3, _save_run, place, True, True, 1)
     expected = run_ranks(2, _go_on, place)[0]
     record = record_of(tmp_path / "step-1")
@@ -168,7 +168,7 @@ def _go_on(rank: int, place: Place) -> Any:
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_is_killed_in_a_save_with_a_base(tmp_path: Path, victim: int) -> None:
     """The base still loads, the torn save does not; the next one, on other ranks, refers to it."""
-    place = (str(tmp_path), {})
+    place: Place = (str(tmp_path), {})
     expected = run_ranks(2, _save_run, place, True, True, 1)[0]
     run_ranks(2, _is_killed, place, victim, killed=[victim])
     assert not (tmp_path / "step-1" / "commit.json").exists()
