@@ -14,7 +14,15 @@ import msgspec
 
 from ckpt.api import place_of
 from ckpt.backends.registry import open_store
-from ckpt.errors import CheckpointError, FormatError, IntegrityError, NotCommitted, NotFound, StorageError
+from ckpt.errors import (
+    CheckpointError,
+    FormatError,
+    IntegrityError,
+    NotCommitted,
+    NotFound,
+    StillReferred,
+    StorageError,
+)
 from ckpt.format.run_record import RunCheckpoint, RunRecord, RunStart, read_run, write_run
 from ckpt.reading.latest import Candidate, examine, newest_first
 from ckpt.tools.remove import remove
@@ -39,6 +47,7 @@ class History:
 
     Attributes:
         place: the root as texts show it, without credentials.
+        referred: steps that no rule keeps, and whose bytes later checkpoints name.
         unusable: folders whose checkpoint is damaged, or another program's, and stays as it is.
     """
 
@@ -55,6 +64,7 @@ class History:
         self._durable_at_s: float | None = None
         self._own: dict[str, RunCheckpoint] = {}
         self.unusable: set[str] = set()
+        self.referred: frozenset[int] = frozenset()
 
     def url(self, path: str) -> str:
         """Return where to save or load; not for texts, as it may hold a password."""
@@ -136,8 +146,11 @@ class History:
                 raise NotFound(f"the run has no durable checkpoint of step {step}", url=self.place)
 
     def retire(self, keep: KeepRule, newest: str) -> Iterator[tuple[RunCheckpoint, CheckpointError | None]]:
-        """Remove checkpoints that no rule keeps, but not `newest`; yield each, and any error."""
-        stay = {newest}
+        """Remove checkpoints that no rule keeps, but not `newest`; yield each, and any error.
+
+        Those whose bytes others name stay, and are in `referred`, until those others are gone.
+        """
+        stay, referred = {newest}, dict[str, int]()
         while True:
             failure: CheckpointError | None = None
             with self._lock:  # a pin that comes meanwhile finds the checkpoint gone, or keeps it
@@ -145,9 +158,16 @@ class History:
                 unkept = (old for old in self.durable() if old.step not in kept and old.path not in stay)
                 checkpoint = next(unkept, None)
                 if checkpoint is None:
+                    self.referred = frozenset(referred.values())
                     return
                 try:
                     self._remove(checkpoint)
+                    stay -= referred.keys()  # it may have been what refers to them
+                    referred.clear()
+                except StillReferred:
+                    stay.add(checkpoint.path)
+                    referred[checkpoint.path] = checkpoint.step
+                    continue
                 except CheckpointError as error:
                     failure = error
                     stay.add(checkpoint.path)
