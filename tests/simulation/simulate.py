@@ -2,7 +2,7 @@
 
     PYTHONPATH=tests python -m simulation.simulate --schedules 100000 --seed 1
 
-`--seed N --trace` prints every request of one schedule. `--deviations N` runs every schedule of two
+`--references` has checkpoints refer to each other (`simulated_references.py`). `--seed N --trace` prints every request of one schedule. `--deviations N` runs every schedule of two
 ranks and two saves in which at most N things are out of the ordinary (3 takes hours).
 """
 
@@ -15,10 +15,12 @@ import multiprocessing
 import sys
 import time
 import traceback
+from collections import Counter
 
 import torch
 
 from ckpt.testing.simulator import FAULTS
+from simulation import simulated_references
 from simulation.simulated_history import Violation
 from simulation.simulated_schedules import MOUNT, PROMPT, Plan, Tally, draw, explore, simulate, with_faults
 
@@ -32,6 +34,7 @@ def main() -> int:
     parser.add_argument(
         "--deviations", type=int, default=0, help="instead of seeds, every schedule up to this bound"
     )
+    parser.add_argument("--references", action="store_true", help="saves that name bytes of others")
     arguments = parser.parse_args()
     if arguments.trace:
         return _trace(arguments.seed)
@@ -40,6 +43,8 @@ def main() -> int:
     started_s = time.monotonic()
     last = arguments.seed + arguments.schedules
     chunks = [(first, min(first + 500, last)) for first in range(arguments.seed, last, 500)]
+    if arguments.references:
+        return _references(chunks, arguments.processes, started_s)
     total, failed = Tally(), []
     with multiprocessing.Pool(arguments.processes, _start) as pool:
         for tally, failures in pool.imap_unordered(_run, chunks):
@@ -48,6 +53,22 @@ def main() -> int:
             for text in failures:
                 print(text, file=sys.stderr, flush=True)
     _report(total, arguments.seed, time.monotonic() - started_s)
+    return 1 if failed else 0
+
+
+def _references(chunks: list[tuple[int, int]], processes: int, started_s: float) -> int:
+    total, failed = Counter[str](), 0
+    with multiprocessing.Pool(processes, _start) as pool:
+        for counts, failures in pool.imap_unordered(_run_references, chunks):
+            total += counts
+            failed += len(failures)
+            for text in failures:
+                print(text, file=sys.stderr, flush=True)
+    rows = [
+        ("seconds", round(time.monotonic() - started_s)), *sorted(total.items()), ("losses and leaks", failed)
+    ]  # fmt: skip
+    for name, value in rows:
+        print(f"{name:<30} {value:>10}")
     return 1 if failed else 0
 
 
@@ -68,6 +89,16 @@ def _run(seeds: tuple[int, int]) -> tuple[Tally, list[str]]:
             failures.append(str(error))
         except Exception as error:
             total.losses += 1
+            failures.append(f"seed {seed}: {type(error).__name__}: {error}")
+    return total, failures
+
+
+def _run_references(seeds: tuple[int, int]) -> tuple[Counter[str], list[str]]:
+    total, failures = Counter[str](), []
+    for seed in range(*seeds):
+        try:
+            total += simulated_references.run(seed)
+        except Exception as error:
             failures.append(f"seed {seed}: {type(error).__name__}: {error}")
     return total, failures
 
