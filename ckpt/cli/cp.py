@@ -18,6 +18,9 @@ def cp(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace another checkpoint of this library at DST.")
     ] = False,
+    materialise: Annotated[
+        bool, typer.Option("--materialise", help="Copy the bytes too that SRC names in other checkpoints.")
+    ] = False,
     threads: Threads = None,
     storage_options: SourceOptions = None,
     dst_storage_options: DestinationOptions = None,
@@ -27,6 +30,9 @@ def cp(
 
     DST becomes a checkpoint when all of it is there. After an interruption run the same command
     again: files that are at DST already are checked, and not sent again if they are right.
+
+    A checkpoint that names bytes of others beside it is copied beside them as it is, and elsewhere
+    with --materialise, as one that stands alone.
     """
     interrupted = "Nothing is visible at DST; the same command goes on where this one stopped."
     with command(json, if_interrupted=interrupted, patience_s=math.inf) as output:
@@ -39,6 +45,7 @@ def cp(
                 storage_options=options,
                 destination_options=dst_options,
                 overwrite=overwrite,
+                materialise=materialise,
                 threads=threads,
                 progress=progress,
             )

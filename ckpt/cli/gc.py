@@ -60,6 +60,9 @@ def gc(
             output.print(f"{shown(place or '.')}: .metadata restored to the committed one")
         for place, reason in garbage.skipped.items():
             output.print(f"[yellow]skipped[/] {shown(place or '.')}: {shown(reason)}")
+        for place, referrers in garbage.referred.items():
+            names = ", ".join(map(shown, referrers))
+            output.print(f"kept what is left of {shown(place or '.')}, as others name it: {names}")
         if garbage.young:
             output.print(f"kept {count(garbage.young, 'leftover')} younger than {shown(grace)}")
         verb = "would remove" if dry_run else "removed"

@@ -18,6 +18,7 @@ from ckpt.errors import CheckpointError
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from ckpt.format.records import BaseRef
     from ckpt.reading.slices import OpenCheckpoint
     from ckpt.tools.inspect import Inspection, ObjectInfo, TensorInfo
 
@@ -83,6 +84,8 @@ def _as_json(inspection: Inspection, chosen: Sequence[TensorInfo] | None) -> dic
         "commit": None if commit is None else {name: getattr(commit, name) for name in _COMMIT_FACTS},
         "parameters": inspection.parameters,
         "stored_bytes": inspection.stored_bytes,
+        "referred_bytes": 0 if commit is None else commit.carried_bytes,
+        "bases": [] if commit is None else [_base(base) for base in commit.owners.values()],
         "bytes_by_dtype": inspection.bytes_by_dtype(),
         "bytes_by_part": inspection.bytes_by_part(),
         "tensors": [_tensor(info, with_slices=chosen is not None) for info in tensors],
@@ -92,6 +95,10 @@ def _as_json(inspection: Inspection, chosen: Sequence[TensorInfo] | None) -> dic
             for path, (items, nbytes) in inspection.files.items()
         ],
     }
+
+
+def _base(base: BaseRef) -> dict[str, Any]:
+    return {"path": base.path, "id": base.id, "referred_bytes": base.carried_bytes}
 
 
 def _tensor(info: TensorInfo, *, with_slices: bool) -> dict[str, Any]:
@@ -198,6 +205,8 @@ def _facts(inspection: Inspection) -> Table:
         facts.add_row("written by", f"{world}, {shown(commit.library)}, torch {shown(commit.torch)}")
         if commit.tags:
             facts.add_row("tags", shown(tags_text(commit.tags)))
+        for base in commit.owners.values():
+            facts.add_row("refers to", f"{shown(base.path)}: {size(base.carried_bytes)} there")
     names = f"{count(len(inspection.tensors), 'tensor')}, {count(len(inspection.objects), 'object')}"
     facts.add_row("holds", f"{count(inspection.parameters, 'parameter')}, {names}")
     sizes = [nbytes for _, nbytes in inspection.files.values()]

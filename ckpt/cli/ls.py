@@ -21,7 +21,8 @@ _HEADING = ("", "checkpoint", "step", "state", "size", "age", "ranks", "tags")
 def ls(root: Root, depth: Depth = 3, storage_options: StorageOptions = None, json: Json = False) -> None:
     """List the checkpoints in a folder and below it.
 
-    Shows step, state, size, age, number of ranks and tags. An asterisk marks the latest complete
+    Shows step, state, size, age, number of ranks and tags. After the size of its own data stands what a
+    checkpoint names in others. An asterisk marks the latest complete
     checkpoint.
     """
     with command(json) as output:
@@ -48,11 +49,16 @@ def _cells(each: ListedCheckpoint) -> tuple[str, ...]:
         each.path or ".",
         "" if each.step is None else str(each.step),
         each.state,
-        "" if each.size_bytes is None else size(each.size_bytes),
+        _size(each),
         age(None if each.created_at_s is None else time.time() - each.created_at_s),
         "" if each.world_size is None else f"{each.world_size:,}",
         tags_text(each.tags),
     )
+
+
+def _size(each: ListedCheckpoint) -> str:
+    own = "" if each.size_bytes is None else size(each.size_bytes)
+    return f"{own} + {size(each.referred_bytes)}" if each.referred_bytes else own
 
 
 def _root_url(checkpoints: list[ListedCheckpoint], root: str) -> str:

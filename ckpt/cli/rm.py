@@ -27,7 +27,7 @@ def rm(
     """Remove a checkpoint: its records first, then its data.
 
     Only objects that the commit record lists are removed. On a terminal it asks before it removes
-    the newest checkpoint in its folder.
+    the newest checkpoint in its folder. A checkpoint whose bytes others name is not removed.
     """
     interrupted = "If the removal had begun, the checkpoint is gone; `ckpt gc` removes what is left of it."
     with command(json, if_interrupted=interrupted) as output:
@@ -45,6 +45,9 @@ def rm(
         verb = "would remove" if dry_run else "removed"
         amount = f"{count(len(removed.keys), 'object')}, {size(removed.data_bytes)}"
         output.print(f"{verb} {shown(removed.url)}: {amount}")
+        if removed.kept:
+            names = ", ".join(map(shown, removed.referrers))
+            output.print(f"{count(len(removed.kept), 'object')} stay, which a save has come to name: {names}")
 
 
 def _agreed(url: str, options: Mapping[str, Any] | None) -> bool:

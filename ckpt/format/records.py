@@ -119,6 +119,11 @@ class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
         return [ref for ref in self.manifests if not ref.owner]
 
     @property
+    def foreign_manifests(self) -> list[ManifestRef]:
+        """The manifests of data of other checkpoints."""
+        return [ref for ref in self.manifests if ref.owner]
+
+    @property
     def carried_bytes(self) -> int:
         """How many bytes of other checkpoints it names."""
         return sum(base.carried_bytes for base in self.bases or ())

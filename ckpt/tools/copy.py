@@ -34,7 +34,16 @@ from ckpt.errors import (
     IntegrityError,
     NotFound,
 )
-from ckpt.format.names import MODEL_PREFIX, ObjectName, data_key, manifest_key, model_key, rank_directory
+from ckpt.format.materialised import as_ranks, check_beside, needed
+from ckpt.format.names import (
+    MODEL_PREFIX,
+    ObjectName,
+    data_key,
+    manifest_key,
+    model_key,
+    rank_directory,
+    split_path,
+)
 from ckpt.format.records import (
     FORMAT_VERSION,
     MODEL_VERSION,
@@ -73,6 +82,7 @@ def copy(
     storage_options: Mapping[str, Any] | None = None,
     destination_options: Mapping[str, Any] | None = None,
     overwrite: bool = False,
+    materialise: bool = False,
     threads: int | None = None,
     progress: ReportBytes | None = None,
 ) -> Copied:
@@ -86,6 +96,8 @@ def copy(
         storage_options: for the source; for both, unless there are `destination_options`.
         overwrite: replace another checkpoint of this library, which stays at the destination until
             the commit.
+        materialise: give the copy of a checkpoint that names bytes of others those bytes too, so that
+            it stands alone. Else it names them in the same way, and they must be beside it.
         progress: called with the data bytes done so far and those in all.
 
     Raises:
@@ -107,7 +119,8 @@ def copy(
             from ckpt.tools.copy_stock import copy_stock
 
             return copy_stock(from_store, to_store, parts, progress or no_report)
-        return _CheckpointCopy(from_store, to_store, parts[0], progress or no_report).run(overwrite)
+        with contextlib.closing(parts[0]) as checkpoint:
+            return _CheckpointCopy(checkpoint, to_store, materialise, progress or no_report).run(overwrite)
 
 
 @dataclass
@@ -146,12 +159,16 @@ _Leftovers = dict[int, dict[str, dict[int | None, int]]]
 
 class _CheckpointCopy:
     def __init__(
-        self, source: Store, destination: Store, checkpoint: Checkpoint, progress: ReportBytes
+        self, checkpoint: Checkpoint, destination: Store, materialise: bool, progress: ReportBytes
     ) -> None:
         assert checkpoint.stored_commit is not None
+        source = checkpoint.store
         self._from, self._to, self._checkpoint, self._progress = source, destination, checkpoint, progress
         self._stored_commit = checkpoint.stored_commit
         self._commit = self._stored_commit.record
+        self._materialise = materialise and bool(self._commit.owners)
+        ranks = as_ranks(self._commit)
+        self._ranks = {ref.path: rank for ref, rank in ranks if self._materialise or not ref.owner}
         self._done = Copied(source.url, destination.url, "ckpt-storage")
         self._pool = StagingPool(_BUDGET_BYTES)
         self._reader = RunReader(destination, self._pool)
@@ -169,6 +186,8 @@ class _CheckpointCopy:
                 put_stock_metadata(self._to, same, stock_metadata_of(self._to, same.record))
             self._done.already_there = True
             return self._done
+        if not self._materialise:
+            check_beside(self._to, self._commit)
         coordinator = Coordinator(self._to, self._objects)
         coordinator.look(overwrite=overwrite, model=self._commit.is_model)
         leftovers = self._find_leftovers()
@@ -179,12 +198,11 @@ class _CheckpointCopy:
             if not self._has_sent:
                 self._claims.withdraw()
             raise
-        self._refuse(self._indexed.left_over())
-        manifests = sorted(self._refs, key=lambda ref: ref.rank)
-        version = max(self._commit.version, FORMAT_VERSION)
-        facts = {"version": version, "manifests": manifests, "metadata": msgspec.UNSET}
+        left = self._indexed.left_over()
+        self._refuse(damage for damage in left if self._materialise or not split_path(damage.key or "")[0])
         columns = self._indexed.columns
-        renamed = [self._paths[path] for path in columns.files]
+        renamed = [self._paths.get(path, path) for path in columns.files]  # those of others stay
+        facts = self._facts()
         try:
             coordinator.commit(
                 dataclasses.replace(columns, files=renamed, save_id=self._objects.token),
@@ -198,6 +216,22 @@ class _CheckpointCopy:
         self._claims.close()
         return self._done
 
+    def _facts(self) -> dict[str, Any]:
+        """Return what is different in the commit record of the copy."""
+        manifests = sorted(self._refs, key=lambda ref: ref.rank)
+        if not self._materialise:
+            version = max(self._commit.version, FORMAT_VERSION)
+            manifests += self._commit.foreign_manifests
+            return {"version": version, "manifests": manifests, "metadata": msgspec.UNSET}
+        return {
+            "version": FORMAT_VERSION,
+            "referable": msgspec.UNSET,
+            "bases": msgspec.UNSET,
+            "manifests": manifests,
+            "world_size": max(self._ranks.values(), default=0) + 1,
+            "data_bytes": sum(ref.data_bytes for ref in manifests),
+        }
+
     def _send_files(self, leftovers: _Leftovers) -> None:
         parallel = self._to.capabilities.parallel_parts
         at_once = min(_FILES_AT_ONCE, self._to.threads) if parallel else self._to.threads
@@ -209,8 +243,14 @@ class _CheckpointCopy:
     # -- the source ------------------------------------------------------------------------------------
 
     def _manifests(self) -> Iterator[tuple[ManifestRef, RankManifest]]:
+        """Yield the manifests of the copy, with the paths of the source."""
         read = partial(read_manifest, self._from, ReadSettings(), self._stored_commit)
-        return each_manifest(self._from, self._commit.manifests, read)
+        refs = [ref for ref in self._commit.manifests if ref.path in self._ranks]
+        for ref, manifest in each_manifest(self._from, refs, read):
+            if not ref.owner:
+                yield ref, manifest
+                continue
+            yield needed(ref, self._ranks[ref.path], manifest, self._indexed.offsets)
 
     def _refuse(self, damages: Iterable[Damage]) -> None:
         """Raise FormatError if the index and a manifest disagree, as in a copy they would too."""
@@ -226,13 +266,17 @@ class _CheckpointCopy:
         existing = open_checkpoint(self._to, ReadSettings())
         assert existing.stored_commit is not None
         ours, theirs = self._commit, existing.stored_commit.record
-        facts = ("created_at", "world_size", "data_bytes", "tags")
+        facts = ["created_at", "tags"] + ([] if self._materialise else ["world_size", "data_bytes"])
         if any(getattr(ours, name) != getattr(theirs, name) for name in facts):
             return None
-        if [ref.rank for ref in ours.manifests] != [ref.rank for ref in theirs.manifests]:
+        if sorted(self._ranks.values()) != sorted(ref.rank for ref in theirs.own_manifests):
             return None
-        for (_, manifest), ref in zip(self._manifests(), theirs.manifests, strict=True):
-            theirs_manifest = read_manifest(self._to, ReadSettings(), existing.stored_commit, ref)
+        if not self._materialise and ours.foreign_manifests != theirs.foreign_manifests:
+            return None
+        by_rank = {ref.rank: ref for ref in theirs.own_manifests}
+        for ref, manifest in self._manifests():
+            same = by_rank[ref.rank]
+            theirs_manifest = read_manifest(self._to, ReadSettings(), existing.stored_commit, same)
             if _content(manifest) != _content(theirs_manifest):
                 return None
         return existing.stored_commit

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from ckpt.backends.base import ObjectStat, Store
 from ckpt.errors import CheckpointError, StorageError
 from ckpt.format.names import is_our_name
+from ckpt.writing.pins import is_pin
 
 _MAX_DAMAGES = 10_000
 _MAX_STRAYS = 10_000
@@ -145,7 +146,7 @@ class Copied:
 def find_strays(store: Store, known: Collection[str]) -> list[Stray] | None:
     """Find objects and uploads that are not `known`; None if the storage does not list them."""
     try:
-        unknown = (stat for stat in store.list() if stat.key not in known)
+        unknown = (stat for stat in store.list() if stat.key not in known and not is_pin(stat.key))
         stats = list(itertools.islice(unknown, _MAX_STRAYS))
         uploads = find_uploads(store, 2 * _MAX_STRAYS - len(stats))
     except StorageError:

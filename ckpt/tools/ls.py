@@ -44,9 +44,10 @@ class ListedCheckpoint:
             stock PyTorch), `damaged` (its commit record cannot be read; `problem` says why), or
             `unreadable` (the storage allows no look into it).
         step: the tag `step`, or the number in the folder's name.
-        size_bytes: data of a committed checkpoint; of others the sum of all objects, and of files that
+        size_bytes: own data of a committed checkpoint; of others the sum of all objects, and of files that
             are still being written.
         created_at_s: seconds since 1970, by the clock of the process that wrote it.
+        referred_bytes: what it names in others beside it, `bases`.
         latest: it is the latest in its folder, the run, of those with all objects in their sizes; of
             the run of a `CheckpointManager` that which its restore tries first.
     """
@@ -61,6 +62,8 @@ class ListedCheckpoint:
     id: str | None = None
     tags: Mapping[str, str] = field(default_factory=dict)
     problem: str | None = None
+    referred_bytes: int | None = None
+    bases: tuple[str, ...] = ()
     latest: bool = False
 
 
@@ -213,6 +216,8 @@ def _committed(base: ListedCheckpoint, record: CommitRecord) -> ListedCheckpoint
         state="committed",
         step=step_of_commit(record, base.path or base.url),
         size_bytes=record.data_bytes,
+        referred_bytes=record.carried_bytes,
+        bases=tuple(record.owners),
         created_at_s=created_at_s(record),
         world_size=record.world_size,
         id=record.id,

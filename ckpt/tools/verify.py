@@ -27,7 +27,9 @@ from ckpt.errors import (
     Truncated,
     UnsafeContent,
 )
+from ckpt.format.names import split_path
 from ckpt.format.records import FileRecord, ItemRecord, ManifestRef, RankManifest, StoredCommit, read_commit
+from ckpt.format.sibling_objects import SiblingObjects
 from ckpt.reading.checkpoint import Checkpoint, ReadSettings
 from ckpt.reading.opening import open_parts
 from ckpt.tools.findings import Damage, Verification, find_strays
@@ -108,7 +110,8 @@ def _verify(store: Store, threads: Executor, quick: bool, progress: ReportBytes)
             from ckpt.tools.verify_stock import verify_stock
 
             return verify_stock(store, parts, threads, quick=quick, progress=progress)
-    _OwnCheck(store, threads, settings, result, commit, checkpoint, progress).run()
+    with contextlib.closing(SiblingObjects(store)) as everywhere:
+        _OwnCheck(everywhere, threads, settings, result, commit, checkpoint, progress).run()
     return result
 
 
@@ -172,7 +175,8 @@ class _OwnCheck:
                 if not (isinstance(damage, _UnreadBytes) and damage.key in self.misfits)
             )
             self.result.checked_bytes += nbytes
-            self.progress(self.result.checked_bytes, self.commit.data_bytes)
+            total = self.commit.data_bytes + self.commit.carried_bytes
+            self.progress(self.result.checked_bytes, max(total, self.result.checked_bytes))
         if self.indexed is not None:
             self._check_index(self.indexed)
         self.result.strays = find_strays(self.store, self.known)
@@ -236,6 +240,11 @@ class _OwnCheck:
     def _check_files(self, manifest: RankManifest) -> Iterator[Callable[[], Checked]]:
         self.items += len(manifest.items)
         for record, items in zip(manifest.files, items_by_file(manifest), strict=True):
+            if self.indexed is not None and split_path(record.path)[0]:
+                named = self.indexed.offsets(record.path)
+                items = [item for item in items if item.offset in named]
+                if not items:
+                    continue  # of another checkpoint not all is named
             self.known.add(record.path)
             items.sort(key=_offset)
             file = _File(record, manifest.block_size_bytes, record.block_crcs(), items)
