@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from ckpt.api import place_of
 from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.ranks.group import Ranks, RanksFailed
+from ckpt.references.frozen import Patterns
 from ckpt.tools.preflight import check_place
 from ckpt.trainer_integration import keeping, saving
 from ckpt.trainer_integration.events import Event, Events
@@ -57,6 +58,8 @@ class CheckpointManager:
             with rules that look at clocks or signals; else that of the next save), or `continue`.
         max_undurable_s: the longest time without a new durable checkpoint, after which `step`
             raises in any case.
+        references: write only what changed since the last checkpoint (`docs/only-what-changed.md`).
+        frozen: what never changes, and is not even compared: `ckpt.frozen(model, "model.")`.
         preflight: check the root before the first step: write, read, create, delete, free space.
         events: called with each `Event`, such as `JsonLines(path)` and `OpenTelemetry(meter)`.
         process_group: the ranks that save together; default all.
@@ -77,6 +80,8 @@ class CheckpointManager:
         on_busy: OnBusy = "wait",
         on_failure: Literal["raise", "continue"] = "raise",
         max_undurable_s: float | None = None,
+        references: bool = False,
+        frozen: Collection[str] = (),
         preflight: bool = True,
         events: Sequence[Callable[[Event], None]] = (),
         process_group: Any = None,
@@ -86,21 +91,17 @@ class CheckpointManager:
         max_bandwidth_bytes_per_s: float | None = None,
     ) -> None:
         self._on_busy, self._on_failure = on_busy, on_failure
-        options: dict[str, Any] = {
-            "storage_options": storage_options,
-            "threads": threads,
-            "memory_budget_bytes": memory_budget_bytes,
-        }
+        options: dict[str, Any] = {"storage_options": storage_options, "threads": threads}
+        options["memory_budget_bytes"] = memory_budget_bytes
         self._load_options = {**options, "process_group": process_group}
         save_options = {**options, "max_bandwidth_bytes_per_s": max_bandwidth_bytes_per_s}
         self._ranks = Ranks(process_group, no_dist=False, purpose="manager")
         self._is_closed, self._needs_preflight = False, preflight
 
         def prepare() -> tuple[SaveRule, KeepRule | None, Uploads, History]:
-            _check_choice("on_busy", on_busy, "wait", "skip", "fail")
-            _check_choice("on_failure", on_failure, "raise", "continue")
+            patterns = _checked(on_busy, on_failure, references, frozen)
             save_rule, keep_rule = saving.as_rule(save), keeping.as_rule(keep)
-            uploads = Uploads(async_mode, self._ranks, process_group, save_options)
+            uploads = Uploads(async_mode, self._ranks, process_group, save_options, patterns)
             return save_rule, keep_rule, uploads, History(os.fspath(root), storage_options)
 
         save_rule, keep_rule, uploads, history = _agreed(
@@ -311,9 +312,22 @@ def _check_any(state: Mapping[str, Any] | None, parts: Mapping[str, Any]) -> Non
         raise ConfigurationError("nothing to save: pass the parts (model=model, ...) or a state dict")
 
 
-def _check_choice(name: str, value: object, *choices: str) -> None:
+def _check_choice(name: str, value: object, *choices: object) -> None:
     if value not in choices:
         raise ConfigurationError(f"{name} must be {', '.join(map(repr, choices))}, not {value!r}")
+
+
+def _checked(
+    on_busy: object, on_failure: object, references: object, frozen: Collection[str]
+) -> Patterns | None:
+    """Check arguments; return what need not be compared, None if saves do not refer to others."""
+    _check_choice("on_busy", on_busy, "wait", "skip", "fail")
+    _check_choice("on_failure", on_failure, "raise", "continue")
+    _check_choice("references", references, True, False)
+    patterns = Patterns(frozen)
+    if patterns and not references:
+        raise ConfigurationError("frozen= is for references=True")
+    return patterns if references else None
 
 
 def _agreed(ranks: Ranks, call: str, work: Callable[[], T]) -> T:

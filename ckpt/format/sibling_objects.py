@@ -38,13 +38,19 @@ class SiblingObjects(WrappedStore):
         if root is not None:
             root.close()
 
+    def of(self, owner: str) -> Store:
+        """Return the store of a folder beside this one, or of this one for an empty name; open until `close`."""
+        if not owner:
+            return self._inner
+        with self._lock:
+            self._root = self._root or self._inner.parent()
+            return PrefixStore(self._root, owner)
+
     def _call(self, path: str, operation: Callable[[Store, str], T]) -> T:
         owner, key = split_path(path)
         if not owner:
             return operation(self._inner, key)
-        with self._lock:
-            self._root = self._root or self._inner.parent()
-            store = PrefixStore(self._root, owner)
+        store = self.of(owner)
         try:
             return operation(store, key)
         except CheckpointError as error:

@@ -24,9 +24,10 @@ from ckpt.errors import (
     NotFound,
     UnsafeContent,
 )
-from ckpt.format.names import DATA_KEY_IN_BYTES, ObjectName, data_key, model_key
+from ckpt.format.names import DATA_KEY_IN_BYTES, ObjectName, data_key, model_key, owned_path, split_path
 from ckpt.format.records import CommitRecord, ManifestRef, ObjectRef, StoredCommit, await_commit, read_commit
 from ckpt.format.run_record import RunRecord
+from ckpt.format.sibling_objects import SiblingObjects
 from ckpt.transfer.threads import in_order, workers
 
 _NAME = re.compile(r"step-(\d{1,18})(?:\.again)?")
@@ -122,8 +123,11 @@ def missing_object(store: Store, record: CommitRecord) -> str | None:
 
     The listing answers for most; what it does not show, or shows otherwise, is asked for by name.
     """
-    listed = _Listed(store, record)
-    with workers(store.threads, "ckpt-latest") as threads:
+    with (
+        contextlib.closing(SiblingObjects(store)) as objects,
+        workers(store.threads, "ckpt-latest") as threads,
+    ):
+        listed = _Listed(objects, record)
         faults = in_order(threads, listed.fault, record.refs, ahead=4 * store.threads)
         return next((fault for fault in faults if fault is not None), None)
 
@@ -131,19 +135,21 @@ def missing_object(store: Store, record: CommitRecord) -> str | None:
 class _Listed:
     """The sizes of a commit's objects as a listing shows them."""
 
-    def __init__(self, store: Store, record: CommitRecord) -> None:
+    def __init__(self, store: SiblingObjects, record: CommitRecord) -> None:
         self._store, self._is_model = store, record.is_model
         self._sizes: dict[str, int] = dict.fromkeys((ref.path for ref in record.refs), -1)
         self._files: Counter[str] = Counter()
         self._bytes: Counter[str] = Counter()
-        with contextlib.suppress(AccessDenied):
-            for stat in store.list():
-                if stat.key in self._sizes:
-                    self._sizes[stat.key] = stat.size_bytes
-                name = ObjectName.parse(stat.key)
-                if name is not None and name.is_data:
-                    self._files[name.stem] += 1
-                    self._bytes[name.stem] += stat.size_bytes
+        for owner in ("", *record.owners):
+            with contextlib.suppress(AccessDenied, NotFound):
+                for stat in store.of(owner).list():
+                    if (path := owned_path(owner, stat.key)) in self._sizes:
+                        self._sizes[path] = stat.size_bytes
+                    name = ObjectName.parse(stat.key)
+                    if name is not None and name.is_data:
+                        stem = owned_path(owner, name.stem)
+                        self._files[stem] += 1
+                        self._bytes[stem] += stat.size_bytes
 
     def fault(self, ref: ObjectRef) -> str | None:
         """Say what is wrong with an object that the commit names, or with the data files of a manifest."""
@@ -160,14 +166,15 @@ class _Listed:
         stem = ref.path.removesuffix(".json")
         if (self._files[stem], self._bytes[stem]) == (ref.files, ref.data_bytes):
             return None
-        name = ObjectName.parse(ref.path)
+        owner, key = split_path(ref.path)
+        name = ObjectName.parse(key)
         if name is None:
             return f"{ref.path}: a name that this library does not give"
         if self._is_model:
             keys = [model_key(name.token, number, ref.files) for number in range(ref.files)]
         else:
             keys = [data_key(name.rank, name.token, number) for number in range(ref.files)]
-        size_bytes = sum(self._store.stat(key).size_bytes for key in keys)
+        size_bytes = sum(self._store.stat(owned_path(owner, key)).size_bytes for key in keys)
         if size_bytes == ref.data_bytes:
             return None
         return f"data files of {stem}: {size_bytes} bytes in {ref.files} files, {ref.data_bytes} were written"

@@ -18,6 +18,8 @@ from ckpt.api import async_save, place_of, save, values_of
 from ckpt.errors import CheckpointError, ConfigurationError, SaveFailed
 from ckpt.format.names import last_segment
 from ckpt.ranks.group import Ranks, RanksFailed
+from ckpt.references.frozen import Patterns
+from ckpt.references.request import References
 from ckpt.torch_private import async_save_process_is_alive, forget_async_save_process
 from ckpt.trainer_integration.run.main_guard import check_main_guard
 from ckpt.writing.stager import Stager
@@ -28,12 +30,16 @@ AsyncMode = Literal["thread", "process", "off"]
 
 @dataclass
 class Uploads:
-    """Begin saves in a mode, with `options` of `CheckpointWriter`."""
+    """Begin saves in a mode, with `options` of `CheckpointWriter`.
+
+    `frozen`: each save refers to the one before it, and need not compare these; None: all is written.
+    """
 
     mode: AsyncMode
     ranks: Ranks
     process_group: Any
     options: Mapping[str, Any] = field(repr=False)  # credentials may be among them
+    frozen: Patterns | None = None
     _stager: Stager = field(default_factory=lambda: Stager(shared_memory=True))
     _last: Future[Metadata] | None = None
 
@@ -42,20 +48,28 @@ class Uploads:
             raise ConfigurationError(f"async_mode must be 'thread', 'process' or 'off', not {self.mode!r}")
         if self.mode == "process" and not (dist.is_available() and dist.is_initialized()):
             raise ConfigurationError("async_mode='process' needs torch.distributed.init_process_group first")
+        if self.mode == "process" and self.frozen is not None:
+            raise ConfigurationError("references=True needs async_mode='thread' or 'off'")
         if self.mode == "process":
             check_main_guard()
 
-    def begin(self, state: dict[str, Any], url: str, tags: Mapping[str, str]) -> Future[Metadata]:
+    def begin(
+        self, state: dict[str, Any], url: str, tags: Mapping[str, str], base: str | None = None
+    ) -> Future[Metadata]:
         """Stage `state` and begin its upload; the future ends when it is durable, or in SaveFailed.
 
+        `base` is the checkpoint to refer to, if there is one that can be referred to.
         Raises SaveFailed or ConfigurationError on every rank if any could not begin.
         """
         if self.mode == "process":
             return self._in_process(state, url, tags)
+        options: dict[str, Any] = {**self.options, "tags": tags, "process_group": self.process_group}
+        if self.frozen is not None:
+            options["base"] = References(base, self.frozen, required=False)
         if self.mode == "thread":
-            return async_save(state, url, tags=tags, process_group=self.process_group, **self.options)
+            return async_save(state, url, **options)
         future: Future[Metadata] = Future()
-        future.set_result(save(state, url, tags=tags, process_group=self.process_group, **self.options))
+        future.set_result(save(state, url, **options))
         return future
 
     def close(self) -> None:

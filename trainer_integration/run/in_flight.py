@@ -8,6 +8,7 @@ import os
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from typing import Any, Literal
 from torch.distributed.checkpoint.metadata import Metadata
 
 from ckpt.errors import CheckpointError, ConfigurationError, SaveFailed
+from ckpt.format.names import split_path
 from ckpt.format.run_record import RunCheckpoint
 from ckpt.ranks.group import Ranks
 from ckpt.trainer_integration.events import Event, Events
@@ -55,6 +57,7 @@ class Saves:
     Attributes:
         steps: those that have a checkpoint, or one in flight, on all ranks alike.
         durable_step: the last durable one, as this rank knows it.
+        base: folder of the last checkpoint that was saved or restored, on all ranks alike.
         durable_at_s: when it became durable, by `time.monotonic`; of a restored one, by its record.
         undurable_since_s: when this process began, restored, or last made a checkpoint durable.
         stall_s, upload_s: mean seconds of a save, the last ones counting most.
@@ -68,6 +71,7 @@ class Saves:
         self._flight: _Flight | None = None
         self._booked: threading.Event | None = None
         self.steps: set[int] = set()
+        self.base: str | None = None
         self.durable_step: int | None = None
         self.durable_at_s = self.undurable_since_s = self.began_s = time.monotonic()
         self.stall_s: float | None = None
@@ -88,9 +92,10 @@ class Saves:
         flight = self._flight
         return flight is not None and flight.durable.is_set() and flight.future.exception() is not None
 
-    def go_on_from(self, step: int, created_at_s: float | None) -> None:
-        """Give up the checkpoints after `step`; those steps will be saved again."""
+    def go_on_from(self, step: int, path: str, created_at_s: float | None) -> None:
+        """Give up the checkpoints after `step`, that at `path`; those steps will be saved again."""
         self.history.go_on_from(step)
+        self.base = path
         self.steps = {saved for saved in self.steps if saved < step} | {step}
         age_s = 0.0 if created_at_s is None else max(0.0, time.time() - created_at_s)
         self.undurable_since_s = time.monotonic()
@@ -125,7 +130,8 @@ class Saves:
         try:
             tags = {f"metric.{name}": str(value) for name, value in (metrics or {}).items()}
             url = self.history.url(checkpoint.path)
-            flight.future = self._uploads.begin(state, url, {"step": str(step)} | tags)
+            base = None if self.base in (None, checkpoint.path) else self.history.url(self.base)
+            flight.future = self._uploads.begin(state, url, {"step": str(step)} | tags, base)
         except BaseException as error:
             if isinstance(error, ConfigurationError) or not isinstance(error, CheckpointError):
                 self.steps.discard(step)  # nothing is in flight: Ctrl-C, or a mistake of the caller
@@ -153,6 +159,7 @@ class Saves:
             raise SaveFailed(f"step {step} is not durable after {timeout_s:.3g} s", url=url)
         self._flight = None
         if not failed:
+            self.base = flight.checkpoint.path
             return None
         self.steps.discard(step)
         if isinstance(error, SaveFailed):
@@ -218,8 +225,13 @@ class Saves:
                 "step %d is durable, but could not be noted in the run's record: %s", step, failure
             )
         metadata = flight.future.result()
-        size_bytes = sum(info.length for info in metadata.storage_data.values())
+        lengths = Counter[bool]()
+        for info in metadata.storage_data.values():
+            lengths[bool(split_path(info.relative_path)[0])] += info.length
+        size_bytes, carried_bytes = lengths[False], lengths[True]
         figures = {"upload_s": took_s, "stall_s": flight.stall_s, "size_bytes": size_bytes}
+        if carried_bytes:
+            figures["carried_bytes"] = carried_bytes
         if isinstance(metadata.storage_meta, SaveMeta):
             figures |= {**metadata.storage_meta.seconds, "retries": metadata.storage_meta.retries}
         path = flight.checkpoint.path

@@ -109,7 +109,7 @@ def restore(
         if fault is None:
             loaded, fault = _unless_damaged(lambda: attempt(history.url(choice.path)), ranks)
             if loaded is not None and fault is None:
-                saves.go_on_from(choice.step, choice.candidate.created_at_s)
+                saves.go_on_from(choice.step, choice.path, choice.candidate.created_at_s)
                 saves.tell("restored", choice.step, shown, load_s=time.monotonic() - began_s)
                 return Restored(choice.step, shown, tuple(passed_over), loaded.missing, state)
             if ranks.from_first(lambda: search.is_gone(choice)):
