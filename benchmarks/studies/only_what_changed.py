@@ -1,0 +1,200 @@
+"""Measure saves that name what did not change: bytes, time, restores.
+
+    python -m benchmarks.studies.only_what_changed
+
+Shapes are those of t5-11b, with as many of its 24 layers as memory allows (`--layers`; two take 7 GB),
+in bfloat16, and LoRA adapters of 0.3 % of the parameters with AdamW, in float32. The server is the
+suite's own, which counts. Entries take turns: the trainable state alone, all of it with a declared
+base, all of it compared. The bars are those of docs/only-what-changed.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import ckpt
+from benchmarks.report.results import machine
+from benchmarks.run.meter import Reading, metered
+from benchmarks.run.servers import ACCESS_KEY, BUCKET, REGION, SECRET_KEY, Endpoint, sink
+from ckpt.acceptance.models import t5
+
+_RANK = 8
+_ADAPTED = (".q.weight", ".k.weight", ".v.weight", ".o.weight")
+_MIB = 1 << 20
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--layers", type=int, default=2, help="of the 24 in each stack")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--output", type=Path, help="write the figures here (JSON)")
+    arguments = parser.parse_args()
+    with sink(keep=True) as endpoint:
+        figures = {"machine": machine(), **_Study(endpoint, arguments.layers).run(arguments.rounds)}
+    text = json.dumps(figures, indent=1)
+    if arguments.output:
+        arguments.output.write_text(text + "\n")
+    print(text)
+    return 0
+
+
+def make_state(layers: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Make the frozen parameters, and the trainable state, of a model with adapters."""
+    generator = torch.Generator().manual_seed(0)
+    frozen: dict[str, Any] = {}
+    adapters: dict[str, Any] = {}
+    for parameter in t5(32128, 1024, 128, 65536, 128, layers):
+        frozen[parameter.fqn] = torch.randn(parameter.shape, dtype=torch.bfloat16, generator=generator)
+        if parameter.fqn.endswith(_ADAPTED):
+            out, inside = parameter.shape
+            name = parameter.fqn.removesuffix(".weight")
+            adapters[f"{name}.lora_A.weight"] = torch.randn(_RANK, inside, generator=generator)
+            adapters[f"{name}.lora_B.weight"] = torch.randn(out, _RANK, generator=generator)
+    moments = {
+        name: {"step": torch.tensor(1.0), "exp_avg": tensor + 1, "exp_avg_sq": tensor + 2}
+        for name, tensor in adapters.items()
+    }
+    return frozen, {"adapters": adapters, "optimizer": moments, "step": 0}
+
+
+class _Study:
+    """One model, saved again and again to one server."""
+
+    def __init__(self, endpoint: Endpoint, layers: int) -> None:
+        self._endpoint, self._layers = endpoint, layers
+        self._options = {
+            "endpoint_url": endpoint.url, "key": ACCESS_KEY, "secret": SECRET_KEY, "region": REGION,
+        }  # fmt: skip
+        self._frozen, self._trainable = make_state(layers)
+        self._saves = 0
+
+    def run(self, rounds: int) -> dict[str, Any]:
+        frozen_bytes, trainable_bytes = _nbytes(self._frozen), _nbytes(self._trainable)
+        first, sent = self._save(lambda url: self._whole(url, digests=True))
+        names = [f"model.{name}" for name in self._frozen]
+        runs: dict[str, list[tuple[Reading, int]]] = {"alone": [], "declared": [], "compared": []}
+        for number in range(rounds + 1):
+            # A base of the row before it: references are flat, so the first save stays their owner.
+            saves: dict[str, Callable[[str], Any]] = {
+                "alone": lambda url: self._put(self._trainable, url),
+                "declared": lambda url: self._whole(url, base=first, frozen=names),
+                "compared": lambda url: self._whole(url, base=first),
+            }
+            order = sorted(saves, key=lambda name, n=number: (hash(name) + n) % 3)  # type: ignore[misc]
+            for name in order:
+                self._train()
+                reading, received = self._measured(saves[name])
+                if number:  # the first warms up
+                    runs[name].append((reading, received))
+        digest_s = _digest_s(self._frozen)
+        figures = {name: _summary(values, trainable_bytes) for name, values in runs.items()}
+        alone = figures["alone"]
+        for name in ("declared", "compared"):
+            figures[name]["wall_ratio"] = figures[name]["wall_s"] / alone["wall_s"]
+            figures[name]["wall_beyond_alone_s"] = figures[name]["wall_s"] - alone["wall_s"]
+            figures[name]["cpu_beyond_alone_s"] = figures[name]["cpu_s"] - alone["cpu_s"]
+        return {
+            "layers": self._layers, "frozen_bytes": frozen_bytes, "trainable_bytes": trainable_bytes,
+            "first_save_bytes": sent, "digest_one_thread_s": digest_s, **figures, "restore": self._restore(first),
+        }  # fmt: skip
+
+    def _train(self) -> None:
+        """Change all of the trainable state."""
+        self._trainable["step"] += 1
+        for tensor in _tensors(self._trainable):
+            tensor += 1
+
+    def _whole(self, url: str, **options: Any) -> Any:
+        return self._put({"model": self._frozen, **self._trainable}, url, **options)
+
+    def _put(self, state: dict[str, Any], url: str, **options: Any) -> Any:
+        return ckpt.save(state, url, storage_options=self._options, no_dist=True, **options)
+
+    def _save(self, save: Callable[[str], Any]) -> tuple[str, int]:
+        url = self._url()
+        self._endpoint.reset()
+        save(url)
+        return url, int(self._endpoint.report()["received_bytes"])
+
+    def _measured(self, save: Callable[[str], Any]) -> tuple[Reading, int]:
+        url = self._url()
+        self._endpoint.reset()
+        with metered() as reading:
+            save(url)
+        return reading, int(self._endpoint.report()["received_bytes"])
+
+    def _url(self) -> str:
+        self._saves += 1
+        return f"s3://{BUCKET}/run/step-{self._saves}"
+
+    def _restore(self, first: str) -> dict[str, Any]:
+        """Load the same state from a whole save and from one with a base; compare bytes and values."""
+        whole, _ = self._save(self._whole)
+        names = [f"model.{name}" for name in self._frozen]
+        referring, _ = self._save(lambda url: self._whole(url, base=first, frozen=names))
+        read: dict[str, int] = {}
+        for name, url in (("whole", whole), ("referring", referring)):
+            target = _emptied({"model": self._frozen, **self._trainable})
+            self._endpoint.reset()
+            ckpt.load(target, url, storage_options=self._options, no_dist=True)
+            read[name] = int(self._endpoint.report()["sent_bytes"])
+            expected = _tensors({"model": self._frozen, **self._trainable})
+            for found, tensor in zip(_tensors(target), expected, strict=True):
+                if not torch.equal(found, tensor):
+                    sys.exit(f"{name}: not what was saved")
+        return {**read, "ratio": read["referring"] / read["whole"], "equal": True}
+
+
+def _tensors(state: Any) -> Iterator[torch.Tensor]:
+    if isinstance(state, torch.Tensor):
+        yield state
+    elif isinstance(state, dict):
+        for value in state.values():
+            yield from _tensors(value)
+
+
+def _emptied(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {name: _emptied(value) for name, value in state.items()}
+    return torch.zeros_like(state) if isinstance(state, torch.Tensor) else None
+
+
+def _nbytes(state: Any) -> int:
+    return sum(tensor.nbytes for tensor in _tensors(state))
+
+
+def _digest_s(state: Any) -> float:
+    """Digest a state once with one thread, and nothing around it: the floor."""
+    import xxhash
+
+    from ckpt.transfer.tensor_memory import memory_of
+
+    with metered() as reading:
+        for tensor in _tensors(state):
+            xxhash.xxh3_128(memory_of(tensor)).digest()
+    return reading.wall_s
+
+
+def _summary(values: list[tuple[Reading, int]], trainable_bytes: int) -> dict[str, float]:
+    walls = [reading.wall_s for reading, _ in values]
+    return {
+        "wall_s": statistics.median(walls),
+        "least_wall_s": min(walls),
+        "cpu_s": statistics.median(reading.cpu_s for reading, _ in values),
+        "sent_mib": max(sent for _, sent in values) / _MIB,
+        "sent_ratio": max(sent for _, sent in values) / trainable_bytes,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
