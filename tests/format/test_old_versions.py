@@ -23,7 +23,13 @@ from support.states import bits, digest
 import ckpt
 from ckpt.consistency.seal import seal_json
 from ckpt.errors import FormatError
-from ckpt.format.records import FORMAT_VERSION, MODEL_VERSION, decode_manifest
+from ckpt.format.records import (
+    FORMAT_VERSION,
+    MODEL_VERSION,
+    REFERENCE_VERSION,
+    decode_commit,
+    decode_manifest,
+)
 
 DATA = Path(__file__).parents[1] / "data"
 
@@ -53,7 +59,7 @@ def kept_state() -> dict[str, Any]:
 _KEPT = sorted(path.name for path in DATA.iterdir()) if DATA.is_dir() else []
 
 
-@pytest.mark.parametrize("name", [name for name in _KEPT if name != "ckpt-v3"])
+@pytest.mark.parametrize("name", [name for name in _KEPT if name not in ("ckpt-v3", "ckpt-v4-base")])
 def test_kept_checkpoints_load(name: str) -> None:
     expected = kept_state()
     loaded: dict[str, Any] = {
@@ -69,6 +75,27 @@ def test_kept_checkpoints_load(name: str) -> None:
         assert bits(loaded["model"][key]) == bits(value), key
     for key in ("scalar", "empty", "transposed"):
         assert bits(loaded[key]) == bits(expected[key])
+
+
+def test_a_kept_checkpoint_refers_to_another() -> None:
+    """Version 4 is that of those that refer, or may be referred to."""
+    for name, owners in (("ckpt-v4", {"ckpt-v4-base"}), ("ckpt-v4-base", set[str]())):
+        record = decode_commit((DATA / name / "commit.json").read_bytes(), url="", key="")
+        assert record.version == REFERENCE_VERSION
+        assert record.is_referable
+        assert record.owners.keys() == owners
+    manifests = [
+        decode_manifest(path.read_bytes(), url="", key="")
+        for path in (DATA / "ckpt-v4-base").glob("*/*.json")
+    ]
+    digests = [manifest.digest(number) for manifest in manifests for number in range(len(manifest.items))]
+    assert sum(map(bool, digests)) == 10
+    stored = {
+        "scalar": torch.tensor(0.0),
+        "objects": {"step": 0, "name": "", "list": [], "nested": {"a": {"b": ""}}},
+    }
+    ckpt.load(stored, DATA / "ckpt-v4-base")
+    assert stored["scalar"] == 3.5
 
 
 def kept_model() -> dict[str, torch.Tensor]:
@@ -121,7 +148,7 @@ def test_the_records_of_a_model_are_what_the_specification_shows(tmp_path: Path)
 
 def test_there_is_one_of_the_present_version() -> None:
     names = {path.name for path in DATA.iterdir()}
-    assert f"ckpt-v{FORMAT_VERSION}" in names
+    assert {f"ckpt-v{version}" for version in (FORMAT_VERSION, MODEL_VERSION, REFERENCE_VERSION)} <= names
     assert any(name.startswith("torch-") for name in names)
 
 
@@ -198,6 +225,9 @@ def _write() -> None:
     warnings.simplefilter("ignore")
     DATA.mkdir(exist_ok=True)
     os.chdir(DATA)  # stock PyTorch stores the path it was given
+    base = f"ckpt-v{REFERENCE_VERSION}-base"
+    ckpt.save({**kept_state(), "scalar": torch.tensor(3.5)}, base, digests=True, overwrite=False)
+    ckpt.save(kept_state(), f"ckpt-v{REFERENCE_VERSION}", base=base, overwrite=False)
     for name, writer in (
         (f"ckpt-v{FORMAT_VERSION}", ckpt.CheckpointWriter),
         (f"torch-{torch.__version__.split('+')[0]}", dcp.FileSystemWriter),
