@@ -39,7 +39,8 @@ def main() -> int:
     if arguments.trace:
         return _trace(arguments.seed)
     if arguments.deviations:
-        return _explore(arguments.deviations)
+        explore_all = _explore_references if arguments.references else _explore
+        return explore_all(arguments.deviations)
     started_s = time.monotonic()
     last = arguments.seed + arguments.schedules
     chunks = [(first, min(first + 500, last)) for first in range(arguments.seed, last, 500)]
@@ -120,6 +121,21 @@ def _explore(deviations: int) -> int:
             f"{name:<20} {'once' if plan is twice else 'twice'} attempted {count:>10} schedules", flush=True
         )
     print(f"{'together':<36} {total:>10} schedules, none lost")
+    return 0
+
+
+def _explore_references(deviations: int) -> int:
+    """Try each race with each fault on prompt storage, then every visibility."""
+    logging.disable(logging.WARNING)
+    cases = [(fault, with_faults(PROMPT, fault), 0.0) for fault in FAULTS[1:]]
+    cases += [(f"lags, usually {lag:g}", MOUNT, lag) for lag in (0.0, 1.0)]
+    total = 0
+    for race in simulated_references.RACES:
+        for name, model, lag in cases:
+            count = simulated_references.all_schedules(race, model, deviations, lag=lag)["schedules"]
+            total += count
+            print(f"{race:<32} {name:<20} {count:>10} schedules", flush=True)
+    print(f"{'together':<53} {total:>10} schedules, none lost, no leak")
     return 0
 
 

@@ -19,7 +19,7 @@ from ckpt.consistency.commit import COMMIT_KEY
 from ckpt.errors import CheckpointError, NotCommitted, NotFound, StillReferred
 from ckpt.format.pin_record import decode_pin
 from ckpt.format.records import decode_commit
-from ckpt.testing.choices import Choices, Seeded
+from ckpt.testing.choices import Choices, Exhaustive, Seeded
 from ckpt.testing.simulated_objects import Model, Version
 from ckpt.testing.simulator import FAULTS, World
 from ckpt.testing.virtual_time import Process
@@ -35,6 +35,23 @@ LONG_S = 2 * GRACE_S
 
 Step = tuple[str, str, tuple[str, ...]]
 """("save" | "remove" | "gc", place, bases)"""
+
+
+SAVE_A: Step = ("save", "a", ())
+SAVE_B: Step = ("save", "b", ("a",))
+SAVE_C: Step = ("save", "c", ("b",))
+REMOVE_A: Step = ("remove", "a", ())
+REMOVE_B: Step = ("remove", "b", ())
+GC_A: Step = ("gc", "a", ())
+
+RACES: dict[str, tuple[list[Step], list[list[Step]]]] = {
+    "a removal": ([SAVE_A], [[SAVE_B], [REMOVE_A]]),
+    "a removal and gc": ([SAVE_A], [[SAVE_B], [REMOVE_A], [GC_A]]),
+    "a replacement": ([SAVE_A], [[SAVE_B], [SAVE_A]]),
+    "a removal of base and owner": ([SAVE_A, SAVE_B], [[SAVE_C], [REMOVE_B, REMOVE_A]]),
+    "removals of referrer and base": ([SAVE_A, SAVE_B], [[REMOVE_B, GC_A], [REMOVE_A]]),
+    "removed and saved anew": ([SAVE_A], [[SAVE_B], [REMOVE_A, SAVE_A, GC_A]]),
+}
 
 
 class ReferenceGuard:
@@ -247,3 +264,16 @@ def raced(choices: Choices, model: Model, *processes: Sequence[Step], before: Se
             simulation.start(f"p{number}", *steps)
         simulation.judge()
     return simulation
+
+
+def all_schedules(race: str, model: Model, deviations: int, *, lag: float = 0.0) -> Counter[str]:
+    """Run and judge every schedule of a race with at most `deviations` from the ordinary."""
+    before, processes = RACES[race]
+    total: Counter[str] = Counter()
+    for choices in Exhaustive.all(deviations, usual_fraction=lag):
+        try:
+            total += raced(choices, model, *processes, before=before).outcomes
+        except Violation as error:
+            raise Violation(f"decisions {choices.path}: {error}") from error
+        total["schedules"] += 1
+    return total
