@@ -1,0 +1,148 @@
+"""Describe the stored rows of a shard: a base, and deltas that change it, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from ckpt.embeddings.rows import Order
+from ckpt.errors import FormatError
+
+VERSION = 1
+_MAX_CHAIN = 1024
+_MAX_SHARDS = 1 << 20
+
+
+class StoredColumn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A column as it is stored.
+
+    Attributes:
+        dtype: by torch's name.
+        bits: 8 or 4 where the deltas of this column are quantized, else 0.
+    """
+
+    name: str
+    width: int
+    dtype: str
+    bits: int = 0
+
+
+class Generation(msgspec.Struct, frozen=True, kw_only=True):
+    """What one save wrote of a shard.
+
+    Attributes:
+        number: never used again in this chain; part of the names of its entries.
+        rows: rows that it inserts or replaces.
+        evicted: rows that it removes, before it inserts.
+        blocks: entries among which its rows are spread.
+    """
+
+    number: int
+    kind: Literal["base", "delta"]
+    rows: int
+    evicted: int
+    block_rows: int
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.rows // self.block_rows)
+
+
+class Chain(msgspec.Struct, frozen=True, kw_only=True):
+    """All that is stored of one shard of a table.
+
+    Attributes:
+        shard, shards: which shard of how many.
+        order: how the rows of a generation are sorted.
+        generations: a base, then deltas, the later ones after the earlier.
+    """
+
+    version: int = VERSION
+    table: str
+    shard: int
+    shards: int
+    order: Order
+    columns: list[StoredColumn]
+    generations: list[Generation]
+
+    def prefix(self, generation: Generation) -> str:
+        """Begin the names of a generation's entries."""
+        return f"{shard_name(self.table, self.shard, self.shards)}.{generation.number:06d}"
+
+    def encode(self) -> bytes:
+        return msgspec.json.encode(self)
+
+
+_CHAIN = msgspec.json.Decoder(Chain)
+
+
+def shard_name(table: str, shard: int, shards: int) -> str:
+    """Begin the names of a shard's entries."""
+    return f"{table}.shard-{shard:05d}-of-{shards:05d}"
+
+
+def decode_chain(text: str | bytes, *, url: str, name: str) -> Chain:
+    """Decode a chain that may be hostile. Raises FormatError."""
+    try:
+        chain = _CHAIN.decode(text)
+        _check(chain)
+    except ValueError as error:
+        raise FormatError(f"{name!r} does not describe a table's shard: {error}", url=url) from None
+    if chain.version > VERSION:
+        raise FormatError(
+            f"the table {chain.table!r} was written in version {chain.version}; this library reads up to {VERSION}, "
+            "update it",
+            url=url,
+        )
+    if name != f"{shard_name(chain.table, chain.shard, chain.shards)}.chain":
+        raise FormatError(f"{name!r} describes another shard than its own", url=url)
+    return chain
+
+
+def _check(chain: Chain) -> None:
+    if not 0 <= chain.shard < chain.shards <= _MAX_SHARDS:
+        raise ValueError(f"shard {chain.shard} of {chain.shards}")
+    numbers = [generation.number for generation in chain.generations]
+    if numbers != sorted(set(numbers)) or len(numbers) > _MAX_CHAIN or any(n < 0 for n in numbers):
+        raise ValueError("its generations are out of order")
+    kinds = [generation.kind for generation in chain.generations]
+    if kinds[:1] != ["base"] or "base" in kinds[1:]:
+        raise ValueError("its first generation, and no other, must be a base")
+    if any(g.rows < 0 or g.evicted < 0 or g.block_rows < 1 for g in chain.generations):
+        raise ValueError("a negative number of rows")
+    if len({column.name for column in chain.columns}) != len(chain.columns) or not chain.columns:
+        raise ValueError("no columns, or two of the same name")
+    if any(column.width < 1 or column.bits not in (0, 4, 8) for column in chain.columns):
+        raise ValueError("a column of no width")
+
+
+class Costs(msgspec.Struct, frozen=True):
+    """What a save could write of a shard, in bytes.
+
+    Attributes:
+        base: all rows.
+        deltas: the deltas of the chain as they are stored, and the next one, after one another.
+        merged: for each delta of the chain, the rows that changed since before it, each once.
+    """
+
+    base: int
+    deltas: Sequence[int]
+    merged: Sequence[int]
+
+
+def first_to_merge(costs: Costs, *, max_deltas: int, max_delta_ratio: float) -> int | None:
+    """Choose what the next save writes: a delta in the place of those from this index on; None: a base.
+
+    A delta alone (an index behind the last one) while the chain stays within its bounds; else the shortest merge
+    that brings the chain to half of them, so that merges stay rare; else a base.
+    """
+    stored = len(costs.deltas) - 1
+    limit = max_delta_ratio * costs.base
+    if stored + 1 <= max_deltas and sum(costs.deltas) <= limit:
+        return stored
+    for first in reversed(range(stored)):
+        if first + 1 <= max(1, max_deltas // 2) and sum(costs.deltas[:first]) + costs.merged[first] <= limit / 2:
+            return first
+    return None

@@ -1,0 +1,310 @@
+"""Save one shard of a table by what changed in it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ckpt.embeddings.chain import (
+    Chain,
+    Costs,
+    Generation,
+    StoredColumn,
+    first_to_merge,
+    shard_name,
+)
+from ckpt.embeddings.cut import Cut
+from ckpt.embeddings.quantized import Bits, quantize
+from ckpt.embeddings.rows import Ids, RowStore, sorted_ids
+from ckpt.embeddings.touched import Touched, ids_of
+from ckpt.errors import ConfigurationError
+from ckpt.format.dtypes import dtype_name
+
+BLOCK_BYTES = 8 << 20
+"""Rows are stored in blocks of about so many bytes a column."""
+
+_ID_BYTES = 8
+_NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-")
+
+
+@dataclass
+class _Change:
+    """What one generation of the chain changed: ids, sorted."""
+
+    touched: Ids
+    evicted: Ids
+
+
+class TableShard:
+    """One process's shard of a table, of which saves write only what changed.
+
+    Change rows inside `writing`, or tell of changes with `touch` where no save runs meanwhile. All methods may be
+    called from any thread.
+
+    Args:
+        name: of the table, the same on all processes: letters, digits, `_`, `-`.
+        rows: where the program keeps them.
+        shard, shards: which shard this is, of how many.
+        quantize: columns of floats whose deltas are stored in 8 or 4 bits; an element is off by at most
+            (largest - smallest of its row) / 510 or / 30. None by default.
+        max_deltas: of a chain; then they are merged into one, or a new base is written.
+        max_delta_ratio: largest size of a chain's deltas together, of that of the base.
+        max_aside_bytes: memory for copies of rows that change during their save; if it is not enough, the save
+            fails, and training goes on.
+
+    Raises:
+        ConfigurationError: an argument is wrong.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        rows: RowStore,
+        *,
+        shard: int = 0,
+        shards: int = 1,
+        quantize: Mapping[str, Bits] | None = None,
+        max_deltas: int = 16,
+        max_delta_ratio: float = 0.4,
+        max_aside_bytes: int = 1 << 30,
+    ) -> None:
+        if not name or not set(name) <= _NAME_CHARACTERS:
+            raise ConfigurationError(f"a table's name consists of letters, digits, _ and -, not {name!r:.100}")
+        if not 0 <= shard < shards:
+            raise ConfigurationError(f"shard must be from 0 to {shards - 1}, not {shard}")
+        if max_deltas < 1 or not max_delta_ratio > 0:
+            raise ConfigurationError("max_deltas must be at least 1, and max_delta_ratio above 0")
+        self.name, self.rows, self.shard, self.shards = name, rows, shard, shards
+        self._bits = _checked_bits(rows, quantize or {})
+        self._max_deltas, self._max_delta_ratio = max_deltas, max_delta_ratio
+        self._max_aside_bytes = max_aside_bytes
+        self.lock = threading.RLock()
+        self._touched, self._evicted = Touched(), Touched()
+        self._chain: Chain | None = None
+        self._changes: list[_Change] = []
+        self._number = 0
+        self._cut: Cut | None = None
+        self._pending: list[_Change] = []
+
+    # -- while training ------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def writing(self, batch: Any) -> Iterator[None]:
+        """Change, or insert, the rows of `batch` (`touch` says what it may be) in the body of `with`.
+
+        A save that runs keeps them as they were before.
+        """
+        with self.lock:
+            ids = self._checked(batch)
+            if self._cut is not None:
+                self._cut.keep(ids)
+            self._touched.add(ids)
+            yield
+
+    def touch(self, batch: Any) -> None:
+        """Note that rows have changed: their ids, a bitmap of all rows, or a sparse gradient.
+
+        Raises:
+            ConfigurationError: an id that this shard cannot have; or a save runs, which needs the rows as they were.
+        """
+        with self.lock:
+            if self._cut is not None and not self._cut.is_over:
+                raise ConfigurationError(
+                    f"rows of {self.name!r} changed while they are being saved: change them inside `with "
+                    "shard.writing(ids):`, or wait for the save"
+                )
+            self._touched.add(self._checked(batch))
+
+    def evict(self, batch: Any) -> None:
+        """Remove rows, here and, with the next save, from the checkpoint."""
+        with self.lock:
+            ids = np.unique(ids_of(batch))
+            if self._cut is not None:
+                self._cut.keep(ids)
+            self.rows.remove(ids)
+            self._touched.discard(ids)
+            self._evicted.add(ids)
+
+    def _checked(self, batch: Any) -> Ids:
+        ids = ids_of(batch)
+        owned = self.rows.owns(ids)
+        if not owned.all():
+            raise ConfigurationError(
+                f"the id {int(ids[~owned][0])} does not belong into shard {self.shard} of {self.shards} of {self.name!r}"
+            )
+        return ids
+
+    # -- saves ---------------------------------------------------------------------------------------------
+
+    def cut(self, *, base: bool = False) -> Cut:
+        """Begin a save: what is changed from now on belongs to the next one.
+
+        `base`: write all rows, because there is no earlier checkpoint to refer to.
+
+        Raises:
+            ConfigurationError: the last save has not been settled.
+        """
+        with self.lock:
+            if self._cut is not None:
+                raise ConfigurationError(f"a save of {self.name!r} has not ended; tell it by `settle`")
+            change = _Change(self._touched.ids(), self._evicted.ids())
+            changes = [*self._changes, change]
+            first = None if base or self._chain is None else self._first_to_merge(self._chain, changes)
+            number = self._number
+            if first is None:
+                ids, evicted = sorted_ids(self.rows.ids(), self.rows.order), np.empty(0, dtype=np.int64)
+                kept: list[Generation] = []
+            else:
+                assert self._chain is not None
+                merged = _merged(changes[first:])
+                merged.touched = merged.touched[self.rows.holds(merged.touched)]
+                ids, evicted = sorted_ids(merged.touched, self.rows.order), merged.evicted
+                kept = self._chain.generations[: first + 1]
+                changes = [*changes[:first], merged]
+            generation = Generation(
+                number=number,
+                kind="base" if first is None else "delta",
+                rows=len(ids),
+                evicted=len(evicted),
+                block_rows=self._block_rows(),
+            )
+            chain = Chain(
+                table=self.name,
+                shard=self.shard,
+                shards=self.shards,
+                order=self.rows.order,
+                columns=self._columns(),
+                generations=[*kept, generation],
+            )
+            self._cut = Cut(chain, ids, evicted, self.rows, self.lock, self._max_aside_bytes)
+            self._number += 1
+            self._pending = [] if first is None else changes
+            self._unsaved, self._touched, self._evicted = change, Touched(), Touched()
+            return self._cut
+
+    def settle(self, *, durable: bool) -> None:
+        """End a save: it was committed, or its changes go into the next one."""
+        with self.lock:
+            cut, self._cut = self._cut, None
+            if cut is None:
+                return
+            cut.close()
+            if durable:
+                self._chain, self._changes = cut.chain, self._pending
+                return
+            earlier, later = self._unsaved, _Change(self._touched.ids(), self._evicted.ids())
+            both = _merged([earlier, later])
+            self._touched, self._evicted = Touched([both.touched]), Touched([both.evicted])
+
+    def resume(self, chain: Chain, changes: list[tuple[Ids, Ids]]) -> None:
+        """Go on from what was restored; `changes` are the ids that each delta of `chain` touched, and evicted."""
+        with self.lock:
+            is_same = (chain.shard, chain.shards) == (self.shard, self.shards) and chain.columns == self._columns()
+            self.restart(1 + chain.generations[-1].number)
+            self._touched, self._evicted = Touched(), Touched()
+            if is_same and chain.order == self.rows.order:
+                self._chain = chain
+                self._changes = [_Change(np.unique(touched), np.unique(evicted)) for touched, evicted in changes]
+
+    def restart(self, number: int = 0) -> None:
+        """Let the next save write a base; its generation has at least this number."""
+        with self.lock:
+            self._chain, self._changes, self._number = None, [], max(number, self._number)
+
+    def _first_to_merge(self, chain: Chain, changes: list[_Change]) -> int | None:
+        row_bytes = _ID_BYTES + sum(c.width * c.dtype.itemsize for c in self.rows.columns.values())
+        merged = []
+        last = _Change(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))
+        for change in reversed(changes):
+            last = _merged([change, last])
+            merged.append(_bytes_of(last, row_bytes))
+        costs = Costs(
+            base=chain.generations[0].rows * row_bytes,
+            deltas=[_bytes_of(change, row_bytes) for change in changes],
+            merged=merged[::-1],
+        )
+        return first_to_merge(costs, max_deltas=self._max_deltas, max_delta_ratio=self._max_delta_ratio)
+
+    def _columns(self) -> list[StoredColumn]:
+        return [
+            StoredColumn(name=name, width=c.width, dtype=dtype_name(c.dtype), bits=self._bits.get(name, 0))
+            for name, c in self.rows.columns.items()
+        ]
+
+    def _block_rows(self) -> int:
+        widest = max(column.width * column.dtype.itemsize for column in self.rows.columns.values())
+        return max(1, BLOCK_BYTES // widest)
+
+
+def entries_of(cut: Cut) -> dict[str, Any]:
+    """Make the entries that a save writes for a cut: tensors, and those to be read when they are due.
+
+    Values that a program changes meanwhile are `Due`; ids, codes and the chain are as they are.
+    """
+    chain, generation = cut.chain, cut.generation
+    prefix = chain.prefix(generation)
+    description = torch.frombuffer(bytearray(chain.encode()), dtype=torch.uint8)
+    entries: dict[str, Any] = {f"{shard_name(chain.table, chain.shard, chain.shards)}.chain": description}
+    if generation.evicted:
+        entries[f"{prefix}.evicted"] = torch.from_numpy(cut.evicted)
+    if generation.rows:
+        entries[f"{prefix}.ids"] = torch.from_numpy(cut.ids)
+    for block in range(generation.blocks):
+        for column in chain.columns:
+            name = f"{prefix}.{column.name}.{block:05d}"
+            if column.bits and generation.kind == "delta":
+                bits: Any = column.bits
+                entries[name], entries[f"{name}.scales"] = quantize(cut.read(column.name, block), bits)
+            else:
+                entries[name] = Due(cut, column.name, block)
+    return entries
+
+
+@dataclass(frozen=True)
+class Due:
+    """A column of a block of rows, to be read when it is written."""
+
+    cut: Cut
+    column: str
+    block: int
+
+    def placeholder(self) -> torch.Tensor:
+        """Make a tensor of its shape and dtype without values."""
+        column = self.cut.columns[self.column]
+        rows = self.cut.generation.block_rows
+        count = min(rows, self.cut.generation.rows - self.block * rows)
+        return torch.empty(count, column.width, dtype=column.dtype, device="meta")
+
+    def read(self) -> torch.Tensor:
+        return self.cut.read(self.column, self.block)
+
+
+def _merged(changes: list[_Change]) -> _Change:
+    """Join changes that follow one another: all ids evicted at some time, and those touched since."""
+    touched = evicted = np.empty(0, dtype=np.int64)
+    for change in changes:
+        if len(change.evicted):
+            touched = np.setdiff1d(touched, change.evicted, assume_unique=True)
+            evicted = np.union1d(evicted, change.evicted)
+        touched = np.union1d(touched, change.touched)
+    return _Change(touched, evicted)
+
+
+def _bytes_of(change: _Change, row_bytes: int) -> int:
+    return len(change.touched) * row_bytes + len(change.evicted) * _ID_BYTES
+
+
+def _checked_bits(rows: RowStore, bits: Mapping[str, Bits]) -> dict[str, Bits]:
+    for name, count in bits.items():
+        column = rows.columns.get(name)
+        if column is None or not column.dtype.is_floating_point:
+            raise ConfigurationError(f"quantize names {name!r}, which is no column of floats")
+        if count not in (8, 4):
+            raise ConfigurationError(f"quantize takes 8 or 4 bits, not {count!r} ({name!r})")
+    return dict(bits)

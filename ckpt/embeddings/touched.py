@@ -1,0 +1,65 @@
+"""Remember which rows have changed since the last checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+
+from ckpt.embeddings.rows import Ids
+from ckpt.errors import ConfigurationError
+
+_MAX_PENDING = 1 << 20
+
+
+class Touched:
+    """A set of ids, made from batches of them with repetitions."""
+
+    def __init__(self, ids: Iterable[Ids] = ()) -> None:
+        self._pending = [np.empty(0, dtype=np.int64), *ids]
+        self._count = sum(map(len, self._pending))
+
+    def add(self, ids: Ids) -> None:
+        """Add ids, of which many may be there already."""
+        self._pending.append(ids)
+        self._count += len(ids)
+        if self._count > _MAX_PENDING + 2 * len(self._pending[0]):
+            self.ids()
+
+    def discard(self, ids: Ids) -> None:
+        """Take ids out."""
+        self._keep(np.setdiff1d(self.ids(), ids))
+
+    def ids(self) -> Ids:
+        """Return the ids, sorted, each once."""
+        if len(self._pending) > 1:  # the first is a set already
+            self._keep(np.unique(np.concatenate(self._pending)))
+        return self._pending[0]
+
+    def _keep(self, ids: Ids) -> None:
+        self._pending, self._count = [ids], len(ids)
+
+
+def ids_of(batch: object) -> Ids:
+    """Return the ids of rows that a batch, a bitmap or a sparse gradient touches.
+
+    Takes int64 tensors or arrays of ids (any shape), bool ones of one element for each row, and sparse
+    tensors, whose first index is the row.
+
+    Raises:
+        ConfigurationError: it is none of these, or has a negative id.
+    """
+    if isinstance(batch, torch.Tensor) and batch.is_sparse:
+        batch = batch.detach()._indices()[0]
+    array = batch.detach().cpu().numpy() if isinstance(batch, torch.Tensor) else np.asarray(batch)
+    if array.dtype == np.bool_ and array.ndim == 1:
+        return np.flatnonzero(array).astype(np.int64)
+    if array.size and array.dtype.kind not in "iu":
+        raise ConfigurationError(
+            f"rows are named by ids (int64), a bitmap (bool) or a sparse gradient, not by {array.dtype}"
+        )
+    ids = array.reshape(-1).astype(np.int64, copy=True)
+    if ids.size and int(ids.min()) < 0:
+        raise ConfigurationError(f"an id is negative: {int(ids.min())}")
+    return ids

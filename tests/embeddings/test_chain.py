@@ -1,0 +1,72 @@
+import msgspec
+import pytest
+
+from ckpt.embeddings.chain import Chain, Costs, Generation, StoredColumn, decode_chain, first_to_merge
+from ckpt.errors import FormatError
+
+GENERATIONS = [
+    Generation(number=3, kind="base", rows=10, evicted=0, block_rows=4),
+    Generation(number=5, kind="delta", rows=2, evicted=1, block_rows=4),
+]
+CHAIN = Chain(
+    table="user",
+    shard=1,
+    shards=3,
+    order="hash",
+    columns=[StoredColumn(name="values", width=4, dtype="float32")],
+    generations=GENERATIONS,
+)
+NAME = "user.shard-00001-of-00003.chain"
+
+
+def test_a_chain_is_what_was_encoded():
+    assert decode_chain(CHAIN.encode(), url="x", name=NAME) == CHAIN
+    assert CHAIN.prefix(GENERATIONS[1]) == "user.shard-00001-of-00003.000005"
+    assert GENERATIONS[0].blocks == 3
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"generations": []},
+        {"generations": GENERATIONS[1:]},
+        {"generations": GENERATIONS[::-1]},
+        {"generations": [GENERATIONS[0]] * 2},
+        {"generations": [msgspec.structs.replace(GENERATIONS[0], rows=-1)]},
+        {"generations": [msgspec.structs.replace(GENERATIONS[0], block_rows=0)]},
+        {"shard": 3},
+        {"shard": -1},
+        {"table": "item"},
+        {"version": 2},
+        {"columns": []},
+        {"columns": CHAIN.columns * 2},
+        {"columns": [StoredColumn(name="values", width=0, dtype="float32")]},
+        {"columns": [StoredColumn(name="values", width=1, dtype="float32", bits=7)]},
+    ],
+)
+def test_a_chain_that_cannot_be_is_refused(change):
+    data = msgspec.structs.replace(CHAIN, **change).encode()
+    with pytest.raises(FormatError):
+        decode_chain(data, url="x", name=NAME)
+
+
+@pytest.mark.parametrize("data", [b"", b"{}", b"[1", b'{"version": "x"}'])
+def test_what_is_no_chain_is_refused(data):
+    with pytest.raises(FormatError, match="describe a table's shard"):
+        decode_chain(data, url="x", name=NAME)
+
+
+def test_deltas_follow_one_another_until_they_are_too_many_or_too_large():
+    def choice(deltas, merged, **bounds):
+        bounds = {"max_deltas": 4, "max_delta_ratio": 0.5, **bounds}
+        return first_to_merge(Costs(1000, deltas, merged), **bounds)
+
+    assert choice([10], [10]) == 0
+    assert choice([10, 10, 10], [20, 15, 10]) == 2
+    # The fifth: at most two of four may be left, so all from the second on become one.
+    assert choice([10] * 5, [40, 30, 25, 20, 10]) == 1
+    # Too large for half of the bound: a base.
+    assert choice([300, 300], [400, 300]) is None
+    # Merged they are small, as the same rows changed each time.
+    assert choice([300, 300], [240, 300]) == 0
+    assert choice([600], [600]) is None

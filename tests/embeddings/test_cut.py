@@ -1,0 +1,153 @@
+import numpy as np
+import pytest
+import torch
+from ckpt.embeddings import shard as shard_module
+from ckpt.embeddings.rows import Column, DenseRows, home_of
+from ckpt.embeddings.shard import TableShard
+from ckpt.errors import CheckpointError, ConfigurationError
+from embeddings.row_stores import DictRows
+
+COLUMNS = {"values": Column(4, torch.float32), "adagrad": Column(1, torch.float32)}
+
+
+def dense(count=100, first_id=1000):
+    values = torch.arange(count * 4, dtype=torch.float32).reshape(count, 4)
+    return DenseRows(first_id, values=values, adagrad=torch.zeros(count))
+
+
+def growing():
+    rows = DictRows(COLUMNS)
+    ids = np.arange(0, 300, 3)
+    rows.write(ids, {"values": torch.randn(100, 4), "adagrad": torch.zeros(100, 1)})
+    return rows
+
+
+def contents(cut):
+    blocks = range(cut.generation.blocks)
+    return {name: torch.cat([cut.read(name, block) for block in blocks]) for name in cut.columns}
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(shard_module, "BLOCK_BYTES", 16 * 7)  # 7 rows
+
+
+@pytest.mark.parametrize("make", [dense, growing])
+def test_rows_change_while_they_are_read_and_the_cut_does_not(make):
+    rows = make()
+    shard = TableShard("user", rows)
+    ids = np.sort(rows.ids())
+    cut = shard.cut(base=True)
+    expected = rows.read(cut.ids, COLUMNS)
+    assert sorted(cut.ids.tolist()) == ids.tolist()
+    random = np.random.default_rng(1)
+    for _ in range(20):
+        batch = random.choice(ids, size=12)
+        with shard.writing(batch):
+            unique = np.unique(batch)
+            rows.write(unique, {"values": torch.randn(len(unique), 4), "adagrad": torch.ones(len(unique), 1)})
+        got = contents(cut)
+        assert all(torch.equal(got[name], expected[name]) for name in COLUMNS)
+    assert 0 < cut.aside_bytes
+
+
+def test_rows_that_come_and_go_during_a_save_belong_to_the_next():
+    rows = growing()
+    shard = TableShard("user", rows)
+    cut = shard.cut(base=True)
+    expected = rows.read(cut.ids, COLUMNS)
+    shard.evict([0, 3])
+    with shard.writing([1, 3]):
+        rows.write(np.array([1, 3]), {"values": torch.ones(2, 4), "adagrad": torch.ones(2, 1)})
+    got = contents(cut)
+    assert all(torch.equal(got[name], expected[name]) for name in COLUMNS)
+    shard.settle(durable=True)
+    following = shard.cut()
+    assert following.generation.kind == "delta"
+    assert sorted(following.ids.tolist()) == [1, 3]
+    assert following.evicted.tolist() == [0, 3]
+
+
+def test_what_a_failed_save_did_not_save_is_in_the_next():
+    rows = dense()
+    shard = TableShard("user", rows)
+    shard.cut(base=True)
+    shard.settle(durable=True)
+    shard.touch([1001, 1002])
+    failed = shard.cut()
+    shard.settle(durable=False)
+    shard.touch([1005])
+    cut = shard.cut()
+    assert cut.ids.tolist() == [1001, 1002, 1005]
+    assert cut.generation.number > failed.generation.number
+
+
+def test_deltas_are_merged_and_an_evicted_row_is_not_brought_back():
+    rows = growing()
+    shard = TableShard("user", rows, max_deltas=2, max_delta_ratio=10.0)
+    shard.cut(base=True)
+    shard.settle(durable=True)
+    for ids in ([3, 6], [6, 9]):
+        shard.touch(ids)
+        shard.cut()
+        shard.settle(durable=True)
+    shard.evict([6])
+    shard.touch([12])
+    cut = shard.cut()
+    assert [g.kind for g in cut.chain.generations] == ["base", "delta"]
+    assert sorted(cut.ids.tolist()) == [3, 9, 12]
+    assert cut.evicted.tolist() == [6]
+    shard.settle(durable=False)
+    shard.touch([15])
+    assert sorted(shard.cut().ids.tolist()) == [3, 9, 12, 15]
+
+
+def test_copies_are_bounded_and_training_goes_on():
+    rows = dense()
+    shard = TableShard("user", rows, max_aside_bytes=10 * 20)
+    cut = shard.cut(base=True)
+    with shard.writing(np.arange(1000, 1010)):
+        rows.write(np.arange(1000, 1010), {"values": torch.ones(10, 4)})
+    contents(cut)
+    with shard.writing([1010]):
+        rows.write(np.array([1010]), {"values": torch.ones(1, 4)})
+    assert cut.aside_bytes == 0
+    with pytest.raises(CheckpointError, match="max_aside_bytes"):
+        cut.read("values", 0)
+    shard.touch([1011])
+    shard.settle(durable=False)
+    assert shard.cut(base=True).generation.rows == 100
+
+
+def test_misuse_is_one_clear_error():
+    shard = TableShard("user", dense())
+    with pytest.raises(ConfigurationError, match="the id 7 does not belong into shard 0 of 1 of 'user'"):
+        shard.touch([1003, 7])
+    with pytest.raises(ConfigurationError, match="no row|does not belong"), shard.writing([1100]):
+        pass
+    shard.cut(base=True)
+    with pytest.raises(ConfigurationError, match="has not ended"):
+        shard.cut()
+    with pytest.raises(ConfigurationError, match="while they are being saved"):
+        shard.touch([1001])
+    with pytest.raises(ConfigurationError, match="evicts none"):
+        shard.evict([1001])
+    for arguments in (
+        {"name": "a.b"},
+        {"name": ""},
+        {"shard": 1},
+        {"max_deltas": 0},
+        {"max_delta_ratio": 0.0},
+        {"quantize": {"nothing": 8}},
+        {"quantize": {"values": 5}},
+    ):
+        with pytest.raises(ConfigurationError):
+            TableShard(**{"name": "user", "rows": dense(), **arguments})
+
+
+def test_homes_are_even_and_few_rows_move():
+    ids = np.arange(100_000)
+    counts = np.bincount(home_of(ids, 7), minlength=7)
+    assert counts.min() > 0.95 * 100_000 / 7
+    assert home_of(ids[:5], 1).tolist() == [0] * 5
+    assert home_of(np.array([0, 1, 2, 12345]), 1 << 20).tolist() == home_of(np.array([0, 1, 2, 12345]), 1 << 20).tolist()
