@@ -14,7 +14,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ckpt import errors
+    from ckpt import embeddings, errors
     from ckpt.acceptance.roundtrip import roundtrip
     from ckpt.api import async_save, load, save
     from ckpt.conversion.convert import convert
@@ -47,6 +47,7 @@ __all__ = [
     "copy",
     "diff",
     "doctor",
+    "embeddings",
     "errors",
     "frozen",
     "inspect",
@@ -88,8 +89,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "errors":
-        return importlib.import_module("ckpt.errors")
+    if name in ("embeddings", "errors"):
+        return importlib.import_module(f"ckpt.{name}")
     if name == "__version__":
         return _version()
     if name not in _HOMES:

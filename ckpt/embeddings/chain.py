@@ -119,30 +119,41 @@ def _check(chain: Chain) -> None:
 
 
 class Costs(msgspec.Struct, frozen=True):
-    """What a save could write of a shard, in bytes.
+    """What a save could write of a shard, or of all shards of a table, in bytes.
 
     Attributes:
         base: all rows.
         deltas: the deltas of the chain as they are stored, and the next one, after one another.
-        merged: for each delta of the chain, the rows that changed since before it, each once.
+        merged: for each of them, the rows that changed since before it, each once.
+        max_deltas, max_delta_ratio: the bounds of the chain.
     """
 
     base: int
     deltas: Sequence[int]
     merged: Sequence[int]
+    max_deltas: int
+    max_delta_ratio: float
 
 
-def first_to_merge(costs: Costs, *, max_deltas: int, max_delta_ratio: float) -> int | None:
-    """Choose what the next save writes: a delta in the place of those from this index on; None: a base.
+def first_to_merge(shards: Sequence[Costs | None]) -> int | None:
+    """Choose what the next save writes of all shards: a delta in the place of those from this index on; None: a base.
 
-    A delta alone (an index behind the last one) while the chain stays within its bounds; else the shortest merge
-    that brings the chain to half of them, so that merges stay rare; else a base.
+    A delta alone (the index of the last one) while the chain stays within its bounds; else the shortest merge
+    that brings the chain to half of them, so that merges stay rare; else a base. All shards do the same, so that
+    their chains lie in few checkpoints.
     """
-    stored = len(costs.deltas) - 1
-    limit = max_delta_ratio * costs.base
-    if stored + 1 <= max_deltas and sum(costs.deltas) <= limit:
-        return stored
-    for first in reversed(range(stored)):
-        if first + 1 <= max(1, max_deltas // 2) and sum(costs.deltas[:first]) + costs.merged[first] <= limit / 2:
+    if not shards or len({-1 if costs is None else len(costs.deltas) for costs in shards}) > 1:
+        return None
+    known = [costs for costs in shards if costs is not None]
+    if not known:
+        return None
+    deltas = [sum(sizes) for sizes in zip(*(costs.deltas for costs in known), strict=True)]
+    merged = [sum(sizes) for sizes in zip(*(costs.merged for costs in known), strict=True)]
+    limit = sum(costs.max_delta_ratio * costs.base for costs in known)
+    max_deltas = min(costs.max_deltas for costs in known)
+    if len(deltas) <= max_deltas and sum(deltas) <= limit:
+        return len(deltas) - 1
+    for first in reversed(range(len(deltas) - 1)):
+        if first + 1 <= max(1, max_deltas // 2) and sum(deltas[:first]) + merged[first] <= limit / 2:
             return first
     return None

@@ -28,7 +28,13 @@ class Cut:
     """
 
     def __init__(
-        self, chain: Chain, ids: Ids, evicted: Ids, rows: RowStore, lock: threading.RLock, max_aside_bytes: int
+        self,
+        chain: Chain,
+        ids: Ids,
+        evicted: Ids,
+        rows: RowStore,
+        lock: threading.RLock,
+        max_aside_bytes: int,
     ) -> None:
         """`lock` is held by whoever changes rows. Up to `max_aside_bytes` are copied; then the cut is given up."""
         self.chain, self.ids, self.evicted = chain, ids, evicted
@@ -100,7 +106,9 @@ class Cut:
             if len(live):
                 values[torch.from_numpy(live)] = self._rows.read(ids[live], [column])[column]
             kept = np.flatnonzero(slots >= 0)
-            values[torch.from_numpy(kept)] = self._aside[column][torch.from_numpy(slots[kept].astype(np.int64))]
+            values[torch.from_numpy(kept)] = self._aside[column][
+                torch.from_numpy(slots[kept].astype(np.int64))
+            ]
             return values
 
     def close(self, fault: str = "its save is over") -> None:
@@ -123,5 +131,3 @@ def _grown(tensor: torch.Tensor | None, rows: int, width: int, dtype: torch.dtyp
     if tensor is not None:
         larger[: len(tensor)] = tensor
     return larger
-
-

@@ -11,7 +11,8 @@ Bits = Literal[8, 4]
 
 def largest_error(values: torch.Tensor, bits: Bits) -> torch.Tensor:
     """Return the largest error of each row's elements: half a step of (largest - smallest) / (2^bits - 1)."""
-    return (values.amax(1) - values.amin(1)).float() / (2 * (2**bits - 1))
+    error: torch.Tensor = (values.amax(1).float() - values.amin(1).float()) / (2 * (2**bits - 1))
+    return error
 
 
 def quantize(values: torch.Tensor, bits: Bits) -> tuple[torch.Tensor, torch.Tensor]:

@@ -65,7 +65,9 @@ def chains_of(checkpoint: OpenCheckpoint, table: str) -> list[Chain]:
     names = [name for name in checkpoint.names if pattern.fullmatch(name)]
     url = checkpoint.store.url
     if not names:
-        tables = sorted({name[len(PREFIX) :].split(".")[0] for name in checkpoint.names if name.startswith(PREFIX)})
+        tables = sorted(
+            {name[len(PREFIX) :].split(".")[0] for name in checkpoint.names if name.startswith(PREFIX)}
+        )
         known = f"; it has {', '.join(tables[:20])}" if tables else ", or any other"
         raise LoadFailed(f"the checkpoint has no table {table!r}{known}", url=url)
     chains = []
@@ -135,7 +137,9 @@ class _Reader:
             inserts.append((run, parts))
         self._checkpoint.read_into(reads)
         for run, parts in inserts:
-            rows = {c.name: _exact(parts[c.name], c) for c in self._chain.columns if parts[c.name] is not None}
+            rows = {
+                c.name: _exact(parts[c.name], c) for c in self._chain.columns if parts[c.name] is not None
+            }
             part = slice(run.start, run.stop)
             if rows:
                 owned = run.owned
@@ -205,7 +209,8 @@ def _exact(part: Any, column: StoredColumn) -> torch.Tensor:
         assert isinstance(part, torch.Tensor)
         return part
     bits: Any = column.bits
-    return dequantize(*part, bits, column.width, torch_dtype(column.dtype))
+    codes, scales = part
+    return dequantize(codes, scales, bits, column.width, torch_dtype(column.dtype))
 
 
 def _read(checkpoint: OpenCheckpoint, name: str, dtype: torch.dtype) -> torch.Tensor:
@@ -230,5 +235,3 @@ def _check_columns(shard: TableShard, chain: Chain) -> None:
 
 def _text(column: tuple[int, str] | None) -> str:
     return "missing" if column is None else f"{column[1]} x {column[0]}"
-
-

@@ -46,7 +46,7 @@ class RowStore(Protocol):
 
     @property
     def order(self) -> Order:
-        """"id" where a shard holds a range of ids, "hash" where it holds what `home_of` gives it."""
+        """ "id" where a shard holds a range of ids, "hash" where it holds what `home_of` gives it."""
 
     def ids(self) -> Ids:
         """Return the ids of all rows, each once."""
@@ -92,7 +92,9 @@ class DenseRows:
     def __init__(self, first_id: int, **columns: torch.Tensor) -> None:
         counts = {name: len(tensor) for name, tensor in columns.items()}
         if len(set(counts.values())) != 1:
-            raise ConfigurationError(f"the columns of a table must have the same number of rows, not {counts}")
+            raise ConfigurationError(
+                f"the columns of a table must have the same number of rows, not {counts}"
+            )
         self.first_id, self._count = first_id, next(iter(counts.values()))
         self._tensors = {name: _matrix(name, tensor) for name, tensor in columns.items()}
         self.columns = {name: Column(t.shape[1], t.dtype) for name, t in self._tensors.items()}
@@ -140,7 +142,8 @@ def _matrix(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 def home_of(ids: Ids, shards: int) -> NDArray[np.int64]:
     """Give each id a shard from 0 to `shards` - 1: ranges of a hash, so that few rows move when `shards` changes."""
-    return ((hash_of(ids) >> np.uint64(32)) * np.uint64(shards) >> np.uint64(32)).astype(np.int64)
+    homes: Ids = ((hash_of(ids) >> np.uint64(32)) * np.uint64(shards) >> np.uint64(32)).astype(np.int64)
+    return homes
 
 
 def hash_of(ids: Ids) -> NDArray[np.uint64]:
@@ -148,7 +151,8 @@ def hash_of(ids: Ids) -> NDArray[np.uint64]:
     x = ids.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    mixed: NDArray[np.uint64] = x ^ (x >> np.uint64(31))
+    return mixed
 
 
 def sorted_ids(ids: Ids, order: Order) -> Ids:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future
@@ -13,15 +12,18 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 
 from ckpt.api import async_save, save
+from ckpt.embeddings.chain import Costs, first_to_merge
 from ckpt.embeddings.cut import Cut
 from ckpt.embeddings.restoring import PREFIX, restore_shard
 from ckpt.embeddings.shard import Due, TableShard, entries_of
 from ckpt.errors import ConfigurationError
+from ckpt.ranks.group import Ranks
 from ckpt.reading.slices import OpenCheckpoint
 from ckpt.references.frozen import Patterns
 from ckpt.references.request import References
+from ckpt.references.writer import UNFIT
 
-_logger = logging.getLogger(__name__)
+_OF_RANKS = ("process_group", "no_dist", "timeout_s")
 
 
 class Tables:
@@ -56,8 +58,8 @@ class Tables:
         Raises:
             SaveFailed, ConfigurationError: as `ckpt.save`; what has changed is saved with the next one.
         """
-        with self._settled(url) as (planner, references):
-            return save(state_dict, url, planner=planner, base=references(frozen), **options)
+        with self._settled(url, frozen, options) as more:
+            return save(state_dict, url, **more, **options)
 
     def async_save(
         self,
@@ -69,8 +71,8 @@ class Tables:
     ) -> Future[Metadata]:
         """Do the same in the background, as `ckpt.async_save`; no table is copied, but rows that change."""
         with contextlib.ExitStack() as stack:
-            planner, references = stack.enter_context(self._settled(url))
-            future = async_save(state_dict, url, planner=planner, base=references(frozen), **options)
+            more = stack.enter_context(self._settled(url, frozen, options))
+            future = async_save(state_dict, url, **more, **options)
             rest = stack.pop_all()
 
         def settle(done: Future[Metadata]) -> None:
@@ -99,31 +101,47 @@ class Tables:
         return counts
 
     @contextlib.contextmanager
-    def _settled(self, url: str | os.PathLike[str]) -> Iterator[tuple[TablePlanner, Any]]:
-        """Cut all shards, and tell them afterwards how the save has ended."""
+    def _settled(
+        self, url: str | os.PathLike[str], frozen: Collection[str], options: Mapping[str, Any]
+    ) -> Iterator[dict[str, Any]]:
+        """Cut all shards, yield what is to be saved of them, and tell them afterwards how the save has ended."""
         cuts: list[Cut] = []
-        base = self._base
         try:
+            base, first = self._plan(**{name: options[name] for name in _OF_RANKS if name in options})
             for shard in self.shards:
-                cuts.append(shard.cut(base=base is None))
-            planner = TablePlanner(cuts)
-
-            def references(frozen: Collection[str]) -> References:
-                prefixes = frozenset(
-                    f"{PREFIX}{cut.chain.prefix(generation)}."
-                    for cut in cuts
-                    for generation in cut.chain.generations[:-1]
-                )
-                return References(base, Patterns(frozen), prefixes, undigested=PREFIX)
-
-            yield planner, references
-        except BaseException:
+                cuts.append(shard.cut(first[shard.name]))
+            prefixes = frozenset(
+                f"{PREFIX}{cut.chain.prefix(generation)}."
+                for cut in cuts
+                for generation in cut.chain.generations[:-1]
+                if generation.rows or generation.evicted
+            )
+            references = References(base, Patterns(frozen), prefixes, undigested=PREFIX)
+            yield {"planner": TablePlanner(cuts), "base": references}
+        except BaseException as error:
             for shard, _ in zip(self.shards, cuts, strict=False):
                 shard.settle(durable=False)
+            if isinstance(error, UNFIT):
+                self._base = None  # what this save could not refer to, the next one cannot either
             raise
         for shard in self.shards:
             shard.settle(durable=True)
         self._base = url
+
+    def _plan(self, **of_ranks: Any) -> tuple[str | os.PathLike[str] | None, dict[str, int | None]]:
+        """Agree with all ranks on the base, and on what each table writes (`first_to_merge`)."""
+        group, no_dist = of_ranks.pop("process_group", None), of_ranks.pop("no_dist", False)
+        with contextlib.closing(Ranks(group, no_dist=no_dist, **of_ranks)) as ranks:
+            costs = {shard.name: shard.costs() for shard in self.shards}
+            own = ranks.together("save of tables", lambda: (self._base, costs))
+            told = ranks.gather(own)
+        bases = {str(base) for base, _ in told}
+        base = self._base if len(bases) == 1 else None
+        shards: dict[str, list[Costs | None]] = {}
+        for _, of_rank in told:
+            for name, each in of_rank.items():
+                shards.setdefault(name, []).append(None if base is None else each)
+        return base, {name: first_to_merge(each) for name, each in shards.items()}
 
 
 class TablePlanner(DefaultSavePlanner):
@@ -154,4 +172,3 @@ class TablePlanner(DefaultSavePlanner):
         """Return a value of the state, or read rows."""
         due = self._due.get(index.fqn.removeprefix(PREFIX)) if index.fqn.startswith(PREFIX) else None
         return super().lookup_object(index) if due is None else due.read()
-

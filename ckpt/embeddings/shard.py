@@ -16,7 +16,6 @@ from ckpt.embeddings.chain import (
     Costs,
     Generation,
     StoredColumn,
-    first_to_merge,
     shard_name,
 )
 from ckpt.embeddings.cut import Cut
@@ -70,12 +69,14 @@ class TableShard:
         shard: int = 0,
         shards: int = 1,
         quantize: Mapping[str, Bits] | None = None,
-        max_deltas: int = 16,
+        max_deltas: int = 12,
         max_delta_ratio: float = 0.4,
         max_aside_bytes: int = 1 << 30,
     ) -> None:
         if not name or not set(name) <= _NAME_CHARACTERS:
-            raise ConfigurationError(f"a table's name consists of letters, digits, _ and -, not {name!r:.100}")
+            raise ConfigurationError(
+                f"a table's name consists of letters, digits, _ and -, not {name!r:.100}"
+            )
         if not 0 <= shard < shards:
             raise ConfigurationError(f"shard must be from 0 to {shards - 1}, not {shard}")
         if max_deltas < 1 or not max_delta_ratio > 0:
@@ -142,10 +143,15 @@ class TableShard:
 
     # -- saves ---------------------------------------------------------------------------------------------
 
-    def cut(self, *, base: bool = False) -> Cut:
+    def costs(self) -> Costs | None:
+        """Say what the next save could write; None if it can only be a base."""
+        with self.lock:
+            return None if self._chain is None else self._costs(self._chain, [*self._changes, self._change()])
+
+    def cut(self, first: int | None = None) -> Cut:
         """Begin a save: what is changed from now on belongs to the next one.
 
-        `base`: write all rows, because there is no earlier checkpoint to refer to.
+        `first`: write a delta in the place of the chain's deltas from this index on; None: all rows.
 
         Raises:
             ConfigurationError: the last save has not been settled.
@@ -153,9 +159,8 @@ class TableShard:
         with self.lock:
             if self._cut is not None:
                 raise ConfigurationError(f"a save of {self.name!r} has not ended; tell it by `settle`")
-            change = _Change(self._touched.ids(), self._evicted.ids())
+            change = self._change()
             changes = [*self._changes, change]
-            first = None if base or self._chain is None else self._first_to_merge(self._chain, changes)
             number = self._number
             if first is None:
                 ids, evicted = sorted_ids(self.rows.ids(), self.rows.order), np.empty(0, dtype=np.int64)
@@ -198,38 +203,46 @@ class TableShard:
             if durable:
                 self._chain, self._changes = cut.chain, self._pending
                 return
-            earlier, later = self._unsaved, _Change(self._touched.ids(), self._evicted.ids())
-            both = _merged([earlier, later])
+            both = _merged([self._unsaved, self._change()])
             self._touched, self._evicted = Touched([both.touched]), Touched([both.evicted])
 
     def resume(self, chain: Chain, changes: list[tuple[Ids, Ids]]) -> None:
         """Go on from what was restored; `changes` are the ids that each delta of `chain` touched, and evicted."""
         with self.lock:
-            is_same = (chain.shard, chain.shards) == (self.shard, self.shards) and chain.columns == self._columns()
+            is_same = (chain.shard, chain.shards) == (
+                self.shard,
+                self.shards,
+            ) and chain.columns == self._columns()
             self.restart(1 + chain.generations[-1].number)
             self._touched, self._evicted = Touched(), Touched()
             if is_same and chain.order == self.rows.order:
                 self._chain = chain
-                self._changes = [_Change(np.unique(touched), np.unique(evicted)) for touched, evicted in changes]
+                self._changes = [
+                    _Change(np.unique(touched), np.unique(evicted)) for touched, evicted in changes
+                ]
 
     def restart(self, number: int = 0) -> None:
         """Let the next save write a base; its generation has at least this number."""
         with self.lock:
             self._chain, self._changes, self._number = None, [], max(number, self._number)
 
-    def _first_to_merge(self, chain: Chain, changes: list[_Change]) -> int | None:
+    def _change(self) -> _Change:
+        return _Change(self._touched.ids(), self._evicted.ids())
+
+    def _costs(self, chain: Chain, changes: list[_Change]) -> Costs:
         row_bytes = _ID_BYTES + sum(c.width * c.dtype.itemsize for c in self.rows.columns.values())
         merged = []
         last = _Change(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))
         for change in reversed(changes):
             last = _merged([change, last])
             merged.append(_bytes_of(last, row_bytes))
-        costs = Costs(
+        return Costs(
             base=chain.generations[0].rows * row_bytes,
             deltas=[_bytes_of(change, row_bytes) for change in changes],
             merged=merged[::-1],
+            max_deltas=self._max_deltas,
+            max_delta_ratio=self._max_delta_ratio,
         )
-        return first_to_merge(costs, max_deltas=self._max_deltas, max_delta_ratio=self._max_delta_ratio)
 
     def _columns(self) -> list[StoredColumn]:
         return [

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
@@ -133,6 +134,19 @@ class Base:
         if not isinstance(entry, TensorColumns) or (entry.dtype, entry.size) != (dtype, tuple(size)):
             return None
         return entry
+
+    def names_of(self, prefixes: Collection[str]) -> Iterator[str]:
+        """List the entries whose names begin with one of `prefixes`. Raises ConfigurationError if one has none."""
+        names = sorted(self.columns.entries) if prefixes else []
+        for prefix in sorted(prefixes):
+            start = stop = bisect.bisect_left(names, prefix)
+            while stop < len(names) and names[stop].startswith(prefix):
+                stop += 1
+            if start == stop:
+                raise ConfigurationError(
+                    f"{prefix!r}* is to be carried, but is not in the base", url=self.url
+                )
+            yield from names[start:stop]
 
     def rows_of_rank(self, rank: int, size: int, fqns: Iterable[str]) -> Iterator[tuple[str, int]]:
         """List the rows that this rank of `size` compares: those that a rank of its number wrote."""

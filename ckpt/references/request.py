@@ -17,13 +17,16 @@ class References:
     Attributes:
         base: the place of the base; None for a save that others may refer to.
         frozen: tensors that need not be compared.
-        carried: entries of the base that the state does not hold, and the checkpoint shall.
+        carried: beginnings of the names of entries that the state does not hold, and the checkpoint shall, as
+            the base does; those of all ranks together.
+        undigested: the beginning of names of tensors that are new in every save, for which no digest is stored.
         required: a base that cannot be used is an error; else everything is saved.
     """
 
     base: str | os.PathLike[str] | None
     frozen: Patterns
     carried: frozenset[str] = frozenset()
+    undigested: str | None = None
     required: bool = True
 
     @staticmethod

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ from ckpt.writing.writer import CheckpointWriter
 
 _logger = logging.getLogger(__name__)
 
-_UNFIT = (NotFound, NotCommitted, NotVisible, IntegrityError, FormatError, CommitConflict, ConfigurationError)
+UNFIT = (NotFound, NotCommitted, NotVisible, IntegrityError, FormatError, CommitConflict, ConfigurationError)
 """Errors that say of a base that it cannot be one."""
 
 
@@ -71,7 +72,7 @@ class ReferringWriter(CheckpointWriter):
             try:
                 self._base = Base.open(self._store, self._base_name)
                 return self._base.share()
-            except _UNFIT as error:
+            except UNFIT as error:
                 if self._request.required:
                     raise
                 _logger.warning("everything is saved anew: %s", error)
@@ -82,6 +83,9 @@ class ReferringWriter(CheckpointWriter):
         if shared is not None and self._base is None:
             self._base = Base.open(self._store, self._base_name, shared)
         if self._base is not None:
+            prefixes = set().union(*ranks.gather(self._request.carried))
+            carried = frozenset(self._base.names_of(prefixes))
+            self._request = replace(self._request, carried=carried)
             self._sure = sure_entries(self._base, self._request)
 
     def unstaged(self, values: dict[str, Any]) -> list[torch.Tensor]:
@@ -133,7 +137,12 @@ class ReferringWriter(CheckpointWriter):
         self.progress.moved()
 
     def _digest(self, entries: Sequence[Entry]) -> dict[Chunk, bytes]:
-        wanted = dict(_tensors(entries))
+        undigested = self._request.undigested
+        wanted = {
+            chunk: resolve
+            for chunk, resolve in _tensors(entries)
+            if undigested is None or not chunk[0].startswith(undigested)
+        }
         self._digests.make(wanted.items())
         return {chunk: self._digests.of(chunk) for chunk in wanted}
 

@@ -25,7 +25,7 @@ class DictRows:
         return np.array(list(self.rows), dtype=np.int64)
 
     def owns(self, ids: Ids) -> NDArray[np.bool_]:
-        return home_of(ids, self.shards) == self.shard
+        return np.equal(home_of(ids, self.shards), self.shard)
 
     def holds(self, ids: Ids) -> NDArray[np.bool_]:
         return np.array([int(id) in self.rows for id in ids], dtype=bool)

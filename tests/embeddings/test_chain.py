@@ -57,16 +57,25 @@ def test_what_is_no_chain_is_refused(data):
 
 
 def test_deltas_follow_one_another_until_they_are_too_many_or_too_large():
-    def choice(deltas, merged, **bounds):
-        bounds = {"max_deltas": 4, "max_delta_ratio": 0.5, **bounds}
-        return first_to_merge(Costs(1000, deltas, merged), **bounds)
+    def choice(deltas, merged):
+        # Two shards of one table decide together.
+        halves = [Costs(500, [n // 2 for n in deltas], [n // 2 for n in merged], 4, 0.5)] * 2
+        return first_to_merge(halves)
 
     assert choice([10], [10]) == 0
-    assert choice([10, 10, 10], [20, 15, 10]) == 2
+    assert choice([10, 10, 10], [20, 16, 10]) == 2
     # The fifth: at most two of four may be left, so all from the second on become one.
-    assert choice([10] * 5, [40, 30, 25, 20, 10]) == 1
+    assert choice([10] * 5, [40, 30, 26, 20, 10]) == 1
     # Too large for half of the bound: a base.
     assert choice([300, 300], [400, 300]) is None
     # Merged they are small, as the same rows changed each time.
     assert choice([300, 300], [240, 300]) == 0
     assert choice([600], [600]) is None
+
+
+def test_shards_whose_chains_differ_begin_anew():
+    one = Costs(500, [5], [5], 4, 0.5)
+    assert first_to_merge([one, None]) is None
+    assert first_to_merge([None]) is None
+    assert first_to_merge([]) is None
+    assert first_to_merge([one, Costs(500, [5, 5], [10, 5], 4, 0.5)]) is None

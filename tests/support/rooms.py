@@ -164,6 +164,17 @@ ROOMS: Mapping[str, Room] = {
             "ckpt.references",
         ),
     ),
+    "ckpt.embeddings": Room(
+        "tables of rows, saved by what changed, on any number of processes",
+        (
+            "ckpt.errors",
+            "ckpt.api",
+            "ckpt.format",
+            "ckpt.ranks",
+            "ckpt.reading",
+            "ckpt.references",
+        ),
+    ),
     "ckpt.dcp_hook": Room(
         "ckpt.install()",
         (

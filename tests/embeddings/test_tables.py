@@ -1,0 +1,180 @@
+"""Tables saved and restored by real saves, compared with what they were at each."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from embeddings.row_stores import DictRows
+
+import ckpt
+from ckpt.embeddings import shard as shard_module
+from ckpt.embeddings.rows import Column, DenseRows
+from ckpt.embeddings.saving import Tables
+from ckpt.embeddings.shard import TableShard
+from ckpt.errors import ConfigurationError, LoadFailed
+
+COLUMNS = {"values": Column(4, torch.float32), "adagrad": Column(1, torch.float64)}
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(shard_module, "BLOCK_BYTES", 16 * 7)  # 7 rows
+
+
+def rows_like(ids, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "values": torch.randn(len(ids), 4, generator=generator),
+        "adagrad": torch.rand(len(ids), 1, generator=generator, dtype=torch.float64),
+    }
+
+
+def restored(url, shards=1, **more):
+    """Restore a table into so many shards of its own; return its rows by id."""
+    rows = {}
+    for number in range(shards):
+        store = DictRows(COLUMNS, number, shards)
+        Tables(TableShard("user", store, shard=number, shards=shards, **more)).restore(url)
+        assert not rows.keys() & store.rows.keys()
+        rows.update(store.rows)
+    return rows
+
+
+def same(rows, others):
+    return rows.keys() == others.keys() and all(
+        torch.equal(row[name], others[id][name]) for id, row in rows.items() for name in COLUMNS
+    )
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_checkpoint_restores_the_rows_of_its_time_on_any_number_of_shards(tmp_path, seed):
+    random = np.random.default_rng(seed)
+    store = DictRows(COLUMNS)
+    shard = TableShard("user", store, max_deltas=3, max_delta_ratio=1.0)
+    tables = Tables(shard)
+    expected, kinds = {}, []
+    for step in range(12):
+        ids = np.unique(random.integers(0, 400, size=120 if step == 0 else random.integers(0, 15)))
+        with shard.writing(ids):
+            store.write(ids, rows_like(ids, step))
+        shard.evict(random.integers(0, 400, size=random.integers(0, 10)))
+        url = tmp_path / f"step-{step}"
+        tables.save({"step": step, "dense": torch.full([3], step)}, url)
+        kinds.append(len(shard._chain.generations))
+        expected[step] = (url, {id: {n: v.clone() for n, v in row.items()} for id, row in store.rows.items()})
+        if random.random() < 0.3:  # another process goes on
+            store = DictRows(COLUMNS)
+            shard = TableShard("user", store, max_deltas=3, max_delta_ratio=1.0)
+            tables = Tables(shard)
+            tables.restore(url)
+            assert same(store.rows, expected[step][1])
+    assert 1 < max(kinds) <= 4
+    for step, (url, rows) in expected.items():
+        for shards in (1, 3):
+            assert same(restored(url, shards), rows), (step, shards)
+        state = {"step": -1, "dense": torch.zeros(3)}
+        ckpt.load(state, url)
+        assert state["step"] == step
+        # VERIFY
+
+
+def test_a_dense_table_is_saved_by_its_changes_and_restored_into_its_memory(tmp_path):
+    values, state = torch.randn(1000, 4), torch.zeros(1000)
+    shard = TableShard("item", DenseRows(0, values=values, adagrad=state))
+    tables = Tables(shard)
+    tables.save({}, tmp_path / "0")
+    for step in range(1, 4):
+        ids = torch.randint(0, 1000, [20])
+        with shard.writing(ids):
+            values[ids] += 1
+            state[ids] += step
+        tables.save({}, tmp_path / str(step))
+    full, delta = (next(iter(ckpt.list_checkpoints(tmp_path / name))).size_bytes for name in ("0", "3"))
+    assert delta < full / 5
+    for shards in (1, 4):
+        pieces = []
+        for number in range(shards):
+            count = 1000 // shards
+            part, adagrad = torch.zeros(count, 4), torch.zeros(count)
+            rows = DenseRows(number * count, values=part, adagrad=adagrad)
+            counts = Tables(TableShard("item", rows, shard=number, shards=shards)).restore(tmp_path / "3")
+            assert counts["item"] >= count
+            pieces.append((part, adagrad))
+        assert torch.equal(torch.cat([part for part, _ in pieces]), values)
+        assert torch.equal(torch.cat([adagrad for _, adagrad in pieces]), state)
+
+
+def test_quantized_deltas_are_off_by_no_more_than_they_say(tmp_path):
+    values = torch.randn(200, 64)
+    shard = TableShard("item", DenseRows(0, values=values), quantize={"values": 8}, max_delta_ratio=2.0)
+    tables = Tables(shard)
+    tables.save({}, tmp_path / "0")
+    ids = torch.arange(0, 200, 3)
+    with shard.writing(ids):
+        values[ids] = torch.randn(len(ids), 64)
+    tables.save({}, tmp_path / "1")
+    back = torch.zeros(200, 64)
+    other = TableShard("item", DenseRows(0, values=back), quantize={"values": 8})
+    Tables(other).restore(tmp_path / "1")
+    untouched = torch.ones(200, dtype=torch.bool)
+    untouched[ids] = False
+    assert torch.equal(back[untouched], values[untouched])
+    assert not torch.equal(back, values)
+    step = (values.amax(1) - values.amin(1)) / 510
+    assert ((back - values).abs().amax(1) <= step * 1.001).all()
+
+
+def test_rows_change_during_a_background_save(tmp_path):
+    values = torch.randn(500, 4)
+    before = values.clone()
+    shard = TableShard("item", DenseRows(0, values=values))
+    tables = Tables(shard)
+    future = tables.async_save({}, tmp_path / "0")
+    for number in range(0, 500, 10):
+        with shard.writing(np.arange(number, number + 10)):
+            values[number : number + 10] = -1
+    future.result()
+    back = torch.zeros(500, 4)
+    Tables(TableShard("item", DenseRows(0, values=back))).restore(tmp_path / "0")
+    assert torch.equal(back, before)
+    tables.save({}, tmp_path / "1")
+    Tables(TableShard("item", DenseRows(0, values=back))).restore(tmp_path / "1")
+    assert torch.equal(back, values)
+
+
+def test_a_base_that_is_gone_means_a_base_again(tmp_path):
+    values = torch.randn(100, 4)
+    shard = TableShard("item", DenseRows(0, values=values))
+    tables = Tables(shard)
+    tables.save({}, tmp_path / "0")
+    ckpt.remove(tmp_path / "0")
+    with shard.writing([3]):
+        values[3] = 7
+    with pytest.raises(ckpt.errors.CheckpointError, match="base"):
+        tables.save({}, tmp_path / "1")
+    tables.save({}, tmp_path / "1")
+    back = torch.zeros(100, 4)
+    Tables(TableShard("item", DenseRows(0, values=back))).restore(tmp_path / "1")
+    assert torch.equal(back, values)
+
+
+def test_another_table_than_stored_is_one_clear_error(tmp_path):
+    Tables(TableShard("item", DenseRows(0, values=torch.zeros(10, 4)))).save({"a": 1}, tmp_path / "0")
+    ckpt.save({"a": 1}, tmp_path / "none")
+
+    def restore(name, url="0", **columns):
+        Tables(TableShard(name, DenseRows(0, **columns))).restore(tmp_path / url)
+
+    with pytest.raises(LoadFailed, match="no table 'user'; it has item"):
+        restore("user", values=torch.zeros(10, 4))
+    with pytest.raises(LoadFailed, match="or any other"):
+        restore("user", "none", values=torch.zeros(10, 4))
+    with pytest.raises(ConfigurationError, match=r"'values'.* is float32 x 5 here and float32 x 4"):
+        restore("item", values=torch.zeros(10, 5))
+    with pytest.raises(ConfigurationError, match="is bfloat16 x 4 here"):
+        restore("item", values=torch.zeros(10, 4, dtype=torch.bfloat16))
+    with pytest.raises(ConfigurationError, match=r"'momentum'.* is float32 x 1 here and missing in"):
+        restore("item", values=torch.zeros(10, 4), momentum=torch.zeros(10))
+    with pytest.raises(ConfigurationError, match="one shard of each table"):
+        Tables(*[TableShard("item", DenseRows(0, values=torch.zeros(1)))] * 2)
