@@ -76,7 +76,7 @@ def test_any_checkpoint_restores_the_rows_of_its_time_on_any_number_of_shards(tm
         state = {"step": -1, "dense": torch.zeros(3)}
         ckpt.load(state, url)
         assert state["step"] == step
-        # VERIFY
+        assert ckpt.verify(url).ok
 
 
 def test_a_dense_table_is_saved_by_its_changes_and_restored_into_its_memory(tmp_path):
