@@ -47,7 +47,7 @@ def same(rows, others):
     )
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.long) for n in range(1, 12))])
 def test_any_checkpoint_restores_the_rows_of_its_time_on_any_number_of_shards(tmp_path, seed):
     random = np.random.default_rng(seed)
     store = DictRows(COLUMNS)
