@@ -19,9 +19,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-import ckpt
-from ckpt.embeddings import DenseRows, Tables, TableShard
-
 WIDTH = 64
 BATCHES = 100
 
@@ -45,6 +42,9 @@ def main() -> None:
 
 
 def _run(folder: Path, options: argparse.Namespace) -> None:
+    import ckpt
+    from ckpt.embeddings import DenseRows, Tables, TableShard
+
     values, adagrad = torch.randn(options.rows, WIDTH), torch.zeros(options.rows)
     shard = TableShard("table", DenseRows(0, values=values, adagrad=adagrad))
     tables = Tables(shard)
@@ -72,7 +72,9 @@ def _run(folder: Path, options: argparse.Namespace) -> None:
             flush=True,
         )
     deltas = written[1:]
-    print(f"{len(deltas)} saves after the first: {full_bytes * len(deltas) / sum(deltas):.1f} x less than full ones")
+    print(
+        f"{len(deltas)} saves after the first: {full_bytes * len(deltas) / sum(deltas):.1f} x less than full ones"
+    )
     ckpt.save({"values": values, "adagrad": adagrad}, folder / "full")
     times: dict[str, list[float]] = {"full": [], "deltas": []}
     for _ in range(options.rounds):
@@ -90,7 +92,9 @@ def _run(folder: Path, options: argparse.Namespace) -> None:
             assert torch.equal(back[0], values)
             assert torch.equal(back[1], adagrad)
     full_s, deltas_s = (statistics.median(times[kind]) for kind in ("full", "deltas"))
-    print(f"restore: {deltas_s:.2f} s, full {full_s:.2f} s, {deltas_s / full_s:.2f} x (medians of {options.rounds})")
+    print(
+        f"restore: {deltas_s:.2f} s, full {full_s:.2f} s, {deltas_s / full_s:.2f} x (medians of {options.rounds})"
+    )
 
 
 def zipf(rows: int, exponent: float, random: np.random.Generator):  # type: ignore[no-untyped-def]

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ckpt.embeddings import Column, Tables, TableShard
-from ckpt.embeddings.rows import Ids, Rows
-from ckpt.errors import SaveFailed
 from embeddings.row_stores import DictRows
 from support.ranks import run_ranks
 from support.saves import kill_self
 
 import ckpt
+from ckpt.embeddings import Column, Tables, TableShard
+from ckpt.embeddings.rows import Ids, Rows
+from ckpt.errors import SaveFailed
 
 COLUMNS = {"values": Column(4, torch.float32)}
 IDS = 4000
@@ -65,7 +65,9 @@ def train(tables: Tables, rows: KilledRows | None, step: int) -> None:
         rows.write(ids, {"values": values.contiguous()})
 
 
-def _save_run(rank: int, root: str, shards: int, begin: int | None, steps: list[int], killed: int | None) -> None:
+def _save_run(
+    rank: int, root: str, shards: int, begin: int | None, steps: list[int], killed: int | None
+) -> None:
     tables, rows = table_of(rank, shards)
     dense = {"weight": torch.zeros(3)}
     if begin is not None:

@@ -106,7 +106,7 @@ def test_the_version_is_that_of_the_package() -> None:
 def test_public_surface() -> None:
     assert ckpt.__all__ == [
         "CheckpointManager", "CheckpointReader", "CheckpointWriter", "Stager", "async_save", "collect_garbage", "convert", "copy", "diff", "doctor",
-        "errors", "frozen", "inspect", "install", "list_checkpoints", "load", "remove", "roundtrip", "save", "uninstall", "verify", "watch",
+        "embeddings", "errors", "frozen", "inspect", "install", "list_checkpoints", "load", "remove", "roundtrip", "save", "uninstall", "verify", "watch",
     ]  # fmt: skip
     assert dir(ckpt) == sorted(ckpt.__all__)
     for name in ckpt.__all__:
@@ -130,6 +130,12 @@ def test_signatures() -> None:
         parameters(ckpt.CheckpointReader)
         == "url, storage_options, verify, visibility_timeout_s, threads, memory_budget_bytes, trusted_objects, timeout_s"
     )
+    assert ckpt.embeddings.__all__ == ["Column", "DenseRows", "RowStore", "TableShard", "Tables", "home_of"]
+    assert parameters(ckpt.embeddings.TableShard) == (
+        "name, rows, shard, shards, quantize, max_deltas, max_delta_ratio, max_aside_bytes"
+    )
+    for save in (ckpt.embeddings.Tables.save, ckpt.embeddings.Tables.async_save):
+        assert parameters(save) == "self, state_dict, url, frozen, options"
     for save in (ckpt.save, ckpt.async_save):
         assert (
             parameters(save)
