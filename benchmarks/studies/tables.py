@@ -19,6 +19,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+import ckpt
+from ckpt.embeddings import DenseRows, Tables, TableShard
+
 WIDTH = 64
 BATCHES = 100
 
@@ -42,9 +45,6 @@ def main() -> None:
 
 
 def _run(folder: Path, options: argparse.Namespace) -> None:
-    import ckpt
-    from ckpt.embeddings import DenseRows, Tables, TableShard
-
     values, adagrad = torch.randn(options.rows, WIDTH), torch.zeros(options.rows)
     shard = TableShard("table", DenseRows(0, values=values, adagrad=adagrad))
     tables = Tables(shard)
