@@ -159,10 +159,7 @@ class PinReader:
         """Read a pin that was listed; None if it cannot be read."""
         lag_s = 0.0 if self._store.capabilities.cross_client_visibility else LAG_S
         try:
-            data = when_visible(
-                lambda: bytes(read_bytes(self._store, key, max_bytes=MAX_PIN_BYTES)), timeout_s=lag_s
-            )
-            return decode_pin(data, url=self._store.url, key=key)
+            return when_visible(lambda: _read_pin(self._store, key), timeout_s=lag_s)
         except NotVisible:
             return _GONE
         except (IntegrityError, FormatError) as error:
@@ -307,13 +304,23 @@ class _Stalled(CommitError):
 
 
 def release_bases(store: Store, record: CommitRecord) -> None:
-    """Delete the pins of a checkpoint that was in `store`, and whose commit record is gone, as well as it goes."""
-    prefix = pin_key(record.id, 0).removesuffix("0.pin")
+    """Delete the pins of a checkpoint that was in `store`, and whose commit record is gone, as well as it goes.
+
+    A copy of that folder, or a forged record, has the same id: only pins that name this folder go.
+    """
+    prefix, name = pin_key(record.id, 0).removesuffix("0.pin"), _folder_name(store)
 
     def keys(owner: Store) -> Sequence[str]:
-        return [stat.key for stat in owner.list(prefix) if is_pin(stat.key)]
+        keys = [stat.key for stat in owner.list(prefix) if is_pin(stat.key)]
+        return [key for key in keys if _read_pin(owner, key).name == name]
 
     _delete(store, record.bases or (), keys)
+
+
+def _read_pin(store: Store, key: str) -> PinRecord:
+    """Read a pin. Raises NotFound, IntegrityError, FormatError."""
+    data = bytes(read_bytes(store, key, max_bytes=MAX_PIN_BYTES))
+    return decode_pin(data, url=store.url, key=key)
 
 
 def _delete(store: Store, bases: Sequence[BaseRef], keys_of: Callable[[Store], Sequence[str]]) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.commands import file_names, run, run_json
+from support.commands import file_names, options_of, run, run_json
+from support.servers import S3Server
 
 import ckpt
 from ckpt.errors import IntegrityError, StillReferred
@@ -158,3 +159,19 @@ def test_converted(root: Path, tmp_path: Path) -> None:
 
     loaded = load_file(tmp_path / "model.safetensors")
     assert all(torch.equal(loaded[name], tensor) for name, tensor in expected().items())
+
+
+def test_on_s3(s3: S3Server) -> None:
+    root = f"s3://{s3.new_bucket()}/run"
+    options = {"storage_options": s3.options, "no_dist": True}
+    ckpt.save(state(0), f"{root}/a", digests=True, **options)
+    ckpt.save(state(1), f"{root}/b", base=f"{root}/a", **options)
+    asked = options_of(s3.options)
+    assert "../b refers to its bytes" in run("rm", f"{root}/a", *asked).err
+    assert run_json("cp", f"{root}/b", f"{root}/c", *asked)["sent_files"] == 1
+    assert run_json("verify", f"{root}/c", *asked)["ok"]
+    assert run_json("gc", root, "--grace", "0s", *asked)["items"] == []
+    for name in "bca":
+        assert run("rm", f"{root}/{name}", *asked).code == 0
+    bucket = root.split("/")[2]
+    assert "Contents" not in s3.client().list_objects_v2(Bucket=bucket)

@@ -184,6 +184,18 @@ def test_a_damaged_referrer_counts(tmp_path: Path) -> None:
         ckpt.remove(tmp_path / "a")
 
 
+def test_a_copy_of_a_referrer_lets_go_of_nothing(tmp_path: Path) -> None:
+    """A forged checkpoint could have the id of another one too."""
+    save(tmp_path, "a")
+    save(tmp_path, "b", "a")
+    shutil.copytree(tmp_path / "b", tmp_path / "copy")
+    ckpt.remove(tmp_path / "copy")
+    assert len(pins_of(tmp_path, "a")) == 1
+    with pytest.raises(StillReferred):
+        ckpt.remove(tmp_path / "a")
+    assert_whole(tmp_path, "b")
+
+
 def test_pins_of_what_was_here_before_do_not_count(tmp_path: Path) -> None:
     save(tmp_path, "a")
     save(tmp_path, "b", "a")
