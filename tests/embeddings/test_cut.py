@@ -1,13 +1,13 @@
 import numpy as np
 import pytest
 import torch
-from embeddings.row_stores import DictRows
 
 from ckpt.embeddings import shard as shard_module
 from ckpt.embeddings.chain import first_to_merge
 from ckpt.embeddings.rows import Column, DenseRows, home_of
 from ckpt.embeddings.shard import TableShard
 from ckpt.errors import CheckpointError, ConfigurationError
+from embeddings.row_stores import DictRows
 
 COLUMNS = {"values": Column(4, torch.float32), "adagrad": Column(1, torch.float32)}
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from embeddings.row_stores import DictRows
 
 import ckpt
 from ckpt.embeddings import shard as shard_module
@@ -13,6 +12,7 @@ from ckpt.embeddings.rows import Column, DenseRows
 from ckpt.embeddings.saving import Tables
 from ckpt.embeddings.shard import TableShard
 from ckpt.errors import ConfigurationError, LoadFailed
+from embeddings.row_stores import DictRows
 
 COLUMNS = {"values": Column(4, torch.float32), "adagrad": Column(1, torch.float64)}
 

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from embeddings.row_stores import DictRows
 from support.ranks import run_ranks
 from support.saves import kill_self
 
@@ -17,6 +16,7 @@ import ckpt
 from ckpt.embeddings import Column, Tables, TableShard
 from ckpt.embeddings.rows import Ids, Rows
 from ckpt.errors import SaveFailed
+from embeddings.row_stores import DictRows
 
 COLUMNS = {"values": Column(4, torch.float32)}
 IDS = 4000

@@ -151,7 +151,7 @@ def test_modules_explain_themselves_and_public_ones_declare_their_names() -> Non
 
 
 def test_benchmarks_explain_themselves_and_keep_peers_apart() -> None:
-    """A process that measures a peer runs in an environment without this library."""
+    """A process that measures a peer runs in an environment without this library; studies measure this one alone."""
     with_ours = {
         "__main__.py",
         "contenders/ckpt_storage.py",
@@ -163,7 +163,7 @@ def test_benchmarks_explain_themselves_and_keep_peers_apart() -> None:
         assert ast.get_docstring(ast.parse(path.read_text())), name
         for imported, at_top in imports(path, MODULES):
             if imported.split(".")[0] == "ckpt" and at_top:
-                assert name in with_ours, f"{name} imports {imported}"
+                assert name in with_ours or name.startswith("studies/"), f"{name} imports {imported}"
 
 
 def test_the_project_names_no_machine() -> None:

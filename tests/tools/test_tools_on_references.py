@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -163,7 +164,7 @@ def test_converted(root: Path, tmp_path: Path) -> None:
 
 def test_on_s3(s3: S3Server) -> None:
     root = f"s3://{s3.new_bucket()}/run"
-    options = {"storage_options": s3.options, "no_dist": True}
+    options: dict[str, Any] = {"storage_options": s3.options, "no_dist": True}
     ckpt.save(state(0), f"{root}/a", digests=True, **options)
     ckpt.save(state(1), f"{root}/b", base=f"{root}/a", **options)
     asked = options_of(s3.options)
