@@ -218,6 +218,7 @@ class Coordinator:
         """Delete the objects of the replaced checkpoint, as well as it goes."""
         try:
             commit = previous.record
+            release_bases(self._store, commit)
             if commit.is_referable and not self._store.capabilities.cross_client_visibility:
                 # A save that refers to it may not see for a while that it was replaced, nor its pins be seen.
                 _logger.info("`ckpt gc` removes the objects of the checkpoint that was replaced")
@@ -230,7 +231,6 @@ class Coordinator:
                 referrers = PinReader(self._store).look()
             # A record may be damaged or forged: only names that this library gives are deleted.
             self._store.delete([key for key in keys if is_our_name(key) and not referrers.hold(key)])
-            release_bases(self._store, commit)
         except Exception as error:  # nothing after the commit may make the save look failed
             _logger.warning(
                 "the replaced checkpoint's objects could not all be deleted (`ckpt gc` can): %s", error

@@ -237,20 +237,20 @@ class HeldBases:
     def while_held(self, commit: Callable[[Callable[[], None]], T]) -> T:
         """Put pins, and return the result of `commit`, which calls its argument last before the commit record is put.
 
-        Raises BaseGone if what the pins hold is not there any more.
+        Raises BaseGone if what the pins hold is not there any more; CommitError if it stalls again and again.
         """
         if not self._bases:
             return commit(lambda: None)
-        for _ in range(_MAX_HOLDS - 1):
+        for _ in range(_MAX_HOLDS):
             try:
                 self._hold()
                 return commit(self._check)
-            except _Stalled:
+            except _Stalled as error:
+                stalled = error
                 _logger.warning(
                     "this save has stalled before its commit; it looks again for what it refers to"
                 )
-        self._hold()
-        return commit(self._check)
+        raise CommitError(stalled.message, url=self._store.url) from stalled
 
     def release(self) -> None:
         """Delete the pins, as well as it goes: this save was surely not committed."""
@@ -331,5 +331,7 @@ def _delete(store: Store, bases: Sequence[BaseRef], keys_of: Callable[[Store], S
             owner = PrefixStore(root, base.owner)
             try:
                 owner.delete(keys_of(owner))
+                owner.remove_empty(rank_directory(0))  # which the pin has made if the base was gone
+                owner.remove_empty()
             except CheckpointError as error:
                 _logger.warning("a pin could not be deleted (`ckpt gc` can): %s", error)

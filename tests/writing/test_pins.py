@@ -86,6 +86,7 @@ def test_a_base_that_is_removed_meanwhile(tmp_path: Path) -> None:
     save(tmp_path, "a")
     with pytest.raises(BaseGone, match="save again"):
         references.save(str(tmp_path / "b"), ["a"], between=lambda: ckpt.remove(tmp_path / "a"))
+    assert not (tmp_path / "a").exists()
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
