@@ -19,9 +19,10 @@ from ckpt.backends.wrapper import PrefixStore
 from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.format.columns import Columns, ObjectRow, TensorColumns
 from ckpt.format.names import ObjectName, is_sibling, owned_path, split_path
-from ckpt.format.records import CommitRecord
+from ckpt.format.records import CommitRecord, StoredCommit
 from ckpt.reading.checkpoint import Checkpoint, ReadSettings
 from ckpt.reading.opening import open_checkpoint
+from ckpt.writing.stock_metadata import is_there
 
 
 def base_name(base: str | os.PathLike[str], url: str | os.PathLike[str]) -> str:
@@ -80,7 +81,7 @@ class Base:
             if shared is not None:
                 checkpoint = Checkpoint.adopt(beside, ReadSettings(), shared)
             else:
-                checkpoint = open_checkpoint(beside, ReadSettings())
+                checkpoint = _remembered(beside) or open_checkpoint(beside, ReadSettings())
             record = checkpoint.commit
             if record is None or not record.is_referable:
                 raise ConfigurationError(
@@ -173,7 +174,25 @@ class Base:
             for fqn, entry, row, path in places
         ]
 
+    @staticmethod
+    def remember(commit: StoredCommit, index: bytes) -> None:
+        """Keep the records of a checkpoint that was just committed, which the next save may refer to."""
+        _last[:] = [(commit, index)]
+
     def close(self) -> None:
         """Release what was opened for it."""
         self._checkpoint.close()
         self._root.close()
+
+
+_last: list[tuple[StoredCommit, bytes]] = []
+"""The last checkpoint that this process has committed."""
+
+
+def _remembered(store: Store) -> Checkpoint | None:
+    """Return the checkpoint at the store's root if it is the last one, and still there: by one request."""
+    for commit, index in _last:
+        if commit.url == store.url and is_there(store, commit):
+            key = commit.record.described_by.path
+            return Checkpoint(store, ReadSettings(), commit, key, index, is_shared=True)
+    return None

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
 
 from ckpt.errors import (
     BaseGone,
@@ -130,6 +131,11 @@ class ReferringWriter(CheckpointWriter):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_base": None, "_planner": None, "_digests": None}
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        super().finish(metadata, results)
+        if self._coordinator is not None and self._coordinator.committed is not None:
+            Base.remember(*self._coordinator.committed)
 
     # -- writing -------------------------------------------------------------------------------------------
 

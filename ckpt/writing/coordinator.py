@@ -75,10 +75,14 @@ class Coordinator:
     """Commit one save, on the coordinating rank."""
 
     def __init__(self, store: Store, objects: SaveObjects, confirm_s: float = math.inf) -> None:
-        """`objects` gets each object before it exists; the commit releases them all."""
+        """`objects` gets each object before it exists; the commit releases them all.
+
+        `committed` is then the commit record, and the index that it names.
+        """
         self._store, self._objects = store, objects
         self._confirm_s = confirm_s
         self._previous: StoredCommit | None = None
+        self.committed: tuple[StoredCommit, bytes] | None = None
 
     def look(self, *, overwrite: bool, model: bool = False) -> None:
         """Raise AlreadyExists, before anything is written, if a checkpoint must not be replaced.
@@ -142,7 +146,8 @@ class Coordinator:
             ConfigurationError: the columns or the tags cannot be stored.
         """
         with no_gc():
-            index, stock_metadata = self._index(columns), encode_stock_metadata(record, columns)
+            encoded, stock_metadata = self._index(columns), encode_stock_metadata(record, columns)
+            index = CheckedBody(encoded)
         key = index_key(self._objects.rank, self._objects.token)
         ref = ObjectRef(path=key, size_bytes=index.nbytes, crc64nvme=crc_text(index.crc64nvme()))
         record = msgspec.structs.replace(record, id=self._objects.token, index=ref)
@@ -168,17 +173,18 @@ class Coordinator:
             held.release()
             raise
         self._objects.release()
+        self.committed = StoredCommit(sealed, self._store.url), encoded
         with contextlib.suppress(Exception):  # nothing after the commit may make the save look failed
             _logger.info("committed %s (%d ranks)", self._store.url, record.world_size)
             # A store that has not answered may not be done with the old record either.
             if self._previous is not None and acknowledged:
                 self._retire(self._previous)
 
-    def _index(self, columns: Columns) -> CheckedBody:
+    def _index(self, columns: Columns) -> bytes:
         """Encode the index, once it is sure that readers will accept it."""
         try:
             check_columns(columns)
-            return CheckedBody(encode_index(columns))
+            return encode_index(columns)
         except (FormatError, ValueError) as error:
             text = error.message if isinstance(error, FormatError) else str(error)
             raise ConfigurationError(f"this state cannot be stored: {text}", url=self._store.url) from None

@@ -91,7 +91,7 @@ def follow_commit(store: Store, described: StoredCommit) -> None:
     Whoever has put it or has removed its checkpoint calls this. Failures are logged.
     """
     try:
-        if not _is_there(store, described) and not _follow(store, described):
+        if not is_there(store, described) and not _follow(store, described):
             _warn(store, "the records of the checkpoint that replaced it are not to be seen yet")
     except CheckpointError as error:
         _warn(store, error)
@@ -102,7 +102,7 @@ def _warn(store: Store, reason: object) -> None:
     _logger.warning(text, store.url, reason)
 
 
-def _is_there(store: Store, commit: StoredCommit) -> bool:
+def is_there(store: Store, commit: StoredCommit) -> bool:
     """Tell whether this commit is still there, by one request; no other record begins with a whole one."""
     data = bytearray(len(commit.raw))
     try:

@@ -17,16 +17,19 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import ckpt
+import ckpt.references.base
 from ckpt.errors import (
     CheckpointError,
     ConfigurationError,
     FormatError,
     IntegrityError,
+    NotCommitted,
     NotFound,
     NotVisible,
     SaveFailed,
 )
 from ckpt.format.records import CommitRecord, decode_commit, decode_manifest
+from ckpt.reading.opening import open_checkpoint
 from ckpt.references.frozen import Patterns
 from ckpt.references.request import References
 
@@ -266,6 +269,7 @@ def test_a_damaged_base(run: Path) -> None:
     (index,) = (run / "step-0" / "rank-00000").glob("*.index")
     whole = index.read_bytes()
     index.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    ckpt.references.base._last.clear()  # this process has saved it, and needs no index
     with pytest.raises(IntegrityError, match="cannot be the base"):
         ckpt.save(lora_state(1), run / "step-1", base=run / "step-0")
     index.write_bytes(whole)
@@ -350,3 +354,24 @@ def test_hostile_references_are_refused(run: Path) -> None:
         commit.write_bytes(seal_json(msgspec.json.encode(record | changes)))
         with pytest.raises(FormatError):
             ckpt.load(emptied(lora_state()), run / "step-1")
+
+
+def test_what_was_just_saved_is_only_looked_at(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its records are at hand; whether it still stands is asked all the same."""
+    opened: list[str] = []
+
+    def noted(store: Any, settings: Any) -> Any:
+        opened.append(store.url)
+        return open_checkpoint(store, settings)
+
+    monkeypatch.setattr(ckpt.references.base, "open_checkpoint", noted)
+    ckpt.save(lora_state(1), run / "step-1", base=run / "step-0")
+    ckpt.save(lora_state(2), run / "step-2", base=run / "step-1")
+    assert opened == []
+    ckpt.save(lora_state(2), run / "step-3", base=run / "step-1")
+    assert opened == [str(run / "step-1")]
+    ckpt.remove(run / "step-3")
+    with pytest.raises((NotFound, NotCommitted), match="cannot be the base"):
+        ckpt.save(lora_state(2), run / "step-4", base=run / "step-3")
+    for step in (1, 2):
+        assert digest(loaded(run / f"step-{step}", lora_state())) == digest(lora_state(step))
