@@ -282,7 +282,7 @@ class HeldBases:
         if commit is None or not commit.is_ours or commit.record.id != base.id:
             text = (
                 "this save refers to the checkpoint here, which was removed or replaced meanwhile; nothing was "
-                "committed: save again"
+                "committed: save again, with another base or none"
             )
             raise BaseGone(text, url=owner.url, key=COMMIT_KEY)
 
