@@ -169,6 +169,7 @@ class Saves:
         finally:
             self._uploads.close()
             self.history.close()
+            self._events.flush()
 
     def wait_booked(self) -> None:
         """Wait for the removals after a save: such a folder must not be read or saved into."""
