@@ -149,22 +149,26 @@ def test_a_folder_of_a_hugging_face_cache(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_rank_whose_state_dict_fails_tells_the_others(tmp_path: Path) -> None:
+def test_a_rank_that_fails_before_dcp_begins_tells_the_others(tmp_path: Path) -> None:
     safetensors.torch.save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
-    assert run_ranks(2, _load_with_a_fault, str(tmp_path)) == ["a fault of this rank"] * 2
+    assert run_ranks(2, _load_with_a_fault, str(tmp_path)) == [[[1], True]] * 2
 
 
-def _load_with_a_fault(rank: int, folder: str) -> str:
-    def fault(reader: CheckpointReader, values: dict[str, Any]) -> dict[str, Any]:
-        if rank == 1:
-            raise ValueError("a fault of this rank")
-        return values
+def _load_with_a_fault(rank: int, folder: str) -> Any:
+    def fault(*args: Any) -> dict[str, Any]:
+        raise FormatError("a fault of this rank")
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CheckpointReader, "without_tied", fault)
-        with pytest.raises(LoadFailed) as caught:
-            ckpt.load({"w": torch.zeros(2)}, folder)
-    return "a fault of this rank" if "a fault of this rank" in str(caught.value) else str(caught.value)
+    outcomes = []
+    for step in ("adopt", "without_tied"):
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 1:
+                patch.setattr(CheckpointReader, step, fault)
+            with pytest.raises(LoadFailed, match="a fault of this rank") as caught:
+                ckpt.load({"w": torch.zeros(2)}, folder, timeout_s=10.0)
+        outcomes.append(sorted(caught.value.failures))
+    state = {"w": torch.zeros(2)}
+    ckpt.load(state, folder, timeout_s=20.0)  # the ranks have not lost each other
+    return [outcomes[0], outcomes[0] == outcomes[1] and torch.equal(state["w"], torch.ones(2))]
 
 
 def test_of_a_file_and_an_index_the_file_is_read(tmp_path: Path) -> None:
