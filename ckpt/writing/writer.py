@@ -135,7 +135,6 @@ class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
             refuse_unstorable(plan.items)
             if self._coordinator is not None:
                 self._coordinator.look(overwrite=self._overwrite, model=self._is_model)
-            if self._coordinator is not None or not self._is_model:
                 self._store.prepare(rank_directory(self._rank))
         self.progress.wait_for("the plans of all ranks")
         return plan
@@ -149,6 +148,9 @@ class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
         self._began_at_s["write_s"] = environment.monotonic()
         with self._errors_named():
             try:
+                if self._coordinator is None and not self._is_model:
+                    # Not before the coordinator has looked: a save that it refuses leaves nothing.
+                    self._store.prepare(rank_directory(self._rank))
                 results = self._write(plan, planner)
             except BaseException:
                 self.discard()
