@@ -18,9 +18,11 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 import ckpt
+from ckpt.backends import paths
 from ckpt.backends.base import ObjectStat, put_bytes
 from ckpt.backends.posix import PosixStore
 from ckpt.backends.registry import open_store
+from ckpt.consistency import environment
 from ckpt.errors import ConfigurationError, FormatError, LoadFailed, NotCommitted, Truncated
 from ckpt.reading.reader import CheckpointReader
 from ckpt.stock.safetensors_files import find_models
@@ -135,6 +137,39 @@ def assert_not_committed(folder: Path) -> str:
     with pytest.raises(NotCommitted):
         ckpt.convert(folder, folder / "converted", to="ckpt")
     return caught.value.message
+
+
+class Waited(Exception):
+    """A load began to wait."""
+
+
+def test_where_storage_lags_a_commit_is_waited_for_if_one_can_be_expected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wait(seconds: float) -> None:
+        raise Waited
+
+    monkeypatch.setattr(paths, "filesystem_type", lambda path: "nfs4")
+    monkeypatch.setattr(environment, "sleep", wait)
+    safetensors.torch.save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+
+    def load(**options: Any) -> bool:
+        state = {"w": torch.zeros(2)}
+        ckpt.load(state, tmp_path, **options)
+        dcp.load(again := {"w": torch.zeros(2)}, storage_reader=CheckpointReader(tmp_path, **options))
+        return torch.equal(state["w"], torch.ones(2)) and torch.equal(again["w"], state["w"])
+
+    assert load()
+    assert load(visibility_timeout_s=0)
+    with pytest.raises(LoadFailed, match="Waited"):
+        load(visibility_timeout_s=60)  # the caller knows better
+    (tmp_path / "rank-00000").mkdir()
+    with pytest.raises(LoadFailed, match="Waited"):
+        load()
+    (tmp_path / "rank-00000").rmdir()
+    (tmp_path / "model.safetensors").rename(tmp_path / "moved")
+    with pytest.raises(LoadFailed, match="Waited"):
+        load()
 
 
 def test_a_folder_of_a_hugging_face_cache(tmp_path: Path) -> None:

@@ -338,8 +338,8 @@ def _refused(rank: int, root: str) -> None:
         ckpt.save({f"t{rank}": torch.ones(2)}, f"{root}/stock")
     with pytest.raises(CheckpointException, match="another program"):
         dcp.save({f"t{rank}": torch.ones(2)}, storage_writer=ckpt.CheckpointWriter(f"{root}/stock"))
-    with pytest.raises(SaveFailed, match="boom"):  # it fails where the coordinator's folder is there already
-        planner = FailingPlanner(0, boom) if rank == 1 else None
+    planner = FailingPlanner(0, boom) if rank == 1 else None
+    with pytest.raises(SaveFailed, match="boom"):  # when the folders are there already
         ckpt.save({f"t{rank}": torch.ones(2)}, f"{root}/failed", planner=planner)
 
 
