@@ -334,10 +334,7 @@ def _check_arguments(state_dict: object, url: object, planner: object) -> None:
 
 
 def _open_together(reader: CheckpointReader, ranks: Ranks) -> bytes | None:
-    """Open the checkpoint on the first rank; return it for the others to adopt, or raise its error, on all ranks.
-
-    Returns None for a stock checkpoint in parts, which each rank opens by itself.
-    """
+    """Open the checkpoint on the first rank; return what the others adopt, or raise its error, on all ranks."""
 
     def open_and_share() -> bytes | None:
         ranks.progress.begin("opening")

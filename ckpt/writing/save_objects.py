@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from ckpt.backends.base import Store
 from ckpt.consistency import environment
-from ckpt.format.names import rank_directory
 
 _logger = logging.getLogger(__name__)
 
@@ -33,14 +32,10 @@ class SaveObjects:
         self._keys.clear()
 
     def discard(self, store: Store) -> None:
-        """Delete all objects, and the rank's folder if it is empty then, as well as it goes.
-
-        Only for a save that was surely not committed.
-        """
+        """Delete all objects, as well as it goes. Only for a save that was surely not committed."""
         keys, self._keys = self._keys, []
         try:
             store.delete(keys)
-            store.remove_empty(rank_directory(self.rank))
         except Exception as error:  # a failed save has an error of its own to report
             message = "rank %d could not delete what a failed save wrote to %s (`ckpt gc` can): %s"
             _logger.warning(message, self.rank, store.url, error)

@@ -6,6 +6,7 @@ through DCP's collectives what it wrote. No rank depends on seeing what another 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -202,6 +203,9 @@ class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
         """Delete this rank's objects of the current save, which must surely not be committed."""
         self.progress.clean_up()
         self._objects.discard(self._store)
+        if not self._is_model:  # there it tells of files that a rank left which died
+            with contextlib.suppress(Exception):
+                self._store.remove_empty(rank_directory(self._rank))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_coordinator": None}
