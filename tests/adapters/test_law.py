@@ -67,6 +67,12 @@ HOSTS = [
     Host("torch_checkpointing", resumed_world_size=4),
     Host("torchtitan", "step-00000006", resumed_world_size=4),
     Host("lightning_fit", environment="lightning", resumed_world_size=4, options={"strategy": "sharded"}),
+    Host(
+        "lightning_fit",
+        environment="lightning",
+        variant="async",
+        options={"strategy": "sharded", "async_save": True},
+    ),
     *(
         Host(
             "lightning_fit",
