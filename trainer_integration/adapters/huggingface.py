@@ -168,6 +168,13 @@ class Trainer(_Native):
         except _OlderCheckpointError:  # its state is in the file by now
             return self._inner_training_loop(*args, **kwargs)
 
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """Make no step where the run has ended: Trainer alone makes one more each time it is resumed."""
+        if self._restoring is not None and self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+        else:
+            super()._run_epoch(*args, **kwargs)
+
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         """Save by the manager's rules too, once that the metrics of the step are known."""
         super()._maybe_log_save_evaluate(*args, **kwargs)

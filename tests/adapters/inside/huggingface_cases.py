@@ -283,6 +283,19 @@ def test_checkpoints_are_not_pushed_with_the_model(tmp_path: Path, monkeypatch: 
     assert pushed == {"me/one": files, "me/two": files}
 
 
+def test_a_checkpoint_of_the_model_alone_goes_on_where_that_is_wanted(tmp_path: Path) -> None:
+    first = trainer_of(tmp_path / "run", steps=2, save_only_model=True)
+    first.train()
+    tops = {name.partition(".")[0] for name in inspect(str(tmp_path / "run" / "step-00000002")).tensors}
+    assert tops == {"model"}
+    with pytest.raises(LoadFailed, match=r"lacks .* optimizer\."):
+        trainer_of(tmp_path / "run").train(resume_from_checkpoint=True)
+    again = trainer_of(tmp_path / "run", steps=2, save_only_model=True)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 2  # Trainer alone makes one more step than it was told to
+    assert_equal(weights(again), weights(first))
+
+
 def test_rules_of_ours_save_too_and_a_signal_ends_the_training(tmp_path: Path) -> None:
     class Preempt(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
