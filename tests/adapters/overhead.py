@@ -4,7 +4,8 @@
 
 Two ranks save the same state (72 bytes for each element of width * width; 215 MB) into local
 folders, by the host's own means and by the adapter, life by life in turns. Prints medians of the
-seconds for which the training waits, without each life's first save.
+seconds for which the training waits, without each life's first save; CPU counts that of all
+processes that a rank has started.
 """
 
 from __future__ import annotations
