@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
+from ckpt.backends.base import put_bytes
 from ckpt.backends.registry import open_store
 from ckpt.errors import ConfigurationError, SaveFailed
 from ckpt.format.names import last_segment
@@ -32,6 +33,8 @@ __all__ = ["CheckpointManager", "url_of"]
 _logger = logging.getLogger(__name__)
 _SCHEMES = {"s3": "s3", "gcs": "gs", "abfs": "abfs"}
 """Of pyarrow's file systems, as this library's URLs have them."""
+_MARK = "reported-to-ray"
+"""Stays in the folder of a removed checkpoint: Ray starts no run again that lists a folder which is gone."""
 
 
 class CheckpointManager(manager.CheckpointManager):
@@ -146,6 +149,13 @@ class CheckpointManager(manager.CheckpointManager):
         pending, self._pending = self._pending, None
         if pending is not None and pending[0] in self._saves.steps:
             step, path, metrics = pending
+            if self._ranks.rank == 0:
+                url, options = (
+                    self._saves.history.url(last_segment(path)),
+                    self._saves.history.storage_options,
+                )
+                with contextlib.closing(open_store(url, options)) as store:
+                    put_bytes(store, _MARK, b"")
             ray.train.report(
                 {"step": step, **metrics},
                 checkpoint=ray.train.Checkpoint(path, self._storage.storage_filesystem),
