@@ -125,6 +125,12 @@ def test_an_endpoint_of_the_managers_own(monkeypatch: pytest.MonkeyPatch) -> Non
         CheckpointManager(save=2, storage_options={"endpoint_url": "http://127.0.0.1:9000"})
 
 
+def test_a_process_that_would_run_a_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    be_worker(monkeypatch, CheckpointConfig(), pyarrow.fs.LocalFileSystem(), "/runs/a")
+    with pytest.raises(ConfigurationError, match="use 'thread'"):
+        CheckpointManager(save=2, async_mode="process")
+
+
 def test_two_that_would_remove_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
     be_worker(monkeypatch, CheckpointConfig(num_to_keep=2))
     with pytest.raises(ConfigurationError, match=r"CheckpointConfig\(num_to_keep=...\).*pass keep="):

@@ -53,8 +53,8 @@ class CheckpointManager(manager.CheckpointManager):
         options: all others of `ckpt.CheckpointManager`.
 
     Raises:
-        ConfigurationError: this is no worker of Ray Train, Ray's own retention is on, or its file
-            system has no URL here, or another S3 endpoint.
+        ConfigurationError: this is no worker of Ray Train, `async_mode` is "process", Ray's own
+            retention is on, or its file system has no URL here, or another S3 endpoint.
     """
 
     def __init__(
@@ -65,6 +65,10 @@ class CheckpointManager(manager.CheckpointManager):
         preemption_every_steps: int = 1,
         **options: Any,
     ) -> None:
+        if options.get("async_mode") == "process":
+            raise ConfigurationError(
+                "async_mode='process' needs a script, which Ray's workers lack: use 'thread'"
+            )
         self._storage = _storage()
         self._pending: tuple[int, str, dict[str, Any]] | None = None
         self._preemption_every_steps, self._drained = preemption_every_steps, set[str]()
