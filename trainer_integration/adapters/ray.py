@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from ckpt.backends.base import put_bytes
 from ckpt.backends.registry import open_store
-from ckpt.errors import ConfigurationError, SaveFailed
+from ckpt.errors import CheckpointError, ConfigurationError, SaveFailed
 from ckpt.format.names import last_segment
 from ckpt.trainer_integration import manager
 from ckpt.trainer_integration.adapters.host import require_host
@@ -142,24 +142,29 @@ class CheckpointManager(manager.CheckpointManager):
         path = f"{self._folder}/{self._saves.history.path(step)}"
         begun = super()._save(step, reason, metrics, state)
         if begun:
+            with contextlib.suppress(CheckpointError, OSError):  # the save fails, too, or `_report`
+                self._mark(path)
             self._report()  # the save before this one: it was waited for
             self._pending = step, path, {name: float(value) for name, value in (metrics or {}).items()}
             if self._is_off:
                 self.wait_durable()
         return begun
 
+    def _mark(self, path: str) -> None:
+        """Leave a mark beside a checkpoint, before a later one can be durable, and `keep` removes this one."""
+        if self._ranks.rank == 0:
+            history = self._saves.history
+            with contextlib.closing(
+                open_store(history.url(last_segment(path)), history.storage_options)
+            ) as store:
+                put_bytes(store, _MARK, b"")
+
     def _report(self) -> None:
         """Report the pending checkpoint, on all workers, unless its save failed."""
         pending, self._pending = self._pending, None
         if pending is not None and pending[0] in self._saves.steps:
             step, path, metrics = pending
-            if self._ranks.rank == 0:
-                url, options = (
-                    self._saves.history.url(last_segment(path)),
-                    self._saves.history.storage_options,
-                )
-                with contextlib.closing(open_store(url, options)) as store:
-                    put_bytes(store, _MARK, b"")
+            self._mark(path)
             ray.train.report(
                 {"step": step, **metrics},
                 checkpoint=ray.train.Checkpoint(path, self._storage.storage_filesystem),
