@@ -95,6 +95,9 @@ class Coordinator:
                 "a checkpoint is committed here already; to replace it, pass overwrite=True (--overwrite)"
             )
             raise AlreadyExists(message, url=self._store.url, key=COMMIT_KEY)
+        if previous is None and model and not overwrite and exists(self._store, MODEL_INDEX_KEY):
+            message = "a model is here that has lost its commit.json; to replace it, pass overwrite=True (--overwrite)"
+            raise AlreadyExists(message, url=self._store.url, key=MODEL_INDEX_KEY)
         self._previous = previous
 
     def _foreign_model(self, previous: StoredCommit | None) -> str | None:
