@@ -117,6 +117,6 @@ def read_header(store: Store, stat: ObjectStat) -> Header:
 def check_index(files: ModelFiles, headers: Mapping[str, Header], url: str) -> None:
     """Raise FormatError if the index assigns a tensor to a file that does not hold it."""
     for name, file in (files.index or {}).items():
-        if name not in headers[file].tensors:
+        if name not in headers[file].tensors and name not in headers[file].unreadable:
             text = f"the index names {name[:200]!r}, which this file does not hold"
             raise FormatError(text, url=url, key=file)
