@@ -66,6 +66,7 @@ class Host:
 HOSTS = [
     Host("plain_dcp", resumed_world_size=4),
     Host("torch_checkpointing", resumed_world_size=4),
+    Host("torch_checkpointing", variant="sync", resumed_world_size=4, options={"async": False}),
     Host("torchtitan", "step-00000006", resumed_world_size=4),
     Host("lightning_fit", environment="lightning", resumed_world_size=4, options={"strategy": "sharded"}),
     Host(
