@@ -212,8 +212,14 @@ def load(
     ):
         reader, values = ranks.together(call, prepare)
         with closing(reader):
-            _open_together(reader, ranks)
-            values = ranks.together(call, lambda: reader.without_tied(values))
+            shared = _open_together(reader, ranks)
+
+            def adopt() -> dict[str, Any]:
+                if shared is not None and ranks.rank != 0:
+                    reader.adopt(shared)
+                return reader.without_tied(values)
+
+            values = ranks.together(call, adopt)
             group = {"process_group": ranks.group, "no_dist": ranks.no_dist}
             try:
                 with interrupts(reader, ranks):
@@ -380,8 +386,8 @@ def _check_arguments(state_dict: object, url: object, planner: object) -> None:
         raise ConfigurationError(f"planner must be a planner of DCP, not {planner!r:.100}")
 
 
-def _open_together(reader: CheckpointReader, ranks: Ranks) -> None:
-    """Open the checkpoint on the first rank, and share it or its error with all ranks."""
+def _open_together(reader: CheckpointReader, ranks: Ranks) -> bytes | None:
+    """Open the checkpoint on the first rank; return what the others adopt, or raise its error, on all ranks."""
 
     def open_and_share() -> bytes | None:
         ranks.progress.begin("opening")
@@ -389,6 +395,4 @@ def _open_together(reader: CheckpointReader, ranks: Ranks) -> None:
         return None if checkpoint is None else checkpoint.share()
 
     ranks.progress.wait_for("rank 0 to open the checkpoint")
-    shared = ranks.from_first(open_and_share)
-    if shared is not None and ranks.rank != 0:
-        reader.adopt(shared)
+    return ranks.from_first(open_and_share)

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ckpt.backends.options import scrub, url_secrets
+
 __all__ = ["Event", "Events", "JsonLines", "OpenTelemetry"]
 
 _logger = logging.getLogger("ckpt.manager")
@@ -46,19 +48,47 @@ class Event:
 Listener = Callable[[Event], None]
 
 
+class FailureLog:
+    """Warn of the failures of one listener, once for each type until it works again."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._last: type[Exception] | None = None
+
+    def failed(self, event: Event, error: Exception) -> None:
+        if self._last is type(error):  # texts can differ each time, by addresses of objects
+            return
+        self._last, text = type(error), str(error)
+        shown = scrub(text, url_secrets(text))  # a tracking server's URL can have a password in it
+        _logger.warning("%s failed on the event %r: %s", self._name, event.kind, shown)
+
+    def worked(self) -> None:
+        self._last = None
+
+
 class Events:
     """Send events to the log and to listeners. A failing listener is only logged."""
 
     def __init__(self, listeners: Sequence[Listener]) -> None:
-        self._listeners = tuple(listeners)
+        self._listeners = [(listener, FailureLog(f"the listener {listener!r}")) for listener in listeners]
 
     def tell(self, event: Event) -> None:
         _logger.log(_LEVELS.get(event.kind, logging.INFO), "%s", _line(event))
-        for listener in self._listeners:
+        for listener, failures in self._listeners:
             try:
                 listener(event)
+                failures.worked()
             except Exception as error:
-                _logger.warning("the listener %r failed on the event %r: %s", listener, event.kind, error)
+                failures.failed(event, error)
+
+    def flush(self) -> None:
+        """Let listeners that send in the background send the rest, while their runs and servers live."""
+        for listener, _ in self._listeners:
+            if flush := getattr(listener, "flush", None):
+                try:
+                    flush()
+                except Exception as error:
+                    _logger.warning("the listener %r failed to flush: %s", listener, type(error).__name__)
 
 
 def _line(event: Event) -> str:

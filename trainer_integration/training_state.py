@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
@@ -66,19 +67,24 @@ def training_state(
 
 
 class ModelState:
-    """Save and load a model's parameters and buffers by FQN."""
+    """Save and load a model's parameters and buffers by FQN.
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    Without `frozen`, parameters that are not trained stay as they are, and are not saved: the base of adapters.
+    """
+
+    def __init__(self, model: nn.Module, *, frozen: bool = True) -> None:
+        self._model, self._frozen = model, frozen
+        self._options = StateDictOptions(ignore_frozen_params=not frozen, strict=frozen)
 
     def state_dict(self) -> dict[str, Any]:
-        return get_model_state_dict(self._model)
+        return get_model_state_dict(self._model, options=self._options)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        set_model_state_dict(self._model, state)
+        set_model_state_dict(self._model, state, options=self._options)
 
     def size_bytes(self) -> int:
-        return _shards(self._model) * size_bytes([*self._model.parameters(), *self._model.buffers()])
+        saved = [part for part in self._model.parameters() if self._frozen or part.requires_grad]
+        return _shards(self._model) * size_bytes([*saved, *self._model.buffers()])
 
 
 class OptimizerState:

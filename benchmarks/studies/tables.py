@@ -14,7 +14,9 @@ import shutil
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -97,14 +99,14 @@ def _run(folder: Path, options: argparse.Namespace) -> None:
     )
 
 
-def zipf(rows: int, exponent: float, random: np.random.Generator):  # type: ignore[no-untyped-def]
+def zipf(rows: int, exponent: float, random: np.random.Generator) -> Callable[[int], Any]:
     """Return a function that draws ids, the ranks of which follow a bounded Zipf distribution."""
     weights = np.arange(1, rows + 1, dtype=np.float64) ** -exponent
     cumulated = np.cumsum(weights)
     cumulated /= cumulated[-1]
     ids = random.permutation(rows)
 
-    def draw(count: int) -> np.ndarray:  # type: ignore[type-arg]
+    def draw(count: int) -> np.ndarray[Any, Any]:
         return ids[np.searchsorted(cumulated, random.random(count))]
 
     return draw

@@ -28,6 +28,12 @@ def gc(
     ] = "24h",
     depth: Depth = 3,
     dry_run: DryRun = False,
+    uncommitted_models: Annotated[
+        bool,
+        typer.Option(
+            "--uncommitted-models", help="Also remove models that are whole but have no commit record."
+        ),
+    ] = False,
     storage_options: StorageOptions = None,
     json: Json = False,
 ) -> None:
@@ -35,7 +41,8 @@ def gc(
 
     Leftovers are files that no commit record lists, and unfinished uploads. Only names that this
     library gives are removed, and only what is older than --grace, which must be longer than any
-    save takes.
+    save takes. Safetensors files that other programs can still read stay, though their commit
+    record is lost.
     """
     with command(json, if_interrupted="Checkpoints were not touched; run it again to go on.") as output:
         garbage = ckpt.collect_garbage(
@@ -44,6 +51,7 @@ def gc(
             grace_s=parse_quantity("--grace", grace, TIME_UNITS, "90s, 30m, 24h or 7d"),
             depth=depth,
             dry_run=dry_run,
+            uncommitted_models=uncommitted_models,
         )
         if output.as_json:
             facts = dataclasses.asdict(garbage)
@@ -63,6 +71,11 @@ def gc(
         for place, referrers in garbage.referred.items():
             names = ", ".join(map(shown, referrers))
             output.print(f"kept what is left of {shown(place or '.')}, as others name it: {names}")
+        for place in garbage.models:
+            output.print(
+                f"[yellow]kept[/] {shown(place or '.')}: a model without commit.json, which other programs can "
+                "read; bring commit.json back, or remove it with --uncommitted-models"
+            )
         if garbage.young:
             output.print(f"kept {count(garbage.young, 'leftover')} younger than {shown(grace)}")
         verb = "would remove" if dry_run else "removed"

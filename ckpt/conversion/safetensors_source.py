@@ -6,6 +6,7 @@ import functools
 from concurrent.futures import Executor
 
 from ckpt.conversion.source import FileSource, Location, TensorFacts
+from ckpt.errors import FormatError
 from ckpt.format.fqns import natural
 from ckpt.stock.safetensors_files import check_index, model_files, read_header
 from ckpt.transfer.threads import in_order
@@ -16,7 +17,8 @@ _FILES_AT_ONCE = 4
 class SafetensorsSource(FileSource):
     """A model as a source; `key` names its file or index in the folder.
 
-    Raises FormatError if a header or the index is not valid, or they disagree.
+    Raises FormatError if a header or the index is not valid, they disagree, or torch lacks a dtype: a conversion
+    that left a tensor out would make another model.
     """
 
     def __init__(self, location: Location, key: str, threads: Executor) -> None:
@@ -28,6 +30,9 @@ class SafetensorsSource(FileSource):
             zip(files.stats, in_order(threads, read, files.stats.values(), ahead=_FILES_AT_ONCE), strict=True)
         )
         for file, header in headers.items():
+            for name, unreadable in header.unreadable.items():
+                if files.index is None or files.index.get(name) == file:
+                    raise FormatError(unreadable.error_text(name), url=store.url, key=file)
             for name, stored in header.tensors.items():
                 # The index may assign it to another file.
                 if files.index is None or files.index.get(name) == file:

@@ -182,7 +182,7 @@ class ModelExchange:
 
     def _reply(self, file: ModelFile, start: int, stop: int) -> torch.Tensor:
         """Make the bytes that are asked for; any, after an error that keeps all from being committed."""
-        regions = [r for r in file.regions(start, stop) if r.part.rank == self._messages.rank]
+        regions = list(file.regions(start, stop, self._messages.rank))
         nbytes = sum(region.nbytes for region in regions)
         try:
             parts = [self._part(region) for region in regions]

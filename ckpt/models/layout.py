@@ -48,6 +48,42 @@ class ModelTensor:
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
+    def parts_in(self, box: Slices, rank: int | None = None) -> Sequence[TensorPart]:
+        """List the parts, or those of one rank, that may have elements in a box; in the same order always."""
+        parts = self._sorted.get(rank)
+        if parts is None:
+            own = [part for part in self.parts if rank in (None, part.rank)]
+            parts = self._sorted[rank] = _SortedParts(own, self._divided)
+        return parts.near(box)
+
+    @functools.cached_property
+    def _sorted(self) -> dict[int | None, _SortedParts]:
+        return {}
+
+    @functools.cached_property
+    def _divided(self) -> int | None:
+        """The dimension in which parts begin at most places; None if there is no dimension."""
+        begins = [{part.offsets[d] for part in self.parts} for d in range(len(self.shape))]
+        return max(range(len(self.shape)), key=lambda d: len(begins[d]), default=None)
+
+
+class _SortedParts:
+    """Parts of a tensor, by where they begin in one dimension: a window finds its own without a look at all."""
+
+    def __init__(self, parts: Sequence[TensorPart], dimension: int | None) -> None:
+        self._parts, self._dimension = parts, dimension
+        if dimension is not None:
+            self._parts = sorted(parts, key=lambda part: (part.offsets[dimension], part.offsets))
+            self._begins = [part.offsets[dimension] for part in self._parts]
+            self._longest = max((part.sizes[dimension] for part in parts), default=0)
+
+    def near(self, box: Slices) -> Sequence[TensorPart]:
+        if self._dimension is None:
+            return self._parts
+        side = box[self._dimension]
+        first = bisect.bisect_right(self._begins, side.start - self._longest)
+        return self._parts[first : bisect.bisect_left(self._begins, side.stop)]
+
 
 @dataclass(frozen=True)
 class Region:
@@ -89,8 +125,12 @@ class ModelFile:
         """Where in the file each tensor begins, and where the last one ends."""
         return list(itertools.accumulate((t.nbytes for t in self.tensors), initial=len(self.header)))
 
-    def regions(self, start: int, stop: int) -> Iterator[Region]:
-        """List what makes up the bytes `[start, stop)`, which is a window, in order; not the header."""
+    def regions(self, start: int, stop: int, rank: int | None = None) -> Iterator[Region]:
+        """List what makes up the bytes `[start, stop)`, which is a window; not the header.
+
+        With `rank`, only what that rank has of it: the same as among all, in the same order, without a
+        look at the parts of others.
+        """
         for number in range(max(bisect.bisect_right(self.offsets, start) - 1, 0), len(self.tensors)):
             tensor, begin, end = self.tensors[number], self.offsets[number], self.offsets[number + 1]
             if begin >= stop:
@@ -100,7 +140,7 @@ class ModelFile:
             position = first - start
             for box in flat_boxes(tensor.shape, (first - begin) // size, (last - begin) // size):
                 shape = tuple(part.stop - part.start for part in box)
-                yield from _regions(tensor, box, shape, position)
+                yield from _regions(tensor, box, shape, position, rank)
                 position += math.prod(shape) * size
 
 
@@ -112,8 +152,10 @@ class ModelLayout:
     tied: Mapping[str, str]
 
 
-def _regions(tensor: ModelTensor, box: Slices, shape: tuple[int, ...], position: int) -> Iterator[Region]:
-    for part in tensor.parts:
+def _regions(
+    tensor: ModelTensor, box: Slices, shape: tuple[int, ...], position: int, rank: int | None
+) -> Iterator[Region]:
+    for part in tensor.parts_in(box, rank):
         begins = [max(s.start, o) for s, o in zip(box, part.offsets, strict=True)]
         ends = [min(s.stop, o + n) for s, o, n in zip(box, part.offsets, part.sizes, strict=True)]
         if all(begin < end for begin, end in zip(begins, ends, strict=True)):

@@ -9,14 +9,20 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ckpt.backends.base import Store
 from ckpt.backends.registry import open_store
-from ckpt.errors import NotFound
+from ckpt.errors import AccessDenied, NotCommitted, NotFound
 from ckpt.format.records import await_commit, read_commit
 from ckpt.reading.checkpoint import ReadSettings
 from ckpt.reading.slices import OpenCheckpoint
 
 _AHEAD_BYTES = 1 << 20
 """Shorter reads are served from a run of this length: every read of a store takes a request."""
+
+_MAX_FOLDERS = 4
+"""Levels of folders in a checkpoint that are looked through for its root."""
+
+_KEPT_OPEN = 4
 
 
 def is_committed(
@@ -63,6 +69,76 @@ class ForeignFiles:
 
     def close(self) -> None:
         self._checkpoint.close()
+
+
+class ForeignPlaces:
+    """Find files by their paths or URLs, in the checkpoints at or above them, of which a few stay open.
+
+    `top`: a folder above which no checkpoint is looked for.
+    """
+
+    def __init__(self, top: str, storage_options: Mapping[str, Any] | None) -> None:
+        self._top, self._options = top.rstrip("/"), storage_options
+        self._lock = threading.Lock()
+        self._stores: dict[str, Store] = {}
+        self._open: dict[str, ForeignFiles] = {}
+
+    def store(self, place: str) -> Store:
+        with self._lock:
+            if place not in self._stores:
+                while len(self._stores) >= _KEPT_OPEN:
+                    self._stores.pop(next(iter(self._stores))).close()
+                self._stores[place] = open_store(place, self._options)
+            return self._stores[place]
+
+    def parent(self, place: str) -> str:
+        """Return the folder of a place; an empty text above the top, a bucket, a first folder."""
+        scheme, separator, rest = place.rpartition("://")
+        above = rest.rpartition("/")[0]
+        return f"{scheme}{separator}{above}" if above and place != self._top else ""
+
+    def source(self, path: str, *, again: bool = False, wait: bool = False) -> tuple[ForeignFiles, str]:
+        """Find the checkpoint and the name of a file; raises NotCommitted if none is at or above the path.
+
+        `again`: see whether the checkpoint at `path` was replaced. `wait`: give storage
+        that may lag time to show one there.
+        """
+        places = [(path, "")]
+        while len(places) < _MAX_FOLDERS and (above := self.parent(places[-1][0])):
+            place, name = places[-1]
+            places.append((above, f"{place[len(above) + 1 :]}/{name}".rstrip("/")))
+        with self._lock:
+            if again and (files := self._open.get(path)) is not None and not files.is_current:
+                self._close(path)
+            for place, name in places:
+                if place in self._open:
+                    return self._open[place], name
+        for number, (place, name) in enumerate(places):
+            try:
+                if is_committed(place, self._options, wait=wait and number == 0):
+                    return self._opened(place), name
+            except AccessDenied:  # credentials may be for the folder that was asked for alone
+                if number == 0:
+                    raise
+        raise NotCommitted("no checkpoint is committed here", url=path)
+
+    def forget(self, place: str) -> None:
+        """Let go of a checkpoint that is about to be removed."""
+        with self._lock:
+            self._close(place)
+
+    def _opened(self, place: str) -> ForeignFiles:
+        with self._lock:
+            if place not in self._open:
+                while len(self._open) >= _KEPT_OPEN:
+                    self._close(next(iter(self._open)))
+                self._open[place] = ForeignFiles(place, self._options)
+            return self._open[place]
+
+    def _close(self, place: str) -> None:
+        files = self._open.pop(place, None)
+        if files is not None:
+            files.close()
 
 
 class FileReader(io.RawIOBase):

@@ -74,6 +74,8 @@ class Loader:
         self._filled: Mapping[MetadataIndex, Box | None] = {}
 
     def run(self, items: Sequence[ReadItem]) -> None:
+        if self._checkpoint.is_model_folder:
+            self._refuse_unreadable(items)
         self._filled = filled_boxes(items)
         check_coverage(self._planner, self._checkpoint.metadata, self._filled, url=self._store.url)
         infos = [self._info(item.storage_index) for item in items]
@@ -149,6 +151,15 @@ class Loader:
 
     def _fault(self, info: StorageInfo, message: str) -> FormatError:
         return self._checkpoint.fault(message, info.relative_path)
+
+    def _refuse_unreadable(self, items: Sequence[ReadItem]) -> None:
+        """Raise FormatError for a tensor of a dtype that torch lacks: a model's folder has no other objects."""
+        for item in items:
+            if item.type == LoadItemType.BYTE_IO:
+                from ckpt.reading.model_folder import unreadable_error
+
+                index = item.storage_index
+                raise unreadable_error(self._store, index.fqn, self._info(index).relative_path)
 
     # -- items that are read whole ----------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import numpy as np
 from ckpt.backends.base import ObjectStat, Store
 from ckpt.consistency.checksums import crc64nvme, crc_text
 from ckpt.errors import ConfigurationError, FormatError
-from ckpt.format.columns import Columns, TensorColumns
+from ckpt.format.columns import Columns, ObjectRow, TensorColumns
 from ckpt.format.dtypes import dtype_name
 from ckpt.format.fqns import natural
 from ckpt.format.index import check_columns, encode_index
@@ -61,8 +61,18 @@ def open_model(store: Store, settings: ReadSettings) -> Checkpoint | None:
     return Checkpoint(store, settings, None, keys[0], encode_index(columns), is_shared=True)
 
 
+def unreadable_error(store: Store, name: str, file: str) -> FormatError:
+    """Make the error for a tensor that was asked for, and that is a row without dtype in the columns."""
+    unreadable = read_header(store, store.stat(file)).unreadable.get(name)
+    text = f"{name[:200]!r} was changed meanwhile" if unreadable is None else unreadable.error_text(name)
+    return FormatError(text, url=store.url, key=file)
+
+
 def _columns(files: ModelFiles, headers: Mapping[str, Header]) -> Columns:
-    """Describe the tensors of all files. Raises ValueError if two files contradict each other."""
+    """Describe the tensors of all files; those of dtypes that torch lacks as if they were objects.
+
+    So a load plans to read one only if it is asked for. Raises ValueError if two files contradict each other.
+    """
     chunks: dict[str, list[_Chunk]] = {}
     for file, header in headers.items():
         begins = header.chunk_offsets()
@@ -79,6 +89,13 @@ def _columns(files: ModelFiles, headers: Mapping[str, Header]) -> Columns:
     columns = Columns(list(headers), save_id=_version(files.stats))
     for name in sorted(chunks, key=natural):
         columns.entries[name] = _tensor(name, chunks[name], numbers)
+    for file, header in headers.items():
+        for name, unreadable in header.unreadable.items():
+            if files.index is not None and files.index.get(name) != file:
+                continue
+            if name in columns.entries and header.chunk_offsets() is None:
+                raise ValueError(f"{name[:200]!r} is in several files, and no index says which counts")
+            columns.entries[name] = ObjectRow(numbers[file], unreadable.first_byte, unreadable.payload_bytes)
     columns.planner_data = {name: (name,) for name in columns.entries}
     return columns
 

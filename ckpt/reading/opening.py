@@ -84,6 +84,8 @@ def open_loadable(store: Store, settings: ReadSettings) -> Checkpoint | None:
     """
     from ckpt.reading.model_folder import open_model
 
+    if _may_skip_wait(store, settings) and (model := open_model(store, settings)) is not None:
+        return model
     try:  # first: where a commit may not be visible yet, a model may be what it was trained from
         return open_whole(store, settings)
     except (NotFound, NotCommitted):
@@ -91,6 +93,20 @@ def open_loadable(store: Store, settings: ReadSettings) -> Checkpoint | None:
         if model is None:
             raise
         return model
+
+
+def _may_skip_wait(store: Store, settings: ReadSettings) -> bool:
+    """Tell whether a model of another program need not wait for a commit that storage may show late.
+
+    Nobody asked for a wait, and no checkpoint is to be seen; `open_model` finds none beside a trace of a save.
+    """
+    lags = not store.capabilities.cross_client_visibility
+    return (
+        lags
+        and settings.visibility_timeout_s is None
+        and read_commit(store) is None
+        and not is_rank_local(store)
+    )
 
 
 def open_rank_local(store: Store, settings: ReadSettings, rank: int) -> Checkpoint:

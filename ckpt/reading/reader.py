@@ -34,7 +34,8 @@ class CheckpointReader(DcpStorage, StorageReader):
         storage_options: credentials, endpoint and settings of the store.
         verify: check every block that is read against its checksum, if there is one.
         visibility_timeout_s: how long to wait for a committed object that is not visible yet, and,
-            on storage that may lag, for the commit. Default 60 s on such storage, else 5 s.
+            on storage that may lag, for the commit. Default 60 s on such storage, else 5 s; for the
+            commit 0 s where another program's model is and no trace of a save.
         threads: transfers at the same time; default by the number of cores, 4 to 16.
         memory_budget_bytes: memory this rank may use beyond the tensors (default 256 MiB).
         trusted_objects: names (FQNs, `*` allowed) of non-tensor objects that may be unpickled as

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from ckpt.backends.base import ObjectStat, Store, exists, read_bytes
@@ -16,12 +17,14 @@ from ckpt.format.model_index import (
     SINGLE_MODEL_KEY,
     parse_model_index,
 )
+from ckpt.format.names import ObjectName
 from ckpt.stock.safetensors_format import LENGTH_BYTES, Header, header_bytes, parse_header
 
 SUFFIXES = (".safetensors", INDEX_SUFFIX)
 
 _PAGE_KEYS = 1000
 _MAX_KEYS = 100_000
+_MAX_INDICES = 100
 
 _parsing = threading.Lock()
 
@@ -69,6 +72,32 @@ def model_files(store: Store, key: str) -> ModelFiles:
     return ModelFiles({file: store.stat(file) for file in dict.fromkeys(index.values())}, index)
 
 
+def usable_files(store: Store, keys: Collection[str]) -> set[str]:
+    """List what other programs can read, of the objects `keys` of a folder without a commit.
+
+    That is each index that names some of them, these, and files of this library's names of which all are there:
+    not every reader needs an index. Raises FormatError, IntegrityError for an index that cannot be read.
+    """
+    usable: set[str] = set()
+    indices = [key for key in keys if "/" not in key and key.endswith(INDEX_SUFFIX)]
+    if len(indices) > _MAX_INDICES:
+        raise FormatError(f"there are {len(indices)} indices of models here", url=store.url)
+    for key in indices:
+        raw = read_bytes(store, key, max_bytes=MAX_INDEX_BYTES)
+        named = {file for file in parse_model_index(raw, url=store.url, key=key).values() if file in keys}
+        usable |= {key, *named} if named else named
+    of_save: dict[str, list[str]] = defaultdict(list)
+    for key in keys:
+        name = ObjectName.parse(key)
+        if name is not None and name.kind == "safetensors":
+            of_save[f"{name.token}{key.rpartition('-of-')[2]}"].append(key)
+    for files in of_save.values():
+        count = int(files[0].rpartition("-of-")[2].partition(".")[0])
+        if len(files) == count:  # a number that is too high, or twice, is in no name that a save gives
+            usable.update(files)
+    return usable
+
+
 def read_header(store: Store, stat: ObjectStat) -> Header:
     """Read the header of a file. Raises FormatError."""
     file, size = stat.key, stat.size_bytes
@@ -88,6 +117,6 @@ def read_header(store: Store, stat: ObjectStat) -> Header:
 def check_index(files: ModelFiles, headers: Mapping[str, Header], url: str) -> None:
     """Raise FormatError if the index assigns a tensor to a file that does not hold it."""
     for name, file in (files.index or {}).items():
-        if name not in headers[file].tensors:
+        if name not in headers[file].tensors and name not in headers[file].unreadable:
             text = f"the index names {name[:200]!r}, which this file does not hold"
             raise FormatError(text, url=url, key=file)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,7 @@ DTYPES = {
 }  # fmt: skip
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
+_DTYPE_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,39}")
 _MAX_DIMENSIONS = 64
 _ALIGNMENT_BYTES = 64
 """Where the data begin, for loads into memory that is mapped, or by direct I/O."""
@@ -42,10 +44,23 @@ _DCP_OFFSETS = "DCP_SHARDING_INFO"
 
 
 @dataclass(frozen=True)
+class UnreadableTensor:
+    """A tensor of a dtype that torch does not have, by the name that the header gives it: `F4`, `F6_E2M3`."""
+
+    first_byte: int
+    dtype: str
+    payload_bytes: int
+
+    def error_text(self, name: str) -> str:
+        return f"{name[:200]!r} has the dtype {self.dtype!r}, which this torch does not have"
+
+
+@dataclass(frozen=True)
 class Header:
-    """The tensors of a file, and its metadata."""
+    """The tensors of a file, those that cannot be read, and its metadata."""
 
     tensors: Mapping[str, StoredTensor]
+    unreadable: Mapping[str, UnreadableTensor]
     metadata: Mapping[str, str]
 
     def chunk_offsets(self) -> dict[str, tuple[int, ...]] | None:
@@ -90,19 +105,27 @@ def parse_header(raw: bytes | bytearray, data_start: int, file_bytes: int) -> He
         end += tensor.payload_bytes
     if end != file_bytes:
         raise ValueError(f"the tensors take {end - data_start} bytes, but the data {file_bytes - data_start}")
-    return Header(dict(tensors), metadata)
+    return Header(
+        {name: tensor for name, tensor in tensors if isinstance(tensor, StoredTensor)},
+        {name: tensor for name, tensor in tensors if isinstance(tensor, UnreadableTensor)},
+        metadata,
+    )
 
 
-def _stored_tensor(name: str, described: Any, data_start: int) -> StoredTensor:
+def _stored_tensor(name: str, described: Any, data_start: int) -> StoredTensor | UnreadableTensor:
     if not isinstance(described, dict) or set(described) != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"{name[:200]!r} is not described by dtype, shape and data_offsets")
     dtype, shape, places = described["dtype"], described["shape"], described["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise ValueError(f"{name[:200]!r} has the dtype {str(dtype)[:40]!r}, which torch does not have")
+    if not isinstance(dtype, str) or _DTYPE_NAME.fullmatch(dtype) is None:
+        raise ValueError(f"{name[:200]!r} has an impossible dtype: {str(dtype)[:40]!r}")
     if not _are_sizes(shape) or len(shape) > _MAX_DIMENSIONS:
         raise ValueError(f"{name[:200]!r} has an impossible shape")
     if not _are_sizes(places) or len(places) != 2:
         raise ValueError(f"{name[:200]!r} has impossible data_offsets")
+    if dtype not in DTYPES:
+        if places[0] > places[1]:
+            raise ValueError(f"{name[:200]!r} has impossible data_offsets")
+        return UnreadableTensor(data_start + places[0], dtype, places[1] - places[0])
     if places[1] - places[0] != math.prod(shape) * DTYPES[dtype].itemsize:
         raise ValueError(f"{name[:200]!r} has data_offsets that do not fit its shape and dtype")
     if math.prod(n or 1 for n in shape) >= 1 << 62:  # an empty tensor, but its strides overflow

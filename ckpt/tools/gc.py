@@ -2,7 +2,7 @@
 
 An object is removed if only this library gives such names, if no commit of its checkpoint lists it
 or anything of its token, and if it is older than a grace period. A save that runs longer than that
-looks like an interrupted one.
+looks like an interrupted one. A model without a commit stays if other programs can read it.
 
 On storage that lags, a commit may exist and not be seen yet. So all folders are looked at, then
 they are given time, and looked at again before anything is deleted.
@@ -70,6 +70,8 @@ class Garbage:
         restored: folders whose `.metadata` was missing or that of another save; it was written anew.
         skipped: folders in which nothing was removed, and why.
         referred: folders in which objects of a checkpoint that is gone stay, and who refers to them.
+        models: folders with a model that has lost its commit record, or was about to get it: other programs can read
+            it, and it stays.
     """
 
     url: str
@@ -78,6 +80,7 @@ class Garbage:
     restored: list[str] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
     referred: dict[str, list[str]] = field(default_factory=dict)
+    models: list[str] = field(default_factory=list)
 
     @property
     def freed_bytes(self) -> int:
@@ -92,6 +95,7 @@ def collect_garbage(
     grace_s: float = DEFAULT_GRACE_S,
     depth: int = 3,
     dry_run: bool = False,
+    uncommitted_models: bool = False,
 ) -> Garbage:
     """Remove the leftovers of interrupted saves at and below `root`, and no other files.
 
@@ -99,6 +103,7 @@ def collect_garbage(
         grace_s: seconds since an object was written until it counts as a leftover. Choose it longer
             than any save takes.
         depth: levels of folders below the root to search.
+        uncommitted_models: remove `Garbage.models` too.
 
     Raises:
         NotFound: the root is empty, or does not exist.
@@ -112,7 +117,7 @@ def collect_garbage(
         folders = list(find_folders(store, depth=depth))
         if not folders and next(iter(store.list()), None) is None and not find_uploads(store, 1):
             raise NotFound("there is nothing here", url=store.url)
-        collector = _Collector(garbage, store, grace_s, dry_run)
+        collector = _Collector(garbage, store, grace_s, dry_run, uncommitted_models)
         for folder, listed in folders:
             if listed.state in ("damaged", "unreadable"):
                 garbage.skipped[listed.path] = f"its commit record cannot be read: {listed.problem}"
@@ -150,6 +155,7 @@ class _Collector:
     store: Store
     grace_s: float
     dry_run: bool
+    uncommitted_models: bool
 
     @cached_property
     def now_s(self) -> float:
@@ -183,8 +189,30 @@ class _Collector:
                 ]
             old = [stat for stat in left if self._is_old(stat)]
             self.garbage.young += len(left) - len(old)
+            if commit is None and not self.uncommitted_models:
+                old = self._without_models(folder, [stat.key for stat in listed], old)
             if old or self._lacks_metadata(records):
                 yield _OldObjects(folder.path, commit, old)
+
+    def _without_models(
+        self, folder: PrefixStore, keys: Sequence[str], old: list[ObjectStat]
+    ) -> list[ObjectStat]:
+        """Leave out what other programs can read, and the records of it: whether it was committed, nobody knows."""
+        if not any(_is_of_model(stat.key) for stat in old):
+            return old
+        from ckpt.stock.safetensors_files import usable_files  # which imports torch
+
+        usable = usable_files(folder, set(keys))
+        stems = {name.stem for key in usable if (name := ObjectName.parse(key)) is not None}
+
+        def is_usable(key: str) -> bool:
+            name = ObjectName.parse(key)
+            return key in usable or (name is not None and name.stem in stems and name.kind != "probe")
+
+        left = [stat for stat in old if not is_usable(stat.key)]
+        if len(left) < len(old):
+            self.garbage.models.append(folder.path)
+        return left
 
     def clean(self, store: Store, old: _OldObjects) -> None:
         """Remove leftovers, unless a save was committed or wrote there meanwhile."""
@@ -290,6 +318,11 @@ class _Collector:
         self.garbage.restored.append(path)
         if not self.dry_run:
             put_stock_metadata(store, commit, expected)
+
+
+def _is_of_model(key: str) -> bool:
+    name = ObjectName.parse(key)
+    return key == MODEL_INDEX_KEY or (name is not None and name.kind == "safetensors")
 
 
 def _stock_keys(commit: StoredCommit | None) -> tuple[str, ...]:

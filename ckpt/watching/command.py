@@ -48,7 +48,9 @@ class Execution:
 
 
 class Signals:
-    """Raise KeyboardInterrupt for SIGINT and SIGTERM, but never while `held`; in the main thread.
+    """Raise KeyboardInterrupt for SIGINT, SIGTERM and SIGHUP, but never while `held`; in the main thread.
+
+    A command is in a session of its own: when a terminal closes, nothing else would end it.
 
     Attributes:
         last: the signal that came last.
@@ -61,9 +63,8 @@ class Signals:
     @contextlib.contextmanager
     def caught(self) -> Iterator[None]:
         """Catch the signals in the block."""
-        caught = [
-            each for each in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(each) != signal.SIG_IGN
-        ]
+        signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        caught = [each for each in signals if signal.getsignal(each) != signal.SIG_IGN]  # as nohup has it
         before = {each: signal.signal(each, self._handle) for each in caught}
         try:
             yield
@@ -207,9 +208,9 @@ def _end(process: subprocess.Popen[bytes], number: int) -> None:
     try:
         _send(process, number)
         process.wait(_GRACE_S)
-    except (subprocess.TimeoutExpired, KeyboardInterrupt):
+    except subprocess.TimeoutExpired:
         pass
-    finally:
+    finally:  # a second signal, too: nothing waits any longer, and no attempt follows
         _send(process, signal.SIGKILL)
         try:
             process.wait(_GRACE_S)

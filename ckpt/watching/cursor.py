@@ -41,7 +41,8 @@ _decoder = msgspec.json.Decoder(_Record)  # made once, before there are threads
 class Cursor:
     """The checkpoints of a root that are done.
 
-    A local file is locked for as long as the cursor is open: two watchers would do all twice.
+    A local file is locked for as long as the cursor is open: two watchers would do all twice. A store
+    cannot lock: there a second watcher is noticed by what it has written.
 
     Attributes:
         is_new: nothing was stored.
@@ -55,6 +56,7 @@ class Cursor:
     ) -> None:
         self._root_url = root_url
         self._done: dict[Name, None] = {}
+        self._tried: set[Name] = set()  # to write: a put can fail, and be carried out
         self._store = None
         self._closing = ExitStack()
         self.is_new = True
@@ -69,6 +71,8 @@ class Cursor:
             self._store = open_store(folder, storage_options if has_options else None)
             opened.callback(self._store.close)
             if self._store.directory is not None:
+                if os.path.isdir(os.path.join(self._store.directory, self._key)):
+                    raise ConfigurationError(f"the cursor {place} is a folder; name a file in it")
                 opened.callback(os.close, _locked(os.path.join(self._store.directory, self._key)))
             self._read()
             self._closing = opened.pop_all()
@@ -79,7 +83,7 @@ class Cursor:
     def begin(self) -> None:
         """Store it if it is new: one that cannot be written to is an error now, not after the first."""
         if self.is_new:
-            self._write()
+            self._write(self._done)
 
     def add(self, names: Iterable[Name], *, there: Collection[Name]) -> None:
         """Note checkpoints as done, durably; `there` are those that the root has now."""
@@ -92,21 +96,32 @@ class Cursor:
             gone = [name for name in done if name not in there]
             for name in gone[: max(0, len(gone) - _WINDOW)]:
                 del done[name]
-        before, self._done = self._done, done
-        try:
-            self._write()
-        except BaseException:
-            self._done = before
-            raise
+        self._refuse_another_watcher()
+        self._tried.update(new)
+        self._write(done)
+        self._done, self._tried = done, set()
 
     def close(self) -> None:
         self._closing.close()
 
     def _read(self) -> None:
+        stored = self._stored()
+        if stored is not None:
+            self._done, self.is_new = dict.fromkeys(stored), False
+
+    def _refuse_another_watcher(self) -> None:
+        if self._store is None or self._store.directory is not None:
+            return
+        if not self._done.keys() | self._tried >= {*(self._stored() or ())}:
+            text = "another watcher writes to this cursor, so both do the same: give each one its own"
+            raise ConfigurationError(text, url=self._store.url, key=self._key)
+
+    def _stored(self) -> list[Name] | None:
+        """Read what is done; None if nothing is stored."""
         assert self._store is not None
         data = read_record_bytes(self._store, self._key, max_bytes=_MAX_BYTES)
         if data is None:
-            return
+            return None
         url, key = self._store.url, self._key
         try:
             record = _decoder.decode(unseal_json(data, url=url, key=key))
@@ -119,11 +134,11 @@ class Cursor:
         if record.root != self._root_url:
             text = f"this cursor is that of {record.root}; name another file for {self._root_url}"
             raise ConfigurationError(text, url=url, key=key)
-        self._done, self.is_new = dict.fromkeys(record.done), False
+        return record.done
 
-    def _write(self) -> None:
+    def _write(self, done: Iterable[Name]) -> None:
         if self._store is not None:
-            record = _Record(root=self._root_url, done=list(self._done))
+            record = _Record(root=self._root_url, done=list(done))
             put_bytes(self._store, self._key, seal_json(msgspec.json.encode(record)))
         self.is_new = False
 

@@ -140,6 +140,9 @@ class Watcher:
                 raise ConfigurationError(f"{name} must not be {value!r}")
         self._store = open_store(root, storage_options, threads=threads)
         self.url = self._store.url
+        directory = self._store.directory
+        if directory is not None and os.path.isfile(directory):
+            raise ConfigurationError(f"{self.url} is a file; name the folder of a run")
         self._cursor_place, self._storage_options = cursor, storage_options
         self._after = -1 if after is None else after
         self._skip_existing, self._skip_to_latest = skip_existing, skip_to_latest
@@ -163,6 +166,8 @@ class Watcher:
             if self._skip_existing and self._cursor.is_new:
                 self._patiently(self._skip_all)
             self._patiently(self._cursor.begin)
+            if self._store.directory is not None and not os.path.isdir(self._store.directory):
+                _logger.warning("there is no folder %s yet", self.url)
             while not self._stop.is_set():
                 try:
                     checkpoint = self._patiently(self._next)

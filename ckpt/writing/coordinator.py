@@ -110,6 +110,9 @@ class Coordinator:
             raise AlreadyExists(message, url=self._store.url, key=COMMIT_KEY)
         if previous is not None and _is_referable(previous):
             PinReader(self._store).refuse(previous.record, "it is not replaced")
+        if previous is None and model and not overwrite and exists(self._store, MODEL_INDEX_KEY):
+            message = "a model is here that has lost its commit.json; to replace it, pass overwrite=True (--overwrite)"
+            raise AlreadyExists(message, url=self._store.url, key=MODEL_INDEX_KEY)
         self._previous = previous
 
     def _foreign_model(self, previous: StoredCommit | None) -> str | None:

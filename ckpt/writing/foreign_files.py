@@ -8,8 +8,9 @@ from __future__ import annotations
 import contextlib
 import io
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 
 import msgspec
 import numpy as np
@@ -25,8 +26,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from ckpt.backends.base import Store
 from ckpt.consistency.commit import proves_no_commit
-from ckpt.errors import CommitError
-from ckpt.format.names import last_segment, rank_directory
+from ckpt.errors import CheckpointError, CommitError
+from ckpt.format.names import rank_directory
 from ckpt.format.records import ManifestRef
 from ckpt.stock.item_frame import frame
 from ckpt.transfer.buffer_pool import MIN_MEMORY_BUDGET_BYTES, StagingPool
@@ -43,147 +44,191 @@ _CHUNKS_AT_ONCE = 4
 _free: list[memoryview] = []  # fresh memory costs more in page faults than the copy into it
 
 
-class WrittenFile(msgspec.Struct, array_like=True):
-    """A file that was closed, as the commit needs to know it; it can be sent to another rank.
+class WrittenFiles(msgspec.Struct, array_like=True):
+    """All files of one rank, durable, as the commit needs to know them; it can be sent to another rank.
 
     Attributes:
-        manifest: its writer's manifest.
-        data_files: the names of the objects that hold it.
-        items: its chunks in them, packed as in a `RankReceipt`.
+        size_bytes: by name.
+        manifest: None without a file.
+        data_files: the names of the objects that hold them.
+        items: the chunks in them, packed as in a `RankReceipt`.
     """
 
-    name: str
-    size_bytes: int
-    manifest: ManifestRef
+    size_bytes: dict[str, int]
+    manifest: ManifestRef | None
     data_files: list[str]
     items: bytes
 
 
-class FileStream(io.RawIOBase):
-    """Write a file in chunks, of which a few are sent while the next ones are filled.
+class FilesSave:
+    """Write the files of one rank in one save, a few chunks at a time while the next ones are filled.
 
-    It needs 128 MiB, which the next file uses again. `note` gets the file when it is whole and durable, before
-    `close` returns; it is in a checkpoint when `commit_files` gets it. After an exception in `write`, or in
-    its `with` block, nothing of it stays: `close` raises that of `write` again.
+    It needs 128 MiB, and 16 MiB for each file that is written at the same time; the next save uses them
+    again. After an error nothing of this rank stays, and every later call raises it again.
 
     Args:
         store: the checkpoint's place.
-        name: of the file, relative to the place.
-        writer: a number that no other file of this checkpoint has.
-        note: called with the file.
+        rank: of this save.
+
+    Raises:
+        AlreadyExists: a checkpoint is committed there.
     """
 
-    def __init__(self, store: Store, name: str, writer: int, note: Callable[[WrittenFile], object]) -> None:
-        self._objects = SaveObjects(writer)
+    def __init__(self, store: Store, rank: int) -> None:
+        self._store, self._objects = store, SaveObjects(rank)
         Coordinator(store, self._objects).look(overwrite=False)
-        store.prepare(rank_directory(writer))
-        self._store, self._name, self._size, self._note = store, name, 0, note
-        self._failure: BaseException | None = None
+        store.prepare(rank_directory(rank))
         self._files = RankFiles(store, self._objects, StagingPool(MIN_MEMORY_BUDGET_BYTES), None)
-        self._worker: ThreadPoolExecutor | None = thread_pool(1, "ckpt-stream")
+        self._worker = thread_pool(1, "ckpt-files")
+        self._lock = threading.RLock()
+        self._size_bytes: dict[str, int | None] = {}  # None: it is being written
+        self._batch: list[tuple[Entry, memoryview]] = []
         self._sending: Future[None] | None = None
-        self._batch: list[list[Entry]] = []
-        self._full: list[memoryview] = []  # chunks of the batch
-        self._away: list[memoryview] = []  # chunks that are being sent
-        self._chunk, self._filled, self._chunks = _new_chunk(), 0, 0
+        self._chunks = 0
+        self._failure: BaseException | None = None
+
+    def open(self, name: str) -> FileStream:
+        """Begin a file; the name is relative to the place. Raises CheckpointError for one that was begun before."""
+        with self._lock:
+            self._check()
+            if name in self._size_bytes:
+                raise CheckpointError(
+                    f"the file was written before in this save: {name[:200]!r}", url=self._store.url
+                )
+            self._size_bytes[name] = None
+        return FileStream(self, name)
+
+    def put(self, entry: Entry, chunk: memoryview) -> None:
+        """Send a chunk soon; `chunk` is its memory, which is given back then."""
+        with self._lock:
+            self._batch.append((entry, chunk))
+            self._chunks += 1
+            # The first chunks are sent at once, so that storage is busy while the next ones are filled.
+            if len(self._batch) >= min(_CHUNKS_AT_ONCE, self._chunks // 2 + 1):
+                self._send()
+
+    def closed(self, name: str, size_bytes: int) -> None:
+        """Note that a file is whole."""
+        with self._lock:
+            self._check()
+            self._size_bytes[name] = size_bytes
+
+    def finish(self) -> WrittenFiles:
+        """Wait until all files are durable, and write their manifest. Raises StorageError, CheckpointError."""
+        with self._lock:
+            try:
+                self._send()
+                self._wait()
+                sizes = {name: size for name, size in self._size_bytes.items() if size is not None}
+                if still_open := sorted(self._size_bytes.keys() - sizes.keys()):
+                    raise CheckpointError(
+                        f"the file was not closed: {still_open[0][:200]!r}", url=self._store.url
+                    )
+                receipt = self._files.finish("")
+            except BaseException as error:
+                self.fail(error)
+                raise
+            self._objects.release()  # a commit may list them from now on
+            self._worker.shutdown()
+            self._failure = CheckpointError("the save has ended: it takes no more files", url=self._store.url)
+            return WrittenFiles(sizes, receipt.manifest, receipt.files, receipt.items)
+
+    def fail(self, error: BaseException) -> None:
+        """End the save, and delete what was sent."""
+        with self._lock:
+            if self._failure is None:
+                self._failure = error
+                self._worker.shutdown()
+                self._batch.clear()
+                self._objects.discard(self._store)
+
+    def _send(self) -> None:
+        self._wait()
+        batch, self._batch = self._batch, []
+        if batch:
+            self._sending = self._worker.submit(self._put, batch)
+
+    def _wait(self) -> None:
+        self._check()
+        sending, self._sending = self._sending, None
+        if sending is not None:
+            try:
+                sending.result()
+            except BaseException as error:
+                self.fail(error)
+                raise
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _put(self, batch: Sequence[tuple[Entry, memoryview]]) -> None:
+        files: list[list[Entry]] = []
+        for entry, _ in batch:  # a full chunk has an object of its own, short ones share one
+            together_bytes = (
+                entry.payload.nbytes + sum(each.payload.nbytes for each in files[-1]) if files else 0
+            )
+            if files and together_bytes <= CHUNK_BYTES:
+                files[-1].append(entry)
+            else:
+                files.append([entry])
+        self._files.put(files)
+        _free.extend(chunk for _, chunk in batch)
+        del _free[2 * _CHUNKS_AT_ONCE :]
+
+
+class FileStream(io.RawIOBase):
+    """Write a file of a `FilesSave`. An exception in its `with` block ends that save."""
+
+    def __init__(self, save: FilesSave, name: str) -> None:
+        self._save, self._name = save, name
+        self._size_bytes, self._chunks = 0, 0
+        self._chunk, self._filled = _new_chunk(), 0
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: memoryview | bytes | bytearray) -> int:  # type: ignore[override]
-        if self._failure is not None:
-            raise self._failure
         view = memoryview(data).cast("B")
         written = 0
-        try:
-            while written < view.nbytes:
-                taken = min(CHUNK_BYTES - self._filled, view.nbytes - written)
-                self._chunk[self._filled : self._filled + taken] = view[written : written + taken]
-                self._filled, written = self._filled + taken, written + taken
-                if self._filled == CHUNK_BYTES:
-                    self._cut()
-        except BaseException as error:
-            self._failure = error
-            raise
+        while written < view.nbytes:
+            taken = min(CHUNK_BYTES - self._filled, view.nbytes - written)
+            self._chunk[self._filled : self._filled + taken] = view[written : written + taken]
+            self._filled, written = self._filled + taken, written + taken
+            if self._filled == CHUNK_BYTES:
+                self._cut()
         return written
 
     def close(self) -> None:
-        """Send what is left, and note the file in its manifest. Raises StorageError."""
-        if self._worker is None:
+        """Send what is left; it is durable when the save has finished. Raises StorageError of any file."""
+        if self.closed:
             return
         try:
-            if self._failure is not None:
-                raise self._failure
             if self._filled or not self._chunks:
                 self._cut()
-            self._send()
-            self._wait()
-            receipt = self._files.finish(last_segment(self._store.url))
-            assert receipt.manifest is not None  # it has a chunk
-            self._note(WrittenFile(self._name, self._size, receipt.manifest, receipt.files, receipt.items))
-        except BaseException:
-            self.discard()
-            raise
-        self._end()
-
-    def discard(self) -> None:
-        """Delete what was sent: it is in no checkpoint."""
-        if self._worker is not None:
-            with contextlib.suppress(Exception):
-                self._wait()
-            self._end()
-        self._objects.discard(self._store)
+            self._save.closed(self._name, self._size_bytes)
+        finally:
+            super().close()
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if error is not None:
-            self.discard()
-        self.close()
+        if error is None:
+            self.close()
+        else:
+            self._save.fail(error)
+            super().close()
 
     def __del__(self) -> None:
-        """Do not count a file that was never closed."""
-        if getattr(self, "_worker", None) is not None:
-            self.discard()
+        """Leave a file that was never closed unfinished: the save finds it when it ends."""
+        super().close()
 
     def _cut(self) -> None:
         """Make an item of the chunk, as `torch.save` would of a tensor of bytes."""
         framed = frame(torch.uint8, torch.Size([self._filled]))
-        index = MetadataIndex(self._name, torch.Size([self._size]), self._chunks)
+        index = MetadataIndex(self._name, torch.Size([self._size_bytes]), self._chunks)
         payload = BytesPayload(self._chunk[: self._filled])
-        self._batch.append([Entry(index, framed.head, payload, framed.tail, True)])
-        self._size, self._chunks = self._size + self._filled, self._chunks + 1
-        self._full.append(self._chunk)
-        # The first chunks are sent at once, so that storage is busy while the next ones are filled.
-        if len(self._batch) >= min(_CHUNKS_AT_ONCE, self._chunks // 2 + 1):
-            self._send()
+        self._save.put(Entry(index, framed.head, payload, framed.tail, True), self._chunk)
+        self._size_bytes, self._chunks = self._size_bytes + self._filled, self._chunks + 1
         self._chunk, self._filled = _new_chunk(), 0
-
-    def _send(self) -> None:
-        self._wait()
-        assert self._worker is not None
-        batch, self._batch = self._batch, []
-        self._away, self._full = self._full, []
-        if batch:
-            self._sending = self._worker.submit(self._files.put, batch)
-
-    def _wait(self) -> None:
-        sending, self._sending = self._sending, None
-        if sending is not None:
-            sending.result()
-        self._give_back(self._away)
-        self._away = []
-
-    @staticmethod
-    def _give_back(chunks: list[memoryview]) -> None:
-        _free.extend(chunks)
-        del _free[2 * _CHUNKS_AT_ONCE :]
-
-    def _end(self) -> None:
-        worker, self._worker = self._worker, None
-        if worker is not None:
-            worker.shutdown()
-            self._give_back([self._chunk])
-        self._batch.clear()
-        super().close()
 
 
 def _new_chunk() -> memoryview:
@@ -194,34 +239,32 @@ def _new_chunk() -> memoryview:
     return np.empty(CHUNK_BYTES, dtype=np.uint8).data
 
 
-def commit_files(store: Store, files: Sequence[WrittenFile], tags: Mapping[str, str]) -> None:
-    """Make a checkpoint of exactly these files, whoever wrote them. Raises AlreadyExists, CommitError as any save."""
+def commit_files(store: Store, ranks: Sequence[WrittenFiles], tags: Mapping[str, str]) -> None:
+    """Make a checkpoint of exactly the files of these ranks, in order. Raises AlreadyExists, CommitError as any save."""
     described: dict[str, STORAGE_TYPES] = {}
-    last = max(file.manifest.rank for file in files)
-    receipts = {number: RankReceipt(number, "", None, [], b"\x90") for number in range(last + 1)}
-    for file in files:
-        if file.name in described:
-            text = f"nothing was committed: two ranks wrote the same file: {file.name[:200]!r}"
-            raise CommitError(text, url=store.url)
-        items = msgspec.msgpack.decode(file.items, type=list[PlacedItem])
-        starts = [start for item in items for start in item.chunk_offsets or ()]
-        chunks = [
-            ChunkStorageMetadata(torch.Size([start]), torch.Size([stop - start]))
-            for start, stop in itertools.pairwise([*starts, file.size_bytes])
-        ]
-        properties = TensorProperties(dtype=torch.uint8)
-        described[file.name] = TensorStorageMetadata(properties, torch.Size([file.size_bytes]), chunks)
-        number = file.manifest.rank
-        receipts[number] = RankReceipt(number, "", file.manifest, file.data_files, file.items)
+    for written in ranks:
+        starts: dict[str, list[int]] = {name: [] for name in written.size_bytes}
+        for item in msgspec.msgpack.decode(written.items, type=list[PlacedItem]):
+            starts[item.fqn] += item.chunk_offsets or ()
+        for name, size_bytes in written.size_bytes.items():
+            if name in described:
+                text = f"nothing was committed: two ranks wrote the same file: {name[:200]!r}"
+                raise CommitError(text, url=store.url)
+            chunks = [
+                ChunkStorageMetadata(torch.Size([start]), torch.Size([stop - start]))
+                for start, stop in itertools.pairwise([*sorted(starts[name]), size_bytes])
+            ]
+            properties = TensorProperties(dtype=torch.uint8)
+            described[name] = TensorStorageMetadata(properties, torch.Size([size_bytes]), chunks)
+    receipts = [
+        RankReceipt(rank, "", written.manifest, written.data_files, written.items)
+        for rank, written in enumerate(ranks)
+    ]
     objects = SaveObjects()
     coordinator = Coordinator(store, objects)
     coordinator.look(overwrite=False)
     columns, record = records_of(
-        Metadata(described),
-        list(receipts.values()),
-        save_id=objects.token,
-        world_size=len(receipts),
-        tags=tags,
+        Metadata(described), receipts, save_id=objects.token, world_size=len(receipts), tags=tags
     )
     try:
         coordinator.commit(columns, record)

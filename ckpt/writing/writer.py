@@ -6,6 +6,7 @@ through DCP's collectives what it wrote. No rank depends on seeing what another 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -135,7 +136,6 @@ class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
             refuse_unstorable(plan.items)
             if self._coordinator is not None:
                 self._coordinator.look(overwrite=self._overwrite, model=self._is_model)
-            if self._coordinator is not None or not self._is_model:
                 self._store.prepare(rank_directory(self._rank))
         self.progress.wait_for("the plans of all ranks")
         return plan
@@ -149,6 +149,9 @@ class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
         self._began_at_s["write_s"] = environment.monotonic()
         with self._errors_named():
             try:
+                if self._coordinator is None and not self._is_model:
+                    # Not before the coordinator has looked: a save that it refuses leaves nothing.
+                    self._store.prepare(rank_directory(self._rank))
                 results = self._write(plan, planner)
             except BaseException:
                 self.discard()
@@ -200,6 +203,9 @@ class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
         """Delete this rank's objects of the current save, which must surely not be committed."""
         self.progress.clean_up()
         self._objects.discard(self._store)
+        if not self._is_model:  # there it tells of files that a rank left which died
+            with contextlib.suppress(Exception):
+                self._store.remove_empty(rank_directory(self._rank))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_coordinator": None}

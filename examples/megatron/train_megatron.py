@@ -9,7 +9,6 @@ Kill it at any moment, and start it again, on 1, 2, 4 or 8 ranks. It runs on the
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -36,9 +35,6 @@ def main(root: str) -> None:
         weight += 1.0
         if step % SAVE_EVERY == 0:
             place = f"{root}/iter_{step:07d}"
-            if "://" not in place and rank == 0:
-                Path(place).mkdir(parents=True, exist_ok=True)
-            dist.barrier()
             state = {
                 "weight": ShardedTensor.from_rank_offsets("weight", weight, (0, rank, ranks)),
                 "step": step,

@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import json
 import os
+import resource
 import signal
 import time
 from collections.abc import Iterator, Mapping
@@ -124,15 +125,41 @@ def latest(root: str) -> int | None:
     return steps[0]
 
 
-_saves_s: list[tuple[float, float]] = []
+saves_s: list[tuple[float, float]] = []
 
 
 @contextlib.contextmanager
 def timed() -> Iterator[None]:
     """Measure a save, as long as the training waits for it: wall and CPU seconds, for the report."""
-    began_s, cpu_s = time.perf_counter(), time.process_time()
+    began_s, cpu_s = time.perf_counter(), _cpu_s()
     yield
-    _saves_s.append((time.perf_counter() - began_s, time.process_time() - cpu_s))
+    saves_s.append((time.perf_counter() - began_s, _cpu_s() - cpu_s))
+
+
+def _cpu_s() -> float:
+    """Return the CPU seconds of this process and of all below it: some frameworks write in others."""
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    living = sum(_cpu_of_s(pid) for pid in _children(os.getpid()))
+    return time.process_time() + ended.ru_utime + ended.ru_stime + living
+
+
+def _cpu_of_s(pid: int) -> float:
+    """Return the CPU seconds of a child, of what it has waited for, and of what it has started; 0 if it has ended."""
+    with contextlib.suppress(OSError):
+        text = Path(f"/proc/{pid}/stat").read_text()
+        ticks = sum(
+            map(int, text.rpartition(")")[2].split()[11:15])
+        )  # its own, and of its children that ended
+        return ticks / os.sysconf("SC_CLK_TCK") + sum(map(_cpu_of_s, _children(pid)))
+    return 0.0
+
+
+def _children(pid: int) -> list[int]:
+    children: list[int] = []
+    with contextlib.suppress(OSError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            children += map(int, (thread / "children").read_text().split())
+    return children
 
 
 def report(
@@ -159,7 +186,7 @@ def report(
         weights, moments = get_state_dict(model, optimizer, options=options)
         state = {"model": weights, "optimizer": moments}
     if not dist.is_initialized() or dist.get_rank() == 0:
-        text = json.dumps({"resumed_step": resumed_step, "digests": digests(state), "saves_s": _saves_s})
+        text = json.dumps({"resumed_step": resumed_step, "digests": digests(state), "saves_s": saves_s})
         Path(life.report).write_text(text)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import pickle
 import shutil
 import threading
 from pathlib import Path
@@ -149,7 +150,7 @@ def test_nothing_goes_before_the_save_in_flight_is_durable(
     old, new = str(tmp_path / "old.ckpt"), str(tmp_path / "new.ckpt")
     state = {"state_dict": {"a": torch.ones(3)}, "global_step": 1}
     saving.save_checkpoint(state, old)
-    saving.settle()
+    saving.teardown()
 
     def put_later(self: Any, key: str, *arguments: Any, **options: Any) -> None:
         assert go_on.wait(30)
@@ -161,7 +162,7 @@ def test_nothing_goes_before_the_save_in_flight_is_durable(
     saving.remove_checkpoint(old)
     assert committed(tmp_path) == ["old.ckpt"]
     go_on.set()
-    saving.settle()
+    saving.teardown()
     assert committed(tmp_path) == ["new.ckpt"]
     assert saving.load_checkpoint(new)["state_dict"]["a"].sum() == 3  # as it was when it was saved
 
@@ -172,7 +173,7 @@ def test_a_failed_save_removes_nothing(
     saving = one.of.CheckpointIO(async_save=True)
     state = {"state_dict": {"a": torch.ones(3)}, "global_step": 1}
     saving.save_checkpoint(state, str(tmp_path / "old.ckpt"))
-    saving.settle()
+    saving.teardown()
 
     def fail(self: Any, *arguments: Any, **options: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -214,7 +215,7 @@ def test_lightnings_own_file_is_gone_on_from(one: SimpleNamespace, tmp_path: Pat
 def test_objects_that_could_run_code_need_trust(one: SimpleNamespace, tmp_path: Path) -> None:
     saving, place = one.of.CheckpointIO(), str(tmp_path / "x.ckpt")
     saving.save_checkpoint({"state_dict": {"a": torch.ones(3)}, "hyper_parameters": {"own": Own()}}, place)
-    with pytest.raises(UnsafeContent, match="weights_only=False"):
+    with pytest.raises(UnsafeContent, match=r"weights_only=False"):
         saving.load_checkpoint(place)
     assert isinstance(saving.load_checkpoint(place, weights_only=False)["hyper_parameters"]["own"], Own)
 
@@ -245,9 +246,7 @@ def test_what_cannot_be_saved_is_an_error_before_training(one: SimpleNamespace, 
     strategies = importlib.import_module("lightning.pytorch.strategies")
     saving = one.of.ModelCheckpoint(dirpath=str(tmp_path))
     native = SimpleNamespace(strategy=strategies.ModelParallelStrategy())
-    with pytest.raises(
-        ConfigurationError, match="ModelParallelStrategy does not save through a CheckpointIO"
-    ):
+    with pytest.raises(ConfigurationError, match="does not reach what ModelParallelStrategy saves"):
         saving.setup(native, None, "fit")
     from lightning.pytorch.plugins.io import TorchCheckpointIO
 
@@ -256,6 +255,79 @@ def test_what_cannot_be_saved_is_an_error_before_training(one: SimpleNamespace, 
     sharded = one.of.ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1)
     with pytest.raises(ConfigurationError, match="TorchCheckpointIO"):
         trainer_of(one, tmp_path / "run", 1, TorchCheckpointIO(), strategy=sharded).fit(module_of(one.pl))
+
+
+def test_an_option_that_does_not_exist_is_an_error_at_once(one: SimpleNamespace) -> None:
+    with pytest.raises(ConfigurationError, match="CheckpointIO has no option treads"):
+        one.of.CheckpointIO(treads=4)
+
+
+def test_the_classes_are_pickled_by_the_name_of_their_adapter(both: SimpleNamespace) -> None:
+    for name in both.of.__all__:
+        kind = getattr(both.of, name)
+        assert pickle.loads(pickle.dumps(kind)) is kind
+        assert kind.__module__ == both.of.__name__
+    saving = both.of.ModelCheckpoint(dirpath="runs/7", save_top_k=-1)
+    assert pickle.loads(pickle.dumps(saving)).save_top_k == -1
+    assert isinstance(saving, both.pl.callbacks.ModelCheckpoint)
+
+
+def test_a_link_goes_without_the_checkpoint_to_which_it_leads(one: SimpleNamespace, tmp_path: Path) -> None:
+    saving, link = one.of.CheckpointIO(), tmp_path / "last-1.ckpt"
+    saving.save_checkpoint({"state_dict": {"a": torch.ones(3)}, "global_step": 1}, str(tmp_path / "x.ckpt"))
+    link.symlink_to("x.ckpt")
+    saving.remove_checkpoint(str(link))
+    assert not link.is_symlink()
+    assert saving.load_checkpoint(str(tmp_path / "x.ckpt"))["state_dict"]["a"].sum() == 3
+
+
+def test_ranks_that_find_different_checkpoints_do_not_begin(one: SimpleNamespace, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    train(one, run, 3)
+    for seen, text in ((None, "is None on rank 0"), (2, "the step gone on from is 2 on rank 0, 3 on")):
+        trainer = trainer_of(one, run, 4)
+
+        def broadcast(value: Any, src: int = 0, seen: int | None = seen) -> Any:
+            """Tell what rank 0 would: it has found nothing, or has passed over the newest."""
+            if seen is None:
+                return None if str(value).endswith("step=3.ckpt") else value
+            return seen if value == 3 else value
+
+        trainer.strategy.broadcast = broadcast
+        with pytest.raises(LoadFailed, match=text):
+            trainer.fit(module_of(one.pl), ckpt_path="last")
+
+
+def test_shards_are_saved_while_the_steps_go_on(
+    one: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lightning passes no `weights_only` on to a sharded strategy: the CheckpointIO has it."""
+    from torch.distributed.fsdp import fully_shard
+
+    class Sharded(type(module_of(one.pl))):  # type: ignore[misc]
+        def configure_model(self) -> None:
+            fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
+
+    def fit(steps: int, **options: Any) -> Any:
+        module = Sharded()
+        module.save_hyperparameters({"own": Own()})
+        strategy = one.of.ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1)
+        saving = one.of.CheckpointIO(async_save=True, **options)
+        trainer = trainer_of(one, tmp_path / "run", steps, saving, strategy=strategy)
+        trainer.fit(module, ckpt_path="last", weights_only=False)
+        return {name: value.full_tensor().clone() for name, value in module.state_dict().items()}
+
+    try:
+        fit(3)
+        assert committed(tmp_path / "run") == ["step=2.ckpt", "step=3.ckpt"]
+        with pytest.raises(UnsafeContent, match=r"CheckpointIO\(weights_only=False\)"):
+            fit(5)
+        resumed = fit(5, weights_only=False)
+        assert committed(tmp_path / "run") == ["step=4.ckpt", "step=5.ckpt"]
+        assert_same(resumed, weights(train(one, tmp_path / "whole", 5)))
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("kind", ["full", "sharded"])

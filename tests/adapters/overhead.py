@@ -4,7 +4,8 @@
 
 Two ranks save the same state (72 bytes for each element of width * width; 215 MB) into local
 folders, by the host's own means and by the adapter, life by life in turns. Prints medians of the
-seconds for which the training waits, without each life's first save.
+seconds for which the training waits, without each life's first save; CPU counts that of all
+processes that a rank has started.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("hosts", nargs="*", metavar="HOST", help="all, if none is named")
+    parser.add_argument(
+        "hosts", nargs="*", metavar="HOST", help="its name, or that of its environment; default: all"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="lives of each kind")
     parser.add_argument("--saves", type=int, default=4, help="in each life; the first one does not count")
     parser.add_argument("--width", type=int, default=1728, help="of the model, a multiple of 64")
@@ -33,10 +36,13 @@ def main() -> None:
         "--folder", type=Path, help="on the file system to measure; default: the temporary one"
     )
     options = parser.parse_args()
+    names = {host.id: {host.id, host.name, host.environment or host.name} for host in HOSTS}
+    chosen = [host for host in HOSTS if not options.hosts or names[host.id] & {*options.hosts}]
+    if unknown := {*options.hosts}.difference(*names.values()):
+        parser.error(f"no such host: {', '.join(sorted(unknown))}")
     print(f"{'host':<24}{'native':>18}{'adapter':>18}{'wall':>8}{'CPU':>8}", flush=True)
-    for host in HOSTS:
-        if not options.hosts or host.name in options.hosts:
-            print(line(host, options), flush=True)
+    for host in chosen:
+        print(line(host, options), flush=True)
 
 
 def line(host: Host, options: argparse.Namespace) -> str:

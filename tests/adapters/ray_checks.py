@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from pathlib import Path
@@ -14,7 +15,9 @@ import ray.train
 import torch
 from ray.train import Checkpoint, CheckpointConfig
 from ray.train.v2._internal.execution import context
+from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import CheckpointManager as RaysList
 from ray.train.v2._internal.execution.storage import StorageContext
+from ray.train.v2._internal.execution.training_report import _TrainingReport
 from support.servers import S3Server
 
 import ckpt
@@ -122,10 +125,53 @@ def test_an_endpoint_of_the_managers_own(monkeypatch: pytest.MonkeyPatch) -> Non
         CheckpointManager(save=2, storage_options={"endpoint_url": "http://127.0.0.1:9000"})
 
 
+def test_a_process_that_would_run_a_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    be_worker(monkeypatch, CheckpointConfig(), pyarrow.fs.LocalFileSystem(), "/runs/a")
+    with pytest.raises(ConfigurationError, match="use 'thread'"):
+        CheckpointManager(save=2, async_mode="process")
+
+
 def test_two_that_would_remove_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
     be_worker(monkeypatch, CheckpointConfig(num_to_keep=2))
     with pytest.raises(ConfigurationError, match=r"CheckpointConfig\(num_to_keep=...\).*pass keep="):
         CheckpointManager(save=2)
+
+
+@pytest.mark.filterwarnings("ignore")  # Ray's own, of pydantic
+@pytest.mark.parametrize("place", ["local", "s3"])
+def test_ray_starts_again_though_keep_has_removed_what_it_lists(
+    place: str, s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in s3_environment(s3).items():
+        monkeypatch.setenv(name, value)
+    root = str(tmp_path) if place == "local" else f"s3://{s3.new_bucket()}/runs"
+    storage = StorageContext(root, "run")
+    be_worker(monkeypatch, CheckpointConfig(), storage.storage_filesystem, storage.experiment_fs_path)
+    monkeypatch.setattr(ray.train, "get_preemption_info", lambda: None)
+
+    async def train(steps: range) -> Any:
+        """Train as one worker would, with the list that Ray's controller has; return what it began with."""
+        listed = RaysList(CheckpointConfig(), storage)
+        newest = listed.latest_checkpoint_result and listed.latest_checkpoint_result.checkpoint
+
+        def report(metrics: dict[str, Any], checkpoint: Checkpoint, **_: Any) -> None:
+            listed.register_checkpoint(_TrainingReport(checkpoint, metrics, validation=False))
+
+        monkeypatch.setattr(ray.train, "report", report)
+        monkeypatch.setattr(ray.train, "get_checkpoint", lambda: newest)
+        state = {"a": torch.zeros(3)}
+        with CheckpointManager(save=1, keep=1) as manager:
+            restored = manager.restore(state)
+            assert (restored.step if restored else 0) == steps[0] - 1
+            for step in steps:
+                state["a"].fill_(step)
+                manager.step(step, state)
+        return newest and newest.path
+
+    assert asyncio.run(train(range(1, 4))) is None
+    assert asyncio.run(train(range(4, 6))) == f"{storage.experiment_fs_path}/step-00000003"
+    committed = [each.path for each in ckpt.list_checkpoints(f"{root}/run") if each.state == "committed"]
+    assert committed == ["step-00000005"]
 
 
 def test_ray_reads_what_is_saved_into_its_experiment_on_s3(

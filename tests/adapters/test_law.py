@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -26,7 +27,7 @@ from support.servers import S3Server
 
 import ckpt
 from adapters.environments import end, python_of
-from adapters.life import Kill, Life
+from adapters.life import Kill, Life, saves_s, timed
 
 _TORN_STEP = 6
 
@@ -65,8 +66,15 @@ class Host:
 HOSTS = [
     Host("plain_dcp", resumed_world_size=4),
     Host("torch_checkpointing", resumed_world_size=4),
+    Host("torch_checkpointing", variant="sync", resumed_world_size=4, options={"async": False}),
     Host("torchtitan", "step-00000006", resumed_world_size=4),
     Host("lightning_fit", environment="lightning", resumed_world_size=4, options={"strategy": "sharded"}),
+    Host(
+        "lightning_fit",
+        environment="lightning",
+        variant="async",
+        options={"strategy": "sharded", "async_save": True},
+    ),
     *(
         Host(
             "lightning_fit",
@@ -131,6 +139,20 @@ def test_a_killed_run_ends_as_an_uninterrupted_one(
     resumed = run_life(host, python, life, world_size=host.resumed_world_size, environ=environ)
     assert resumed["resumed_step"] == _TORN_STEP - life.save_every
     assert resumed["digests"] == references[host.id]
+
+
+def test_a_save_that_other_processes_write_is_measured_whole() -> None:
+    burn = "import time\nwhile time.process_time() < 0.3: pass\nprint('done', flush=True)\ninput()"
+    with subprocess.Popen(
+        [sys.executable, "-c", burn], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
+        with timed():
+            assert child.stdout is not None
+            child.stdout.readline()
+        with timed():
+            child.communicate(b"\n", timeout=60)
+    (_, while_it_lives_s), (_, as_it_ends_s) = saves_s[-2:]
+    assert while_it_lives_s > 0.25 > as_it_ends_s  # it is counted, and once
 
 
 def life_of(host: Host, folder: Path, *, native: bool = False) -> Life:

@@ -11,11 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.manifests import command, documents, environment, pod_of_job, pod_of_trainjob
+from support.manifests import (
+    command,
+    documents,
+    environment,
+    pod_of_acceptance,
+    pod_of_job,
+    pod_of_trainjob,
+)
 from support.pods import Pod, build_image, pod, why_not
 from support.servers import S3Server, free_port
 
 import ckpt
+from ckpt.errors import NotFound
 
 SMALL = ["--width=16", "--layers=1", "--length=8"]
 
@@ -72,15 +80,7 @@ class Cluster:
         return float(self.spec["terminationGracePeriodSeconds"])
 
 
-def steps(pod: Pod) -> list[int]:
-    return [int(number) for number in re.findall(r"^step +(\d+) ", pod.text, re.MULTILINE)]
-
-
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("spec", [pod_of_job, pod_of_trainjob])
-def test_nodes_that_are_lost_or_preempted_resume(
-    image: Path, s3: S3Server, tmp_path: Path, spec: Callable[[], dict[str, Any]]
-) -> None:
+def storage_of(s3: S3Server) -> dict[str, dict[str, Any]]:
     storage = documents("storage-s3.yaml")
     storage["ConfigMap"]["data"] |= {
         "AWS_ENDPOINT_URL": s3.endpoint_url,
@@ -90,7 +90,19 @@ def test_nodes_that_are_lost_or_preempted_resume(
         "AWS_ACCESS_KEY_ID": s3.access_key,
         "AWS_SECRET_ACCESS_KEY": s3.secret_key,
     }
-    cluster = Cluster(image, spec(), storage, tmp_path)
+    return storage
+
+
+def steps(pod: Pod) -> list[int]:
+    return [int(number) for number in re.findall(r"^step +(\d+) ", pod.text, re.MULTILINE)]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("spec", [pod_of_job, pod_of_trainjob])
+def test_nodes_that_are_lost_or_preempted_resume(
+    image: Path, s3: S3Server, tmp_path: Path, spec: Callable[[], dict[str, Any]]
+) -> None:
+    cluster = Cluster(image, spec(), storage_of(s3), tmp_path)
     with cluster.container("initContainers", 1) as doctor:
         assert doctor.status(120) == 0, doctor.text
     assert "fit for checkpoints" in doctor.text
@@ -115,6 +127,18 @@ def test_nodes_that_are_lost_or_preempted_resume(
     with cluster.nodes(f"--steps={stopped_at + 2}") as (first, second):
         assert [one.status(240) for one in (first, second)] == [0, 0], first.text + second.text
     assert steps(first) == [stopped_at + 1, stopped_at + 2]
+
+
+@pytest.mark.timeout(900)
+def test_storage_is_accepted(image: Path, s3: S3Server, tmp_path: Path) -> None:
+    cluster = Cluster(image, pod_of_acceptance(), storage_of(s3), tmp_path)
+    with cluster.container("initContainers", 0) as doctor:
+        assert doctor.status(300) == 0, doctor.text
+    small = ["--model=t5-small", "--world-size=2", "--processes=1"]
+    with cluster.container("containers", 0, *small) as roundtrip:
+        assert roundtrip.status(300) == 0, roundtrip.text
+    with pytest.raises(NotFound, match="there is nothing here"):
+        ckpt.list_checkpoints(f"{cluster.root}-acceptance", storage_options=s3.options)
 
 
 def test_doctor_reaches_cos_with_the_keys_of_the_secret(image: Path, s3: S3Server, tmp_path: Path) -> None:

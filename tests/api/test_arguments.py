@@ -18,6 +18,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.ranks import run_ranks
+from support.servers import IamServer
+from support.strict_s3 import strict_s3
 
 import ckpt
 from ckpt.backends.base import MIB, Capabilities, part_size_bytes
@@ -25,7 +27,7 @@ from ckpt.backends.memory import MemoryStore
 from ckpt.backends.paths import filesystem_type
 from ckpt.backends.posix import PosixStore
 from ckpt.backends.registry import open_store, register
-from ckpt.errors import ConfigurationError, SaveFailed
+from ckpt.errors import AccessDenied, ConfigurationError, SaveFailed
 
 S3 = Capabilities(
     max_object_size_bytes=5 << 40, max_parts=10_000, min_part_size_bytes=5 * MIB, max_part_size_bytes=5 << 30
@@ -108,7 +110,7 @@ def test_wrong_options_elsewhere(tmp_path: Path) -> None:
             call(storage_options="x")
     with pytest.raises(ConfigurationError, match="endpoint_url or region"):
         open_store("cos://bucket/x")
-    with pytest.raises(ConfigurationError, match="not both"):
+    with pytest.raises(ConfigurationError, match="not several"):
         open_store("cos://b/x", {"region": "eu-de", "key": "a", "secret": "b", "ibm_api_key_id": "c"})
     with pytest.raises(ConfigurationError, match="visibility_timeout_s must not be negative"):
         ckpt.CheckpointReader(tmp_path, visibility_timeout_s=-1)
@@ -129,6 +131,35 @@ def test_cos_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("COS_HMAC_SECRET_ACCESS_KEY", "secret")
     store = open_store("cos://bucket/x")
     assert (store._s3.options["key"], store._s3.options["ibm_api_key_id"]) == ("hmac", None)
+
+
+def test_a_trusted_profile_is_an_identity_of_the_pod(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, iam: IamServer
+) -> None:
+    with strict_s3() as server:
+        monkeypatch.setenv("COS_ENDPOINT_URL", server.endpoint_url)
+        monkeypatch.setenv("COS_IAM_PROFILE_ID", iam.profile_id)
+        monkeypatch.setenv("IBM_AUTH_ENDPOINT", iam.url)
+        with pytest.raises(ConfigurationError, match="there is no /var/run/secrets/tokens/sa-token"):
+            open_store("cos://bucket/x")
+        (tmp_path / "sa-token").write_text(f"{iam.pod_token}\n")
+        monkeypatch.setenv("COS_CR_TOKEN_FILENAME", str(tmp_path / "sa-token"))
+        store: Any = open_store("cos://bucket/x")
+        client = store._s3.client
+        assert client.meta.config.signature_version == "oauth"
+        token = client._request_signer._credentials.token_manager.get_token()
+        assert token == iam.tokens[-1]
+        store.close()
+        (tmp_path / "sa-token").write_text("another")
+        with pytest.raises(AccessDenied, match="Provided API key could not be found") as caught:
+            open_store("cos://bucket/x").stat("k")
+        assert "another" not in str(caught.value)
+    both = {"iam_profile_id": "p", "ibm_api_key_id": "c", "region": "eu-de"}
+    with pytest.raises(ConfigurationError, match="not several"):
+        open_store("cos://b/x", both)
+    monkeypatch.setenv("IBM_API_KEY_ID", "the-key")
+    options = open_store("cos://bucket/x")._s3.options  # type: ignore[attr-defined]
+    assert (options["ibm_api_key_id"], options["iam_profile_id"]) == ("the-key", None), "keys come first"
 
 
 def test_a_cos_api_key_from_the_sdks_own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

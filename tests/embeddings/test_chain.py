@@ -1,3 +1,7 @@
+from __future__ import annotations
+
+from typing import Any
+
 import msgspec
 import pytest
 
@@ -19,7 +23,7 @@ CHAIN = Chain(
 NAME = "user.shard-00001-of-00003.chain"
 
 
-def test_a_chain_is_what_was_encoded():
+def test_a_chain_is_what_was_encoded() -> None:
     assert decode_chain(CHAIN.encode(), url="x", name=NAME) == CHAIN
     assert CHAIN.prefix(GENERATIONS[1]) == "user.shard-00001-of-00003.000005"
     assert GENERATIONS[0].blocks == 3
@@ -44,20 +48,20 @@ def test_a_chain_is_what_was_encoded():
         {"columns": [StoredColumn(name="values", width=1, dtype="float32", bits=7)]},
     ],
 )
-def test_a_chain_that_cannot_be_is_refused(change):
+def test_a_chain_that_cannot_be_is_refused(change: dict[str, Any]) -> None:
     data = msgspec.structs.replace(CHAIN, **change).encode()
     with pytest.raises(FormatError):
         decode_chain(data, url="x", name=NAME)
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", b"[1", b'{"version": "x"}'])
-def test_what_is_no_chain_is_refused(data):
+def test_what_is_no_chain_is_refused(data: bytes) -> None:
     with pytest.raises(FormatError, match="describe a table's shard"):
         decode_chain(data, url="x", name=NAME)
 
 
-def test_deltas_follow_one_another_until_they_are_too_many_or_too_large():
-    def choice(deltas, merged):
+def test_deltas_follow_one_another_until_they_are_too_many_or_too_large() -> None:
+    def choice(deltas: list[int], merged: list[int]) -> int | None:
         # Two shards of one table decide together.
         halves = [Costs(500, [n // 2 for n in deltas], [n // 2 for n in merged], 4, 0.5)] * 2
         return first_to_merge(halves)
@@ -73,7 +77,7 @@ def test_deltas_follow_one_another_until_they_are_too_many_or_too_large():
     assert choice([600], [600]) is None
 
 
-def test_shards_whose_chains_differ_begin_anew():
+def test_shards_whose_chains_differ_begin_anew() -> None:
     one = Costs(500, [5], [5], 4, 0.5)
     assert first_to_merge([one, None]) is None
     assert first_to_merge([None]) is None

@@ -1,45 +1,51 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+from support.row_stores import DictRows
 
 from ckpt.embeddings import shard as shard_module
 from ckpt.embeddings.chain import first_to_merge
+from ckpt.embeddings.cut import Cut
 from ckpt.embeddings.rows import Column, DenseRows, home_of
 from ckpt.embeddings.shard import TableShard
 from ckpt.errors import CheckpointError, ConfigurationError
-from embeddings.row_stores import DictRows
 
 COLUMNS = {"values": Column(4, torch.float32), "adagrad": Column(1, torch.float32)}
 
 
-def dense(count=100, first_id=1000):
+def dense(count: int = 100, first_id: int = 1000) -> DenseRows:
     values = torch.arange(count * 4, dtype=torch.float32).reshape(count, 4)
     return DenseRows(first_id, values=values, adagrad=torch.zeros(count))
 
 
-def growing():
+def growing() -> DictRows:
     rows = DictRows(COLUMNS)
     ids = np.arange(0, 300, 3)
     rows.write(ids, {"values": torch.randn(100, 4), "adagrad": torch.zeros(100, 1)})
     return rows
 
 
-def following(shard):
+def following(shard: TableShard) -> Cut:
     return shard.cut(first_to_merge([shard.costs()]))
 
 
-def contents(cut):
+def contents(cut: Cut) -> dict[str, torch.Tensor]:
     blocks = range(cut.generation.blocks)
     return {name: torch.cat([cut.read(name, block) for block in blocks]) for name in cut.columns}
 
 
 @pytest.fixture(autouse=True)
-def small_blocks(monkeypatch):
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shard_module, "BLOCK_BYTES", 16 * 7)  # 7 rows
 
 
 @pytest.mark.parametrize("make", [dense, growing])
-def test_rows_change_while_they_are_read_and_the_cut_does_not(make):
+def test_rows_change_while_they_are_read_and_the_cut_does_not(make: Callable[[], Any]) -> None:
     rows = make()
     shard = TableShard("user", rows)
     ids = np.sort(rows.ids())
@@ -57,7 +63,7 @@ def test_rows_change_while_they_are_read_and_the_cut_does_not(make):
     assert cut.aside_bytes > 0
 
 
-def test_rows_that_come_and_go_during_a_save_belong_to_the_next():
+def test_rows_that_come_and_go_during_a_save_belong_to_the_next() -> None:
     rows = growing()
     shard = TableShard("user", rows)
     cut = shard.cut()
@@ -74,7 +80,7 @@ def test_rows_that_come_and_go_during_a_save_belong_to_the_next():
     assert delta.evicted.tolist() == [0, 3]
 
 
-def test_what_a_failed_save_did_not_save_is_in_the_next():
+def test_what_a_failed_save_did_not_save_is_in_the_next() -> None:
     rows = dense()
     shard = TableShard("user", rows)
     shard.cut()
@@ -88,7 +94,7 @@ def test_what_a_failed_save_did_not_save_is_in_the_next():
     assert cut.generation.number > failed.generation.number
 
 
-def test_deltas_are_merged_and_an_evicted_row_is_not_brought_back():
+def test_deltas_are_merged_and_an_evicted_row_is_not_brought_back() -> None:
     rows = growing()
     shard = TableShard("user", rows, max_deltas=2, max_delta_ratio=10.0)
     shard.cut()
@@ -108,7 +114,7 @@ def test_deltas_are_merged_and_an_evicted_row_is_not_brought_back():
     assert sorted(following(shard).ids.tolist()) == [3, 9, 12, 15]
 
 
-def test_copies_are_bounded_and_training_goes_on():
+def test_copies_are_bounded_and_training_goes_on() -> None:
     rows = dense()
     shard = TableShard("user", rows, max_aside_bytes=10 * 20)
     cut = shard.cut()
@@ -125,7 +131,7 @@ def test_copies_are_bounded_and_training_goes_on():
     assert shard.cut().generation.rows == 100
 
 
-def test_misuse_is_one_clear_error():
+def test_misuse_is_one_clear_error() -> None:
     shard = TableShard("user", dense())
     with pytest.raises(ConfigurationError, match="the id 7 does not belong into shard 0 of 1 of 'user'"):
         shard.touch([1003, 7])
@@ -138,7 +144,7 @@ def test_misuse_is_one_clear_error():
         shard.touch([1001])
     with pytest.raises(ConfigurationError, match="evicts none"):
         shard.evict([1001])
-    for arguments in (
+    wrong: list[dict[str, Any]] = [
         {"name": "a.b"},
         {"name": ""},
         {"shard": 1},
@@ -146,12 +152,13 @@ def test_misuse_is_one_clear_error():
         {"max_delta_ratio": 0.0},
         {"quantize": {"nothing": 8}},
         {"quantize": {"values": 5}},
-    ):
+    ]
+    for arguments in wrong:
         with pytest.raises(ConfigurationError):
             TableShard(**{"name": "user", "rows": dense(), **arguments})
 
 
-def test_homes_are_even_and_few_rows_move():
+def test_homes_are_even_and_few_rows_move() -> None:
     ids = np.arange(100_000)
     counts = np.bincount(home_of(ids, 7), minlength=7)
     assert counts.min() > 0.95 * 100_000 / 7

@@ -1,3 +1,7 @@
+from __future__ import annotations
+
+from typing import Any
+
 import pytest
 import torch
 
@@ -7,7 +11,7 @@ from ckpt.embeddings.quantized import dequantize, largest_error, quantize
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("width", [1, 7, 64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_element_is_off_by_half_a_step_at_most(bits, width, dtype):
+def test_an_element_is_off_by_half_a_step_at_most(bits: Any, width: int, dtype: torch.dtype) -> None:
     values = (torch.randn(50, width, generator=torch.manual_seed(0)) * 3).to(dtype)
     values[0] = 1.5
     codes, scales = quantize(values, bits)
@@ -19,7 +23,7 @@ def test_an_element_is_off_by_half_a_step_at_most(bits, width, dtype):
     assert (back[0] == 1.5).all()
 
 
-def test_a_row_that_is_not_finite_comes_back_as_nan():
+def test_a_row_that_is_not_finite_comes_back_as_nan() -> None:
     values = torch.tensor([[1.0, float("inf")], [float("nan"), 0.0], [1.0, 2.0]])
     back = dequantize(*quantize(values, 8), 8, 2, torch.float32)
     assert back[:2].isnan().all()

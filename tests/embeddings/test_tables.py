@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
+from support.row_stores import DictRows
 
 import ckpt
 from ckpt.embeddings import shard as shard_module
-from ckpt.embeddings.rows import Column, DenseRows
+from ckpt.embeddings.rows import Column, DenseRows, Ids
 from ckpt.embeddings.saving import Tables
 from ckpt.embeddings.shard import TableShard
 from ckpt.errors import ConfigurationError, LoadFailed
-from embeddings.row_stores import DictRows
 
+RowsById = dict[int, dict[str, torch.Tensor]]
 COLUMNS = {"values": Column(4, torch.float32), "adagrad": Column(1, torch.float64)}
 
 
 @pytest.fixture(autouse=True)
-def small_blocks(monkeypatch):
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shard_module, "BLOCK_BYTES", 16 * 7)  # 7 rows
 
 
-def rows_like(ids, seed):
+def rows_like(ids: Ids, seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {
         "values": torch.randn(len(ids), 4, generator=generator),
@@ -30,30 +33,33 @@ def rows_like(ids, seed):
     }
 
 
-def restored(url, shards=1, **more):
+def restored(url: Path, shards: int = 1) -> RowsById:
     """Restore a table into so many shards of its own; return its rows by id."""
-    rows = {}
+    rows: RowsById = {}
     for number in range(shards):
         store = DictRows(COLUMNS, number, shards)
-        Tables(TableShard("user", store, shard=number, shards=shards, **more)).restore(url)
+        Tables(TableShard("user", store, shard=number, shards=shards)).restore(url)
         assert not rows.keys() & store.rows.keys()
         rows.update(store.rows)
     return rows
 
 
-def same(rows, others):
+def same(rows: RowsById, others: RowsById) -> bool:
     return rows.keys() == others.keys() and all(
         torch.equal(row[name], others[id][name]) for id, row in rows.items() for name in COLUMNS
     )
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.long) for n in range(1, 12))])
-def test_any_checkpoint_restores_the_rows_of_its_time_on_any_number_of_shards(tmp_path, seed):
+def test_any_checkpoint_restores_the_rows_of_its_time_on_any_number_of_shards(
+    tmp_path: Path, seed: int
+) -> None:
     random = np.random.default_rng(seed)
     store = DictRows(COLUMNS)
     shard = TableShard("user", store, max_deltas=3, max_delta_ratio=1.0)
     tables = Tables(shard)
-    expected, kinds = {}, []
+    expected: dict[int, tuple[Path, RowsById]] = {}
+    kinds = []
     for step in range(12):
         ids = np.unique(random.integers(0, 400, size=120 if step == 0 else random.integers(0, 15)))
         with shard.writing(ids):
@@ -61,6 +67,7 @@ def test_any_checkpoint_restores_the_rows_of_its_time_on_any_number_of_shards(tm
         shard.evict(random.integers(0, 400, size=random.integers(0, 10)))
         url = tmp_path / f"step-{step}"
         tables.save({"step": step, "dense": torch.full([3], step)}, url)
+        assert shard._chain is not None
         kinds.append(len(shard._chain.generations))
         expected[step] = (url, {id: {n: v.clone() for n, v in row.items()} for id, row in store.rows.items()})
         if random.random() < 0.3:  # another process goes on
@@ -79,7 +86,7 @@ def test_any_checkpoint_restores_the_rows_of_its_time_on_any_number_of_shards(tm
         assert ckpt.verify(url).ok
 
 
-def test_a_dense_table_is_saved_by_its_changes_and_restored_into_its_memory(tmp_path):
+def test_a_dense_table_is_saved_by_its_changes_and_restored_into_its_memory(tmp_path: Path) -> None:
     values, state = torch.randn(1000, 4), torch.zeros(1000)
     shard = TableShard("item", DenseRows(0, values=values, adagrad=state))
     tables = Tables(shard)
@@ -91,6 +98,8 @@ def test_a_dense_table_is_saved_by_its_changes_and_restored_into_its_memory(tmp_
             state[ids] += step
         tables.save({}, tmp_path / str(step))
     full, delta = (next(iter(ckpt.list_checkpoints(tmp_path / name))).size_bytes for name in ("0", "3"))
+    assert full is not None
+    assert delta is not None
     assert delta < full / 5
     for shards in (1, 4):
         pieces = []
@@ -105,7 +114,7 @@ def test_a_dense_table_is_saved_by_its_changes_and_restored_into_its_memory(tmp_
         assert torch.equal(torch.cat([adagrad for _, adagrad in pieces]), state)
 
 
-def test_quantized_deltas_are_off_by_no_more_than_they_say(tmp_path):
+def test_quantized_deltas_are_off_by_no_more_than_they_say(tmp_path: Path) -> None:
     values = torch.randn(200, 64)
     shard = TableShard("item", DenseRows(0, values=values), quantize={"values": 8}, max_delta_ratio=2.0)
     tables = Tables(shard)
@@ -125,7 +134,7 @@ def test_quantized_deltas_are_off_by_no_more_than_they_say(tmp_path):
     assert ((back - values).abs().amax(1) <= step * 1.001).all()
 
 
-def test_rows_change_during_a_background_save(tmp_path):
+def test_rows_change_during_a_background_save(tmp_path: Path) -> None:
     values = torch.randn(500, 4)
     before = values.clone()
     shard = TableShard("item", DenseRows(0, values=values))
@@ -143,7 +152,7 @@ def test_rows_change_during_a_background_save(tmp_path):
     assert torch.equal(back, values)
 
 
-def test_a_base_that_is_gone_means_a_base_again(tmp_path):
+def test_a_base_that_is_gone_means_a_base_again(tmp_path: Path) -> None:
     values = torch.randn(100, 4)
     shard = TableShard("item", DenseRows(0, values=values))
     tables = Tables(shard)
@@ -159,11 +168,11 @@ def test_a_base_that_is_gone_means_a_base_again(tmp_path):
     assert torch.equal(back, values)
 
 
-def test_another_table_than_stored_is_one_clear_error(tmp_path):
+def test_another_table_than_stored_is_one_clear_error(tmp_path: Path) -> None:
     Tables(TableShard("item", DenseRows(0, values=torch.zeros(10, 4)))).save({"a": 1}, tmp_path / "0")
     ckpt.save({"a": 1}, tmp_path / "none")
 
-    def restore(name, url="0", **columns):
+    def restore(name: str, url: str = "0", **columns: torch.Tensor) -> None:
         Tables(TableShard(name, DenseRows(0, **columns))).restore(tmp_path / url)
 
     with pytest.raises(LoadFailed, match="no table 'user'; it has item"):

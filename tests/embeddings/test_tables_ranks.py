@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 from support.ranks import run_ranks
+from support.row_stores import DictRows
 from support.saves import kill_self
 
 import ckpt
 from ckpt.embeddings import Column, Tables, TableShard
 from ckpt.embeddings.rows import Ids, Rows
 from ckpt.errors import SaveFailed
-from embeddings.row_stores import DictRows
 
 COLUMNS = {"values": Column(4, torch.float32)}
 IDS = 4000

@@ -7,7 +7,7 @@ from ckpt.embeddings.touched import Touched, ids_of
 from ckpt.errors import ConfigurationError
 
 
-def test_it_is_a_set(monkeypatch):
+def test_it_is_a_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MAX_PENDING", 100)
     random = np.random.default_rng(0)
     touched, expected = Touched(), set()
@@ -22,7 +22,7 @@ def test_it_is_a_set(monkeypatch):
     assert touched.ids().tolist() == sorted(expected)
 
 
-def test_batches_bitmaps_and_sparse_gradients_name_rows():
+def test_batches_bitmaps_and_sparse_gradients_name_rows() -> None:
     table = torch.nn.Embedding(10, 2, sparse=True)
     table(torch.tensor([3, 7, 3])).sum().backward()
     assert sorted(set(ids_of(table.weight.grad).tolist())) == [3, 7]
@@ -32,7 +32,7 @@ def test_batches_bitmaps_and_sparse_gradients_name_rows():
     assert ids_of([]).tolist() == []
 
 
-def test_what_names_no_rows_is_an_error():
+def test_what_names_no_rows_is_an_error() -> None:
     with pytest.raises(ConfigurationError, match="float32"):
         ids_of(torch.tensor([1.0]))
     with pytest.raises(ConfigurationError, match="negative: -4"):

@@ -32,7 +32,7 @@ from ckpt.backends.base import put_bytes
 from ckpt.backends.bodies import CheckedBody
 from ckpt.backends.posix import PosixStore
 from ckpt.backends.registry import open_store
-from ckpt.errors import AlreadyExists, ConfigurationError, NotCommitted, SaveFailed
+from ckpt.errors import AlreadyExists, ConfigurationError, IntegrityError, NotCommitted, SaveFailed
 from ckpt.models.exchange import ModelExchange
 from ckpt.models.writer import ModelWriter
 from ckpt.ranks.group import Ranks
@@ -461,6 +461,26 @@ def test_what_changes_meanwhile_is_an_error(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(SaveFailed, match="'w' was changed while it was saved"):
         ckpt.save({"w": weight}, tmp_path, format="safetensors")
     assert _objects(tmp_path) == set()
+
+
+def test_tensors_that_count_no_changes(tmp_path: Path) -> None:
+    with torch.inference_mode():
+        state = {"w": torch.arange(5.0)}
+    ckpt.save(state, tmp_path, format="safetensors")
+    assert torch.equal(read_all(tmp_path)["w"], torch.arange(5.0))
+
+
+def test_a_damaged_commit_still_tells_the_format(tmp_path: Path) -> None:
+    """What it stands for may be replaced, by the same format alone."""
+    ckpt.save({"w": torch.ones(3)}, tmp_path, format="safetensors", tags={"run": "a"})
+    commit = (tmp_path / "commit.json").read_bytes()
+    (tmp_path / "commit.json").write_bytes(commit.replace(b'"run":"a"', b'"run":"b"'))
+    with pytest.raises(IntegrityError):
+        ckpt.load({"w": torch.zeros(3)}, tmp_path)
+    with pytest.raises(SaveFailed, match="another format"):
+        ckpt.save({"w": torch.zeros(3)}, tmp_path)
+    ckpt.save({"w": torch.zeros(3)}, tmp_path, format="safetensors")
+    assert torch.equal(read_all(tmp_path)["w"], torch.zeros(3))
 
 
 def test_the_plans_do_not_hold_the_layout(tmp_path: Path) -> None:

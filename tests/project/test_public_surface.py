@@ -134,8 +134,8 @@ def test_signatures() -> None:
     assert parameters(ckpt.embeddings.TableShard) == (
         "name, rows, shard, shards, quantize, max_deltas, max_delta_ratio, max_aside_bytes"
     )
-    for save in (ckpt.embeddings.Tables.save, ckpt.embeddings.Tables.async_save):
-        assert parameters(save) == "self, state_dict, url, frozen, options"
+    for of_tables in (ckpt.embeddings.Tables.save, ckpt.embeddings.Tables.async_save):
+        assert parameters(of_tables) == "self, state_dict, url, frozen, options"
     for save in (ckpt.save, ckpt.async_save):
         assert (
             parameters(save)

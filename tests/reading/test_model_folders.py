@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,17 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from support.ranks import run_ranks
 from support.states import digest, emptied, random_tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 import ckpt
+from ckpt.backends import paths
 from ckpt.backends.base import ObjectStat, put_bytes
 from ckpt.backends.posix import PosixStore
 from ckpt.backends.registry import open_store
-from ckpt.errors import ConfigurationError, FormatError, LoadFailed, NotCommitted, Truncated
+from ckpt.consistency import environment
+from ckpt.errors import ConfigurationError, FormatError, LoadFailed, NotCommitted, Truncated, UnsafeContent
 from ckpt.reading.reader import CheckpointReader
 from ckpt.stock.safetensors_files import find_models
 
@@ -137,6 +141,39 @@ def assert_not_committed(folder: Path) -> str:
     return caught.value.message
 
 
+class Waited(Exception):
+    """A load began to wait."""
+
+
+def test_where_storage_lags_a_commit_is_waited_for_if_one_can_be_expected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wait(seconds: float) -> None:
+        raise Waited
+
+    monkeypatch.setattr(paths, "filesystem_type", lambda path: "nfs4")
+    monkeypatch.setattr(environment, "sleep", wait)
+    safetensors.torch.save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+
+    def load(**options: Any) -> bool:
+        state = {"w": torch.zeros(2)}
+        ckpt.load(state, tmp_path, **options)
+        dcp.load(again := {"w": torch.zeros(2)}, storage_reader=CheckpointReader(tmp_path, **options))
+        return torch.equal(state["w"], torch.ones(2)) and torch.equal(again["w"], state["w"])
+
+    assert load()
+    assert load(visibility_timeout_s=0)
+    with pytest.raises(LoadFailed, match="Waited"):
+        load(visibility_timeout_s=60)  # the caller knows better
+    (tmp_path / "rank-00000").mkdir()
+    with pytest.raises(LoadFailed, match="Waited"):
+        load()
+    (tmp_path / "rank-00000").rmdir()
+    (tmp_path / "model.safetensors").rename(tmp_path / "moved")
+    with pytest.raises(LoadFailed, match="Waited"):
+        load()
+
+
 def test_a_folder_of_a_hugging_face_cache(tmp_path: Path) -> None:
     write_shards(tmp_path / "blobs")
     snapshot = tmp_path / "snapshots" / "abc"
@@ -149,22 +186,26 @@ def test_a_folder_of_a_hugging_face_cache(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_rank_whose_state_dict_fails_tells_the_others(tmp_path: Path) -> None:
+def test_a_rank_that_fails_before_dcp_begins_tells_the_others(tmp_path: Path) -> None:
     safetensors.torch.save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
-    assert run_ranks(2, _load_with_a_fault, str(tmp_path)) == ["a fault of this rank"] * 2
+    assert run_ranks(2, _load_with_a_fault, str(tmp_path)) == [[[1], True]] * 2
 
 
-def _load_with_a_fault(rank: int, folder: str) -> str:
-    def fault(reader: CheckpointReader, values: dict[str, Any]) -> dict[str, Any]:
-        if rank == 1:
-            raise ValueError("a fault of this rank")
-        return values
+def _load_with_a_fault(rank: int, folder: str) -> Any:
+    def fault(*args: Any) -> dict[str, Any]:
+        raise FormatError("a fault of this rank")
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CheckpointReader, "without_tied", fault)
-        with pytest.raises(LoadFailed) as caught:
-            ckpt.load({"w": torch.zeros(2)}, folder)
-    return "a fault of this rank" if "a fault of this rank" in str(caught.value) else str(caught.value)
+    outcomes = []
+    for step in ("adopt", "without_tied"):
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 1:
+                patch.setattr(CheckpointReader, step, fault)
+            with pytest.raises(LoadFailed, match="a fault of this rank") as caught:
+                ckpt.load({"w": torch.zeros(2)}, folder, timeout_s=10.0)
+        outcomes.append(sorted(caught.value.failures))
+    state = {"w": torch.zeros(2)}
+    ckpt.load(state, folder, timeout_s=20.0)  # the ranks have not lost each other
+    return [outcomes[0], outcomes[0] == outcomes[1] and torch.equal(state["w"], torch.ones(2))]
 
 
 def test_of_a_file_and_an_index_the_file_is_read(tmp_path: Path) -> None:
@@ -192,6 +233,122 @@ def test_a_folder_of_many_objects_is_not_listed_whole() -> None:
         patch.setattr(store, "list", counting)
         assert find_models(store) == []
         assert listed <= 1001
+
+
+def write_raw(path: Path, header: str | dict[str, Any], data: bytes) -> None:
+    raw = (header if isinstance(header, str) else json.dumps(header)).encode()
+    path.write_bytes(len(raw).to_bytes(8, "little") + raw + data)
+
+
+@pytest.mark.parametrize("dtype", ["F4", "F6_E2M3", "F2048"])
+@pytest.mark.parametrize("has_index", [True, False])
+def test_a_dtype_that_torch_lacks_is_an_error_only_if_it_is_asked_for(
+    tmp_path: Path, dtype: str, has_index: bool
+) -> None:
+    header = {
+        "w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},
+        "q": {"dtype": dtype, "shape": [4, 2], "data_offsets": [8, 14]},
+    }
+    name = "model-00001-of-00001.safetensors" if has_index else "model.safetensors"
+    write_raw(tmp_path / name, header, torch.ones(2).numpy().tobytes() + bytes(6))
+    if has_index:
+        index = {"weight_map": dict.fromkeys(header, name)}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    state = {"w": torch.zeros(2)}
+    ckpt.load(state, tmp_path)
+    assert torch.equal(state["w"], torch.ones(2))
+    for target in (torch.zeros(4, 2), torch.zeros(6, dtype=torch.uint8)):
+        with pytest.raises(FormatError, match=f"'q' has the dtype '{dtype}'") as caught:
+            ckpt.load({**state, "q": target}, tmp_path)
+        assert caught.value.key == name
+    with pytest.raises(CheckpointException, match=f"'q' has the dtype '{dtype}'"):
+        dcp.load({"q": torch.zeros(4, 2)}, storage_reader=CheckpointReader(tmp_path))
+    with pytest.raises(FormatError, match=f"'q' has the dtype '{dtype}'"):  # it would lose the tensor
+        ckpt.convert(tmp_path, tmp_path / "converted", to="ckpt")
+
+
+def described(begin: Any = 0, end: Any = 8, dtype: Any = "F32", shape: Any = (2,)) -> str:
+    return json.dumps({"dtype": dtype, "shape": shape, "data_offsets": [begin, end]})
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        (f'"a":{described()},"b":{described(4, 12)}', "overlaps"),
+        (f'"a":{described()},"b":{described(4, 12, "F4")}', "overlaps"),
+        (f'"a":{described()},"b":{described(0, 16, "F4")}', "overlaps"),
+        (f'"a":{described()},"b":{described(12, 16, "F4")}', "gap"),
+        (f'"a":{described(-8, 0)}', "impossible data_offsets"),
+        (f'"a":{described(16, 0, "F4")}', "impossible data_offsets"),
+        (f'"a":{described(0, 1 << 63)}', "impossible data_offsets"),
+        (f'"a":{described(0, 16)}', "do not fit"),
+        (f'"a":{described(0, 16, "F4", (-2,))}', "impossible shape"),
+        (f'"a":{described(0, 16, "../F4")}', "impossible dtype"),
+        (f'"a":{described(0, 16, None)}', "impossible dtype"),
+        (f'"a":{described()},"a":{described(8, 16)}', "twice"),
+        (f'"a":{described()},"b":{described(8, 24)}', "do not fit"),
+        (f'"a":{described()}', "the tensors take 8 bytes"),
+    ],
+)
+def test_hostile_headers(tmp_path: Path, header: str, message: str) -> None:
+    write_raw(tmp_path / "model.safetensors", "{" + header + "}", bytes(16))
+    with pytest.raises(FormatError, match=message):
+        ckpt.load({"a": torch.zeros(2)}, tmp_path)
+
+
+def test_a_header_of_100_mb_is_not_read(tmp_path: Path) -> None:
+    """The file has so many bytes indeed: it is sparse."""
+    path = tmp_path / "model.safetensors"
+    path.write_bytes((100 << 20).to_bytes(8, "little") + b"{")
+    os.truncate(path, 101 << 20)
+    with pytest.MonkeyPatch.context() as patch:
+        read = 0
+        original = PosixStore.read_into
+
+        def counting(store: PosixStore, key: str, offset: int, buffers: Any) -> None:
+            nonlocal read
+            read += sum(buffer.nbytes for buffer in buffers)
+            original(store, key, offset, buffers)
+
+        patch.setattr(PosixStore, "read_into", counting)
+        with pytest.raises(FormatError, match="declares a header"):
+            ckpt.load({"a": torch.zeros(2)}, tmp_path)
+    assert read < 1 << 20
+
+
+@pytest.mark.parametrize(
+    "file", ["../x.safetensors", "/etc/passwd", "a/../../x.safetensors", "..", "", "a\u0000b", 7]
+)
+def test_an_index_names_files_of_its_folder_only(tmp_path: Path, file: Any) -> None:
+    (tmp_path / "a").mkdir()
+    safetensors.torch.save_file({"w": torch.ones(2)}, tmp_path / "x.safetensors")
+    index = {"weight_map": {"w": file}}
+    (tmp_path / "a" / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(FormatError, match="not a name in this folder"):
+        ckpt.load({"w": torch.zeros(2)}, tmp_path / "a")
+
+
+def test_one_file_under_two_names(tmp_path: Path) -> None:
+    """An index may list a file often; without one, nothing says which of two counts. A link does not lead out."""
+    safetensors.torch.save_file({"w": torch.ones(2), "v": torch.ones(3)}, tmp_path / "a.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"w": "a.safetensors", "v": "a.safetensors"}}))
+    ckpt.load(state := {"w": torch.zeros(2), "v": torch.zeros(3)}, tmp_path)
+    assert torch.equal(state["v"], torch.ones(3))
+    index.write_text('{"weight_map":{"w":"a.safetensors","w":"a.safetensors"}}')
+    with pytest.raises(FormatError, match="twice"):
+        ckpt.load(state, tmp_path)
+    index.write_text('{"weight_map":{"w":"a.safetensors","u":"a.safetensors"}}')
+    with pytest.raises(FormatError, match="'u', which this file does not hold"):
+        ckpt.load({"w": torch.zeros(2)}, tmp_path)
+    index.unlink()
+    (tmp_path / "b.safetensors").symlink_to("a.safetensors")
+    with pytest.raises(FormatError, match=r"is in 'a\.safetensors' and in 'b\.safetensors'"):
+        ckpt.load(state, tmp_path)
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "model.safetensors").symlink_to(tmp_path / "a.safetensors")
+    with pytest.raises(UnsafeContent):
+        ckpt.load(state, tmp_path / "in")
 
 
 @pytest.mark.parametrize("damage", ["header", "offsets", "short", "index"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ from support.servers import ACCESS_KEY, SECRET_KEY, IamServer, S3Server
 from support.strict_s3 import StrictS3
 
 from ckpt.backends import memory
-from ckpt.backends.base import MIB, Store
+from ckpt.backends.base import MIB, Store, put_bytes
 from ckpt.backends.registry import open_store
 from ckpt.testing import StoreTests
 
@@ -95,6 +96,18 @@ class TestCosIam(BucketTests):
             self.raw_put(store, f"k{index}", b"x")
             store.stat(f"k{index}")
         assert len(self.iam.tokens) == before + 1
+
+    def test_a_trusted_profile_in_place_of_the_key(self, tmp_path: Path) -> None:
+        (tmp_path / "sa-token").write_text(self.iam.pod_token)
+        options = {
+            "endpoint_url": self.server.endpoint_url,
+            "iam_profile_id": self.iam.profile_id,
+            "cr_token_filename": str(tmp_path / "sa-token"),
+            "ibm_auth_endpoint": self.iam.url,
+        }
+        with contextlib.closing(open_store(f"cos://{self.bucket}/run/x", options)) as store:
+            put_bytes(store, "k", b"abc")
+            assert store.stat("k").size_bytes == 3
 
 
 class TestS3fs(BucketTests):

@@ -28,6 +28,12 @@ def pod_of_job() -> dict[str, Any]:
     return spec
 
 
+def pod_of_acceptance() -> dict[str, Any]:
+    """Return the pod template's spec of the Job that tries new storage."""
+    spec: dict[str, Any] = documents("acceptance.yaml")["Job"]["spec"]["template"]["spec"]
+    return spec
+
+
 def pod_of_trainjob() -> dict[str, Any]:
     """Return the spec of a TrainJob's pods: the runtime's, patched, with what Trainer's torch plugin adds."""
     objects = documents("trainjob.yaml")

@@ -210,6 +210,7 @@ ROOMS: Mapping[str, Room] = {
             "ckpt.references.frozen",
             "ckpt.tools",
             "ckpt.format.run_record",
+            "ckpt.backends.options",
             _REGISTRY,
             "ckpt.trainer_integration.run",
             "ckpt.trainer_integration.data_order",

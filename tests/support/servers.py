@@ -105,11 +105,13 @@ def rclone_server(binary: Path, folder: Path) -> Iterator[S3Server]:
 
 @dataclass
 class IamServer:
-    """A double of IBM's IAM token endpoint; `tokens` are those it gave out."""
+    """A double of IBM's IAM token endpoint; `tokens` are those it gave out, for an API key or a pod's token."""
 
     url: str
     api_key: str
     tokens: list[str]
+    pod_token: str = "pod-token-secret"
+    profile_id: str = "Profile-1"
 
 
 @contextlib.contextmanager
@@ -120,7 +122,12 @@ def iam_server(api_key: str = "ibm-api-key-secret") -> Iterator[IamServer]:
         def serve(self) -> None:
             form = urllib.parse.parse_qs(self.rfile.read(self.length).decode())
             answer: dict[str, Any]
-            if form.get("apikey") == [api_key]:
+            of_pod = {
+                "grant_type": ["urn:ibm:params:oauth:grant-type:cr-token"],
+                "cr_token": [server.pod_token],
+                "profile_id": [server.profile_id],
+            }
+            if form.get("apikey") == [api_key] or form == of_pod:
                 tokens.append(f"token-{len(tokens)}")
                 answer = {
                     "access_token": tokens[-1], "refresh_token": "r", "token_type": "Bearer",
@@ -132,8 +139,10 @@ def iam_server(api_key: str = "ibm-api-key-secret") -> Iterator[IamServer]:
                 status = 400
             self.answer(status, {"content-type": "application/json"}, json.dumps(answer).encode())
 
+    server = IamServer("", api_key, tokens)
     with http_server(TokenHandler) as port:
-        yield IamServer(f"http://127.0.0.1:{port}/identity/token", api_key, tokens)
+        server.url = f"http://127.0.0.1:{port}/identity/token"
+        yield server
 
 
 def spawn(command: Sequence[object], **options: Any) -> subprocess.Popen[bytes]:

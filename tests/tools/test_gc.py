@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import pickle
 import shutil
@@ -29,8 +30,10 @@ from support.states import random_tensor
 import ckpt
 from ckpt.backends.base import Capabilities
 from ckpt.backends.posix import PosixStore
+from ckpt.errors import NotCommitted, SaveFailed
 
 gc = functools.partial(run_json, "gc")
+MODEL_INDEX = "model.safetensors.index.json"
 LEFTOVER = "rank-00000/0123456789abcdef-0.distcp"
 
 
@@ -430,3 +433,79 @@ def test_grace_periods(tmp_path: Path) -> None:
     assert run("gc", tmp_path / "nothing").code == 3
     assert "removed 1 leftover, 4 B" in run("gc", tmp_path, "--grace", "1h").out
     ckpt.save({"t": random_tensor(3)}, tmp_path)
+
+
+def save_model(place: Path) -> dict[str, torch.Tensor]:
+    state = {"a": random_tensor(100), "b": random_tensor(100, seed=1)}
+    ckpt.save(state, place, format="safetensors", max_shard_size=400)
+    assert len([*place.glob("model-*-of-00002.safetensors")]) in (2, 4)
+    return state
+
+
+@pytest.mark.parametrize("index", ["ours", "another program's", "of one file", "none"])
+def test_a_model_that_lost_its_commit_stays(tmp_path: Path, index: str) -> None:
+    """A reader of safetensors may still use it: only the user's word removes it."""
+    place = tmp_path / "step-1"
+    state = save_model(place)
+    (place / "commit.json").unlink()
+    if index == "another program's":
+        files = json.loads((place / MODEL_INDEX).read_text())["weight_map"]
+        (place / MODEL_INDEX).write_text(json.dumps({"weight_map": files}))
+    elif index == "of one file":
+        next(place.glob("model-*-00001-of-*")).unlink()
+    elif index == "none":
+        (place / MODEL_INDEX).unlink()
+    make_old(tmp_path)
+    before = file_names(place)
+    for _ in range(2):
+        report = gc(tmp_path)
+        assert (report["items"], report["models"], report["skipped"]) == ([], ["step-1"], {})
+    shown = run("gc", tmp_path).out
+    assert "--uncommitted-models" in shown
+    for verb in ("rm", "verify", "inspect"):
+        assert run(verb, place).code != 0
+    (listed,) = ckpt.list_checkpoints(tmp_path)
+    assert listed.state == "incomplete"
+    with pytest.raises(NotCommitted):
+        ckpt.load(dict(state), place)
+    if index in ("ours", "of one file"):
+        with pytest.raises(SaveFailed, match=r"lost its commit\.json"):
+            ckpt.save(state, place, format="safetensors", overwrite=False)
+    assert file_names(place) == before
+    report = gc(tmp_path, "--uncommitted-models")
+    assert {item["key"] for item in report["items"]} == before - (
+        {MODEL_INDEX} if index == "another program's" else set()
+    )
+    assert report["models"] == []
+
+
+def test_a_model_with_a_missing_file_and_no_index_goes(tmp_path: Path) -> None:
+    """No program takes it for whole; nor is anything removed beside an index that nobody can read."""
+    place = tmp_path / "step-1"
+    save_model(place)
+    (place / "commit.json").unlink()
+    next(place.glob("model-*-00001-of-*")).unlink()
+    (place / "other.safetensors.index.json").write_text("{")
+    (place / MODEL_INDEX).unlink()
+    make_old(tmp_path)
+    assert "not a valid index" in gc(tmp_path)["skipped"]["step-1"]
+    (place / "other.safetensors.index.json").unlink()
+    report = gc(tmp_path)
+    assert (len(report["items"]), report["models"], report["skipped"]) == (3, [], {})
+    assert not place.exists()
+
+
+def test_what_stands_beside_a_committed_model_goes(tmp_path: Path) -> None:
+    """Files of a save that died before its commit: the index names those of the save before."""
+    state = save_model(tmp_path)
+    (tmp_path / "commit.json").rename(tmp_path / "kept")
+    (tmp_path / MODEL_INDEX).unlink()
+    save_model(tmp_path)
+    first = {name for name in file_names(tmp_path) if name.startswith("model-")}
+    (tmp_path / "kept").unlink()
+    make_old(tmp_path)
+    report = gc(tmp_path)
+    assert len([item for item in report["items"] if item["key"].startswith("model-")]) == 2 < len(first)
+    loaded = {name: torch.zeros(100) for name in state}
+    ckpt.load(loaded, tmp_path)
+    assert torch.equal(loaded["a"], state["a"])

@@ -33,9 +33,10 @@ from ckpt.errors import (
     StorageError,
     StorageFull,
 )
-from ckpt.format.run_record import RUN_KEY
+from ckpt.format.run_record import RUN_KEY, RunCheckpoint
 from ckpt.trainer_integration import keeping, saving
 from ckpt.trainer_integration.events import Event
+from ckpt.trainer_integration.run.history import History
 
 MIB = 1 << 20
 
@@ -392,6 +393,26 @@ def test_busy_fail(tmp_path: Path) -> None:
     with pytest.raises(SaveFailed, match="still in flight"):
         run(tmp_path, range(1, 4), on_busy="fail", **SLOW)
     assert steps_at(tmp_path) == [1], "what was staged is not lost"
+
+
+def test_removals_do_not_hold_up_who_waited_for_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_remove, remove = threading.Event(), History._remove
+
+    def remove_later(self: History, checkpoint: RunCheckpoint) -> None:
+        if may_remove.wait(5):
+            remove(self, checkpoint)
+
+    monkeypatch.setattr(History, "_remove", remove_later)
+    options: dict[str, Any] = {"save": 1, "keep": 1, "async_mode": "off", "on_busy": "fail"}
+    with ckpt.CheckpointManager(tmp_path, **options) as manager:
+        drive(manager, range(1, 3))
+        assert manager.durable_step == 2
+        assert steps_at(tmp_path) == [1, 2]
+        threading.Timer(0.1, may_remove.set).start()
+        assert manager.step(3, state_of(3))  # after the removals: their folders might be saved into again
+    assert steps_at(tmp_path) == [3]
 
 
 def test_durable_and_staged_differ(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import importlib
 import logging
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,14 +13,15 @@ from typing import Any
 
 import pytest
 import torch
+from support.rooms import ROOT
 from support.status_server import status_server
 
 import ckpt
 from ckpt.errors import ConfigurationError
 from ckpt.trainer_integration import keeping
-from ckpt.trainer_integration.events import Event
+from ckpt.trainer_integration.events import Event, Events
 from ckpt.trainer_integration.sinks.background import Background
-from ckpt.trainer_integration.sinks.prometheus import PrometheusTextfile
+from ckpt.trainer_integration.sinks.prometheus import _KINDS, PrometheusTextfile
 from ckpt.trainer_integration.sinks.trainjob import TrainJobStatus
 
 FIGURES = {"upload_s": 1.5, "stall_s": 0.25, "size_bytes": 80.0, "retries": 3.0, "durable_age_s": 0.5}
@@ -64,6 +66,21 @@ def test_a_text_file_is_replaced_as_a_whole(tmp_path: Path, monkeypatch: pytest.
     assert [file.name for file in tmp_path.iterdir()] == ["ckpt.prom"], "nothing half-written is left"
 
 
+def test_counters_are_there_before_they_count(tmp_path: Path) -> None:
+    """`increase(ckpt_events_total{kind="failed"}[1h])` sees no first failure in a series that begins with it."""
+    path = tmp_path / "ckpt.prom"
+    PrometheusTextfile(path, {"job": 7})(Event("preflight", None))  # type: ignore[dict-item]
+    lines = path.read_text().splitlines()
+    for kind in ("failed", "passed_over", "not_removed", "unmeasured"):
+        assert f'ckpt_events_total{{job="7",kind="{kind}"}} 0.0' in lines
+    assert {'ckpt_retries_total{job="7"} 0.0', 'ckpt_durable_bytes_total{job="7"} 0.0'} <= {*lines}
+
+
+def test_every_kind_of_event_is_counted_from_the_start() -> None:
+    source = "".join(path.read_text() for path in (ROOT / "trainer_integration").rglob("*.py"))
+    assert {*re.findall(r'tell\(\s*"(\w+)"', source)} <= {*_KINDS}
+
+
 @pytest.mark.parametrize(
     ("path", "labels", "message"),
     [
@@ -71,6 +88,7 @@ def test_a_text_file_is_replaced_as_a_whole(tmp_path: Path, monkeypatch: pytest.
         ("missing/ckpt.prom", {}, "no such folder"),
         ("ckpt.prom", {"a-b": "x"}, "the label 'a-b'"),
         ("ckpt.prom", {"kind": "x"}, "the label 'kind'"),
+        ("ckpt.prom", {"__name__": "x"}, "the label '__name__'"),
     ],
 )
 def test_a_text_file_that_nobody_would_read_is_refused(
@@ -174,14 +192,50 @@ def test_training_waits_neither_for_a_server_nor_for_memory(caplog: pytest.LogCa
         for step in range(1, 1003):
             sink(Event("durable", step))
         assert not sink.flush()
-        assert "has not sent 1001 events within 0.01 s" in caplog.text
+        sink._flush_s = 1e9
+        assert not sink.flush(), "it waits once"
+        assert caplog.text.count("has not sent 1001 events within 0.01 s") == 1
         assert "1000 events behind; the oldest are dropped" in caplog.text
     finally:
         sink.may_go.set()
-    sink._flush_s = 60
+    sink._waiting.join()
     assert sink.flush()
     assert sink.sent == [0, *range(3, 1003)], "in order, without the oldest, and after a failure"
     assert "Slow failed on the event 'durable': the server is away" in caplog.text
+
+
+class Refused(Background):
+    """Has lost its server, of which the URL has a password."""
+
+    def send(self, event: Event) -> None:
+        if event.kind != "restored":
+            raise OSError(f"no answer from http://me:sesame@host/api by {object()}")
+
+
+def test_a_lost_server_is_told_of_once_and_without_its_password(caplog: pytest.LogCaptureFixture) -> None:
+    sink = Refused()
+    for kind in ("durable", "failed", "restored", "durable"):
+        sink(Event(kind, 1))
+        assert sink.flush()
+    listener = Events([Refused().send])
+    for _ in range(2):
+        listener.tell(Event("staged", 1))
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line.partition(" on the event ")[2].partition(":")[0] for line in lines] == [
+        "'durable'", "'durable'", "'staged'",
+    ], "again only after it worked"  # fmt: skip
+    assert "http://***:***@host/api" in lines[0] or "http://me:***@host/api" in lines[0]
+    assert "sesame" not in caplog.text
+
+
+def test_what_waits_is_sent_when_the_manager_closes(tmp_path: Path) -> None:
+    """Not when the program ends: a run of a tracking server may have ended before."""
+    sink = Slow(flush_s=60)
+    threading.Timer(0.05, sink.may_go.set).start()
+    with ckpt.CheckpointManager(str(tmp_path), save=1, events=[sink], preflight=False) as manager:
+        manager.step(1, {"w": torch.ones(2)})
+    assert sink.sent == [1] * len(sink.sent)
+    assert len(sink.sent) >= 3
 
 
 # -- packages that are not there --------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from support.commits import EPOCH_S, commit
 from support.servers import S3Server
 
 import ckpt
+from ckpt.backends.memory import MemoryStore
 from ckpt.backends.posix import PosixStore
 from ckpt.backends.registry import open_store
 from ckpt.consistency import environment
@@ -49,9 +50,10 @@ def steps(root: object, **more: Any) -> list[int | None]:
     return [each.step for each in ckpt.watch(str(root), timeout_s=0, **more)]
 
 
-def test_those_that_are_there_and_those_that_come(tmp_path: Path) -> None:
+def test_those_that_are_there_and_those_that_come(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     root = tmp_path / "run"
     assert steps(root) == [], "a run that has not begun"
+    assert caplog.messages == [f"there is no folder {root} yet"]
     commit(root, "step-2", at_s=2)
     commit(root, "step-10", at_s=2)  # in the same second
     commit(root, "step-1", at_s=1)
@@ -150,6 +152,26 @@ def test_a_cursor_in_a_store(tmp_path: Path) -> None:
     assert steps(tmp_path, cursor=cursor) == []
 
 
+def test_two_watchers_with_a_cursor_that_cannot_be_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2, 3):
+        commit(tmp_path, f"step-{step}", at_s=step)
+    first, second = (ckpt.watch(tmp_path, cursor="memory://cursors/of-two", timeout_s=0) for _ in range(2))
+    assert [next(first).step, next(second).step, next(first).step] == [1, 1, 2]
+    with pytest.raises(ConfigurationError, match="another watcher writes to this cursor"):
+        next(second)
+    put = MemoryStore.put
+
+    def put_without_an_answer(*given: Any, **named: Any) -> None:
+        monkeypatch.setattr(MemoryStore, "put", put)
+        put(*given, **named)
+        raise StorageUnavailable("no answer")
+
+    monkeypatch.setattr(MemoryStore, "put", put_without_an_answer)
+    assert next(first).step == 3, "what it has written itself is no other's"
+
+
 def test_cursors_that_cannot_be_used(tmp_path: Path) -> None:
     root, other, cursor = tmp_path / "run", tmp_path / "other", tmp_path / "cursor"
     commit(root, "step-1")
@@ -165,7 +187,11 @@ def test_cursors_that_cannot_be_used(tmp_path: Path) -> None:
     for place in ("s3://cursor", "/"):
         with pytest.raises(ConfigurationError, match="names no file"):
             steps(root, cursor=place)
+    with pytest.raises(ConfigurationError, match="is a folder"):
+        steps(root, cursor=tmp_path)
     (tmp_path / "file").touch()
+    with pytest.raises(ConfigurationError, match="is a file; name the folder of a run"):
+        steps(tmp_path / "file")
     with pytest.raises(ConfigurationError, match="cannot be locked"):
         steps(root, cursor=tmp_path / "file" / "cursor")
 

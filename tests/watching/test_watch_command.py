@@ -191,7 +191,9 @@ def test_wrong_usage(root: Path, arguments: list[str], text: str) -> None:
 @contextmanager
 def process_of(root: Path, *more: object) -> Iterator[subprocess.Popen[str]]:
     """Run the command in a process of its own, and end it in any case."""
-    program = "from ckpt.cli.app import main; main()"
+    program = (
+        "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL); from ckpt.cli.app import main; main()"
+    )
     words = [sys.executable, "-c", program, "watch", str(root), *map(str, more)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
@@ -200,7 +202,13 @@ def process_of(root: Path, *more: object) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGTERM,
+        *(pytest.param(each, marks=pytest.mark.long) for each in (signal.SIGINT, signal.SIGHUP)),
+    ],
+)
 def test_a_signal_reaches_the_command_and_nothing_is_done(
     root: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -217,6 +225,16 @@ def test_a_signal_reaches_the_command_and_nothing_is_done(
     assert "Checkpoints whose command has not ended are not done" in stderr
     ran = watched(root, "true", "--cursor", cursor, "--json")
     assert [json.loads(line)["step"] for line in ran.out.splitlines()] == [1, 2, 3]
+
+
+def test_a_signal_while_a_late_command_is_ended(root: Path, tmp_path: Path) -> None:
+    program = script(tmp_path, "trap 'echo ending' TERM\nwhile :; do sleep 0.01; done")
+    with process_of(root, "--exec", program, "--exec-timeout", "0.5s", "--retries", 9) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ending\n"
+        process.send_signal(signal.SIGTERM)
+        stdout, _ = process.communicate(timeout=120)
+    assert (process.returncode, stdout) == (130, "")
 
 
 @pytest.mark.long

@@ -323,6 +323,26 @@ def test_layouts_that_dcp_cannot_load_are_refused(tmp_path: Path) -> None:
     assert objects_at((str(tmp_path), {})) == {}
 
 
+@pytest.mark.long
+def test_a_refused_save_leaves_no_folders(tmp_path: Path) -> None:
+    """Where a model of another program lies, they would make it look like the start of a save."""
+    dcp.save({"t": torch.ones(2)}, checkpoint_id=str(tmp_path / "stock"), no_dist=True)
+    before = sorted(path.name for path in (tmp_path / "stock").iterdir())
+    run_ranks(2, _refused, str(tmp_path))
+    assert sorted(path.name for path in (tmp_path / "stock").iterdir()) == before
+    assert list((tmp_path / "failed").iterdir()) == []
+
+
+def _refused(rank: int, root: str) -> None:
+    with pytest.raises(SaveFailed, match="another program"):
+        ckpt.save({f"t{rank}": torch.ones(2)}, f"{root}/stock")
+    with pytest.raises(CheckpointException, match="another program"):
+        dcp.save({f"t{rank}": torch.ones(2)}, storage_writer=ckpt.CheckpointWriter(f"{root}/stock"))
+    planner = FailingPlanner(0, boom) if rank == 1 else None
+    with pytest.raises(SaveFailed, match="boom"):  # when the folders are there already
+        ckpt.save({f"t{rank}": torch.ones(2)}, f"{root}/failed", planner=planner)
+
+
 def test_freed_storage_is_refused(tmp_path: Path) -> None:
     tensor = torch.ones(1000)
     tensor.untyped_storage().resize_(0)

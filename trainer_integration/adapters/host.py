@@ -1,14 +1,19 @@
-"""Check that the framework that an adapter is for is installed, in a version that it knows."""
+"""Check that an adapter knows the framework that is installed; find checkpoints, also those of a framework."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import re
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from ckpt.errors import ConfigurationError
+from ckpt.errors import ConfigurationError, NotFound
+from ckpt.ranks.group import Ranks
+from ckpt.tools.ls import list_checkpoints
 
-__all__ = ["require_host"]
+__all__ = ["newest_checkpoint", "require_host"]
 
 
 def require_host(distribution: str, *, oldest: str, before: str, module: str | None = None) -> str:
@@ -38,6 +43,29 @@ def require_host(distribution: str, *, oldest: str, before: str, module: str | N
             f"{distribution} {version} is {age} than this adapter knows ({oldest} to below {before}): {wanted}"
         )
     return version
+
+
+def newest_checkpoint(
+    root: str, is_whole: Callable[[str, str], bool], storage_options: Mapping[str, Any] | None
+) -> str | None:
+    """Choose the checkpoint of the highest step, at or below `root`; the first rank looks, and tells the others.
+
+    Args:
+        root: a path or URL; it need not exist.
+        is_whole: tells of a place and its `ListedCheckpoint.state` whether a run can go on from it.
+        storage_options: of URLs, as for `ckpt.save`.
+    """
+
+    def choose() -> str | None:
+        with contextlib.suppress(NotFound):
+            for listed in reversed(list_checkpoints(root, storage_options=storage_options, depth=1)):
+                place = f"{root.rstrip('/')}/{listed.path}".rstrip("/")
+                if is_whole(place, listed.state):
+                    return place
+        return None
+
+    with contextlib.closing(Ranks(None, no_dist=False)) as ranks:
+        return ranks.from_first(choose)
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -6,52 +6,64 @@ Trainer saves (loops, callbacks, hyperparameters), with placeholders where the t
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import importlib
 import logging
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 
-from ckpt.api import async_save, load, save
-from ckpt.errors import (
-    CheckpointError,
-    CommitConflict,
-    ConfigurationError,
-    FormatError,
-    IntegrityError,
-    LoadFailed,
-    NotCommitted,
-    NotFound,
-    NotVisible,
-    UnsafeContent,
-)
+from ckpt.api import async_save, load, place_of, save
+from ckpt.errors import CheckpointError, ConfigurationError, LoadFailed, NotFound, UnsafeContent
+from ckpt.ranks.group import Ranks
 from ckpt.tools.ls import list_checkpoints
 from ckpt.tools.remove import remove
+from ckpt.trainer_integration.run.restore import DAMAGE
 
-__all__ = ["Finding", "Saving", "Sharded"]
+__all__ = ["adapt"]
 
 _logger = logging.getLogger(__name__)
-_META, _TENSORS = "meta", ("state_dict", "optimizer_states")
-_RECORD = "/commit.json"
-_DAMAGE = (IntegrityError, FormatError, NotVisible, NotCommitted, NotFound, CommitConflict)
+_META, _TENSORS, _RECORD = "meta", ("state_dict", "optimizer_states"), "/commit.json"
+_Visit = Callable[[str, torch.Tensor], Any]
+_Base: Any = object  # in place of the class of Lightning to which `adapt` adds a part
+_OPTIONS = {"threads", "memory_budget_bytes", "max_bandwidth_bytes_per_s", "timeout_s"}
 
 
-class Saving:
-    """Save what Lightning hands to a `CheckpointIO` with `ckpt.save`, load it, and remove it.
+def adapt(package: str, adapter: str) -> list[type]:
+    """Make CheckpointIO, FSDPStrategy, ModelCheckpoint and ModelParallelStrategy.
+
+    Args:
+        package: of Lightning, that the program imports.
+        adapter: the module that offers the classes: they are pickled by their names in it.
+    """
+
+    def made(name: str, part: type, base: str, **more: Any) -> type:
+        module, _, class_name = f"{package}.{base}".rpartition(".")
+        bases = part, getattr(importlib.import_module(module), class_name)
+        return type(name, bases, {"__module__": adapter, "__doc__": part.__doc__, **more})
+
+    io = made("CheckpointIO", Saving, "plugins.io.TorchCheckpointIO")
+    return [
+        io,
+        made("FSDPStrategy", Sharded, "strategies.FSDPStrategy", io_type=io),
+        made("ModelCheckpoint", Finding, "callbacks.ModelCheckpoint"),
+        made("ModelParallelStrategy", Sharded, "strategies.ModelParallelStrategy", io_type=io),
+    ]
+
+
+class Saving(_Base):
+    """Save checkpoints of Lightning to folders and URLs: `Trainer(plugins=[CheckpointIO()])`.
 
     Args:
         storage_options: of URLs, as for `ckpt.save`.
+        weights_only: False: load all objects of checkpoints, which could run code. It counts where
+            `fit` passes none: with a sharded strategy Lightning passes none to the strategy.
         async_save: copy the state, and upload it while the steps go on. Lightning's
             `AsyncCheckpointIO` works too, but then an old checkpoint goes before the new one is
             durable; here it waits.
@@ -59,9 +71,17 @@ class Saving:
     """
 
     def __init__(
-        self, storage_options: Mapping[str, Any] | None = None, *, async_save: bool = False, **options: Any
+        self,
+        storage_options: Mapping[str, Any] | None = None,
+        *,
+        async_save: bool = False,
+        weights_only: bool | None = None,
+        **options: Any,
     ) -> None:
+        if unknown := options.keys() - _OPTIONS:
+            raise ConfigurationError(f"CheckpointIO has no option {', '.join(sorted(unknown))}")
         self._storage_options, self._is_async, self._options = storage_options, async_save, options
+        self._weights_only = weights_only
         self._in_flight: Future[Any] | None = None
         self._outdated: list[str] = []
 
@@ -81,14 +101,11 @@ class Saving:
             tensors[name] = tensor
             return torch.empty(tuple(tensor.size()), dtype=tensor.dtype, device="meta")
 
-        meta = {
-            name: _walk(value, name, take_out) if name in _TENSORS else value
-            for name, value in checkpoint.items()
-        }
+        meta = _with_tensors(checkpoint, take_out)
         tags = {"step": str(checkpoint.get("global_step", 0))}
         if "optimizer_states" not in checkpoint:
             tags["weights_only"] = "true"
-        self.settle()
+        self.teardown()
         self._outdated = [place for place in self._outdated if place != url]
         saved = (async_save if self._is_async else save)(
             {**tensors, _META: meta} if is_first else tensors,
@@ -105,7 +122,7 @@ class Saving:
         """Load a whole checkpoint in this process, also one that many ranks saved."""
         place = os.fspath(path)
         if _is_own_file(place):
-            return super().load_checkpoint(place, weights_only=weights_only)  # type: ignore[misc]
+            return super().load_checkpoint(place, weights_only=weights_only)
         return first_whole(self.candidates(place), lambda url: self._load_whole(url, weights_only))
 
     def remove_checkpoint(self, path: Any) -> None:
@@ -115,11 +132,7 @@ class Saving:
             self._remove_outdated()
 
     def teardown(self) -> None:
-        """Settle: Lightning calls it at the end of `fit`."""
-        self.settle()
-
-    def settle(self) -> None:
-        """Wait for the save in flight, then remove what it replaces.
+        """Wait for the save in flight, then remove what it replaces; Lightning calls it at the end of `fit`.
 
         Raises SaveFailed: nothing goes before a later save is durable.
         """
@@ -129,15 +142,10 @@ class Saving:
             self._remove_outdated()
 
     def candidates(self, place: str) -> list[str]:
-        """List what to load for `place`: itself, or if it is a folder of checkpoints, these, newest first.
-
-        "last" comes here as the record of the newest: if that is damaged, older ones follow.
-        """
-        self.settle()
-        if place.endswith(_RECORD):
-            place = place.removesuffix(_RECORD)
-            return self.newest(os.path.dirname(place)) or [place]
-        return self.newest(place) or [place]
+        """List what to load: `place`, or all of a folder, or from the record of its newest ("last") on."""
+        self.teardown()
+        itself = place.removesuffix(_RECORD)
+        return self.newest(place if itself == place else os.path.dirname(itself)) or [itself]
 
     def newest(self, folder: str) -> list[str]:
         """List the committed checkpoints in a folder from which a run can go on, the newest first."""
@@ -153,11 +161,12 @@ class Saving:
     def load_meta(self, url: str, weights_only: bool | None, **ranks: Any) -> dict[str, Any]:
         """Load `meta`: torch's safe types alone, unless `weights_only` is False."""
         state: dict[str, Any] = {_META: None}
+        weights_only = self._weights_only if weights_only is None else weights_only
         trusted = [_META] if weights_only is False else []
         try:
             load(state, url, trusted_objects=trusted, **ranks, **self._options_of(url))
         except UnsafeContent as error:
-            advice = "if you trust who wrote it, pass weights_only=False to fit, validate, test or predict"
+            advice = "if you trust who wrote it, give the Trainer the plugin CheckpointIO(weights_only=False)"
             raise UnsafeContent(error.message, advice=advice, url=error.url, key=error.key) from None
         return dict(state[_META])
 
@@ -171,12 +180,11 @@ class Saving:
         tensors: dict[str, Any] = {}
 
         def allocate(name: str, tensor: torch.Tensor) -> torch.Tensor:
-            own = torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor
-            return tensors.setdefault(name, own) if tensor.is_meta else own
+            if tensor.is_meta:
+                tensor = tensors.setdefault(name, torch.empty_like(tensor, device="cpu"))
+            return tensor
 
-        whole = {
-            name: _walk(value, name, allocate) if name in _TENSORS else value for name, value in meta.items()
-        }
+        whole = _with_tensors(meta, allocate)
         self.load_tensors(url, tensors, no_dist=True)
         return whole
 
@@ -187,31 +195,27 @@ class Saving:
     def _remove_outdated(self) -> None:
         while self._outdated:
             place = self._outdated.pop()
-            if _is_own_file(place):
-                super().remove_checkpoint(place)  # type: ignore[misc]
+            if os.path.islink(place):  # `save_last="link"`: what it leads to stays
+                os.unlink(place)
                 continue
             try:
-                remove(place, **self._options_of(place))
-            except NotFound:
-                pass
+                with contextlib.suppress(NotFound):
+                    remove(place, **self._options_of(place))
             except CheckpointError as error:
-                _logger.warning("%s stays: %s", place, error)
+                _logger.warning("%s stays: %s", place_of(place), error)
 
 
-class Sharded:
-    """Save the shards of all ranks, in place of Lightning's writer; load them on any number of ranks."""
+class Sharded(_Base):
+    """Save the shards of all ranks, and load them on any number of ranks; arguments as for Lightning's class."""
 
-    io_type: Callable[[], Saving]
-    model: Any
-    optimizers: Any
-    lightning_module: Any
+    io_type: type[Saving]
     _checkpoint_io: Any
 
     @property
     def checkpoint_io(self) -> Any:
         if self._checkpoint_io is None:
             self._checkpoint_io = self.io_type()
-        return super().checkpoint_io  # type: ignore[misc]
+        return super().checkpoint_io
 
     @checkpoint_io.setter
     def checkpoint_io(self, io: Any) -> None:
@@ -220,115 +224,121 @@ class Sharded:
     def setup_environment(self) -> None:
         """Look at the CheckpointIO; Lightning calls it before anything is trained."""
         if not isinstance(self.checkpoint_io, Saving):
+            text = f"{type(self).__name__} saves through the CheckpointIO of its adapter, not {self.checkpoint_io!r}"
             raise ConfigurationError(
-                f"{type(self).__name__} saves through the CheckpointIO of its adapter, not {self.checkpoint_io!r}: "
-                "leave it out, or pass plugins=[CheckpointIO(...)] of the adapter"
+                f"{text}: leave it out, or pass plugins=[CheckpointIO(...)] of the adapter"
             )
-        super().setup_environment()  # type: ignore[misc]
+        super().setup_environment()
 
     @property
     def gathers(self) -> bool:
         """Tell whether the first rank saves the whole state, as Lightning has it for one file."""
-        raise NotImplementedError
+        is_fsdp = hasattr(self, "_state_dict_type")
+        return self._state_dict_type == "full" if is_fsdp else not self._save_distributed_checkpoint
+
+    def _state_options(self) -> states.StateDictOptions:
+        return states.StateDictOptions(full_state_dict=self.gathers, cpu_offload=self.gathers)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        return get_model_state_dict(self.model, options=self._state_options())
+        return states.get_model_state_dict(self.model, options=self._state_options())
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         optimizer = getattr(optimizer, "_optimizer", optimizer)  # within a LightningOptimizer
-        return get_optimizer_state_dict(self.model, optimizer, options=self._state_options())
+        return states.get_optimizer_state_dict(self.model, optimizer, options=self._state_options())
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        url, is_first = self.broadcast(os.fspath(filepath)), self.is_global_zero  # type: ignore[attr-defined]
+        url, is_first = self.broadcast(os.fspath(filepath)), self.is_global_zero
         if is_first or not self.gathers:
             saving = self.checkpoint_io.save_shards
             saving(checkpoint, url, storage_options, is_first=is_first, no_dist=self.gathers)
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        place = os.fspath(checkpoint_path)
-        urls: Any = None
-        if self.is_global_zero:  # type: ignore[attr-defined]
-            try:
-                urls = [] if _is_own_file(place) else self.checkpoint_io.candidates(place)
-            except CheckpointError as error:
-                urls = error
-        urls = self.broadcast(urls)  # type: ignore[attr-defined]
-        if isinstance(urls, CheckpointError):
-            raise urls
-        if not urls:
-            return super().load_checkpoint(place, weights_only=weights_only)  # type: ignore[misc, no-any-return]
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
+        place, saving = os.fspath(checkpoint_path), self.checkpoint_io
+        with contextlib.closing(Ranks(None, no_dist=False)) as ranks:
+            urls = ranks.from_first(lambda: None if _is_own_file(place) else saving.candidates(place))
+        if urls is None:
+            return super().load_checkpoint(place, weights_only=weights_only)
         return first_whole(urls, lambda url: self._load_shards(url, weights_only))
 
     def _load_shards(self, url: str, weights_only: bool | None) -> dict[str, Any]:
         meta = self.checkpoint_io.load_meta(url, weights_only)
-        own: dict[str, Any] = {"state_dict": get_model_state_dict(self.model)}
+        optimizers, saved = self.optimizers, meta.get("optimizer_states", [])
+        own: dict[str, Any] = {"state_dict": states.get_model_state_dict(self.model)}
         if self.lightning_module.trainer.state.fn == "fit" and "optimizer_states" in meta:
-            own["optimizer_states"] = [get_optimizer_state_dict(self.model, each) for each in self.optimizers]
-            if len(meta["optimizer_states"]) != len(self.optimizers):
-                saved, now = len(meta["optimizer_states"]), len(self.optimizers)
-                raise LoadFailed(f"the checkpoint has {saved} optimizers, the module {now}", url=url)
-        stored = _named({name: meta[name] for name in own})
-        tensors = _named(own)
+            if len(saved) != len(optimizers):
+                raise LoadFailed(f"{len(saved)} optimizers were saved, there are {len(optimizers)}", url=url)
+            own["optimizer_states"] = [states.get_optimizer_state_dict(self.model, o) for o in optimizers]
+        stored: dict[str, torch.Tensor] = {}
+        tensors: dict[str, torch.Tensor] = {}
+        _with_tensors({name: meta[name] for name in own}, stored.setdefault)
+        _with_tensors(own, tensors.setdefault)
         anew = [name for name in tensors if name not in stored and name.startswith("optimizer_states.")]
         for name in anew:  # of parameters that had no gradient yet
-            _zero(tensors.pop(name))
+            for part in _local(tensors.pop(name)):
+                part.zero_()
         if anew:
-            _logger.warning("optimizer state that the checkpoint lacks begins at zero: %s", _some(anew))
+            _logger.warning("optimizer state not in the checkpoint begins at zero: %s", sorted(anew)[:5])
         if self.lightning_module.strict_loading and tensors.keys() != stored.keys():
             lacks, more = tensors.keys() - stored.keys(), stored.keys() - tensors.keys()
-            text = f"the checkpoint lacks {_some(lacks)}; the module lacks {_some(more)}"
+            text = f"the checkpoint lacks {len(lacks)} tensors {sorted(lacks)[:5]}, the module {len(more)} {sorted(more)[:5]}"
             raise LoadFailed(f"{text}; strict_loading=False of the module loads the rest", url=url)
         self.checkpoint_io.load_tensors(url, {name: tensors[name] for name in tensors if name in stored})
         weights = {
             name: value if isinstance(value, torch.Tensor) else meta["state_dict"].get(name, value)
             for name, value in own["state_dict"].items()
         }
-        set_model_state_dict(self.model, weights)
+        states.set_model_state_dict(self.model, weights)
         for number, state in enumerate(own.get("optimizer_states", ())):
-            state["param_groups"] = meta["optimizer_states"][number]["param_groups"]
-            set_optimizer_state_dict(self.model, self.optimizers[number], state)
+            state["param_groups"] = saved[number]["param_groups"]
+            states.set_optimizer_state_dict(self.model, optimizers[number], state)
         return {name: value for name, value in meta.items() if name not in _TENSORS}
-
-    def _state_options(self) -> StateDictOptions:
-        return StateDictOptions(full_state_dict=self.gathers, cpu_offload=self.gathers)
 
     def teardown(self) -> None:
         try:
             self.checkpoint_io.teardown()
         finally:
-            super().teardown()  # type: ignore[misc]
+            super().teardown()
 
 
-class Finding:
-    """Find the newest durable checkpoint for `ckpt_path="last"`, and refuse what cannot be saved."""
+class Finding(_Base):
+    """Find the newest durable checkpoint in `dirpath` for `ckpt_path="last"`, whatever its name."""
 
-    strategy_type: Any
-    dirpath: Any
+    _last: str | None = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         strategy = trainer.strategy
-        is_own_way = type(strategy).save_checkpoint is not self.strategy_type.save_checkpoint
-        if is_own_way and not isinstance(strategy, Sharded):
-            name = type(strategy).__name__
+        own_way = type(strategy).save_checkpoint.__qualname__ != "Strategy.save_checkpoint"
+        if not isinstance(_saving_of(strategy), Saving) or (own_way and not isinstance(strategy, Sharded)):
             raise ConfigurationError(
-                f"{name} does not save through a CheckpointIO, so nothing here reaches its checkpoints: use "
-                "FSDPStrategy or ModelParallelStrategy of the adapter, or Lightning's own ModelCheckpoint"
+                f"ModelCheckpoint of the adapter does not reach what {type(strategy).__name__} saves: use FSDPStrategy "
+                "or ModelParallelStrategy of the adapter, or with one device or DDP plugins=[CheckpointIO()]"
             )
-        if not isinstance(_saving_of(strategy), Saving):
-            raise ConfigurationError(
-                "ModelCheckpoint of the adapter needs its CheckpointIO: Trainer(plugins=[CheckpointIO()])"
-            )
-        super().setup(trainer, pl_module, stage)  # type: ignore[misc]
+        super().setup(trainer, pl_module, stage)
+        # Each rank has looked for itself, before it could talk to the others: some that load and some
+        # that do not would wait for each other.
+        _agree(strategy, 'ckpt_path="last"', self._last)
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(trainer, pl_module, checkpoint)
+        _agree(trainer.strategy, "the step gone on from", checkpoint.get("global_step"))
 
     def _find_last_checkpoints(self, trainer: Any) -> set[str]:
         saving = _saving_of(trainer.strategy)
         if isinstance(saving, Saving):
             # Lightning sets `dirpath` later, in `setup`; this is how it finds the same folder here.
-            folder = self._ModelCheckpoint__resolve_ckpt_dir(trainer)  # type: ignore[attr-defined]
+            folder = self._ModelCheckpoint__resolve_ckpt_dir(trainer)
             durable = saving.newest(os.fspath(folder))
             if durable:
+                self._last = place_of(durable[0])
                 return {durable[0] + _RECORD}
-        return {path for path in super()._find_last_checkpoints(trainer) if _is_own_file(path)}  # type: ignore[misc]
+        return {path for path in super()._find_last_checkpoints(trainer) if _is_own_file(path)}
+
+
+def _agree(strategy: Any, name: str, value: Any) -> None:
+    first = strategy.broadcast(value)
+    if strategy.reduce_boolean_decision(bool(first != value), all=False):
+        text = f"{name} is {first} on rank 0, {value} on rank {strategy.global_rank}"
+        raise LoadFailed(f"{text}: another process saves here, or the ranks do not reach the same storage")
 
 
 def _saving_of(strategy: Any) -> Any:
@@ -344,14 +354,19 @@ def first_whole(urls: Iterable[str], attempt: Callable[[str], dict[str, Any]]) -
     for url in urls:
         try:
             return attempt(url)
-        except _DAMAGE as error:
+        except DAMAGE as error:
             first = first or error
-            _logger.warning("%s is passed over: %s", url, error)
+            _logger.warning("%s is passed over: %s", place_of(url), error)
     assert first is not None
     raise first
 
 
-def _walk(value: Any, name: str, visit: Callable[[str, torch.Tensor], Any]) -> Any:
+def _with_tensors(checkpoint: Mapping[str, Any], visit: _Visit) -> dict[str, Any]:
+    """Copy a checkpoint of Lightning, with what `visit` makes of the tensors of model and optimizers."""
+    return {key: _walk(value, key, visit) if key in _TENSORS else value for key, value in checkpoint.items()}
+
+
+def _walk(value: Any, name: str, visit: _Visit) -> Any:
     """Copy nested dicts and lists, with what `visit` makes of each tensor and its name."""
     if isinstance(value, torch.Tensor):
         return visit(name, value)
@@ -365,27 +380,12 @@ def _walk(value: Any, name: str, visit: Callable[[str, torch.Tensor], Any]) -> A
     return value
 
 
-def _named(state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    tensors: dict[str, torch.Tensor] = {}
-    for name, value in state.items():
-        _walk(value, name, tensors.setdefault)
-    return tensors
-
-
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Tell whether DCP saves a tensor in parts, and an empty one takes it up again."""
-    if hasattr(tensor, "device_mesh") or hasattr(tensor, "local_shards"):
+    if hasattr(tensor, "device_mesh") or hasattr(tensor, "local_shards"):  # FSDP1 has ShardedTensors
         return True
     is_own = type(tensor) in (torch.Tensor, torch.nn.Parameter)
     return is_own and tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_meta
-
-
-def _zero(tensor: Any) -> None:
-    if hasattr(tensor, "local_shards"):
-        for shard in tensor.local_shards():
-            shard.tensor.zero_()
-    else:
-        tensor.zero_()
 
 
 def _is_own_file(place: str) -> bool:
@@ -395,6 +395,6 @@ def _is_own_file(place: str) -> bool:
     return os.path.isfile(place) or os.path.isfile(os.path.join(place, "meta.pt"))
 
 
-def _some(names: Collection[str]) -> str:
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return f"{len(names)} tensor(s) {', '.join(sorted(names)[:5])}{more}"
+def _local(tensor: Any) -> list[torch.Tensor]:
+    """Return what this rank has of it."""
+    return [shard.tensor for shard in tensor.local_shards()] if hasattr(tensor, "local_shards") else [tensor]

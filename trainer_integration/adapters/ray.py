@@ -13,8 +13,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
+from ckpt.backends.base import put_bytes
 from ckpt.backends.registry import open_store
-from ckpt.errors import ConfigurationError, SaveFailed
+from ckpt.errors import CheckpointError, ConfigurationError, SaveFailed
 from ckpt.format.names import last_segment
 from ckpt.trainer_integration import manager
 from ckpt.trainer_integration.adapters.host import require_host
@@ -32,6 +33,8 @@ __all__ = ["CheckpointManager", "url_of"]
 _logger = logging.getLogger(__name__)
 _SCHEMES = {"s3": "s3", "gcs": "gs", "abfs": "abfs"}
 """Of pyarrow's file systems, as this library's URLs have them."""
+_MARK = "reported-to-ray"
+"""Stays in the folder of a removed checkpoint: Ray starts no run again that lists a folder which is gone."""
 
 
 class CheckpointManager(manager.CheckpointManager):
@@ -50,8 +53,8 @@ class CheckpointManager(manager.CheckpointManager):
         options: all others of `ckpt.CheckpointManager`.
 
     Raises:
-        ConfigurationError: this is no worker of Ray Train, Ray's own retention is on, or its file
-            system has no URL here, or another S3 endpoint.
+        ConfigurationError: this is no worker of Ray Train, `async_mode` is "process", Ray's own
+            retention is on, or its file system has no URL here, or another S3 endpoint.
     """
 
     def __init__(
@@ -62,6 +65,10 @@ class CheckpointManager(manager.CheckpointManager):
         preemption_every_steps: int = 1,
         **options: Any,
     ) -> None:
+        if options.get("async_mode") == "process":
+            raise ConfigurationError(
+                "async_mode='process' needs a script, which Ray's workers lack: use 'thread'"
+            )
         self._storage = _storage()
         self._pending: tuple[int, str, dict[str, Any]] | None = None
         self._preemption_every_steps, self._drained = preemption_every_steps, set[str]()
@@ -135,17 +142,29 @@ class CheckpointManager(manager.CheckpointManager):
         path = f"{self._folder}/{self._saves.history.path(step)}"
         begun = super()._save(step, reason, metrics, state)
         if begun:
+            with contextlib.suppress(CheckpointError, OSError):  # the save fails, too, or `_report`
+                self._mark(path)
             self._report()  # the save before this one: it was waited for
             self._pending = step, path, {name: float(value) for name, value in (metrics or {}).items()}
             if self._is_off:
                 self.wait_durable()
         return begun
 
+    def _mark(self, path: str) -> None:
+        """Leave a mark beside a checkpoint, before a later one can be durable, and `keep` removes this one."""
+        if self._ranks.rank == 0:
+            history = self._saves.history
+            with contextlib.closing(
+                open_store(history.url(last_segment(path)), history.storage_options)
+            ) as store:
+                put_bytes(store, _MARK, b"")
+
     def _report(self) -> None:
         """Report the pending checkpoint, on all workers, unless its save failed."""
         pending, self._pending = self._pending, None
         if pending is not None and pending[0] in self._saves.steps:
             step, path, metrics = pending
+            self._mark(path)
             ray.train.report(
                 {"step": step, **metrics},
                 checkpoint=ray.train.Checkpoint(path, self._storage.storage_filesystem),

@@ -7,14 +7,18 @@ belong at once, under names of this library, and the rename is our commit: no by
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import io
 import re
-import threading
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -22,6 +26,7 @@ from ckpt.backends.base import Store, exists
 from ckpt.backends.registry import open_store
 from ckpt.errors import (
     AccessDenied,
+    CommitError,
     ConfigurationError,
     FormatError,
     NotCommitted,
@@ -29,16 +34,23 @@ from ckpt.errors import (
     UnsafeContent,
 )
 from ckpt.format.names import is_rank_directory
-from ckpt.reading.foreign_files import FileReader, ForeignFiles, is_committed
+from ckpt.reading.foreign_files import FileReader, ForeignFiles, ForeignPlaces
 from ckpt.stock.inert_unpickler import load_inert
 from ckpt.tools.ls import step_of
 from ckpt.tools.remove import remove
+from ckpt.torch_private import default_store
 from ckpt.trainer_integration.adapters.host import require_host
-from ckpt.trainer_integration.adapters.torch_checkpointing_saves import SavedFiles, SharedKeys
-from ckpt.writing.foreign_files import CHUNK_BYTES, FileStream, commit_files
+from ckpt.writing.foreign_files import CHUNK_BYTES, FilesSave, FileStream, WrittenFiles, commit_files
 
-require_host("torch_checkpointing", oldest="0.1.0", before="0.2")
+require_host("torch_checkpointing", oldest="0.1.1", before="0.2")
 
+from torch_checkpointing.barriers import DefaultStoreBarrierConfig
+from torch_checkpointing.checkpoint_writer import (
+    CallbackArgs,
+    CheckpointWriter,
+    CheckpointWriterArgs,
+    _temp_dir_path,
+)
 from torch_checkpointing.metadata_manager import DefaultMetadataManager
 from torch_checkpointing.metadata_serialization import METADATA_FILE_NAME
 from torch_checkpointing.storage import base_storage
@@ -48,10 +60,26 @@ __all__ = ["StorageConfig"]
 _LOST_SLASH = re.compile(r"([a-z][a-z0-9+.-]+):/(?!/)")
 """`pathlib` makes `s3:/bucket` of `s3://bucket`."""
 
-_MAX_FOLDERS = 4
-"""Levels of folders in a checkpoint that are looked through for its root."""
+_REQUEST_TIMEOUT = timedelta(minutes=5)
 
-_KEPT_OPEN = 4
+
+class _Keys(DefaultStoreBarrierConfig):
+    """Keys in the store of the default process group that no other start of the run has, from any process."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._kept = default_store() if dist.is_available() and dist.is_initialized() else None
+        """The server of a TCPStore ends with the last reference to it."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_kept": None}
+
+    def connect(self) -> Any:
+        connection = self._resolve_store_connection()
+        if connection is None:
+            raise ConfigurationError("StorageConfig has to be made after init_process_group")
+        store = connection.create_client_store(_REQUEST_TIMEOUT)
+        return dist.PrefixStore(f"{self.key_prefix}/{self.generation}", store)
 
 
 @dataclass
@@ -64,7 +92,6 @@ class StorageConfig(base_storage.StorageConfig):
     Attributes:
         root: prefix of relative ids.
         storage_options: as for `ckpt.save`.
-        temp_dir_prefix: that of `CheckpointWriterConfig`, if it is another one.
 
     Raises:
         ConfigurationError: the root or an option is wrong.
@@ -72,19 +99,11 @@ class StorageConfig(base_storage.StorageConfig):
 
     root: str = ""
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
-    temp_dir_prefix: str = "tmp_"
 
     def __post_init__(self) -> None:
-        if not self.temp_dir_prefix:
-            raise ConfigurationError(
-                "temp_dir_prefix must not be empty: the commit takes the place of a rename"
-            )
         if self.root:
             open_store(self.root, self.storage_options).close()
-        is_distributed = dist.is_available() and dist.is_initialized()
-        self._rank = dist.get_rank() if is_distributed else 0
-        self._world_size = dist.get_world_size() if is_distributed else 1
-        self._keys = SharedKeys(self._rank, is_alone=self._world_size == 1)
+        self._keys = _Keys("ckpt-storage")
 
     def create_storage(self) -> Storage:
         """Make the storage of a process; torch_checkpointing calls it."""
@@ -100,6 +119,42 @@ def _gather_on_cpu(self: Any, data: Any, process_group: Any = None) -> dict[int,
     return dict(enumerate(gathered))
 
 
+_make_writer = CheckpointWriter.__init__
+
+
+@functools.wraps(_make_writer)
+def _make_known_writer(self: CheckpointWriter, args: CheckpointWriterArgs) -> None:
+    """Have a writer tell our storage when each of its writes begins, and ends before the barrier."""
+    _make_writer(self, args)
+    if isinstance(self._storage, Storage):
+        self._args = self._storage.known_to(args)
+
+
+CheckpointWriter.__init__ = _make_known_writer
+
+
+@dataclass
+class _Save:
+    """What a rank writes between the callbacks of its writer.
+
+    Attributes:
+        folder: the temporary one, as torch_checkpointing names it.
+        attempt: how often this rank has begun to save to this place, without another one in between.
+    """
+
+    folder: Path
+    place: str
+    attempt: int
+    rank: int
+    world_size: int
+    store: Store
+    files: FilesSave
+    has_metadata: bool = False
+
+    def key(self, rank: int) -> str:
+        return f"{rank}/{self.attempt}/{self.place}"
+
+
 class Storage(base_storage.Storage):
     """The storage of one process."""
 
@@ -107,11 +162,11 @@ class Storage(base_storage.Storage):
 
     def __init__(self, config: StorageConfig) -> None:
         self._config = config
-        self._lock = threading.Lock()
-        self._stores: dict[str, Store] = {}
-        self._open: dict[str, ForeignFiles] = {}
+        self._places = ForeignPlaces(config.root, config.storage_options)
         self._metadata: bytes | None = None
-        self._saved = SavedFiles(config._keys, config._rank, config._world_size)
+        self._save: _Save | None = None
+        self._attempt = "", 0
+        self._shared: Any = None
 
     # -- places --------------------------------------------------------------------------------------
 
@@ -123,74 +178,15 @@ class Storage(base_storage.Storage):
             return f"{root}/{text}"
         return _LOST_SLASH.sub(r"\1://", text, count=1)
 
-    def _target(self, path: Path) -> tuple[str, str] | None:
-        """Find the place, and the file in it, of a path in a temporary folder; None if it is in none."""
-        parts, prefix = path.parts, self._config.temp_dir_prefix
-        for number in range(len(parts) - 1, -1, -1):
-            if parts[number].startswith(prefix) and parts[number] != prefix:
-                place = Path(*parts[:number], parts[number].removeprefix(prefix))
-                return self.remap_path(place), "/".join(parts[number + 1 :])
-        return None
-
-    def _store(self, place: str) -> Store:
-        with self._lock:
-            if place not in self._stores:
-                while len(self._stores) >= _KEPT_OPEN:
-                    self._stores.pop(next(iter(self._stores))).close()
-                self._stores[place] = open_store(place, self._config.storage_options)
-            return self._stores[place]
-
-    def _parent(self, place: str) -> str:
-        """Return the folder of a place; an empty text at the top: a bucket, `root`, a first folder."""
-        scheme, separator, rest = place.rpartition("://")
-        above = rest.rpartition("/")[0]
-        return f"{scheme}{separator}{above}" if above and place != self._config.root.rstrip("/") else ""
-
     def _source(self, path: Path, *, again: bool = False, wait: bool = False) -> tuple[ForeignFiles, str]:
-        """Find the place and name of a file; raises NotCommitted if no checkpoint is at or above it.
-
-        `again`: see whether the checkpoint at `path` was replaced. `wait`: give storage
-        that may lag time to show one there.
-        """
-        places = [(self.remap_path(path), "")]
-        while len(places) < _MAX_FOLDERS and (above := self._parent(places[-1][0])):
-            place, name = places[-1]
-            places.append((above, f"{place[len(above) + 1 :]}/{name}".rstrip("/")))
-        with self._lock:
-            if again and (files := self._open.get(places[0][0])) is not None and not files.is_current:
-                self._forget(places[0][0])
-            for place, name in places:
-                if place in self._open:
-                    return self._open[place], name
-        options = self._config.storage_options
-        for number, (place, name) in enumerate(places):
-            try:
-                if is_committed(place, options, wait=wait and number == 0):
-                    return self._opened(place), name
-            except AccessDenied:  # credentials may be for the folder that was asked for alone
-                if number == 0:
-                    raise
-        raise NotCommitted("no checkpoint is committed here", url=self.remap_path(path))
-
-    def _opened(self, place: str) -> ForeignFiles:
-        with self._lock:
-            if place not in self._open:
-                while len(self._open) >= _KEPT_OPEN:
-                    self._forget(next(iter(self._open)))
-                self._open[place] = ForeignFiles(place, self._config.storage_options)
-            return self._open[place]
-
-    def _forget(self, place: str) -> None:
-        files = self._open.pop(place, None)
-        if files is not None:
-            files.close()
+        return self._places.source(self.remap_path(path), again=again, wait=wait)
 
     def _raw(self, path: Path) -> tuple[Store, str]:
         """Find a file as torch_checkpointing's own storage writes it; not those of torn saves."""
         whole = self.remap_path(path)
-        if not (place := self._parent(whole)):
+        if not (place := self._places.parent(whole)):
             raise NotFound("not there", url=whole)
-        store, name = self._store(place), whole[len(place) + 1 :]
+        store, name = self._places.store(place), whole[len(place) + 1 :]
         if any(map(is_rank_directory, store.folders())):
             raise NotCommitted("no checkpoint is committed here", url=store.url)
         return store, name
@@ -214,52 +210,105 @@ class Storage(base_storage.Storage):
 
     # -- writing -------------------------------------------------------------------------------------
 
+    def known_to(self, args: CheckpointWriterArgs) -> CheckpointWriterArgs:
+        """Return the arguments of a writer with callbacks of this storage beside those of the user."""
+        if not args.config.write_to_temp_dir:
+            raise ConfigurationError(
+                "this storage needs CheckpointWriterConfig(write_to_temp_dir=True): its commit takes the place of the "
+                "rename"
+            )
+
+        def begin(call: CallbackArgs) -> None:
+            self._begin(Path(call.path), args)  # first: ranks count what they begin
+            if args.pre_write_callback is not None:
+                args.pre_write_callback(call)
+
+        def finish(call: CallbackArgs) -> None:
+            if args.pre_finalize_callback is not None:
+                args.pre_finalize_callback(call)
+            self._finish()
+
+        return dataclasses.replace(args, pre_write_callback=begin, pre_finalize_callback=finish)
+
+    def _begin(self, path: Path, args: CheckpointWriterArgs) -> None:
+        """Begin this rank's part of a save; nothing that an earlier one has left gets into it."""
+        if self._save is not None:
+            self._save.store.close()
+            self._save = None
+        place, info = self.remap_path(path), args.rank_info
+        self._attempt = place, self._attempt[1] + 1 if self._attempt[0] == place else 1
+        rank, size = info.role_rank, info.role_world_size
+        store = open_store(place, self._config.storage_options)
+        folder = _temp_dir_path(path, args.config.temp_dir_prefix)
+        files = FilesSave(store, rank)
+        self._save = save = _Save(folder, place, self._attempt[1], rank, size, store, files)
+        if self._shared is None:
+            self._shared = self._config._keys.connect() if size > 1 else dist.HashStore()
+        self._shared.delete_key(save.key(rank))
+
+    def _finish(self) -> None:
+        """End this rank's part, before the barrier, and tell the first rank exactly which files belong to it."""
+        save = self._save
+        assert save is not None
+        if save.rank == 0 and self._metadata is not None and not save.has_metadata:
+            # A synchronous saver writes them with its first save alone, and refuses a state that has changed.
+            self.write(save.folder / METADATA_FILE_NAME, self._metadata)
+        data = zlib.compress(msgspec.msgpack.encode(save.files.finish()), 1)
+        self._shared.set(save.key(save.rank), data)
+
+    def _written(self, save: _Save) -> list[WrittenFiles]:
+        """Return the files of all ranks, which have told them before the barrier."""
+        keys = [save.key(rank) for rank in range(save.world_size)]
+        absent = [rank for rank, key in enumerate(keys) if not self._shared.check([key])]
+        if absent:
+            raise CommitError(
+                f"nothing was committed: rank {absent[0]} has not said that its part of this save is complete "
+                f"({len(absent)} of {save.world_size} ranks); if some ranks tried more often than others, save to "
+                "another place",
+                url=save.store.url,
+            )
+        data = [zlib.decompress(self._shared.get(key)) for key in keys]
+        for key in keys:
+            self._shared.delete_key(key)
+        return [msgspec.msgpack.decode(each, type=WrittenFiles) for each in data]
+
     def stream_write(self, path: Path) -> FileStream:
         """Open a file of a checkpoint for writing."""
-        target = self._target(path)
-        if target is None:
+        save = self._save
+        if save is None or not path.is_relative_to(save.folder):
             raise ConfigurationError(
-                f"{self.remap_path(path)!r} is in no checkpoint that is being saved: this storage needs "
-                f"CheckpointWriterConfig(write_to_temp_dir=True, temp_dir_prefix={self._config.temp_dir_prefix!r}), "
-                "and takes no other files"
+                f"{self.remap_path(path)!r} is in no checkpoint that is being saved: this storage takes the files of "
+                "torch_checkpointing's CheckpointWriter alone"
             )
-        place, name = target
-        writer, note = self._saved.begin(place, name)
-        return FileStream(self._store(place), name, writer, note)
+        save.has_metadata |= path == save.folder / METADATA_FILE_NAME
+        return save.files.open(path.relative_to(save.folder).as_posix())
 
     def write(self, path: Path, data: Any) -> None:
         with self.stream_write(path) as stream:
             stream.write(data)
-        if path.name == METADATA_FILE_NAME:
+        if self._save is not None and path == self._save.folder / METADATA_FILE_NAME:
             self._metadata = bytes(data)
 
     def rename(
         self, src_path: Path, dst_path: Path, is_directory: bool = False, background_cleanup: bool = False
     ) -> None:
         """Commit the checkpoint whose files were written to `src_path`; the first rank is asked to."""
-        target = self._target(src_path / "file")
-        if not is_directory or target is None or target[0] != self.remap_path(dst_path):
+        save = self._save
+        if save is None or (src_path, self.remap_path(dst_path)) != (save.folder, save.place):
             raise io.UnsupportedOperation(
                 f"{dst_path}: only a whole checkpoint can be renamed, by its writer"
             )
-        if self._metadata is not None and METADATA_FILE_NAME not in self._saved.names(target[0]):
-            # A synchronous saver writes them with its first save alone, and refuses a state that has changed.
-            self.write(src_path / METADATA_FILE_NAME, self._metadata)
-        step = step_of(target[0])
+        step = step_of(save.place)
         tags = {"writer": "torch_checkpointing"} | ({} if step is None else {"step": str(step)})
-        store = self._store(target[0])
-        commit_files(store, self._saved.take(target[0], store.url), tags)
+        commit_files(save.store, self._written(save), tags)
 
     def mkdir(self, path: Path, recursive: bool = True) -> None:
-        """Make no folder: it is there when a file is in it. But a writer begins its save with this."""
-        if (target := self._target(path / "file")) is not None:
-            self._saved.begin_again(target[0], target[1].rpartition("/")[0])
+        """Make no folder: it is there when a file is in it."""
 
     def rmdir(self, path: Path) -> None:
         """Remove a checkpoint, its commit first. Raises NotCommitted if there is none of this library."""
         place = self.remap_path(path)
-        with self._lock:
-            self._forget(place)
+        self._places.forget(place)
         remove(place, storage_options=self._config.storage_options)
 
     def delete(self, path: Path) -> None:
@@ -310,13 +359,11 @@ class Storage(base_storage.Storage):
         return self._reader(path).size_bytes
 
     def exists(self, path: Path) -> bool:
-        if (target := self._target(path / "file")) is not None:
-            if target[1] == "file":  # every rank asks for the whole folder once all have passed the barrier
-                self._saved.announce(target[0])
+        if self._save is not None and path == self._save.folder:
             return True  # asked before the rename, which finds out
         if self._has(path) or self._is_raw(path):
             return True
-        prompt = self._store(self.remap_path(path)).capabilities.cross_client_visibility
+        prompt = self._places.store(self.remap_path(path)).capabilities.cross_client_visibility
         return not prompt and self._has(path, wait=True)
 
     def _has(self, path: Path, *, wait: bool = False) -> bool:
@@ -341,7 +388,7 @@ class Storage(base_storage.Storage):
             inside = (each.removeprefix(prefix) for each in source.names if each.startswith(prefix))
             return sorted({each.partition("/")[0] for each in inside})
         except NotCommitted:
-            store = self._store(self.remap_path(path))
+            store = self._places.store(self.remap_path(path))
             files = {stat.key for stat in store.list() if "/" not in stat.key}
             folders = {
                 each for each in store.folders() if self._has(path / each) or self._is_raw(path / each)

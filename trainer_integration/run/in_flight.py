@@ -83,8 +83,8 @@ class Saves:
 
     @property
     def busy(self) -> bool:
-        """Tell whether a save, or the removals after it, are under way on this rank."""
-        return self._booked is not None and not self._booked.is_set()
+        """Tell whether a save in the background, or the removals after it, are under way on this rank."""
+        return self._uploads.mode != "off" and self._booked is not None and not self._booked.is_set()
 
     @property
     def failed(self) -> bool:
@@ -141,7 +141,8 @@ class Saves:
         self.stall_s = _mean(self.stall_s, flight.stall_s)
         self.tell("staged", step, checkpoint.path, stall_s=flight.stall_s)
         self._flight, self._booked = flight, flight.booked
-        flight.future.add_done_callback(lambda _: self._book(flight))
+        caller = threading.get_ident()
+        flight.future.add_done_callback(lambda _: self._book(flight, caller))
 
     def settle(self, timeout_s: float | None = None) -> SaveFailed | None:
         """Wait until the save in flight is durable; return its failure, the same on all ranks.
@@ -176,6 +177,7 @@ class Saves:
         finally:
             self._uploads.close()
             self.history.close()
+            self._events.flush()
 
     def wait_booked(self) -> None:
         """Wait for the removals after a save: such a folder must not be read or saved into."""
@@ -189,17 +191,34 @@ class Saves:
                 values["durable_age_s"] = time.monotonic() - self.durable_at_s
             self._events.tell(Event(kind, step, reason, values, url=url))
 
-    def _book(self, flight: _Flight) -> None:
-        """Follow up a save, in the thread in which its upload ended."""
+    def _book(self, flight: _Flight, caller: int) -> None:
+        """Follow up a save, in the thread in which its upload ended; the `caller` of the save trains on."""
+        is_recorded = False
         try:
-            try:
-                is_recorded = self._conclude(flight)
-            finally:
-                flight.durable.set()
-            if self.keep is not None and is_recorded:
-                self._retire(self.keep, flight.checkpoint)
+            is_recorded = self._conclude(flight)
         except Exception:  # nobody would see it: futures keep what callbacks raise to themselves
-            _logger.exception("recording a save, or removing old checkpoints, failed")
+            _logger.exception("recording a save failed")
+        finally:
+            flight.durable.set()
+            if self.keep is None or not is_recorded:
+                flight.booked.set()
+            elif threading.get_ident() != caller:
+                self._clear(flight)
+            else:  # the save was waited for, removals need not be
+                try:
+                    threading.Thread(
+                        target=self._clear, args=[flight], name="ckpt-retire", daemon=True
+                    ).start()
+                except RuntimeError:  # Python is ending
+                    self._clear(flight)
+
+    def _clear(self, flight: _Flight) -> None:
+        """Remove the checkpoints that no rule keeps any more."""
+        try:
+            assert self.keep is not None
+            self._retire(self.keep, flight.checkpoint)
+        except Exception:
+            _logger.exception("removing old checkpoints failed")
         finally:
             flight.booked.set()
 

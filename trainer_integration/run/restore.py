@@ -32,7 +32,8 @@ from ckpt.trainer_integration.training_state import OptimizerState
 T = TypeVar("T")
 
 _GONE = (NotCommitted, NotFound, CommitConflict)
-_DAMAGE = (IntegrityError, FormatError, NotVisible, *_GONE)
+DAMAGE = (IntegrityError, FormatError, NotVisible, *_GONE)
+"""Errors of a checkpoint that is passed over for an older one."""
 _MAX_LOOKS = 20
 """How often to list the run, while another process removes what was listed."""
 
@@ -247,7 +248,7 @@ def _unless_damaged(attempt: Callable[[], T], ranks: Ranks) -> tuple[T | None, s
         loaded = attempt()
     except CheckpointError as raised:
         error = raised
-    is_damage = isinstance(error, _DAMAGE) and not isinstance(error, LoadFailed)
+    is_damage = isinstance(error, DAMAGE) and not isinstance(error, LoadFailed)
     damage = ranks.from_first(lambda: str(error) if is_damage else None)
     if damage is None and error is not None:
         raise error

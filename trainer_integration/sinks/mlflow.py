@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from ckpt.errors import ConfigurationError
@@ -61,9 +62,14 @@ class MLflow(Background):
         elif event.kind == "removed":
             # By the step, as MLflow's filters have no escape for quotes in a URL.
             of_step = f"tags.`ckpt.step` = '{step}'"
-            for model in self._client.search_logged_models([self._experiment_id], of_step):
-                if model.tags["ckpt.url"] == event.url:
-                    self._client.set_logged_model_tags(model.model_id, {"ckpt.state": "removed"})
+            page = None
+            while page is None or page.token:  # other runs of the experiment have that step too
+                page = self._client.search_logged_models(
+                    [self._experiment_id], of_step, page_token=page and page.token
+                )
+                for model in page:
+                    if model.tags.get("ckpt.url") == event.url:
+                        self._client.set_logged_model_tags(model.model_id, {"ckpt.state": "removed"})
 
     def _log_metrics(self, event: Event, step: int) -> None:
         from mlflow.entities import Metric
@@ -85,7 +91,7 @@ class MLflow(Background):
         # As mlflow.create_external_model does, which needs pandas and writes to the artifact store.
         model = self._client.create_logged_model(
             self._experiment_id,
-            name=event.url.rstrip("/").rpartition("/")[2],
+            name=re.sub(r"[:.%\"']", "-", event.url.rstrip("/").rpartition("/")[2]),  # `step-00000500.again`
             source_run_id=self._run_id,
             tags=tags | {"mlflow.model.isExternal": "true"},
             model_type="checkpoint",

@@ -11,6 +11,10 @@ from typing import Any
 from ckpt.errors import ConfigurationError
 from ckpt.trainer_integration.events import Event
 
+_KINDS = (
+    "preflight", "restored", "passed_over", "due", "not_due", "staged", "durable", "failed", "kept", "removed",
+    "not_removed", "unmeasured",
+)  # fmt: skip
 _SECONDS = {
     "stall_s": "training waited for the last save",
     "upload_s": "until the last save was durable",
@@ -55,10 +59,13 @@ class _Figures:
     def __call__(self, event: Event) -> None:
         figures = event.values
         with self._lock:
-            self._add("ckpt_events", 1, event.kind)
-            if event.kind == "durable":
-                self._add("ckpt_durable_bytes", figures.get("size_bytes", 0))
-                self._add("ckpt_retries", figures.get("retries", 0))
+            is_durable = event.kind == "durable"
+            # All are there, at 0, from the first event on: `increase()` does not count what a new series begins with.
+            for kind in {*_KINDS, event.kind}:
+                self._add("ckpt_events", kind == event.kind, kind)
+            self._add("ckpt_durable_bytes", figures.get("size_bytes", 0) if is_durable else 0)
+            self._add("ckpt_retries", figures.get("retries", 0) if is_durable else 0)
+            if is_durable:
                 self._set("ckpt_size_bytes", figures.get("size_bytes"))
             if event.kind in ("durable", "restored"):
                 self._set("ckpt_durable_step", event.step)
@@ -104,9 +111,9 @@ class PrometheusTextfile:
         if not os.path.isdir(folder):
             raise ConfigurationError(f"{folder}: there is no such folder for the textfile collector")
         for name in labels or {}:
-            if not (name.isascii() and name.isidentifier()) or name == "kind":
+            if not (name.isascii() and name.isidentifier()) or name == "kind" or name.startswith("__"):
                 raise ConfigurationError(f"no metric can have the label {name!r}")
-        self._labels = dict(labels or {})
+        self._labels = {name: str(value) for name, value in (labels or {}).items()}
 
     def __call__(self, event: Event) -> None:
         self._figures(event)

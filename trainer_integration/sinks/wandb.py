@@ -8,11 +8,12 @@ from typing import Any
 
 from ckpt.errors import ConfigurationError
 from ckpt.trainer_integration.events import Event
+from ckpt.trainer_integration.sinks.background import Background
 
 _SUMMARY = ("stall_s", "upload_s", "size_bytes", "retries", "load_s", "durable_age_s")
 
 
-class WeightsAndBiases:
+class WeightsAndBiases(Background):
     """Make a version of an artifact of each durable checkpoint, with a reference to its place.
 
     The artifact is of the type `checkpoint`; its aliases are `latest` and `step-1000`. Figures go
@@ -29,6 +30,7 @@ class WeightsAndBiases:
     """
 
     def __init__(self, run: Any = None, name: str | None = None) -> None:
+        super().__init__()
         try:
             import wandb
         except ImportError as error:
@@ -37,18 +39,23 @@ class WeightsAndBiases:
         self._run, self._name = run, name
 
     def __call__(self, event: Event) -> None:
-        run = self._run = self._run or self._wandb.run
-        if run is None:
+        self._run = self._run or self._wandb.run
+        if self._run is None:
             raise ConfigurationError(
                 "WeightsAndBiases() found no run: call wandb.init() on the first rank, or give run"
             )
+        super().__call__(event)
+
+    def send(self, event: Event) -> None:
+        run = self._run
         figures = {f"ckpt/{name}": event.values[name] for name in _SUMMARY if name in event.values}
         if event.kind in ("durable", "restored") and event.step is not None:
             figures["ckpt/durable_step"] = event.step
         if figures:
             run.summary.update(figures)
-        if event.kind == "durable":
-            # wandb's own process sends it: this does not wait.
+        is_gone = "://" not in event.url and not Path(event.url).is_dir()  # retention was faster
+        if event.kind == "durable" and not is_gone:
+            # This asks the server for the artifact's type, and waits for its answer.
             metadata = {"step": event.step, "url": event.url, **event.values}
             name = self._name or f"checkpoint-{run.id}"
             artifact = self._wandb.Artifact(name, type="checkpoint", metadata=metadata)

@@ -69,8 +69,11 @@ def main(life: Life) -> None:
         every_n_train_steps=life.save_every, save_top_k=2, monitor="step", mode="max",
     )  # fmt: skip
     plugins: list[Any] = [elastic]
-    if not life.native and life.options["strategy"] == "ddp":  # the adapter's strategies have one
-        plugins.append(adapter.CheckpointIO(async_save=life.options.get("async_save", False)))
+    is_async = life.options.get("async_save", False)
+    if not life.native and (
+        is_async or life.options["strategy"] == "ddp"
+    ):  # the adapter's strategies have one
+        plugins.append(adapter.CheckpointIO(async_save=is_async))
     trainer = pl.Trainer(
         accelerator="cpu", devices=elastic.world_size(), strategy=strategy_of(life), plugins=plugins,
         callbacks=[saving], max_steps=life.steps, logger=False, enable_progress_bar=False,

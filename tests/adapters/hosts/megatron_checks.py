@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,17 @@ import torch.distributed as dist
 from adapters.life import Life, read_life
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing import save as save_by_name
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
-from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedTensorFactory
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from megatron.core.dist_checkpointing.strategies.base import AsyncSaveShardedStrategy
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
 import ckpt
-from ckpt.errors import CheckpointError, NotCommitted, NotFound, SaveFailed, UnsafeContent
+from ckpt.errors import CheckpointError, ConfigurationError, NotCommitted, NotFound, SaveFailed, UnsafeContent
 from ckpt.trainer_integration.adapters import megatron
 
 _marker: str = ""
@@ -203,15 +207,8 @@ def of_megatron_itself(place: str) -> None:
     """Checkpoints from before the adapter are loaded, and never saved over."""
     if "://" in place:
         return
-    megatron.uninstall()
-    device = torch.cuda.current_device
-    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
-    synchronize, torch.cuda.synchronize = torch.cuda.synchronize, lambda *_: None
-    try:
+    with native():
         saved(place)
-    finally:
-        torch.cuda.current_device, torch.cuda.synchronize = device, synchronize
-    megatron.install()
     assert dist_checkpointing.check_is_distributed_checkpoint(place)
     loaded = dist_checkpointing.load(state_of(None), place, strict="raise_all")
     assert loaded["step"] == 7
@@ -220,20 +217,82 @@ def of_megatron_itself(place: str) -> None:
         saved(place)
 
 
-def strategies_alone(place: str) -> None:
-    """Without `install` Megatron-Core keeps `common.pt` and `metadata.json`, and its own strategy reads the rest."""
+def names_imported_before(place: str) -> None:
+    """What a program imported before `install` saves with this library, or is an error: never half a checkpoint."""
+    own_strategy = TorchDistSaveShardedStrategy("torch_dist", 1)
+    saved(place, sharded_strategy=own_strategy)
+    assert dist_checkpointing.load(state_of(None), place)["step"] == 7
     if "://" in place:
         return
-    megatron.uninstall()
-    assert torch_strategies.TorchDistLoadShardedStrategy is not megatron.LoadStrategy
-    saved(place, sharded_strategy=megatron.SaveStrategy())
+    os.makedirs(f"{place}-by-name", exist_ok=True)
     dist.barrier()
-    for strategy in (None, megatron.LoadStrategy()):
-        loaded = dist_checkpointing.load(state_of(None), place, strategy)
-        assert (loaded["step"], loaded["random"]) == (7, 3.0)
-        assert torch.equal(loaded["rows"], rows(3.0).data)
+    with pytest.raises(ConfigurationError, match="call install"):
+        save_by_name(state_of(3.0), f"{place}-by-name")
+    dist.barrier()
+    assert not dist_checkpointing.check_is_distributed_checkpoint(f"{place}-by-name")
+
+
+def uninstalled(place: str) -> None:
+    """After `uninstall` nothing of the adapter is left."""
+    assert TorchDistSaveShardedStrategy.save is not AsyncSaveShardedStrategy.save
+    assert dist_checkpointing.save is not save_by_name
+    megatron.uninstall()
+    assert dist_checkpointing.save is dist_checkpointing.serialization.save is save_by_name
+    assert TorchDistSaveShardedStrategy.save is AsyncSaveShardedStrategy.save
     megatron.install()
-    assert dist_checkpointing.load(state_of(None), place)["step"] == 7
+
+
+def newest_of_a_migrated_run(place: str) -> None:
+    """A run goes on from the newest whole checkpoint, whoever wrote it; torn ones of both kinds are passed over."""
+    if "://" in place:
+        return
+    assert megatron.latest_checkpoint(place) is None
+    saved(f"{place}/iter_0000002")
+    dist.barrier()
+    with native():
+        for step in (4, 6):
+            saved(f"{place}/iter_000000{step}")
+            dist.barrier()
+    if dist.get_rank() == 0:
+        os.remove(f"{place}/iter_0000006/metadata.json")  # written last
+    dist.barrier()
+    assert megatron.latest_checkpoint(place) == f"{place}/iter_0000004"
+    assert dist_checkpointing.load(state_of(None), f"{place}/iter_0000004")["step"] == 7
+    saved(f"{place}/iter_0000008")
+    assert megatron.latest_checkpoint(place) == f"{place}/iter_0000008"
+
+
+def integrity(place: str) -> None:
+    """Shards of which there are two or none are the first rank's error, and nothing is written."""
+    first = dist.get_rank() == 0
+    two = ShardedTensor.from_rank_offsets("rows", torch.zeros(4), replica_id=0)
+    gap = ShardedTensor.from_rank_offsets("rows", torch.zeros(4), (0, 2 * dist.get_rank(), 4))
+    for wrong in (two, gap):
+        if first:
+            with pytest.raises(CheckpointingException, match="access"):
+                dist_checkpointing.save({"rows": wrong, "step": 7}, place)
+        else:  # which would wait for the first one
+            save_preprocess({"rows": wrong, "step": 7})
+    assert "://" in place or not os.path.exists(place)
+    kept = LocalNonpersistentObject("of this life")
+    dist_checkpointing.save({**state_of(3.0), "local": kept}, place)
+    loaded = dist_checkpointing.load({**state_of(None), "local": LocalNonpersistentObject("new")}, place)
+    assert (loaded["local"], loaded["random"]) == ("new", 3.0)
+    assert "of this life" not in str(dist_checkpointing.load_common_state_dict(place))
+
+
+@contextlib.contextmanager
+def native() -> Iterator[None]:
+    """Have Megatron-Core save by itself; the CUDA device that it needs is the CPU."""
+    megatron.uninstall()
+    device, synchronize = torch.cuda.current_device, torch.cuda.synchronize
+    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
+    torch.cuda.synchronize = lambda *_: None
+    try:
+        yield
+    finally:
+        torch.cuda.current_device, torch.cuda.synchronize = device, synchronize
+        megatron.install()
 
 
 def main(life: Life) -> None:
@@ -249,7 +308,10 @@ def main(life: Life) -> None:
         fully_parallel,
         partial(hostile, marker=f"{life.scratch}/hostile"),
         of_megatron_itself,
-        strategies_alone,
+        names_imported_before,
+        uninstalled,
+        newest_of_a_migrated_run,
+        integrity,
     ]
     for number, check in enumerate(checks):
         print(number, check, flush=True)

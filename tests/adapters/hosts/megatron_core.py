@@ -99,7 +99,7 @@ def main(life: Life) -> None:
         optimizer.step()
         if step % life.save_every == 0:
             place = f"{life.root}/iter_{step:07d}"
-            if "://" not in place:
+            if life.native:
                 os.makedirs(place, exist_ok=True)
             random = random_state(f"of step {step}")
             state = {"model": optimizer.sharded_state_dict(), "random": random, "step": step}

@@ -1,4 +1,4 @@
-"""A training loop around torch_checkpointing's manager, in its default configuration but for the storage."""
+"""A training loop around torch_checkpointing's manager, in its default configuration but for storage and patience."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch_checkpointing.checkpoint_layout import JsonSerialization, LayoutInfo
 from torch_checkpointing.checkpoint_manager import CheckpointManager
+from torch_checkpointing.checkpoint_process import CheckpointProcessConfig
 from torch_checkpointing.config import AsyncCheckpointSaverConfig, SyncCheckpointSaverConfig
 from torch_checkpointing.default_resharder import DefaultResharder
 from torch_checkpointing.schema import ItemSpec
@@ -27,6 +28,7 @@ def main(life: Life) -> None:
     ours = StorageConfig()
     ours.create_storage()  # also for native runs: without CUDA torch_checkpointing cannot describe shards
     is_async = life.options.get("async", True)
+    process = CheckpointProcessConfig(subprocess_init_timeout_secs=200)
     manager = CheckpointManager(
         CheckpointManager.Config(
             items={
@@ -34,7 +36,9 @@ def main(life: Life) -> None:
                 "optimizer": ItemSpec(resharder=DefaultResharder()),
                 "step": ItemSpec(layout=LayoutInfo("step.json", JsonSerialization()), required=False),
             },
-            save=AsyncCheckpointSaverConfig() if is_async else SyncCheckpointSaverConfig(),
+            save=AsyncCheckpointSaverConfig(process_config=process)
+            if is_async
+            else SyncCheckpointSaverConfig(),
             storage_config=LocalFileSystemStorageConfig(use_direct_io=False) if life.native else ours,
         )
     )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +22,8 @@ from transformers import TrainerCallback, TrainingArguments
 from transformers.distributed.checkpoint import load_optimizer_distributed, save_optimizer_distributed
 
 import ckpt
+from ckpt.backends.base import read_bytes
+from ckpt.backends.registry import open_store
 from ckpt.errors import ConfigurationError, LoadFailed
 from ckpt.tools.inspect import inspect
 from ckpt.trainer_integration import keeping, saving
@@ -121,7 +126,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path: Path) -> None:
 
 
 def test_everything_goes_to_the_url_and_the_rest_to_a_local_folder(
-    s3: S3Server, monkeypatch: pytest.MonkeyPatch, reference: dict[str, torch.Tensor]
+    s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: dict[str, torch.Tensor]
 ) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", s3.endpoint_url)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", s3.access_key)
@@ -132,22 +137,34 @@ def test_everything_goes_to_the_url_and_the_rest_to_a_local_folder(
     assert args.output_dir == root
     assert committed(root) == [4, 6]
     assert os.listdir() == ["trainer_output"]
-    assert os.listdir("trainer_output") == []
+    assert os.listdir("trainer_output") == ["run"]
+    assert os.listdir("trainer_output/run") == []
 
     resumed = trainer_of(root)
     resumed.train(resume_from_checkpoint=f"{root}/step-00000004")
     assert_equal(weights(resumed), reference)
 
-    # The last checkpoint becomes a model's folder.
-    with pytest.raises(ConfigurationError, match="ckpt convert"):
-        resumed.save_model(f"{root}/model")
-    resumed.model.config.save_pretrained("config")
-    ckpt.convert(
-        f"{root}/step-00000006", "model", to="safetensors", weights_only=True, rename=[(r"^model\.", "")],
-        config_from="config",
-    )  # fmt: skip
-    served = transformers.LlamaForCausalLM.from_pretrained("model")
-    assert_equal(dict(served.named_parameters()), reference)
+    # The model goes to a URL too: to that of the run, beside its checkpoints, or to any other.
+    resumed.save_model()
+    resumed.save_model(f"{root}/model")
+    for place in (root, f"{root}/model"):
+        download(place, tmp_path / "model")
+        served = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "model")
+        assert_equal(dict(served.named_parameters()), reference)
+    assert os.listdir("trainer_output/run") == []
+    again = trainer_of(root, steps=8)
+    again.train(resume_from_checkpoint=True)
+    assert again._initial_global_step == 6
+
+
+def download(url: str, folder: Path) -> None:
+    """Copy the files of a model, as a program that serves it does."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    with contextlib.closing(open_store(url)) as store:
+        for stat in store.list():
+            if "/" not in stat.key:
+                (folder / stat.key).write_bytes(read_bytes(store, stat.key))
 
 
 def test_a_run_without_checkpoints_begins_anew_and_one_with_some_does_not(tmp_path: Path) -> None:
@@ -183,25 +200,100 @@ def test_a_run_begins_with_the_checkpoint_of_another(
     assert committed(tmp_path / "two") == [4, 6]
 
 
-def test_the_best_model_is_kept_and_loaded_at_the_end(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("losses", "own", "kept"),
+    [
+        ({2: 3.0, 4: 1.0, 6: 2.0, 8: 4.0}, {"save_total_limit": 2}, [4, 8]),
+        pytest.param({2: 3.0, 4: 1.0, 6: 1.0, 8: 4.0}, {"save_total_limit": 2}, [6, 8], id="two are equal"),
+        pytest.param({2: 3.0, 4: 1.0, 6: 2.0, 8: 4.0}, {"checkpoints": {"keep": 1}}, [4, 8], id="own keep"),
+        pytest.param(
+            {2: 3.0, 4: 1.0, 6: 2.0, 8: 4.0},
+            {"save_total_limit": 1, "checkpoints": {"save": saving.every_steps(4)}},
+            [4, 8],
+            id="own rules",
+        ),
+        pytest.param(
+            {1: 5.0, 2: 2.0, 3: 1.0, 4: 3.0, 5: 3.0, 6: 3.0, 7: 3.0, 8: 3.0},
+            {"eval_steps": 1},
+            [2, 4, 6, 8],
+            id="the best is not saved",
+        ),
+    ],
+)
+def test_the_best_model_is_kept_and_loaded_at_the_end(
+    tmp_path: Path, losses: dict[int, float], own: dict[str, Any], kept: list[int]
+) -> None:
     seen: dict[int, dict[str, torch.Tensor]] = {}
 
-    class Worse(TrainerCallback):
-        """Let the second of four evaluations be the best."""
-
+    class Losses(TrainerCallback):
         def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any) -> None:
-            loss = {2: 3.0, 4: 1.0, 6: 2.0, 8: 4.0}[state.global_step]
-            metrics["eval_loss"] = state.log_history[-1]["eval_loss"] = loss
+            metrics["eval_loss"] = state.log_history[-1]["eval_loss"] = losses[state.global_step]
             seen[state.global_step] = weights(trainer)
 
     trainer = trainer_of(
-        tmp_path / "run", steps=8, eval_strategy="steps", eval_steps=2, load_best_model_at_end=True,
-        metric_for_best_model="loss", greater_is_better=False, save_total_limit=2, callbacks=[Worse()],
+        tmp_path / "run", steps=8, **{"eval_strategy": "steps", "eval_steps": 2, **own}, load_best_model_at_end=True,
+        metric_for_best_model="loss", greater_is_better=False, callbacks=[Losses()],
     )  # fmt: skip
     train(trainer)
-    assert trainer.state.best_global_step == 4
-    assert committed(tmp_path / "run") == [4, 8]
-    assert_equal(weights(trainer), seen[4])
+    assert committed(tmp_path / "run") == kept
+    best = next(step for step in (4, 6, 2) if step in kept and losses[step] <= 2.0)
+    assert trainer.state.best_global_step == best
+    assert trainer.state.best_model_checkpoint == f"{tmp_path}/run/step-{best:08d}"
+    assert_equal(weights(trainer), seen[best])
+
+
+def test_the_checkpoint_that_was_asked_for_is_loaded_however_it_is_named(tmp_path: Path) -> None:
+    trainer_of("../run").train()
+    (tmp_path / "link").symlink_to(tmp_path / "run" / "step-00000004")
+    for name in (tmp_path / "run" / "step-00000002", tmp_path / "link"):
+        resumed = trainer_of("../run")
+        resumed.train(resume_from_checkpoint=name)
+        assert resumed._initial_global_step == (4 if name.name == "link" else 2)
+
+
+def test_a_run_that_has_begun_says_that_it_does_not_begin_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer_of(tmp_path / "one", steps=2).train()
+    trainer_of(tmp_path / "two").train()
+    again = trainer_of(tmp_path / "two", steps=8)
+    again.train(resume_from_checkpoint=str(tmp_path / "one" / "step-00000002"))
+    assert again._initial_global_step == 6
+    assert "has checkpoints of its own and goes on from" in caplog.text
+
+
+def test_checkpoints_are_not_pushed_with_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pushed: dict[str, list[str]] = {}
+
+    class Hub:
+        def create_repo(self, name: str, **options: Any) -> Any:
+            return SimpleNamespace(repo_id=f"me/{name}")
+
+        def upload_folder(self, repo_id: str, folder_path: str, **options: Any) -> None:
+            files = [path for path in Path(folder_path).rglob("*") if path.is_file()]
+            pushed[repo_id] = sorted(path.relative_to(folder_path).as_posix() for path in files)
+
+    monkeypatch.setattr(transformers.trainer, "hf_api", Hub)
+    monkeypatch.setattr(Trainer, "create_model_card", lambda *args, **options: None)
+    for root in (str(tmp_path / "one"), f"file://{tmp_path}/two"):
+        trainer = trainer_of(root, steps=2, push_to_hub=True, hub_strategy="end")
+        train(trainer)
+        trainer.push_to_hub()
+    files = ["config.json", "generation_config.json", "model.safetensors", "training_args.bin"]
+    assert pushed == {"me/one": files, "me/two": files}
+
+
+def test_a_checkpoint_of_the_model_alone_goes_on_where_that_is_wanted(tmp_path: Path) -> None:
+    first = trainer_of(tmp_path / "run", steps=2, save_only_model=True)
+    first.train()
+    tops = {name.partition(".")[0] for name in inspect(str(tmp_path / "run" / "step-00000002")).tensors}
+    assert tops == {"model"}
+    with pytest.raises(LoadFailed, match=r"lacks .* optimizer\."):
+        trainer_of(tmp_path / "run").train(resume_from_checkpoint=True)
+    again = trainer_of(tmp_path / "run", steps=2, save_only_model=True)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 2  # Trainer alone makes one more step than it was told to
+    assert_equal(weights(again), weights(first))
 
 
 def test_rules_of_ours_save_too_and_a_signal_ends_the_training(tmp_path: Path) -> None:
@@ -265,12 +357,20 @@ def test_what_cannot_be_saved_is_an_error_at_start_up(
 ) -> None:
     with pytest.raises(ConfigurationError, match="agreeing"):
         trainer_of(tmp_path / "run", enable_jit_checkpoint=True)
+    with pytest.raises(ConfigurationError, match="parts of every rank"):
+        trainer_of(tmp_path / "run", save_on_each_node=True)
+    with pytest.raises(ConfigurationError, match="per_device_train_batch_size"):
+        trainer_of(tmp_path / "run", auto_find_batch_size=True)
+    monkeypatch.setenv("HF_MLFLOW_LOG_ARTIFACTS", "1")
+    monkeypatch.setattr(transformers.trainer, "get_reporting_integration_callbacks", lambda names: [])
+    with pytest.raises(ConfigurationError, match=r"or MLflow\(\)"):
+        trainer_of(tmp_path / "run", report_to="mlflow")
     with pytest.raises(ConfigurationError, match="last takes a positive"):
         trainer_of(tmp_path / "run", checkpoints={"keep": keeping.last(0)})
     with pytest.raises(ConfigurationError, match="hyperparameter search"):
         trainer_of(tmp_path / "run").train(trial={})
-    monkeypatch.delattr(transformers.Trainer, "_load_scaler")
-    with pytest.raises(ConfigurationError, match=r"has no Trainer\._load_scaler"):
+    monkeypatch.delattr(transformers.Trainer, "_load_rng_state")
+    with pytest.raises(ConfigurationError, match=r"has no Trainer\._load_rng_state"):
         trainer_of(tmp_path / "run")
 
 

@@ -12,11 +12,15 @@ import torch
 import torch.distributed as dist
 from support.clock import SkippingClock
 from support.servers import S3Server
+from torch_checkpointing.barriers import _FileStoreConnectionInfo
 from torch_checkpointing.checkpoint_manager import CheckpointManager
+from torch_checkpointing.checkpoint_writer import CallbackArgs, CheckpointWriterArgs, CheckpointWriterConfig
 from torch_checkpointing.config import SyncCheckpointSaverConfig
 from torch_checkpointing.default_resharder import DefaultResharder
+from torch_checkpointing.logging_utils import EventLogger
 from torch_checkpointing.schema import ItemSpec
 from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+from torch_checkpointing.types import RankInfo
 
 import ckpt
 from ckpt.backends.posix import PosixStore
@@ -28,11 +32,12 @@ from ckpt.errors import (
     ConfigurationError,
     IntegrityError,
     NotCommitted,
+    StorageFull,
+    StorageUnavailable,
     UnsafeContent,
 )
-from ckpt.trainer_integration.adapters import torch_checkpointing as adapter
-from ckpt.trainer_integration.adapters.torch_checkpointing import Storage, StorageConfig
-from ckpt.trainer_integration.adapters.torch_checkpointing_saves import SharedKeys
+from ckpt.reading import foreign_files
+from ckpt.trainer_integration.adapters.torch_checkpointing import StorageConfig
 
 
 def manager_of(storage: Any) -> CheckpointManager:
@@ -55,6 +60,47 @@ def check_load(manager: CheckpointManager, place: str, seed: int) -> None:
     loaded = manager.load(place, into, strict=True)
     assert torch.equal(into["model"]["w"], state_of(seed)["model"]["w"])
     assert loaded["step"] == seed
+
+
+class Writer:
+    """Call the storage of a rank as torch_checkpointing's `CheckpointWriter` does."""
+
+    def __init__(self, config: StorageConfig | None = None, rank: int = 0, world_size: int = 1) -> None:
+        config = config or StorageConfig()
+        self.storage, self.event_logger = config.create_storage(), EventLogger()
+        info = RankInfo(
+            global_world_size=world_size, global_rank=rank, role_rank=rank, role_world_size=world_size
+        )
+        self.args = self.storage.known_to(CheckpointWriterArgs(CheckpointWriterConfig(), info, config))
+
+    def write(self, place: Path, **files: bytes) -> Writer:
+        """Do what it does before the barrier, or a part of that: `end` is missing."""
+        self.place, self.folder = place, place.with_name(f"tmp_{place.name}")
+        self._call(self.args.pre_write_callback)
+        for name, data in files.items():
+            self.storage.mkdir(self.folder)
+            self.storage.write(self.folder / f"{name}.json", data)
+        return self
+
+    def end(self) -> Writer:
+        self._call(self.args.pre_finalize_callback)
+        return self
+
+    def commit(self) -> None:
+        assert self.storage.exists(self.folder)
+        self.storage.rename(self.folder, self.place, is_directory=True)
+
+    def _call(self, callback: Any) -> None:
+        callback(CallbackArgs(str(self.place), self.storage, self.event_logger))
+
+
+def ranks_of(tmp_path: Path, world_size: int) -> list[Writer]:
+    """Make the writers of ranks that share a store, as those of a process group do."""
+    configs = [StorageConfig() for _ in range(world_size)]
+    for config in configs:
+        config._keys._store_connection = _FileStoreConnectionInfo(str(tmp_path / "keys"))
+        config._keys.generation = "run"
+    return [Writer(config, rank, world_size) for rank, config in enumerate(configs)]
 
 
 def files_of(place: Path) -> list[str]:
@@ -112,9 +158,9 @@ def test_metadata_that_would_run_code(tmp_path: Path) -> None:
         def __reduce__(self) -> Any:
             return Path.touch, (marker,)
 
-    storage = StorageConfig().create_storage()
-    storage.write(tmp_path / "tmp_step-1" / "metadata.pkl", pickle.dumps(Hostile()))
-    storage.rename(tmp_path / "tmp_step-1", tmp_path / "step-1", is_directory=True)
+    writer = Writer().write(tmp_path / "step-1")
+    writer.storage.write(writer.folder / "metadata.pkl", pickle.dumps(Hostile()))
+    writer.end().commit()
     with pytest.raises(UnsafeContent):
         check_load(manager_of(StorageConfig()), f"{tmp_path}/step-1", 1)
     assert not marker.exists()
@@ -131,9 +177,8 @@ def test_checkpoints_of_its_own_storage_load(tmp_path: Path) -> None:
 
 
 def test_a_torn_save_is_no_checkpoint(tmp_path: Path) -> None:
-    storage = StorageConfig().create_storage()
-    storage.write(tmp_path / "tmp_step-1" / "model_0.pt", b"data")
-    assert not storage.exists(tmp_path / "step-1")
+    writer = Writer().write(tmp_path / "step-1", model_0=b"data").end()
+    assert not writer.storage.exists(tmp_path / "step-1")
     assert [each.state for each in ckpt.list_checkpoints(tmp_path)] == ["incomplete"]
     with pytest.raises(FileNotFoundError):
         manager_of(StorageConfig()).load(f"{tmp_path}/step-1", state_of(1))
@@ -143,100 +188,107 @@ def test_a_torn_save_is_no_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_save_that_failed_is_repeated(tmp_path: Path) -> None:
-    storage = StorageConfig().create_storage()
-    folder = tmp_path / "tmp_step-1"
-    storage.write(folder / "model_0.pt", b"one")
-    storage.write(folder / "model_0.pt", b"two")  # the rename never came: the writer begins anew
-    storage.write(folder / "optimizer_0.pt", b"two")
-    storage.rename(folder, tmp_path / "step-1", is_directory=True)
-    assert storage.ls(tmp_path / "step-1") == ["model_0.pt", "optimizer_0.pt"]
-    assert storage.read(tmp_path / "step-1" / "model_0.pt") == b"two"
-    storage.rmdir(tmp_path / "step-1")
-    storage.write(folder / "model_0.pt", b"three")
-    storage.rename(folder, tmp_path / "step-1", is_directory=True)
-    assert storage.read(tmp_path / "step-1" / "model_0.pt") == b"three"
+    place, writer = tmp_path / "step-1", Writer()
+    writer.write(place, model=b"one", optimizer=b"one", more=b"one")  # its end never came
+    writer.write(place, model=b"two", optimizer=b"two").end().commit()
+    assert files_of(place) == ["model.json", "optimizer.json"]
+    assert writer.storage.read(place / "model.json") == b"two"
+    writer.storage.rmdir(place)
+    writer.write(place, model=b"three").end().commit()
+    assert files_of(place) == ["model.json"]
+    assert writer.storage.read(place / "model.json") == b"three"
 
 
-def ranks_of(world_size: int) -> list[Storage]:
-    """Make the storages of ranks that share a store, as those of a process group do."""
-    store, configs = dist.HashStore(), [StorageConfig() for _ in range(world_size)]
-    for rank, config in enumerate(configs):
-        config._rank, config._world_size = rank, world_size
-        config._keys._kept, config._keys._prefix = store, "run"
-    return [config.create_storage() for config in configs]
+def test_a_file_that_failed_ends_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: PosixStore, *args: Any, **options: Any) -> None:
+        raise StorageFull("no space")
+
+    place, writer = tmp_path / "step-1", Writer()
+    with monkeypatch.context() as patch:
+        patch.setattr(PosixStore, "put", full)
+        with pytest.raises(StorageFull):
+            writer.write(place, model=b"one", optimizer=b"one").end()
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    writer.write(place, model=b"two").end().commit()
+    assert files_of(place) == ["model.json"]
 
 
-def end_save(storages: list[Storage], folder: Path) -> None:
-    """Do what the writers do after their barrier."""
-    for storage in reversed(storages):
-        assert storage.exists(folder)
-    storages[0].rename(folder, folder.parent / folder.name.removeprefix("tmp_"), is_directory=True)
+def test_a_rank_could_not_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def down(self: PosixStore, *args: Any, **options: Any) -> None:
+        raise StorageUnavailable("503")
+
+    place, ranks = tmp_path / "step-1", ranks_of(tmp_path, 2)
+    ranks[1].write(place, model_1=b"old").end()
+    with monkeypatch.context() as patch:
+        patch.setattr(PosixStore, "prepare", down)
+        with pytest.raises(StorageUnavailable):
+            ranks[0].write(place)
+    ranks[1].write(place, model_1=b"new").end()
+    ranks[0].write(place, model_0=b"new").end().commit()
+    assert ranks[0].storage.read(place / "model_1.json") == b"new"
 
 
-def test_a_save_that_failed_on_one_rank_is_repeated(tmp_path: Path) -> None:
-    ranks, folder = ranks_of(2), tmp_path / "tmp_step-1"
-    ranks[1].write(folder / "model_1.json", b"old")  # and rank 0 fails before its first file
-    for number, rank in enumerate(ranks):
-        rank.write(folder / f"model_{number}.json", b"new")
-    end_save(ranks, folder)
-    assert [ranks[0].read(tmp_path / "step-1" / f"model_{rank}.json") for rank in (0, 1)] == [b"new"] * 2
+def test_ranks_repeat_a_save_with_fewer_files(tmp_path: Path) -> None:
+    place, ranks = tmp_path / "step-1", ranks_of(tmp_path, 2)
+    ranks[0].write(place, model_0=b"old", optimizer_0=b"old")  # and fails
+    ranks[1].write(place, model_1=b"old", optimizer_1=b"old").end()  # waits at the barrier in vain
+    ranks[1].write(place, model_1=b"new").end()
+    ranks[0].write(place, model_0=b"new").end().commit()
+    assert files_of(place) == ["model_0.json", "model_1.json"]
+    assert [ranks[0].storage.read(place / f"model_{rank}.json") for rank in (0, 1)] == [b"new"] * 2
 
 
-def test_a_rank_that_left_the_barrier_of_a_save_that_failed(tmp_path: Path) -> None:
-    ranks, folder = ranks_of(2), tmp_path / "tmp_step-1"
-    ranks[1].write(folder / "model_1.json", b"old")
-    assert ranks[1].exists(folder)  # but rank 0's time was up
-    ranks[1].write(folder / "model_1.json", b"new")
-    ranks[0].write(folder / "model_0.json", b"new")
-    with environment.replaced(SkippingClock()), pytest.raises(CommitError, match="rank 1 has not said"):
-        ranks[0].rename(folder, tmp_path / "step-1", is_directory=True)
-    assert not ranks[0].exists(tmp_path / "step-1")
+def test_a_rank_that_still_ends_the_save_that_failed(tmp_path: Path) -> None:
+    place, ranks = tmp_path / "step-1", ranks_of(tmp_path, 2)
+    ranks[0].write(place, model_0=b"old")  # fails, and begins anew while rank 1 waits for it
+    ranks[1].write(place, model_1=b"old").end()
+    ranks[0].write(place, model_0=b"new").end()
+    with pytest.raises(CommitError, match="rank 1 has not said"):
+        ranks[0].commit()
+    assert not ranks[0].storage.exists(place)
 
 
-def test_a_save_that_is_repeated_with_other_files(tmp_path: Path) -> None:
-    ranks, folder = ranks_of(2), tmp_path / "tmp_step-1"
-    for name in ("model", "moments"):
-        for number, rank in enumerate(ranks):
-            rank.mkdir(folder)
-            rank.write(folder / f"{name}_{number}.json", b"data")
-    with pytest.raises(CommitError, match=r"rank 0 wrote 'model_0\.json', then began the save anew"):
-        end_save(ranks, folder)
-    assert not ranks[0].exists(tmp_path / "step-1")
-    for number, rank in enumerate(ranks):  # that save has ended
-        rank.mkdir(folder)
-        rank.write(folder / f"other_{number}.json", b"data")
-    end_save(ranks, folder)
-    assert ranks[0].ls(tmp_path / "step-1") == ["other_0.json", "other_1.json"]
+def test_a_rank_that_has_not_ended_its_part(tmp_path: Path) -> None:
+    place, ranks = tmp_path / "step-1", ranks_of(tmp_path, 2)
+    for rank in ranks:
+        rank.write(place, **{f"model_{rank.args.rank_info.role_rank}": b"data"})
+    ranks[0].end()
+    with pytest.raises(CommitError, match="rank 1 has not said"):
+        ranks[0].commit()
+    ranks[1].end()
+    ranks[0].commit()
+    assert files_of(place) == ["model_0.json", "model_1.json"]
 
 
 def test_a_commit_does_not_look_for_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks, folder = ranks_of(2), tmp_path / "tmp_step-1"
-    for number, rank in enumerate(ranks):
-        for name in ("model", "optimizer"):
-            rank.write(folder / f"{name}_{number}.json", b"data")
+    place, ranks = tmp_path / "step-1", ranks_of(tmp_path, 2)
     with monkeypatch.context() as patch:
         patch.setattr(PosixStore, "list", lambda self, prefix="": iter(()))
-        end_save(ranks, folder)
+        ranks[1].write(place, model_1=b"data", optimizer_1=b"data").end()
+        ranks[0].write(place, model_0=b"data", optimizer_0=b"data").end().commit()
     names = ["model_0.json", "model_1.json", "optimizer_0.json", "optimizer_1.json"]
-    assert ranks[0].ls(tmp_path / "step-1") == names
+    assert files_of(place) == names
+    (listed,) = ckpt.list_checkpoints(tmp_path)
+    assert listed.world_size == 2
 
 
 def test_a_rank_without_a_file(tmp_path: Path) -> None:
-    ranks, folder = ranks_of(2), tmp_path / "tmp_step-1"
-    ranks[0].write(folder / "model_0.json", b"data")
-    with pytest.raises(CommitError, match="rank 1 wrote no file"):
-        end_save(ranks, folder)
+    place, ranks = tmp_path / "step-1", ranks_of(tmp_path, 2)
+    ranks[1].write(place).end()
+    ranks[0].write(place, model_0=b"data").end().commit()
+    assert files_of(place) == ["model_0.json"]
+    assert not ckpt.verify(place).damages
 
 
 def test_keys_in_another_process(tmp_path: Path) -> None:
     store = dist.FileStore(str(tmp_path / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        ours = SharedKeys(0)
+        ours, more = StorageConfig()._keys, StorageConfig()._keys
         sent = pickle.loads(pickle.dumps(ours))
         ours.connect().set("key", "value")
         assert sent.connect().get("key") == b"value"
-        assert not SharedKeys(0).connect().check(["key"])  # of another start
+        assert not more.connect().check(["key"])  # of another manager
     finally:
         dist.destroy_process_group()
 
@@ -244,9 +296,7 @@ def test_keys_in_another_process(tmp_path: Path) -> None:
 def test_only_the_folder_that_is_asked_for_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writer = StorageConfig().create_storage()
-    writer.write(tmp_path / "tmp_step-1" / "a.json", b"data")
-    writer.rename(tmp_path / "tmp_step-1", tmp_path / "step-1", is_directory=True)
+    Writer().write(tmp_path / "step-1", a=b"data").end().commit()
     make = PosixStore.__init__
 
     def make_lagging(self: PosixStore, *args: Any, **options: Any) -> None:
@@ -282,7 +332,7 @@ def test_credentials_for_one_folder(monkeypatch: pytest.MonkeyPatch) -> None:
             raise AccessDenied("403", url=url)
         return False
 
-    monkeypatch.setattr(adapter, "is_committed", allowed)
+    monkeypatch.setattr(foreign_files, "is_committed", allowed)
     with pytest.raises(NotCommitted):
         StorageConfig().create_storage()._source(Path("s3://b/team/step-1"))
     assert asked == ["s3://b/team/step-1", "s3://b/team", "s3://b"]
@@ -295,8 +345,15 @@ def test_credentials_for_one_folder(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_write_that_no_rename_would_commit(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="write_to_temp_dir=True"):
+    with pytest.raises(ConfigurationError, match="CheckpointWriter alone"):
         StorageConfig().create_storage().write(tmp_path / "step-1" / "model_0.pt", b"data")
+
+
+def test_a_writer_without_a_rename_is_an_error_at_once() -> None:
+    config = SyncCheckpointSaverConfig(writer_config=CheckpointWriterConfig(write_to_temp_dir=False))
+    items = {"model": ItemSpec(resharder=DefaultResharder())}
+    with pytest.raises(ConfigurationError, match="write_to_temp_dir=True"):
+        CheckpointManager(CheckpointManager.Config(items=items, save=config, storage_config=StorageConfig()))
 
 
 @pytest.mark.parametrize(
@@ -304,7 +361,6 @@ def test_a_write_that_no_rename_would_commit(tmp_path: Path) -> None:
     [
         {"root": "nosuchscheme://bucket"},
         {"root": "/tmp", "storage_options": {"x": 1}},
-        {"temp_dir_prefix": ""},
     ],
 )
 def test_a_wrong_setting_is_an_error_at_once(options: dict[str, Any]) -> None:

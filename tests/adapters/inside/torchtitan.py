@@ -117,7 +117,7 @@ def test_foreign_and_torn_folders_stay_and_do_not_count(tmp_path: Path) -> None:
     run = Run(tmp_path, keep_latest_k=2)
     assert run.manager.load()
     assert run.state() == (2, 2, 2)
-    run.to(5)
+    run.to(5).manager.close()
     assert steps_at(tmp_path) == [4, 5]
     assert (tmp_path / "step-00000001.mine" / "notes").exists()
 
@@ -137,7 +137,7 @@ def test_a_run_of_torchtitans_own_manager_goes_on(tmp_path: Path) -> None:
     assert run.state() == (2, 2, 2)
     assert run.manager.load()
     assert run.state() == (3, 3, 3)
-    run.to(6)
+    run.to(6).manager.close()
     assert steps_at(tmp_path) == [5, 6]
     assert (tmp_path / "step-3" / ".metadata").exists()
     again = Run(tmp_path)

@@ -13,16 +13,25 @@ import kubeflow_trainer_api.models as trainer_models
 import kubernetes.client.models as kubernetes_models
 import pydantic
 import pytest
-from support.manifests import FOLDER, documents, environment, pod_of_job, pod_of_trainjob
+from support.manifests import (
+    FOLDER,
+    documents,
+    environment,
+    pod_of_acceptance,
+    pod_of_job,
+    pod_of_trainjob,
+)
 from support.status_server import status_server
 
+from ckpt.backends.cos import _CR_TOKENS
 from ckpt.trainer_integration import saving
 from ckpt.trainer_integration.events import Event
 from ckpt.trainer_integration.sinks.trainjob import TrainJobStatus
 
 FILES = sorted(path.name for path in FOLDER.glob("*.yaml"))
 TRAINER = {"TrainJob", "TrainingRuntime"}
-PODS = {"Job": pod_of_job, "TrainJob": pod_of_trainjob}
+TRAININGS = {"Job": pod_of_job, "TrainJob": pod_of_trainjob}
+PODS = {**TRAININGS, "acceptance": pod_of_acceptance}
 EXAMPLE = (FOLDER.parent / "train_with_manager.py").read_text()
 
 
@@ -153,7 +162,11 @@ def test_pods_run_under_restricted_v2(kind: str) -> None:
     assert pod["securityContext"] == {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
     assert pod["automountServiceAccountToken"] is False
     assert not {"hostNetwork", "hostPID", "hostIPC"} & set(pod)
-    assert all({"emptyDir"} == set(volume) - {"name"} for volume in pod["volumes"])
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    (source,) = volumes.pop("pod-token")["projected"]["sources"]
+    token = source["serviceAccountToken"]
+    assert token["audience"] == "iam", "the cluster does not take it"
+    assert all({"emptyDir"} == set(volume) - {"name"} for volume in volumes.values())
     for container in (*pod["initContainers"], *pod["containers"]):
         context = container["securityContext"]
         assert context == {
@@ -163,11 +176,13 @@ def test_pods_run_under_restricted_v2(kind: str) -> None:
         }
         mounted = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
         assert mounted["/tmp"] == "tmp"
+        (place,) = (path for path, name in mounted.items() if name == "pod-token")
+        assert f"{place}/{token['path']}" in _CR_TOKENS
         assert set(mounted.values()) <= {volume["name"] for volume in pod["volumes"]}
         assert "memory" in container["resources"]["limits"]
 
 
-@pytest.mark.parametrize("kind", PODS)
+@pytest.mark.parametrize("kind", TRAININGS)
 def test_the_grace_periods_contain_each_other(kind: str) -> None:
     pod = PODS[kind]()
     (train,) = pod["containers"]
@@ -178,7 +193,7 @@ def test_the_grace_periods_contain_each_other(kind: str) -> None:
     assert rule.grace_s + 10 < workers_s < pod["terminationGracePeriodSeconds"] - 10
 
 
-@pytest.mark.parametrize("kind", PODS)
+@pytest.mark.parametrize("kind", TRAININGS)
 def test_pods_that_fail_start_again_together(kind: str) -> None:
     pod = PODS[kind]()
     assert pod["restartPolicy"] == "Never"
@@ -191,6 +206,35 @@ def test_pods_that_fail_start_again_together(kind: str) -> None:
         job = documents("job.yaml")["Job"]["spec"]
         assert job["backoffLimitPerIndex"] > 0
         assert job["maxFailedIndexes"] == 0
+
+
+def test_an_acceptance_is_tried_once() -> None:
+    spec = documents("acceptance.yaml")["Job"]["spec"]
+    assert (spec["backoffLimit"], spec["template"]["spec"]["restartPolicy"]) == (0, "Never")
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.iterdir()), ids=lambda path: str(path.name))
+def test_images_have_versions(path: Any) -> None:
+    for image in re.findall(r"(?:image: |FROM |ARG BASE=)(\S+)", path.read_text()):
+        assert image == "${BASE}" or re.search(r":\d+\.\d+$", image), image
+
+
+def test_the_trusted_profile_of_the_comment_is_used(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ckpt.backends.registry import open_store
+
+    text = (FOLDER / "storage-cos.yaml").read_text()
+    (profile,) = re.findall(r"# (COS_IAM_PROFILE_ID): (\S+)", text)
+    (tmp_path / "sa-token").touch()
+    for name, value in {
+        **documents("storage-cos.yaml")["ConfigMap"]["data"],
+        **dict([profile]),
+        "COS_CR_TOKEN_FILENAME": str(tmp_path / "sa-token"),
+    }.items():
+        monkeypatch.setenv(name, value)
+    store: Any = open_store(documents("storage-cos.yaml")["ConfigMap"]["data"]["CKPT_ROOT"])
+    assert store._s3.options["iam_profile_id"] == profile[1]
+    assert store._s3.client.meta.config.signature_version == "oauth"
+    store.close()
 
 
 def test_the_job_and_its_service_agree() -> None:
@@ -244,6 +288,7 @@ READ = {
     },
     "cos": {
         "COS_ENDPOINT_URL",
+        "COS_IAM_PROFILE_ID",
         "IBM_API_KEY_ID",
         "IBM_SERVICE_INSTANCE_ID",
         "IBM_AUTH_ENDPOINT",

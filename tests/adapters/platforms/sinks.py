@@ -134,6 +134,22 @@ def test_mlflow_takes_a_run_by_its_id_in_any_thread(mlflow: Any) -> None:
     assert (model.tags["ckpt.url"], model.tags["ckpt.state"]) == (event.url, "removed")
 
 
+def test_mlflow_marks_a_removed_model_among_many(mlflow: Any) -> None:
+    """A page has 100 models; a name must not have a dot."""
+    client = mlflow.MlflowClient()
+    experiment = mlflow.get_experiment_by_name("training").experiment_id
+    sink = MLflow(client.create_run(experiment).info.run_id)
+    url = "s3://bucket/run/step-00000005.again"
+    sink(Event("durable", 5, "", FIGURES, url=url))
+    assert sink.flush()
+    for number in range(100):
+        client.create_logged_model(experiment, tags={"ckpt.step": "5", "ckpt.url": f"s3://other/{number}"})
+    sink(Event("removed", 5, "", url=url))
+    assert sink.flush()
+    (model,) = client.search_logged_models([experiment], f"tags.`ckpt.url` = '{url}'")
+    assert (model.name, model.tags["ckpt.state"]) == ("step-00000005-again", "removed")
+
+
 # -- Weights & Biases -------------------------------------------------------------------------------------
 
 
@@ -171,14 +187,20 @@ def test_wandb_has_a_reference_to_each_checkpoint(tmp_path: Path, monkeypatch: p
     with wandb.init(mode="offline", dir=str(tmp_path), project="training") as run:
         run.log({"loss": 1.0})
         train(tmp_path / "run", sink)
-        sink(Event("durable", 4, "", FIGURES, url="s3://bucket/run/step-00000004"))
+        answers = threading.Event()
+        with monkeypatch.context() as slow:  # where wandb asks its server, and waits
+            slow.setattr(run, "_assert_can_log_artifact", lambda _: answers.wait(60))
+            sink(Event("durable", 4, "", FIGURES, url="s3://bucket/run/step-00000004"))
+            assert not answers.is_set(), "training goes on"
+            answers.set()
+            assert sink.flush()
         assert run.step == 1, "the history is the user's"
         assert run.summary["ckpt/durable_step"] == 4
     artifacts = [record.artifact for record in records(tmp_path) if record.HasField("artifact")]
     refs = [{entry.ref for entry in one.manifest.contents} for one in artifacts]
-    for step, local in enumerate(refs[:3], 1):
+    for step, local in zip((2, 3), refs[-3:-1], strict=True):  # the first may have been removed before
         assert f"{(tmp_path / 'run').as_uri()}/step-0000000{step}/commit.json" in local
-    assert refs[3:] == [{"s3://bucket/run/step-00000004"}]
+    assert refs[-1:] == [{"s3://bucket/run/step-00000004"}]
     assert {(one.type, one.name) for one in artifacts} == {("checkpoint", f"checkpoint-{run.id}")}
-    assert [{*one.aliases} for one in artifacts][3] == {"latest", "step-4"}
-    assert json.loads(artifacts[3].metadata)["size_bytes"] == 80.0
+    assert {*artifacts[-1].aliases} == {"latest", "step-4"}
+    assert json.loads(artifacts[-1].metadata)["size_bytes"] == 80.0
