@@ -13,6 +13,7 @@ from ckpt.errors import FormatError
 VERSION = 1
 _MAX_CHAIN = 1024
 _MAX_SHARDS = 1 << 20
+_MAX_ID = (1 << 63) - 1
 
 
 class StoredColumn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -36,7 +37,8 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
         number: never used again in this chain; part of the names of its entries.
         rows: rows that it inserts or replaces.
         evicted: rows that it removes, before it inserts.
-        blocks: entries among which its rows are spread.
+        block_rows: rows in each of the entries among which a column is spread, but the last.
+        first_id: where the ids are this and the following ones, and are not stored.
     """
 
     number: int
@@ -44,6 +46,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     rows: int
     evicted: int
     block_rows: int
+    first_id: int | None = None
 
     @property
     def blocks(self) -> int:
@@ -112,6 +115,8 @@ def _check(chain: Chain) -> None:
         raise ValueError("its first generation, and no other, must be a base")
     if any(g.rows < 0 or g.evicted < 0 or g.block_rows < 1 for g in chain.generations):
         raise ValueError("a negative number of rows")
+    if any(g.first_id is not None and not 0 <= g.first_id <= _MAX_ID - g.rows for g in chain.generations):
+        raise ValueError("ids that cannot be")
     if len({column.name for column in chain.columns}) != len(chain.columns) or not chain.columns:
         raise ValueError("no columns, or two of the same name")
     if any(column.width < 1 or column.bits not in (0, 4, 8) for column in chain.columns):

@@ -97,7 +97,9 @@ class _Reader:
 
     def apply(self) -> tuple[Ids, Ids]:
         """Remove and insert this store's rows; return all ids that it inserts, and removes."""
-        evicted, ids = self._ids("evicted", self._generation.evicted), self._ids("ids", self._generation.rows)
+        evicted = self._ids("evicted", self._generation.evicted)
+        first, count = self._generation.first_id, self._generation.rows
+        ids = self._ids("ids", count) if first is None else self._range(first, count)
         gone = evicted[self._store.owns(evicted)]
         if len(gone):
             self._store.remove(gone)
@@ -105,12 +107,20 @@ class _Reader:
         nbytes = 0
         for run in _runs(self._store.owns(ids), self._generation.block_rows):
             wanted.append(run)
-            nbytes += (run.stop - run.start) * self._row_bytes
+            if (
+                run.owned is not None
+                or self._store.memory(ids[run.start : run.stop], self._first_column) is None
+            ):
+                nbytes += (run.stop - run.start) * self._row_bytes
             if nbytes >= _BATCH_BYTES:
                 self._insert(ids, wanted)
                 wanted, nbytes = [], 0
         self._insert(ids, wanted)
         return ids, evicted
+
+    @property
+    def _first_column(self) -> str:
+        return self._chain.columns[0].name
 
     @property
     def _row_bytes(self) -> int:
@@ -125,6 +135,23 @@ class _Reader:
         if int(ids.min()) < 0:
             raise FormatError(f"{name!r} has a negative id", url=self._checkpoint.store.url)
         return ids
+
+    def _range(self, first: int, count: int) -> Ids:
+        """Make ids that follow one another, once it is sure that there are so many rows."""
+        column, blocks = self._chain.columns[0].name, self._generation.blocks
+        if blocks > len(self._checkpoint.names):
+            text = f"{self._prefix!r} cannot have {count} rows in {blocks} blocks"
+            raise FormatError(text, url=self._checkpoint.store.url)
+        self._checkpoint.prepare([f"{self._prefix}.{column}.{block:05d}" for block in range(blocks)])
+        for block in range(blocks):
+            name = f"{self._prefix}.{column}.{block:05d}"
+            if tuple(self._checkpoint.tensor(name).size[:1]) != (self._rows_of(block),):
+                raise FormatError(f"{name!r} has another number of rows", url=self._checkpoint.store.url)
+        return np.arange(first, first + count, dtype=np.int64)
+
+    def _rows_of(self, block: int) -> int:
+        block_rows = self._generation.block_rows
+        return min(block_rows, self._generation.rows - block * block_rows)
 
     def _insert(self, ids: Ids, runs: Sequence[_Run]) -> None:
         """Read runs of rows, all together, and put those that are this store's into it."""
@@ -154,7 +181,7 @@ class _Reader:
         block_rows = self._generation.block_rows
         block = run.start // block_rows
         name = f"{self._prefix}.{column.name}.{block:05d}"
-        in_block = min(block_rows, self._generation.rows - block * block_rows)
+        in_block = self._rows_of(block)
         count, offsets = run.stop - run.start, [run.start - block * block_rows, 0]
         if column.bits and self._generation.kind == "delta":
             width = -(-column.width * column.bits // 8)

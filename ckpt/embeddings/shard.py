@@ -21,11 +21,11 @@ from ckpt.embeddings.chain import (
 from ckpt.embeddings.cut import Cut
 from ckpt.embeddings.quantized import Bits, quantize
 from ckpt.embeddings.rows import Ids, RowStore, sorted_ids
-from ckpt.embeddings.touched import Touched, ids_of
+from ckpt.embeddings.touched import Touched, as_set, ids_of
 from ckpt.errors import ConfigurationError
 from ckpt.format.dtypes import dtype_name
 
-BLOCK_BYTES = 8 << 20
+BLOCK_BYTES = 32 << 20
 """Rows are stored in blocks of about so many bytes a column."""
 
 _ID_BYTES = 8
@@ -178,6 +178,7 @@ class TableShard:
                 rows=len(ids),
                 evicted=len(evicted),
                 block_rows=self._block_rows(),
+                first_id=_first_id(ids),
             )
             chain = Chain(
                 table=self.name,
@@ -217,9 +218,7 @@ class TableShard:
             self._touched, self._evicted = Touched(), Touched()
             if is_same and chain.order == self.rows.order:
                 self._chain = chain
-                self._changes = [
-                    _Change(np.unique(touched), np.unique(evicted)) for touched, evicted in changes
-                ]
+                self._changes = [_Change(as_set(touched), as_set(evicted)) for touched, evicted in changes]
 
     def restart(self, number: int = 0) -> None:
         """Let the next save write a base; its generation has at least this number."""
@@ -231,15 +230,17 @@ class TableShard:
 
     def _costs(self, chain: Chain, changes: list[_Change]) -> Costs:
         row_bytes = _ID_BYTES + sum(c.width * c.dtype.itemsize for c in self.rows.columns.values())
-        merged = []
-        last = _Change(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))
-        for change in reversed(changes):
-            last = _merged([change, last])
-            merged.append(_bytes_of(last, row_bytes))
+        # A merge holds an id in the place of the last delta that touched it.
+        ids = np.concatenate([change.touched for change in reversed(changes)])
+        deltas = np.repeat(
+            np.arange(len(changes))[::-1], [len(change.touched) for change in reversed(changes)]
+        )
+        last = deltas[np.unique(ids, return_index=True)[1]]
+        merged = np.bincount(last, minlength=len(changes))[::-1].cumsum()[::-1] * row_bytes
         return Costs(
             base=chain.generations[0].rows * row_bytes,
             deltas=[_bytes_of(change, row_bytes) for change in changes],
-            merged=merged[::-1],
+            merged=merged.tolist(),
             max_deltas=self._max_deltas,
             max_delta_ratio=self._max_delta_ratio,
         )
@@ -266,7 +267,7 @@ def entries_of(cut: Cut) -> dict[str, Any]:
     entries: dict[str, Any] = {f"{shard_name(chain.table, chain.shard, chain.shards)}.chain": description}
     if generation.evicted:
         entries[f"{prefix}.evicted"] = torch.from_numpy(cut.evicted)
-    if generation.rows:
+    if generation.rows and generation.first_id is None:
         entries[f"{prefix}.ids"] = torch.from_numpy(cut.ids)
     for block in range(generation.blocks):
         for column in chain.columns:
@@ -300,13 +301,19 @@ class Due:
 
 def _merged(changes: list[_Change]) -> _Change:
     """Join changes that follow one another: all ids evicted at some time, and those touched since."""
-    touched = evicted = np.empty(0, dtype=np.int64)
+    evicted = np.unique(np.concatenate([change.evicted for change in changes]))
+    if not len(evicted):
+        return _Change(np.unique(np.concatenate([change.touched for change in changes])), evicted)
+    touched = np.empty(0, dtype=np.int64)
     for change in changes:
-        if len(change.evicted):
-            touched = np.setdiff1d(touched, change.evicted, assume_unique=True)
-            evicted = np.union1d(evicted, change.evicted)
-        touched = np.union1d(touched, change.touched)
+        touched = np.union1d(np.setdiff1d(touched, change.evicted, assume_unique=True), change.touched)
     return _Change(touched, evicted)
+
+
+def _first_id(ids: Ids) -> int | None:
+    """Return the first of ids that follow one another."""
+    follow = len(ids) > 0 and ids[-1] - ids[0] == len(ids) - 1 and bool((np.diff(ids) == 1).all())
+    return int(ids[0]) if follow else None
 
 
 def _bytes_of(change: _Change, row_bytes: int) -> int:

@@ -41,6 +41,11 @@ class Touched:
         self._pending, self._count = [ids], len(ids)
 
 
+def as_set(ids: Ids) -> Ids:
+    """Sort ids, and keep one of equal ones; fast where they are so already."""
+    return ids if bool((np.diff(ids) > 0).all()) else np.unique(ids)
+
+
 def ids_of(batch: object) -> Ids:
     """Return the ids of rows that a batch, a bitmap or a sparse gradient touches.
 
