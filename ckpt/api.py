@@ -100,7 +100,7 @@ def save(
         timeout_s=timeout_s,
     )
     with closing(Ranks(process_group, no_dist=no_dist, timeout_s=timeout_s)) as ranks:
-        writer, values = _prepare_save(state_dict, url, planner, make_writer, ranks, copy=False)
+        writer, values = _prepare_save(state_dict, url, planner, base, make_writer, ranks, copy=False)
         return _save(values, writer, planner, ranks)
 
 
@@ -154,7 +154,7 @@ def async_save(
         ranks = Ranks(process_group, no_dist=no_dist, purpose="background", timeout_s=timeout_s)
         with ExitStack() as stack:
             stack.callback(ranks.close)
-            writer, staged = _prepare_save(state_dict, url, planner, make_writer, ranks, copy=True)
+            writer, staged = _prepare_save(state_dict, url, planner, base, make_writer, ranks, copy=True)
             stack.pop_all()
         return lambda: _save_copy(staged, writer, planner or DefaultSavePlanner(), ranks)
 
@@ -260,6 +260,7 @@ def _prepare_save(
     state_dict: Mapping[str, Any],
     url: str | os.PathLike[str],
     planner: SavePlanner | None,
+    base: object,
     make_writer: Callable[[], CheckpointWriter],
     ranks: Ranks,
     *,
@@ -279,6 +280,9 @@ def _prepare_save(
 
     place = place_of(url)
     call = f"save of {last_segment(place)}"
+    base = base.base if isinstance(base, References) else base
+    if base is not None:  # on all ranks, or none: they open it together
+        call += f" with base {last_segment(place_of(base))}"
     with same_failure(SaveFailed, place, ranks), ExitStack() as stack:
         writer, values = ranks.together(call, prepare)
         if isinstance(writer, ReferringWriter) and writer.wants_base:

@@ -16,13 +16,25 @@ from ckpt.backends.options import redact_url
 from ckpt.backends.paths import path_of
 from ckpt.backends.registry import normal_url
 from ckpt.backends.wrapper import PrefixStore
-from ckpt.errors import CheckpointError, ConfigurationError
+from ckpt.errors import (
+    CheckpointError,
+    CommitConflict,
+    ConfigurationError,
+    FormatError,
+    IntegrityError,
+    NotCommitted,
+    NotFound,
+    NotVisible,
+)
 from ckpt.format.columns import Columns, ObjectRow, TensorColumns
 from ckpt.format.names import ObjectName, is_sibling, owned_path, split_path
 from ckpt.format.records import CommitRecord, StoredCommit
 from ckpt.reading.checkpoint import Checkpoint, ReadSettings
 from ckpt.reading.opening import open_checkpoint
 from ckpt.writing.stock_metadata import is_there
+
+UNFIT = (NotFound, NotCommitted, NotVisible, IntegrityError, FormatError, CommitConflict, ConfigurationError)
+"""Errors that say of a base that it cannot be one."""
 
 
 def base_name(base: str | os.PathLike[str], url: str | os.PathLike[str]) -> str:

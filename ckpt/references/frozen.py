@@ -30,6 +30,11 @@ class Patterns:
         wild = [translate(pattern) for pattern in sorted(self._names) if _WILDCARD.search(pattern)]
         self._wild = re.compile("|".join(wild)) if wild else None
 
+    @property
+    def names(self) -> frozenset[str]:
+        """The names and patterns as they were given."""
+        return self._names
+
     def __bool__(self) -> bool:
         return bool(self._names)
 
@@ -42,14 +47,17 @@ def frozen(model: torch.nn.Module, prefix: str = "") -> list[str]:
     """Name the parameters that do not require a gradient, for `frozen=` of a save.
 
     `prefix` is that under which the model stands in the state dict: `"model."` for `{"model": ...}`.
-    Names are those of `get_model_state_dict`, and those of `model.state_dict()` where they differ.
+    Names are those of `get_model_state_dict`, and those of `model.state_dict()` where they differ; but none
+    that is also one of a parameter that learns.
     """
-    names = [
-        name
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if not parameter.requires_grad
-    ]
-    return [prefix + name for name in dict.fromkeys([*map(_plain_name, names), *names])]
+    names, learning = [], set[str]()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.requires_grad:
+            learning |= {name, _plain_name(name)}
+        else:
+            names.append(name)
+    both = dict.fromkeys([*map(_plain_name, names), *names])
+    return [prefix + name for name in both if name not in learning]
 
 
 def _plain_name(name: str) -> str:

@@ -14,10 +14,10 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
-from ckpt.errors import CheckpointError, ConfigurationError
+from ckpt.errors import BaseGone, CheckpointError, ConfigurationError
 from ckpt.format.columns import TensorColumns
 from ckpt.format.dtypes import dtype_name
-from ckpt.references.base import Base
+from ckpt.references.base import UNFIT, Base
 from ckpt.references.digests import Digests
 from ckpt.references.owners import MAX_OWNERS, choose_entries, sum_by_owner
 from ckpt.references.request import References
@@ -149,8 +149,13 @@ class CarryingPlanner(SavePlanner):
             if box in held:
                 rows.append((fqn, row))
                 wanted.append(held[box])
-        with workers(4, "ckpt-base") as threads:
-            expected = self._base.digests(rows, threads)
+        try:
+            with workers(4, "ckpt-base") as threads:
+                expected = self._base.digests(rows, threads)
+        except UNFIT as error:
+            if self._request.required:
+                raise
+            raise BaseGone(error.message, url=error.url, key=error.key) from error  # the save can do without
         known = [
             (row, item, digest) for row, item, digest in zip(rows, wanted, expected, strict=True) if digest
         ]

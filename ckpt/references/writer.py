@@ -15,21 +15,16 @@ from torch.distributed.checkpoint.storage import WriteResult
 from ckpt.errors import (
     BaseGone,
     CheckpointError,
-    CommitConflict,
     ConfigurationError,
-    FormatError,
-    IntegrityError,
-    NotCommitted,
-    NotFound,
-    NotVisible,
 )
 from ckpt.format.columns import Columns
 from ckpt.format.dtypes import dtype_name
 from ckpt.format.records import CommitRecord
 from ckpt.ranks.group import Ranks
-from ckpt.references.base import Base, base_name
+from ckpt.references.base import UNFIT, Base, base_name
 from ckpt.references.carrying import carry, referable
 from ckpt.references.digests import Chunk, Digests
+from ckpt.references.frozen import Patterns
 from ckpt.references.planner import CarryingPlanner, Sure, sure_entries
 from ckpt.references.request import References
 from ckpt.torch_private import caches_plans, flatten_state_dict
@@ -39,9 +34,6 @@ from ckpt.writing.receipts import RankReceipt
 from ckpt.writing.writer import CheckpointWriter
 
 _logger = logging.getLogger(__name__)
-
-UNFIT = (NotFound, NotCommitted, NotVisible, IntegrityError, FormatError, CommitConflict, ConfigurationError)
-"""Errors that say of a base that it cannot be one."""
 
 
 class ReferringWriter(CheckpointWriter):
@@ -55,7 +47,14 @@ class ReferringWriter(CheckpointWriter):
             )
         super().__init__(url, **options)
         self._request = references
-        self._base_name = "" if references.base is None else base_name(references.base, self._url)
+        self._base_name, self._unfit = "", None
+        if references.base is not None:
+            try:
+                self._base_name = base_name(references.base, self._url)
+            except ConfigurationError as error:
+                if references.required:
+                    raise
+                self._unfit = error
         self._base: Base | None = None
         self._planner: CarryingPlanner | None = None
         self._sure = Sure()
@@ -63,7 +62,7 @@ class ReferringWriter(CheckpointWriter):
 
     @property
     def wants_base(self) -> bool:
-        return bool(self._base_name)
+        return self._request.base is not None
 
     def open_base(self, ranks: Ranks) -> None:
         """Open the base on the first rank, and share it with all. Raises what makes it unfit, if it is required."""
@@ -71,6 +70,8 @@ class ReferringWriter(CheckpointWriter):
         def open_first() -> bytes | None:
             ranks.progress.begin("opening the base")
             try:
+                if self._unfit is not None:
+                    raise self._unfit
                 self._base = Base.open(self._store, self._base_name)
                 return self._base.share()
             except UNFIT as error:
@@ -84,9 +85,11 @@ class ReferringWriter(CheckpointWriter):
         if shared is not None and self._base is None:
             self._base = Base.open(self._store, self._base_name, shared)
         if self._base is not None:
-            prefixes = set().union(*ranks.gather(self._request.carried))
+            wanted = ranks.gather((self._request.carried, self._request.frozen.names))
+            prefixes, names = (frozenset[str]().union(*each) for each in zip(*wanted, strict=True))
             carried = frozenset(self._base.names_of(prefixes))
-            self._request = replace(self._request, carried=carried)
+            # Stages of a pipeline have other parameters each; what one rank vouches for goes for all.
+            self._request = replace(self._request, carried=carried, frozen=Patterns(names))
             self._sure = sure_entries(self._base, self._request)
 
     def unstaged(self, values: dict[str, Any]) -> list[torch.Tensor]:
@@ -114,9 +117,11 @@ class ReferringWriter(CheckpointWriter):
 
     def goes_on_after(self, failures: Iterable[BaseException]) -> bool:
         """Tell whether a save failed only because its base is gone, which it need not have; then let go of that."""
-        if self._request.required or not all(isinstance(failure, BaseGone) for failure in failures):
+        failures = list(failures)
+        gone = next((failure for failure in failures if isinstance(failure, BaseGone)), None)
+        if gone is None or self._request.required or not all(isinstance(each, BaseGone) for each in failures):
             return False
-        _logger.warning("everything is saved anew: the base %s is gone", self._base_name)
+        _logger.warning("everything is saved anew: %s of %s is gone, or damaged", gone.key, gone.url)
         self._let_go()
         return True
 

@@ -374,3 +374,14 @@ def test_what_was_just_saved_is_only_looked_at(run: Path, monkeypatch: pytest.Mo
         ckpt.save(lora_state(2), run / "step-4", base=run / "step-3")
     for step in (1, 2):
         assert digest(loaded(run / f"step-{step}", lora_state())) == digest(lora_state(step))
+
+
+def test_what_learns_is_not_frozen_under_the_name_of_what_does_not() -> None:
+    """DDP's `module.` is taken out of names; a model may have a part of that name, too."""
+    model = torch.nn.Module()
+    model.module = torch.nn.Sequential(torch.nn.Linear(4, 3)).requires_grad_(False)
+    model.register_module("0", torch.nn.Linear(4, 3))
+    assert ckpt.frozen(model) == ["module.0.weight", "module.0.bias"]
+    wrapped = torch.nn.Module()
+    wrapped.module = model
+    assert not {"0.weight", "module.0.weight"} & set(ckpt.frozen(wrapped))

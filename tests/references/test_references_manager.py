@@ -106,3 +106,31 @@ def test_bad_arguments(tmp_path: Path) -> None:
         ckpt.CheckpointManager(tmp_path, save=1, references="yes")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="frozen must be a list"):
         manager_of(tmp_path, frozen="base")
+
+
+def test_a_restored_link_to_another_folder_is_no_base(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_steps(tmp_path / "first", range(1, 2))
+    (tmp_path / "second").mkdir()
+    (tmp_path / "second/step-00000001").symlink_to(tmp_path / "first/step-00000001")
+    with caplog.at_level(logging.WARNING), manager_of(tmp_path / "second") as manager:
+        assert manager.restore(state_at(0), step=1, rng=False) is not None
+        manager.step(2, state_at(2), rng=False)
+    assert "everything is saved anew" in caplog.text
+    assert owners(tmp_path / "second", 2) == set()
+
+
+@pytest.mark.parametrize("frozen", [(), ("base",)])
+def test_an_owner_that_is_gone_or_damaged_is_done_without(tmp_path: Path, frozen: tuple[str, ...]) -> None:
+    """The base stands, but not what it names of an earlier one."""
+    with manager_of(tmp_path, async_mode="off", frozen=frozen) as manager:
+        for step in (1, 2):
+            manager.step(step, state_at(step), rng=False)
+        shutil.rmtree(tmp_path / "step-00000001")
+        manager.step(3, state_at(3), rng=False)
+        assert owners(tmp_path, 3) == set()
+        (manifest,) = (tmp_path / "step-00000003/rank-00000").glob("*.json")
+        manifest.write_bytes(manifest.read_bytes()[:-1] + b"?")
+        manager.step(4, state_at(4), rng=False)
+    assert owners(tmp_path, 4) == set()

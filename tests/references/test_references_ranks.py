@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import ckpt
+from ckpt.errors import SaveFailed
 from ckpt.format.records import CommitRecord, decode_commit
 
 
@@ -192,3 +193,30 @@ def _is_killed(rank: int, place: Place, victim: int) -> None:
             frozen=ckpt.frozen(model, "model."),
             timeout_s=20.0,
         )
+
+
+def _save_stage(rank: int, root: str) -> None:
+    """Each rank has, and freezes, other parameters."""
+    state = {f"{rank}.base": torch.full((20_000,), float(rank)), f"{rank}.adapter": torch.zeros(10)}
+    ckpt.save(state, f"{root}/step-0", digests=True)
+    state[f"{rank}.adapter"] += 1
+    ckpt.async_save(state, f"{root}/step-1", base=f"{root}/step-0", frozen=[f"{rank}.base"]).result()
+
+
+def test_stages_of_a_pipeline_declare_their_own(tmp_path: Path) -> None:
+    run_ranks(2, _save_stage, str(tmp_path))
+    assert record_of(tmp_path / "step-1").carried_bytes > 160_000
+
+
+def _save_with_a_base_on_one_rank(rank: int, root: str) -> str:
+    state = {"base": torch.zeros(100)}
+    ckpt.save(state, f"{root}/step-0", digests=True)
+    with pytest.raises(SaveFailed) as caught:
+        ckpt.save(state, f"{root}/step-1", base=f"{root}/step-0" if rank == 1 else None)
+    ckpt.save(state, f"{root}/step-2", base=f"{root}/step-0")
+    return str(caught.value)
+
+
+def test_a_base_on_one_rank_only_is_an_error_at_once(tmp_path: Path) -> None:
+    for text in run_ranks(2, _save_with_a_base_on_one_rank, str(tmp_path)):
+        assert "rank 0 in a save of step-1, rank 1 in a save of step-1 with base step-0" in text
