@@ -25,7 +25,7 @@ from ckpt.ranks.failures import interrupts, load_error, same_failure
 from ckpt.ranks.group import DEFAULT_TIMEOUT_S, Ranks
 from ckpt.ranks.lost_ranks import lost, summary
 from ckpt.reading.reader import CheckpointReader
-from ckpt.references.request import References
+from ckpt.references.request import References, with_base
 from ckpt.references.writer import ReferringWriter
 from ckpt.torch_private import load_state_dict, save_state_dict
 from ckpt.writing.background import Background
@@ -279,10 +279,7 @@ def _prepare_save(
         return writer, _stager.stage(values) if copy and not waits else values
 
     place = place_of(url)
-    call = f"save of {last_segment(place)}"
-    base = base.base if isinstance(base, References) else base
-    if base is not None:  # on all ranks, or none: they open it together
-        call += f" with base {last_segment(place_of(base))}"
+    call = f"save of {last_segment(place)}{with_base(base)}"
     with same_failure(SaveFailed, place, ranks), ExitStack() as stack:
         writer, values = ranks.together(call, prepare)
         if isinstance(writer, ReferringWriter) and writer.wants_base:

@@ -19,9 +19,9 @@ from ckpt.embeddings.shard import Due, TableShard, entries_of
 from ckpt.errors import ConfigurationError
 from ckpt.ranks.group import Ranks
 from ckpt.reading.slices import OpenCheckpoint
+from ckpt.references.base import UNFIT
 from ckpt.references.frozen import Patterns
 from ckpt.references.request import References
-from ckpt.references.writer import UNFIT
 
 _OF_RANKS = ("process_group", "no_dist", "timeout_s")
 

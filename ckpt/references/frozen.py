@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 from fnmatch import translate
+from glob import escape
 from typing import TYPE_CHECKING
 
 from ckpt.errors import ConfigurationError
@@ -48,7 +49,7 @@ def frozen(model: torch.nn.Module, prefix: str = "") -> list[str]:
 
     `prefix` is that under which the model stands in the state dict: `"model."` for `{"model": ...}`.
     Names are those of `get_model_state_dict`, and those of `model.state_dict()` where they differ; but none
-    that is also one of a parameter that learns.
+    that is also one of a parameter that learns. They match nothing but themselves.
     """
     names, learning = [], set[str]()
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -57,7 +58,7 @@ def frozen(model: torch.nn.Module, prefix: str = "") -> list[str]:
         else:
             names.append(name)
     both = dict.fromkeys([*map(_plain_name, names), *names])
-    return [prefix + name for name in both if name not in learning]
+    return [escape(prefix + name) for name in both if name not in learning]
 
 
 def _plain_name(name: str) -> str:

@@ -6,7 +6,9 @@ import os
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from ckpt.backends.options import redact_url
 from ckpt.errors import ConfigurationError
+from ckpt.format.names import last_segment
 from ckpt.references.frozen import Patterns
 
 
@@ -46,3 +48,9 @@ class References:
                 "frozen= says what a save takes over from its base: give base=, or digests=True for the first save"
             )
         return References(base, patterns) if base is not None or digests else None
+
+
+def with_base(base: object) -> str:
+    """Say with which base a save is called, on all ranks or on none: they open it together."""
+    place = base.base if isinstance(base, References) else base
+    return "" if place is None else f" with base {last_segment(redact_url(str(place)))}"

@@ -163,7 +163,10 @@ class PinReader:
         except NotVisible:
             return _GONE
         except (IntegrityError, FormatError) as error:
-            _logger.warning("a pin cannot be read, so all objects beside it stay: %s", error)
+            _logger.warning(
+                "a pin cannot be read, so all objects beside it stay; delete it if nothing refers to them: %s",
+                error,
+            )
             return None
 
     def _counts(self, pin: Pin) -> bool:

@@ -385,3 +385,12 @@ def test_what_learns_is_not_frozen_under_the_name_of_what_does_not() -> None:
     wrapped = torch.nn.Module()
     wrapped.module = model
     assert not {"0.weight", "module.0.weight"} & set(ckpt.frozen(wrapped))
+
+
+def test_frozen_names_are_no_patterns() -> None:
+    model = torch.nn.Module()
+    model.register_parameter("a[0]", torch.nn.Parameter(torch.zeros(2), requires_grad=False))
+    model.register_parameter("a0", torch.nn.Parameter(torch.zeros(2)))
+    patterns = Patterns(ckpt.frozen(model, "model."))
+    assert patterns.match("model.a[0]")
+    assert not patterns.match("model.a0")
