@@ -215,15 +215,15 @@ class Checkpointer:
             tempfile.TemporaryDirectory() as folder,
         ):
             names = sorted(name for name in files.names if name.startswith("loader_state."))
+            if not names:  # such as of a dataset that has no state, as the dummy one of fms-fsdp
+                self.report(f"Checkpoint {api.place_of(place)} has no state of a loader: it begins anew.")
+                return
             first = len(names) * dataset.rank // dataset.worldsize
             last = -(-len(names) * (dataset.rank + 1) // dataset.worldsize)
             for number, name in enumerate(names):
                 data = files.open(name).read() if first <= number < last else b""
                 Path(folder, f"loader_state_{number}.pth").write_bytes(data)
-            if names:
-                _take_state(dataset, folder, step, now=True)
-            else:
-                self.report(f"Checkpoint {api.place_of(place)} has no state of a loader: it begins anew.")
+            _take_state(dataset, folder, step, now=True)
 
     def _read(self, place: str, key: str) -> bytearray:
         with self._store(place) as store:

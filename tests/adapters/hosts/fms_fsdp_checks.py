@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy, StateDictType
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
 
 import ckpt
 from ckpt.backends.bodies import BytesBody
@@ -166,6 +167,8 @@ def of_fms_fsdp_itself(root: str) -> None:
         os.makedirs(f"{root}-c", exist_ok=True)
         dist.barrier()
         native_checkpointer(f"{root}-c").load(fourth.model, fourth.optimizer, None, path=folder)
+        for group in fourth.optimizer.param_groups:  # it is as the scheduler of the main script makes it
+            assert group.pop("initial_lr") == group["lr"]
         assert fourth.same(other)
 
 
@@ -253,8 +256,9 @@ def metadata(root: str) -> None:
     run, checkpointer = Run(), checkpointer_of(root)
     with pytest.raises(ConfigurationError, match="plain values"):
         checkpointer.save(1, *run.parts, tokens_seen=object())
-    checkpointer.save(2, *run.parts, tokens_seen=torch.tensor(7))
-    assert checkpointer_of(root).load(*Run().parts)[4] == 7
+    checkpointer.save(2, run.model, run.optimizer, None, tokens_seen=torch.tensor(7))
+    stateless: Any = DataLoader([0])  # type: ignore[arg-type]  # as of the main script's dummy dataset
+    assert checkpointer_of(root).load(run.model, run.optimizer, stateless)[3:] == (2, 7, True)
 
 
 def main(life: Life) -> None:
