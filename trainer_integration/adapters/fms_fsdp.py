@@ -199,31 +199,35 @@ class Checkpointer:
         self.report(f"Checkpoint {api.place_of(place)} loaded")
 
     def _load_loader(self, dataloader: Any, place: str, step: int) -> None:
-        """Let the dataset take the files of its part after `step`; those of other ranks are there, but empty."""
+        """Let the dataset take its state after `step`: that of the checkpoint, or of files that it keeps itself."""
         if dataloader is None:
             return
-        dataset, in_workers, is_native = dataloader.dataset, _in_workers(dataloader), self._is_native(place)
-        if in_workers or is_native:  # fms-fsdp keeps the files
-            folder = place if is_native else os.path.join(getattr(dataset, "path", ""), f"step_{step}_ckp")
+        dataset, in_workers = dataloader.dataset, _in_workers(dataloader)
+        with tempfile.TemporaryDirectory() as scratch:
+            if self._is_native(place):
+                folder = place
+            elif not in_workers and self._fetch_loader_state(dataset, place, scratch):
+                folder = scratch
+            else:  # the main script of fms-fsdp saves no loader
+                folder = os.path.join(dataset.path, f"step_{step}_ckp") if hasattr(dataset, "path") else ""
             if os.path.isdir(folder) and any("loader" in name for name in os.listdir(folder)):
                 _take_state(dataset, folder, step, now=not in_workers)
             else:
-                self.report(f"There is no state of the loader in {folder}: it is not that of step {step}.")
-            return
-        with (
-            contextlib.closing(ForeignFiles(place, **self._options)) as files,
-            tempfile.TemporaryDirectory() as folder,
-        ):
+                self.report(
+                    f"There is no state of the loader in {folder or api.place_of(place)}: it is not set to step {step}."
+                )
+
+    def _fetch_loader_state(self, dataset: Any, place: str, folder: str) -> bool:
+        """Write the files of the dataset's part; those of other ranks are there, but empty. False: it has none."""
+        with contextlib.closing(ForeignFiles(place, **self._options)) as files:
             names = sorted(name for name in files.names if name.startswith("loader_state."))
-            if not names:  # such as of a dataset that has no state, as the dummy one of fms-fsdp
-                self.report(f"Checkpoint {api.place_of(place)} has no state of a loader: it begins anew.")
-                return
-            first = len(names) * dataset.rank // dataset.worldsize
-            last = -(-len(names) * (dataset.rank + 1) // dataset.worldsize)
-            for number, name in enumerate(names):
-                data = files.open(name).read() if first <= number < last else b""
-                Path(folder, f"loader_state_{number}.pth").write_bytes(data)
-            _take_state(dataset, folder, step, now=True)
+            if names:
+                first = len(names) * dataset.rank // dataset.worldsize
+                last = -(-len(names) * (dataset.rank + 1) // dataset.worldsize)
+                for number, name in enumerate(names):
+                    data = files.open(name).read() if first <= number < last else b""
+                    Path(folder, f"loader_state_{number}.pth").write_bytes(data)
+        return bool(names)
 
     def _read(self, place: str, key: str) -> bytearray:
         with self._store(place) as store:

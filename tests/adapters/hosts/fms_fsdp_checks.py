@@ -250,6 +250,15 @@ def loader_of_its_own(root: str) -> None:
         os.makedirs(f"{own}/step_3_ckp", exist_ok=True)
         torch.save({"position": 3}, f"{own}/step_3_ckp/loader_state_{dist.get_rank()}.pth")
         dist.barrier()
+    # So it is without them too, if the loader was not passed to `save`, as in the main script.
+    checkpointer.save(4, run.model, run.optimizer, None)
+    os.makedirs(f"{own}/step_4_ckp", exist_ok=True)
+    torch.save({"position": 4}, f"{own}/step_4_ckp/loader_state_{dist.get_rank()}.pth")
+    dist.barrier()
+    other.loader.dataset = dataset = AutoSavedDataset(own)
+    assert checkpointer_of(root).load(*other.parts)[3] == 4
+    dataset.setup()
+    assert (dataset.position, dataset.step, dataset.path) == (4, 4, own)
 
 
 def metadata(root: str) -> None:
