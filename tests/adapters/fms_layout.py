@@ -74,5 +74,7 @@ class CountingDataset:
 class CountingLoader:
     """A loader without worker processes."""
 
+    num_workers = 0
+
     def __init__(self) -> None:
         self.dataset = CountingDataset()

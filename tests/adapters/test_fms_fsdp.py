@@ -21,4 +21,4 @@ def test_fms_fsdp_checks(store: str, tmp_path: Path, s3: S3Server) -> None:
     if store == "s3":
         life, environ = replace(life, root=f"s3://{s3.new_bucket()}/run"), s3_environment(s3)
     python = python_of(_CHECKS.environment or _CHECKS.name)
-    assert run_life(_CHECKS, python, life, world_size=2, environ=environ) == {"checks": 7}
+    assert run_life(_CHECKS, python, life, world_size=2, environ=environ) == {"checks": 9}

@@ -1,6 +1,6 @@
 """Save and load runs of IBM's fms-fsdp: a `Checkpointer` with the same methods, on any storage.
 
-Checkpoints are those of a `CheckpointManager` at `<ckpdir>/checkpoints`, with the names of parameters and
+Checkpoints are those of a `CheckpointManager` at `<ckpdir>/durable`, with the names of parameters and
 moments that fms-fsdp gives them. Those that fms-fsdp wrote by itself are still loaded.
 """
 
@@ -9,30 +9,27 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import mmap
 import os
-import re
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import StateDictType
 
 from ckpt import api
 from ckpt.backends.base import exists, read_bytes
-from ckpt.backends.bodies import BytesBody
 from ckpt.backends.registry import open_store
-from ckpt.errors import ConfigurationError, NotFound
-from ckpt.ranks.group import Ranks
+from ckpt.errors import ConfigurationError
+from ckpt.reading.foreign_files import ForeignFiles
 from ckpt.reading.reader import CheckpointReader
-from ckpt.tools.ls import list_checkpoints
+from ckpt.trainer_integration.adapters.host import newest_checkpoint
 from ckpt.trainer_integration.keeping import KeepRule
 from ckpt.trainer_integration.manager import CheckpointManager
 from ckpt.trainer_integration.run.async_modes import AsyncMode
@@ -41,7 +38,7 @@ from ckpt.trainer_integration.training_state import ModelState, OptimizerState
 __all__ = ["Checkpointer"]
 
 _METADATA_KEY = "metadata.pth"  # what fms-fsdp writes last
-_LOADER_KEY = re.compile(r"loader_state_(\d+)\.pth")
+_LACKING = "groups without initial_lr"
 _MAX_FILE_BYTES = 1 << 40
 _NEVER = 1 << 62
 
@@ -51,13 +48,14 @@ class Checkpointer:
 
     - a save is a checkpoint or it is none, `n_to_save` is obeyed, and a torn or damaged newest one is
       passed over;
-    - the loader goes on from the checkpoint that was chosen; one with worker processes keeps its own state;
+    - the loader goes on from the step of the checkpoint that was chosen;
     - random states are saved, too.
 
     Args:
-        ckpdir: a path or URL (`s3://...`, `cos://...`), below which `checkpoints/` is made.
+        ckpdir: a path or URL (`s3://...`, `cos://...`), below which `durable/` is made.
         n_to_save: checkpoints to keep.
-        parallel_mode, rank, local_rank, report_fn, model_auto_placement: as for fms-fsdp.
+        parallel_mode, rank, report_fn: as for fms-fsdp.
+        local_rank, model_auto_placement: not used; the model stays where it is.
         keep: a rule in place of `n_to_save`; numbers passed to `save` count as metrics.
         async_mode: `off` waits for each save, as fms-fsdp does; `thread` and `process` upload
             meanwhile.
@@ -81,32 +79,32 @@ class Checkpointer:
         if parallel_mode not in ("fsdp", "hsdp", "ddp"):
             raise ConfigurationError(f"parallel_mode must be 'fsdp', 'hsdp' or 'ddp', not {parallel_mode!r}")
         self._root = str(ckpdir).rstrip("/")
-        self.ckp_path = f"{self._root}/checkpoints"
-        self._storage_options = storage_options
-        self._rank, self._device = rank, "cuda" if model_auto_placement else local_rank
-        self.report = report_fn or self._print
+        # Not `checkpoints/`: the datasets of fms-fsdp keep states there, and fail at names of other kinds.
+        self.ckp_path = f"{self._root}/durable"
+        self._options: dict[str, Any] = {"storage_options": storage_options}
+        self._rank, self.report = rank, report_fn or self._print
         self._manager = CheckpointManager(
             self.ckp_path,
             save=_NEVER,  # fms-fsdp decides
             keep=n_to_save if keep is None else keep,
             async_mode=async_mode,
-            storage_options=storage_options,
+            **self._options,
         )
 
     def save(self, step: int, model: Any, optimizer: Any, dataloader: Any, **metadata: Any) -> None:
         """Save from all ranks. Raises SaveFailed; ConfigurationError if `metadata` is not plain values."""
         began_s = time.time()
-        parts: dict[str, Any] = {"model_state": ModelState(model)}
-        if optimizer is not None:
-            parts["optimizer_state"] = OptimizerState(model, optimizer)
-        if (dataset := _dataset_of(dataloader)) is not None:
-            parts["loader_state"] = {f"rank-{dist.get_rank():05d}": _loader_state(dataset)}
-        parts["metadata"] = json.dumps({**metadata, "step": step}, default=_plain)
+        lacking = _add_initial_lr(optimizer)
+        text = json.dumps({**metadata, "step": step, _LACKING: lacking}, default=_plain)
+        parts = {**_parts(model, optimizer), "metadata": text}
+        if dataloader is not None and not _in_workers(dataloader):
+            parts["loader_state"] = {f"rank-{dist.get_rank():05d}": _loader_state(dataloader.dataset)}
         numbers = {name: value for name, value in metadata.items() if isinstance(value, int | float)}
-        self._manager.save(step, metrics=numbers, **parts)
-        self.report(
-            f"Checkpoint of step {step} saved in {self.ckp_path}", model_save_time=time.time() - began_s
-        )
+        try:
+            self._manager.save(step, metrics=numbers, **parts)
+        finally:
+            _drop_initial_lr(optimizer, lacking)
+        self.report(f"Checkpoint of step {step}: {self.ckp_path}", model_save_time=time.time() - began_s)
 
     def load(
         self,
@@ -132,171 +130,142 @@ class Checkpointer:
             LoadFailed: there are checkpoints of this run, but none can be loaded.
         """
         loaders = model, optimizer, dataloader
-        parts: dict[str, Any] = {"model_state": ModelState(model), "metadata": ""}
-        if optimizer is not None:
-            parts["optimizer_state"] = OptimizerState(model, optimizer)
-        restored = self._manager.restore(**parts)
+        lacking = _add_initial_lr(optimizer)
+        restored = self._manager.restore(**_parts(model, optimizer), metadata="")
         if restored is not None:
-            folder = restored.url.rpartition("/")[2]
             metadata = json.loads(restored.state["metadata"])
+            _drop_initial_lr(optimizer, metadata.get(_LACKING, []))
+            folder = restored.url.rpartition("/")[2]
             self._load_loader(dataloader, f"{self.ckp_path}/{folder}", restored.step)
             self.report(f"Checkpoint {restored.url} loaded", step=restored.step)
             return *loaders, restored.step, metadata.get("tokens_seen", 0), True
-        if (place := self._newest_at(self.ckp_path)) is not None:  # of fms-fsdp itself
+        if (place := self._newest_at(f"{self._root}/checkpoints")) is not None:  # of fms-fsdp itself
             metadata = torch.load(io.BytesIO(self._read(place, _METADATA_KEY)), weights_only=True)
             self._load_from(place, model, optimizer, dataloader, metadata["step"])
             return *loaders, metadata["step"], metadata.get("tokens_seen", 0), True
-        if _is_file(path):
+        if reset_stepcount:
+            optimizer = dataloader = None
+        if os.path.isfile(path) or ("://" in path and path.endswith(".pth")):
             state = torch.load(io.BytesIO(self._read(*os.path.split(path))), "cpu", weights_only=True)
-            target = model._orig_mod if is_compiled else model
-            target.load_state_dict(state["model_state"], strict=strict)
-            self._to_device(model)
+            (model._orig_mod if is_compiled else model).load_state_dict(state["model_state"], strict=strict)
             self.report(f"{path} is a single file: optimizer and dataloader are from scratch.")
-        elif path and (place := self._newest_at(path)) is not None:
-            rest = (None, None) if reset_stepcount else (optimizer, dataloader)
-            self._load_from(place, model, rest[0], rest[1], 0)
+        elif path and (place := self._newest_of_run(path)) is not None:
+            self._load_from(place, model, optimizer, dataloader, 0)
+            lacking = [] if optimizer is not None else lacking
         else:
             self.report(f"No valid checkpoint detected at {path or self.ckp_path}, starting from scratch.")
+        _drop_initial_lr(loaders[1], lacking)
         return *loaders, 0, 0, False
-
-    def save_single_file(self, step: int, model: Any, is_compiled: bool = False, **metadata: Any) -> None:
-        """Write the whole model to `<ckpdir>/pth/step_<N>/consolidated.00.pth`; the first rank holds it meanwhile."""
-        # Without a device there is nothing to offload, and torch 2.13 then returns memory that FSDP1 has freed.
-        options = StateDictOptions(full_state_dict=True, cpu_offload=torch.accelerator.is_available())
-        weights = get_model_state_dict(model, options=options)
-        place = f"{self._root}/pth/step_{step}"
-
-        def write() -> None:
-            with tempfile.TemporaryFile() as file, self._store(place) as store:
-                torch.save({**metadata, "step": step, "model_state": weights}, file)
-                file.flush()
-                pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-                store.put("consolidated.00.pth", BytesBody(memoryview(pages)))
-
-        with contextlib.closing(Ranks(None, no_dist=False)) as ranks:
-            ranks.from_first(write)
 
     def close(self) -> None:
         """Wait for the save in flight. Raises SaveFailed if it failed."""
         self._manager.close()
 
+    def _newest_of_run(self, path: str) -> str | None:
+        """Choose a checkpoint at or below a path; for a run's `checkpoints/` one of ours beside it comes first."""
+        run, _, name = path.rstrip("/").rpartition("/")
+        ours = self._newest_at(f"{run}/durable") if name == "checkpoints" else None
+        return ours or self._newest_at(path)
+
     def _newest_at(self, path: str) -> str | None:
-        """Choose a checkpoint at or below a path, on the first rank: the one of the highest step."""
+        return newest_checkpoint(
+            path,
+            lambda place, state: state == "committed" or (state == "foreign" and self._is_native(place)),
+            **self._options,
+        )
 
-        def is_whole(place: str, state: str) -> bool:
-            if state != "foreign":
-                return state == "committed"
-            with self._store(place) as store:
-                return exists(store, _METADATA_KEY)
-
-        def choose() -> str | None:
-            try:
-                listed = list_checkpoints(path, storage_options=self._storage_options, depth=1)
-            except NotFound:
-                return None
-            for each in sorted(listed, key=lambda each: -1 if each.step is None else each.step, reverse=True):
-                place = f"{path.rstrip('/')}/{each.path}".rstrip("/")
-                if is_whole(place, each.state):
-                    return place
-            return None
-
-        with contextlib.closing(Ranks(None, no_dist=False)) as ranks:
-            return ranks.from_first(choose)
+    def _is_native(self, place: str) -> bool:
+        with self._store(place) as store:
+            return exists(store, _METADATA_KEY)
 
     def _load_from(self, place: str, model: Any, optimizer: Any, dataloader: Any, step: int) -> None:
         """Load a checkpoint that is not one of this run's manager."""
-        options: dict[str, Any] = {"storage_options": self._storage_options}
-        with self._store(place) as store:
-            is_ours = not exists(store, _METADATA_KEY)
-        if is_ours:
-            parts: dict[str, Any] = {"model_state": ModelState(model)}
-            if optimizer is not None:
-                parts["optimizer_state"] = OptimizerState(model, optimizer)
-            api.load(parts, place, **options)
+        if not self._is_native(place):
+            state = {**_parts(model, optimizer), "metadata": ""}
+            api.load(state, place, **self._options)
+            _drop_initial_lr(optimizer, json.loads(state["metadata"]).get(_LACKING, []))
         else:  # as fms-fsdp does: names of a compiled model have a prefix
             with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
                 weights = {"model_state": model.state_dict()}
-                api.load(weights, place, **options)
+                api.load(weights, place, **self._options)
                 model.load_state_dict(weights["model_state"])
                 if optimizer is not None:
-                    moments = load_sharded_optimizer_state_dict(
-                        model.state_dict(), "optimizer_state", CheckpointReader(place, **options)
-                    )["optimizer_state"]
+                    reader = CheckpointReader(place, **self._options)
+                    moments = load_sharded_optimizer_state_dict(model.state_dict(), "optimizer_state", reader)
             if optimizer is not None:
-                optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, moments))
-        self._to_device(model)
+                moments = FSDP.optim_state_dict_to_load(model, optimizer, moments["optimizer_state"])
+                optimizer.load_state_dict(moments)
         self._load_loader(dataloader, place, step)
         self.report(f"Checkpoint {api.place_of(place)} loaded")
 
     def _load_loader(self, dataloader: Any, place: str, step: int) -> None:
-        """Let the dataset read the files of its part after `step`; those of other ranks are there, but empty."""
-        if (dataset := _dataset_of(dataloader)) is None:
-            if dataloader is not None:
-                self.report(
-                    "The loader has worker processes, which keep its state: it is not part of checkpoints."
-                )
+        """Let the dataset take its state after `step`: that of the checkpoint, or of files that it keeps itself."""
+        if dataloader is None:
             return
-        with self._store(place) as store, tempfile.TemporaryDirectory() as scratch:
-            keys = {
-                int(match[1]): stat.key for stat in store.list() if (match := _LOADER_KEY.fullmatch(stat.key))
-            }
-            tensors: dict[str, Any] = {}
-            if not keys:
-                with contextlib.closing(
-                    CheckpointReader(place, storage_options=self._storage_options)
-                ) as reader:
-                    stored = reader.read_metadata().state_dict_metadata
-                tensors = {name: stored[name] for name in sorted(stored) if name.startswith("loader_state.")}
-            count = len(keys) or len(tensors)
-            if not count:
-                self.report(f"Checkpoint {api.place_of(place)} has no state of a loader: it begins anew")
-                return
-            folder = Path(scratch, f"step_{step}_ckp")
-            folder.mkdir()
-            first, last = (
-                count * dataset.rank // dataset.worldsize,
-                -(-count * (dataset.rank + 1) // dataset.worldsize),
-            )
-            wanted = {
-                name: torch.empty(tensors[name].size, dtype=torch.uint8) for name in [*tensors][first:last]
-            }
-            if wanted:
-                api.load(wanted, place, no_dist=True, storage_options=self._storage_options)
-            for number in range(count):
-                data: bytes | bytearray = b""
-                if first <= number < last:
-                    data = (
-                        self._read(place, keys[number])
-                        if keys
-                        else wanted[[*tensors][number]].numpy().tobytes()
-                    )
-                (folder / f"loader_state_{number}.pth").write_bytes(data)
-            _read_state(dataset, folder)
+        dataset, in_workers = dataloader.dataset, _in_workers(dataloader)
+        with tempfile.TemporaryDirectory() as scratch:
+            if self._is_native(place):
+                folder = place
+            elif not in_workers and self._fetch_loader_state(dataset, place, scratch):
+                folder = scratch
+            else:  # the main script of fms-fsdp saves no loader
+                folder = os.path.join(dataset.path, f"step_{step}_ckp") if hasattr(dataset, "path") else ""
+            if os.path.isdir(folder) and any("loader" in name for name in os.listdir(folder)):
+                _take_state(dataset, folder, step, now=not in_workers)
+            else:
+                self.report(
+                    f"There is no state of the loader in {folder or api.place_of(place)}: it is not set to step {step}."
+                )
 
-    def _to_device(self, model: Any) -> None:
-        if torch.accelerator.is_available():
-            model.to(self._device)
+    def _fetch_loader_state(self, dataset: Any, place: str, folder: str) -> bool:
+        """Write the files of the dataset's part; those of other ranks are there, but empty. False: it has none."""
+        with contextlib.closing(ForeignFiles(place, **self._options)) as files:
+            names = sorted(name for name in files.names if name.startswith("loader_state."))
+            if names:
+                first = len(names) * dataset.rank // dataset.worldsize
+                last = -(-len(names) * (dataset.rank + 1) // dataset.worldsize)
+                for number, name in enumerate(names):
+                    data = files.open(name).read() if first <= number < last else b""
+                    Path(folder, f"loader_state_{number}.pth").write_bytes(data)
+        return bool(names)
 
     def _read(self, place: str, key: str) -> bytearray:
         with self._store(place) as store:
             return read_bytes(store, key, max_bytes=_MAX_FILE_BYTES)
 
     def _store(self, place: str) -> contextlib.closing[Any]:
-        return contextlib.closing(open_store(place, self._storage_options))
+        return contextlib.closing(open_store(place, **self._options))
 
     def _print(self, *texts: object, **values: object) -> None:
         if self._rank == 0:
             print(*texts, *(f"{name} = {value}" for name, value in values.items()), sep="\n")
 
 
-def _is_file(path: str) -> bool:
-    return os.path.isfile(path) or ("://" in path and path.endswith(".pth"))
+def _parts(model: Any, optimizer: Any) -> dict[str, Any]:
+    parts: dict[str, Any] = {"model_state": ModelState(model)}
+    if optimizer is not None:
+        parts["optimizer_state"] = OptimizerState(model, optimizer)
+    return parts
 
 
-def _dataset_of(dataloader: Any) -> Any:
-    """Return the dataset whose state is to be saved; None if it is in worker processes."""
-    workers: int = getattr(dataloader, "num_workers", 0)
-    return None if dataloader is None or workers else dataloader.dataset
+def _add_initial_lr(optimizer: Any) -> list[int]:
+    """Add the key that fms-fsdp's scheduler makes only after `load`; return the indices of groups that lacked it."""
+    lacking = []
+    for index, group in enumerate([] if optimizer is None else optimizer.param_groups):
+        if "initial_lr" not in group:
+            group["initial_lr"] = group["lr"]
+            lacking.append(index)
+    return lacking
+
+
+def _drop_initial_lr(optimizer: Any, lacking: list[int]) -> None:
+    for index in lacking if optimizer is not None else ():
+        del optimizer.param_groups[index]["initial_lr"]
+
+
+def _in_workers(dataloader: Any) -> bool:
+    """Tell whether worker processes have the state of a loader, which this one cannot ask for."""
+    return getattr(dataloader, "num_workers", 0) > 0
 
 
 def _loader_state(dataset: Any) -> torch.Tensor:
@@ -307,19 +276,22 @@ def _loader_state(dataset: Any) -> torch.Tensor:
         return torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint8)
 
 
-def _read_state(dataset: Any, folder: Path) -> None:
-    """Have a dataset read its state from a folder; a `CheckpointDataset` looks for it below paths of its own."""
-    if not hasattr(dataset, "load_path"):
-        dataset.load_from_path(str(folder))
+def _take_state(dataset: Any, folder: str, step: int, *, now: bool) -> None:
+    """Have a dataset take its state from a folder; a `CheckpointDataset` takes what it believes to be the newest."""
+    if not hasattr(dataset, "_validate_ckp_path"):
+        dataset.load_from_path(folder)
         return
-    paths, (dataset.path, dataset.load_path) = (dataset.path, dataset.load_path), (str(folder.parent),) * 2
-    try:
+    dataset.step, dataset._validate_ckp_path = step, partial(_chosen, folder)
+    if now:
         if dataset.is_setup:
-            dataset.load_from_path(dataset.load_path)
+            dataset.load_from_path(folder)
         else:
             dataset.setup()  # which loads, and does not again when the first batch is asked for
-    finally:
-        dataset.path, dataset.load_path = paths
+        del dataset._validate_ckp_path
+
+
+def _chosen(folder: str, *_: Any, **__: Any) -> str:
+    return folder
 
 
 def _plain(value: Any) -> Any:
