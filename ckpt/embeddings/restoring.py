@@ -28,9 +28,10 @@ _MAX_GAP_ROWS = 256
 
 
 def restore_shard(checkpoint: OpenCheckpoint, shard: TableShard) -> int:
-    """Put what a checkpoint holds of a shard's rows into its store; return their number.
+    """Put what a checkpoint holds of a shard's rows into its store; return how many were read.
 
-    Bases first, then their deltas in order, straight into the store's memory where that is possible.
+    Bases first, then their deltas in order, straight into the store's memory where that is possible. The next save
+    goes on with the chain of this shard if it holds all rows of the store, and no other chain does.
 
     Raises:
         LoadFailed: the checkpoint lacks the table, or one of its shards.
@@ -41,19 +42,22 @@ def restore_shard(checkpoint: OpenCheckpoint, shard: TableShard) -> int:
     for chain in chains:
         _check_columns(shard, chain)
     with shard.lock:
+        shard.restart()  # if this fails, too
         shard.rows.clear()
-        own = None
+        own, is_same = None, True
         count = 0
         for chain in chains:
+            is_own = (chain.shard, chain.shards) == (shard.shard, shard.shards)
             changes = []
             for generation in chain.generations:
                 reader = _Reader(checkpoint, chain, generation, shard.rows)
                 changes.append(reader.apply())
                 count += reader.rows
-            if (chain.shard, chain.shards) == (shard.shard, shard.shards):
-                own = chain, changes[1:]
-        if own is not None:
-            shard.resume(*own)
+                is_same &= reader.rows == (generation.rows if is_own else 0)
+            if is_own:
+                own = chain, changes
+        if own is not None and is_same and _are_all(shard.rows.ids(), [ids for ids, _ in own[1]]):
+            shard.resume(own[0], own[1][1:])
         else:
             shard.restart(1 + max(chain.generations[-1].number for chain in chains))
     return count
@@ -229,6 +233,11 @@ def _runs(owned: np.ndarray[Any, np.dtype[np.bool_]], block_rows: int) -> Iterat
             begin, end = start + int(places[first]), start + int(places[last]) + 1
             mask = owned[begin:end]
             yield _Run(begin, end, None if mask.all() else mask)
+
+
+def _are_all(ids: Ids, inserted: list[Ids]) -> bool:
+    """Tell whether all these rows were inserted."""
+    return np.array_equal(ids, inserted[0]) or bool(np.isin(ids, np.concatenate(inserted)).all())
 
 
 def _exact(part: Any, column: StoredColumn) -> torch.Tensor:

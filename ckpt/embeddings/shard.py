@@ -20,7 +20,7 @@ from ckpt.embeddings.chain import (
 )
 from ckpt.embeddings.cut import Cut
 from ckpt.embeddings.quantized import Bits, quantize
-from ckpt.embeddings.rows import Ids, RowStore, sorted_ids
+from ckpt.embeddings.rows import DenseRows, Ids, RowStore, sorted_ids
 from ckpt.embeddings.touched import Touched, as_set, ids_of
 from ckpt.errors import ConfigurationError
 from ckpt.format.dtypes import dtype_name
@@ -29,6 +29,10 @@ BLOCK_BYTES = 32 << 20
 """Rows are stored in blocks of about so many bytes a column."""
 
 _ID_BYTES = 8
+_MAX_DELTAS = 14
+"""A checkpoint refers to 16 others at most."""
+
+_QUANTIZED = (torch.float32, torch.bfloat16, torch.float16)
 _NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-")
 
 
@@ -52,7 +56,7 @@ class TableShard:
         shard, shards: which shard this is, of how many.
         quantize: columns of floats whose deltas are stored in 8 or 4 bits; an element is off by at most
             (largest - smallest of its row) / 510 or / 30. None by default.
-        max_deltas: of a chain; then they are merged into one, or a new base is written.
+        max_deltas: of a chain, up to 14; then they are merged into one, or a new base is written.
         max_delta_ratio: largest size of a chain's deltas together, of that of the base.
         max_aside_bytes: memory for copies of rows that change during their save; if it is not enough, the save
             fails, and training goes on.
@@ -79,8 +83,12 @@ class TableShard:
             )
         if not 0 <= shard < shards:
             raise ConfigurationError(f"shard must be from 0 to {shards - 1}, not {shard}")
-        if max_deltas < 1 or not max_delta_ratio > 0:
-            raise ConfigurationError("max_deltas must be at least 1, and max_delta_ratio above 0")
+        if not 1 <= max_deltas <= _MAX_DELTAS or not max_delta_ratio > 0:
+            raise ConfigurationError(
+                f"max_deltas must be from 1 to {_MAX_DELTAS}, and max_delta_ratio above 0"
+            )
+        if any(column.width < 1 for column in rows.columns.values()):
+            raise ConfigurationError(f"a column of {name!r} has no elements in a row")
         self.name, self.rows, self.shard, self.shards = name, rows, shard, shards
         self._bits = _checked_bits(rows, quantize or {})
         self._max_deltas, self._max_delta_ratio = max_deltas, max_delta_ratio
@@ -91,6 +99,7 @@ class TableShard:
         self._changes: list[_Change] = []
         self._number = 0
         self._cut: Cut | None = None
+        self._writers = 0
         self._pending: list[_Change] = []
 
     # -- while training ------------------------------------------------------------------------------------
@@ -106,26 +115,41 @@ class TableShard:
             if self._cut is not None:
                 self._cut.keep(ids)
             self._touched.add(ids)
-            yield
+            self._writers += 1
+            try:
+                yield
+            finally:
+                self._writers -= 1
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether this thread is in the body of `writing`; waits for others that are."""
+        with self.lock:
+            return self._writers > 0
 
     def touch(self, batch: Any) -> None:
         """Note that rows have changed: their ids, a bitmap of all rows, or a sparse gradient.
 
+        Bitmaps and gradients of `DenseRows` are those of its tensors: their row 0 has the id `first_id`.
+
         Raises:
-            ConfigurationError: an id that this shard cannot have; or a save runs, which needs the rows as they were.
+            ConfigurationError: an id that this shard cannot have; or a save runs, which needs the rows as they
+                were, and fails. They are noted all the same.
         """
         with self.lock:
-            if self._cut is not None and not self._cut.is_over:
+            ids = self._checked(batch)
+            self._touched.add(ids)
+            if len(ids) and self._cut is not None and not self._cut.is_over:
+                self._cut.close("rows changed outside of `writing` while they were being saved")
                 raise ConfigurationError(
-                    f"rows of {self.name!r} changed while they are being saved: change them inside `with "
-                    "shard.writing(ids):`, or wait for the save"
+                    f"rows of {self.name!r} changed while they are being saved, so that save fails: change them "
+                    "inside `with shard.writing(ids):`, or wait for the save"
                 )
-            self._touched.add(self._checked(batch))
 
     def evict(self, batch: Any) -> None:
         """Remove rows, here and, with the next save, from the checkpoint."""
         with self.lock:
-            ids = np.unique(ids_of(batch))
+            ids = np.unique(self._checked(batch))
             if self._cut is not None:
                 self._cut.keep(ids)
             self.rows.remove(ids)
@@ -133,7 +157,7 @@ class TableShard:
             self._evicted.add(ids)
 
     def _checked(self, batch: Any) -> Ids:
-        ids = ids_of(batch)
+        ids = ids_of(batch, self.rows.first_id if isinstance(self.rows, DenseRows) else 0)
         owned = self.rows.owns(ids)
         if not owned.all():
             raise ConfigurationError(
@@ -144,9 +168,18 @@ class TableShard:
     # -- saves ---------------------------------------------------------------------------------------------
 
     def costs(self) -> Costs | None:
-        """Say what the next save could write; None if it can only be a base."""
+        """Say what the next save could write; None if it can only be a base. Raises as `check_idle`."""
         with self.lock:
+            self.check_idle()
             return None if self._chain is None else self._costs(self._chain, [*self._changes, self._change()])
+
+    def check_idle(self) -> None:
+        """Raise ConfigurationError while a save runs, and in the body of `writing`, for which one would wait."""
+        with self.lock:
+            if self._writers:
+                raise ConfigurationError(f"call this outside of `writing` of {self.name!r}")
+            if self._cut is not None:
+                raise ConfigurationError(f"a save of {self.name!r} has not ended; tell it by `settle`")
 
     def cut(self, first: int | None = None) -> Cut:
         """Begin a save: what is changed from now on belongs to the next one.
@@ -154,17 +187,18 @@ class TableShard:
         `first`: write a delta in the place of the chain's deltas from this index on; None: all rows.
 
         Raises:
-            ConfigurationError: the last save has not been settled.
+            ConfigurationError: the last save has not been settled; or the id of a row is negative.
         """
         with self.lock:
-            if self._cut is not None:
-                raise ConfigurationError(f"a save of {self.name!r} has not ended; tell it by `settle`")
+            self.check_idle()
             change = self._change()
             changes = [*self._changes, change]
             number = self._number
             if first is None:
                 ids, evicted = sorted_ids(self.rows.ids(), self.rows.order), np.empty(0, dtype=np.int64)
                 kept: list[Generation] = []
+                if len(ids) and int(ids.min()) < 0:
+                    raise ConfigurationError(f"an id of {self.name!r} is negative: {int(ids.min())}")
             else:
                 assert self._chain is not None
                 merged = _merged(changes[first:])
@@ -323,8 +357,10 @@ def _bytes_of(change: _Change, row_bytes: int) -> int:
 def _checked_bits(rows: RowStore, bits: Mapping[str, Bits]) -> dict[str, Bits]:
     for name, count in bits.items():
         column = rows.columns.get(name)
-        if column is None or not column.dtype.is_floating_point:
-            raise ConfigurationError(f"quantize names {name!r}, which is no column of floats")
+        if column is None or column.dtype not in _QUANTIZED:
+            raise ConfigurationError(
+                f"quantize names {name!r}, which is no column of floats of 32 or 16 bits"
+            )
         if count not in (8, 4):
             raise ConfigurationError(f"quantize takes 8 or 4 bits, not {count!r} ({name!r})")
     return dict(bits)

@@ -46,20 +46,20 @@ def as_set(ids: Ids) -> Ids:
     return ids if bool((np.diff(ids) > 0).all()) else np.unique(ids)
 
 
-def ids_of(batch: object) -> Ids:
+def ids_of(batch: object, first_id: int = 0) -> Ids:
     """Return the ids of rows that a batch, a bitmap or a sparse gradient touches.
 
     Takes int64 tensors or arrays of ids (any shape), bool ones of one element for each row, and sparse
-    tensors, whose first index is the row.
+    tensors, whose first index is the row. The rows of the last two are counted from `first_id`.
 
     Raises:
         ConfigurationError: it is none of these, or has a negative id.
     """
     if isinstance(batch, torch.Tensor) and batch.is_sparse:
-        batch = batch.detach()._indices()[0]
+        batch = batch.detach()._indices()[0] + first_id
     array = batch.detach().cpu().numpy() if isinstance(batch, torch.Tensor) else np.asarray(batch)
     if array.dtype == np.bool_ and array.ndim == 1:
-        return np.flatnonzero(array).astype(np.int64)
+        return np.flatnonzero(array).astype(np.int64) + first_id
     if array.size and array.dtype.kind not in "iu":
         raise ConfigurationError(
             f"rows are named by ids (int64), a bitmap (bool) or a sparse gradient, not by {array.dtype}"

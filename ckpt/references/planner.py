@@ -60,7 +60,7 @@ def sure_entries(base: Base, request: References) -> Sure:
     declared = {
         fqn: base.bytes_by_owner(fqn)
         for fqn, entry in base.columns.entries.items()
-        if isinstance(entry, TensorColumns) and request.frozen.match(fqn)
+        if isinstance(entry, TensorColumns) and request.declares(fqn)
     }
     chosen, owners = choose_entries({**declared, **exact}, base.data_bytes, needed)
     return Sure(frozenset(chosen), frozenset(owners | needed))
@@ -203,7 +203,7 @@ class CarryingPlanner(SavePlanner):
         return {fqn: planned.get(fqn) for fqn in order if fqn in chosen}
 
     def _is_declared(self, fqn: str) -> bool:
-        return self._request.frozen.match(fqn)
+        return self._request.declares(fqn)
 
     def _stored(self, item: WriteItem) -> TensorColumns | None:
         """Return the base's entry of a planned item, if it is the same kind of tensor."""

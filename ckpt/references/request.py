@@ -31,6 +31,11 @@ class References:
     undigested: str | None = None
     required: bool = True
 
+    def declares(self, fqn: str) -> bool:
+        """Tell whether the caller vouches for a tensor; nobody can for those that are new in every save."""
+        is_new = self.undigested is not None and fqn.startswith(self.undigested)
+        return not is_new and self.frozen.match(fqn)
+
     @staticmethod
     def of(
         base: str | os.PathLike[str] | References | None, frozen: Collection[str], digests: bool

@@ -144,11 +144,17 @@ def test_misuse_is_one_clear_error() -> None:
         shard.touch([1001])
     with pytest.raises(ConfigurationError, match="evicts none"):
         shard.evict([1001])
+    shard.settle(durable=False)
+    with pytest.raises(ConfigurationError, match="outside of `writing`"), shard.writing([1001]):
+        shard.cut()
     wrong: list[dict[str, Any]] = [
         {"name": "a.b"},
         {"name": ""},
         {"shard": 1},
         {"max_deltas": 0},
+        {"max_deltas": 15},
+        {"rows": DenseRows(0, values=torch.zeros(3, 0))},
+        {"rows": DenseRows(0, values=torch.zeros(3, 2).double()), "quantize": {"values": 8}},
         {"max_delta_ratio": 0.0},
         {"quantize": {"nothing": 8}},
         {"quantize": {"values": 5}},
@@ -167,3 +173,40 @@ def test_homes_are_even_and_few_rows_move() -> None:
         home_of(np.array([0, 1, 2, 12345]), 1 << 20).tolist()
         == home_of(np.array([0, 1, 2, 12345]), 1 << 20).tolist()
     )
+
+
+def test_rows_that_change_outside_of_writing_fail_the_save_and_are_in_the_next() -> None:
+    shard = TableShard("user", dense())
+    shard.cut()
+    shard.settle(durable=True)
+    shard.touch([1005])
+    cut = following(shard)
+    with pytest.raises(ConfigurationError, match="so that save fails"):
+        shard.touch([1005, 1007])
+    with pytest.raises(CheckpointError, match="outside of `writing`"):
+        cut.read("values", 0)
+    shard.settle(durable=False)
+    assert following(shard).ids.tolist() == [1005, 1007]
+
+
+def test_ids_that_could_not_be_restored_are_refused() -> None:
+    rows = growing()
+    shard = TableShard("user", rows)
+    rows.write(np.array([-3]), {"values": torch.ones(1, 4), "adagrad": torch.ones(1, 1)})
+    with pytest.raises(ConfigurationError, match="negative: -3"):
+        shard.cut()
+    ids = np.arange(100)
+    others = DictRows(COLUMNS, 1, 2)
+    foreign = ids[~others.owns(ids)][:1]
+    with pytest.raises(ConfigurationError, match="does not belong into shard 1 of 2"):
+        TableShard("user", others, shard=1, shards=2).evict(foreign)
+
+
+def test_bitmaps_of_dense_rows_begin_with_their_first_row() -> None:
+    shard = TableShard("user", dense())
+    shard.cut()
+    shard.settle(durable=True)
+    bitmap = np.zeros(100, dtype=bool)
+    bitmap[[0, 99]] = True
+    shard.touch(bitmap)
+    assert following(shard).ids.tolist() == [1000, 1099]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,11 +12,13 @@ import torch
 from support.row_stores import DictRows
 
 import ckpt
+from ckpt.embeddings import saving
 from ckpt.embeddings import shard as shard_module
+from ckpt.embeddings.cut import Cut
 from ckpt.embeddings.rows import Column, DenseRows, Ids
 from ckpt.embeddings.saving import Tables
 from ckpt.embeddings.shard import TableShard
-from ckpt.errors import ConfigurationError, LoadFailed
+from ckpt.errors import ConfigurationError, LoadFailed, SaveFailed
 
 RowsById = dict[int, dict[str, torch.Tensor]]
 COLUMNS = {"values": Column(4, torch.float32), "adagrad": Column(1, torch.float64)}
@@ -187,3 +191,112 @@ def test_another_table_than_stored_is_one_clear_error(tmp_path: Path) -> None:
         restore("item", values=torch.zeros(10, 4), momentum=torch.zeros(10))
     with pytest.raises(ConfigurationError, match="one shard of each table"):
         Tables(*[TableShard("item", DenseRows(0, values=torch.zeros(1)))] * 2)
+
+
+def dense(
+    count: int = 100, value: float = 0.0, name: str = "item", **more: Any
+) -> tuple[torch.Tensor, TableShard, Tables]:
+    values = torch.full((count, 4), value)
+    shard = TableShard(name, DenseRows(0, values=values), **more)
+    return values, shard, Tables(shard)
+
+
+def test_frozen_names_nothing_of_tables(tmp_path: Path) -> None:
+    values, shard, tables = dense()
+    for step in range(3):
+        with shard.writing(np.arange(100)):
+            values.fill_(step)
+        tables.save({"dense": torch.ones(100_000)}, tmp_path / f"{step}", frozen=["*"])
+    back, _, others = dense(value=-1.0)
+    others.restore(tmp_path / "2")
+    assert torch.equal(back, values)
+    assert ckpt.inspect(tmp_path / "2").commit.bases  # type: ignore[union-attr]
+
+
+def test_a_save_or_restore_waits_for_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values, shard, tables = dense()
+    begun, go_on = threading.Event(), threading.Event()
+    read = Cut.read
+
+    def slow(cut: Cut, column: str, block: int) -> torch.Tensor:
+        begun.set()
+        assert go_on.wait(60)
+        return read(cut, column, block)
+
+    monkeypatch.setattr(Cut, "read", slow)
+    first = tables.async_save({}, tmp_path / "0")
+    assert begun.wait(60)
+    with shard.writing([3]):
+        values[3] = 7
+    threading.Timer(0.05, go_on.set).start()
+    tables.async_save({}, tmp_path / "1")
+    assert first.done()
+    with shard.writing([3]):
+        values[3] = 8
+    tables.restore(tmp_path / "1")
+    assert (values[3] == 7).all()
+    with shard.writing([3]), pytest.raises(ConfigurationError, match="outside of `writing`"):
+        tables.restore(tmp_path / "0")
+    with shard.writing([3]), pytest.raises(ConfigurationError, match="outside of `writing`"):
+        tables.save({}, tmp_path / "2")
+
+
+def test_a_shard_that_nobody_keeps_is_found_before_the_save(tmp_path: Path) -> None:
+    _, _, tables = dense(shard=1, shards=2)
+    with pytest.raises(ConfigurationError, match="each shard of 'item' once, and keep 1 of 2"):
+        tables.save({}, tmp_path / "0")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("count", "goes_on"), [(100, True), (60, False), (150, False)])
+def test_a_chain_goes_on_where_it_holds_the_rows_of_the_store(
+    tmp_path: Path, count: int, goes_on: bool
+) -> None:
+    dense()[2].save({}, tmp_path / "0")
+    values, shard, tables = dense(count, 5.0)
+    tables.restore(tmp_path / "0")
+    assert (shard.costs() is not None) == goes_on
+    tables.save({}, tmp_path / "1")
+    back, _, others = dense(count, 1.0)
+    others.restore(tmp_path / "1")
+    assert torch.equal(back, values)
+
+
+def test_tables_of_which_one_begins_anew_stay_within_few_checkpoints(tmp_path: Path) -> None:
+    _, one, _ = dense(name="one", max_deltas=3)
+    _, two, _ = dense(name="two", max_deltas=3)
+    tables = Tables(one, two)
+    for step in range(8):
+        one.touch([step])
+        two.touch(np.arange(100) if step == 2 else [step])
+        tables.save({}, tmp_path / f"{step}")
+        assert one._chain
+        assert two._chain
+        assert len(one._chain.generations) == len(two._chain.generations)
+
+
+def test_a_base_that_is_damaged_or_elsewhere_means_a_base_again(tmp_path: Path) -> None:
+    _, _, tables = dense()
+    state = {"dense": torch.ones(50)}
+    tables.save(state, tmp_path / "0")
+    tables.save(state, tmp_path / "0")  # in its own place, and in another folder
+    tables.save(state, tmp_path / "other" / "0")
+    (manifest,) = (tmp_path / "other" / "0" / "rank-00000").glob("*.json")
+    manifest.write_bytes(manifest.read_bytes()[:-9] + b"x" * 9)
+    with pytest.raises(SaveFailed, match="stored bytes"):
+        tables.save(state, tmp_path / "other" / "1")
+    tables.save(state, tmp_path / "other" / "1")
+    with pytest.raises(ConfigurationError, match="chooses planner itself"):
+        tables.save(state, tmp_path / "other" / "2", planner=saving.TablePlanner([]))
+
+
+def test_a_restore_that_fails_leads_to_a_base(tmp_path: Path) -> None:
+    _, _, tables = dense()
+    tables.save({}, tmp_path / "0")
+    (data,) = (tmp_path / "0" / "rank-00000").glob("*.distcp")
+    content = data.read_bytes()
+    data.write_bytes(content[: len(content) // 2])
+    with pytest.raises(ckpt.errors.CheckpointError):
+        tables.restore(tmp_path / "0")
+    tables.save({}, tmp_path / "1")
+    assert not ckpt.inspect(tmp_path / "1").commit.bases  # type: ignore[union-attr]

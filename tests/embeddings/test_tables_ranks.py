@@ -14,7 +14,7 @@ from support.row_stores import DictRows
 from support.saves import kill_self
 
 import ckpt
-from ckpt.embeddings import Column, Tables, TableShard
+from ckpt.embeddings import Column, DenseRows, Tables, TableShard
 from ckpt.embeddings.rows import Ids, Rows
 from ckpt.errors import SaveFailed
 
@@ -133,3 +133,28 @@ def test_a_rank_is_killed_and_others_go_on_with_other_shards(tmp_path: Path) -> 
 def test_two_ranks_save_their_shards_of_a_table(tmp_path: Path) -> None:
     run_ranks(2, _save_run, str(tmp_path), 2, None, [0, 1], None)
     assert restored(str(tmp_path), 2, 1) == expected_after(1)
+
+
+def _split_anew(rank: int, root: str) -> list[int]:
+    def keep(first: int, stop: int) -> tuple[torch.Tensor, TableShard]:
+        values = torch.zeros(stop - first, 4)
+        return values, TableShard("item", DenseRows(first, values=values), shard=rank, shards=2)
+
+    _, shard = keep(50 * rank, 50 * rank + 50)
+    Tables(shard).save({}, f"{root}/0")
+    values, shard = keep(60 * rank, 60 + 40 * rank)
+    tables = Tables(shard)
+    tables.restore(f"{root}/0")
+    bitmap = torch.zeros(len(values), dtype=torch.bool)
+    bitmap[-5] = True
+    with shard.writing(bitmap):
+        values[-5] = 1.0
+    tables.save({}, f"{root}/1")
+    whole = torch.zeros(100, 4)
+    Tables(TableShard("item", DenseRows(0, values=whole))).restore(f"{root}/1")
+    return whole[:, 0].nonzero().flatten().tolist()
+
+
+@pytest.mark.long
+def test_ranks_that_keep_other_rows_than_before_begin_anew(tmp_path: Path) -> None:
+    assert run_ranks(2, _split_anew, str(tmp_path)) == [[55, 95]] * 2

@@ -28,6 +28,9 @@ def test_batches_bitmaps_and_sparse_gradients_name_rows() -> None:
     assert sorted(set(ids_of(table.weight.grad).tolist())) == [3, 7]
     assert ids_of(torch.tensor([[1, 2], [3, 1]])).tolist() == [1, 2, 3, 1]
     assert ids_of(torch.tensor([False, True, True])).tolist() == [1, 2]
+    assert ids_of(torch.tensor([False, True, True]), first_id=100).tolist() == [101, 102]
+    assert sorted(set(ids_of(table.weight.grad, first_id=100).tolist())) == [103, 107]
+    assert ids_of([5, 6], first_id=100).tolist() == [5, 6]
     assert ids_of([5, 6]).tolist() == [5, 6]
     assert ids_of([]).tolist() == []
 
