@@ -13,6 +13,7 @@ from ckpt.errors import FormatError
 VERSION = 1
 _MAX_CHAIN = 1024
 _MAX_SHARDS = 1 << 20
+_NUMBERS = range(1 << 32)
 _MAX_ID = (1 << 63) - 1
 
 
@@ -108,7 +109,11 @@ def _check(chain: Chain) -> None:
     if not 0 <= chain.shard < chain.shards <= _MAX_SHARDS:
         raise ValueError(f"shard {chain.shard} of {chain.shards}")
     numbers = [generation.number for generation in chain.generations]
-    if numbers != sorted(set(numbers)) or len(numbers) > _MAX_CHAIN or any(n < 0 for n in numbers):
+    if (
+        numbers != sorted(set(numbers))
+        or len(numbers) > _MAX_CHAIN
+        or any(n not in _NUMBERS for n in numbers)
+    ):
         raise ValueError("its generations are out of order")
     kinds = [generation.kind for generation in chain.generations]
     if kinds[:1] != ["base"] or "base" in kinds[1:]:

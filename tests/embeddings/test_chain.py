@@ -37,6 +37,7 @@ def test_a_chain_is_what_was_encoded() -> None:
         {"generations": GENERATIONS[::-1]},
         {"generations": [GENERATIONS[0]] * 2},
         {"generations": [msgspec.structs.replace(GENERATIONS[0], rows=-1)]},
+        {"generations": [msgspec.structs.replace(GENERATIONS[0], number=1 << 32)]},
         {"generations": [msgspec.structs.replace(GENERATIONS[0], block_rows=0)]},
         {"shard": 3},
         {"shard": -1},
