@@ -284,8 +284,8 @@ def test_a_newer_format_is_refused(place: Path) -> None:
 
     path = place / "commit.json"
     record = unseal_json(path.read_bytes(), url="", key="")
-    path.write_bytes(seal_json(record.replace(b'"version":2', b'"version":4')))
-    with pytest.raises(FormatError, match="format version 4; this library reads up to 3"):
+    path.write_bytes(seal_json(record.replace(b'"version":2', b'"version":5')))
+    with pytest.raises(FormatError, match="format version 5; this library reads up to 4"):
         load(place)
 
 

@@ -22,6 +22,7 @@ from support.rooms import ROOT, modules
 from torch.distributed._shard import sharded_tensor
 from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.distributed.checkpoint import _async_process_executor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager, StagingOptions
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard as ShardPlacement
@@ -194,6 +195,12 @@ def _process_groups_and_sharded_tensors(rank: int) -> None:
     torch_private.set_local_shards(sharded, [torch_private.Shard(whole, metadata)])
     assert isinstance(sharded, torch_private.ShardedTensor)
     assert sharded.local_shards()[0].tensor is whole
+
+
+def test_a_planner_says_whether_it_caches_plans() -> None:
+    assert torch_private.caches_plans(DefaultSavePlanner(enable_plan_caching=True))
+    assert not torch_private.caches_plans(DefaultSavePlanner())
+    assert not torch_private.caches_plans(None)
 
 
 def _names_handed_on() -> Iterator[str]:

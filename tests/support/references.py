@@ -13,7 +13,7 @@ from ckpt.backends.registry import open_store
 from ckpt.backends.wrapper import PrefixStore
 from ckpt.consistency.checksums import crc64nvme, crc_text
 from ckpt.consistency.commit import COMMIT_KEY, proves_no_commit
-from ckpt.errors import CheckpointError, NotCommitted
+from ckpt.errors import CheckpointError, NotCommitted, NotFound
 from ckpt.format.columns import Columns, ObjectRow
 from ckpt.format.index import decode_index
 from ckpt.format.names import data_key, manifest_key, owned_path, split_path
@@ -123,6 +123,8 @@ def _describe(own: ManifestRef, token: str, carried: Sequence[Carried]) -> tuple
                     manifests.append(msgspec.structs.replace(ref, path=path))
             old = base.record.owners.get(owner)
             own_id = base.record.id if old is None else old.id
+            if owner in bases and bases[owner].id != own_id:
+                raise NotFound(f"the bases name {owner} as it was before and after it was replaced")
             size = row.length + (bases[owner].carried_bytes if owner in bases else 0)
             bases[owner] = BaseRef(path=f"../{owner}", id=own_id, data_bytes=size, carried_bytes=size)
     record = CommitRecord(
