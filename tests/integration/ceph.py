@@ -95,10 +95,10 @@ class Ceph:
         self._run("ceph-osd", "-i", "0", "--mkfs", "--osd-uuid", disk)
         self._daemon("ceph-osd", "-i", "0")
         self._run("ceph", "osd", "crush", "add", "osd.0", "1.0", "root=default", "host=h")
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 180
         while "1 up" not in self._run("ceph", "osd", "stat"):
             if time.monotonic() >= deadline:
-                raise TimeoutError("the cluster's disk is not up after 60 s")
+                raise TimeoutError("the cluster's disk is not up after 180 s")
             time.sleep(0.5)
 
     def _start_gateway(self) -> daemons.Process:
@@ -114,7 +114,7 @@ class Ceph:
 
     def _run(self, program: str, *arguments: str | Path) -> str:
         command = [program, "-c", self._folder / "ceph.conf", *arguments]
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 180
         while True:
             try:
                 return daemons.run(command)
