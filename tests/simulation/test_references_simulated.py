@@ -55,8 +55,9 @@ def _quiet() -> Iterator[None]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("deviations", [1, 2])
-@pytest.mark.parametrize("race", RACES)
+@pytest.mark.parametrize(
+    ("race", "deviations"), [*((race, 1) for race in RACES), ("a removal", 2), ("a replacement", 2)]
+)
 def test_every_order(race: str, deviations: int) -> None:
     total = all_schedules(race, PROMPT, deviations)
     assert total["schedules"] > 5
@@ -70,11 +71,9 @@ def test_a_fault_at_every_request(race: str, fault: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("fault", ["crash", "stall", "late"])
-@pytest.mark.parametrize("race", ["a removal", "a replacement"])
-def test_two_faults(race: str, fault: str) -> None:
+def test_two_faults() -> None:
     """`simulate.py --references --deviations 2` does this for every race and fault."""
-    assert all_schedules(race, with_faults(PROMPT, fault), 2)["schedules"] > 200
+    assert all_schedules("a removal", with_faults(PROMPT, "stall"), 2)["schedules"] > 200
 
 
 def test_a_crash_or_a_stall_at_every_request() -> None:
@@ -178,8 +177,8 @@ def test_gc_that_began_before_a_removal_and_a_save() -> None:
 
 # -- by chance -------------------------------------------------------------------------------------
 
-SCHEDULES = 10_000
-CHUNKS = 8
+SCHEDULES = 5_000
+CHUNKS = 4
 
 
 def test_some_seeded_schedules() -> None:
