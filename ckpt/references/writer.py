@@ -82,8 +82,13 @@ class ReferringWriter(CheckpointWriter):
 
         ranks.progress.wait_for("rank 0 to open the base")
         shared = ranks.from_first(open_first)
-        if shared is not None and self._base is None:
-            self._base = Base.open(self._store, self._base_name, shared)
+
+        def adopt() -> Base | None:
+            if shared is None or self._base is not None:
+                return self._base
+            return Base.open(self._store, self._base_name, shared)
+
+        self._base = ranks.together("opening of the base", adopt)
         if self._base is not None:
             wanted = ranks.gather((self._request.carried, self._request.frozen.names))
             prefixes, names = (frozenset[str]().union(*each) for each in zip(*wanted, strict=True))

@@ -18,8 +18,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import ckpt
-from ckpt.errors import SaveFailed
+from ckpt.errors import FormatError, SaveFailed
 from ckpt.format.records import CommitRecord, decode_commit
+from ckpt.reading.checkpoint import Checkpoint
 
 
 class Adapted(nn.Module):
@@ -220,3 +221,24 @@ def _save_with_a_base_on_one_rank(rank: int, root: str) -> str:
 def test_a_base_on_one_rank_only_is_an_error_at_once(tmp_path: Path) -> None:
     for text in run_ranks(2, _save_with_a_base_on_one_rank, str(tmp_path)):
         assert "rank 0 in a save of step-1, rank 1 in a save of step-1 with base step-0" in text
+
+
+def _cannot_adopt(rank: int, place: Place) -> str:
+    root, _ = place
+    state = {"weight": torch.ones(10)}
+    ckpt.save(state, f"{root}/step-0", digests=True)
+    if rank == 1:
+        Checkpoint.adopt = _refuse  # type: ignore[method-assign, assignment]
+    with pytest.raises(SaveFailed) as caught:
+        ckpt.save(state, f"{root}/step-1", base=f"{root}/step-0", timeout_s=60.0)
+    return str(caught.value.failures[1])
+
+
+def _refuse(*args: object, **kwargs: object) -> None:
+    raise FormatError("cannot be adopted here")
+
+
+def test_one_rank_that_cannot_take_over_the_base_tells_the_others(tmp_path: Path) -> None:
+    for told in run_ranks(2, _cannot_adopt, (str(tmp_path), {})):
+        assert "cannot be adopted here" in told
+    assert not (tmp_path / "step-1" / "commit.json").exists()
