@@ -130,7 +130,10 @@ def test_signatures() -> None:
         parameters(ckpt.CheckpointReader)
         == "url, storage_options, verify, visibility_timeout_s, threads, memory_budget_bytes, trusted_objects, timeout_s"
     )
-    assert ckpt.embeddings.__all__ == ["Column", "DenseRows", "RowStore", "TableShard", "Tables", "home_of"]
+    assert ckpt.embeddings.__all__ == [
+        "Column", "DenseRows", "RowStore", "TableShard", "Tables", "UpdateGate", "home_of"
+    ]  # fmt: skip
+    assert parameters(ckpt.embeddings.UpdateGate) == "sources, max_queued, epoch"
     assert parameters(ckpt.embeddings.TableShard) == (
         "name, rows, shard, shards, quantize, max_deltas, max_delta_ratio, max_aside_bytes"
     )
