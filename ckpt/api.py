@@ -36,8 +36,8 @@ __all__ = ["async_save", "load", "save"]
 
 SaveFormat = Literal["ckpt", "safetensors"]
 
-_background = Background()
-_stager = Stager()
+background = Background()
+stager = Stager()
 
 
 def save(
@@ -85,7 +85,7 @@ def save(
         NotFound, NotCommitted, IntegrityError, ...: the base cannot be opened.
     """
     make_writer = partial(
-        _writer,
+        writer_for,
         format,
         max_shard_size,
         planner,
@@ -100,7 +100,7 @@ def save(
         timeout_s=timeout_s,
     )
     with closing(Ranks(process_group, no_dist=no_dist, timeout_s=timeout_s)) as ranks:
-        writer, values = _prepare_save(state_dict, url, planner, base, make_writer, ranks, copy=False)
+        writer, values = prepare_save(state_dict, url, planner, base, make_writer, ranks, copy=False)
         return _save(values, writer, planner, ranks)
 
 
@@ -134,7 +134,7 @@ def async_save(
     for a running save.
     """
     make_writer = partial(
-        _writer,
+        writer_for,
         format,
         max_shard_size,
         planner,
@@ -154,11 +154,11 @@ def async_save(
         ranks = Ranks(process_group, no_dist=no_dist, purpose="background", timeout_s=timeout_s)
         with ExitStack() as stack:
             stack.callback(ranks.close)
-            writer, staged = _prepare_save(state_dict, url, planner, base, make_writer, ranks, copy=True)
+            writer, staged = prepare_save(state_dict, url, planner, base, make_writer, ranks, copy=True)
             stack.pop_all()
-        return lambda: _save_copy(staged, writer, planner or DefaultSavePlanner(), ranks)
+        return lambda: save_copy(staged, writer, planner or DefaultSavePlanner(), ranks)
 
-    return _background.start(prepare)
+    return background.start(prepare)
 
 
 def load(
@@ -192,7 +192,7 @@ def load(
     call = f"load of {last_segment(place)}"
 
     def prepare() -> tuple[CheckpointReader, dict[str, Any]]:
-        _check_arguments(state_dict, url, planner)
+        check_arguments(state_dict, url, planner)
         reader = CheckpointReader(
             url,
             storage_options=storage_options,
@@ -229,7 +229,7 @@ def load(
         ranks.together(call, lambda: _put_back(state_dict, values))
 
 
-def _writer(
+def writer_for(
     format: SaveFormat,
     max_shard_size: int | str | None,
     planner: object,
@@ -256,7 +256,7 @@ def _writer(
     return CheckpointWriter(url, **more)
 
 
-def _prepare_save(
+def prepare_save(
     state_dict: Mapping[str, Any],
     url: str | os.PathLike[str],
     planner: SavePlanner | None,
@@ -269,14 +269,14 @@ def _prepare_save(
     """Make the writer and resolve the state on every rank; DCP would wait for ranks that fail here."""
 
     def prepare() -> tuple[CheckpointWriter, dict[str, Any]]:
-        _check_arguments(state_dict, url, planner)
+        check_arguments(state_dict, url, planner)
         writer = make_writer()
         writer.use(ranks.progress)
         values = values_of(state_dict)
         if isinstance(writer, ModelWriter):
             writer.take({key: values[key] for key in state_dict}, ranks)
         waits = isinstance(writer, ReferringWriter) and writer.wants_base
-        return writer, _stager.stage(values) if copy and not waits else values
+        return writer, stager.stage(values) if copy and not waits else values
 
     place = place_of(url)
     call = f"save of {last_segment(place)}{with_base(base)}"
@@ -287,7 +287,7 @@ def _prepare_save(
             stack.callback(referring.close)
             referring.open_base(ranks)
             if copy:
-                values = ranks.together(call, lambda: _stager.stage_but(values, referring.unstaged(values)))
+                values = ranks.together(call, lambda: stager.stage_but(values, referring.unstaged(values)))
             stack.pop_all()
         return writer, values
 
@@ -330,7 +330,7 @@ def _save_once(
         raise SaveFailed(message, url=writer.checkpoint_id, failures={**failures, rank: unknown}) from error
 
 
-def _save_copy(
+def save_copy(
     staged: dict[str, Any], writer: CheckpointWriter, planner: SavePlanner, ranks: Ranks
 ) -> Metadata:
     """Save a copy, and free its memory even if someone still holds the dict."""
@@ -372,7 +372,7 @@ def place_of(url: str | os.PathLike[str]) -> str:
     return redact_url(str(url)) if isinstance(url, str | os.PathLike) else f"<{type(url).__name__}>"
 
 
-def _check_arguments(state_dict: object, url: object, planner: object) -> None:
+def check_arguments(state_dict: object, url: object, planner: object) -> None:
     """Raise ConfigurationError with the right call for what is easily mistaken."""
     if isinstance(state_dict, str | os.PathLike) and not isinstance(url, str | os.PathLike):
         raise ConfigurationError("the arguments are swapped: the state dict comes first, then the place")

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ckpt.embeddings.chain import Chain, Generation
 from ckpt.embeddings.rows import Column, Ids, RowStore
@@ -16,10 +17,11 @@ _FIRST_ASIDE_ROWS = 4096
 
 
 class Cut:
-    """The rows that one save writes, as they were when it began.
+    """The rows of one save, as they were when it began.
 
     Rows are copied when they are about to change, and not before; reading gives those copies in the place of
-    what the rows have become.
+    what the rows have become. Which rows the save writes is chosen later (`choose`): all ranks agree on that in
+    the background, and until then every row that changes is copied.
 
     Attributes:
         chain: what will be stored of the shard, with this generation as the last.
@@ -27,21 +29,16 @@ class Cut:
         evicted: ids of the rows to remove.
     """
 
-    def __init__(
-        self,
-        chain: Chain,
-        ids: Ids,
-        evicted: Ids,
-        rows: RowStore,
-        lock: threading.RLock,
-        max_aside_bytes: int,
-    ) -> None:
+    chain: Chain
+    ids: Ids
+    evicted: Ids
+
+    def __init__(self, table: str, rows: RowStore, lock: threading.RLock, max_aside_bytes: int) -> None:
         """`lock` is held by whoever changes rows. Up to `max_aside_bytes` are copied; then the cut is given up."""
-        self.chain, self.ids, self.evicted = chain, ids, evicted
-        self._rows, self._lock, self._max_aside_bytes = rows, lock, max_aside_bytes
-        self._by_id = np.argsort(ids, kind="stable") if chain.order != "id" else None
-        self._sorted = ids if self._by_id is None else ids[self._by_id]
-        self._slots = np.full(len(ids), -1, dtype=np.int32)
+        self._table, self._rows, self._lock, self._max_aside_bytes = table, rows, lock, max_aside_bytes
+        self._early: dict[int, int] | None = {}
+        """Until the choice: the rows that have changed, and where their copies are; -1: there was no such row."""
+        self._by_id: Ids | None = None
         self._aside: dict[str, torch.Tensor] = {}
         self._aside_rows = 0
         self._is_over = False
@@ -60,31 +57,97 @@ class Cut:
         """Memory that copies take now."""
         return sum(tensor.nbytes for tensor in self._aside.values())
 
+    # -- until the choice ----------------------------------------------------------------------------------
+
+    def all_ids(self) -> Ids:
+        """List the rows that there were, in any order."""
+        with self._lock:
+            now = self._rows.ids()
+            changed, slots = self._changed()
+        if not len(changed):
+            return now
+        return np.concatenate([now[~np.isin(now, changed)], changed[slots >= 0]])
+
+    def held(self, ids: Ids) -> Ids:
+        """Leave out of `ids` those that had no row."""
+        with self._lock:
+            there = self._rows.holds(ids)
+            changed, slots = self._changed()
+        if len(changed):
+            places = np.searchsorted(changed, ids).clip(max=len(changed) - 1)
+            there = np.where(changed[places] == ids, slots[places] >= 0, there)
+        return ids[there]
+
+    def choose(self, chain: Chain, ids: Ids, evicted: Ids) -> None:
+        """Set what the save writes; only those rows are copied from now on."""
+        by_id = np.argsort(ids, kind="stable") if chain.order != "id" else None
+        ordered = ids if by_id is None else ids[by_id]
+        all_slots = np.full(len(ids), -1, dtype=np.int32)
+        with self._lock:
+            changed, slots = self._changed()
+            self.chain, self.ids, self.evicted = chain, ids, evicted
+            self._by_id, self._sorted, self._slots, self._early = by_id, ordered, all_slots, None
+            is_ours, places = self._places(changed)
+            self._slots[places] = slots[is_ours]  # -1 for a row that there was not
+
+    def _changed(self) -> tuple[Ids, Ids]:
+        """Return the ids of rows that have changed before the choice, sorted, and the places of their copies."""
+        early = self._early or {}
+        ids, slots = (np.fromiter(each, dtype=np.int64, count=len(early)) for each in (early, early.values()))
+        order = np.argsort(ids)
+        return ids[order], slots[order]
+
+    # -- while rows change ---------------------------------------------------------------------------------
+
     def keep(self, ids: Ids) -> None:
         """Copy those of these rows that belong to the cut and have not been; they are about to change."""
-        if self._is_over or not len(self.ids):
+        if self._is_over or not len(ids):
             return
-        places = np.searchsorted(self._sorted, ids).clip(max=len(self.ids) - 1)
-        places = np.unique(places[self._sorted[places] == ids])
-        places = places if self._by_id is None else self._by_id[places]
-        places = places[self._slots[places] < 0]
-        if not len(places):
+        early = self._early
+        if early is None:
+            _, places = self._places(np.unique(ids))
+            places = places[self._slots[places] < 0]
+            start = self._put_aside(self.ids[places])
+            if start is not None:
+                self._slots[places] = np.arange(start, start + len(places), dtype=np.int32)
             return
-        columns = self._rows.columns
+        fresh = np.array([id for id in np.unique(ids).tolist() if id not in early], dtype=np.int64)
+        there = self._rows.holds(fresh)
+        start = self._put_aside(fresh[there])
+        if start is not None:
+            early.update(dict.fromkeys(fresh[~there].tolist(), -1))
+            early.update(zip(fresh[there].tolist(), range(start, start + int(there.sum())), strict=True))
+
+    def _places(self, ids: Ids) -> tuple[NDArray[np.bool_], Ids]:
+        """Tell which of these ids are in `self.ids`, and the places of those there."""
+        if not len(self.ids):
+            return np.zeros(len(ids), dtype=np.bool_), np.empty(0, dtype=np.int64)
+        places: Ids = np.searchsorted(self._sorted, ids).clip(max=len(self.ids) - 1)
+        is_ours: NDArray[np.bool_] = self._sorted[places] == ids
+        places = places[is_ours]
+        return is_ours, places if self._by_id is None else self._by_id[places]
+
+    def _put_aside(self, ids: Ids) -> int | None:
+        """Copy rows, and return the place of the first copy; None: there is no room, and the cut is given up."""
+        start, columns = self._aside_rows, self._rows.columns
+        if not len(ids):
+            return start
         row_bytes = sum(column.width * column.dtype.itemsize for column in columns.values())
-        if (self._aside_rows + len(places)) * row_bytes > self._max_aside_bytes:
+        if (start + len(ids)) * row_bytes > self._max_aside_bytes:
             self.close(
                 f"more than {self._max_aside_bytes:,} bytes of rows changed while they were being saved; save when "
                 "less changes, over a faster way, or with a larger max_aside_bytes"
             )
-            return
-        kept = self._rows.read(self.ids[places], columns)
-        stop = self._aside_rows + len(places)
+            return None
+        kept = self._rows.read(ids, columns)
+        self._aside_rows += len(ids)
         for name, column in columns.items():
-            self._aside[name] = _grown(self._aside.get(name), stop, column.width, column.dtype)
-            self._aside[name][self._aside_rows : stop] = kept[name]
-        self._slots[places] = np.arange(self._aside_rows, stop, dtype=np.int32)
-        self._aside_rows = stop
+            aside = _grown(self._aside.get(name), self._aside_rows, column.width, column.dtype)
+            aside[start : self._aside_rows] = kept[name]
+            self._aside[name] = aside
+        return start
+
+    # -- while they are saved ------------------------------------------------------------------------------
 
     def read(self, column: str, block: int) -> torch.Tensor:
         """Return one column of a block of the rows, as they were.
@@ -94,7 +157,7 @@ class Cut:
         """
         with self._lock:
             if self._is_over:
-                raise CheckpointError(f"the table {self.chain.table!r} cannot be saved: {self._fault}")
+                raise CheckpointError(f"the table {self._table!r} cannot be saved: {self._fault}")
             rows = self.generation.block_rows
             part = slice(block * rows, (block + 1) * rows)
             ids, slots = self.ids[part], self._slots[part]

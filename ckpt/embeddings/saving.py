@@ -5,22 +5,31 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 
-from ckpt.api import async_save, place_of, save
+from ckpt.api import (
+    background,
+    check_arguments,
+    place_of,
+    prepare_save,
+    save_copy,
+    stager,
+    values_of,
+    writer_for,
+)
 from ckpt.embeddings.chain import Costs, first_to_merge
 from ckpt.embeddings.cut import Cut
+from ckpt.embeddings.gate import UpdateGate
 from ckpt.embeddings.restoring import PREFIX, restore_shard
 from ckpt.embeddings.shard import Due, TableShard, entries_of
 from ckpt.errors import BaseGone, ConfigurationError, SaveFailed
 from ckpt.ranks.failures import same_failure
-from ckpt.ranks.group import Ranks
+from ckpt.ranks.group import DEFAULT_TIMEOUT_S, Ranks
 from ckpt.reading.slices import OpenCheckpoint
 from ckpt.references.base import UNFIT, base_name
 from ckpt.references.frozen import Patterns
@@ -28,7 +37,6 @@ from ckpt.references.request import References
 
 _logger = logging.getLogger(__name__)
 
-_OF_RANKS = ("process_group", "no_dist", "timeout_s")
 _Place = str | os.PathLike[str]
 
 
@@ -48,8 +56,7 @@ class Tables:
             raise ConfigurationError(f"a process keeps one shard of each table, not several: {sorted(names)}")
         self.shards = shards
         self._base: _Place | None = None
-        self._ended = threading.Event()  # the save in the background
-        self._ended.set()
+        self._running: Future[Metadata] | None = None
 
     def save(
         self,
@@ -57,17 +64,23 @@ class Tables:
         url: str | os.PathLike[str],
         *,
         frozen: Collection[str] = (),
+        gate: UpdateGate | None = None,
         **options: Any,
     ) -> Metadata:
         """Save the tables and `state_dict`, from all ranks; options are those of `ckpt.save`.
 
         Rows may change meanwhile, inside `TableShard.writing`: the checkpoint holds them as they were at the call.
 
+        Args:
+            gate: of a rank whose rows are updated asynchronously: this waits for the updates of the gate's epoch,
+                and takes the rows as they are then. All ranks fail if they do not come, and all gates must be in
+                the same epoch.
+
         Raises:
             SaveFailed, ConfigurationError: as `ckpt.save`; what has changed is saved with the next one.
         """
-        with self._settled(url, frozen, options) as more:
-            return save(state_dict, url, **more, **options)
+        self._wait()
+        return self._begin(state_dict, url, frozen, gate, options, is_async=False)()
 
     def async_save(
         self,
@@ -75,28 +88,18 @@ class Tables:
         url: str | os.PathLike[str],
         *,
         frozen: Collection[str] = (),
+        gate: UpdateGate | None = None,
         **options: Any,
     ) -> Future[Metadata]:
-        """Do the same in the background, as `ckpt.async_save`; no table is copied, but rows that change.
+        """Do the same in the background: copy `state_dict`, and of the tables only rows that change meanwhile.
 
-        One save runs at a time: a call during an earlier one waits for that first.
+        Ranks do not wait for each other here, but in the first save: the future raises whatever fails. One save
+        runs at a time: a call during an earlier one waits for that first. A program that ends waits for it.
         """
-        with contextlib.ExitStack() as stack:
-            more = stack.enter_context(self._settled(url, frozen, options))
-            future = async_save(state_dict, url, **more, **options)
-            rest = stack.pop_all()
-
-        ended = self._ended = threading.Event()
-
-        def settle(done: Future[Metadata]) -> None:
-            error = done.exception()
-            try:
-                with contextlib.suppress(BaseException):
-                    rest.__exit__(type(error) if error else None, error, None)
-            finally:
-                ended.set()
-
-        future.add_done_callback(settle)
+        self._wait()
+        future = self._running = background.start(
+            lambda: self._begin(state_dict, url, frozen, gate, options, is_async=True)
+        )
         return future
 
     def restore(
@@ -124,75 +127,162 @@ class Tables:
 
     def _wait(self) -> None:
         """Wait for the save in the background, which has deadlines of its own, and needs the rows for that."""
-        if not any(shard.is_writing for shard in self.shards):
-            self._ended.wait()
+        for shard in self.shards:
+            shard.check_not_writing()
+        if self._running is not None:
+            self._running.exception()
 
-    @contextlib.contextmanager
-    def _settled(
-        self, url: str | os.PathLike[str], frozen: Collection[str], options: Mapping[str, Any]
-    ) -> Iterator[dict[str, Any]]:
-        """Cut all shards, yield what is to be saved of them, and tell them afterwards how the save has ended."""
-        cuts: list[Cut] = []
-        is_begun = False
-        self._wait()
+    # -- saves ---------------------------------------------------------------------------------------------
+
+    def _begin(
+        self,
+        state_dict: dict[str, Any],
+        url: _Place,
+        frozen: Collection[str],
+        gate: UpdateGate | None,
+        options: Mapping[str, Any],
+        *,
+        is_async: bool,
+    ) -> Callable[[], Metadata]:
+        """Cut all shards, copy the state, and return what remains to be done, together with the other ranks.
+
+        What fails here alone is told to them there.
+        """
+        more = dict(options)
+        ranks = Ranks(
+            more.pop("process_group", None),
+            no_dist=more.pop("no_dist", False),
+            purpose="background" if is_async else "foreground",
+            timeout_s=more.get("timeout_s", DEFAULT_TIMEOUT_S),
+        )
+        begun = _Begun()
         try:
-            if wrong := sorted({"planner", "base", "digests"} & options.keys()):
-                raise ConfigurationError(f"Tables chooses {wrong[0]} itself: leave it out")
-            base, first = self._plan(url, **{name: options[name] for name in _OF_RANKS if name in options})
-            for shard in self.shards:
-                cuts.append(shard.cut(first))
-            prefixes = frozenset(
-                f"{PREFIX}{cut.chain.prefix(generation)}."
-                for cut in cuts
-                for generation in cut.chain.generations[:-1]
-                if generation.rows or generation.evicted
-            )
-            references = References(base, Patterns(frozen), prefixes, undigested=PREFIX)
-            more = {"planner": TablePlanner(cuts), "base": references}
-            is_begun = True
-            yield more
+            with same_failure(SaveFailed, place_of(url), ranks):
+                ranks.connect()
+            try:
+                if wrong := sorted({"planner", "base", "digests"} & more.keys()):
+                    raise ConfigurationError(f"Tables chooses {wrong[0]} itself: leave it out")
+                check_arguments(state_dict, url, None)
+                with contextlib.nullcontext() if gate is None else _cut(gate, ranks) as begun.epoch:
+                    for shard in self.shards:
+                        shard.begin()
+                        begun.shards.append(shard)
+                    values = values_of(state_dict)
+                    begun.values = stager.stage(values) if is_async else values
+            except Exception as error:
+                begun.error = error
+        except BaseException:
+            begun.settle(durable=False)
+            ranks.close()
+            raise
+        return lambda: self._finish(begun, url, frozen, ranks, more)
+
+    def _finish(
+        self, begun: _Begun, url: _Place, frozen: Collection[str], ranks: Ranks, options: Mapping[str, Any]
+    ) -> Metadata:
+        """Save what `_begin` has cut, and tell the shards how that ended."""
+        options = dict(options)
+        format, size = options.pop("format", "ckpt"), options.pop("max_shard_size", None)
+        is_planned = False
+        try:
+            with contextlib.closing(ranks):
+                with same_failure(SaveFailed, place_of(url), ranks):
+                    base, first = self._plan(url, begun, ranks)
+                is_planned = True
+                planner = TablePlanner()
+
+                def make_writer() -> Any:
+                    cuts = [shard.choose(first) for shard in begun.shards]
+                    planner.take(cuts)
+                    prefixes = frozenset(prefix for cut in cuts for prefix in _carried(cut))
+                    references = References(base, Patterns(frozen), prefixes, undigested=PREFIX)
+                    return writer_for(format, size, planner, (references, (), False), url, **options)
+
+                writer, values = prepare_save(begun.values, url, None, base, make_writer, ranks, copy=False)
+                metadata = save_copy(values, writer, planner, ranks)
         except BaseException as error:
-            for shard, _ in zip(self.shards, cuts, strict=False):
-                shard.settle(durable=False)
-            if is_begun and _blames_base(error):
+            begun.settle(durable=False)
+            if is_planned and _blames_base(error):
                 self._base = None  # what this save could not refer to, the next one cannot either
             raise
-        for shard in self.shards:
-            shard.settle(durable=True)
+        begun.settle(durable=True)
         self._base = url
+        return metadata
 
-    def _plan(self, url: _Place, **of_ranks: Any) -> tuple[_Place | None, int | None]:
+    def _plan(self, url: _Place, begun: _Begun, ranks: Ranks) -> tuple[_Place | None, int | None]:
         """Agree with all ranks on the base, and on what all tables write (`first_to_merge`).
 
         All do the same, so that their chains lie in the same few checkpoints.
         """
-        group, no_dist = of_ranks.pop("process_group", None), of_ranks.pop("no_dist", False)
-        with (
-            contextlib.closing(Ranks(group, no_dist=no_dist, **of_ranks)) as ranks,
-            same_failure(SaveFailed, place_of(url), ranks),
-        ):
-            told = ranks.gather(ranks.together("save of tables", lambda: self._offer(url)))
-            offers = [offer for _, of_rank in told for offer in of_rank]
-            _check_complete(offers)
-        if len({str(base) for base, _ in told}) > 1 or told[ranks.rank][0] is None:
+        told = ranks.gather(ranks.together("save of tables", lambda: self._offer(url, begun)))
+        _check_epochs([epoch for epoch, _, _ in told])
+        offers = [offer for *_, of_rank in told for offer in of_rank]
+        _check_complete(offers)
+        base = told[ranks.rank][1]
+        if len({str(base) for _, base, _ in told}) > 1 or base is None:
             return None, None
-        return told[ranks.rank][0], first_to_merge([costs for *_, costs in offers])
+        return base, first_to_merge([costs for *_, costs in offers])
 
-    def _offer(self, url: _Place) -> tuple[_Place | None, list[_Offer]]:
-        """Say what this rank can refer to, and what it would write."""
+    def _offer(self, url: _Place, begun: _Begun) -> tuple[int | None, _Place | None, list[_Offer]]:
+        """Say which cut this rank has taken, what it can refer to, and what it would write."""
+        if begun.error is not None:
+            raise begun.error
         offers = [(shard.name, shard.shards, shard.shard, shard.costs()) for shard in self.shards]
         if self._base is None:
-            return None, offers
+            return begun.epoch, None, offers
         try:
             base_name(self._base, url)
         except ConfigurationError as error:
             _logger.warning("all rows are saved: %s", error)
-            return None, offers
-        return self._base, offers
+            return begun.epoch, None, offers
+        return begun.epoch, self._base, offers
+
+
+class _Begun:
+    """What one rank has cut and copied for a save.
+
+    Attributes:
+        shards: those that must be told how it ends.
+        epoch: of the gate; None without one.
+        error: why this rank could not; the others hear of it.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+        self.shards: list[TableShard] = []
+        self.epoch: int | None = None
+        self.error: Exception | None = None
+
+    def settle(self, *, durable: bool) -> None:
+        self.values = {}
+        for shard in self.shards:
+            shard.settle(durable=durable)
+
+
+def _cut(gate: UpdateGate, ranks: Ranks) -> contextlib.AbstractContextManager[int]:
+    """Begin a cut; if it cannot be taken, there is time left to tell the other ranks."""
+    ranks.progress.begin(f"waiting for the updates of epoch {gate.epoch}")
+    return gate.cut(ranks.stall_s)
+
+
+def _carried(cut: Cut) -> list[str]:
+    """List the beginnings of the names of what the chain holds already."""
+    earlier = cut.chain.generations[:-1]
+    return [f"{PREFIX}{cut.chain.prefix(g)}." for g in earlier if g.rows or g.evicted]
 
 
 _Offer = tuple[str, int, int, Costs | None]
 """A table, the number of its shards, a shard, and its costs."""
+
+
+def _check_epochs(epochs: Sequence[int | None]) -> None:
+    """Raise ConfigurationError if the gates have not taken the same cut."""
+    by_epoch = {epoch: rank for rank, epoch in reversed(list(enumerate(epochs))) if epoch is not None}
+    if len(by_epoch) > 1:
+        text = ", ".join(f"rank {rank} that of epoch {epoch}" for epoch, rank in sorted(by_epoch.items())[:3])
+        raise ConfigurationError(
+            f"the ranks save different cuts, {text}: every gate must take part in every save"
+        )
 
 
 def _check_complete(offers: Sequence[_Offer]) -> None:
@@ -219,10 +309,13 @@ def _blames_base(error: BaseException) -> bool:
 class TablePlanner(DefaultSavePlanner):
     """Plan a state and the rows of some cuts, which are read when they are due."""
 
-    def __init__(self, cuts: Collection[Cut]) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self._due: dict[str, Due] = {}
         self._plain: dict[str, Any] = {}
+
+    def take(self, cuts: Collection[Cut]) -> None:
+        """Take over what cuts write."""
         for cut in cuts:
             for name, value in entries_of(cut).items():
                 (self._due if isinstance(value, Due) else self._plain)[name] = value

@@ -121,12 +121,6 @@ class TableShard:
             finally:
                 self._writers -= 1
 
-    @property
-    def is_writing(self) -> bool:
-        """Whether this thread is in the body of `writing`; waits for others that are."""
-        with self.lock:
-            return self._writers > 0
-
     def touch(self, batch: Any) -> None:
         """Note that rows have changed: their ids, a bitmap of all rows, or a sparse gradient.
 
@@ -167,66 +161,77 @@ class TableShard:
 
     # -- saves ---------------------------------------------------------------------------------------------
 
-    def costs(self) -> Costs | None:
-        """Say what the next save could write; None if it can only be a base. Raises as `check_idle`."""
+    def check_not_writing(self) -> None:
+        """Raise ConfigurationError in the body of `writing`; wait for other threads that are there."""
         with self.lock:
-            self.check_idle()
-            return None if self._chain is None else self._costs(self._chain, [*self._changes, self._change()])
+            if self._writers:
+                raise ConfigurationError(f"call this outside of `writing` of {self.name!r}")
 
     def check_idle(self) -> None:
         """Raise ConfigurationError while a save runs, and in the body of `writing`, for which one would wait."""
         with self.lock:
-            if self._writers:
-                raise ConfigurationError(f"call this outside of `writing` of {self.name!r}")
+            self.check_not_writing()
             if self._cut is not None:
                 raise ConfigurationError(f"a save of {self.name!r} has not ended; tell it by `settle`")
 
-    def cut(self, first: int | None = None) -> Cut:
-        """Begin a save: what is changed from now on belongs to the next one.
+    def begin(self) -> Cut:
+        """Begin a save: what is changed from now on belongs to the next one; `choose` must follow.
+
+        Raises:
+            ConfigurationError: the last save has not been settled; or the caller is in the body of `writing`.
+        """
+        with self.lock:
+            self.check_idle()
+            self._unsaved, self._touched, self._evicted = self._change(), Touched(), Touched()
+            self._cut = Cut(self.name, self.rows, self.lock, self._max_aside_bytes)
+            return self._cut
+
+    def costs(self) -> Costs | None:
+        """Say what the save that has begun could write; None if it can only be a base."""
+        return None if self._chain is None else self._costs(self._chain, [*self._changes, self._unsaved])
+
+    def choose(self, first: int | None = None) -> Cut:
+        """Choose what the save that has begun writes.
 
         `first`: write a delta in the place of the chain's deltas from this index on; None: all rows.
 
         Raises:
-            ConfigurationError: the last save has not been settled; or the id of a row is negative.
+            ConfigurationError: the id of a row is negative.
         """
-        with self.lock:
-            self.check_idle()
-            change = self._change()
-            changes = [*self._changes, change]
-            number = self._number
-            if first is None:
-                ids, evicted = sorted_ids(self.rows.ids(), self.rows.order), np.empty(0, dtype=np.int64)
-                kept: list[Generation] = []
-                if len(ids) and int(ids.min()) < 0:
-                    raise ConfigurationError(f"an id of {self.name!r} is negative: {int(ids.min())}")
-            else:
-                assert self._chain is not None
-                merged = _merged(changes[first:])
-                merged.touched = merged.touched[self.rows.holds(merged.touched)]
-                ids, evicted = sorted_ids(merged.touched, self.rows.order), merged.evicted
-                kept = self._chain.generations[: first + 1]
-                changes = [*changes[:first], merged]
-            generation = Generation(
-                number=number,
-                kind="base" if first is None else "delta",
-                rows=len(ids),
-                evicted=len(evicted),
-                block_rows=self._block_rows(),
-                first_id=_first_id(ids),
-            )
-            chain = Chain(
-                table=self.name,
-                shard=self.shard,
-                shards=self.shards,
-                order=self.rows.order,
-                columns=self._columns(),
-                generations=[*kept, generation],
-            )
-            self._cut = Cut(chain, ids, evicted, self.rows, self.lock, self._max_aside_bytes)
-            self._number += 1
-            self._pending = [] if first is None else changes
-            self._unsaved, self._touched, self._evicted = change, Touched(), Touched()
-            return self._cut
+        cut, changes = self._cut, [*self._changes, self._unsaved]
+        assert cut is not None
+        if first is None:
+            ids, evicted = sorted_ids(cut.all_ids(), self.rows.order), np.empty(0, dtype=np.int64)
+            kept: list[Generation] = []
+            if len(ids) and int(ids.min()) < 0:
+                raise ConfigurationError(f"an id of {self.name!r} is negative: {int(ids.min())}")
+        else:
+            assert self._chain is not None
+            merged = _merged(changes[first:])
+            merged.touched = cut.held(merged.touched)
+            ids, evicted = sorted_ids(merged.touched, self.rows.order), merged.evicted
+            kept = self._chain.generations[: first + 1]
+            changes = [*changes[:first], merged]
+        generation = Generation(
+            number=self._number,
+            kind="base" if first is None else "delta",
+            rows=len(ids),
+            evicted=len(evicted),
+            block_rows=self._block_rows(),
+            first_id=_first_id(ids),
+        )
+        chain = Chain(
+            table=self.name,
+            shard=self.shard,
+            shards=self.shards,
+            order=self.rows.order,
+            columns=self._columns(),
+            generations=[*kept, generation],
+        )
+        self._number += 1
+        self._pending = [] if first is None else changes
+        cut.choose(chain, ids, evicted)
+        return cut
 
     def settle(self, *, durable: bool) -> None:
         """End a save: it was committed, or its changes go into the next one."""

@@ -105,6 +105,11 @@ class Ranks:
     def size(self) -> int:
         return len(self._members)
 
+    @property
+    def stall_s(self) -> float:
+        """How long a rank may work without progress, such that it can still tell the others."""
+        return self._limits.stall_s
+
     def broadcast(self, value: Any) -> Any:
         """Return the first rank's `value` on all ranks."""
         if self.size == 1:
@@ -124,14 +129,14 @@ class Ranks:
         """Return the largest of all ranks' `values`, place by place, in one round trip."""
         if self.size == 1:
             return list(values)
-        self._connect()
+        self.connect()
         largest = torch.tensor(values, dtype=torch.int64, device="cpu")
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
         return largest.tolist()
 
     def from_first(self, work: Callable[[], T]) -> T:
         """Run `work` on the first rank; return its result or raise its error, as one of ours, on all."""
-        self._connect()
+        self.connect()
         answer: tuple[bool, Any] | None = None
         interrupt: BaseException | None = None
         if self.rank == 0:
@@ -155,7 +160,7 @@ class Ranks:
             RanksFailed: on every rank, if it failed on one or the ranks are not in the same `call`.
         """
         self.progress.wait_for("all ranks to connect")
-        self._connect()
+        self.connect()
         self.progress.begin(f"preparing the {call}")
         value: Any = None
         failure: CheckpointError | None = None
@@ -212,7 +217,8 @@ class Ranks:
                 if is_gloo_timeout(error):
                     return
 
-    def _connect(self) -> None:
+    def connect(self) -> None:
+        """Make the connections and begin the heartbeats; the first time all ranks wait for each other here."""
         if not self._connected:
             own = self._own_group()
             if own is not None:

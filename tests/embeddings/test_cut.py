@@ -31,7 +31,13 @@ def growing() -> DictRows:
 
 
 def following(shard: TableShard) -> Cut:
-    return shard.cut(first_to_merge([shard.costs()]))
+    shard.begin()
+    return shard.choose(first_to_merge([shard.costs()]))
+
+
+def first(shard: TableShard) -> Cut:
+    shard.begin()
+    return shard.choose()
 
 
 def contents(cut: Cut) -> dict[str, torch.Tensor]:
@@ -49,7 +55,7 @@ def test_rows_change_while_they_are_read_and_the_cut_does_not(make: Callable[[],
     rows = make()
     shard = TableShard("user", rows)
     ids = np.sort(rows.ids())
-    cut = shard.cut()
+    cut = first(shard)
     expected = rows.read(cut.ids, COLUMNS)
     assert sorted(cut.ids.tolist()) == ids.tolist()
     random = np.random.default_rng(1)
@@ -66,7 +72,7 @@ def test_rows_change_while_they_are_read_and_the_cut_does_not(make: Callable[[],
 def test_rows_that_come_and_go_during_a_save_belong_to_the_next() -> None:
     rows = growing()
     shard = TableShard("user", rows)
-    cut = shard.cut()
+    cut = first(shard)
     expected = rows.read(cut.ids, COLUMNS)
     shard.evict([0, 3])
     with shard.writing([1, 3]):
@@ -80,10 +86,57 @@ def test_rows_that_come_and_go_during_a_save_belong_to_the_next() -> None:
     assert delta.evicted.tolist() == [0, 3]
 
 
+@pytest.mark.parametrize("kind", ["base", "delta"])
+def test_rows_change_between_the_cut_and_the_choice_of_what_it_writes(kind: str) -> None:
+    rows = growing()
+    shard = TableShard("user", rows, max_delta_ratio=9.0)
+    if kind == "delta":
+        first(shard)
+        shard.settle(durable=True)
+    shard.touch([0, 3, 6, 9])
+    before = {id: rows.read(np.array([id]), COLUMNS) for id in rows.ids().tolist()}
+    cut = shard.begin()
+
+    def write(*ids: int) -> None:
+        with shard.writing(ids):
+            rows.write(
+                np.array(ids), {"values": torch.randn(len(ids), 4), "adagrad": torch.ones(len(ids), 1)}
+            )
+
+    write(3, 12, 1)  # of the delta, of the base alone, of neither
+    write(3, 1)
+    shard.evict([0, 15, 1])
+    write(0, 15)  # they come again
+    shard.evict([9])
+    shard.choose(first_to_merge([shard.costs()]))
+    write(6, 1, 18)
+    shard.evict([3])
+    assert cut.generation.kind == kind
+    assert sorted(cut.ids.tolist()) == ([0, 3, 6, 9] if kind == "delta" else sorted(before))
+    got = contents(cut)
+    for number, id in enumerate(cut.ids.tolist()):
+        assert all(torch.equal(got[name][number], before[id][name][0]) for name in COLUMNS), id
+    shard.settle(durable=True)
+    shard.begin()
+    assert sorted(shard.choose(first_to_merge([shard.costs()])).ids.tolist()) == [0, 1, 6, 12, 15, 18]
+
+
+def test_a_save_that_fails_before_the_choice_loses_nothing() -> None:
+    shard = TableShard("user", growing())
+    first(shard)
+    shard.settle(durable=True)
+    shard.touch([3])
+    shard.begin()
+    with shard.writing([6]):
+        pass
+    shard.settle(durable=False)
+    assert sorted(following(shard).ids.tolist()) == [3, 6]
+
+
 def test_what_a_failed_save_did_not_save_is_in_the_next() -> None:
     rows = dense()
     shard = TableShard("user", rows)
-    shard.cut()
+    first(shard)
     shard.settle(durable=True)
     shard.touch([1001, 1002])
     failed = following(shard)
@@ -97,7 +150,7 @@ def test_what_a_failed_save_did_not_save_is_in_the_next() -> None:
 def test_deltas_are_merged_and_an_evicted_row_is_not_brought_back() -> None:
     rows = growing()
     shard = TableShard("user", rows, max_deltas=2, max_delta_ratio=10.0)
-    shard.cut()
+    first(shard)
     shard.settle(durable=True)
     for ids in ([3, 6], [6, 9]):
         shard.touch(ids)
@@ -117,7 +170,7 @@ def test_deltas_are_merged_and_an_evicted_row_is_not_brought_back() -> None:
 def test_copies_are_bounded_and_training_goes_on() -> None:
     rows = dense()
     shard = TableShard("user", rows, max_aside_bytes=10 * 20)
-    cut = shard.cut()
+    cut = first(shard)
     with shard.writing(np.arange(1000, 1010)):
         rows.write(np.arange(1000, 1010), {"values": torch.ones(10, 4)})
     contents(cut)
@@ -128,7 +181,7 @@ def test_copies_are_bounded_and_training_goes_on() -> None:
         cut.read("values", 0)
     shard.touch([1011])
     shard.settle(durable=False)
-    assert shard.cut().generation.rows == 100
+    assert first(shard).generation.rows == 100
 
 
 def test_misuse_is_one_clear_error() -> None:
@@ -137,16 +190,16 @@ def test_misuse_is_one_clear_error() -> None:
         shard.touch([1003, 7])
     with pytest.raises(ConfigurationError, match="does not belong"), shard.writing([1100]):
         pass
-    shard.cut()
+    first(shard)
     with pytest.raises(ConfigurationError, match="has not ended"):
-        shard.cut()
+        first(shard)
     with pytest.raises(ConfigurationError, match="while they are being saved"):
         shard.touch([1001])
     with pytest.raises(ConfigurationError, match="evicts none"):
         shard.evict([1001])
     shard.settle(durable=False)
     with pytest.raises(ConfigurationError, match="outside of `writing`"), shard.writing([1001]):
-        shard.cut()
+        first(shard)
     wrong: list[dict[str, Any]] = [
         {"name": "a.b"},
         {"name": ""},
@@ -177,7 +230,7 @@ def test_homes_are_even_and_few_rows_move() -> None:
 
 def test_rows_that_change_outside_of_writing_fail_the_save_and_are_in_the_next() -> None:
     shard = TableShard("user", dense())
-    shard.cut()
+    first(shard)
     shard.settle(durable=True)
     shard.touch([1005])
     cut = following(shard)
@@ -194,7 +247,7 @@ def test_ids_that_could_not_be_restored_are_refused() -> None:
     shard = TableShard("user", rows)
     rows.write(np.array([-3]), {"values": torch.ones(1, 4), "adagrad": torch.ones(1, 1)})
     with pytest.raises(ConfigurationError, match="negative: -3"):
-        shard.cut()
+        first(shard)
     ids = np.arange(100)
     others = DictRows(COLUMNS, 1, 2)
     foreign = ids[~others.owns(ids)][:1]
@@ -204,7 +257,7 @@ def test_ids_that_could_not_be_restored_are_refused() -> None:
 
 def test_bitmaps_of_dense_rows_begin_with_their_first_row() -> None:
     shard = TableShard("user", dense())
-    shard.cut()
+    first(shard)
     shard.settle(durable=True)
     bitmap = np.zeros(100, dtype=bool)
     bitmap[[0, 99]] = True

@@ -12,7 +12,7 @@ import torch
 from support.row_stores import DictRows
 
 import ckpt
-from ckpt.embeddings import saving
+from ckpt.embeddings import UpdateGate, saving
 from ckpt.embeddings import shard as shard_module
 from ckpt.embeddings.cut import Cut
 from ckpt.embeddings.rows import Column, DenseRows, Ids
@@ -255,7 +255,7 @@ def test_a_chain_goes_on_where_it_holds_the_rows_of_the_store(
     dense()[2].save({}, tmp_path / "0")
     values, shard, tables = dense(count, 5.0)
     tables.restore(tmp_path / "0")
-    assert (shard.costs() is not None) == goes_on
+    assert (shard._chain is not None) == goes_on
     tables.save({}, tmp_path / "1")
     back, _, others = dense(count, 1.0)
     others.restore(tmp_path / "1")
@@ -287,7 +287,7 @@ def test_a_base_that_is_damaged_or_elsewhere_means_a_base_again(tmp_path: Path) 
         tables.save(state, tmp_path / "other" / "1")
     tables.save(state, tmp_path / "other" / "1")
     with pytest.raises(ConfigurationError, match="chooses planner itself"):
-        tables.save(state, tmp_path / "other" / "2", planner=saving.TablePlanner([]))
+        tables.save(state, tmp_path / "other" / "2", planner=saving.TablePlanner())
 
 
 def test_a_restore_that_fails_leads_to_a_base(tmp_path: Path) -> None:
@@ -300,3 +300,53 @@ def test_a_restore_that_fails_leads_to_a_base(tmp_path: Path) -> None:
         tables.restore(tmp_path / "0")
     tables.save({}, tmp_path / "1")
     assert not ckpt.inspect(tmp_path / "1").commit.bases  # type: ignore[union-attr]
+
+
+def test_a_save_takes_the_rows_when_the_updates_of_its_epoch_are_there(tmp_path: Path) -> None:
+    values, shard, tables = dense()
+    gate = UpdateGate([0])
+
+    def update() -> None:
+        with shard.writing([3]):
+            values[3] += 1
+
+    gate.submit(0, 0, update)
+    later = gate.submit(0, 1, update)
+    gate.mark(0, 0, 2)
+    with pytest.raises(SaveFailed, match="rank 0: the cut of epoch 0 .* 1 of 2 updates of source 0 have not"):
+        tables.save({}, tmp_path / "0", gate=gate, timeout_s=1)
+    threading.Timer(0.05, gate.submit, (0, 0, update)).start()
+    future = tables.async_save({}, tmp_path / "0", gate=gate)
+    assert later.done()
+    future.result(60)
+    back, _, others = dense(value=-1.0)
+    others.restore(tmp_path / "0")
+    assert (back[3] == 2).all()
+    assert (values[3] == 3).all()
+
+
+def test_the_future_raises_what_fails_and_the_next_save_has_the_rows(tmp_path: Path) -> None:
+    values, shard, tables = dense()
+    tables.save({}, tmp_path / "0")
+    with shard.writing([3]):
+        values[3] = 7
+    for state, message in (({"tables": 1}, "the key 'tables'"), ("a", "must be a dict")):
+        future = tables.async_save(state, tmp_path / "1")  # type: ignore[arg-type]
+        with pytest.raises((ConfigurationError, SaveFailed), match=message):
+            future.result(60)
+    state = {"dense": torch.ones(3)}
+    future = tables.async_save(state, tmp_path / "1")
+    state["dense"].zero_()
+    future.result(60)
+    back, _, others = dense()
+    others.restore(tmp_path / "1")
+    assert torch.equal(back, values)
+    loaded = {"dense": torch.zeros(3)}
+    ckpt.load(loaded, tmp_path / "1")
+    assert loaded["dense"].tolist() == [1.0] * 3
+
+
+def test_gates_that_save_different_cuts_are_named() -> None:
+    saving._check_epochs([None, 3, 3, None])
+    with pytest.raises(ConfigurationError, match="rank 1 that of epoch 3, rank 3 that of epoch 4"):
+        saving._check_epochs([None, 3, 3, 4])
