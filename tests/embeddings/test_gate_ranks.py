@@ -71,7 +71,7 @@ class Server:
 server: Server
 
 
-@rpc.functions.async_execution
+@rpc.functions.async_execution  # type: ignore[untyped-decorator]
 def update(trainer: int, epoch: int, ids: Ids, step: int) -> torch.futures.Future[None]:
     later: torch.futures.Future[None] = torch.futures.Future()
 
@@ -92,7 +92,7 @@ def _connect(rank: int, root: str) -> None:
     if rank >= TRAINERS:
         server = Server(rank - TRAINERS)
     options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{root}/rpc", rpc_timeout=60)
-    rpc.init_rpc(f"rank{rank}", rank=rank, world_size=TRAINERS + SERVERS, rpc_backend_options=options)
+    rpc.init_rpc(f"rank{rank}", rank=rank, world_size=TRAINERS + SERVERS, rpc_backend_options=options)  # type: ignore[no-untyped-call]
 
 
 def _train(rank: int, root: str, cuts: list[int], marks: bool, timeout_s: float) -> str:
@@ -176,7 +176,7 @@ def assert_restored(root: Path, step: int, shards: int) -> None:
         Tables(TableShard("user", store, shard=number, shards=shards)).restore(root / f"step-{step}")
         rows.update({id: row["ledger"].tolist() for id, row in store.rows.items()})
     assert rows == ledger_after(step)
-    state = {"dense": torch.zeros(5), "step": 0}
+    state: dict[str, Any] = {"dense": torch.zeros(5), "step": 0}
     ckpt.load(state, root / f"step-{step}")
     assert (state["dense"].tolist(), state["step"]) == ([float(step)] * 5, step)
 

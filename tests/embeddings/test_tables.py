@@ -313,7 +313,9 @@ def test_a_save_takes_the_rows_when_the_updates_of_its_epoch_are_there(tmp_path:
     gate.submit(0, 0, update)
     later = gate.submit(0, 1, update)
     gate.mark(0, 0, 2)
-    with pytest.raises(SaveFailed, match="rank 0: the cut of epoch 0 .* 1 of 2 updates of source 0 have not"):
+    with pytest.raises(
+        SaveFailed, match=r"rank 0: the cut of epoch 0 .* 1 of 2 updates of source 0 have not"
+    ):
         tables.save({}, tmp_path / "0", gate=gate, timeout_s=1)
     threading.Timer(0.05, gate.submit, (0, 0, update)).start()
     future = tables.async_save({}, tmp_path / "0", gate=gate)
@@ -334,9 +336,9 @@ def test_the_future_raises_what_fails_and_the_next_save_has_the_rows(tmp_path: P
         future = tables.async_save(state, tmp_path / "1")  # type: ignore[arg-type]
         with pytest.raises((ConfigurationError, SaveFailed), match=message):
             future.result(60)
-    state = {"dense": torch.ones(3)}
-    future = tables.async_save(state, tmp_path / "1")
-    state["dense"].zero_()
+    weights = torch.ones(3)
+    future = tables.async_save({"dense": weights}, tmp_path / "1")
+    weights.zero_()
     future.result(60)
     back, _, others = dense()
     others.restore(tmp_path / "1")

@@ -113,10 +113,10 @@ def test_failed_saves_give_the_memory_back(tmp_path: Path) -> None:
 def test_memory_is_free_when_a_save_has_ended(tmp_path: Path) -> None:
     import gc
 
-    from ckpt.api import _stager
+    from ckpt.api import stager
     from ckpt.writing.staging_memory import Blocks
 
-    blocks = _stager._memory
+    blocks = stager._memory
     assert isinstance(blocks, Blocks)
     gc.collect()
     gc.disable()  # nothing may depend on it
