@@ -138,7 +138,7 @@ def test_signatures() -> None:
         "name, rows, shard, shards, quantize, max_deltas, max_delta_ratio, max_aside_bytes"
     )
     for of_tables in (ckpt.embeddings.Tables.save, ckpt.embeddings.Tables.async_save):
-        assert parameters(of_tables) == "self, state_dict, url, frozen, options"
+        assert parameters(of_tables) == "self, state_dict, url, frozen, gate, options"
     for save in (ckpt.save, ckpt.async_save):
         assert (
             parameters(save)
