@@ -6,7 +6,7 @@ objects. It guards against damage, not against forgery.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from awscrt import checksums
 
@@ -24,16 +24,26 @@ def crc_text(crc: int) -> str:
     return f"{crc:016x}"
 
 
-def block_crcs(buffers: Iterable[memoryview], block_size_bytes: int) -> list[int]:
-    """Return the CRC of every block of the bytes in `buffers`, which start at a block's start."""
+def block_crcs(
+    buffers: Iterable[memoryview],
+    block_size_bytes: int,
+    see: Callable[[int, memoryview], None] | None = None,
+) -> list[int]:
+    """Return the CRC of every block of the bytes in `buffers`, which start at a block's start.
+
+    `see` is shown each piece, and where it begins, right after it was read: none is of two blocks or buffers.
+    """
     crcs: list[int] = []
-    crc, missing = 0, block_size_bytes
+    crc, missing, position = 0, block_size_bytes, 0
     for buffer in buffers:
         start = 0
         while start < buffer.nbytes:
             piece = buffer[start : start + missing]
             crc = crc64nvme(piece, crc)
+            if see is not None:
+                see(position, piece)
             start += piece.nbytes
+            position += piece.nbytes
             missing -= piece.nbytes
             if missing == 0:
                 crcs.append(crc)

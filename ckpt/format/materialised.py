@@ -8,8 +8,9 @@ import msgspec
 
 from ckpt.backends.base import Store, read_bytes
 from ckpt.consistency.checksums import crc64nvme, crc_text
+from ckpt.consistency.digests import DIGEST_BYTES, PROBE_BYTES
 from ckpt.errors import ConfigurationError, IntegrityError, NotFound
-from ckpt.format.records import DIGEST_BYTES, CommitRecord, ManifestRef, RankManifest
+from ckpt.format.records import CommitRecord, ManifestRef, RankManifest
 from ckpt.format.sibling_objects import SiblingObjects
 
 
@@ -40,17 +41,20 @@ def needed(
         manifest,
         files=[manifest.files[number] for number in numbers],
         items=[msgspec.structs.replace(item, file=new[item.file]) for _, item in kept],
-        digests=_chosen(manifest.digests, [n for n, _ in kept]),
+        digests=_chosen(manifest.digests, DIGEST_BYTES, [n for n, _ in kept]),
+        probes=_chosen(manifest.probes, PROBE_BYTES, [n for n, _ in kept]),
     )
     nbytes = sum(file.size_bytes for file in part.files)
     facts = {"rank": rank, "files": len(part.files), "items": len(part.items), "data_bytes": nbytes}
     return msgspec.structs.replace(ref, **facts), part
 
 
-def _chosen(digests: bytes | msgspec.UnsetType, positions: Sequence[int]) -> bytes | msgspec.UnsetType:
-    if not isinstance(digests, bytes):
-        return digests
-    return b"".join(digests[DIGEST_BYTES * each : DIGEST_BYTES * (each + 1)] for each in positions)
+def _chosen(
+    packed: bytes | msgspec.UnsetType, nbytes: int, positions: Sequence[int]
+) -> bytes | msgspec.UnsetType:
+    if not isinstance(packed, bytes):
+        return packed
+    return b"".join(packed[nbytes * each : nbytes * (each + 1)] for each in positions)
 
 
 def check_beside(destination: Store, record: CommitRecord) -> None:

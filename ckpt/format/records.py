@@ -16,6 +16,7 @@ import numpy as np
 from ckpt.backends.base import Store, is_key
 from ckpt.consistency import environment
 from ckpt.consistency.commit import COMMIT_KEY, is_foreign, read_commit_bytes
+from ckpt.consistency.digests import DIGEST_BYTES, PROBE_BYTES
 from ckpt.consistency.seal import is_sealed_json, seal_json, unseal_json
 from ckpt.errors import FormatError
 from ckpt.format.names import ObjectName, is_path, is_sibling, split_path
@@ -26,7 +27,6 @@ MODEL_VERSION = 3
 """Of the records of a model in safetensors files, which readers of version 2 do not know."""
 REFERENCE_VERSION = 4
 """Of commit records of checkpoints that refer to others, or may be referred to: who deletes must know."""
-DIGEST_BYTES = 16
 MAX_METADATA_BYTES = 8 << 30
 """The largest `.metadata` or index that is read."""
 
@@ -181,8 +181,8 @@ class ItemRecord(msgspec.Struct, frozen=True, array_like=True):
 class RankManifest(msgspec.Struct, frozen=True, kw_only=True):
     """`rank-NNNNN/<token>.json`: everything that a rank wrote in a save.
 
-    `digests` packs the XXH3-128 of the payload of each item as 16 bytes, big endian; zeros where
-    there is none.
+    `digests` packs the digest of the payload of each item as 16 bytes, big endian; zeros where
+    there is none. So does `probes` with what tells from 8 bytes that two payloads differ.
     """
 
     format: str = FORMAT_NAME
@@ -193,12 +193,17 @@ class RankManifest(msgspec.Struct, frozen=True, kw_only=True):
     files: list[FileRecord]
     items: list[ItemRecord]
     digests: bytes | msgspec.UnsetType = msgspec.UNSET
+    probes: bytes | msgspec.UnsetType = msgspec.UNSET
 
     def digest(self, number: int) -> bytes:
         """Return the digest of an item's payload; empty if it has none."""
         packed = self.digests or b""
         digest = packed[DIGEST_BYTES * number : DIGEST_BYTES * (number + 1)]
         return digest if any(digest) else b""
+
+    def probe(self, number: int) -> bytes:
+        """Return the probe of an item's payload; empty if it has none."""
+        return (self.probes or b"")[PROBE_BYTES * number : PROBE_BYTES * (number + 1)]
 
 
 class _Header(msgspec.Struct):
@@ -326,11 +331,9 @@ def _check_manifest(manifest: RankManifest) -> None:
     block = manifest.block_size_bytes
     _require(_MIN_BLOCK_BYTES <= block <= _MAX_BLOCK_BYTES, f"a block size of {block} bytes")
     _require(len({file.path for file in manifest.files}) == len(manifest.files), "a file listed twice")
-    packed_bytes = DIGEST_BYTES * len(manifest.items)
-    _require(
-        manifest.digests is msgspec.UNSET or len(manifest.digests) == packed_bytes,
-        "a wrong number of digests",
-    )
+    for packed, size in ((manifest.digests, DIGEST_BYTES), (manifest.probes, PROBE_BYTES)):
+        is_whole = packed is msgspec.UNSET or len(packed) == size * len(manifest.items)
+        _require(is_whole, "a wrong number of digests")
     for file in manifest.files:
         _check_key(file.path)
         blocks = -(-file.size_bytes // block)

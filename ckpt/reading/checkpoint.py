@@ -14,6 +14,7 @@ import msgspec
 from ckpt.backends.base import Store, is_key, read_bytes
 from ckpt.consistency.checksums import crc64nvme, crc_text
 from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY
+from ckpt.consistency.digests import StoredDigest
 from ckpt.consistency.seal import unseal_pickle
 from ckpt.consistency.visibility import when_visible
 from ckpt.errors import CommitConflict, FormatError, IntegrityError, Truncated, UnsafeContent
@@ -91,21 +92,22 @@ class Checkpoint:
         metadata: bytes,
         *,
         is_shared: bool = False,
+        columns: Columns | None = None,
     ) -> None:
-        """`is_shared`: another rank has decoded this metadata already."""
+        """`is_shared`: another rank has decoded this metadata already; `columns`: this one has, and these are they."""
         self.settings = settings
         self.stored_commit, self.metadata_key, self.metadata_bytes = commit, metadata_key, metadata
         self.commit: CommitRecord | None = None if commit is None else commit.record
         refers = self.commit is not None and bool(self.commit.owners)
         self.store = SiblingObjects(store) if refers else store
-        self._described = self._decode(is_shared)
+        self._described = columns or self._decode(is_shared)
         self.located: dict[tuple[str, int], StoredTensor | None] = {}
         self.chunk_sizes: dict[str, dict[bytes, torch.Size]] = {}
         self._refs = {ref.path: ref for ref in self.commit.manifests} if self.commit else {}
         self._files: dict[str, StoredFile] = {}
         self._stored_sizes: dict[str, int] = {}
         self._items: dict[tuple[str, int], ItemRecord] = {}
-        self._digests: dict[tuple[str, int], bytes] = {}
+        self._digests: dict[tuple[str, int], tuple[RankManifest, int]] = {}
 
     @functools.cached_property
     def columns(self) -> Columns:
@@ -192,7 +194,7 @@ class Checkpoint:
             for number, item in enumerate(manifest.items):
                 self._items[paths[item.file], item.offset] = item
                 if manifest.digests:
-                    self._digests[paths[item.file], item.offset] = manifest.digest(number)
+                    self._digests[paths[item.file], item.offset] = manifest, number
 
     def file(self, path: str, start: int = 0, stop: int = 0) -> StoredFile:
         """Return the file of an item in `[start, stop)`, after `prepare`.
@@ -236,10 +238,17 @@ class Checkpoint:
             raise self.fault(message, path)
         return item
 
-    def digest(self, fqn: str, offsets: Sequence[int], path: str, offset: int, length: int) -> bytes:
-        """Return the digest of an item's payload, after `prepare`; empty if it has none. Raises as `item`."""
-        self.item(fqn, offsets, path, offset, length)
-        return self._digests.get((path, offset), b"")
+    def digest(
+        self, fqn: str, offsets: Sequence[int], path: str, offset: int, length: int
+    ) -> StoredDigest | None:
+        """Return the digest of an item's payload, after `prepare`; None if it has none. Raises as `item`."""
+        item = self.item(fqn, offsets, path, offset, length)
+        manifest, number = self._digests.get((path, offset), (None, 0))
+        digest = b"" if manifest is None else manifest.digest(number)
+        if item is None or manifest is None or not digest or item.payload_offset < 0:
+            return None
+        probe, block = manifest.probe(number), manifest.block_size_bytes
+        return StoredDigest(item.payload_offset, item.payload_bytes, block, digest, probe)
 
     def _decode(self, is_shared: bool) -> Columns | Metadata:
         store, key, data = self.store, self.metadata_key, self.metadata_bytes

@@ -5,17 +5,19 @@ from __future__ import annotations
 import bisect
 import functools
 import os
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
 import numpy as np
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from ckpt.backends.base import Store
 from ckpt.backends.options import redact_url
 from ckpt.backends.paths import path_of
 from ckpt.backends.registry import normal_url
 from ckpt.backends.wrapper import PrefixStore
+from ckpt.consistency.digests import StoredDigest
 from ckpt.errors import (
     CheckpointError,
     CommitConflict,
@@ -135,6 +137,8 @@ class Base:
         entry = self.columns.entries[fqn]
         if isinstance(entry, ObjectRow):
             return {self.owners[entry.file]: entry.length}
+        if len(entry.file) == 1:
+            return {self.owners[entry.file[0]]: int(entry.length[0])}
         total: dict[str, int] = {}
         for file in np.unique(entry.file).tolist():
             owner = self.owners[file]
@@ -161,18 +165,32 @@ class Base:
                 )
             yield from names[start:stop]
 
-    def rows_of_rank(self, rank: int, size: int, fqns: Iterable[str]) -> Iterator[tuple[str, int]]:
-        """List the rows that this rank of `size` compares: those that a rank of its number wrote."""
-        names = [ObjectName.parse(split_path(path)[1]) for path in self.columns.files]
-        mine = np.array([name is not None and name.rank % size == rank for name in names], dtype=bool)
-        for fqn in fqns:
-            entry = self.columns.entries[fqn]
-            if isinstance(entry, TensorColumns):
-                for row in np.flatnonzero(mine[entry.file]).tolist():
-                    yield fqn, row
+    def rows_of(self, fqn: str) -> int:
+        """Count the stored chunks of a tensor."""
+        entry = self.columns.entries[fqn]
+        return len(entry.file) if isinstance(entry, TensorColumns) else 0
 
-    def digests(self, rows: Sequence[tuple[str, int]], threads: Executor) -> list[bytes]:
-        """Return the stored digest of each row; empty where there is none. Raises as a load."""
+    def rows_at(self, entry: TensorColumns, chunk: ChunkStorageMetadata, rank: int, size: int) -> list[int]:
+        """List the rows of a chunk that this rank of `size` compares: those that a rank of its number wrote."""
+        rows = [0]
+        if len(entry.file) != 1:
+            rows = np.flatnonzero((entry.offsets == np.array(chunk.offsets)).all(axis=1)).tolist()
+        box = list(chunk.offsets), list(chunk.sizes)
+        return [
+            row
+            for row in rows
+            if (entry.offsets[row].tolist(), entry.sizes[row].tolist()) == box
+            and self._writers[entry.file[row]] % size == rank
+        ]
+
+    @functools.cached_property
+    def _writers(self) -> list[int]:
+        """The rank that wrote each file."""
+        names = (ObjectName.parse(split_path(path)[1]) for path in self.columns.files)
+        return [0 if name is None else name.rank for name in names]
+
+    def digests(self, rows: Sequence[tuple[str, int]], threads: Executor) -> list[StoredDigest | None]:
+        """Return what is stored of each row; None where there is no digest. Raises as a load."""
         places = []
         for fqn, row in rows:
             entry = self.columns.entries[fqn]
@@ -187,9 +205,9 @@ class Base:
         ]
 
     @staticmethod
-    def remember(commit: StoredCommit, index: bytes) -> None:
+    def remember(commit: StoredCommit, index: bytes, columns: Columns) -> None:
         """Keep the records of a checkpoint that was just committed, which the next save may refer to."""
-        _last[:] = [(commit, index)]
+        _last[:] = [(commit, index, columns)]
 
     def close(self) -> None:
         """Release what was opened for it."""
@@ -197,14 +215,14 @@ class Base:
         self._root.close()
 
 
-_last: list[tuple[StoredCommit, bytes]] = []
+_last: list[tuple[StoredCommit, bytes, Columns]] = []
 """The last checkpoint that this process has committed."""
 
 
 def _remembered(store: Store) -> Checkpoint | None:
     """Return the checkpoint at the store's root if it is the last one, and still there: by one request."""
-    for commit, index in _last:
+    for commit, index, columns in _last:
         if commit.url == store.url and is_there(store, commit):
             key = commit.record.described_by.path
-            return Checkpoint(store, ReadSettings(), commit, key, index, is_shared=True)
+            return Checkpoint(store, ReadSettings(), commit, key, index, columns=columns)
     return None

@@ -1,96 +1,110 @@
-"""Digest the bytes of tensors, and see that they stay as they were digested."""
+"""Compare tensors with digests that were stored of them: all bytes, but no more than it takes to see a difference."""
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
-import xxhash
 
-from ckpt.torch_private import changes_of
+from ckpt.consistency.digests import PayloadDigest, StoredDigest, probe_of
 from ckpt.transfer.buffer_pool import StagingPool
-from ckpt.transfer.file_body import changed_while_saved
 from ckpt.transfer.tensor_memory import copy_flat, has_memory_view, memory_of
 from ckpt.transfer.threads import run_all, workers
 
-_STEP_BYTES = 64 << 20
-_COPY_BYTES = 8 << 20
+_STEP_BYTES = 8 << 20
+_BATCH_BYTES = 8 << 20
+_BATCH_ITEMS = 256
 _MAX_THREADS = 8
-_SPOT_BYTES = 64
-
-Chunk = tuple[str, tuple[int, ...]]
-"""A tensor's name, and the offsets of a chunk of it."""
 
 
-@dataclass(frozen=True)
-class _State:
-    """How a tensor looked, where that can be told: torch counts its changes, and some bytes of it."""
+class Comparison(NamedTuple):
+    """A tensor, asked for when it is due (None: it is not plain), and what is stored of one under its name."""
 
-    address: int
-    version: int
-    spots: bytes
-
-    @staticmethod
-    def of(tensor: torch.Tensor) -> _State | None:
-        if tensor.is_inference() or not tensor.numel():
-            return None
-        spots = b""
-        if has_memory_view(tensor):
-            view = memory_of(tensor)
-            middle = view.nbytes // 2
-            spots = b"".join((view[:_SPOT_BYTES], view[middle : middle + _SPOT_BYTES], view[-_SPOT_BYTES:]))
-        return _State(tensor.data_ptr(), changes_of(tensor), spots)
+    resolve: Callable[[], torch.Tensor | None]
+    stored: StoredDigest
 
 
-class Digests:
-    """The digests of chunks that one save has made: XXH3-128 of the dense row-major bytes."""
+def compare(todo: Sequence[Comparison], pool: StagingPool, moved: Callable[[], None]) -> list[bool]:
+    """Tell of each tensor whether it has the digest that is stored; `moved` is called as this gets on."""
+    # In this thread: most tensors that have changed cost some microseconds each.
+    likely = [number for number, each in enumerate(todo) if _may_be_equal(each, pool, moved)]
+    batches = list(_batches(likely, todo))
+    with workers(max(1, min(_MAX_THREADS, os.cpu_count() or 1, len(batches))), "ckpt-digest") as threads:
+        found = run_all(threads, lambda batch: [n for n in batch if _is_equal(todo[n], pool, moved)], batches)
+    equal = {number for numbers in found for number in numbers}
+    return [number in equal for number in range(len(todo))]
 
-    def __init__(self, pool: StagingPool, moved: Callable[[], None]) -> None:
-        """`moved` is called as it gets on."""
-        self._pool, self._moved = pool, moved
-        self._made: dict[Chunk, bytes] = {}
-        self._states: dict[Chunk, _State | None] = {}
 
-    def make(self, wanted: Iterable[tuple[Chunk, Callable[[], torch.Tensor]]]) -> None:
-        """Digest chunks, asking for the tensor of each when it is due; not those that have been."""
-        todo = [(chunk, resolve) for chunk, resolve in wanted if chunk not in self._made]
-        with workers(max(1, min(_MAX_THREADS, os.cpu_count() or 1, len(todo))), "ckpt-digest") as threads:
-            run_all(threads, lambda each: self._make(*each), todo)
+def _batches(numbers: Sequence[int], todo: Sequence[Comparison]) -> Iterator[list[int]]:
+    """Cut a list into runs, each enough work for a thread to take."""
+    batch: list[int] = []
+    nbytes = 0
+    for number in numbers:
+        batch.append(number)
+        nbytes += todo[number].stored.nbytes
+        if nbytes >= _BATCH_BYTES or len(batch) == _BATCH_ITEMS:
+            yield batch
+            batch, nbytes = [], 0
+    if batch:
+        yield batch
 
-    def of(self, chunk: Chunk) -> bytes:
-        """Return a digest; empty if none was made."""
-        return self._made.get(chunk, b"")
 
-    def check(self, chunk: Chunk, resolve: Callable[[], torch.Tensor]) -> None:
-        """Raise CheckpointError if a tensor has changed since it was digested, as far as that can be told."""
-        state = self._states.get(chunk)
-        if state is None:
-            return
-        now = _State.of(resolve())
-        # At another address it is a copy that the planner made.
-        if now is not None and now.address == state.address and now != state:
-            raise changed_while_saved(chunk[0])
+def _may_be_equal(comparison: Comparison, pool: StagingPool, moved: Callable[[], None]) -> bool:
+    """Tell whether a tensor fits, and begins as it did."""
+    tensor, stored = comparison.resolve(), comparison.stored
+    if tensor is None:
+        return False
+    size, nbytes = tensor.element_size(), stored.nbytes
+    if tensor.numel() * size != nbytes:
+        return False
+    if nbytes and (stored.start % size or stored.block_size_bytes % size):
+        return False
+    if not nbytes or not stored.probe:
+        return True
+    if has_memory_view(tensor):
+        return (
+            probe_of(memory_of(tensor)[: stored.probed_bytes]) == stored.probe
+        )  # as below, but in less time
+    moved()
+    with _bytes_of(tensor, 0, stored.probed_bytes, pool) as first:
+        return probe_of(first) == stored.probe
 
-    def _make(self, chunk: Chunk, resolve: Callable[[], torch.Tensor]) -> None:
-        tensor = resolve()
-        state = _State.of(tensor)
-        digest = xxhash.xxh3_128()
-        nbytes = tensor.numel() * tensor.element_size()
-        if has_memory_view(tensor):
-            view = memory_of(tensor)
-            for start in range(0, nbytes, _STEP_BYTES):
-                digest.update(view[start : start + _STEP_BYTES])
-                self._moved()
-        elif nbytes:
-            size = tensor.element_size()
-            with self._pool.take(min(nbytes, _COPY_BYTES)) as scratch:
-                step = len(scratch) // size
-                for start in range(0, tensor.numel(), step):
-                    stop = min(start + step, tensor.numel())
-                    part = scratch[: (stop - start) * size]
-                    copy_flat(tensor, start, stop, part)
-                    digest.update(part)
-                    self._moved()
-        self._made[chunk], self._states[chunk] = digest.digest(), state
+
+def _is_equal(comparison: Comparison, pool: StagingPool, moved: Callable[[], None]) -> bool:
+    tensor, stored = comparison.resolve(), comparison.stored
+    if tensor is None or tensor.numel() * tensor.element_size() != stored.nbytes:
+        return False  # a planner may return another one
+    block = stored.block_size_bytes
+    digest = PayloadDigest(stored.start, stored.nbytes, block)
+    begin, step = 0, max(_STEP_BYTES // block, 1) * block
+    while begin < stored.nbytes:
+        end = min(begin + step - (stored.start + begin) % block, stored.nbytes)
+        with _bytes_of(tensor, begin, end, pool) as data:
+            for at, part in _cut(data, stored.start + begin, block):
+                digest.add(at, part)
+        begin = end
+        moved()
+    return digest.digest() == stored.digest
+
+
+@contextlib.contextmanager
+def _bytes_of(tensor: torch.Tensor, begin: int, end: int, pool: StagingPool) -> Iterator[memoryview]:
+    """Yield bytes `[begin, end)` of a tensor, where they are or copied; both are at elements."""
+    if has_memory_view(tensor):
+        yield memory_of(tensor)[begin:end]
+        return
+    with pool.take(end - begin) as scratch:
+        copy_flat(tensor, begin // tensor.element_size(), end // tensor.element_size(), scratch)
+        yield scratch
+
+
+def _cut(data: memoryview, position: int, block: int) -> Iterator[tuple[int, memoryview]]:
+    """Cut bytes that lie at `position` in a file where its blocks end."""
+    begin = 0
+    while begin < data.nbytes:
+        end = begin + block - (position + begin) % block
+        yield position + begin, data[begin:end]
+        begin = end

@@ -6,8 +6,9 @@ import dataclasses
 import inspect
 import io
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,21 +18,30 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from ckpt.errors import BaseGone, CheckpointError, ConfigurationError
 from ckpt.format.columns import TensorColumns
 from ckpt.format.dtypes import dtype_name
+from ckpt.ranks.group import Ranks
 from ckpt.references.base import UNFIT, Base
-from ckpt.references.digests import Digests
+from ckpt.references.digests import Comparison
 from ckpt.references.owners import MAX_OWNERS, choose_entries, sum_by_owner
 from ckpt.references.request import References
 from ckpt.transfer.threads import workers
-from ckpt.writing.layout import resolved_tensor
+from ckpt.writing.layout import Chunk, resolved_tensor
 
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class _Verdict:
-    """What one rank has found: the rows of the base that it compared, and that are equal, by entry."""
+    """What one rank has found of what it plans.
 
+    Attributes:
+        alike: tensors that the base has, declared or with equal rows, and whether they require a gradient now.
+        equal: of those that were compared, the rows of the base that are equal.
+        refused: what the base has otherwise, or what is to be carried without it.
+    """
+
+    alike: dict[str, bool]
     equal: dict[str, list[int]]
+    refused: set[str]
 
 
 @dataclass(frozen=True)
@@ -75,6 +85,7 @@ class CarryingPlanner(SavePlanner):
     Attributes:
         carried: on the coordinator, the entries of the base that the new checkpoint names, and
             whether each requires a gradient now (None: as in the base).
+        plain: tensors of this rank that were looked at, and are plain.
     """
 
     def __init__(
@@ -83,15 +94,15 @@ class CarryingPlanner(SavePlanner):
         base: Base,
         request: References,
         sure: Sure,
-        digests: Digests,
-        rank: int,
-        size: int,
+        digest: Callable[[Sequence[Comparison]], list[bool]],
+        ranks: Ranks,
     ) -> None:
+        """`digest` tells which tensors have the digests that are stored."""
         self.inner = inner
-        self._base, self._request, self._digests = base, request, digests
-        self._rank, self._size = rank, size
-        self._sure = sure
+        self._base, self._request, self._sure = base, request, sure
+        self._digest, self._ranks = digest, ranks
         self.carried: dict[str, bool | None] = {}
+        self.plain: set[Chunk] = set()
 
     # -- what DCP calls ------------------------------------------------------------------------------------
 
@@ -108,11 +119,11 @@ class CarryingPlanner(SavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         plan = self.inner.create_local_plan()
-        return dataclasses.replace(plan, storage_data=_Verdict(self._compare(plan.items)))
+        return dataclasses.replace(plan, storage_data=self._look(plan.items))
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         verdicts = [plan.storage_data for plan in all_plans if isinstance(plan.storage_data, _Verdict)]
-        self.carried = self._decide(verdicts, [item for plan in all_plans for item in plan.items])
+        self.carried = self._decide(verdicts)
         remaining = [
             dataclasses.replace(
                 plan,
@@ -131,92 +142,85 @@ class CarryingPlanner(SavePlanner):
 
     # -- deciding ------------------------------------------------------------------------------------------
 
-    def _compare(self, items: Iterable[WriteItem]) -> dict[str, list[int]]:
-        """Find the rows of the base that this rank is to compare, and that equal what it holds."""
-        held: dict[tuple[str, tuple[int, ...], tuple[int, ...]], WriteItem] = {}
+    def _look(self, items: Iterable[WriteItem]) -> _Verdict:
+        """Find what the base has alike of what this rank plans."""
+        alike: dict[str, bool] = {}
+        refused: set[str] = set()
+        compared: list[tuple[WriteItem, TensorColumns]] = []
+        entries = self._base.columns.entries
         for item in items:
-            entry = self._stored(item)
-            if entry is not None and item.tensor_data is not None and not self._is_declared(item.index.fqn):
-                chunk = item.tensor_data.chunk
-                held[item.index.fqn, tuple(chunk.offsets), tuple(chunk.sizes)] = item
-        rows, wanted = [], []
-        for fqn, row in self._base.rows_of_rank(
-            self._rank, self._size, dict.fromkeys(fqn for fqn, *_ in held)
-        ):
-            tensor = self._base.columns.entries[fqn]
-            assert isinstance(tensor, TensorColumns)
-            box = fqn, tuple(tensor.offsets[row].tolist()), tuple(tensor.sizes[row].tolist())
-            if box in held:
-                rows.append((fqn, row))
-                wanted.append(held[box])
+            fqn, data = item.index.fqn, item.tensor_data
+            if fqn not in entries:
+                continue
+            entry = None
+            if data is not None and item.type != WriteItemType.BYTE_IO:
+                entry = self._base.tensor(fqn, dtype_name(data.properties.dtype), data.size)
+            if entry is None or data is None or fqn in self._request.carried:
+                refused.add(fqn)
+            elif self._request.declares(fqn):
+                alike[fqn] = data.properties.requires_grad
+            else:
+                compared.append((item, entry))
+        equal: dict[str, list[int]] = {}
+        for item, row in self._compare(compared):
+            assert item.tensor_data is not None
+            alike[item.index.fqn] = item.tensor_data.properties.requires_grad
+            equal.setdefault(item.index.fqn, []).append(row)
+        return _Verdict(alike, equal, refused)
+
+    def _compare(self, items: Iterable[tuple[WriteItem, TensorColumns]]) -> Iterator[tuple[WriteItem, int]]:
+        """Yield the tensors that equal rows of the base, of those that this rank is to compare."""
+        rows = [
+            (item, row)
+            for item, entry in items
+            if item.tensor_data is not None
+            for row in self._base.rows_at(entry, item.tensor_data.chunk, self._ranks.rank, self._ranks.size)
+        ]
         try:
             with workers(4, "ckpt-base") as threads:
-                expected = self._base.digests(rows, threads)
+                stored = self._base.digests([(item.index.fqn, row) for item, row in rows], threads)
         except UNFIT as error:
             if self._request.required:
                 raise
             raise BaseGone(error.message, url=error.url, key=error.key) from error  # the save can do without
-        known = [
-            (row, item, digest) for row, item, digest in zip(rows, wanted, expected, strict=True) if digest
-        ]
-        found = self._digest([item for _, item, _ in known])
-        equal: dict[str, list[int]] = {}
-        for ((fqn, row), _, digest), made in zip(known, found, strict=True):
-            if digest == made:
-                equal.setdefault(fqn, []).append(row)
-        return equal
+        known = [(*each, digest) for each, digest in zip(rows, stored, strict=True) if digest is not None]
+        found = self._digest(
+            [Comparison(partial(self._plain_tensor, item), digest) for item, _, digest in known]
+        )
+        for (item, row, _), is_equal in zip(known, found, strict=True):
+            if is_equal:
+                yield item, row
 
-    def _digest(self, items: Collection[WriteItem]) -> list[bytes]:
-        """Digest tensors; those that are not plain have none."""
-        wanted: dict[tuple[str, tuple[int, ...]], Callable[[], torch.Tensor]] = {}
-        chunks = []
-        for item in items:
-            chunk = item.index.fqn, tuple(item.index.offset or ())
-            chunks.append(chunk)
-            if resolved_tensor(self.inner, item) is not None:
-                wanted[chunk] = lambda item=item: _resolve(self.inner, item)  # type: ignore[misc]
-        self._digests.make(wanted.items())
-        return [self._digests.of(chunk) for chunk in chunks]
+    def _plain_tensor(self, item: WriteItem) -> torch.Tensor | None:
+        tensor = resolved_tensor(self.inner, item)
+        if tensor is not None:
+            self.plain.add((item.index.fqn, item.index.offset))
+        return tensor
 
-    def _decide(self, verdicts: Iterable[_Verdict], items: Iterable[WriteItem]) -> dict[str, bool | None]:
-        """Choose what is carried, from what all ranks have found and plan."""
+    def _decide(self, verdicts: Iterable[_Verdict]) -> dict[str, bool | None]:
+        """Choose what is carried, from what all ranks have found."""
+        alike: dict[str, bool] = {}
         equal: dict[str, set[int]] = {}
+        refused: set[str] = set()
         for verdict in verdicts:
+            alike |= verdict.alike
+            refused |= verdict.refused
             for fqn, rows in verdict.equal.items():
                 equal.setdefault(fqn, set()).update(rows)
-        planned: dict[str, bool | None] = {}
-        refused: set[str] = set()
-        for item in items:
-            fqn, entry = item.index.fqn, self._stored(item)
-            if entry is None or item.tensor_data is None:
-                refused.add(fqn)
-            elif self._is_declared(fqn) or len(equal.get(fqn, ())) == len(entry.file) > 0:
-                planned[fqn] = item.tensor_data.properties.requires_grad
-        clash = sorted((planned.keys() | refused) & self._request.carried)
+        clash = sorted(refused & self._request.carried)
         if clash:
             raise CheckpointError(f"{clash[0]!r} is to be carried, but the state holds it too")
-        candidates = {fqn: self._base.bytes_by_owner(fqn) for fqn in planned if fqn not in refused}
+        candidates = {
+            fqn: self._base.bytes_by_owner(fqn)
+            for fqn in alike
+            if fqn not in refused
+            and (fqn not in equal or len(equal[fqn]) == self._base.rows_of(fqn))  # else it is declared
+        }
         exact = {fqn: self._base.bytes_by_owner(fqn) for fqn in self._request.carried}
         chosen, owners = choose_entries({**candidates, **exact}, self._base.data_bytes, self._sure.owners)
         _log(self._base, len(chosen), sum_by_owner({**candidates, **exact}[fqn] for fqn in chosen), owners)
         order = [*candidates, *sorted(exact)]
-        return {fqn: planned.get(fqn) for fqn in order if fqn in chosen}
-
-    def _is_declared(self, fqn: str) -> bool:
-        return self._request.declares(fqn)
-
-    def _stored(self, item: WriteItem) -> TensorColumns | None:
-        """Return the base's entry of a planned item, if it is the same kind of tensor."""
-        data = item.tensor_data
-        if item.type == WriteItemType.BYTE_IO or data is None:
-            return None
-        return self._base.tensor(item.index.fqn, dtype_name(data.properties.dtype), data.size)
-
-
-def _resolve(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
-    tensor = resolved_tensor(planner, item)
-    assert tensor is not None  # it was plain when it was looked at
-    return tensor
+        return {fqn: alike.get(fqn) for fqn in order if fqn in chosen}
 
 
 def _log(base: Base, count: int, carried_bytes: dict[str, int], owners: Collection[str]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,13 +23,12 @@ from ckpt.format.records import CommitRecord
 from ckpt.ranks.group import Ranks
 from ckpt.references.base import UNFIT, Base, base_name
 from ckpt.references.carrying import carry, referable
-from ckpt.references.digests import Chunk, Digests
+from ckpt.references.digests import compare
 from ckpt.references.frozen import Patterns
 from ckpt.references.planner import CarryingPlanner, Sure, sure_entries
 from ckpt.references.request import References
 from ckpt.torch_private import caches_plans, flatten_state_dict
-from ckpt.transfer.file_body import TensorPayload
-from ckpt.writing.layout import Entry
+from ckpt.writing.layout import Chunk
 from ckpt.writing.receipts import RankReceipt
 from ckpt.writing.writer import CheckpointWriter
 
@@ -58,7 +57,6 @@ class ReferringWriter(CheckpointWriter):
         self._base: Base | None = None
         self._planner: CarryingPlanner | None = None
         self._sure = Sure()
-        self._digests = Digests(self._pool, self._moved)
 
     @property
     def wants_base(self) -> bool:
@@ -73,7 +71,7 @@ class ReferringWriter(CheckpointWriter):
                 if self._unfit is not None:
                     raise self._unfit
                 self._base = Base.open(self._store, self._base_name)
-                return self._base.share()
+                return self._base.share() if ranks.size > 1 else b""
             except UNFIT as error:
                 if self._request.required:
                     raise
@@ -116,7 +114,12 @@ class ReferringWriter(CheckpointWriter):
             self._planner = None
             return inner
         self._planner = CarryingPlanner(
-            inner, self._base, self._request, self._sure, self._digests, ranks.rank, ranks.size
+            inner,
+            self._base,
+            self._request,
+            self._sure,
+            lambda todo: compare(todo, self._pool, self._moved),
+            ranks,
         )
         return self._planner
 
@@ -140,7 +143,7 @@ class ReferringWriter(CheckpointWriter):
         super().close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_base": None, "_planner": None, "_digests": None}
+        return {**super().__getstate__(), "_base": None, "_planner": None}
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         super().finish(metadata, results)
@@ -152,19 +155,12 @@ class ReferringWriter(CheckpointWriter):
     def _moved(self) -> None:
         self.progress.moved()
 
-    def _digest(self, entries: Sequence[Entry]) -> dict[Chunk, bytes]:
-        undigested = self._request.undigested
-        wanted = {
-            chunk: resolve
-            for chunk, resolve in _tensors(entries)
-            if undigested is None or not chunk[0].startswith(undigested)
-        }
-        self._digests.make(wanted.items())
-        return {chunk: self._digests.of(chunk) for chunk in wanted}
+    def _known_plain(self) -> Collection[Chunk]:
+        return () if self._planner is None else self._planner.plain
 
-    def _check_unchanged(self, entries: Sequence[Entry]) -> None:
-        for chunk, resolve in _tensors(entries):
-            self._digests.check(chunk, resolve)
+    def _digested(self) -> Callable[[str], bool]:
+        undigested = self._request.undigested
+        return lambda fqn: undigested is None or not fqn.startswith(undigested)
 
     def _records(
         self, metadata: Metadata, receipts: Sequence[RankReceipt], world_size: int
@@ -176,9 +172,3 @@ class ReferringWriter(CheckpointWriter):
         if missing:
             raise CheckpointError(f"{missing[0]!r} is to be carried, but the base does not hold it")
         return carry(columns, record, self._base, self._planner.carried)
-
-
-def _tensors(entries: Sequence[Entry]) -> Iterator[tuple[Chunk, Callable[[], torch.Tensor]]]:
-    for entry in entries:
-        if isinstance(entry.payload, TensorPayload):
-            yield (entry.index.fqn, tuple(entry.index.offset or ())), entry.payload.resolve

@@ -21,6 +21,7 @@ import torch
 
 from ckpt.backends.bodies import Part
 from ckpt.consistency.checksums import BLOCK_SIZE_BYTES, block_crcs, combine_blocks
+from ckpt.consistency.digests import FileDigests
 from ckpt.errors import CheckpointError
 from ckpt.gc_pause import no_gc
 from ckpt.torch_private import changes_of
@@ -175,7 +176,7 @@ class FileBody:
     """The body of a data file (`ckpt.backends.base.Body`), which notes its blocks' checksums as it goes.
 
     `check` is called before each part, and raises when the file is not wanted any more; `pace`
-    before bytes are sent (`ckpt.backends.base.Part`).
+    before bytes are sent (`ckpt.backends.base.Part`); `digests` sees all bytes.
     """
 
     has_checksums = True
@@ -186,9 +187,11 @@ class FileBody:
         pool: StagingPool,
         check: Callable[[], None] = lambda: None,
         pace: Callable[[int], None] | None = None,
+        digests: FileDigests | None = None,
     ) -> None:
         self.nbytes = items[-1].offset + items[-1].length if items else 0
         self._items, self._pool, self._check, self._pace = items, pool, check, pace
+        self._digests = digests
         self._offsets = [item.offset for item in items]
         self._crcs = array.array("Q", bytes(8 * -(-self.nbytes // BLOCK_SIZE_BYTES)))
 
@@ -200,7 +203,7 @@ class FileBody:
             scratch_bytes = _place(runs)
         with self._pool.take(scratch_bytes) as scratch:
             buffers, marks = _fill(runs, scratch)
-            crcs = block_crcs(buffers, BLOCK_SIZE_BYTES)
+            crcs = block_crcs(buffers, BLOCK_SIZE_BYTES, self._see(start))
             first = start // BLOCK_SIZE_BYTES
             self._crcs[first : first + len(crcs)] = array.array("Q", crcs)
             try:
@@ -212,6 +215,10 @@ class FileBody:
         for run in runs:
             if run.payload is not None:
                 run.payload.served(run.nbytes)
+
+    def _see(self, start: int) -> Callable[[int, memoryview], None] | None:
+        digests = self._digests
+        return None if digests is None else lambda position, piece: digests.see(start + position, piece)
 
     def crc64nvme(self) -> int:
         return combine_blocks(self._crcs, self.nbytes, BLOCK_SIZE_BYTES)

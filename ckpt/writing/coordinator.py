@@ -7,6 +7,7 @@ import itertools
 import logging
 import math
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 
@@ -44,7 +45,7 @@ from ckpt.format.records import (
     read_commit,
 )
 from ckpt.gc_pause import no_gc
-from ckpt.transfer.threads import workers
+from ckpt.transfer.threads import run_all, workers
 from ckpt.writing.pins import HeldBases, PinReader, Referrers, release_bases
 from ckpt.writing.save_objects import SaveObjects
 from ckpt.writing.stock_metadata import encode_stock_metadata, is_anothers, put_stock_metadata, stock_key
@@ -77,12 +78,12 @@ class Coordinator:
     def __init__(self, store: Store, objects: SaveObjects, confirm_s: float = math.inf) -> None:
         """`objects` gets each object before it exists; the commit releases them all.
 
-        `committed` is then the commit record, and the index that it names.
+        `committed` is then the commit record, the index that it names, and what that holds.
         """
         self._store, self._objects = store, objects
         self._confirm_s = confirm_s
         self._previous: StoredCommit | None = None
-        self.committed: tuple[StoredCommit, bytes] | None = None
+        self.committed: tuple[StoredCommit, bytes, Columns] | None = None
 
     def look(self, *, overwrite: bool, model: bool = False) -> None:
         """Raise AlreadyExists, before anything is written, if a checkpoint must not be replaced.
@@ -164,7 +165,11 @@ class Coordinator:
         held = HeldBases(self._store, record)
         self._objects.add(key)
         try:
-            self._store.put(key, index)
+            works: list[Callable[[], None]] = [partial(self._store.put, key, index)]
+            if record.bases:
+                works.append(held.hold)
+            with workers(min(self._store.threads, len(works)), "ckpt-commit") as threads:
+                run_all(threads, lambda work: work(), works)  # in any order: both are there before the commit
             check()
             if self._previous is None:
                 learn_condition(self._store, probe_key(self._objects.rank, environment.token()))
@@ -176,7 +181,7 @@ class Coordinator:
             held.release()
             raise
         self._objects.release()
-        self.committed = StoredCommit(sealed, self._store.url), encoded
+        self.committed = StoredCommit(sealed, self._store.url), encoded, columns
         with contextlib.suppress(Exception):  # nothing after the commit may make the save look failed
             _logger.info("committed %s (%d ranks)", self._store.url, record.world_size)
             # A store that has not answered may not be done with the old record either.

@@ -6,7 +6,7 @@ import heapq
 import io
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +25,10 @@ MAX_FILE_BYTES = 128 << 30
 SMALL_ITEM_BYTES = 64 << 10
 MIN_FILE_BYTES = 32 << 20
 """Below it one more file costs more than it gains."""
+
+
+Chunk = tuple[str, torch.Size | None]
+"""A tensor's name, and the offsets of a chunk of it."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +63,12 @@ def refuse_unstorable(items: Sequence[WriteItem]) -> None:
             )
 
 
-def tensor_entries(items: Iterable[WriteItem], planner: SavePlanner) -> tuple[list[Entry], list[WriteItem]]:
+def tensor_entries(
+    items: Iterable[WriteItem], planner: SavePlanner, known: Collection[Chunk] = ()
+) -> tuple[list[Entry], list[WriteItem]]:
     """Frame the plain tensors of a plan; return them, and the items that have to be pickled.
 
-    Each tensor is looked at once now and asked for again when its bytes are due. Raises
+    Each tensor but the `known` plain ones is looked at once now and asked for again when its bytes are due. Raises
     CheckpointError if the planner failed, or gave another tensor than it planned.
     """
     entries: list[Entry] = []
@@ -72,12 +78,13 @@ def tensor_entries(items: Iterable[WriteItem], planner: SavePlanner) -> tuple[li
         if item.type == WriteItemType.BYTE_IO:
             objects.append(item)
             continue
-        tensor = resolved_tensor(planner, item)
-        if tensor is None:
+        is_known = item.tensor_data is not None and (item.index.fqn, item.index.offset) in known
+        if not is_known and resolved_tensor(planner, item) is None:
             others.append(item)
             continue
+        assert item.tensor_data is not None  # or it was refused
         try:
-            framed = frame(tensor.dtype, tensor.shape)
+            framed = frame(item.tensor_data.properties.dtype, item.tensor_data.chunk.sizes)
         except TypeError as error:
             raise CheckpointError(f"{item.index.fqn!r}: {error}") from error
         payload = _payload(planner, item, framed.payload_bytes)

@@ -238,22 +238,20 @@ class HeldBases:
         self._since_s = (0.0, 0.0)
 
     def while_held(self, commit: Callable[[Callable[[], None]], T]) -> T:
-        """Put pins, and return the result of `commit`, which calls its argument last before the commit record is put.
+        """Return the result of `commit`, which calls its argument last before the commit record is put; after `hold`.
 
-        Raises BaseGone if what the pins hold is not there any more; CommitError if it stalls again and again.
+        Raises as `hold`; CommitError if it stalls again and again.
         """
-        if not self._bases:
-            return commit(lambda: None)
-        for _ in range(_MAX_HOLDS):
+        while True:
             try:
-                self._hold()
                 return commit(self._check)
             except _Stalled as error:
-                stalled = error
+                if self._holds == _MAX_HOLDS:
+                    raise CommitError(error.message, url=self._store.url) from error
                 _logger.warning(
                     "this save has stalled before its commit; it looks again for what it refers to"
                 )
-        raise CommitError(stalled.message, url=self._store.url) from stalled
+            self.hold()
 
     def release(self) -> None:
         """Delete the pins, as well as it goes: this save was surely not committed."""
@@ -261,7 +259,8 @@ class HeldBases:
             keys = [pin_key(self._record.id, number) for number in range(self._holds)]
             _delete(self._store, self._bases, lambda _: keys)
 
-    def _hold(self) -> None:
+    def hold(self) -> None:
+        """Put pins, then look. Raises BaseGone if what they hold is not there any more."""
         # The two clocks go on differently while a machine is suspended, or its time is set.
         self._since_s = environment.monotonic(), environment.now()
         number, self._holds = self._holds, self._holds + 1
@@ -275,6 +274,8 @@ class HeldBases:
 
     def _check(self) -> None:
         """Raise if the pins may not count any more when a commit record is put now."""
+        if not self._bases:
+            return
         elapsed_s = (environment.monotonic() - self._since_s[0], environment.now() - self._since_s[1])
         if max(elapsed_s) >= FRESH_S:
             raise _Stalled(f"nothing was committed: this save stalled for {max(elapsed_s):.0f} s; save again")

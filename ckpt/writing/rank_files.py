@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from ckpt.backends.base import Store
 from ckpt.backends.bodies import CheckedBody
 from ckpt.consistency.checksums import BLOCK_SIZE_BYTES, crc_text
+from ckpt.consistency.digests import FileDigests, PayloadDigest
 from ckpt.errors import StorageError
 from ckpt.format.names import data_key, manifest_key
-from ckpt.format.records import DIGEST_BYTES, FileRecord, ItemRecord, ManifestRef, RankManifest, encode
+from ckpt.format.records import (
+    FileRecord,
+    ItemRecord,
+    ManifestRef,
+    RankManifest,
+    encode,
+)
 from ckpt.gc_pause import no_gc
 from ckpt.transfer.buffer_pool import StagingPool
-from ckpt.transfer.file_body import FileBody
+from ckpt.transfer.file_body import FileBody, FileItem, TensorPayload
 from ckpt.transfer.threads import run_all, workers
 from ckpt.writing.layout import Entry, place
 from ckpt.writing.receipts import PlacedItem, RankReceipt, pack_items
@@ -28,18 +35,19 @@ class RankFiles:
     `objects` gets the name of every object before it exists; `pace` is called before bytes are sent.
 
     Attributes:
-        digests: of the tensors, by name and offsets, for the manifest; None for one without.
+        digested: says of a tensor's name whether the manifest is to have its digest; None for one without.
     """
 
     def __init__(
         self, store: Store, objects: SaveObjects, pool: StagingPool, pace: Callable[[int], None] | None
     ) -> None:
         self.data_bytes = 0
-        self.digests: Mapping[tuple[str, tuple[int, ...]], bytes] | None = None
+        self.digested: Callable[[str], bool] | None = None
         self._store, self._objects, self._pool, self._pace = store, objects, pool, pace
         self._records: list[FileRecord] = []
         self._items: list[ItemRecord] = []
         self._placed: list[PlacedItem] = []
+        self._digests: list[PayloadDigest | None] = []
 
     def put(self, files: Sequence[Sequence[Entry]]) -> None:
         """Write these files at the same time; the first error stops them all."""
@@ -54,7 +62,7 @@ class RankFiles:
         keys = [data_key(self._objects.rank, self._objects.token, number) for number in numbers]
         with no_gc():
             placed = [place(entries) for entries in files]
-        bodies = [FileBody(items, self._pool, check, self._pace) for items in placed]
+            bodies = [self._body(*file, check) for file in zip(files, placed, strict=True)]
         self._objects.add(*keys)
         with workers(max(len(files), 1), "ckpt-file") as threads:
             run_all(threads, lambda file: self._store.put(*file), zip(keys, bodies, strict=True), stop=stop)
@@ -78,11 +86,26 @@ class RankFiles:
         names = [record.path for record in self._records]
         return RankReceipt(self._objects.rank, place, manifest, names, pack_items(self._placed))
 
-    def _digest(self, item: ItemRecord) -> bytes:
-        digest = None
-        if self.digests is not None and item.offsets is not None:
-            digest = self.digests.get((item.fqn, tuple(item.offsets)))
-        return digest or bytes(DIGEST_BYTES)
+    def _body(
+        self, entries: Sequence[Entry], items: Sequence[FileItem], check: Callable[[], None]
+    ) -> FileBody:
+        """Make the body of a file, which digests on its way what later saves compare."""
+        if self.digested is None:
+            return FileBody(items, self._pool, check, self._pace)
+        due: list[PayloadDigest | None] = [None] * len(items)
+        for number, (entry, item) in enumerate(zip(entries, items, strict=True)):
+            if isinstance(item.payload, TensorPayload) and self.digested(entry.index.fqn):
+                due[number] = PayloadDigest(item.payload_offset, item.payload.nbytes)
+        self._digests += due
+        digests = FileDigests([digest for digest in due if digest is not None])
+        return FileBody(items, self._pool, check, self._pace, digests)
+
+    def _packed(self, of: Callable[[PayloadDigest], bytes]) -> bytes | msgspec.UnsetType:
+        """Pack what the manifest has for each item, if it has digests; zeros where there is none."""
+        if self.digested is None:
+            return msgspec.UNSET
+        none = of(PayloadDigest(0, 1))
+        return b"".join(none if digest is None else of(digest) for digest in self._digests)
 
     def _put_manifest(self) -> ManifestRef:
         manifest = RankManifest(
@@ -91,7 +114,8 @@ class RankFiles:
             block_size_bytes=BLOCK_SIZE_BYTES,
             files=self._records,
             items=self._items,
-            digests=msgspec.UNSET if self.digests is None else b"".join(map(self._digest, self._items)),
+            digests=self._packed(PayloadDigest.digest),
+            probes=self._packed(lambda digest: digest.probe),
         )
         key = manifest_key(self._objects.rank, self._objects.token)
         body = CheckedBody(encode(manifest))

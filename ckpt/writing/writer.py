@@ -11,7 +11,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,7 +33,7 @@ from ckpt.gc_pause import no_gc
 from ckpt.ranks.group import DEFAULT_TIMEOUT_S
 from ckpt.transfer.bandwidth import Pacer
 from ckpt.writing.coordinator import Coordinator
-from ckpt.writing.layout import Entry, pickled_entries, refuse_unstorable, spread, tensor_entries
+from ckpt.writing.layout import Chunk, Entry, pickled_entries, refuse_unstorable, spread, tensor_entries
 from ckpt.writing.rank_files import RankFiles
 from ckpt.writing.receipts import RankReceipt, records_of
 from ckpt.writing.refused_objects import RefusedObjects
@@ -222,7 +222,7 @@ class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
         objects: list[Entry] = []
         objects_bytes = 0
         with no_gc():
-            tensors, others = tensor_entries(plan.items, planner)
+            tensors, others = tensor_entries(plan.items, planner, self._known_plain())
         refused = RefusedObjects()
         for entry in pickled_entries(others, planner, refused.look):
             # Pickled objects take memory of this library's: they are written batch by batch.
@@ -234,10 +234,9 @@ class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
         refused.warn(self.checkpoint_id)
         wanted = 1 if self._store.capabilities.parallel_parts else self._store.threads
         first, *more = spread(tensors, wanted) or [[]]
-        files.digests = self._digest(tensors)
+        files.digested = self._digested()
         if objects or first:
             files.put([[*objects, *first], *more])
-        self._check_unchanged(tensors)
         receipt = replace(files.finish(last_segment(self._url)), retries=self._retries())
         nbytes, seconds = files.data_bytes, time.monotonic() - started_s
         _logger.info(
@@ -245,12 +244,13 @@ class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
         )
         return [WriteResult(RECEIPT, nbytes, receipt)]
 
-    def _digest(self, entries: Sequence[Entry]) -> Mapping[tuple[str, tuple[int, ...]], bytes] | None:
-        """Digest tensors that are about to be written, by name and offsets; None if nobody will compare them."""
-        return None
+    def _known_plain(self) -> Collection[Chunk]:
+        """Return tensors that were looked at already, and are plain."""
+        return ()
 
-    def _check_unchanged(self, entries: Sequence[Entry]) -> None:
-        """Raise CheckpointError if tensors that were written are not those that were digested."""
+    def _digested(self) -> Callable[[str], bool] | None:
+        """Return what tells by their names which tensors later saves compare; None if none does."""
+        return None
 
     def _records(
         self, metadata: Metadata, receipts: Sequence[RankReceipt], world_size: int
