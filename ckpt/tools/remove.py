@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +60,17 @@ def remove(
         CommitConflict: another save was committed there meanwhile.
         StorageError: the storage refused, or could not be reached.
     """
+    return remove_and_tell(url, lambda: None, storage_options=storage_options, dry_run=dry_run)
+
+
+def remove_and_tell(
+    url: str | os.PathLike[str],
+    when_gone: Callable[[], None],
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    dry_run: bool = False,
+) -> Removed:
+    """Do the same, and call `when_gone` once the commit record is: what follows may wait for long."""
     with contextlib.closing(open_store(url, storage_options)) as store:
         commit = read_commit(store)
         if commit is None or not commit.is_ours:
@@ -78,6 +89,7 @@ def remove(
                 raise CommitConflict(text, url=store.url, key=COMMIT_KEY)
             store.delete(stock)  # also if it is not there: storage that lags may not show it yet
             store.delete([COMMIT_KEY])
+            when_gone()
             referrers = _late_referrers(store, record)
             kept = [key for key in keys if referrers.hold(key)]
             keys = [key for key in keys if not referrers.hold(key)] + referrers.dead

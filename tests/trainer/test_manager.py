@@ -33,7 +33,7 @@ from ckpt.errors import (
     StorageError,
     StorageFull,
 )
-from ckpt.format.run_record import RUN_KEY, RunCheckpoint
+from ckpt.format.run_record import RUN_KEY
 from ckpt.trainer_integration import keeping, saving
 from ckpt.trainer_integration.events import Event
 from ckpt.trainer_integration.run.history import History
@@ -400,9 +400,9 @@ def test_removals_do_not_hold_up_who_waited_for_the_save(
 ) -> None:
     may_remove, remove = threading.Event(), History._remove
 
-    def remove_later(self: History, checkpoint: RunCheckpoint) -> None:
+    def remove_later(self: History, *of_which: Any) -> None:
         if may_remove.wait(5):
-            remove(self, checkpoint)
+            remove(self, *of_which)
 
     monkeypatch.setattr(History, "_remove", remove_later)
     options: dict[str, Any] = {"save": 1, "keep": 1, "async_mode": "off", "on_busy": "fail"}

@@ -25,7 +25,7 @@ from ckpt.errors import (
 )
 from ckpt.format.run_record import RunCheckpoint, RunRecord, RunStart, read_run, write_run
 from ckpt.reading.latest import Candidate, examine, newest_first
-from ckpt.tools.remove import remove
+from ckpt.tools.remove import remove_and_tell
 from ckpt.trainer_integration.keeping import Best, KeepRule
 
 _logger = logging.getLogger(__name__)
@@ -153,7 +153,8 @@ class History:
         stay, referred = {newest}, dict[str, int]()
         while True:
             failure: CheckpointError | None = None
-            with self._lock:  # a pin that comes meanwhile finds the checkpoint gone, or keeps it
+            with contextlib.ExitStack() as until_gone:
+                until_gone.enter_context(self._lock)  # who pins it meanwhile finds it gone, or keeps it
                 kept = self.kept(keep)
                 unkept = (old for old in self.durable() if old.step not in kept and old.path not in stay)
                 checkpoint = next(unkept, None)
@@ -161,7 +162,7 @@ class History:
                     self.referred = frozenset(referred.values())
                     return
                 try:
-                    self._remove(checkpoint)
+                    self._remove(checkpoint, until_gone)
                     stay -= referred.keys()  # it may have been what refers to them
                     referred.clear()
                 except StillReferred:
@@ -203,12 +204,25 @@ class History:
         failures = sum(start.at_s != self._started_s for start in starts)
         return (_PRIOR_S + ran_s) / (1 + failures)
 
-    def _remove(self, checkpoint: RunCheckpoint) -> None:
-        # Somebody else may have removed it, or replaced it by something that is not ours.
-        with contextlib.suppress(NotFound, NotCommitted):
-            remove(self.url(checkpoint.path), storage_options=self.storage_options)
-        gone = (checkpoint.path, checkpoint.saved_at_s)
-        self._write(lambda old: None if (old.path, old.saved_at_s) == gone else old)
+    def _remove(self, checkpoint: RunCheckpoint, until_gone: contextlib.ExitStack) -> None:
+        """Remove a checkpoint, and close `until_gone` when it is one no more: its objects may take minutes."""
+        failures: list[CheckpointError] = []
+
+        def forget() -> None:
+            with until_gone, self._lock:
+                try:
+                    gone = (checkpoint.path, checkpoint.saved_at_s)
+                    self._write(lambda old: None if (old.path, old.saved_at_s) == gone else old)
+                except CheckpointError as error:  # the next write tries again
+                    failures.append(error)
+
+        try:
+            url = self.url(checkpoint.path)
+            remove_and_tell(url, forget, storage_options=self.storage_options)
+        except (NotFound, NotCommitted):  # somebody else has removed it, or replaced it by something not ours
+            forget()
+        if failures:
+            raise failures[0]
 
     def _record(self) -> RunRecord:
         with self._lock:
