@@ -102,6 +102,12 @@ class Base:
                     "the base was not saved to be referred to: save it with digests=True (or a base of its own)",
                     url=beside.url,
                 )
+            if _split(store.directory or store.url)[1] in record.owners:
+                raise ConfigurationError(
+                    "the base names bytes of the checkpoint that this save replaces: save to another place, or "
+                    "without a base",
+                    url=beside.url,
+                )
             return Base(name, record, checkpoint.columns, checkpoint, root)
         except CheckpointError as error:
             root.close()

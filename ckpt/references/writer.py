@@ -23,7 +23,7 @@ from ckpt.format.records import CommitRecord
 from ckpt.ranks.group import Ranks
 from ckpt.references.base import UNFIT, Base, base_name
 from ckpt.references.carrying import carry, referable
-from ckpt.references.digests import compare
+from ckpt.references.digests import Comparison, compare
 from ckpt.references.frozen import Patterns
 from ckpt.references.planner import CarryingPlanner, Sure, sure_entries
 from ckpt.references.request import References
@@ -33,6 +33,8 @@ from ckpt.writing.receipts import RankReceipt
 from ckpt.writing.writer import CheckpointWriter
 
 _logger = logging.getLogger(__name__)
+
+_MAX_SHOWN = 5
 
 
 class ReferringWriter(CheckpointWriter):
@@ -94,6 +96,9 @@ class ReferringWriter(CheckpointWriter):
             # Stages of a pipeline have other parameters each; what one rank vouches for goes for all.
             self._request = replace(self._request, carried=carried, frozen=Patterns(names))
             self._sure = sure_entries(self._base, self._request)
+            if ranks.rank == 0 and names and not any(map(self._request.declares, self._base.columns.entries)):
+                shown = ", ".join(map(repr, sorted(names)[:_MAX_SHOWN]))
+                _logger.warning("frozen= names nothing that the base %s has: %s", self._base.url, shown)
 
     def unstaged(self, values: dict[str, Any]) -> list[torch.Tensor]:
         """List tensors that need no copy: the base holds them, and the caller vouches that they do not change."""
@@ -118,7 +123,7 @@ class ReferringWriter(CheckpointWriter):
             self._base,
             self._request,
             self._sure,
-            lambda todo: compare(todo, self._pool, self._moved),
+            self._compare,
             ranks,
         )
         return self._planner
@@ -152,8 +157,12 @@ class ReferringWriter(CheckpointWriter):
 
     # -- writing -------------------------------------------------------------------------------------------
 
-    def _moved(self) -> None:
-        self.progress.moved()
+    def _compare(self, todo: Sequence[Comparison]) -> list[bool]:
+        if (
+            torch.accelerator.is_available()
+        ):  # the caller's stream may still compute what threads will look at
+            torch.accelerator.current_stream().synchronize()
+        return compare(todo, self._pool, self.progress.moved)
 
     def _known_plain(self) -> Collection[Chunk]:
         return () if self._planner is None else self._planner.plain

@@ -264,6 +264,27 @@ def test_bases_that_cannot_be(run: Path, tmp_path_factory: pytest.TempPathFactor
             ckpt.save(state, run / name, base=run / "step-0")
 
 
+def test_a_base_that_names_what_is_saved_over(run: Path) -> None:
+    """A copy by hand of what referred to it: nothing else told that it is in use."""
+    ckpt.save(lora_state(1), run / "step-1", base=run / "step-0")
+    shutil.copytree(run / "step-1", run / "copy")
+    ckpt.remove(run / "step-1")
+    with pytest.raises(ConfigurationError, match="that this save replaces"):
+        ckpt.save(lora_state(2), run / "step-0", base=run / "copy")
+    assert digest(loaded(run / "step-0", lora_state())) == digest(lora_state(0))
+
+
+def test_frozen_that_names_nothing_is_told(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        ckpt.save(
+            lora_state(1), run / "step-1", base=run / "step-0", frozen=["model.layers.*.weight", "none"]
+        )
+        assert "frozen=" not in caplog.text
+        ckpt.save(lora_state(1), run / "step-2", base=run / "step-0", frozen=["layers.*.weight"])
+    assert "frozen= names nothing that the base" in caplog.text
+    assert "'layers.*.weight'" in caplog.text
+
+
 def test_a_damaged_base(run: Path) -> None:
     (index,) = (run / "step-0" / "rank-00000").glob("*.index")
     whole = index.read_bytes()
