@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 import ckpt
@@ -25,6 +28,11 @@ from benchmarks.report.results import machine
 from benchmarks.run.meter import Reading, metered
 from benchmarks.run.servers import ACCESS_KEY, BUCKET, REGION, SECRET_KEY, Endpoint, sink
 from ckpt.acceptance.models import t5
+from ckpt.consistency.checksums import BLOCK_SIZE_BYTES
+from ckpt.consistency.digests import PayloadDigest, StoredDigest
+from ckpt.references.digests import Comparison, compare
+from ckpt.transfer.buffer_pool import StagingPool
+from ckpt.transfer.tensor_memory import memory_of
 
 _RANK = 16
 _ADAPTED = (".q.weight", ".v.weight")
@@ -107,7 +115,7 @@ class _Study:
                 self._last = self._last if name == "alone" else url
                 if number:  # the first warms up
                     runs[name].append((reading, received))
-        digest_s = _digest_s(self._frozen)
+        speeds = _speeds(self._frozen)
         figures = {name: _summary(values, trainable_bytes) for name, values in runs.items()}
         alone = figures["alone"]
         for name in ("declared", "compared"):
@@ -115,7 +123,7 @@ class _Study:
             figures[name]["wall_beyond_alone_s"] = figures[name]["wall_s"] - alone["wall_s"]
             figures[name]["cpu_beyond_alone_s"] = figures[name]["cpu_s"] - alone["cpu_s"]
         sizes = {"frozen_bytes": frozen_bytes, "trainable_bytes": trainable_bytes, "first_save_bytes": sent}
-        return {**sizes, "digest_one_thread_s": digest_s, **figures}
+        return {**sizes, **speeds, **figures}
 
     def _train(self) -> None:
         """Change all of the trainable state."""
@@ -183,16 +191,38 @@ def _nbytes(state: Any) -> int:
     return sum(tensor.nbytes for tensor in _tensors(state))
 
 
-def _digest_s(state: Any) -> float:
-    """Digest a state once with one thread, and nothing around it: the floor."""
-    import xxhash
+def _speeds(state: Any) -> dict[str, float]:
+    """Compare a state with its digests as a save does, and read its memory with as many threads: GB/s of each."""
+    tensors = list(_tensors(state))
+    todo = []
+    for tensor in tensors:
+        digest = PayloadDigest(0, tensor.nbytes)
+        for start in range(0, tensor.nbytes, BLOCK_SIZE_BYTES):
+            digest.add(start, memory_of(tensor)[start : start + BLOCK_SIZE_BYTES])
+        stored = StoredDigest(0, tensor.nbytes, BLOCK_SIZE_BYTES, digest.digest(), digest.probe)
+        todo.append(Comparison(lambda tensor=tensor: tensor, stored))  # type: ignore[misc]
+    pool = StagingPool()
+    digest_s, read_s = [], []
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
+        for _ in range(5):
+            with metered() as reading:
+                equal = compare(todo, pool, lambda: None)
+            digest_s.append(reading.wall_s)
+            if not all(equal):
+                sys.exit("a tensor does not equal itself")
+            with metered() as reading:
+                list(threads.map(_read, tensors))
+            read_s.append(reading.wall_s)
+    nbytes = _nbytes(state)
+    return {
+        "digest_gb_per_s": nbytes / statistics.median(digest_s) / 1e9,
+        "read_gb_per_s": nbytes / statistics.median(read_s) / 1e9,
+    }
 
-    from ckpt.transfer.tensor_memory import memory_of
 
-    with metered() as reading:
-        for tensor in _tensors(state):
-            xxhash.xxh3_128(memory_of(tensor)).digest()
-    return reading.wall_s
+def _read(tensor: torch.Tensor) -> int:
+    memory = memory_of(tensor)
+    return int(np.frombuffer(memory[: memory.nbytes // 8 * 8], dtype=np.uint64).max(initial=0))
 
 
 def _summary(values: list[tuple[Reading, int]], trainable_bytes: int) -> dict[str, float]:
