@@ -79,6 +79,7 @@ def test_commands_that_make_no_tensor_start_without_torch(tmp_path: Path) -> Non
         (0, ["gc", str(tmp_path), "--dry-run"]),
         (0, ["rm", place, "--dry-run"]),
         (0, ["watch", str(tmp_path / "run"), "--once"]),
+        (0, ["plan", place, "--ranks", "8", "--plot", str(tmp_path / "plot.svg")]),
         (3, ["verify", str(tmp_path / "nothing")]),
         (2, ["verify", place, "--storage-options", "key"]),
         (2, ["cp", place, str(tmp_path / "b"), "--storage-options", "key"]),

@@ -261,6 +261,19 @@ ROOMS: Mapping[str, Room] = {
             "ckpt.trainer_integration.run",
         ),
     ),
+    "ckpt.planning": Room(
+        "what checkpoints cost, computed beforehand",
+        (
+            "ckpt.errors",
+            "ckpt.consistency.checksums",
+            *_CONTRACT,
+            "ckpt.acceptance.models",
+            "ckpt.embeddings.chain",
+            "ckpt.embeddings.shard",
+            "ckpt.format.dtypes",
+            "ckpt.tools.inspect",
+        ),
+    ),
     "ckpt.watching": Room(
         "each new checkpoint of a root once, in order",
         (
@@ -274,7 +287,8 @@ ROOMS: Mapping[str, Room] = {
         ),
     ),
     "ckpt.cli.printing": Room(
-        "lines, columns, outlines and errors for people", ("ckpt.errors", "ckpt.backends.retries")
+        "lines, columns, outlines and errors for people",
+        ("ckpt.errors", "ckpt.backends.retries", "ckpt.planning"),
     ),
     "ckpt.cli": Room(
         "the ckpt command, one file a verb",
@@ -290,6 +304,7 @@ ROOMS: Mapping[str, Room] = {
             "ckpt.tools",
             "ckpt.conversion",
             "ckpt.acceptance",
+            "ckpt.planning",
         ),
     ),
     "ckpt": Room("public names, imported when first used", ("*",)),

@@ -1,0 +1,1 @@
+"""Say beforehand what checkpoints cost: bytes, objects, requests, seconds, useful time, money."""
