@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections import deque
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -76,19 +77,44 @@ def main() -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+@dataclass
+class Window:
+    """Some steps of training: CPU time is that of all processes."""
+
+    steps_per_s: float
+    longest_s: float
+    seconds: float
+    cpu_per_step_s: float
+
+
+def extra_cpu_s(between: Window, during: Window) -> float:
+    """Tell the CPU time that was not spent on the steps: that of the save."""
+    return (during.cpu_per_step_s - between.cpu_per_step_s) * during.steps_per_s * during.seconds
+
+
+def cpu_s(pids: list[int]) -> float:
+    """Read the CPU time that processes have used."""
+    ticks = 0
+    for pid in pids:
+        with open(f"/proc/{pid}/stat") as file:
+            ticks += sum(map(int, file.read().rpartition(")")[2].split()[11:13]))
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
 def summary(parts: dict[str, Any]) -> dict[str, Any]:
     rounds, median = parts["rounds"], statistics.median
-    ratios = [each["saving"] / each["between"] for each in rounds]
+    ratios = [during.steps_per_s / between.steps_per_s for between, during, _ in rounds]
     return {
         "throughput_during_saves": {"median": median(ratios), "each": [round(ratio, 3) for ratio in ratios]},
-        "steps_per_s_between": median(each["between"] for each in rounds),
-        "save_s": median(each["save_s"] for each in rounds),
-        "trainer_stopped_s": median(each["stopped_s"] for each in rounds),
-        "longest_step_in_saves_s": median(each["longest_s"] for each in rounds),
-        "longest_step_between_s": median(each["longest_between_s"] for each in rounds),
+        "steps_per_s_between": median(between.steps_per_s for between, _, _ in rounds),
+        "cpu_per_step_s": median(between.cpu_per_step_s for between, _, _ in rounds),
+        "cpu_of_save_s": median(extra_cpu_s(between, during) for between, during, _ in rounds),
+        "save_s": median(during.seconds for _, during, _ in rounds),
+        "trainer_stopped_s": median(stopped_s for _, _, stopped_s in rounds),
+        "longest_step_in_saves_s": median(during.longest_s for _, during, _ in rounds),
+        "longest_step_between_s": median(between.longest_s for between, _, _ in rounds),
         "server_gate_and_cut_s": median(parts["server_call_s"]),
         "save_megabytes": median(parts["megabytes"]),
-        "cpu_s": parts["cpu_s"],
     }
 
 
@@ -98,6 +124,8 @@ def _process(rank: int, options: argparse.Namespace, folder: str, results: Any) 
         "gloo", init_method=f"file://{folder}/group", rank=rank, world_size=TRAINERS + SERVERS
     )
     trainers = dist.new_group(list(range(TRAINERS)), backend="gloo")
+    pids: list[int] = [0] * (TRAINERS + SERVERS)
+    dist.all_gather_object(pids, os.getpid())
     if rank >= TRAINERS:
         Server.here = Server(rank - TRAINERS, options)
     rpc.init_rpc(  # type: ignore[no-untyped-call]
@@ -106,16 +134,19 @@ def _process(rank: int, options: argparse.Namespace, folder: str, results: Any) 
         world_size=TRAINERS + SERVERS,
         rpc_backend_options=rpc.TensorPipeRpcBackendOptions(init_method=f"file://{folder}/rpc"),
     )
-    saving: dict[str, Any] = {"timeout_s": 120.0}
-    if options.megabytes_per_s:
-        saving["max_bandwidth_bytes_per_s"] = options.megabytes_per_s * 1e6
     if rank < TRAINERS:
-        result = Trainer(rank, options, trainers).run(folder, saving)
+        result = Trainer(rank, options, trainers, pids).run(folder)
     else:
-        result = Server.here.run(folder, saving)
+        result = Server.here.run(folder, options)
     if rank in (0, TRAINERS):
         results.put(result)
     rpc.shutdown()
+
+
+def saving(options: argparse.Namespace, epoch: int) -> dict[str, Any]:
+    """Make the options of a save; the first one, of all rows, need not wait for a slow storage."""
+    limit = options.megabytes_per_s
+    return {"max_bandwidth_bytes_per_s": limit * 1e6 if limit and epoch else None, "timeout_s": 120.0}
 
 
 class Server:
@@ -139,12 +170,12 @@ class Server:
             self.state[index] = state
             self.values[index] -= 0.01 * gradients / (state.sqrt() + 1e-6).unsqueeze(1)
 
-    def run(self, folder: str, saving: dict[str, Any]) -> dict[str, Any]:
+    def run(self, folder: str, options: argparse.Namespace) -> dict[str, Any]:
         tables = Tables(self.shard)
         call_s = []
         while (epoch := self.commands.get()) is not None:
             begun_s = time.perf_counter()
-            future = tables.async_save({}, f"{folder}/run/{epoch}", gate=self.gate, **saving)
+            future = tables.async_save({}, f"{folder}/run/{epoch}", gate=self.gate, **saving(options, epoch))
             call_s.append(time.perf_counter() - begun_s)
             future.result()
         return {"server_call_s": call_s[2:]}
@@ -176,9 +207,9 @@ def stop() -> None:
 class Trainer:
     """A dense network on the rows of a batch, in step with the other trainer's."""
 
-    def __init__(self, rank: int, options: argparse.Namespace, group: Any) -> None:
+    def __init__(self, rank: int, options: argparse.Namespace, group: Any, pids: list[int]) -> None:
         torch.manual_seed(0)
-        self._rank, self._options, self._group = rank, options, group
+        self._rank, self._options, self._group, self._pids = rank, options, group, pids
         hidden = options.hidden
         self.network = torch.nn.Sequential(
             torch.nn.Linear(WIDTH, hidden), torch.nn.ReLU(), torch.nn.Linear(hidden, hidden), torch.nn.ReLU(),
@@ -190,22 +221,22 @@ class Trainer:
         self._under_way: deque[Any] = deque()
         self._sent = self._epoch = 0
 
-    def run(self, folder: str, saving: dict[str, Any]) -> dict[str, Any]:
+    def run(self, folder: str) -> dict[str, Any]:
         tables, options = Tables(), self._options
-        rounds: list[dict[str, float]] = []
-        megabytes, cpu_s = [], time.process_time()
+        rounds: list[tuple[Window, Window, float]] = []
+        megabytes = []
         for number in range(options.rounds + 2):  # the first writes a base, the second warms up
-            between, longest_between_s, _ = self._steps(
-                lambda begun_s: time.perf_counter() - begun_s > options.seconds
-            )
+            between = self._steps(lambda begun_s: time.perf_counter() - begun_s > options.seconds)
             for server in range(SERVERS):
                 rpc.rpc_sync(f"rank{TRAINERS + server}", mark, (self._rank, self._epoch, self._sent))
             begun_s = time.perf_counter()
             state = {"model": self.network.state_dict(), "optimizer": self._optimizer.state_dict()}
-            future: Future[Any] = tables.async_save(state, f"{folder}/run/{self._epoch}", **saving)
+            future: Future[Any] = tables.async_save(
+                state, f"{folder}/run/{self._epoch}", **saving(options, number)
+            )
             stopped_s = time.perf_counter() - begun_s
             self._epoch, self._sent = self._epoch + 1, 0
-            during, longest_s, save_s = self._steps(lambda _, future=future: future.done(), begun_s)
+            during = self._steps(lambda _, future=future: future.done(), begun_s)
             future.result()
             place = f"{folder}/run/{self._epoch - 1}"
             megabytes.append(
@@ -213,27 +244,32 @@ class Trainer:
                 / 1e6
             )
             if number > 1:
-                rounds.append({
-                    "between": between, "saving": during, "save_s": save_s, "stopped_s": stopped_s,
-                    "longest_s": longest_s, "longest_between_s": longest_between_s,
-                })  # fmt: skip
+                rounds.append((between, during, stopped_s))
+                if self._rank == 0:
+                    print(
+                        f"save {number}: {megabytes[-1]:.1f} MB in {during.seconds:.2f} s, which stopped trainers "
+                        f"for {stopped_s * 1e3:.0f} ms; {during.steps_per_s:.1f} steps per s, "
+                        f"{between.steps_per_s:.1f} before it: {during.steps_per_s / between.steps_per_s:.3f}; "
+                        f"{extra_cpu_s(between, during):.2f} s of CPU time more",
+                        flush=True,
+                    )
         for reply in self._under_way:
             reply.wait()
         dist.barrier(self._group)
         if self._rank == 0:
             for server in range(SERVERS):
                 rpc.rpc_sync(f"rank{TRAINERS + server}", stop)
-        return {"rounds": rounds, "megabytes": megabytes[2:], "cpu_s": time.process_time() - cpu_s}
+        return {"rounds": rounds, "megabytes": megabytes[2:]}
 
-    def _steps(self, is_over: Any, begun_s: float | None = None) -> tuple[float, float, float]:
-        """Train until the first trainer finds that it is over: steps per second, the longest, all seconds."""
-        begun_s = time.perf_counter() if begun_s is None else begun_s
+    def _steps(self, is_over: Any, begun_s: float | None = None) -> Window:
+        """Train until the first trainer finds that it is over."""
+        begun_s, begun_cpu_s = time.perf_counter() if begun_s is None else begun_s, cpu_s(self._pids)
         steps, longest_s, last_s = 0, 0.0, begun_s
         while not self._step(is_over(begun_s) and self._rank == 0):
             now_s = time.perf_counter()
             steps, longest_s, last_s = steps + 1, max(longest_s, now_s - last_s), now_s
-        seconds = time.perf_counter() - begun_s
-        return (steps + 1) / seconds, longest_s, seconds
+        seconds, used_s = time.perf_counter() - begun_s, cpu_s(self._pids) - begun_cpu_s
+        return Window((steps + 1) / seconds, longest_s, seconds, used_s / (steps + 1))
 
     def _step(self, is_last: bool) -> bool:
         while len(self._ahead) <= STALENESS:

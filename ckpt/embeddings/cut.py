@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Mapping
 
 import numpy as np
@@ -14,6 +15,9 @@ from ckpt.embeddings.rows import Column, Ids, RowStore
 from ckpt.errors import CheckpointError
 
 _FIRST_ASIDE_ROWS = 4096
+
+_PIECE_BYTES, _PAUSE_S = 2 << 20, 1e-4
+"""Rows change between two pieces of a block; what changes waits for one piece at most, some 2 ms."""
 
 
 class Cut:
@@ -155,24 +159,30 @@ class Cut:
         Raises:
             CheckpointError: the cut was given up, or is over.
         """
-        with self._lock:
-            if self._is_over:
-                raise CheckpointError(f"the table {self._table!r} cannot be saved: {self._fault}")
-            rows = self.generation.block_rows
-            part = slice(block * rows, (block + 1) * rows)
-            ids, slots = self.ids[part], self._slots[part]
-            live = np.flatnonzero(slots < 0)
-            if len(live) == len(ids):
-                return self._rows.read(ids, [column])[column]
-            shape = self._rows.columns[column]
-            values = torch.empty(len(ids), shape.width, dtype=shape.dtype)
-            if len(live):
-                values[torch.from_numpy(live)] = self._rows.read(ids[live], [column])[column]
-            kept = np.flatnonzero(slots >= 0)
-            values[torch.from_numpy(kept)] = self._aside[column][
-                torch.from_numpy(slots[kept].astype(np.int64))
-            ]
-            return values
+        rows, shape = self.generation.block_rows, self._rows.columns[column]
+        stop = min((block + 1) * rows, len(self.ids))
+        values = torch.empty(stop - block * rows, shape.width, dtype=shape.dtype)
+        piece = max(1, _PIECE_BYTES // (shape.width * shape.dtype.itemsize))
+        for start in range(0, len(values), piece):
+            if start:
+                time.sleep(_PAUSE_S)  # who waits for the lock is not woken fast enough to get it otherwise
+            part = slice(block * rows + start, min(block * rows + start + piece, stop))
+            with self._lock:
+                if self._is_over:
+                    raise CheckpointError(f"the table {self._table!r} cannot be saved: {self._fault}")
+                self._read_into(values[start : start + piece], column, part)
+        return values
+
+    def _read_into(self, values: torch.Tensor, column: str, part: slice) -> None:
+        ids, slots = self.ids[part], self._slots[part]
+        live = np.flatnonzero(slots < 0)
+        if len(live) == len(ids):
+            values.copy_(self._rows.read(ids, [column])[column])
+            return
+        if len(live):
+            values[torch.from_numpy(live)] = self._rows.read(ids[live], [column])[column]
+        kept = np.flatnonzero(slots >= 0)
+        values[torch.from_numpy(kept)] = self._aside[column][torch.from_numpy(slots[kept].astype(np.int64))]
 
     def close(self, fault: str = "its save is over") -> None:
         """Free the copies; nothing can be read any more."""
