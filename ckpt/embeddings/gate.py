@@ -145,7 +145,7 @@ class UpdateGate:
     def cut(self, timeout_s: float = 600.0) -> Iterator[int]:
         """Wait until all of the epoch is applied; give its number; no update is applied in the body of `with`.
 
-        Take the cut there (`Tables.async_save`). Whether or not the body raises, the next epoch begins after it,
+        Take the cut there (`Tables.async_save`, which does not wait; it can also do all this: `gate=`). Whether or not the body raises, the next epoch begins after it,
         with what has been queued, in order of arrival.
 
         Raises:

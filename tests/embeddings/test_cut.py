@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from support.row_stores import DictRows
 
+from ckpt.embeddings import cut as cut_module
 from ckpt.embeddings import shard as shard_module
 from ckpt.embeddings.chain import first_to_merge
 from ckpt.embeddings.cut import Cut
@@ -48,6 +50,27 @@ def contents(cut: Cut) -> dict[str, torch.Tensor]:
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shard_module, "BLOCK_BYTES", 16 * 7)  # 7 rows
+    monkeypatch.setattr(cut_module, "_PIECE_BYTES", 16 * 3)
+
+
+def test_a_block_is_read_in_pieces_between_which_rows_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = dense()
+    shard = TableShard("user", rows)
+    cut = first(shard)
+    expected = rows.read(cut.ids[:7], ["values"])["values"]
+
+    def write(_: float) -> None:
+        writing = threading.Thread(target=change)
+        writing.start()
+        writing.join(20)
+        assert not writing.is_alive()
+
+    def change() -> None:
+        with shard.writing(cut.ids):
+            rows.write(cut.ids, {"values": torch.zeros(len(cut.ids), 4)})
+
+    monkeypatch.setattr(cut_module.time, "sleep", write)
+    assert torch.equal(cut.read("values", 0), expected)
 
 
 @pytest.mark.parametrize("make", [dense, growing])
