@@ -69,7 +69,7 @@ def test_a_block_is_read_in_pieces_between_which_rows_may_change(monkeypatch: py
         with shard.writing(cut.ids):
             rows.write(cut.ids, {"values": torch.zeros(len(cut.ids), 4)})
 
-    monkeypatch.setattr(cut_module.time, "sleep", write)
+    monkeypatch.setattr("ckpt.embeddings.cut.time.sleep", write)
     assert torch.equal(cut.read("values", 0), expected)
 
 
