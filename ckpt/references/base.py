@@ -31,6 +31,7 @@ from ckpt.errors import (
 from ckpt.format.columns import Columns, ObjectRow, TensorColumns
 from ckpt.format.names import ObjectName, is_sibling, owned_path, split_path
 from ckpt.format.records import CommitRecord, StoredCommit
+from ckpt.gc_pause import no_gc
 from ckpt.reading.checkpoint import Checkpoint, ReadSettings
 from ckpt.reading.opening import open_checkpoint
 from ckpt.writing.stock_metadata import is_there
@@ -203,12 +204,13 @@ class Base:
             assert isinstance(entry, TensorColumns)
             places.append((fqn, entry, row, self.columns.files[entry.file[row]]))
         self._checkpoint.prepare({path for *_, path in places}, threads)
-        return [
-            self._checkpoint.digest(
-                fqn, entry.offsets[row].tolist(), path, int(entry.offset[row]), int(entry.length[row])
-            )
-            for fqn, entry, row, path in places
-        ]
+        with no_gc():
+            return [
+                self._checkpoint.digest(
+                    fqn, entry.offsets[row].tolist(), path, int(entry.offset[row]), int(entry.length[row])
+                )
+                for fqn, entry, row, path in places
+            ]
 
     @staticmethod
     def remember(commit: StoredCommit, index: bytes, columns: Columns) -> None:

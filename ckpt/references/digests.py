@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from ckpt.consistency.digests import PayloadDigest, StoredDigest, probe_of
+from ckpt.gc_pause import no_gc
 from ckpt.transfer.buffer_pool import StagingPool
 from ckpt.transfer.tensor_memory import copy_flat, has_memory_view, memory_of
 from ckpt.transfer.threads import run_all, workers
@@ -30,7 +31,8 @@ class Comparison(NamedTuple):
 def compare(todo: Sequence[Comparison], pool: StagingPool, moved: Callable[[], None]) -> list[bool]:
     """Tell of each tensor whether it has the digest that is stored; `moved` is called as this gets on."""
     # In this thread: most tensors that have changed cost some microseconds each.
-    likely = [number for number, each in enumerate(todo) if _may_be_equal(each, pool, moved)]
+    with no_gc():
+        likely = [number for number, each in enumerate(todo) if _may_be_equal(each, pool, moved)]
     batches = list(_batches(likely, todo))
     with workers(max(1, min(_MAX_THREADS, os.cpu_count() or 1, len(batches))), "ckpt-digest") as threads:
         found = run_all(threads, lambda batch: [n for n in batch if _is_equal(todo[n], pool, moved)], batches)

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from ckpt.errors import BaseGone, CheckpointError, ConfigurationError
 from ckpt.format.columns import TensorColumns
 from ckpt.format.dtypes import dtype_name
+from ckpt.gc_pause import no_gc
 from ckpt.ranks.group import Ranks
 from ckpt.references.base import UNFIT, Base
 from ckpt.references.digests import Comparison
@@ -148,19 +149,20 @@ class CarryingPlanner(SavePlanner):
         refused: set[str] = set()
         compared: list[tuple[WriteItem, TensorColumns]] = []
         entries = self._base.columns.entries
-        for item in items:
-            fqn, data = item.index.fqn, item.tensor_data
-            if fqn not in entries:
-                continue
-            entry = None
-            if data is not None and item.type != WriteItemType.BYTE_IO:
-                entry = self._base.tensor(fqn, dtype_name(data.properties.dtype), data.size)
-            if entry is None or data is None or fqn in self._request.carried:
-                refused.add(fqn)
-            elif self._request.declares(fqn):
-                alike[fqn] = data.properties.requires_grad
-            else:
-                compared.append((item, entry))
+        with no_gc():
+            for item in items:
+                fqn, data = item.index.fqn, item.tensor_data
+                if fqn not in entries:
+                    continue
+                entry = None
+                if data is not None and item.type != WriteItemType.BYTE_IO:
+                    entry = self._base.tensor(fqn, dtype_name(data.properties.dtype), data.size)
+                if entry is None or data is None or fqn in self._request.carried:
+                    refused.add(fqn)
+                elif self._request.declares(fqn):
+                    alike[fqn] = data.properties.requires_grad
+                else:
+                    compared.append((item, entry))
         equal: dict[str, list[int]] = {}
         for item, row in self._compare(compared):
             assert item.tensor_data is not None
@@ -170,12 +172,15 @@ class CarryingPlanner(SavePlanner):
 
     def _compare(self, items: Iterable[tuple[WriteItem, TensorColumns]]) -> Iterator[tuple[WriteItem, int]]:
         """Yield the tensors that equal rows of the base, of those that this rank is to compare."""
-        rows = [
-            (item, row)
-            for item, entry in items
-            if item.tensor_data is not None
-            for row in self._base.rows_at(entry, item.tensor_data.chunk, self._ranks.rank, self._ranks.size)
-        ]
+        with no_gc():
+            rows = [
+                (item, row)
+                for item, entry in items
+                if item.tensor_data is not None
+                for row in self._base.rows_at(
+                    entry, item.tensor_data.chunk, self._ranks.rank, self._ranks.size
+                )
+            ]
         try:
             with workers(4, "ckpt-base") as threads:
                 stored = self._base.digests([(item.index.fqn, row) for item, row in rows], threads)
