@@ -72,7 +72,7 @@ def test_one_rank_and_parts(server: StrictS3, monkeypatch: pytest.MonkeyPatch) -
     assert counted(server) == remove_requests(what)
 
 
-@pytest.mark.parametrize("text", ["fsdp4", "hsdp2xfsdp2", "tp2xfsdp2"])
+@pytest.mark.parametrize("text", ["fsdp4", "hsdp2xfsdp2", pytest.param("tp2xfsdp2", marks=pytest.mark.long)])
 def test_some_ranks(server: StrictS3, text: str) -> None:
     """Each rank has a writer and a reader of its own, as in a job; slices are spread by DCP's planner."""
     model = Model("gpt", "", 0, tuple(Tensor(each.fqn, each.shape, 2, each.tp_dim, 0) for each in PARAMETERS))
@@ -135,6 +135,7 @@ class _Bytes(BytesPayload):
         self.nbytes = nbytes
 
 
+@pytest.mark.long
 def test_a_chain_of_a_table(server: StrictS3) -> None:
     """A base, deltas and a merge of 2 % of the rows each, chosen at random."""
     rows, rate, saves = 60_000, 0.02, 8
