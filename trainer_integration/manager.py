@@ -6,11 +6,13 @@ import operator
 import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 from ckpt.api import place_of
+from ckpt.embeddings.saving import Tables
 from ckpt.errors import CheckpointError, ConfigurationError
-from ckpt.ranks.group import Ranks, RanksFailed
+from ckpt.ranks.failures import same_outcome
+from ckpt.ranks.group import Ranks
 from ckpt.references.frozen import Patterns
 from ckpt.tools.preflight import check_place
 from ckpt.trainer_integration import keeping, saving
@@ -29,8 +31,6 @@ if TYPE_CHECKING:
 
 __all__ = ["CheckpointManager"]
 
-T = TypeVar("T")
-
 
 class CheckpointManager:
     """Save a training run while it goes on, and find where to go on from.
@@ -48,18 +48,17 @@ class CheckpointManager:
     Args:
         root: the run's folder: a path or URL. Checkpoints are its folders `step-<number>`.
         save: when to save (`ckpt.trainer_integration.saving`); 500 is short for `every_steps(500)`.
-        keep: durable checkpoints to keep (`ckpt.trainer_integration.keeping`); 3 is short for
-            `last(3)`; default all.
+        keep: durable checkpoints to keep (`ckpt.trainer_integration.keeping`); 3 is `last(3)`; default all.
         async_mode: upload while the steps go on in a `thread`, or in a `process`, which the steps
             notice less; `off` waits for each save. `process` needs a script whose code stands under
             `if __name__ == "__main__":`.
         on_busy: if the last save is still in flight, `wait` for it, `skip` the new one, or `fail`.
         on_failure: `raise` a failed save's error at the next step at which the ranks talk (any,
             with rules that look at clocks or signals; else that of the next save), or `continue`.
-        max_undurable_s: the longest time without a new durable checkpoint, after which `step`
-            raises in any case.
+        max_undurable_s: without a new durable checkpoint for so long, `step` raises in any case.
         references: write only what changed since the last checkpoint (`docs/only-what-changed.md`).
         frozen: what never changes, and is not even compared: `ckpt.frozen(model, "model.")`.
+        tables: saved and restored with every state, by what changed (`docs/tables.md`).
         preflight: check the root before the first step: write, read, create, delete, free space.
         events: called with each `Event`, such as `JsonLines(path)` and `OpenTelemetry(meter)`.
         process_group: the ranks that save together; default all.
@@ -82,6 +81,7 @@ class CheckpointManager:
         max_undurable_s: float | None = None,
         references: bool = False,
         frozen: Collection[str] = (),
+        tables: Tables | None = None,
         preflight: bool = True,
         events: Sequence[Callable[[Event], None]] = (),
         process_group: Any = None,
@@ -90,7 +90,7 @@ class CheckpointManager:
         memory_budget_bytes: int | None = None,
         max_bandwidth_bytes_per_s: float | None = None,
     ) -> None:
-        self._on_busy, self._on_failure = on_busy, on_failure
+        self._on_busy, self._on_failure, self._tables = on_busy, on_failure, tables
         options: dict[str, Any] = {"storage_options": storage_options, "threads": threads}
         options["memory_budget_bytes"] = memory_budget_bytes
         self._load_options = {**options, "process_group": process_group}
@@ -99,13 +99,13 @@ class CheckpointManager:
         self._is_closed, self._needs_preflight = False, preflight
 
         def prepare() -> tuple[SaveRule, KeepRule | None, Uploads, History]:
-            patterns = _checked(on_busy, on_failure, references, frozen)
+            patterns = _checked(on_busy, on_failure, references, frozen, tables)
             save_rule, keep_rule = saving.as_rule(save), keeping.as_rule(keep)
-            uploads = Uploads(async_mode, self._ranks, process_group, save_options, patterns)
+            uploads = Uploads(async_mode, self._ranks, process_group, save_options, patterns, tables)
             return save_rule, keep_rule, uploads, History(os.fspath(root), storage_options)
 
-        save_rule, keep_rule, uploads, history = _agreed(
-            self._ranks, f"CheckpointManager of {place_of(root)}", prepare
+        save_rule, keep_rule, uploads, history = same_outcome(
+            self._ranks, f"CheckpointManager of {place_of(root)}{' with tables' if tables else ''}", prepare
         )
         self._saves = Saves(self._ranks, uploads, history, keep_rule, Events(events))
         self._decisions = Decisions(save_rule, self._ranks, self._saves, max_undurable_s)
@@ -177,7 +177,7 @@ class CheckpointManager:
         """
         self._check_open()
         step = _number(step)
-        _check_any(state, parts)
+        _check_any(state, parts, self._tables)
         reason = self._decisions.reason(step, is_last=last, settle=self._settle)
         begun = reason is not None and self._save(
             step, reason, metrics, lambda: self._checked(state, parts, rng)
@@ -197,7 +197,7 @@ class CheckpointManager:
     ) -> bool:
         """Save after `step`, whatever the rules say; otherwise like `step`."""
         self._check_open()
-        _check_any(state, parts)
+        _check_any(state, parts, self._tables)
         return self._save(_number(step), "asked for", metrics, lambda: self._checked(state, parts, rng))
 
     @property
@@ -275,7 +275,7 @@ class CheckpointManager:
         """Make the state dict; the root is checked once that its size is known."""
         values = _state_of(state, parts, rng)
         if self._needs_preflight:
-            _check_root(values, self._ranks, self._saves)
+            _check_root(values, self._tables, self._ranks, self._saves)
             self._needs_preflight = False
         return values
 
@@ -284,11 +284,12 @@ class CheckpointManager:
             raise CheckpointError("this CheckpointManager is closed; make a new one")
 
 
-def _check_root(state: Mapping[str, Any], ranks: Ranks, saves: Saves) -> None:
-    """Write, read and delete below the root, on all ranks; see whether it has room for `state`."""
-    history, needed = saves.history, size_bytes(state)
+def _check_root(state: Mapping[str, Any], tables: Tables | None, ranks: Ranks, saves: Saves) -> None:
+    """Write, read and delete below the root, on all ranks; see whether it has room for `state` and tables."""
+    history = saves.history
+    needed = size_bytes(state) + (0 if tables is None else tables.size_bytes())
     began_s = time.monotonic()
-    free = _agreed(
+    free = same_outcome(
         ranks,
         "preflight",
         lambda: check_place(history.root, storage_options=history.storage_options, needed_bytes=needed),
@@ -306,9 +307,9 @@ def _state_of(state: Mapping[str, Any] | None, parts: Mapping[str, Any], rng: bo
     return state if isinstance(state, dict) else dict(state)
 
 
-def _check_any(state: Mapping[str, Any] | None, parts: Mapping[str, Any]) -> None:
+def _check_any(state: Mapping[str, Any] | None, parts: Mapping[str, Any], tables: Tables | None) -> None:
     """Refuse to save random states alone: that would be a checkpoint from which nothing goes on."""
-    if not state and all(part is None for part in parts.values()):
+    if tables is None and not state and all(part is None for part in parts.values()):
         raise ConfigurationError("nothing to save: pass the parts (model=model, ...) or a state dict")
 
 
@@ -318,24 +319,18 @@ def _check_choice(name: str, value: object, *choices: object) -> None:
 
 
 def _checked(
-    on_busy: object, on_failure: object, references: object, frozen: Collection[str]
+    on_busy: object, on_failure: object, references: object, frozen: Collection[str], tables: object
 ) -> Patterns | None:
     """Check arguments; return what need not be compared, None if saves do not refer to others."""
+    if tables is not None and not isinstance(tables, Tables):
+        raise ConfigurationError(f"tables must be a ckpt.embeddings.Tables, not {tables!r:.100}")
     _check_choice("on_busy", on_busy, "wait", "skip", "fail")
     _check_choice("on_failure", on_failure, "raise", "continue")
     _check_choice("references", references, True, False)
     patterns = Patterns(frozen)
-    if patterns and not references:
+    if patterns and not references and tables is None:
         raise ConfigurationError("frozen= is for references=True")
-    return patterns if references else None
-
-
-def _agreed(ranks: Ranks, call: str, work: Callable[[], T]) -> T:
-    """Return `work()` if it works on all ranks; else raise this rank's error, or the first."""
-    try:
-        return ranks.together(call, work)
-    except RanksFailed as failed:
-        raise failed.failures.get(ranks.rank) or failed.failures[min(failed.failures)] from None
+    return patterns if references or tables is not None else None
 
 
 def _number(step: Any) -> int:

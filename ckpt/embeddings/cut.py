@@ -31,6 +31,7 @@ class Cut:
         chain: what will be stored of the shard, with this generation as the last.
         ids: of the rows to write, sorted by the order of the chain.
         evicted: ids of the rows to remove.
+        is_whole: all rows to write have been copied.
     """
 
     chain: Chain
@@ -47,6 +48,7 @@ class Cut:
         self._aside_rows = 0
         self._is_over = False
         self._fault: str | None = None
+        self.is_whole = False
 
     @property
     def generation(self) -> Generation:
@@ -152,6 +154,18 @@ class Cut:
         return start
 
     # -- while they are saved ------------------------------------------------------------------------------
+
+    def keep_all(self) -> None:
+        """Copy all rows to write, if there is room for them; then they may change without notice."""
+        with self._lock:
+            places = np.flatnonzero(self._slots < 0)
+            row_bytes = sum(column.width * column.dtype.itemsize for column in self.columns.values())
+            if self._is_over or (self._aside_rows + len(places)) * row_bytes > self._max_aside_bytes:
+                return
+            start = self._put_aside(self.ids[places])
+            assert start is not None
+            self._slots[places] = np.arange(start, start + len(places), dtype=np.int32)
+            self.is_whole = True
 
     def read(self, column: str, block: int) -> torch.Tensor:
         """Return one column of a block of the rows, as they were.

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -11,7 +14,7 @@ import torch
 
 from ckpt.embeddings.chain import Chain, Generation, StoredColumn, decode_chain
 from ckpt.embeddings.quantized import dequantize
-from ckpt.embeddings.rows import Ids, RowStore
+from ckpt.embeddings.rows import DenseRows, Ids, RowStore
 from ckpt.embeddings.shard import TableShard
 from ckpt.errors import ConfigurationError, FormatError, LoadFailed
 from ckpt.format.columns import TensorColumns
@@ -22,7 +25,10 @@ PREFIX = "tables."
 """Begins the names of all entries of tables in a checkpoint."""
 
 _MAX_CHAIN_BYTES = 1 << 20
-_BATCH_BYTES = 64 << 20
+_BATCH_BYTES, _FAR_BATCH_BYTES = 20 << 20, 64 << 20
+"""Rows that are read together, from storage that is near, and where requests take time. There are two at a time."""
+
+_ALIGNMENT = 64
 _MAX_GAP_ROWS = 256
 """Rows of others that are read along between two runs of own rows."""
 
@@ -41,23 +47,28 @@ def restore_shard(checkpoint: OpenCheckpoint, shard: TableShard) -> int:
     chains = chains_of(checkpoint, shard.name)
     for chain in chains:
         _check_columns(shard, chain)
-    with shard.lock:
+    with shard.lock, contextlib.ExitStack() as stack:
         shard.restart()  # if this fails, too
         shard.rows.clear()
         own, is_same = None, True
         count = 0
+        batch = stack.enter_context(_Batch(checkpoint))
         for chain in chains:
             is_own = (chain.shard, chain.shards) == (shard.shard, shard.shards)
             changes = []
-            for generation in chain.generations:
-                reader = _Reader(checkpoint, chain, generation, shard.rows)
-                changes.append(reader.apply())
+            readers = [_Reader(checkpoint, chain, generation, shard.rows) for generation in chain.generations]
+            batch.finish()
+            _read_ids(checkpoint, readers)
+            for reader in readers:
+                reader.apply(batch)
+                changes.append((reader.ids, reader.evicted))
                 count += reader.rows
-                is_same &= reader.rows == (generation.rows if is_own else 0)
+                is_same &= reader.rows == (reader.generation.rows if is_own else 0)
             if is_own:
                 own = chain, changes
-        if own is not None and is_same and _are_all(shard.rows.ids(), [ids for ids, _ in own[1]]):
-            shard.resume(own[0], own[1][1:])
+        batch.finish()
+        if own is not None and is_same and _are_all(shard.rows, [ids for ids, _ in own[1]]):
+            shard.resume(own[0], [(_array(ids), evicted) for ids, evicted in own[1][1:]])
         else:
             shard.restart(1 + max(chain.generations[-1].number for chain in chains))
     return count
@@ -89,60 +100,169 @@ def chains_of(checkpoint: OpenCheckpoint, table: str) -> list[Chain]:
     return chains
 
 
+def _read_ids(checkpoint: OpenCheckpoint, readers: Sequence[_Reader]) -> None:
+    """Read the ids of all generations of a chain, together."""
+    counts = {name: count for reader in readers for name, count in reader.stored_ids().items()}
+    checkpoint.prepare(counts)
+    arrays = {name: np.empty(count, dtype=np.int64) for name, count in counts.items()}
+    checkpoint.read_into([(name, [0], torch.from_numpy(ids)) for name, ids in arrays.items()])
+    for name, ids in arrays.items():
+        if int(ids.min()) < 0:
+            raise FormatError(f"{name!r} has a negative id", url=checkpoint.store.url)
+    for reader in readers:
+        reader.take_ids(arrays)
+
+
+class _Batch(contextlib.AbstractContextManager["_Batch"]):
+    """Reads that are carried out together, and what is done with the rows then: while the next batch is read."""
+
+    def __init__(self, checkpoint: OpenCheckpoint) -> None:
+        self._checkpoint = checkpoint
+        is_far = checkpoint.store.capabilities.parallel_parts
+        self.max_bytes = _FAR_BATCH_BYTES if is_far else _BATCH_BYTES
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ckpt-rows")
+        self._reads: list[tuple[str, Sequence[int], torch.Tensor]] = []
+        self._then: list[Callable[[], None]] = []
+        self._before: tuple[Future[None] | None, list[Callable[[], None]]] = (None, [])
+        # Used again and again: to touch fresh pages may take longer than to fill them.
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory_before = torch.empty(0, dtype=torch.uint8)
+        self._used_bytes = 0
+
+    def make_room(self, nbytes: int) -> None:
+        """Begin a new batch if so many bytes more would be too many for this one."""
+        if self._used_bytes + nbytes > self.max_bytes:
+            self._next()
+
+    def read(self, name: str, offsets: Sequence[int], target: torch.Tensor) -> None:
+        self._reads.append((name, offsets, target))
+
+    def read_rows(self, name: str, first: int, count: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+        """Read rows of a tensor; return what they are read into, which later batches overwrite."""
+        stop = self._used_bytes + count * width * dtype.itemsize
+        if not len(self._memory):
+            self._memory = torch.empty(self.max_bytes, dtype=torch.uint8)
+        if stop <= len(self._memory):
+            target = self._memory[self._used_bytes : stop].view(dtype).reshape(count, width)
+        else:
+            target = torch.empty(count, width, dtype=dtype)
+        self._used_bytes = -(-stop // _ALIGNMENT) * _ALIGNMENT
+        self.read(name, [first, 0], target)
+        return target
+
+    def then(self, step: Callable[[], None]) -> None:
+        """Do something once all has been read."""
+        self._then.append(step)
+
+    def finish(self) -> None:
+        """Read everything, and do all that follows."""
+        self._next()
+        self._next()
+
+    def _next(self) -> None:
+        reading = self._thread.submit(self._checkpoint.read_into, self._reads) if self._reads else None
+        read, then = self._before
+        self._before, self._reads, self._then, self._used_bytes = (reading, self._then), [], [], 0
+        if read is not None:
+            read.result()
+        for step in then:
+            step()
+        self._memory, self._memory_before = self._memory_before, self._memory
+
+    def __exit__(self, *error: object) -> None:
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+
 class _Reader:
-    """Apply one generation to a store of rows."""
+    """Apply one generation to a store of rows.
+
+    Attributes:
+        ids, evicted: of all rows that it inserts, and removes.
+        rows: how many of them are this store's.
+    """
 
     def __init__(
         self, checkpoint: OpenCheckpoint, chain: Chain, generation: Generation, rows: RowStore
     ) -> None:
-        self._checkpoint, self._chain, self._generation, self._store = checkpoint, chain, generation, rows
+        self._checkpoint, self._chain, self.generation, self._store = checkpoint, chain, generation, rows
         self._prefix = PREFIX + chain.prefix(generation)
+        self.ids: Ids | range = np.empty(0, dtype=np.int64)
+        self.evicted = np.empty(0, dtype=np.int64)
         self.rows = 0
 
-    def apply(self) -> tuple[Ids, Ids]:
-        """Remove and insert this store's rows; return all ids that it inserts, and removes."""
-        evicted = self._ids("evicted", self._generation.evicted)
-        first, count = self._generation.first_id, self._generation.rows
-        ids = self._ids("ids", count) if first is None else self._range(first, count)
-        gone = evicted[self._store.owns(evicted)]
-        if len(gone):
-            self._store.remove(gone)
-        wanted: list[_Run] = []
-        nbytes = 0
-        for run in _runs(self._store.owns(ids), self._generation.block_rows):
-            wanted.append(run)
-            if (
-                run.owned is not None
-                or self._store.memory(ids[run.start : run.stop], self._first_column) is None
-            ):
-                nbytes += (run.stop - run.start) * self._row_bytes
-            if nbytes >= _BATCH_BYTES:
-                self._insert(ids, wanted)
-                wanted, nbytes = [], 0
-        self._insert(ids, wanted)
-        return ids, evicted
+    def stored_ids(self) -> dict[str, int]:
+        """Name the entries that hold ids, and how many; they are as the chain says."""
+        rows = self.generation.rows if self.generation.first_id is None else 0
+        kinds = {"ids": rows, "evicted": self.generation.evicted}
+        counts = {f"{self._prefix}.{kind}": count for kind, count in kinds.items() if count}
+        for name, count in counts.items():
+            self._check(name, "int64", (count,))
+        return counts
 
-    @property
-    def _first_column(self) -> str:
-        return self._chain.columns[0].name
+    def take_ids(self, arrays: Mapping[str, Ids]) -> None:
+        """Take what was read of them."""
+        first, rows = self.generation.first_id, self.generation.rows
+        self.evicted = arrays.get(f"{self._prefix}.evicted", self.evicted)
+        self.ids = arrays.get(f"{self._prefix}.ids", self.ids) if first is None else self._range(first, rows)
+
+    def apply(self, batch: _Batch) -> None:
+        """Remove and insert this store's rows, with a batch of reads."""
+        block_rows = self.generation.block_rows
+        is_direct = self.generation.first_id is not None or self.generation.kind == "base"
+        if is_direct:
+            batch.finish()  # what comes before must not be written over what is read into the store's memory
+        gone = self.evicted[self._store.owns(self.evicted)]
+        if len(gone) and is_direct:
+            self._store.remove(gone)
+        elif len(gone):
+            batch.then(functools.partial(self._store.remove, gone))
+        for start in range(0, self.generation.rows, block_rows):
+            part = _array(self.ids[start : start + block_rows])
+            for begin, end, owned in _runs(self._store.owns(part)):
+                ids, place = part[begin:end], (start // block_rows, begin)
+                memory = {
+                    column.name: self._store.memory(ids, column.name) if is_direct and owned is None else None
+                    for column in self._chain.columns
+                }
+                if any(each is None for each in memory.values()):
+                    self._add_in_steps(batch, place, ids, owned)
+                else:
+                    self._add(batch, place, ids, owned, memory)
+
+    def _add_in_steps(self, batch: _Batch, place: tuple[int, int], ids: Ids, owned: _Mask | None) -> None:
+        """Add a run to batches, into each as many rows as it takes."""
+        step = max(1, batch.max_bytes // self._row_bytes)
+        for begin in range(0, len(ids), step):
+            part = slice(begin, begin + step)
+            batch.make_room(len(ids[part]) * self._row_bytes)
+            mask = None if owned is None else owned[part]
+            self._add(batch, (place[0], place[1] + begin), ids[part], mask, {})
+
+    def _add(
+        self,
+        batch: _Batch,
+        place: tuple[int, int],
+        ids: Ids,
+        owned: _Mask | None,
+        memory: Mapping[str, torch.Tensor | None],
+    ) -> None:
+        """Add rows to a batch; they begin at a `place`: block and row."""
+        rows = {
+            column.name: read
+            for column in self._chain.columns
+            if (read := self._read(batch, place, len(ids), column, memory.get(column.name))) is not None
+        }
+        if rows:
+            batch.then(functools.partial(self._write, ids, owned, rows))
+        self.rows += len(ids) if owned is None else int(owned.sum())
 
     @property
     def _row_bytes(self) -> int:
         return sum(column.width * torch_dtype(column.dtype).itemsize for column in self._chain.columns)
 
-    def _ids(self, kind: str, count: int) -> Ids:
-        if not count:
-            return np.empty(0, dtype=np.int64)
-        name = f"{self._prefix}.{kind}"
-        self._check(name, "int64", (count,))
-        ids: Ids = _read(self._checkpoint, name, torch.int64).numpy()
-        if int(ids.min()) < 0:
-            raise FormatError(f"{name!r} has a negative id", url=self._checkpoint.store.url)
-        return ids
-
-    def _range(self, first: int, count: int) -> Ids:
-        """Make ids that follow one another, once it is sure that there are so many rows."""
-        column, blocks = self._chain.columns[0].name, self._generation.blocks
+    def _range(self, first: int, count: int) -> range:
+        """Name ids that follow one another, once it is sure that there are so many rows."""
+        column, blocks = self._chain.columns[0].name, self.generation.blocks
         if blocks > len(self._checkpoint.names):
             text = f"{self._prefix!r} cannot have {count} rows in {blocks} blocks"
             raise FormatError(text, url=self._checkpoint.store.url)
@@ -151,57 +271,50 @@ class _Reader:
             name = f"{self._prefix}.{column}.{block:05d}"
             if tuple(self._checkpoint.tensor(name).size[:1]) != (self._rows_of(block),):
                 raise FormatError(f"{name!r} has another number of rows", url=self._checkpoint.store.url)
-        return np.arange(first, first + count, dtype=np.int64)
+        return range(first, first + count)
 
     def _rows_of(self, block: int) -> int:
-        block_rows = self._generation.block_rows
-        return min(block_rows, self._generation.rows - block * block_rows)
+        block_rows = self.generation.block_rows
+        return min(block_rows, self.generation.rows - block * block_rows)
 
-    def _insert(self, ids: Ids, runs: Sequence[_Run]) -> None:
-        """Read runs of rows, all together, and put those that are this store's into it."""
-        reads: list[tuple[str, Sequence[int], torch.Tensor]] = []
-        inserts: list[tuple[_Run, dict[str, Any]]] = []
-        for run in runs:
-            parts: dict[str, Any] = {}
-            for column in self._chain.columns:
-                parts[column.name] = self._target(ids, run, column, reads)
-            inserts.append((run, parts))
-        self._checkpoint.read_into(reads)
-        for run, parts in inserts:
-            rows = {
-                c.name: _exact(parts[c.name], c) for c in self._chain.columns if parts[c.name] is not None
-            }
-            part = slice(run.start, run.stop)
-            if rows:
-                owned = run.owned
-                chosen = rows if owned is None else {n: t[torch.from_numpy(owned)] for n, t in rows.items()}
-                self._store.write(ids[part] if owned is None else ids[part][owned], chosen)
-            self.rows += run.stop - run.start if run.owned is None else int(run.owned.sum())
+    def _read(
+        self,
+        batch: _Batch,
+        place: tuple[int, int],
+        count: int,
+        column: StoredColumn,
+        memory: torch.Tensor | None,
+    ) -> Callable[[], torch.Tensor] | None:
+        """Read a column of rows at a `place`: block and row; return how to get it then.
 
-    def _target(
-        self, ids: Ids, run: _Run, column: StoredColumn, reads: list[tuple[str, Sequence[int], torch.Tensor]]
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None:
-        """Plan the read of a column of a run; return what it fills, None if that is the store's own memory."""
-        block_rows = self._generation.block_rows
-        block = run.start // block_rows
+        That is None if it is read into the store's own memory.
+        """
+        block, first = place
         name = f"{self._prefix}.{column.name}.{block:05d}"
-        in_block = self._rows_of(block)
-        count, offsets = run.stop - run.start, [run.start - block * block_rows, 0]
-        if column.bits and self._generation.kind == "delta":
-            width = -(-column.width * column.bits // 8)
+        in_block, dtype = self._rows_of(block), torch_dtype(column.dtype)
+        if column.bits and self.generation.kind == "delta":
+            bits: Any = column.bits
+            width = -(-column.width * bits // 8)
             self._check(name, "uint8", (in_block, width))
             self._check(f"{name}.scales", "float32", (in_block, 2))
-            codes, scales = torch.empty(count, width, dtype=torch.uint8), torch.empty(count, 2)
-            reads += [(name, offsets, codes), (f"{name}.scales", offsets, scales)]
-            return codes, scales
+            codes = batch.read_rows(name, first, count, width, torch.uint8)
+            scales = batch.read_rows(f"{name}.scales", first, count, 2, torch.float32)
+            return lambda: dequantize(codes, scales, bits, column.width, dtype)
         self._check(name, column.dtype, (in_block, column.width))
-        own = self._store.memory(ids[run.start : run.stop], column.name) if run.owned is None else None
-        target = own
-        if own is None:
-            target = torch.empty(count, column.width, dtype=torch_dtype(column.dtype))
-        assert target is not None
-        reads.append((name, offsets, target))
-        return None if own is not None else target
+        if memory is not None:
+            batch.read(name, [first, 0], memory)
+            return None
+        rows = batch.read_rows(name, first, count, column.width, dtype)
+        return lambda: rows
+
+    def _write(
+        self, ids: Ids, owned: _Mask | None, columns: Mapping[str, Callable[[], torch.Tensor]]
+    ) -> None:
+        rows = {name: get() for name, get in columns.items()}
+        if owned is not None:
+            mask = torch.from_numpy(owned)
+            ids, rows = ids[owned], {name: values[mask] for name, values in rows.items()}
+        self._store.write(ids, rows)
 
     def _check(self, name: str, dtype: str, size: tuple[int, ...]) -> None:
         entry: TensorColumns = self._checkpoint.tensor(name)
@@ -212,41 +325,35 @@ class _Reader:
             )
 
 
-class _Run:
-    """Rows of one block that are read together.
-
-    `owned` tells which of them are wanted; None if all are.
-    """
-
-    def __init__(self, start: int, stop: int, owned: np.ndarray[Any, np.dtype[np.bool_]] | None) -> None:
-        self.start, self.stop, self.owned = start, stop, owned
+_Mask = np.ndarray[Any, np.dtype[np.bool_]]
 
 
-def _runs(owned: np.ndarray[Any, np.dtype[np.bool_]], block_rows: int) -> Iterator[_Run]:
-    """Find the runs of wanted rows; none goes over the end of a block, small gaps are read along."""
-    for start in range(0, len(owned), block_rows):
-        places = np.flatnonzero(owned[start : start + block_rows])
-        if not len(places):
-            continue
-        ends = np.flatnonzero(np.diff(places) > _MAX_GAP_ROWS)
-        for first, last in zip([0, *(ends + 1)], [*ends, len(places) - 1], strict=True):
-            begin, end = start + int(places[first]), start + int(places[last]) + 1
-            mask = owned[begin:end]
-            yield _Run(begin, end, None if mask.all() else mask)
+def _runs(owned: _Mask) -> Iterator[tuple[int, int, _Mask | None]]:
+    """Find the runs of wanted rows of a block, and which rows of each are wanted; small gaps are read along."""
+    if owned.all():
+        yield 0, len(owned), None
+        return
+    places = np.flatnonzero(owned)
+    if not len(places):
+        return
+    ends = np.flatnonzero(np.diff(places) > _MAX_GAP_ROWS)
+    for first, last in zip([0, *(ends + 1)], [*ends, len(places) - 1], strict=True):
+        begin, end = int(places[first]), int(places[last]) + 1
+        mask = owned[begin:end]
+        yield begin, end, None if mask.all() else mask
 
 
-def _are_all(ids: Ids, inserted: list[Ids]) -> bool:
-    """Tell whether all these rows were inserted."""
-    return np.array_equal(ids, inserted[0]) or bool(np.isin(ids, np.concatenate(inserted)).all())
+def _are_all(rows: RowStore, inserted: list[Ids | range]) -> bool:
+    """Tell whether all rows of a store were inserted."""
+    base = inserted[0]
+    if isinstance(rows, DenseRows) and isinstance(base, range):
+        return base.start <= rows.first_id and rows.first_id + rows.count <= base.stop
+    ids, arrays = rows.ids(), [_array(each) for each in inserted]
+    return np.array_equal(ids, arrays[0]) or bool(np.isin(ids, np.concatenate(arrays)).all())
 
 
-def _exact(part: Any, column: StoredColumn) -> torch.Tensor:
-    if not isinstance(part, tuple):
-        assert isinstance(part, torch.Tensor)
-        return part
-    bits: Any = column.bits
-    codes, scales = part
-    return dequantize(codes, scales, bits, column.width, torch_dtype(column.dtype))
+def _array(ids: Ids | range) -> Ids:
+    return np.arange(ids.start, ids.stop, dtype=np.int64) if isinstance(ids, range) else ids
 
 
 def _read(checkpoint: OpenCheckpoint, name: str, dtype: torch.dtype) -> torch.Tensor:

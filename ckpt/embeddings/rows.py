@@ -63,7 +63,7 @@ class RowStore(Protocol):
     def write(self, ids: Ids, rows: Rows) -> None:
         """Put rows in the place of those with the same id, or beside the others.
 
-        `rows` lacks the columns that were restored into their `memory`.
+        `rows` lacks the columns that were restored into their `memory`; copy from it, it is used again after the call.
         """
 
     def clear(self) -> None:
@@ -95,34 +95,38 @@ class DenseRows:
             raise ConfigurationError(
                 f"the columns of a table must have the same number of rows, not {counts}"
             )
-        self.first_id, self._count = first_id, next(iter(counts.values()))
+        self.first_id, self.count = first_id, next(iter(counts.values()))
         self._tensors = {name: _matrix(name, tensor) for name, tensor in columns.items()}
         self.columns = {name: Column(t.shape[1], t.dtype) for name, t in self._tensors.items()}
 
     def ids(self) -> Ids:
-        return np.arange(self.first_id, self.first_id + self._count, dtype=np.int64)
+        return np.arange(self.first_id, self.first_id + self.count, dtype=np.int64)
 
     def owns(self, ids: Ids) -> NDArray[np.bool_]:
         return self.holds(ids)
 
     def holds(self, ids: Ids) -> NDArray[np.bool_]:
-        return (ids >= self.first_id) & (ids < self.first_id + self._count)
+        return (ids >= self.first_id) & (ids < self.first_id + self.count)
 
     def read(self, ids: Ids, columns: Collection[str]) -> Rows:
         index = self._index(ids)
         return {name: self._tensors[name].index_select(0, index) for name in columns}
 
     def write(self, ids: Ids, rows: Rows) -> None:
-        index = self._index(ids)
+        places = ids - self.first_id
         for name, values in rows.items():
-            self._tensors[name].index_copy_(0, index, values)
+            tensor = self._tensors[name]
+            if tensor.is_contiguous():  # whole rows are copied twice as fast as elements
+                _whole_rows(tensor)[places] = _whole_rows(values.to(tensor.dtype).contiguous())
+            else:
+                tensor.index_copy_(0, torch.from_numpy(places), values)
 
     def clear(self) -> None:
         """Leave the rows: all are restored."""
 
     def memory(self, ids: Ids, column: str) -> torch.Tensor | None:
         start = int(ids[0]) - self.first_id
-        if not np.array_equal(ids, np.arange(ids[0], ids[0] + len(ids))):
+        if int(ids[-1]) - int(ids[0]) != len(ids) - 1 or not bool((np.diff(ids) == 1).all()):
             return None
         return self._tensors[column][start : start + len(ids)]
 
@@ -138,6 +142,13 @@ def _matrix(name: str, tensor: torch.Tensor) -> torch.Tensor:
         raise ConfigurationError(f"the column {name!r} must be a tensor on the CPU, [rows] or [rows, width]")
     matrix = tensor.detach()
     return matrix.unsqueeze(1) if matrix.dim() == 1 else matrix
+
+
+def _whole_rows(tensor: torch.Tensor) -> NDArray[np.void]:
+    """Show each row of a contiguous tensor as one item of its bytes."""
+    rows, width = tensor.shape
+    data: NDArray[np.void] = tensor.view(torch.uint8).numpy().view(f"V{width * tensor.element_size()}")
+    return data.reshape(rows)
 
 
 def home_of(ids: Ids, shards: int) -> NDArray[np.int64]:

@@ -100,6 +100,8 @@ class Tables:
         future = self._running = background.start(
             lambda: self._begin(state_dict, url, frozen, gate, options, is_async=True)
         )
+        for shard in self.shards:
+            shard.may_change.wait()
         return future
 
     def restore(
@@ -124,6 +126,17 @@ class Tables:
         if commit is not None and commit.is_referable:
             self._base = url
         return counts
+
+    def size_bytes(self) -> int:
+        """Return what all rows of this process's shards are together."""
+        total = 0
+        for shard in self.shards:
+            with shard.lock:
+                row_bytes = sum(
+                    column.width * column.dtype.itemsize for column in shard.rows.columns.values()
+                )
+                total += row_bytes * len(shard.rows.ids())
+        return total
 
     def _wait(self) -> None:
         """Wait for the save in the background, which has deadlines of its own, and needs the rows for that."""

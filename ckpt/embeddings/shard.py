@@ -18,6 +18,7 @@ from ckpt.embeddings.chain import (
     StoredColumn,
     shard_name,
 )
+from ckpt.embeddings.compared import Comparison
 from ckpt.embeddings.cut import Cut
 from ckpt.embeddings.quantized import Bits, quantize
 from ckpt.embeddings.rows import DenseRows, Ids, RowStore, sorted_ids
@@ -60,6 +61,8 @@ class TableShard:
         max_delta_ratio: largest size of a chain's deltas together, of that of the base.
         max_aside_bytes: memory for copies of rows that change during their save; if it is not enough, the save
             fails, and training goes on.
+        compare: find the rows that have changed by digests of small blocks of them, so that nobody has to tell;
+            rows stay as they are during a call of `save` or `async_save`, and may change without `writing` after it.
 
     Raises:
         ConfigurationError: an argument is wrong.
@@ -76,6 +79,7 @@ class TableShard:
         max_deltas: int = 12,
         max_delta_ratio: float = 0.4,
         max_aside_bytes: int = 1 << 30,
+        compare: bool = False,
     ) -> None:
         if not name or not set(name) <= _NAME_CHARACTERS:
             raise ConfigurationError(
@@ -101,6 +105,9 @@ class TableShard:
         self._cut: Cut | None = None
         self._writers = 0
         self._pending: list[_Change] = []
+        self._comparison = Comparison(rows) if compare else None
+        self.may_change = threading.Event()  # rows, of which nobody tells
+        self.may_change.set()
 
     # -- while training ------------------------------------------------------------------------------------
 
@@ -133,7 +140,7 @@ class TableShard:
         with self.lock:
             ids = self._checked(batch)
             self._touched.add(ids)
-            if len(ids) and self._cut is not None and not self._cut.is_over:
+            if len(ids) and self._cut is not None and not (self._cut.is_over or self._cut.is_whole):
                 self._cut.close("rows changed outside of `writing` while they were being saved")
                 raise ConfigurationError(
                     f"rows of {self.name!r} changed while they are being saved, so that save fails: change them "
@@ -182,13 +189,20 @@ class TableShard:
         """
         with self.lock:
             self.check_idle()
+            if self._comparison is not None:
+                self._look(self._comparison)
+                self.may_change.clear()
             self._unsaved, self._touched, self._evicted = self._change(), Touched(), Touched()
             self._cut = Cut(self.name, self.rows, self.lock, self._max_aside_bytes)
             return self._cut
 
     def costs(self) -> Costs | None:
         """Say what the save that has begun could write; None if it can only be a base."""
-        return None if self._chain is None else self._costs(self._chain, [*self._changes, self._unsaved])
+        if self._chain is None:
+            return None
+        deltas, merged, row_bytes = _sizes([*self._changes, self._unsaved], self.rows)
+        base = self._chain.generations[0].rows * row_bytes
+        return Costs(base, deltas, merged, self._max_deltas, self._max_delta_ratio)
 
     def choose(self, first: int | None = None) -> Cut:
         """Choose what the save that has begun writes.
@@ -217,7 +231,7 @@ class TableShard:
             kind="base" if first is None else "delta",
             rows=len(ids),
             evicted=len(evicted),
-            block_rows=self._block_rows(),
+            block_rows=_block_rows(self.rows),
             first_id=_first_id(ids),
         )
         chain = Chain(
@@ -225,17 +239,22 @@ class TableShard:
             shard=self.shard,
             shards=self.shards,
             order=self.rows.order,
-            columns=self._columns(),
+            columns=_stored_columns(self.rows, self._bits),
             generations=[*kept, generation],
         )
         self._number += 1
         self._pending = [] if first is None else changes
         cut.choose(chain, ids, evicted)
+        if self._comparison is not None:
+            cut.keep_all()
+            if cut.is_whole:
+                self.may_change.set()
         return cut
 
     def settle(self, *, durable: bool) -> None:
         """End a save: it was committed, or its changes go into the next one."""
         with self.lock:
+            self.may_change.set()
             cut, self._cut = self._cut, None
             if cut is None:
                 return
@@ -252,10 +271,12 @@ class TableShard:
             is_same = (chain.shard, chain.shards) == (
                 self.shard,
                 self.shards,
-            ) and chain.columns == self._columns()
+            ) and chain.columns == _stored_columns(self.rows, self._bits)
             self.restart(1 + chain.generations[-1].number)
             self._touched, self._evicted = Touched(), Touched()
             if is_same and chain.order == self.rows.order:
+                if self._comparison is not None:
+                    self._comparison.look()
                 self._chain = chain
                 self._changes = [_Change(as_set(touched), as_set(evicted)) for touched, evicted in changes]
 
@@ -264,35 +285,16 @@ class TableShard:
         with self.lock:
             self._chain, self._changes, self._number = None, [], max(number, self._number)
 
+    def _look(self, comparison: Comparison) -> None:
+        """Note what has changed since the last look."""
+        changed, gone = comparison.look()
+        if self._chain is not None:  # else all rows are saved
+            self._touched.discard(gone)
+            self._evicted.add(gone)
+            self._touched.add(changed)
+
     def _change(self) -> _Change:
         return _Change(self._touched.ids(), self._evicted.ids())
-
-    def _costs(self, chain: Chain, changes: list[_Change]) -> Costs:
-        row_bytes = _ID_BYTES + sum(c.width * c.dtype.itemsize for c in self.rows.columns.values())
-        # A merge holds an id in the place of the last delta that touched it.
-        ids = np.concatenate([change.touched for change in reversed(changes)])
-        deltas = np.repeat(
-            np.arange(len(changes))[::-1], [len(change.touched) for change in reversed(changes)]
-        )
-        last = deltas[np.unique(ids, return_index=True)[1]]
-        merged = np.bincount(last, minlength=len(changes))[::-1].cumsum()[::-1] * row_bytes
-        return Costs(
-            base=chain.generations[0].rows * row_bytes,
-            deltas=[_bytes_of(change, row_bytes) for change in changes],
-            merged=merged.tolist(),
-            max_deltas=self._max_deltas,
-            max_delta_ratio=self._max_delta_ratio,
-        )
-
-    def _columns(self) -> list[StoredColumn]:
-        return [
-            StoredColumn(name=name, width=c.width, dtype=dtype_name(c.dtype), bits=self._bits.get(name, 0))
-            for name, c in self.rows.columns.items()
-        ]
-
-    def _block_rows(self) -> int:
-        widest = max(column.width * column.dtype.itemsize for column in self.rows.columns.values())
-        return max(1, BLOCK_BYTES // widest)
 
 
 def entries_of(cut: Cut) -> dict[str, Any]:
@@ -336,6 +338,29 @@ class Due:
 
     def read(self) -> torch.Tensor:
         return self.cut.read(self.column, self.block)
+
+
+def _sizes(changes: list[_Change], rows: RowStore) -> tuple[list[int], list[int], int]:
+    """Return the bytes of deltas, of what they are merged from each of them on, and of a row."""
+    row_bytes = _ID_BYTES + sum(c.width * c.dtype.itemsize for c in rows.columns.values())
+    # A merge holds an id in the place of the last delta that touched it.
+    ids = np.concatenate([change.touched for change in reversed(changes)])
+    deltas = np.repeat(np.arange(len(changes))[::-1], [len(change.touched) for change in reversed(changes)])
+    last = deltas[np.unique(ids, return_index=True)[1]]
+    merged = np.bincount(last, minlength=len(changes))[::-1].cumsum()[::-1] * row_bytes
+    return [_bytes_of(change, row_bytes) for change in changes], merged.tolist(), row_bytes
+
+
+def _stored_columns(rows: RowStore, bits: Mapping[str, Bits]) -> list[StoredColumn]:
+    return [
+        StoredColumn(name=name, width=c.width, dtype=dtype_name(c.dtype), bits=bits.get(name, 0))
+        for name, c in rows.columns.items()
+    ]
+
+
+def _block_rows(rows: RowStore) -> int:
+    widest = max(column.width * column.dtype.itemsize for column in rows.columns.values())
+    return max(1, BLOCK_BYTES // widest)
 
 
 def _merged(changes: list[_Change]) -> _Change:

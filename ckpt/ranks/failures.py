@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol, TypeGuard
+from typing import Protocol, TypeGuard, TypeVar
 
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ckpt.errors import CheckpointError, ConfigurationError, LoadFailed, SaveFailed
 from ckpt.ranks.group import Ranks, RanksFailed
 from ckpt.ranks.lost_ranks import lost, summary
+
+T = TypeVar("T")
 
 
 class Interrupted(Protocol):
@@ -72,3 +74,11 @@ def same_failure(failed: type[SaveFailed | LoadFailed], place: str, ranks: Ranks
     except Exception as error:
         message, lost_ranks = lost(call, ranks, error)
         raise failed(message, url=place, failures=lost_ranks) from error
+
+
+def same_outcome(ranks: Ranks, call: str, work: Callable[[], T]) -> T:
+    """Return `work()` if it works on all ranks; else raise this rank's error, or the first."""
+    try:
+        return ranks.together(call, work)
+    except RanksFailed as failed:
+        raise failed.failures.get(ranks.rank) or failed.failures[min(failed.failures)] from None

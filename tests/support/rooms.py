@@ -206,6 +206,7 @@ ROOMS: Mapping[str, Room] = {
         (
             "ckpt.errors",
             "ckpt.api",
+            "ckpt.embeddings",
             "ckpt.ranks",
             "ckpt.references.frozen",
             "ckpt.tools",
@@ -222,6 +223,7 @@ ROOMS: Mapping[str, Room] = {
             "ckpt.errors",
             "ckpt.torch_private",
             "ckpt.api",
+            "ckpt.embeddings",
             "ckpt.ranks",
             "ckpt.references",
             "ckpt.tools",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from ckpt.api import async_save, place_of, save, values_of
+from ckpt.embeddings.saving import Tables
 from ckpt.errors import CheckpointError, ConfigurationError, SaveFailed
 from ckpt.format.names import last_segment
 from ckpt.ranks.group import Ranks, RanksFailed
@@ -33,6 +34,7 @@ class Uploads:
     """Begin saves in a mode, with `options` of `CheckpointWriter`.
 
     `frozen`: each save refers to the one before it, and need not compare these; None: all is written.
+    `tables`: what is saved with each state, by what changed.
     """
 
     mode: AsyncMode
@@ -40,6 +42,7 @@ class Uploads:
     process_group: Any
     options: Mapping[str, Any] = field(repr=False)  # credentials may be among them
     frozen: Patterns | None = None
+    tables: Tables | None = None
     _stager: Stager = field(default_factory=lambda: Stager(shared_memory=True))
     _last: Future[Metadata] | None = None
 
@@ -48,8 +51,9 @@ class Uploads:
             raise ConfigurationError(f"async_mode must be 'thread', 'process' or 'off', not {self.mode!r}")
         if self.mode == "process" and not (dist.is_available() and dist.is_initialized()):
             raise ConfigurationError("async_mode='process' needs torch.distributed.init_process_group first")
-        if self.mode == "process" and self.frozen is not None:
-            raise ConfigurationError("references=True needs async_mode='thread' or 'off'")
+        if self.mode == "process" and (self.frozen is not None or self.tables is not None):
+            wanted = "references=True" if self.tables is None else "tables="
+            raise ConfigurationError(f"{wanted} needs async_mode='thread' or 'off'")
         if self.mode == "process":
             check_main_guard()
 
@@ -64,12 +68,17 @@ class Uploads:
         if self.mode == "process":
             return self._in_process(state, url, tags)
         options: dict[str, Any] = {**self.options, "tags": tags, "process_group": self.process_group}
-        if self.frozen is not None:
+        begin: Callable[..., Future[Metadata]] = async_save
+        wait_for: Callable[..., Metadata] = save
+        if self.tables is not None:  # they know what they refer to
+            begin, wait_for = self.tables.async_save, self.tables.save
+            options["frozen"] = self.frozen.names if self.frozen else ()
+        elif self.frozen is not None:
             options["base"] = References(base, self.frozen, required=False)
         if self.mode == "thread":
-            return async_save(state, url, **options)
+            return begin(state, url, **options)
         future: Future[Metadata] = Future()
-        future.set_result(save(state, url, **options))
+        future.set_result(wait_for(state, url, **options))
         return future
 
     def close(self) -> None:

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from torch.distributed.checkpoint.metadata import Metadata
 
+from ckpt.embeddings.saving import Tables
 from ckpt.errors import CheckpointError, ConfigurationError, SaveFailed
 from ckpt.format.names import split_path
 from ckpt.format.run_record import RunCheckpoint
@@ -80,6 +81,11 @@ class Saves:
         self._kept: dict[int, str] = {}
         self._unmeasured = ""
         _all.add(self)
+
+    @property
+    def tables(self) -> Tables | None:
+        """The tables that are saved with each state."""
+        return self._uploads.tables
 
     @property
     def busy(self) -> bool:

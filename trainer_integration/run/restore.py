@@ -20,7 +20,9 @@ from ckpt.errors import (
     NotFound,
     NotVisible,
 )
+from ckpt.format.names import last_segment
 from ckpt.format.run_record import RUN_KEY
+from ckpt.ranks.failures import same_outcome
 from ckpt.ranks.group import Ranks
 from ckpt.reading.latest import Candidate
 from ckpt.tools.ls import step_of
@@ -100,6 +102,10 @@ def restore(
     def attempt(url: str) -> NamingLoadPlanner:
         planner = NamingLoadPlanner(strict=strict, optional={"rng"}, optimizers=optimizers)
         load(state, url, planner=planner, **load_options)
+        if (tables := saves.tables) is not None:
+            storage_options = load_options["storage_options"]
+            call = f"restore of tables of {last_segment(place_of(url))}"
+            same_outcome(ranks, call, lambda: tables.restore(url, storage_options=storage_options))
         return planner
 
     passed_over: list[PassedOver] = []
