@@ -93,7 +93,7 @@ def watch(
             raise ConfigurationError("--once and --timeout exclude each other")
         signals = Signals()
         watcher = Watcher(
-            root,
+            root=root,
             storage_options=parse_storage_options(storage_options),
             cursor=cursor,
             after=after,

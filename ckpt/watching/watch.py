@@ -9,7 +9,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ckpt.backends.registry import open_store
@@ -75,7 +75,7 @@ def watch(
         AccessDenied: at once; other errors of storage once they last longer than `outage_s`.
     """
     watcher = Watcher(
-        root,
+        root=root,
         storage_options=storage_options,
         cursor=cursor,
         after=after,
@@ -107,6 +107,7 @@ class _Waiting:
     complete_by_s: float
 
 
+@dataclass(kw_only=True, eq=False)
 class Watcher:
     """Follow a root; `watch` explains the arguments.
 
@@ -114,41 +115,33 @@ class Watcher:
         url: the root, without credentials.
     """
 
-    def __init__(
-        self,
-        root: str | os.PathLike[str],
-        *,
-        storage_options: Mapping[str, Any] | None = None,
-        cursor: str | os.PathLike[str] | None = None,
-        after: int | None = None,
-        skip_existing: bool = False,
-        skip_to_latest: bool = False,
-        poll_s: float = 10.0,
-        timeout_s: float | None = None,
-        lag_s: float | None = None,
-        outage_s: float = 3600.0,
-        threads: int | None = None,
-        stop: threading.Event | None = None,
-    ) -> None:
-        for name, value in (
-            ("poll_s", poll_s),
-            ("timeout_s", timeout_s),
-            ("lag_s", lag_s),
-            ("outage_s", outage_s),
-        ):
-            if value is not None and not (value >= 0 and (value > 0 or name != "poll_s")):
+    root: str | os.PathLike[str]
+    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
+    cursor: str | os.PathLike[str] | None
+    after: int | None
+    skip_existing: bool
+    skip_to_latest: bool
+    poll_s: float
+    timeout_s: float | None
+    lag_s: float | None
+    outage_s: float
+    threads: int | None = None
+    stop: threading.Event | None = None
+
+    def __post_init__(self) -> None:
+        if not self.poll_s > 0:
+            raise ConfigurationError(f"poll_s must not be {self.poll_s!r}")
+        for name in ("timeout_s", "lag_s", "outage_s"):
+            value = getattr(self, name)
+            if value is not None and not value >= 0:
                 raise ConfigurationError(f"{name} must not be {value!r}")
-        self._store = open_store(root, storage_options, threads=threads)
+        self._store = open_store(self.root, self.storage_options, threads=self.threads)
         self.url = self._store.url
         directory = self._store.directory
         if directory is not None and os.path.isfile(directory):
             raise ConfigurationError(f"{self.url} is a file; name the folder of a run")
-        self._cursor_place, self._storage_options = cursor, storage_options
-        self._after = -1 if after is None else after
-        self._skip_existing, self._skip_to_latest = skip_existing, skip_to_latest
-        self._poll_s, self._lag_s, self._outage_s = poll_s, lag_s, outage_s
-        self._timeout_s = math.inf if timeout_s is None else timeout_s
-        self._stop = stop or threading.Event()
+        self._timeout_s = math.inf if self.timeout_s is None else self.timeout_s
+        self._stop = self.stop or threading.Event()
         self._sights = Sights(self._store)
         self._waiting: dict[tuple[str, str], _Waiting] = {}
         self._turns: deque[_Waiting] = deque()
@@ -159,11 +152,9 @@ class Watcher:
         """Yield the checkpoints. One is done when the next one is asked for."""
         with contextlib.closing(self._store), contextlib.ExitStack() as closing:
             self._busy_at_s = environment.monotonic()
-            self._cursor = self._patiently(
-                lambda: Cursor(self._cursor_place, self.url, self._storage_options)
-            )
+            self._cursor = self._patiently(lambda: Cursor(self.cursor, self.url, self.storage_options))
             closing.callback(self._cursor.close)
-            if self._skip_existing and self._cursor.is_new:
+            if self.skip_existing and self._cursor.is_new:
                 self._patiently(self._skip_all)
             self._patiently(self._cursor.begin)
             if self._store.directory is not None and not os.path.isdir(self._store.directory):
@@ -200,11 +191,11 @@ class Watcher:
 
     def _next(self) -> WatchedCheckpoint | None:
         """Return the checkpoint whose turn it is, if there is one."""
-        if self._skip_to_latest or not self._turns:
+        if self.skip_to_latest or not self._turns:
             got_turn = self._look()
-            while self._skip_to_latest and got_turn:
+            while self.skip_to_latest and got_turn:
                 got_turn = self._look()
-        if self._skip_to_latest and len(self._turns) > 1:
+        if self.skip_to_latest and len(self._turns) > 1:
             skipped = [self._turns.popleft().sight.checkpoint for _ in range(len(self._turns) - 1)]
             _logger.info("skipped %d earlier checkpoints of %s", len(skipped), self.url)
             self._done(*skipped)
@@ -244,14 +235,14 @@ class Watcher:
                 return len(self._turns) > turns
 
     def _see(self, *, everywhere: bool) -> None:
-        lag_s = self._lag_s
+        lag_s = self.lag_s
         if lag_s is None:
             lag_s = 0.0 if self._store.capabilities.cross_client_visibility else _LAG_S
         in_turn = {_name(turn.sight.checkpoint) for turn in self._turns}
         for sight in self._sights.look(everywhere=everywhere):
             checkpoint = sight.checkpoint
             name = _name(checkpoint)
-            is_wanted = checkpoint.step is None or checkpoint.step > self._after
+            is_wanted = self.after is None or checkpoint.step is None or checkpoint.step > self.after
             is_known = name in self._waiting or name in in_turn or name in self._open_cursor
             if is_known or not is_wanted:
                 continue
@@ -286,7 +277,7 @@ class Watcher:
     def _pause(self) -> None:
         """Wait for the next look, which is due when a checkpoint is ripe, and at the end."""
         now_s = environment.monotonic()
-        until_s = [now_s + self._poll_s * (0.75 + 0.5 * environment.jitter())]
+        until_s = [now_s + self.poll_s * (0.75 + 0.5 * environment.jitter())]
         until_s += [each.ripe_at_s for each in self._waiting.values()]
         if self._turns:  # the first one is incomplete
             until_s.append(now_s + _FIRST_PAUSE_S)
@@ -297,7 +288,7 @@ class Watcher:
     def _patiently(self, call: Callable[[], T], *, until_over: bool = True) -> T:
         """Call `call`, again while the storage gives no answer; `until_over`: not after `timeout_s`."""
         failing_since_s: float | None = None
-        pause_s = min(_FIRST_PAUSE_S, self._poll_s)
+        pause_s = min(_FIRST_PAUSE_S, self.poll_s)
         while True:
             try:
                 return call()
@@ -307,8 +298,8 @@ class Watcher:
                 now_s = environment.monotonic()
                 if failing_since_s is None:
                     failing_since_s = now_s
-                    _logger.warning("trying again for %.0f s at most: %s", self._outage_s, error)
-                if now_s - failing_since_s >= self._outage_s or (until_over and self._is_over()):
+                    _logger.warning("trying again for %.0f s at most: %s", self.outage_s, error)
+                if now_s - failing_since_s >= self.outage_s or (until_over and self._is_over()):
                     raise
                 if environment.wait(self._stop, pause_s):
                     raise

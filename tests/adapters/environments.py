@@ -20,7 +20,7 @@ from support.rooms import ROOT
 
 _HERE = Path(__file__).parent
 _INSTALL_TIMEOUT_S = 900
-_TESTS_TIMEOUT_S = 600
+_TIMEOUT_S = 600
 
 
 def python_of(host: str) -> Path:
@@ -73,25 +73,30 @@ def run_inside(host: str) -> None:
     run_tests(host, tests, "--import-mode", "importlib", environ={"PYTHONSAFEPATH": "1"})
 
 
-def run_tests(
+def run_tests(host: str, tests: Path, *options: str, **running: Any) -> None:
+    """Run a file of tests in the host's environment; `running` is for `run`."""
+    run(host, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, str(tests), **running)
+
+
+def run(
     host: str,
-    tests: Path,
-    *options: str,
+    *arguments: str,
+    folder: Path = ROOT,
     environ: Mapping[str, str] | None = None,
-    timeout_s: float = _TESTS_TIMEOUT_S,
-) -> None:
-    """Run a file of tests in the host's environment; what they have started ends with them."""
-    command = [str(python_of(host)), "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, str(tests)]
-    common = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", **(environ or {})}
+    timeout_s: float = _TIMEOUT_S,
+) -> str:
+    """Run the host's Python in a folder, and return its output; what it has started ends with it."""
+    common = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        command, cwd=ROOT, env=common, start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        [str(python_of(host)), *arguments], cwd=folder, env={**common, **(environ or {})},
+        start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     try:
         output, _ = process.communicate(timeout=timeout_s)
     finally:
         end(process)
     assert process.returncode == 0, output[-8000:]
+    return output
 
 
 def end(process: subprocess.Popen[Any]) -> None:

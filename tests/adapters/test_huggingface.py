@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
 from support.rooms import ROOT
 
 import ckpt
-from adapters.environments import end, python_of, run_tests
+from adapters.environments import run, run_tests
 
 _INSIDE = Path(__file__).parent / "inside"
-_TIMEOUT_S = 300
 
 
 @pytest.mark.xdist_group("huggingface")
 def test_the_cases_inside_of_the_host() -> None:
-    environ = {"OMP_NUM_THREADS": "1"}
-    run_tests("huggingface", _INSIDE / "huggingface_cases.py", "-p", "no:xdist", environ=environ)
+    run_tests("huggingface", _INSIDE / "huggingface_cases.py", "-p", "no:xdist")
 
 
 @pytest.mark.xdist_group("huggingface")
 @pytest.mark.parametrize("how", ["ddp", "fsdp", "fsdp lora"])
 def test_two_ranks_pass_over_a_damaged_checkpoint_and_write_a_model(how: str, tmp_path: Path) -> None:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    run([*launcher, str(_INSIDE / "huggingface_ranks.py"), str(tmp_path), *how.split()], tmp_path)
+    script = str(_INSIDE / "huggingface_ranks.py")
+    run("huggingface", *launcher, script, str(tmp_path), *how.split(), folder=tmp_path)
     report = json.loads((tmp_path / "report.json").read_text())
     assert (report["resumed"], report["served"]) == ([], [])
     assert report["files"].count(".safetensors") == 1
@@ -38,7 +35,7 @@ def test_two_ranks_pass_over_a_damaged_checkpoint_and_write_a_model(how: str, tm
 def test_trl_goes_on_as_an_uninterrupted_run(what: str, tmp_path: Path) -> None:
     script = str(_INSIDE / "huggingface_sft.py")
     digests = [
-        run([script, str(tmp_path / root), steps, what], tmp_path, host="trl").splitlines()[-1]
+        run("trl", script, str(tmp_path / root), steps, what, folder=tmp_path).splitlines()[-1]
         for root, steps in (("native", "6"), ("ours", "4"), ("ours", "6"))
     ]
     assert digests[0] == digests[2] != digests[1]
@@ -49,21 +46,7 @@ def test_trl_goes_on_as_an_uninterrupted_run(what: str, tmp_path: Path) -> None:
 def test_the_example_goes_on(tmp_path: Path) -> None:
     script = ROOT / "examples" / "huggingface" / "train.py"
     for steps in ("2", "4"):
-        output = run([str(script), "--steps", steps, "--save-steps", "2"], tmp_path)
+        options = "--steps", steps, "--save-steps", "2"
+        output = run("huggingface", str(script), *options, folder=tmp_path)
     assert [each.step for each in ckpt.list_checkpoints(str(tmp_path / "run"))] == [2, 4]
     assert "train_loss" in output
-
-
-def run(command: list[str], folder: Path, host: str = "huggingface") -> str:
-    """Run a command with the host's Python; what it has started ends with it. Return its output."""
-    environ = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [str(python_of(host)), *command], env=environ, cwd=folder, start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
-    try:
-        output, _ = process.communicate(timeout=_TIMEOUT_S)
-    finally:
-        end(process)
-    assert process.returncode == 0, output[-8000:]
-    return output

@@ -342,7 +342,7 @@ def test_it_waits_for_what_other_programs_read(
     with environment.replaced(clock):
         seen = {each.step: clock.skipped_s for each in ckpt.watch(tmp_path, timeout_s=0)}
     assert list(seen) == [1, 2]
-    assert 30 <= seen[1] < 40, "the next look"
+    assert 20 <= seen[1] < 40, "the next look"  # beside the pauses real time passes
     assert 55 <= seen[2] <= 65, "it was killed"
     place = tmp_path / "step-2"
     (line,) = caplog.messages

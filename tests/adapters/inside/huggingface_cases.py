@@ -17,6 +17,7 @@ import transformers
 from accelerate import Accelerator
 from adapters.hosts.huggingface import Texts, small_llama
 from peft import LoraConfig, get_peft_model
+from support.files import damage
 from support.servers import S3Server
 from transformers import TrainerCallback, TrainingArguments
 from transformers.distributed.checkpoint import load_optimizer_distributed, save_optimizer_distributed
@@ -84,16 +85,6 @@ def assert_equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) 
 def committed(root: str | Path) -> list[int]:
     listed = ckpt.list_checkpoints(str(root))
     return sorted(each.step for each in listed if each.state == "committed" and each.step is not None)
-
-
-def damage(checkpoint: Path) -> None:
-    """Flip a bit in the middle of the largest file."""
-    largest = max(
-        (path for path in checkpoint.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size
-    )
-    data = bytearray(largest.read_bytes())
-    data[len(data) // 2] ^= 1
-    largest.write_bytes(data)
 
 
 @pytest.fixture(scope="module")

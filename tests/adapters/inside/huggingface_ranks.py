@@ -17,6 +17,7 @@ from accelerate import PartialState
 from accelerate.utils import DistributedType
 from adapters.hosts.huggingface import Texts, small_llama
 from peft import LoraConfig, PeftModel, get_peft_model
+from support.files import damage
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import TrainingArguments
 
@@ -84,16 +85,6 @@ def weights_of(trainer: Any) -> dict[str, Any]:
 def unequal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> list[str]:
     assert left.keys() == right.keys()
     return [name for name in left if not torch.equal(left[name], right[name])]
-
-
-def damage(checkpoint: Path) -> None:
-    """Flip a bit in the middle of the largest file."""
-    largest = max(
-        (path for path in checkpoint.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size
-    )
-    data = bytearray(largest.read_bytes())
-    data[len(data) // 2] ^= 1
-    largest.write_bytes(data)
 
 
 if __name__ == "__main__":

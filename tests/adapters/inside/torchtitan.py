@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.files import damage
 from support.servers import S3Server
 from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
@@ -75,13 +76,6 @@ class Run:
 
 def steps_at(root: Any, **options: Any) -> list[int | None]:
     return [each.step for each in ckpt.list_checkpoints(root, **options) if each.state == "committed"]
-
-
-def damage(checkpoint: Path) -> None:
-    file = max(checkpoint.rglob("*.distcp"), key=lambda path: path.stat().st_size)
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
