@@ -5,7 +5,8 @@
 Two ranks save the same state (72 bytes for each element of width * width; 215 MB) into local
 folders, by the host's own means and by the adapter, life by life in turns. Prints medians of the
 seconds for which the training waits, without each life's first save; CPU counts that of all
-processes that a rank has started.
+processes that a rank has started. Where the host's own saves are not durable when they end, there is
+a line with the host's own and an fsync of its files too.
 """
 
 from __future__ import annotations
@@ -14,12 +15,16 @@ import argparse
 import shutil
 import statistics
 import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from adapters.environments import python_of
 from adapters.test_law import HOSTS, Host, life_of, run_life
+
+_NOT_DURABLE = {"torch_checkpointing-sync"}
+"""Hosts that never call fsync; of an asynchronous save nobody waits for it."""
 
 
 def main() -> None:
@@ -42,29 +47,36 @@ def main() -> None:
         parser.error(f"no such host: {', '.join(sorted(unknown))}")
     print(f"{'host':<24}{'native':>18}{'adapter':>18}{'wall':>8}{'CPU':>8}", flush=True)
     for host in chosen:
-        print(line(host, options), flush=True)
+        for line in lines(host, options):
+            print(line, flush=True)
 
 
-def line(host: Host, options: argparse.Namespace) -> str:
-    """Measure one host; return its line of the table."""
-    saves: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+def lines(host: Host, options: argparse.Namespace) -> Iterator[str]:
+    """Measure one host; yield its lines of the table."""
+    names = ["native", *["with fsync"] * (host.id in _NOT_DURABLE), "adapter"]
+    saves: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     python = python_of(host.environment or host.name)
     for number in range(options.rounds):
-        for native in (True, False) if number % 2 == 0 else (False, True):
+        for name in names if number % 2 == 0 else reversed(names):
             with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-                life = life_of(host, Path(folder), native=native)
-                life = replace(life, steps=options.saves, save_every=1, width=options.width)
+                life = life_of(host, Path(folder), native=name != "adapter")
+                more = {**host.options, "fsync": name == "with fsync"}
+                life = replace(life, steps=options.saves, save_every=1, width=options.width, options=more)
                 report: Any = run_life(host, python, life, world_size=2)
                 shutil.rmtree(life.root, ignore_errors=True)
-            saves[native] += [(wall_s, cpu_s) for wall_s, cpu_s in report["saves_s"][1:]]
+            saves[name] += [(wall_s, cpu_s) for wall_s, cpu_s in report["saves_s"][1:]]
     if not all(saves.values()):
-        return f"{host.id:<24}{'measures no saves':>36}"
-    (wall_s, cpu_s), (own_wall_s, own_cpu_s) = (
-        [statistics.median(times) for times in zip(*saves[native], strict=True)] for native in (False, True)
-    )
-    figures = [f"{own_wall_s:.3f} / {own_cpu_s:.3f} s", f"{wall_s:.3f} / {cpu_s:.3f} s"]
-    ratios = [f"{wall_s / own_wall_s:.2f}", f"{cpu_s / own_cpu_s:.2f}" if own_cpu_s else "-"]
-    return f"{host.id:<24}" + "".join(f"{text:>18}" for text in figures) + "".join(f"{r:>8}" for r in ratios)
+        yield f"{host.id:<24}{'measures no saves':>36}"
+        return
+    medians = {
+        name: [statistics.median(each) for each in zip(*times, strict=True)] for name, times in saves.items()
+    }
+    wall_s, cpu_s = medians.pop("adapter")
+    for name, (own_wall_s, own_cpu_s) in medians.items():
+        figures = [f"{own_wall_s:.3f} / {own_cpu_s:.3f} s", f"{wall_s:.3f} / {cpu_s:.3f} s"]
+        ratios = [f"{wall_s / own_wall_s:.2f}", f"{cpu_s / own_cpu_s:.2f}" if own_cpu_s else "-"]
+        title = host.id if name == "native" else f"  {name}"
+        yield f"{title:<24}" + "".join(f"{t:>18}" for t in figures) + "".join(f"{r:>8}" for r in ratios)
 
 
 if __name__ == "__main__":

@@ -44,8 +44,9 @@ class Host:
         resumed_world_size: ranks of the second life.
         spawns: the script starts its ranks itself.
         first_rank_saves: the others never write, so it is the first that dies.
-        life_timeout_s: how long one life may take.
+        life_timeout_s: how long one life may take: many times what it takes, as machines can be loaded.
         options: of `Life`.
+        environ: variables of its processes.
     """
 
     name: str
@@ -55,13 +56,23 @@ class Host:
     spawns: bool = False
     variant: str = ""
     first_rank_saves: bool = False
-    life_timeout_s: int = 240
+    life_timeout_s: int = 480
     options: Mapping[str, Any] = field(default_factory=dict)
+    environ: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def id(self) -> str:
         return f"{self.name}-{self.variant}" if self.variant else self.name
 
+
+_RAY = {
+    # A loaded machine needs long to start its daemons and to import torch; Ray would give up after 30 and 60 s.
+    "RAY_raylet_start_wait_time_s": "240",
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "300",
+    "TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S": "5",  # of the worker that lost its peer
+    # A report waits until Ray has asked for the one before it: by default every two seconds, longer than a save.
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.1",
+}
 
 HOSTS = [
     Host("plain_dcp", resumed_world_size=4),
@@ -85,7 +96,7 @@ HOSTS = [
         )
         for v in ("full", "ddp")
     ),
-    Host("ray_train", "step-00000006", environment="ray", spawns=True, life_timeout_s=390),
+    Host("ray_train", "step-00000006", environment="ray", spawns=True, life_timeout_s=600, environ=_RAY),
     Host("huggingface", "step-00000006", options={"fsdp": "SHARDED_STATE_DICT"}),
     Host("huggingface", "step-00000006", variant="ddp", resumed_world_size=4),
     Host(
@@ -109,7 +120,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, 
     return {}
 
 
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(2400)
 @pytest.mark.parametrize("store", KILLS)
 @pytest.mark.parametrize(
     "host", [pytest.param(h, marks=pytest.mark.xdist_group(h.environment or h.name), id=h.id) for h in HOSTS]
@@ -182,7 +193,7 @@ def run_life(
     life.death.unlink(missing_ok=True)
     script = Path(__file__).with_name("hosts") / f"{host.name}.py"
     common = {
-        **os.environ, **life.encode(), **(environ or {}),
+        **os.environ, **life.encode(), **host.environ, **(environ or {}),
         "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1",
         "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size),
         "PYTHONSAFEPATH": "1",  # a script has the name of its framework
@@ -211,7 +222,8 @@ def run_life(
     texts = "\n".join(f"-- {log.name}\n{log.read_text()[-6000:]}" for log in logs)
     if -signal.SIGKILL in statuses and life.death.exists():  # without it the system ran out of memory, say
         raise Killed(texts)
-    assert statuses == [0] * len(processes), f"{host.name} on {world_size} ranks: {statuses}\n{texts}"
+    late = f", not ended after {host.life_timeout_s} s" if {None} <= {*statuses} <= {None, 0} else ""
+    assert statuses == [0] * len(processes), f"{host.name} on {world_size} ranks: {statuses}{late}\n{texts}"
     return json.loads(Path(life.report).read_text())
 
 

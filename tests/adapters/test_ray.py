@@ -15,7 +15,7 @@ from adapters.environments import python_of, run_tests
 from adapters.life import Kill, Life
 from adapters.test_law import HOSTS, life_of, run_life
 
-pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.timeout(1500)]
 (RAY,) = (host for host in HOSTS if host.name == "ray_train")
 
 

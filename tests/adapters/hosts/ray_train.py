@@ -105,10 +105,6 @@ def run(life: Any, workers: int) -> None:
     from ckpt.trainer_integration.adapters.ray import url_of
 
     config = {"die_once": False, "drain_at": 0, "async_mode": "off", **life.options}
-    os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = "300"  # a loaded machine imports torch for long
-    os.environ["TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S"] = "5"  # of the worker that lost its peer
-    # A report waits until Ray has asked for the one before it: by default every two seconds, longer than a save.
-    os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "0.1"
     try:
         ray.init(
             num_cpus=workers, object_store_memory=_OBJECT_STORE_BYTES, include_dashboard=False,
