@@ -21,9 +21,9 @@ from ckpt.consistency.commit import proves_no_commit
 from ckpt.errors import CommitUnknown, ConfigurationError, LoadFailed, SaveFailed
 from ckpt.format.names import last_segment
 from ckpt.models.writer import ModelWriter, shard_bytes
-from ckpt.ranks.failures import interrupts, load_error, same_failure
+from ckpt.ranks.failures import cause_of, failures_of, interrupts, load_error, same_failure, save_error
 from ckpt.ranks.group import DEFAULT_TIMEOUT_S, Ranks
-from ckpt.ranks.lost_ranks import lost, summary
+from ckpt.ranks.lost_ranks import lost
 from ckpt.reading.reader import CheckpointReader
 from ckpt.references.request import References, with_base
 from ckpt.references.writer import ReferringWriter
@@ -225,7 +225,7 @@ def load(
                 with interrupts(reader, ranks):
                     load_state_dict(values, storage_reader=reader, planner=planner, **group)
             except CheckpointException as error:
-                raise load_error(error, place) from error
+                raise load_error(failures_of(error), place) from cause_of(error)
         ranks.together(call, lambda: _put_back(state_dict, values))
 
 
@@ -316,10 +316,10 @@ def _save_once(
         with interrupts(writer, ranks):
             return save_state_dict(state_dict, storage_writer=writer, planner=planner, **group)
     except CheckpointException as error:
-        failures = {rank: wrapped[0] for rank, wrapped in error.failures.items()}
+        failures = failures_of(error)
         if all(proves_no_commit(failure) for failure in failures.values()):
             writer.discard()  # every rank comes to this conclusion
-        raise SaveFailed(summary("save", failures), url=writer.checkpoint_id, failures=failures) from error
+        raise save_error(failures, writer.checkpoint_id) from cause_of(error)
     except Exception as error:
         rank = ranks.rank
         message, failures = lost("save", ranks, error)

@@ -203,13 +203,25 @@ class StillReferred(CheckpointError):
 
 
 class _RankFailures(CheckpointError):
-    """The errors of several ranks; `failures` maps each failing rank to its error."""
+    """The errors of several ranks.
+
+    Attributes:
+        failures: maps failing ranks to their errors. Of more than 16 ranks, those are there that say
+            something new, and the first ones.
+        failed_ranks: how many ranks failed.
+    """
 
     def __init__(
-        self, message: str, *, url: str | None = None, failures: Mapping[int, BaseException] | None = None
+        self,
+        message: str,
+        *,
+        url: str | None = None,
+        failures: Mapping[int, BaseException] | None = None,
+        failed_ranks: int | None = None,
     ) -> None:
         super().__init__(message, url=url)
         self.failures: Mapping[int, BaseException] = dict(failures or {})
+        self.failed_ranks = len(self.failures) if failed_ranks is None else failed_ranks
 
     def __str__(self) -> str:
         return self.message  # it names rank, place and object already

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
+import random
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -12,7 +13,7 @@ from ckpt.api import place_of
 from ckpt.embeddings.saving import Tables
 from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.ranks.failures import same_outcome
-from ckpt.ranks.group import Ranks
+from ckpt.ranks.group import Ranks, first_of_node
 from ckpt.references.frozen import Patterns
 from ckpt.tools.preflight import check_place
 from ckpt.trainer_integration import keeping, saving
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = ["CheckpointManager"]
+
+_PREFLIGHT_SPREAD_S = 1e-3
+"""A thousand nodes try the storage out over a second, and not at once."""
 
 
 class CheckpointManager:
@@ -59,7 +63,7 @@ class CheckpointManager:
         references: write only what changed since the last checkpoint (`docs/only-what-changed.md`).
         frozen: what never changes, and is not even compared: `ckpt.frozen(model, "model.")`.
         tables: saved and restored with every state, by what changed (`docs/tables.md`).
-        preflight: check the root before the first step: write, read, create, delete, free space.
+        preflight: from each node, before the first step: write, read, create, delete; free space.
         events: called with each `Event`, such as `JsonLines(path)` and `OpenTelemetry(meter)`.
         process_group: the ranks that save together; default all.
         storage_options and all others: as for `ckpt.save`.
@@ -285,15 +289,19 @@ class CheckpointManager:
 
 
 def _check_root(state: Mapping[str, Any], tables: Tables | None, ranks: Ranks, saves: Saves) -> None:
-    """Write, read and delete below the root, on all ranks; see whether it has room for `state` and tables."""
+    """Try the root out on a rank of each node; see whether it has room for `state` and tables."""
     history = saves.history
     needed = size_bytes(state) + (0 if tables is None else tables.size_bytes())
     began_s = time.monotonic()
-    free = same_outcome(
-        ranks,
-        "preflight",
-        lambda: check_place(history.root, storage_options=history.storage_options, needed_bytes=needed),
-    )
+    is_first, nodes = first_of_node(ranks)
+
+    def check() -> int | None:
+        if not is_first:
+            return None
+        time.sleep(random.random() * (nodes - 1) * _PREFLIGHT_SPREAD_S)
+        return check_place(history.root, storage_options=history.storage_options, needed_bytes=needed)
+
+    free = same_outcome(ranks, "preflight", check)
     room = "" if free is None or not needed else f"; there is room for {free // needed} checkpoints"
     took_s = time.monotonic() - began_s
     saves.tell("preflight", None, f"{history.place} works{room}", size_bytes=needed, took_s=took_s)

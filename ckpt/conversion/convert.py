@@ -175,19 +175,18 @@ def _result(target: Target, written: Sequence[Written]) -> Converted:
 @contextlib.contextmanager
 def _one_error(ranks: Ranks) -> Iterator[None]:
     """Raise one of several ranks' errors: this rank's own, or the first; or name a lost rank."""
-    failures: dict[int, CheckpointError] = {}
+    error: CheckpointError | None = None
     try:
         yield
     except RanksFailed as failed:
-        failures = failed.failures
+        error = failed.own or failed.failures[min(failed.failures)]
     except CheckpointError:
         raise
     except Exception as broken:
         if ranks.size == 1:
             raise
         raise CheckpointError(lost("conversion", ranks, broken)[0], rank=ranks.rank) from broken
-    if failures:
-        error = failures.get(ranks.rank, failures[min(failures)])
+    if error is not None:
         if ranks.size == 1:
             error.rank = None
         raise error

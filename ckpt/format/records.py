@@ -19,7 +19,7 @@ from ckpt.consistency.commit import COMMIT_KEY, is_foreign, read_commit_bytes
 from ckpt.consistency.digests import DIGEST_BYTES, PROBE_BYTES
 from ckpt.consistency.seal import is_sealed_json, seal_json, unseal_json
 from ckpt.errors import FormatError
-from ckpt.format.names import ObjectName, is_path, is_sibling, split_path
+from ckpt.format.names import ObjectName, data_key, is_path, is_sibling, model_key, split_path
 
 FORMAT_NAME = "ckpt-storage"
 FORMAT_VERSION = 2
@@ -32,6 +32,7 @@ MAX_METADATA_BYTES = 8 << 30
 
 _MIN_BLOCK_BYTES, _MAX_BLOCK_BYTES = 1 << 16, 1 << 24
 _MAX_BASES = 1 << 10
+_MAX_FILES = 1 << 16
 _TOKEN = re.compile("[0-9a-f]{16}")
 
 
@@ -55,6 +56,15 @@ class ManifestRef(ObjectRef, frozen=True, kw_only=True):
     def owner(self) -> str:
         """The sibling folder in which it lies; empty for the checkpoint itself."""
         return split_path(self.path)[0]
+
+    def data_keys(self, *, of_model: bool) -> list[str] | None:
+        """Name the data files that it lists, without reading it; None if its name or their number is absurd."""
+        name = ObjectName.parse(split_path(self.path)[1])
+        if name is None or not 0 <= self.files <= _MAX_FILES:
+            return None
+        if of_model:
+            return [model_key(name.token, number, self.files) for number in range(self.files)]
+        return [data_key(name.rank, name.token, number) for number in range(self.files)]
 
 
 class BaseRef(msgspec.Struct, frozen=True, kw_only=True):

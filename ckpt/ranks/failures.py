@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Protocol, TypeGuard, TypeVar
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from ckpt.errors import CheckpointError, ConfigurationError, LoadFailed, SaveFailed
+from ckpt.errors import CheckpointError, LoadFailed, SaveFailed
 from ckpt.ranks.group import Ranks, RanksFailed
 from ckpt.ranks.lost_ranks import lost, summary
+from ckpt.ranks.many_failures import some_of
+
+_TRACEBACKS = 2
 
 T = TypeVar("T")
 
@@ -26,13 +29,40 @@ def is_specific(error: BaseException) -> TypeGuard[CheckpointError]:
     return isinstance(error, CheckpointError) and type(error) is not CheckpointError
 
 
-def load_error(error: CheckpointException, place: str) -> CheckpointError:
+def load_error(failures: Mapping[int, BaseException], place: str) -> CheckpointError:
     """Return the first rank's error if its type says what is wrong, else one that names them all."""
-    failures = {rank: wrapped[0] for rank, wrapped in error.failures.items()}
     first = failures[min(failures)]
     if is_specific(first):
         return first
-    return LoadFailed(summary("load", failures), url=place, failures=failures)
+    return LoadFailed(
+        summary("load", failures), url=place, failures=some_of(failures), failed_ranks=len(failures)
+    )
+
+
+def save_error(failures: Mapping[int, BaseException], place: str) -> SaveFailed:
+    """Return an error that names all that failed."""
+    return SaveFailed(
+        summary("save", failures), url=place, failures=some_of(failures), failed_ranks=len(failures)
+    )
+
+
+def failures_of(error: CheckpointException) -> dict[int, BaseException]:
+    """Return what failed on which rank."""
+    return {rank: wrapped[0] for rank, wrapped in error.failures.items()}
+
+
+def cause_of(error: CheckpointException) -> CheckpointException | None:
+    """Return what a traceback should show below an error that tells of the failures; None if no more.
+
+    The text of DCP's own holds a traceback of every rank, on every rank.
+    """
+    strange = {
+        rank: error.failures[rank]
+        for rank, failure in some_of(failures_of(error)).items()
+        if not isinstance(failure, CheckpointError)
+    }
+    few = dict([*strange.items()][:_TRACEBACKS])
+    return CheckpointException(str(error.args[0]).splitlines()[0], few) if few else None
 
 
 @contextmanager
@@ -60,12 +90,12 @@ def same_failure(failed: type[SaveFailed | LoadFailed], place: str, ranks: Ranks
     try:
         yield
     except RanksFailed as error:
-        failures = error.failures
-        if len(failures) == ranks.size and all(isinstance(e, ConfigurationError) for e in failures.values()):
-            wrong = failures[ranks.rank]
-            wrong.rank = None  # the same argument is wrong everywhere: no rank is at fault
-            raise wrong from None
-        raise failed(summary(call, failures), url=place, failures=failures) from None
+        failures, count = error.failures, error.count
+        if error.is_refusal and error.own is not None:
+            error.own.rank = None  # the same argument is wrong everywhere: no rank is at fault
+            raise error.own from None
+        message = summary(call, failures, count=count)
+        raise failed(message, url=place, failures=failures, failed_ranks=count) from None
     except CheckpointError as error:
         if is_specific(error):
             raise
@@ -81,4 +111,4 @@ def same_outcome(ranks: Ranks, call: str, work: Callable[[], T]) -> T:
     try:
         return ranks.together(call, work)
     except RanksFailed as failed:
-        raise failed.failures.get(ranks.rank) or failed.failures[min(failed.failures)] from None
+        raise failed.own or failed.failures[min(failed.failures)] from None

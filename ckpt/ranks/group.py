@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import os
 import pickle
+import socket
 import traceback
 import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from ckpt.consistency import environment
 from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.ranks.collective_errors import is_connection_error, is_gloo_timeout
-from ckpt.ranks.heartbeat import Answer, Cause, Limits, RollCall, Watch
+from ckpt.ranks.heartbeat import Limits, Watch
+from ckpt.ranks.many_failures import Outcome
 from ckpt.ranks.progress import Progress
+from ckpt.ranks.roll_call import Answer, Cause, RollCall
+from ckpt.ranks.tree import Tree
 from ckpt.torch_private import default_store, group_names, set_group_timeout
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -32,6 +40,7 @@ _MANAGER_WAIT = timedelta(hours=1)
 """Without a watch: between two calls of a manager the ranks train, and that is not for it to judge."""
 
 _BREAK_OFF_TAG = 0x636B7074
+_LATER_TAG = 1
 
 T = TypeVar("T")
 Purpose = Literal["foreground", "background", "conversion", "manager"]
@@ -43,11 +52,25 @@ _broken: set[_Name] = set()
 
 
 class RanksFailed(Exception):
-    """Some ranks failed where all had to succeed; every rank has the same `failures`, by rank."""
+    """Some ranks failed where all had to succeed.
 
-    def __init__(self, failures: Mapping[int, CheckpointError]) -> None:
+    Attributes:
+        failures: by rank, the same on every rank; of thousands some.
+        count: how many ranks failed.
+        own: that of this rank, if it failed.
+        is_refusal: all ranks failed, by arguments that are wrong.
+    """
+
+    def __init__(
+        self,
+        failures: Mapping[int, CheckpointError],
+        *,
+        count: int,
+        own: CheckpointError | None = None,
+        is_refusal: bool = False,
+    ) -> None:
         super().__init__(failures)
-        self.failures = dict(failures)
+        self.failures, self.count, self.own, self.is_refusal = dict(failures), count, own, is_refusal
 
 
 class Ranks:
@@ -77,10 +100,11 @@ class Ranks:
         self.group: Any = process_group
         self.progress = Progress()
         self._timeout_s = timeout_s
-        self._limits = Limits(timeout_s if _is_timeout(timeout_s) else DEFAULT_TIMEOUT_S)
         self._members = [0] if self.no_dist else dist.get_process_group_ranks(process_group)
+        self._limits = Limits(timeout_s if _is_timeout(timeout_s) else DEFAULT_TIMEOUT_S, len(self._members))
         self._name: _Name = (purpose, tuple(self._members))
         self._owned = False
+        self._tree: Tree | None = None
         # Asked now: a program may end its process group while a save still runs.
         self.rank = 0 if self.no_dist else dist.get_rank(process_group)
         self._global_rank = 0 if self.no_dist else dist.get_rank()
@@ -126,13 +150,30 @@ class Ranks:
         return values
 
     def most(self, values: Sequence[int]) -> list[int]:
-        """Return the largest of all ranks' `values`, place by place, in one round trip."""
-        if self.size == 1:
-            return list(values)
-        self.connect()
-        largest = torch.tensor(values, dtype=torch.int64, device="cpu")
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
-        return largest.tolist()
+        """Return the largest of all ranks' `values`, place by place."""
+        return self._join([*map(int, values)], _most)
+
+    def most_later(self, values: Sequence[int]) -> Future[list[int]]:
+        """Begin what `most` does, and return at once; wait for the answer before the next such call.
+
+        A rank that is late holds up who waits for the answer; one that is gone is an error of torch.
+        """
+        answer: Future[list[int]] = Future()
+        if self.size > 1:
+            self.connect()
+        tree = self._tree
+        if tree is None:  # over the caller's group, collectives must have one order
+            answer.set_result(self.most(values))
+            return answer
+
+        def find() -> None:
+            try:
+                answer.set_result(tree.join([*map(int, values)], _most, tag=_LATER_TAG))
+            except BaseException as error:
+                answer.set_exception(error)
+
+        environment.start_thread(find, "ckpt-step")
+        return answer
 
     def from_first(self, work: Callable[[], T]) -> T:
         """Run `work` on the first rank; return its result or raise its error, as one of ours, on all."""
@@ -174,14 +215,24 @@ class Ranks:
             interrupt = error
             failure = _interrupted(error, self.rank)
         self.progress.wait_for(f"the other ranks to enter the {call}")
-        outcomes = self.gather((call, failure))
+        outcome = self._join(Outcome.of(self.rank, call, failure), Outcome.join)
         if interrupt is not None:
             raise interrupt
-        failures = {rank: error for rank, (_, error) in enumerate(outcomes) if error is not None}
-        failures = failures or _different_calls([other for other, _ in outcomes])
-        if failures:
-            raise RanksFailed(failures)
+        if outcome.failed:
+            is_refusal = outcome.refused == self.size
+            raise RanksFailed(outcome.failures, count=outcome.failed, own=failure, is_refusal=is_refusal)
+        if len(outcome.calls) > 1:
+            raise RanksFailed({0: _different_calls(outcome.calls)}, count=self.size)
         return value  # type: ignore[no-any-return]
+
+    def _join(self, value: T, join: Callable[[T, T], T]) -> T:
+        """Return what all ranks' values join to, on all ranks: in few steps, at any number of ranks."""
+        if self.size == 1:
+            return value
+        self.connect()
+        return (
+            functools.reduce(join, self.gather(value)) if self._tree is None else self._tree.join(value, join)
+        )
 
     def roll_call(self, error: BaseException) -> RollCall | None:
         """Ask every rank, after a broken collective, what is the matter; None: the store is gone.
@@ -208,7 +259,11 @@ class Ranks:
         group = self.group
         if group is None or not self._owned:
             return
-        for other in {*range(self.size)} - {self.rank}:
+        # First those with whom it is connected: to others a connection would have to be made.
+        neighbours = [] if self._tree is None else self._tree.neighbours
+        for other in dict.fromkeys([*neighbours, *range(self.size)]):
+            if other == self.rank:
+                continue
             try:
                 work = dist.irecv(torch.empty(1), group=group, group_src=other, tag=_BREAK_OFF_TAG)
                 if work is not None:
@@ -222,7 +277,7 @@ class Ranks:
         if not self._connected:
             own = self._own_group()
             if own is not None:
-                self.group, self._owned = own, True
+                self.group, self._owned, self._tree = own, True, Tree(own, self.rank, self.size)
             self._connected = True
             if self._watch is not None:
                 self._watch.start()
@@ -236,13 +291,15 @@ class Ranks:
         # A rank that died before its first save or load must not be waited for as long as a slow one.
         timeout = timedelta(seconds=self._limits.stall_s)
         if self.size == dist.get_world_size():
-            group = dist.new_group(backend="gloo", timeout=timeout)
+            with _lazy_connections():
+                group = dist.new_group(backend="gloo", timeout=timeout)
         elif self._name in _broken or len(set(self.gather(len(group_names())))) > 1:
             # torch names a group of some ranks after them and the number of groups that each knows. If
             # the numbers differ, the ranks would wait for each other under different names.
             return None
         else:
-            group = dist.new_group(self._members, timeout, backend="gloo", use_local_synchronization=True)
+            with _lazy_connections():
+                group = dist.new_group(self._members, timeout, backend="gloo", use_local_synchronization=True)
         is_manager = self._name[0] == "manager"
         set_group_timeout(_MANAGER_WAIT if is_manager else _LONGEST_WAIT, group)
         _own_groups[self._name] = (world, group)
@@ -254,7 +311,7 @@ class Ranks:
             return
         _own_groups.pop(self._name, None)
         _broken.add(self._name)
-        group, self.group, self._owned = self.group, None, False
+        group, self.group, self._owned, self._tree = self.group, None, False, None
         with contextlib.suppress(Exception):
             dist.destroy_process_group(group)
         del group
@@ -265,12 +322,44 @@ class Ranks:
         gc.collect()
 
 
-def _different_calls(calls: Sequence[str]) -> dict[int, CheckpointError]:
-    first = {call: calls.index(call) for call in dict.fromkeys(calls)}
-    if len(first) <= 1:
-        return {}
-    text = ", ".join(f"rank {rank} in a {call}" for call, rank in list(first.items())[:3])
-    return {rank: CheckpointError(f"the ranks are in different calls: {text}") for rank in range(len(calls))}
+@contextlib.contextmanager
+def _lazy_connections() -> Iterator[None]:
+    """Let gloo connect two ranks when they first talk.
+
+    Otherwise all connect to all when the group is made, which takes hours at 16,384 ranks. A program
+    that has set the variable has chosen.
+    """
+    name = "TORCH_GLOO_LAZY_INIT"
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+
+
+def first_of_node(ranks: Ranks) -> tuple[bool, int]:
+    """Tell whether this is the first of the ranks on its node, and how many nodes there are."""
+    node = zlib.crc32(socket.gethostname().encode())
+    first = ranks._join({node: ranks.rank}, _earliest)
+    return first[node] == ranks.rank, len(first)
+
+
+def _earliest(some: dict[int, int], others: dict[int, int]) -> dict[int, int]:
+    return {key: min(some.get(key, rank), rank) for key, rank in others.items()} | {
+        key: min(others.get(key, rank), rank) for key, rank in some.items()
+    }
+
+
+def _most(some: list[int], others: list[int]) -> list[int]:
+    return [max(pair) for pair in zip(some, others, strict=True)]
+
+
+def _different_calls(calls: Mapping[str, int]) -> CheckpointError:
+    text = ", ".join(f"rank {other} in a {call}" for call, other in calls.items())
+    return CheckpointError(f"the ranks are in different calls: {text}")
 
 
 def _interrupted(interrupt: BaseException, rank: int) -> CheckpointError:

@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 
 from ckpt.errors import CheckpointError, StorageError
 from ckpt.ranks.group import Ranks
-from ckpt.ranks.heartbeat import Answer
+from ckpt.ranks.many_failures import some_of
+from ckpt.ranks.roll_call import Answer
 
+_MAX_NAMES = 10
 _SILENT = "does not answer: killed, crashed, or stuck"
 
 
@@ -15,15 +17,17 @@ class StoppedForAnother(StorageError):
     """This rank stopped because another one failed, whose error is the cause."""
 
 
-def summary(call: str, failures: Mapping[int, BaseException]) -> str:
-    """Describe a failed call in one line: the first rank's error, and which ranks failed too."""
+def summary(call: str, failures: Mapping[int, BaseException], *, count: int | None = None) -> str:
+    """Describe a failed call in one line: the first rank's error, and which of `count` ranks failed too."""
     first, *others = sorted(failures, key=lambda rank: (isinstance(failures[rank], StoppedForAnother), rank))
     others.sort()
     cause = failures[first]
     text = (
         str(cause) if isinstance(cause, CheckpointError) else f"rank {first}: {type(cause).__name__}: {cause}"
     )
-    more = f" (also failed: rank {_names(others)})" if others else ""
+    count = len(failures) if count is None else count
+    in_all = f"; {count:,} ranks in all" if count > _MAX_NAMES + 1 else ""
+    more = f" (also failed: rank {_names(others)}{in_all})" if others else ""
     return f"the {call} failed: {text}{more}"
 
 
@@ -48,13 +52,14 @@ def lost(call: str, ranks: Ranks, error: Exception) -> tuple[str, dict[int, Base
             "were late: the roll call is not complete"
         )
         own = f"; {summary(call, failures)}" if failures else ""
-        return f"the {call} failed: {text} ({cause}){own}", failures
+        return f"the {call} failed: {text} ({cause}){own}", some_of(failures)
     if silent:
         doing = answers[silent[0]].doing
         last = f"; when last heard of, rank {silent[0]} was {doing}" if doing else ""
-        return f"the {call} failed: rank {_names(silent)} {_SILENT}{last} ({cause})", failures
+        count = f" ({len(silent):,} ranks in all)" if len(silent) > _MAX_NAMES else ""
+        return f"the {call} failed: rank {_names(silent)}{count} {_SILENT}{last} ({cause})", some_of(failures)
     if failures:
-        return summary(call, failures), failures
+        return summary(call, failures), some_of(failures)
     for rank, answer in answers.items():  # it was this rank that the others gave up
         if rank != ranks.rank and answer.cause == "watch":
             cause = f"rank {rank} says: {answer.failure}"
@@ -63,7 +68,7 @@ def lost(call: str, ranks: Ranks, error: Exception) -> tuple[str, dict[int, Base
 
 
 def _names(ranks: Sequence[int]) -> str:
-    return f"{', '.join(map(str, ranks[:10]))}{', ...' if len(ranks) > 10 else ''}"
+    return f"{', '.join(map(str, ranks[:_MAX_NAMES]))}{', ...' if len(ranks) > _MAX_NAMES else ''}"
 
 
 def _blame(answer: Answer) -> str | None:

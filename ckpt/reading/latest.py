@@ -24,7 +24,7 @@ from ckpt.errors import (
     NotFound,
     UnsafeContent,
 )
-from ckpt.format.names import DATA_KEY_IN_BYTES, ObjectName, data_key, model_key, owned_path, split_path
+from ckpt.format.names import DATA_KEY_IN_BYTES, ObjectName, owned_path
 from ckpt.format.records import CommitRecord, ManifestRef, ObjectRef, StoredCommit, await_commit, read_commit
 from ckpt.format.run_record import RunRecord
 from ckpt.format.sibling_objects import SiblingObjects
@@ -166,15 +166,10 @@ class _Listed:
         stem = ref.path.removesuffix(".json")
         if (self._files[stem], self._bytes[stem]) == (ref.files, ref.data_bytes):
             return None
-        owner, key = split_path(ref.path)
-        name = ObjectName.parse(key)
-        if name is None:
-            return f"{ref.path}: a name that this library does not give"
-        if self._is_model:
-            keys = [model_key(name.token, number, ref.files) for number in range(ref.files)]
-        else:
-            keys = [data_key(name.rank, name.token, number) for number in range(ref.files)]
-        size_bytes = sum(self._store.stat(owned_path(owner, key)).size_bytes for key in keys)
+        keys = ref.data_keys(of_model=self._is_model)
+        if keys is None:
+            return f"{ref.path}: a name that this library does not give, or too many files"
+        size_bytes = sum(self._store.stat(owned_path(ref.owner, key)).size_bytes for key in keys)
         if size_bytes == ref.data_bytes:
             return None
         return f"data files of {stem}: {size_bytes} bytes in {ref.files} files, {ref.data_bytes} were written"

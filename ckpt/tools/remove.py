@@ -9,15 +9,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt.backends.base import Store, exists, read_bytes
+from ckpt.backends.base import Store, exists
 from ckpt.backends.registry import open_store
 from ckpt.consistency import environment
 from ckpt.consistency.commit import COMMIT_KEY, is_foreign
-from ckpt.errors import CommitConflict, FormatError, IntegrityError, NotCommitted, NotFound
+from ckpt.errors import CommitConflict, NotCommitted, NotFound
 from ckpt.format.names import MODEL_PREFIX, is_our_name
-from ckpt.format.records import CommitRecord, ManifestRef, StoredCommit, decode_manifest, read_commit
+from ckpt.format.records import CommitRecord, ManifestRef, StoredCommit, read_commit
 from ckpt.tools.gc import remove_folders
-from ckpt.transfer.threads import in_order, workers
 from ckpt.writing.pins import PinReader, Referrers, release_bases, wait_for_pins
 from ckpt.writing.stock_metadata import follow_commit, is_anothers, stock_key
 
@@ -124,18 +123,17 @@ def _nothing_to_remove(store: Store, commit: StoredCommit | None) -> NotFound | 
 
 
 def _listed(store: Store, record: CommitRecord) -> list[str]:
-    """List all objects of a checkpoint but the commit record, data first."""
+    """List all objects of a checkpoint but the commit record, data first: no manifest needs to be read."""
+    manifests = record.own_manifests
+    files = itertools.chain.from_iterable(_files_of(store, record, ref) for ref in manifests)
+    return [*files, *(ref.path for ref in manifests), record.described_by.path]
 
-    def files_of(ref: ManifestRef) -> list[str]:
-        try:
-            data = read_bytes(store, ref.path, size_bytes=ref.size_bytes)
-            return [file.path for file in decode_manifest(data, url=store.url, key=ref.path).files]
-        except (NotFound, IntegrityError, FormatError):
-            # The manifest is damaged: a listing finds its data files by their names.
-            stem = ref.path.removesuffix(".json")
-            prefix = MODEL_PREFIX + stem.rpartition("/")[2] if record.is_model else stem
-            return [stat.key for stat in store.list(f"{prefix}-")]
 
-    with workers(store.threads, "ckpt-rm") as threads:
-        files = list(in_order(threads, files_of, record.own_manifests, ahead=4 * store.threads))
-    return [*itertools.chain(*files), *(ref.path for ref in record.own_manifests), record.described_by.path]
+def _files_of(store: Store, record: CommitRecord, ref: ManifestRef) -> list[str]:
+    keys = ref.data_keys(of_model=record.is_model)
+    if keys is not None:
+        return keys
+    # The record is damaged or forged: a listing finds what is there by the names.
+    stem = ref.path.removesuffix(".json")
+    prefix = MODEL_PREFIX + stem.rpartition("/")[2] if record.is_model else stem
+    return [stat.key for stat in store.list(f"{prefix}-")]

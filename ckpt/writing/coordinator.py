@@ -11,7 +11,7 @@ from functools import partial
 
 import msgspec
 
-from ckpt.backends.base import Store, exists, read_bytes
+from ckpt.backends.base import Store, exists
 from ckpt.backends.bodies import CheckedBody
 from ckpt.consistency import environment
 from ckpt.consistency.checksums import crc_text
@@ -29,7 +29,6 @@ from ckpt.errors import (
     CommitUnknown,
     ConfigurationError,
     FormatError,
-    NotFound,
 )
 from ckpt.format.columns import Columns
 from ckpt.format.index import check_columns, encode_index
@@ -37,10 +36,8 @@ from ckpt.format.model_index import INDEX_SUFFIX, MODEL_INDEX_KEY, SINGLE_MODEL_
 from ckpt.format.names import MODEL_PREFIX, index_key, is_our_name, probe_key
 from ckpt.format.records import (
     CommitRecord,
-    ManifestRef,
     ObjectRef,
     StoredCommit,
-    decode_manifest,
     encode,
     read_commit,
 )
@@ -237,8 +234,8 @@ class Coordinator:
                 # A save that refers to it may not see for a while that it was replaced, nor its pins be seen.
                 _logger.info("`ckpt gc` removes the objects of the checkpoint that was replaced")
                 return
-            with workers(self._store.threads, "ckpt-retire") as pool:
-                data_keys = [key for keys in pool.map(self._files_of, commit.own_manifests) for key in keys]
+            files = [ref.data_keys(of_model=commit.is_model) for ref in commit.own_manifests]
+            data_keys = itertools.chain.from_iterable(keys or [] for keys in files)
             keys = [*data_keys, *(ref.path for ref in commit.own_manifests), commit.described_by.path]
             referrers = Referrers()
             if commit.is_referable:
@@ -249,10 +246,3 @@ class Coordinator:
             _logger.warning(
                 "the replaced checkpoint's objects could not all be deleted (`ckpt gc` can): %s", error
             )
-
-    def _files_of(self, ref: ManifestRef) -> list[str]:
-        try:
-            data = read_bytes(self._store, ref.path, size_bytes=ref.size_bytes)
-        except NotFound:
-            return []
-        return [file.path for file in decode_manifest(data, url=self._store.url, key=ref.path).files]

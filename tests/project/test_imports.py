@@ -163,7 +163,9 @@ def test_benchmarks_explain_themselves_and_keep_peers_apart() -> None:
         assert ast.get_docstring(ast.parse(path.read_text())), name
         for imported, at_top in imports(path, MODULES):
             if imported.split(".")[0] == "ckpt" and at_top:
-                assert name in with_ours or name.startswith("studies/"), f"{name} imports {imported}"
+                assert name in with_ours or name.startswith(("studies/", "scale/")), (
+                    f"{name} imports {imported}"
+                )
 
 
 def test_the_project_names_no_machine() -> None:

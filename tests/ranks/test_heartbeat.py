@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from ckpt.consistency import environment
-from ckpt.ranks.heartbeat import Answer, Cause, Limits, RollCall, Watch
+from ckpt.ranks.heartbeat import Limits, Watch, judges_of
 from ckpt.ranks.progress import Progress
+from ckpt.ranks.roll_call import Answer, Cause, RollCall
 from ckpt.testing.choices import Seeded
 from ckpt.testing.virtual_time import Process, VirtualTime
 
@@ -24,6 +25,7 @@ class Rendezvous:
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
         self.requests: Counter[str] = Counter()
+        self.read_keys = 0
         self.hangs = self.is_gone = False
 
     def clone(self) -> Rendezvous:
@@ -42,6 +44,7 @@ class Rendezvous:
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         self._request("multi_get")
+        self.read_keys += len(keys)
         return [self.values[key] for key in keys]
 
     def _request(self, name: str) -> None:
@@ -315,7 +318,8 @@ def test_the_last_words_of_a_dead_rank_are_no_sign_of_life() -> None:
     assert not job.ranks[0].answers[1].is_alive
 
 
-def test_a_roll_call_that_was_too_short_accuses_nobody() -> None:
+@pytest.mark.parametrize(("late_s", "is_heard"), [(1.5, True), (3.0, False)])
+def test_a_roll_call_that_was_too_short_accuses_nobody(late_s: float, is_heard: bool) -> None:
     """Some ranks wait for a core, or for a store that too many ask; one after the other they answer."""
     size = 20
     job = Job(size)
@@ -323,17 +327,69 @@ def test_a_roll_call_that_was_too_short_accuses_nobody() -> None:
     def asks(rank: Rank) -> None:
         rank.sleep(20)
         if rank.number >= 10:
-            job.stop(rank.number, until_s=20 + 1.5 * (rank.number - 9))
-            environment.sleep(1.5 * (rank.number - 9))
+            job.stop(rank.number, until_s=20 + late_s * (rank.number - 9))
+            environment.sleep(late_s * (rank.number - 9))
         rank.call_roll()
 
     job.run(*[asks] * size)
     for rank in job.ranks:
         assert rank.roll_call is not None
         assert rank.answers is not None
-        is_heard = all(answer.is_alive for answer in rank.answers.values())
+        assert all(answer.is_alive for answer in rank.answers.values()) is is_heard
         assert rank.roll_call.is_complete is is_heard
-        assert is_heard is (rank.number >= 13)  # who asked later
+        assert rank.answers[rank.number].is_alive
+
+
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+@pytest.mark.parametrize(("size", "gone"), [(8, [0, 2]), (8, [0, 2, 4, 5]), (20, [0, 5, 7, 10])])
+def test_a_deputy_calls_the_roll_if_the_first_rank_is_gone(how: str, size: int, gone: list[int]) -> None:
+    job = Job(size)
+
+    def goes(rank: Rank) -> None:
+        rank.progress.begin("writing c")
+        rank.sleep(2.5 * job.limits.period_s)
+        job.stop(rank.number)
+        environment.sleep(40 * HOUR_S)
+
+    def loses(rank: Rank) -> None:
+        """Notice a killed rank by its connections, a stopped one by its silence."""
+        rank.progress.wait_for("all ranks to have written")
+        if how == "killed":
+            rank.sleep(3 * job.limits.period_s + 0.01 * rank.number)
+            rank.call_roll()
+        else:
+            waits(rank)
+        rank.gave_up_at_s = environment.monotonic()
+
+    job.run(*(goes if number in gone else loses for number in range(size)))
+    for rank in job.ranks:
+        if rank.number not in gone:
+            assert rank.gave_up_at_s is not None
+            assert rank.gave_up_at_s <= 2.5 * job.limits.period_s + job.limits.timeout_s
+            assert rank.roll_call is not None
+            assert rank.roll_call.is_complete
+            silent = [number for number, answer in rank.roll_call.answers.items() if not answer.is_alive]
+            assert silent == gone
+            assert rank.roll_call.answers[gone[-1]].doing == "writing c"
+
+
+def test_without_any_judge_those_are_named() -> None:
+    job = Job(12)
+    judges = judges_of(12)
+    assert judges == [0, 3, 6, 9]
+
+    def goes(rank: Rank) -> None:
+        rank.sleep(2.5 * job.limits.period_s)
+        job.stop(rank.number)
+        environment.sleep(40 * HOUR_S)
+
+    job.run(*(goes if number in judges else waits for number in range(12)))
+    for rank in job.ranks:
+        if rank.number not in judges:
+            assert rank.roll_call is not None
+            assert rank.roll_call.is_complete
+            answers = rank.roll_call.answers
+            assert sorted(number for number, answer in answers.items() if not answer.is_alive) == judges
 
 
 def test_what_was_said_in_another_call_does_not_count() -> None:
@@ -370,7 +426,7 @@ def test_a_short_call_says_nothing() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 8, 24])
-def test_the_store_has_three_requests_per_rank_and_period(size: int) -> None:
+def test_the_store_has_two_requests_per_rank_and_period(size: int) -> None:
     job = Job(size)
     periods = 20
 
@@ -382,7 +438,24 @@ def test_the_store_has_three_requests_per_rank_and_period(size: int) -> None:
     job.run(*[ends] * size)
     assert job.store.requests["set"] <= size * periods
     # At first a rank may look for the beats of the others one by one.
-    assert job.store.requests.total() <= 3 * size * periods + 2 * size
+    assert job.store.requests.total() <= 2 * size * periods + 3 * size
+
+
+@pytest.mark.parametrize("size", [8, 24])
+def test_in_a_roll_call_one_rank_asks_all_and_the_others_ask_few(size: int) -> None:
+    job = Job(size)
+
+    def asks(rank: Rank) -> None:
+        rank.sleep(20.0)
+        if rank.number == 5:
+            job.stop(5)
+            environment.sleep(40 * HOUR_S)
+        job.store.read_keys = 0
+        rank.call_roll()
+
+    job.run(*[asks] * size)
+    rounds = 2 * job.limits.roll_call_s / job.limits.roll_call_period_s
+    assert job.store.read_keys <= (1 + 4) * size * rounds  # of all by all it would be the square
 
 
 def test_no_thread_stays() -> None:
@@ -411,4 +484,10 @@ def test_limits_fit_into_the_timeout() -> None:
         limits = Limits(timeout_s)
         missed_s = max(limits.stall_s, limits.stuck_s) + 3 * limits.period_s
         assert missed_s + limits.roll_call_s <= timeout_s
+    for size in (2, 1_000, 16_384):
+        limits = Limits(600.0, size)
+        missed_s = max(limits.stall_s, limits.stuck_s) + 3 * limits.period_s
+        assert missed_s + limits.roll_call_s <= 600.0
+        assert 2.5 * limits.period_s <= limits.roll_call_s
+    assert Limits(600.0, 1_000).period_s == 3.0
     assert Limits(1.0).period_s == pytest.approx(1 / 30)

@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 from ckpt.errors import CheckpointError, StorageUnavailable
 from ckpt.ranks.collective_errors import is_connection_error, is_gloo_timeout
-from ckpt.ranks.heartbeat import Answer, RollCall
 from ckpt.ranks.lost_ranks import lost, summary
 from ckpt.ranks.progress import Progress
+from ckpt.ranks.roll_call import Answer, RollCall
 
 GLOO = "[../third_party/gloo/gloo/transport/tcp/"
 CLOSED = RuntimeError(f"{GLOO}pair.cc:537] Connection closed by peer [127.0.0.1]:3322")
@@ -114,5 +114,8 @@ def test_without_a_rendezvous_store_nobody_is_named() -> None:
 def test_a_summary_is_one_line() -> None:
     failures = {rank: CheckpointError("no", rank=rank) for rank in range(20)}
     text = summary("load", failures)
-    assert text == "the load failed: rank 0: no (also failed: rank 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, ...)"
+    assert (
+        text
+        == "the load failed: rank 0: no (also failed: rank 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, ...; 20 ranks in all)"
+    )
     assert summary("load", {3: KeyError("x")}) == "the load failed: rank 3: KeyError: 'x'"

@@ -30,8 +30,8 @@ from ckpt.consistency import environment
 from ckpt.consistency.commit import proves_no_commit
 from ckpt.errors import CommitConflict, NotCommitted, NotFound, SaveFailed
 from ckpt.ranks.collective_errors import is_connection_error
-from ckpt.ranks.heartbeat import Answer, RollCall
 from ckpt.ranks.progress import Progress
+from ckpt.ranks.roll_call import Answer, RollCall
 from ckpt.reading.reader import CheckpointReader
 from ckpt.testing.simulated_store import SimulatedStore
 from ckpt.testing.simulator import World

@@ -19,6 +19,8 @@ from ckpt.embeddings.saving import Tables
 from ckpt.errors import CheckpointError, ConfigurationError, SaveFailed
 from ckpt.format.names import last_segment
 from ckpt.ranks.group import Ranks, RanksFailed
+from ckpt.ranks.lost_ranks import summary
+from ckpt.ranks.many_failures import some_of
 from ckpt.references.frozen import Patterns
 from ckpt.references.request import References
 from ckpt.torch_private import async_save_process_is_alive, forget_async_save_process
@@ -95,7 +97,7 @@ class Uploads:
                 ),
             )
         except RanksFailed as failed:
-            raise _ranks_failed(failed.failures, place_of(url)) from None
+            raise _ranks_failed(failed.failures, place_of(url), failed.count) from None
         last_failed = self._last is not None and self._last.exception() is not None
         (needs_process,) = self.ranks.most([last_failed or not async_save_process_is_alive()])
         if needs_process:
@@ -148,5 +150,8 @@ def _translate(done: Future[Metadata], url: str, translated: Future[Metadata]) -
         translated.set_exception(SaveFailed(text, url=url))
 
 
-def _ranks_failed(failures: Mapping[int, BaseException], url: str) -> SaveFailed:
-    return SaveFailed(f"the save failed: {failures[min(failures)]}", url=url, failures={**failures})
+def _ranks_failed(failures: Mapping[int, BaseException], url: str, count: int | None = None) -> SaveFailed:
+    count = len(failures) if count is None else count
+    return SaveFailed(
+        summary("save", failures, count=count), url=url, failures=some_of(failures), failed_ranks=count
+    )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
@@ -14,6 +16,24 @@ from ckpt.errors import ConfigurationError, SaveFailed
 from ckpt.ranks.group import Ranks
 from ckpt.trainer_integration.run.in_flight import Saves
 from ckpt.trainer_integration.saving import Moment, OnPreemption, SaveRule
+
+_PATIENCE_S = 5.0
+"""How long a rank that ends lets others come to its last step."""
+
+
+@dataclass(frozen=True)
+class _Question:
+    """What the ranks ask each other after a step.
+
+    Attributes:
+        answer: whether on any rank a signal has come, a save is due, one has failed, or is overdue.
+        reason: why a save is due, on rank 0.
+        save_began_s: when the last save before it began, by this rank's clock.
+    """
+
+    answer: Future[list[int]]
+    reason: str | None
+    save_began_s: float
 
 
 class Decisions:
@@ -28,9 +48,13 @@ class Decisions:
         self._deadline_s = 0.0
         self._grace_s = max((rule.grace_s for rule in preemption), default=0.0)
         self._signals = Signals({number for rule in preemption for number in rule.signals})
+        self._question: _Question | None = None
 
     def reason(self, step: int, *, is_last: bool, settle: Callable[[], None]) -> str | None:
         """Return the reason to save now, or None. Ranks agree on whether; wording may differ.
+
+        What a signal, rank 0's clock or a failed save asked for, all ranks know one step later: the
+        answer is on its way while the step runs. A rank that is late holds up the others' next step.
 
         `settle` is called on all ranks when a save has failed on one. Raises SaveFailed if nothing
         has become durable for too long.
@@ -45,8 +69,16 @@ class Decisions:
         overdue = self._ranks.rank == 0 and limit_s is not None and undurable_s > limit_s
         by_clock = self._by_clock_reason(moment) if self._ranks.rank == 0 else None
         received = self._signals.received
+        question, self._question = self._question, None
+        signalled, due, failed, overdue_anywhere = [0] * 4 if question is None else question.answer.result()
         own = [received is not None, by_clock is not None, self._saves.failed, overdue]
-        signalled, due, failed, overdue_anywhere = self._ranks.most(own)
+        asked = _Question(self._ranks.most_later(own), by_clock, self._saves.began_s)
+        if self._ranks.size > 1:
+            self._question = asked
+        else:
+            question, (signalled, due, failed, overdue_anywhere) = asked, asked.answer.result()
+        if question is None or question.save_began_s != self._saves.began_s:
+            due = failed = 0  # a save that began meanwhile has settled it
         if self.preempted or signalled:
             self._deadline_s = time.monotonic() + self._grace_s
         if failed:
@@ -58,8 +90,8 @@ class Decisions:
         if signalled and not self.preempted:
             self.preempted = True
             return f"{received} asks this rank to end" if received else "a signal asks another rank to end"
-        if due:
-            return by_clock or "a rule on rank 0's clock asked for it"
+        if due and question is not None:
+            return question.reason or "a rule on rank 0's clock asked for it"
         return reason
 
     def patience_s(self) -> float | None:
@@ -68,6 +100,10 @@ class Decisions:
 
     def close(self) -> None:
         self._signals.close()
+        question, self._question = self._question, None
+        if question is not None:  # other ranks may wait for what this one passes on
+            with contextlib.suppress(TimeoutError):
+                question.answer.exception(_PATIENCE_S)
 
     def _by_clock_reason(self, moment: Moment) -> str | None:
         """Return the reason to save now by this rank's clock, if any."""

@@ -1,0 +1,72 @@
+"""Join small values of all ranks into one, up a tree of ranks, and tell all of them the outcome."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+FAN = 16
+"""So many ranks report to one: three steps for 4,096 ranks, four for 16,384."""
+
+_FIRST_BYTES = 1024
+"""In the first message; what is longer takes a second one."""
+
+_LENGTH_BYTES = 8
+_FIRST_TAG = 1 << 29
+
+T = TypeVar("T")
+
+
+class Tree:
+    """A tree of the ranks of a gloo group: a rank talks to its parent and its children only.
+
+    Attributes:
+        neighbours: the ranks to which this one is connected after the first call.
+    """
+
+    def __init__(self, group: Any, rank: int, size: int) -> None:
+        self._group, self._rank = group, rank
+        self._children = range(min(FAN * rank + 1, size), min(FAN * rank + FAN + 1, size))
+        self._parent = (rank - 1) // FAN if rank else None
+        self.neighbours = [*self._children] if self._parent is None else [self._parent, *self._children]
+
+    def join(self, value: T, join: Callable[[T, T], T], tag: int = 0) -> T:
+        """Return what the values of all ranks join to, in any order; the same on all ranks.
+
+        Calls with one `tag` are in one order on all ranks; others may run at the same time.
+        """
+        for child in self._children:
+            value = join(value, self._receive(child, tag))
+        if self._parent is not None:
+            self._send(value, self._parent, tag)
+            value = self._receive(self._parent, tag)
+        for child in self._children:
+            self._send(value, child, tag)
+        return value
+
+    def _send(self, value: object, rank: int, tag: int) -> None:
+        data = pickle.dumps(value)
+        message = len(data).to_bytes(_LENGTH_BYTES, "little") + data
+        first = bytearray(message[:_FIRST_BYTES].ljust(_FIRST_BYTES, b"\0"))
+        self._put(first, rank, tag)
+        if len(message) > _FIRST_BYTES:
+            self._put(bytearray(message[_FIRST_BYTES:]), rank, tag)
+
+    def _receive(self, rank: int, tag: int) -> Any:
+        first = self._take(_FIRST_BYTES, rank, tag)
+        length = _LENGTH_BYTES + int.from_bytes(first[:_LENGTH_BYTES], "little")
+        message = first if length <= _FIRST_BYTES else first + self._take(length - _FIRST_BYTES, rank, tag)
+        return pickle.loads(message[_LENGTH_BYTES:length])  # of another rank of this program, as torch's own
+
+    def _put(self, data: bytearray, rank: int, tag: int) -> None:
+        memory = torch.frombuffer(data, dtype=torch.uint8)
+        dist.send(memory, group=self._group, group_dst=rank, tag=_FIRST_TAG + tag)
+
+    def _take(self, nbytes: int, rank: int, tag: int) -> bytes:
+        memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        dist.recv(memory, group=self._group, group_src=rank, tag=_FIRST_TAG + tag)
+        return memory.numpy().tobytes()
