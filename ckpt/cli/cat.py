@@ -45,7 +45,7 @@ def cat(
         from ckpt.format.columns import ObjectRow
         from ckpt.reading.slices import OpenCheckpoint
 
-        with OpenCheckpoint(url, parse_storage_options(storage_options)) as checkpoint:
+        with OpenCheckpoint(url, parse_storage_options(storage_options), models=True) as checkpoint:
             names = checkpoint.names
             if name not in names:
                 group = fnmatch.filter(names, name) if "*" in name or "?" in name else []

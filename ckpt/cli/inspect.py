@@ -51,7 +51,7 @@ def inspect(
     storage_options: StorageOptions = None,
     json: Json = False,
 ) -> None:
-    """Show the contents of a checkpoint: names, sizes, sharding, small values, commit.
+    """Show the contents of a checkpoint or safetensors model: names, sizes, sharding, small values, commit.
 
     Names that differ only in numbers, and are alike otherwise, are one line (`layers.0..31`). Reads
     the records and, unless with --json, small values. Runs no code of the checkpoint.
@@ -61,7 +61,7 @@ def inspect(
         if tensor is None and not output.as_json:
             from ckpt.reading.slices import OpenCheckpoint
 
-            with OpenCheckpoint(url, options, wait_for_data=False) as checkpoint:
+            with OpenCheckpoint(url, options, wait_for_data=False, models=True) as checkpoint:
                 _print(output, checkpoint, depth, everything)
             return
         inspection = ckpt.inspect(url, storage_options=options)
@@ -197,7 +197,8 @@ def _facts(inspection: Inspection) -> Table:
     commit = inspection.commit
     facts.add_row("checkpoint", f"[bold]{shown(inspection.url)}[/]")
     if commit is None:
-        facts.add_row("format", "stock PyTorch (no checksums, no commit record)")
+        writer = "stock PyTorch" if inspection.format == "stock" else "safetensors of another program"
+        facts.add_row("format", f"{writer} (no checksums, no commit record)")
     else:
         facts.add_row("format", f"ckpt-storage, version {commit.version}")
         facts.add_row("committed", f"{shown(commit.created_at)}, id {shown(commit.id)}")

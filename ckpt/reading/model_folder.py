@@ -28,22 +28,34 @@ _Chunk = tuple[str, tuple[int, ...], StoredTensor]
 """A file, where in the whole tensor the stored one begins, and that."""
 
 
-def open_model(store: Store, settings: ReadSettings) -> Checkpoint | None:
-    """Open the model of another program in a folder without a commit; None if there is none.
+def model_keys(store: Store) -> list[str]:
+    """List the index, or the files, of the model of another program in a folder without a commit.
 
-    Nor is there one beside what a save of this library left: that may be what was to replace it.
+    There is none beside what a save of this library left: that may be what was to replace it.
     A model is one file, or several with an index, or those that ranks wrote with DCP's
     HuggingFaceStorageWriter: each with parts of tensors.
 
-    Raises:
-        FormatError: a header or the index is not valid, or they disagree.
-        ConfigurationError: there are several models.
+    Raises ConfigurationError if there are several models.
     """
     keys = find_models(store)
     if not keys or has_parts_of_save(store):
-        return None
+        return []
     if len(keys) > 1 and keys[0].endswith(INDEX_SUFFIX):
         raise ConfigurationError(f"there are {len(keys)} models here, each with an index", url=store.url)
+    return keys
+
+
+def open_model(store: Store, settings: ReadSettings) -> Checkpoint | None:
+    """Open the model that `model_keys` finds; None if there is none.
+
+    Raises:
+        NotFound: the index names a file that is not there.
+        FormatError: a header or the index is not valid, or they disagree.
+        ConfigurationError: there are several models.
+    """
+    keys = model_keys(store)
+    if not keys:
+        return None
     files = model_files(store, keys[0])
     if len(keys) > 1:
         files = ModelFiles({key: store.stat(key) for key in keys})
@@ -52,13 +64,19 @@ def open_model(store: Store, settings: ReadSettings) -> Checkpoint | None:
         all_headers = in_order(threads, read, files.stats.values(), ahead=_FILES_AT_ONCE)
         headers = dict(zip(files.stats, all_headers, strict=True))
     check_index(files, headers, store.url)
+    columns = describe_model(files, headers, url=store.url, key=keys[0])
+    return Checkpoint(store, settings, None, keys[0], encode_index(columns), is_shared=True)
+
+
+def describe_model(files: ModelFiles, headers: Mapping[str, Header], *, url: str, key: str) -> Columns:
+    """Describe the tensors of all files. Raises FormatError if two of them contradict each other."""
     try:
         columns = _columns(files, headers)
         check_columns(columns)
     except (ValueError, FormatError) as error:
         text = error.message if isinstance(error, FormatError) else str(error)
-        raise FormatError(f"not a valid model: {text}", url=store.url, key=keys[0]) from None
-    return Checkpoint(store, settings, None, keys[0], encode_index(columns), is_shared=True)
+        raise FormatError(f"not a valid model: {text}", url=url, key=key) from None
+    return columns
 
 
 def unreadable_error(store: Store, name: str, file: str) -> FormatError:

@@ -56,9 +56,9 @@ def open_checkpoint(store: Store, settings: ReadSettings) -> Checkpoint:
     raise no_checkpoint(store)
 
 
-def open_parts(store: Store, settings: ReadSettings) -> list[Checkpoint]:
-    """Open a checkpoint, or all parts of a stock checkpoint. Raises as `open_checkpoint`."""
-    if (whole := open_whole(store, settings)) is not None:
+def open_parts(store: Store, settings: ReadSettings, *, models: bool = False) -> list[Checkpoint]:
+    """Open a checkpoint, or all parts of a stock checkpoint; with `models` as `open_loadable`. Raises as that."""
+    if (whole := (open_loadable if models else open_whole)(store, settings)) is not None:
         return [whole]
     parts = [open_rank_local(store, settings, 0)]
     with contextlib.suppress(NotFound):

@@ -55,13 +55,17 @@ class OpenCheckpoint(contextlib.AbstractContextManager["OpenCheckpoint"]):
         *,
         guard: Callable[[Store], Store] = lambda store: store,
         wait_for_data: bool = True,
+        models: bool = False,
     ) -> None:
-        """`wait_for_data`: wait also for data that is not visible yet, not for the records only."""
+        """`wait_for_data`: wait also for data that is not visible yet, not for the records only.
+
+        `models`: open a folder of safetensors files of any program too.
+        """
         self.store: Store = guard(open_store(url, storage_options))
         self.threads = thread_pool(self.store.threads, "ckpt-read")
         self.parts: list[Checkpoint] = []
         try:
-            self.parts = open_parts(self.store, ReadSettings())
+            self.parts = open_parts(self.store, ReadSettings(), models=models)
             if not wait_for_data:
                 for part in self.parts:
                     part.settings = ReadSettings(visibility_timeout_s=0.0)

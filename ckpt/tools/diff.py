@@ -104,7 +104,10 @@ def diff(
             be read.
     """
     options = storage_options if b_storage_options is None else b_storage_options
-    with OpenCheckpoint(a, storage_options) as first, OpenCheckpoint(b, options) as second:
+    with (
+        OpenCheckpoint(a, storage_options, models=True) as first,
+        OpenCheckpoint(b, options, models=True) as second,
+    ):
         return _Comparing(first, second, full, progress or no_report).run()
 
 

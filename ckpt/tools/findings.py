@@ -78,14 +78,15 @@ class Verification:
     """The result of `ckpt.verify`.
 
     Attributes:
-        format: `ckpt-storage` or `stock`.
+        format: `ckpt-storage`, `stock`, or `safetensors` for a model of another program.
         quick: no data was read.
         damages: at most 10,000; `damages_omitted` counts the others.
         warnings: what only stock readers meet: a save is running, or was killed after its commit.
         strays: objects that do not belong to the checkpoint, and do no harm; None if the storage
             did not list them.
         checked_files, checked_bytes: data files checked, and bytes of them read and compared.
-        unchecked_items: items of a stock checkpoint without CRCs (saved so, or transformed).
+        unchecked_items: items without CRCs: of a stock checkpoint saved so, or transformed; all of a
+            safetensors model.
     """
 
     url: str

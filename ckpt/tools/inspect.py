@@ -123,9 +123,9 @@ class Inspection:
     """The contents of a checkpoint.
 
     Attributes:
-        format: `ckpt-storage` or `stock`.
-        version: version of the format; None for stock.
-        commit: the commit record; None for stock.
+        format: `ckpt-storage`, `stock`, or `safetensors` for a model of another program.
+        version: version of the format; None without a commit.
+        commit: the commit record; only `ckpt-storage` has one.
         tensors, objects: by FQN, in the order of the records.
         files: by data file, the number of its items and their bytes.
     """
@@ -165,7 +165,7 @@ def inspect(
     storage_options: Mapping[str, Any] | None = None,
     visibility_timeout_s: float | None = None,
 ) -> Inspection:
-    """Describe the contents of the checkpoint at `url`. Reads its records, no data.
+    """Describe the contents of the checkpoint at `url`, or of anybody's safetensors model. Reads its records, no data.
 
     Raises:
         NotFound, NotCommitted: there is no checkpoint.
@@ -174,7 +174,7 @@ def inspect(
     """
     settings = ReadSettings(visibility_timeout_s=visibility_timeout_s)
     with contextlib.closing(open_store(url, storage_options)) as store:
-        return describe(store.url, open_parts(store, settings))
+        return describe(store.url, open_parts(store, settings, models=True))
 
 
 def describe(url: str, parts: Sequence[Checkpoint]) -> Inspection:
@@ -205,7 +205,9 @@ def describe(url: str, parts: Sequence[Checkpoint]) -> Inspection:
     every_path = (path for checkpoint in parts for path in checkpoint.columns.files)
     files = {path: (items[path], lengths[path]) for path in every_path if path in items}
     commit = parts[0].commit
-    form, version = ("stock", None) if commit is None else ("ckpt-storage", commit.version)
+    form, version = "ckpt-storage", None if commit is None else commit.version
+    if commit is None:
+        form = "safetensors" if parts[0].is_model_folder else "stock"
     return Inspection(url, form, version, commit, tensors, objects, files)
 
 

@@ -22,6 +22,7 @@ from ckpt.errors import (
     CommitConflict,
     FormatError,
     IntegrityError,
+    NotCommitted,
     NotFound,
     NotVisible,
     Truncated,
@@ -63,6 +64,8 @@ def verify(
 ) -> Verification:
     """Check every byte and record of the checkpoint at `url`; look for strays.
 
+    Of a safetensors model of another program, which has no checksums: index, headers and sizes.
+
     Takes 128 MiB of memory beside the records. Changes nothing, and runs no code of the checkpoint.
     Damages are in the result; they raise no error.
 
@@ -89,10 +92,14 @@ def _verify(store: Store, threads: Executor, quick: bool, progress: ReportBytes)
     result = Verification(store.url, "ckpt-storage", quick)
     checkpoint: Checkpoint | None = None
     try:
-        parts = open_parts(store, settings)
-    except (IntegrityError, FormatError, UnsafeContent, NotVisible) as error:
-        result.extend([Damage.of_error("record", error)])
+        parts = open_parts(store, settings, models=True)
+    except (NotFound, NotCommitted, IntegrityError, FormatError, UnsafeContent, NotVisible) as error:
         commit = read_commit(store)
+        if commit is None and (of_model := _verify_model(store, threads)) is not None:
+            return of_model
+        if isinstance(error, NotFound | NotCommitted):
+            raise
+        result.extend([Damage.of_error("record", error)])
         if commit is None:
             result.format = "stock"
         if commit is None or error.key == COMMIT_KEY:
@@ -106,6 +113,8 @@ def _verify(store: Store, threads: Executor, quick: bool, progress: ReportBytes)
     else:
         checkpoint = parts[0]
         commit = checkpoint.stored_commit
+        if checkpoint.is_model_folder and (of_model := _verify_model(store, threads)) is not None:
+            return of_model
         if commit is None:
             from ckpt.tools.verify_stock import verify_stock
 
@@ -113,6 +122,12 @@ def _verify(store: Store, threads: Executor, quick: bool, progress: ReportBytes)
     with contextlib.closing(SiblingObjects(store)) as everywhere:
         _OwnCheck(everywhere, threads, settings, result, commit, checkpoint, progress).run()
     return result
+
+
+def _verify_model(store: Store, threads: Executor) -> Verification | None:
+    from ckpt.tools.verify_stock import verify_model  # torch is for who needs it
+
+    return verify_model(store, threads)
 
 
 class _UnreadBytes(Damage):

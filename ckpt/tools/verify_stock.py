@@ -1,7 +1,7 @@
-"""Check a checkpoint that stock PyTorch wrote: sizes, coverage, and the CRCs and tensors in its items.
+"""Check what other programs wrote: checkpoints of stock PyTorch, and safetensors models.
 
 Stock items are zip archives with a CRC-32 of every record, unless they were saved without. No other
-checksum covers their bytes. Their heads say which tensors they hold.
+checksum covers their bytes. Their heads say which tensors they hold. Safetensors files have no checksums.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from ckpt.backends.base import Store, check_key
+from ckpt.backends.base import ObjectStat, Store, check_key, read_bytes
 from ckpt.consistency.commit import STOCK_METADATA_KEY
 from ckpt.errors import (
     CheckpointError,
@@ -31,12 +31,16 @@ from ckpt.errors import (
     UnsafeContent,
 )
 from ckpt.format.dtypes import dtype_name, is_quantized
+from ckpt.format.model_index import INDEX_SUFFIX, MAX_INDEX_BYTES, parse_model_index
 from ckpt.reading.checkpoint import Checkpoint
 from ckpt.reading.loader import chunk_of
+from ckpt.reading.model_folder import describe_model, model_keys
 from ckpt.stock.item_archive import check_archive
 from ckpt.stock.item_files import PagedFile
 from ckpt.stock.payload_finder import load_meta
 from ckpt.stock.safe_load import first_line
+from ckpt.stock.safetensors_files import ModelFiles, read_header
+from ckpt.stock.safetensors_format import Header
 from ckpt.tools.findings import Damage, Verification, find_strays
 from ckpt.tools.record_checks import check_coverage_of
 from ckpt.torch_private import StorageInfo
@@ -58,6 +62,56 @@ def verify_stock(
     check.run(parts)
     metadata_keys = {STOCK_METADATA_KEY, *(f"__{rank}{STOCK_METADATA_KEY}" for rank in range(len(parts)))}
     result.strays = find_strays(store, metadata_keys | check.sizes.keys())
+    return result
+
+
+def verify_model(store: Store, threads: Executor) -> Verification | None:
+    """Check the index, headers and sizes of the safetensors model of another program; None if there is none.
+
+    Files beside those of the model are its configuration, tokenizer and so on, not strays.
+    """
+    keys = model_keys(store)
+    if not keys:
+        return None
+    result = Verification(store.url, "safetensors", quick=True, strays=[])
+    index: dict[str, str] | None = None
+    names: dict[str, list[str]] = {key: [] for key in keys}  # that the index gives to each file
+    if keys[0].endswith(INDEX_SUFFIX):
+        try:
+            raw = read_bytes(store, keys[0], max_bytes=MAX_INDEX_BYTES)
+            index = parse_model_index(raw, url=store.url, key=keys[0])
+        except (IntegrityError, FormatError) as error:
+            result.extend([Damage.of_error("record", error)])
+            return result
+        names = {}
+        for name, file in index.items():
+            names.setdefault(file, []).append(name)
+    stats: dict[str, ObjectStat] = {}
+    headers: dict[str, Header] = {}
+
+    def look(file: str) -> Damage | None:
+        try:
+            stats[file] = store.stat(file)
+            headers[file] = header = read_header(store, stats[file])
+        except NotFound:
+            return Damage.of(
+                "missing", "the index names this file, but it is not there", file, fqns=names[file]
+            )
+        except (FormatError, UnsafeContent) as error:
+            return Damage.of_error("record", error, names[file])
+        lost = [name for name in names[file] if name not in header.tensors and name not in header.unreadable]
+        text = "the index names tensors that this file does not hold"
+        return Damage.of("disagreement", text, file, fqns=lost) if lost else None
+
+    result.extend(filter(None, in_order(threads, look, names, ahead=4 * store.threads)))
+    result.checked_files = len(names)
+    if result.ok:
+        ordered = {file: headers[file] for file in names}
+        try:
+            described = describe_model(ModelFiles(stats, index), ordered, url=store.url, key=keys[0])
+            result.unchecked_items = len(described.entries)
+        except FormatError as error:
+            result.extend([Damage.of_error("disagreement", error)])
     return result
 
 
