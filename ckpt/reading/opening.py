@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 
 from ckpt.backends.base import Store, exists, read_bytes
 from ckpt.consistency.commit import STOCK_METADATA_KEY, is_foreign
@@ -15,6 +16,7 @@ from ckpt.errors import (
     Truncated,
     UnsafeContent,
 )
+from ckpt.format.model_index import INDEX_SUFFIX, MODEL_INDEX_KEY, SINGLE_MODEL_KEY
 from ckpt.format.names import is_data_key
 from ckpt.format.records import MAX_METADATA_BYTES, await_commit, read_commit
 from ckpt.reading.checkpoint import Checkpoint, ReadSettings, read_listed
@@ -22,6 +24,7 @@ from ckpt.reading.no_checkpoint import no_checkpoint
 
 _OPEN_ATTEMPTS = 3
 _MAX_RANKS = 1 << 20
+_MAX_NAMES = 1000
 
 
 def open_checkpoint(store: Store, settings: ReadSettings) -> Checkpoint:
@@ -82,17 +85,30 @@ def open_loadable(store: Store, settings: ReadSettings) -> Checkpoint | None:
 
     Raises as that; ConfigurationError if there are several models.
     """
-    from ckpt.reading.model_folder import open_model
-
-    if _may_skip_wait(store, settings) and (model := open_model(store, settings)) is not None:
+    if _may_skip_wait(store, settings) and (model := _open_model(store, settings)) is not None:
         return model
     try:  # first: where a commit may not be visible yet, a model may be what it was trained from
         return open_whole(store, settings)
     except (NotFound, NotCommitted):
-        model = open_model(store, settings)
+        model = _open_model(store, settings)
         if model is None:
             raise
         return model
+
+
+def may_hold_model(store: Store) -> bool:
+    """Tell whether there may be a model of another program, before torch is imported to read it."""
+    names = (stat.key for stat in itertools.islice(store.list(), _MAX_NAMES))
+    known = exists(store, SINGLE_MODEL_KEY) or exists(store, MODEL_INDEX_KEY)
+    return known or any(name.endswith((".safetensors", INDEX_SUFFIX)) for name in names)
+
+
+def _open_model(store: Store, settings: ReadSettings) -> Checkpoint | None:
+    if not may_hold_model(store):
+        return None
+    from ckpt.reading.model_folder import open_model
+
+    return open_model(store, settings)
 
 
 def _may_skip_wait(store: Store, settings: ReadSettings) -> bool:
