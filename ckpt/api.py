@@ -27,8 +27,9 @@ from ckpt.ranks.lost_ranks import lost
 from ckpt.reading.reader import CheckpointReader
 from ckpt.references.request import References, with_base
 from ckpt.references.writer import ReferringWriter
-from ckpt.torch_private import load_state_dict, save_state_dict
+from ckpt.torch_private import load_state_dict
 from ckpt.writing.background import Background
+from ckpt.writing.column_save import save_planned
 from ckpt.writing.stager import Stager
 from ckpt.writing.writer import CheckpointWriter
 
@@ -309,12 +310,12 @@ def _save(
 def _save_once(
     state_dict: dict[str, Any], writer: CheckpointWriter, planner: SavePlanner | None, ranks: Ranks
 ) -> Metadata:
-    group = {"process_group": ranks.group, "no_dist": ranks.no_dist}
+    planner = planner or DefaultSavePlanner()
     if isinstance(writer, ReferringWriter):
-        planner = writer.planner(planner or DefaultSavePlanner(), ranks)
+        planner = writer.planner(planner, ranks)
     try:
         with interrupts(writer, ranks):
-            return save_state_dict(state_dict, storage_writer=writer, planner=planner, **group)
+            return save_planned(state_dict, writer, planner, ranks)
     except CheckpointException as error:
         failures = failures_of(error)
         if all(proves_no_commit(failure) for failure in failures.values()):

@@ -20,6 +20,7 @@ from torch.distributed._shard.sharding_spec import ShardMetadata
 from torch.distributed.checkpoint import (
     _async_process_executor,
     _storage_utils,
+    default_planner,
     state_dict_loader,
     state_dict_saver,
 )
@@ -33,6 +34,7 @@ from torch.distributed.checkpoint.planner_helpers import _create_chunk_list as c
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict as load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict as save_state_dict
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
 STORAGE_SETUP = "_storage_setup"
 """The function by which DCP finds a writer or reader."""
@@ -82,6 +84,13 @@ def caches_plans(planner: object) -> bool:
     return bool(getattr(planner, "_enable_plan_caching", False))
 
 
+def replace_plan_validation(make: Callable[[Callable[..., list[str]]], Callable[..., list[str]]]) -> None:
+    """Replace what DCP checks its global plan with by what `make` makes of it, by `functools.wraps`, once."""
+    stock = default_planner._validate_global_plan
+    if not hasattr(stock, "__wrapped__"):
+        default_planner._validate_global_plan = make(stock)
+
+
 def async_save_process_is_alive() -> bool:
     """Tell whether this process has a process for its `dcp.async_save` calls, and that one is alive."""
     process = _async_process_executor._CHECKPOINT_PROCESS
@@ -115,6 +124,11 @@ def shared_storage(nbytes: int) -> torch.UntypedStorage:
 def local_tensor(tensor: DTensor) -> torch.Tensor:
     """Return the shard of this rank, outside of autograd."""
     return tensor._local_tensor
+
+
+def spec_of(tensor: DTensor) -> Any:
+    """Return the mesh, placements, shape and dtype of a DTensor, which compare equal if all do."""
+    return tensor._spec
 
 
 def dtensor_like(tensor: DTensor, local: torch.Tensor) -> DTensor:

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint import metadata as dcp
 from ckpt.errors import FormatError
 from ckpt.format.columns import Columns, ObjectRow, TensorColumns, packed
 from ckpt.format.dtypes import dtype_name, torch_dtype
+from ckpt.format.names import split_path
 from ckpt.torch_private import StorageInfo
 
 
@@ -113,6 +114,18 @@ class StorageTable(Mapping[dcp.MetadataIndex, StorageInfo]):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self)} items in {len(self.columns.files)} files)"
+
+
+def stored_bytes(metadata: dcp.Metadata) -> tuple[int, int]:
+    """Count the bytes of the items of a checkpoint: its own, and those that it carries."""
+    columns = columns_of(metadata, url="")
+    is_carried = np.array([bool(split_path(path)[0]) for path in columns.files], dtype=bool)
+    own = carried = 0
+    for entry in columns.entries.values():
+        file, length = np.atleast_1d(entry.file), np.atleast_1d(entry.length)
+        total, part = int(length.sum()), int(length[is_carried[file]].sum())
+        own, carried = own + total - part, carried + part
+    return own, carried
 
 
 def columns_of(metadata: dcp.Metadata, *, url: str) -> Columns:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import numpy as np
 
-from ckpt.errors import FormatError
+from ckpt.errors import ConfigurationError, FormatError
 from ckpt.format.columns import Columns, Integers, ObjectRow, TensorColumns
 from ckpt.format.dtypes import item_bytes
 from ckpt.format.names import is_path
@@ -20,8 +20,8 @@ from ckpt.gc_pause import no_gc
 INDEX_FORMAT = "ckpt-storage index"
 INDEX_VERSION = 1
 
-_MAX_ROWS = 1 << 25
-_MAX_CELLS = 1 << 28
+_MAX_ROWS = 1 << 27
+_MAX_CELLS = 1 << 29
 _MAX_DIMENSIONS = 64
 _MAX_EXPANSION = 64
 _SLACK_BYTES = 16 << 20
@@ -87,6 +87,15 @@ def check_columns(columns: Columns) -> None:
         if isinstance(table, TensorColumns):
             _check_tensor(entry, table.offsets, table.sizes)
     check_planner_data(columns.planner_data)
+
+
+def check_count(rows: int) -> None:
+    """Raise ConfigurationError if a plan has more chunks than an index can list: before anything is written."""
+    if rows > _MAX_ROWS:
+        raise ConfigurationError(
+            f"this state has {rows:,} chunks and objects on all ranks, more than the {_MAX_ROWS:,} that an index "
+            "lists: shard it over fewer ranks (HSDP), or save parts of it in checkpoints of their own"
+        )
 
 
 def decode_index(

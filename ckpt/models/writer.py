@@ -48,6 +48,7 @@ from ckpt.models.layout import (
 )
 from ckpt.ranks.group import Ranks
 from ckpt.ranks.messages import Messages
+from ckpt.save_plans.central import CentralPlan
 from ckpt.stock.safetensors_format import DTYPES, METADATA
 from ckpt.torch_private import changes_of
 from ckpt.transfer.file_body import FileBody, changed_while_saved
@@ -79,6 +80,8 @@ class ModelWriter(CheckpointWriter):
 
     `max_shard_bytes` is the most of tensors in one file, unless a single tensor is larger.
     """
+
+    takes_columns = False
 
     def __init__(self, *args: Any, max_shard_bytes: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -171,7 +174,7 @@ class ModelWriter(CheckpointWriter):
         return _ModelReceipt(self._rank, place, None, names, packed, self._retries(), records, items)
 
     def _records(
-        self, metadata: Metadata, receipts: Sequence[RankReceipt], world_size: int
+        self, planned: Metadata | CentralPlan, receipts: Sequence[RankReceipt], world_size: int
     ) -> tuple[Columns, CommitRecord]:
         """Describe whole tensors, and put the one manifest of all files."""
         columns, record = records_of(

@@ -33,7 +33,7 @@ DEFAULT_TIMEOUT_S = 600.0
 
 _MIN_TIMEOUT_S, _MAX_TIMEOUT_S = 1.0, 7 * 86400.0
 
-_LONGEST_WAIT = timedelta(days=1)
+LONGEST_WAIT = timedelta(days=1)
 """In a collective: the watch ends a wait for a rank that stopped, and one that is slow may take its time."""
 
 _MANAGER_WAIT = timedelta(hours=1)
@@ -85,6 +85,7 @@ class Ranks:
 
     Attributes:
         progress: what this rank is doing now.
+        is_own_group: the group is gloo's, and of this library's own.
         call: number of this call among those of its purpose and ranks, the same on all ranks.
     """
 
@@ -103,7 +104,7 @@ class Ranks:
         self._members = [0] if self.no_dist else dist.get_process_group_ranks(process_group)
         self._limits = Limits(timeout_s if _is_timeout(timeout_s) else DEFAULT_TIMEOUT_S, len(self._members))
         self._name: _Name = (purpose, tuple(self._members))
-        self._owned = False
+        self.is_own_group = False
         self._tree: Tree | None = None
         # Asked now: a program may end its process group while a save still runs.
         self.rank = 0 if self.no_dist else dist.get_rank(process_group)
@@ -257,7 +258,7 @@ class Ranks:
         that nobody sends.
         """
         group = self.group
-        if group is None or not self._owned:
+        if group is None or not self.is_own_group:
             return
         # First those with whom it is connected: to others a connection would have to be made.
         neighbours = [] if self._tree is None else self._tree.neighbours
@@ -277,7 +278,7 @@ class Ranks:
         if not self._connected:
             own = self._own_group()
             if own is not None:
-                self.group, self._owned, self._tree = own, True, Tree(own, self.rank, self.size)
+                self.group, self.is_own_group, self._tree = own, True, Tree(own, self.rank, self.size)
             self._connected = True
             if self._watch is not None:
                 self._watch.start()
@@ -301,17 +302,17 @@ class Ranks:
             with _lazy_connections():
                 group = dist.new_group(self._members, timeout, backend="gloo", use_local_synchronization=True)
         is_manager = self._name[0] == "manager"
-        set_group_timeout(_MANAGER_WAIT if is_manager else _LONGEST_WAIT, group)
+        set_group_timeout(_MANAGER_WAIT if is_manager else LONGEST_WAIT, group)
         _own_groups[self._name] = (world, group)
         return group
 
     def _give_up(self, error: BaseException) -> None:
         """Let go of our group: its connections close when nothing, no traceback either, refers to it."""
-        if not self._owned:
+        if not self.is_own_group:
             return
         _own_groups.pop(self._name, None)
         _broken.add(self._name)
-        group, self.group, self._owned, self._tree = self.group, None, False, None
+        group, self.group, self.is_own_group, self._tree = self.group, None, False, None
         with contextlib.suppress(Exception):
             dist.destroy_process_group(group)
         del group

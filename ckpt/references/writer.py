@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
-from torch.distributed.checkpoint.storage import WriteResult
 
 from ckpt.errors import (
     BaseGone,
@@ -27,6 +26,7 @@ from ckpt.references.digests import Comparison, compare
 from ckpt.references.frozen import Patterns
 from ckpt.references.planner import CarryingPlanner, Sure, sure_entries
 from ckpt.references.request import References
+from ckpt.save_plans.central import CentralPlan
 from ckpt.torch_private import caches_plans, flatten_state_dict
 from ckpt.writing.layout import Chunk
 from ckpt.writing.receipts import RankReceipt
@@ -150,10 +150,13 @@ class ReferringWriter(CheckpointWriter):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_base": None, "_planner": None}
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        super().finish(metadata, results)
+    def commit(
+        self, planned: Metadata | CentralPlan, receipts: Sequence[RankReceipt], world_size: int
+    ) -> Metadata:
+        described = super().commit(planned, receipts, world_size)
         if self._coordinator is not None and self._coordinator.committed is not None:
             Base.remember(*self._coordinator.committed)
+        return described
 
     # -- writing -------------------------------------------------------------------------------------------
 
@@ -172,9 +175,9 @@ class ReferringWriter(CheckpointWriter):
         return lambda fqn: undigested is None or not fqn.startswith(undigested)
 
     def _records(
-        self, metadata: Metadata, receipts: Sequence[RankReceipt], world_size: int
+        self, planned: Metadata | CentralPlan, receipts: Sequence[RankReceipt], world_size: int
     ) -> tuple[Columns, CommitRecord]:
-        columns, record = super()._records(metadata, receipts, world_size)
+        columns, record = super()._records(planned, receipts, world_size)
         if self._base is None or self._planner is None:
             return columns, referable(record)
         missing = sorted(self._request.carried - self._planner.carried.keys())

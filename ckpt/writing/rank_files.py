@@ -25,25 +25,33 @@ from ckpt.transfer.buffer_pool import StagingPool
 from ckpt.transfer.file_body import FileBody, FileItem, TensorPayload
 from ckpt.transfer.threads import run_all, workers
 from ckpt.writing.layout import Entry, place
-from ckpt.writing.receipts import PlacedItem, RankReceipt, pack_items
+from ckpt.writing.receipts import PlacedItem, RankReceipt, pack_items, pack_numbered
 from ckpt.writing.save_objects import SaveObjects
 
 
 class RankFiles:
     """Write the files of one rank in one save, and record what they hold.
 
-    `objects` gets the name of every object before it exists; `pace` is called before bytes are sent.
+    `objects` gets the name of every object before it exists; `pace` is called before bytes are sent. Items that are
+    `numbered` by the hints of their indices are reported by those numbers.
 
     Attributes:
         digested: says of a tensor's name whether the manifest is to have its digest; None for one without.
     """
 
     def __init__(
-        self, store: Store, objects: SaveObjects, pool: StagingPool, pace: Callable[[int], None] | None
+        self,
+        store: Store,
+        objects: SaveObjects,
+        pool: StagingPool,
+        pace: Callable[[int], None] | None,
+        *,
+        numbered: bool = False,
     ) -> None:
         self.data_bytes = 0
         self.digested: Callable[[str], bool] | None = None
         self._store, self._objects, self._pool, self._pace = store, objects, pool, pace
+        self._numbered = numbered
         self._records: list[FileRecord] = []
         self._items: list[ItemRecord] = []
         self._placed: list[PlacedItem] = []
@@ -84,7 +92,8 @@ class RankFiles:
         """Write the manifest, if it has items, and report what was written to this `place`."""
         manifest = self._put_manifest() if self._items else None
         names = [record.path for record in self._records]
-        return RankReceipt(self._objects.rank, place, manifest, names, pack_items(self._placed))
+        pack = pack_numbered if self._numbered else pack_items
+        return RankReceipt(self._objects.rank, place, manifest, names, pack(self._placed))
 
     def _body(
         self, entries: Sequence[Entry], items: Sequence[FileItem], check: Callable[[], None]

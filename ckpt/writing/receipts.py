@@ -26,6 +26,8 @@ from ckpt.format.columns import Columns, Integers, ObjectRow, TensorColumns
 from ckpt.format.dtypes import dtype_name
 from ckpt.format.planner_data import check_planner_data
 from ckpt.format.records import CommitRecord, ManifestRef
+from ckpt.save_plans.central import CentralPlan
+from ckpt.save_plans.placing import columns_of, pack_placed
 
 
 class PlacedItem(msgspec.Struct, array_like=True):
@@ -54,7 +56,7 @@ class RankReceipt:
         place: the last segment of the URL that it saves to; ranks may see the rest differently.
         manifest: None if it had nothing to write.
         files: the names of its data files.
-        items: the items in them, packed: objects would take seconds to unpickle.
+        items: the items in them, packed (objects would take seconds to unpickle), by number if they have one.
         retries: requests that it has sent again so far in this save.
     """
 
@@ -73,8 +75,13 @@ def pack_items(items: Sequence[PlacedItem]) -> bytes:
     return msgspec.msgpack.encode(items)
 
 
+def pack_numbered(items: Sequence[PlacedItem]) -> bytes:
+    """Pack items by the numbers that their plan gave them as hints."""
+    return pack_placed([(-1 if i.hint is None else i.hint, i.file, i.offset, i.length) for i in items])
+
+
 def records_of(
-    metadata: Metadata,
+    planned: Metadata | CentralPlan,
     receipts: Sequence[RankReceipt],
     *,
     save_id: str,
@@ -89,14 +96,17 @@ def records_of(
     """
     _check_ranks(receipts, world_size)
     try:
-        check_planner_data(metadata.planner_data)
+        check_planner_data(planned.planner_data)
     except ValueError as error:
         raise ConfigurationError(
             f"the planner's planner_data holds {error}; only dict, list, tuple, str, bytes, numbers, bool and "
             "None can be stored safely"
         ) from None
     receipts = sorted(receipts, key=lambda receipt: receipt.rank)
-    columns = collect(metadata, receipts)
+    if isinstance(planned, Metadata):
+        columns = collect(planned, receipts)
+    else:
+        columns = columns_of(planned, [each.items for each in receipts], [each.files for each in receipts])
     columns.save_id, columns.version = save_id, CURRENT_DCP_VERSION
     manifests = [receipt.manifest for receipt in receipts if receipt.manifest is not None]
     created_at = datetime.datetime.fromtimestamp(environment.now(), datetime.timezone.utc)

@@ -27,10 +27,15 @@ from ckpt.dcp_storage import DcpStorage
 from ckpt.errors import CheckpointError, CommitUnknown, ConfigurationError
 from ckpt.format.columns import Columns
 from ckpt.format.dcp_view import metadata_of
+from ckpt.format.index import check_count
 from ckpt.format.names import last_segment, rank_directory
 from ckpt.format.records import CommitRecord
 from ckpt.gc_pause import no_gc
 from ckpt.ranks.group import DEFAULT_TIMEOUT_S
+from ckpt.save_plans.central import CentralPlan
+from ckpt.save_plans.packed import packed_plan
+from ckpt.save_plans.validation import quick_validation
+from ckpt.torch_private import replace_plan_validation
 from ckpt.transfer.bandwidth import Pacer
 from ckpt.writing.coordinator import Coordinator
 from ckpt.writing.layout import Chunk, Entry, pickled_entries, refuse_unstorable, spread, tensor_entries
@@ -83,6 +88,9 @@ class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
         ConfigurationError: an argument is wrong.
     """
 
+    takes_columns = True
+    """Whether a plan may say less than DCP's: which items to write, and no more."""
+
     _own_memory = True
     _is_model = False
 
@@ -103,6 +111,7 @@ class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
         self._pacer = None if max_bandwidth_bytes_per_s is None else Pacer(max_bandwidth_bytes_per_s)
         super().__init__(url, storage_options, threads, memory_budget_bytes, timeout_s)
         self._objects = SaveObjects()
+        self._numbered = False
         self._began_at_s: dict[str, float] = {}
         self._retries_before = 0
         self._coordinator: Coordinator | None = None
@@ -119,7 +128,7 @@ class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
                 "finished, and the checkpoint could be torn",
                 url=self.checkpoint_id,
             )
-        self._rank = kwargs.get("rank") or 0
+        self._rank, self._numbered = kwargs.get("rank") or 0, kwargs.get("numbered", False)
         self._objects = SaveObjects(self._rank)
         self._coordinator = None
         self._began_at_s = {"plan_s": environment.monotonic()}
@@ -127,6 +136,7 @@ class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
         self.progress.restart()
         self.progress.begin("planning")
         if is_coordinator:
+            replace_plan_validation(quick_validation)
             # Together with what went before, less than it takes the other ranks to give this one up.
             confirm_s = math.inf if self._limit_s is None else self._limit_s / 8
             self._coordinator = Coordinator(self._store, self._objects, confirm_s)
@@ -134,15 +144,22 @@ class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         with self._errors_named():
             refuse_unstorable(plan.items)
+        self.look()
+        return packed_plan(plan)
+
+    def look(self) -> None:
+        """Look at the place, on the coordinator, before anything is written; a plan is then waited for."""
+        with self._errors_named():
             if self._coordinator is not None:
                 self._coordinator.look(overwrite=self._overwrite, model=self._is_model)
                 self._store.prepare(rank_directory(self._rank))
         self.progress.wait_for("the plans of all ranks")
-        return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        # Unchanged: DCP's plan caching would give what is added to later saves.
-        return plans
+        # With the same items: DCP's plan caching would give what is added to later saves.
+        with self._errors_named():
+            check_count(sum(len(plan.items) for plan in plans))
+        return [packed_plan(plan) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         self.progress.begin("saving")
@@ -163,16 +180,30 @@ class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        reports = [report.storage_data for rank in results for report in rank]
+        receipts = [report for report in reports if isinstance(report, RankReceipt)]
+        # DCP sends this very object to all ranks and returns it to its caller.
+        metadata.__dict__.update(self.commit(metadata, receipts, len(results)).__dict__)
+
+    def close(self) -> None:
+        """Release connections, threads and free staging memory. It can be used again."""
+        super().close()
+        COMMON_MEMORY.clear()
+
+    # -- beyond DCP ----------------------------------------------------------------------------------------
+
+    def commit(
+        self, planned: Metadata | CentralPlan, receipts: Sequence[RankReceipt], world_size: int
+    ) -> Metadata:
+        """Commit what the ranks have written, on the coordinator; return DCP's view of it."""
         self.progress.begin("committing")
         self._began_at_s["commit_s"] = environment.monotonic()
         with self._errors_named():
             if self._coordinator is None:
                 raise CheckpointError("finish was called on a rank that is not the coordinator")
-            reports = [report.storage_data for rank in results for report in rank]
-            receipts = [report for report in reports if isinstance(report, RankReceipt)]
             try:
                 with no_gc():
-                    columns, record = self._records(metadata, receipts, len(results))
+                    columns, record = self._records(planned, receipts, world_size)
                     described = metadata_of(columns)
                 self._coordinator.commit(columns, record)
             except CheckpointError as error:
@@ -183,21 +214,13 @@ class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
                 if not isinstance(error, Exception):
                     self.interrupt = error
                 raise CommitUnknown(f"{type(error).__name__}: {error}") from error
-            # DCP sends this very object to all ranks and returns it to its caller.
-            metadata.__dict__.update(described.__dict__)
-            metadata.storage_meta = SaveMeta(
+            described.storage_meta = SaveMeta(
                 self.checkpoint_id,
                 self._objects.token,
                 seconds=_durations(self._began_at_s),
                 retries=self._retries() + sum(r.retries for r in receipts if r.rank != self._rank),
             )
-
-    def close(self) -> None:
-        """Release connections, threads and free staging memory. It can be used again."""
-        super().close()
-        COMMON_MEMORY.clear()
-
-    # -- beyond DCP ----------------------------------------------------------------------------------------
+        return described
 
     def discard(self) -> None:
         """Delete this rank's objects of the current save, which must surely not be committed."""
@@ -218,7 +241,7 @@ class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
             # The caller's stream may still compute the tensors that threads will copy.
             torch.accelerator.current_stream().synchronize()
         pace = None if self._pacer is None else self._pacer.wait
-        files = RankFiles(self._store, self._objects, self._pool, pace)
+        files = RankFiles(self._store, self._objects, self._pool, pace, numbered=self._numbered)
         objects: list[Entry] = []
         objects_bytes = 0
         with no_gc():
@@ -253,11 +276,11 @@ class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
         return None
 
     def _records(
-        self, metadata: Metadata, receipts: Sequence[RankReceipt], world_size: int
+        self, planned: Metadata | CentralPlan, receipts: Sequence[RankReceipt], world_size: int
     ) -> tuple[Columns, CommitRecord]:
         """Make the columns and the commit record. Raises as `records_of`."""
         return records_of(
-            metadata, receipts, save_id=self._objects.token, world_size=world_size, tags=self._tags
+            planned, receipts, save_id=self._objects.token, world_size=world_size, tags=self._tags
         )
 
     def _retries(self) -> int:

@@ -41,7 +41,7 @@ def distributed(model: Ranker, group: Any) -> DistributedDataParallel:
     """Wrap the model: the gradients of all slices of all trainers are summed, exactly."""
     for parameter in model.parameters():
         parameter.register_hook(lambda gradient: exact(gradient / SAMPLES))  # type: ignore[no-untyped-call]
-    wrapped = DistributedDataParallel(model, process_group=group, broadcast_buffers=False)
+    wrapped = DistributedDataParallel(model, process_group=group)
     wrapped.register_comm_hook(group, _sum)  # DDP's own divides by the number of trainers, and rounds
     return wrapped
 

@@ -36,6 +36,7 @@ from ckpt.reading.reader import CheckpointReader
 from ckpt.testing.simulated_store import SimulatedStore
 from ckpt.testing.simulator import World
 from ckpt.testing.virtual_time import Process
+from ckpt.writing import column_save
 from ckpt.writing.writer import CheckpointWriter
 
 COLLECTIVE_TIMEOUT_S = 600.0
@@ -68,7 +69,13 @@ def simulated_storage(world: World) -> Iterator[None]:
 @contextlib.contextmanager
 def simulated(world: World) -> Iterator[None]:
     """Put the library into `world`, with simulated ranks in the place of DCP's."""
-    with mock.patch.object(ckpt.api, "save_state_dict", _save_state_dict), simulated_storage(world):
+    with (
+        mock.patch.object(
+            column_save, "save_columns", return_value=None
+        ),  # as with a planner of another kind
+        mock.patch.object(column_save, "save_state_dict", _save_state_dict),
+        simulated_storage(world),
+    ):
         yield
 
 

@@ -21,7 +21,7 @@ from support.ranks import run_ranks
 from support.rooms import ROOT, modules
 from torch.distributed._shard import sharded_tensor
 from torch.distributed._shard.sharding_spec import ChunkShardingSpec
-from torch.distributed.checkpoint import _async_process_executor
+from torch.distributed.checkpoint import _async_process_executor, default_planner
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager, StagingOptions
 from torch.distributed.device_mesh import init_device_mesh
@@ -185,6 +185,7 @@ def _process_groups_and_sharded_tensors(rank: int) -> None:
     tensor = distribute_tensor(whole, init_device_mesh("cpu", (1,)), [ShardPlacement(0)])
     assert torch.equal(torch_private.local_tensor(tensor), whole)
     other = torch_private.dtensor_like(tensor, whole + 1)
+    assert torch_private.spec_of(tensor) == torch_private.spec_of(other)
     assert torch.equal(torch_private.local_tensor(other), whole + 1)
     assert (other.placements, other.device_mesh) == (tensor.placements, tensor.device_mesh)
 
@@ -201,6 +202,16 @@ def test_a_planner_says_whether_it_caches_plans() -> None:
     assert torch_private.caches_plans(DefaultSavePlanner(enable_plan_caching=True))
     assert not torch_private.caches_plans(DefaultSavePlanner())
     assert not torch_private.caches_plans(None)
+
+
+def test_plans() -> None:
+    placement = torch_private.StridedShard(0, split_factor=2)
+    assert (placement.dim, type(placement).__name__) == (0, "_StridedShard")
+    stock: Any = default_planner._validate_global_plan
+    assert list(inspect.signature(stock).parameters) == ["global_plan", "metadata"]
+    torch_private.replace_plan_validation(lambda each: each)  # also tested where it is used
+    source = inspect.getsource(DefaultSavePlanner._create_global_plan)
+    assert "_validate_global_plan(global_plan, metadata)" in source
 
 
 def _names_handed_on() -> Iterator[str]:

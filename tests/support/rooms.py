@@ -74,9 +74,14 @@ ROOMS: Mapping[str, Room] = {
     "ckpt.dcp_storage": Room(
         "what DCP's writer and reader have in common", (*_FLOOR, "ckpt.transfer", "ckpt.ranks", _REGISTRY)
     ),
+    "ckpt.save_plans": Room(
+        "which rank writes what, agreed by columns and rules",
+        (*_FLOOR, "ckpt.format", "ckpt.ranks", "ckpt.transfer.boxes"),
+    ),
     "ckpt.writing": Room(
         "a save, from DCP's plan to the commit",
         (
+            "ckpt.save_plans",
             *_FLOOR,
             "ckpt.backends.wrapper",
             "ckpt.dcp_storage",
@@ -94,6 +99,7 @@ ROOMS: Mapping[str, Room] = {
             "ckpt.stock",
             "ckpt.transfer",
             "ckpt.ranks",
+            "ckpt.save_plans",
             "ckpt.writing",
         ),
     ),
@@ -148,6 +154,7 @@ ROOMS: Mapping[str, Room] = {
             "ckpt.transfer",
             "ckpt.ranks",
             "ckpt.reading",
+            "ckpt.save_plans",
             "ckpt.writing",
         ),
     ),

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 from support.ranks import run_ranks
-from torch.distributed.checkpoint import utils
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 
 import ckpt
 from ckpt.backends import memory
 from ckpt.errors import CheckpointError, LoadFailed, SaveFailed
+from ckpt.ranks.first_rank import FirstRank
 from ckpt.trainer_integration import saving
 
 
@@ -124,13 +124,13 @@ def _interrupted_rank(rank: int, url: str, where: str) -> str:
     if rank == 0 and where == "resolve_data":
         planner = Interrupted(where)
     elif rank == 0:
-        gather = utils._DistWrapper.gather_object
+        gather = FirstRank.gather_numbers
 
-        def gather_and_stop(self: Any, value: Any) -> Any:
-            gather(self, value)
+        def gather_and_stop(self: Any, number: int) -> Any:
+            gather(self, number)
             ctrl_c()
 
-        utils._DistWrapper.gather_object = gather_and_stop  # type: ignore
+        FirstRank.gather_numbers = gather_and_stop  # type: ignore[method-assign]
     try:
         ckpt.save(state, url, planner=planner, timeout_s=30)
     except SaveFailed as failed:

@@ -8,7 +8,6 @@ import os
 import threading
 import time
 import weakref
-from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from ckpt.embeddings.saving import Tables
 from ckpt.errors import CheckpointError, ConfigurationError, SaveFailed
-from ckpt.format.names import split_path
+from ckpt.format.dcp_view import stored_bytes
 from ckpt.format.run_record import RunCheckpoint
 from ckpt.ranks.group import Ranks
 from ckpt.trainer_integration.events import Event, Events
@@ -250,10 +249,7 @@ class Saves:
                 "step %d is durable, but could not be noted in the run's record: %s", step, failure
             )
         metadata = flight.future.result()
-        lengths = Counter[bool]()
-        for info in metadata.storage_data.values():
-            lengths[bool(split_path(info.relative_path)[0])] += info.length
-        size_bytes, carried_bytes = lengths[False], lengths[True]
+        size_bytes, carried_bytes = stored_bytes(metadata)
         figures = {"upload_s": took_s, "stall_s": flight.stall_s, "size_bytes": size_bytes}
         if carried_bytes:
             figures["carried_bytes"] = carried_bytes

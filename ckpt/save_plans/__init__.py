@@ -1,0 +1,1 @@
+"""Agree which rank writes what: ranks tell what they hold as columns and rules, not as DCP's objects."""
