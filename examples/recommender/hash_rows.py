@@ -67,7 +67,8 @@ class HashRows:
     def unused_since(self, batch: int) -> Ids:
         """Return the ids of rows that no batch after this one has updated."""
         ids = self.ids()
-        return ids[self._data["ledger"][self._slots_of(ids), 3] <= batch]
+        unused: Ids = ids[self._data["ledger"][self._slots_of(ids), 3] <= batch]
+        return unused
 
     # -- for checkpoints: `ckpt.embeddings.RowStore` -------------------------------------------------------
 

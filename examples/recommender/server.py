@@ -162,12 +162,12 @@ def serve(server: Server) -> None:
     _server = server
 
 
-@rpc.functions.async_execution
+@rpc.functions.async_execution  # type: ignore[untyped-decorator]
 def lookup(batch: int, ids: Mapping[str, torch.Tensor]) -> Later[dict[str, torch.Tensor]]:
     return _server.lookup(batch, ids)
 
 
-@rpc.functions.async_execution
+@rpc.functions.async_execution  # type: ignore[untyped-decorator]
 def update(trainer: int, epoch: int, batch: int, update: Update) -> Later[None]:
     return _server.update(trainer, epoch, batch, update)
 

@@ -6,6 +6,7 @@ import time
 import warnings
 from concurrent.futures import Future
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ def work(rank: int, options: Options, board: Board, ledger: Ledger | None) -> No
     timeout = timedelta(seconds=options.timeout_s)
     dist.init_process_group("gloo", rank=rank, world_size=options.processes, timeout=timeout)
     trainers = dist.new_group(list(range(options.trainers)), timeout=timeout)
-    rpc.init_rpc(
+    rpc.init_rpc(  # type: ignore[no-untyped-call]
         f"trainer{rank}" if rank < options.trainers else f"server{rank - options.trainers}",
         rank=rank,
         world_size=options.processes,
@@ -61,10 +62,14 @@ def _serve(rank: int, options: Options, step: int, board: Board, ledger: Ledger 
     for cut in filter(options.is_cut, range(step + 1, options.steps + 1)):
         if saved is not None:
             saved.exception()  # updates go on while the last save ends; if it failed, this one has its rows
-        saved = server.save(cut, begin=lambda cut=cut: board.begin_save(rank, cut))
-        saved.add_done_callback(lambda done, cut=cut: board.end_save(rank, cut, durable=False))
+        saved = server.save(cut, begin=partial(board.begin_save, rank, cut))
+        saved.add_done_callback(partial(_end_save, board, rank, cut))
     if saved is not None:
         saved.result()
+
+
+def _end_save(board: Board, rank: int, step: int, saved: Future[Any]) -> None:
+    board.end_save(rank, step, durable=False)
 
 
 def _train(rank: int, options: Options, group: Any, step: int, board: Board) -> None:
