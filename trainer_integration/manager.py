@@ -13,7 +13,8 @@ from ckpt.api import place_of
 from ckpt.embeddings.saving import Tables
 from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.ranks.failures import same_outcome
-from ckpt.ranks.group import Ranks, first_of_node
+from ckpt.ranks.group import Ranks
+from ckpt.ranks.nodes import first_of_node
 from ckpt.references.frozen import Patterns
 from ckpt.tools.preflight import check_place
 from ckpt.trainer_integration import keeping, saving

@@ -7,8 +7,8 @@ import functools
 import gc
 import os
 import pickle
-import socket
 import traceback
+import weakref
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,7 +46,9 @@ T = TypeVar("T")
 Purpose = Literal["foreground", "background", "conversion", "manager"]
 _Name = tuple[Purpose, tuple[int, ...]]
 
-_own_groups: dict[_Name, tuple[object, Any]] = {}
+_own_groups: dict[_Name, tuple[weakref.ref[Any], weakref.ref[Any]]] = {}
+"""The default group and ours. torch keeps them: `destroy_process_group` has to end the threads of both, as one
+that still lets go of a tensor when Python ends aborts the program."""
 _calls: Counter[_Name] = Counter()
 _broken: set[_Name] = set()
 
@@ -123,7 +125,7 @@ class Ranks:
                 call=self.call,
                 limits=self._limits,
                 progress=self.progress,
-                break_off=self._break_off,
+                break_off=_weakly(self._break_off),
             )
 
     @property
@@ -152,7 +154,7 @@ class Ranks:
 
     def most(self, values: Sequence[int]) -> list[int]:
         """Return the largest of all ranks' `values`, place by place."""
-        return self._join([*map(int, values)], _most)
+        return self.join([*map(int, values)], _most)
 
     def most_later(self, values: Sequence[int]) -> Future[list[int]]:
         """Begin what `most` does, and return at once; wait for the answer before the next such call.
@@ -216,7 +218,7 @@ class Ranks:
             interrupt = error
             failure = _interrupted(error, self.rank)
         self.progress.wait_for(f"the other ranks to enter the {call}")
-        outcome = self._join(Outcome.of(self.rank, call, failure), Outcome.join)
+        outcome = self.join(Outcome.of(self.rank, call, failure), Outcome.join)
         if interrupt is not None:
             raise interrupt
         if outcome.failed:
@@ -226,7 +228,7 @@ class Ranks:
             raise RanksFailed({0: _different_calls(outcome.calls)}, count=self.size)
         return value  # type: ignore[no-any-return]
 
-    def _join(self, value: T, join: Callable[[T, T], T]) -> T:
+    def join(self, value: T, join: Callable[[T, T], T]) -> T:
         """Return what all ranks' values join to, on all ranks: in few steps, at any number of ranks."""
         if self.size == 1:
             return value
@@ -287,8 +289,8 @@ class Ranks:
         """Return our gloo group, made once for each default group; None to use the caller's."""
         world = dist.group.WORLD
         known = _own_groups.get(self._name)
-        if known is not None and known[0] is world:
-            return known[1]
+        if known is not None and known[0]() is world and (group := known[1]()) is not None:
+            return group
         # A rank that died before its first save or load must not be waited for as long as a slow one.
         timeout = timedelta(seconds=self._limits.stall_s)
         if self.size == dist.get_world_size():
@@ -303,7 +305,7 @@ class Ranks:
                 group = dist.new_group(self._members, timeout, backend="gloo", use_local_synchronization=True)
         is_manager = self._name[0] == "manager"
         set_group_timeout(_MANAGER_WAIT if is_manager else LONGEST_WAIT, group)
-        _own_groups[self._name] = (world, group)
+        _own_groups[self._name] = (weakref.ref(world), weakref.ref(group))
         return group
 
     def _give_up(self, error: BaseException) -> None:
@@ -323,6 +325,17 @@ class Ranks:
         gc.collect()
 
 
+def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+    """Call a method while its object lives: a group is not kept by the watch over it."""
+    reference = weakref.WeakMethod(method)
+
+    def call() -> None:
+        if (method := reference()) is not None:
+            method()
+
+    return call
+
+
 @contextlib.contextmanager
 def _lazy_connections() -> Iterator[None]:
     """Let gloo connect two ranks when they first talk.
@@ -339,19 +352,6 @@ def _lazy_connections() -> Iterator[None]:
         yield
     finally:
         os.environ.pop(name, None)
-
-
-def first_of_node(ranks: Ranks) -> tuple[bool, int]:
-    """Tell whether this is the first of the ranks on its node, and how many nodes there are."""
-    node = zlib.crc32(socket.gethostname().encode())
-    first = ranks._join({node: ranks.rank}, _earliest)
-    return first[node] == ranks.rank, len(first)
-
-
-def _earliest(some: dict[int, int], others: dict[int, int]) -> dict[int, int]:
-    return {key: min(some.get(key, rank), rank) for key, rank in others.items()} | {
-        key: min(others.get(key, rank), rank) for key, rank in some.items()
-    }
 
 
 def _most(some: list[int], others: list[int]) -> list[int]:
