@@ -126,7 +126,7 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("mode", [["--kills", "10"], ["--kills", "5", "--deterministic"]])
+@pytest.mark.parametrize("mode", [["--kills", "6"], ["--kills", "3", "--deterministic"]])
 def test_no_kill_loses_an_update(mode: list[str]) -> None:
     done = run("-m", campaign.__name__, "--seed", "7", *mode)
     assert done.returncode == 0, done.stdout + done.stderr
