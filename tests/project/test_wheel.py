@@ -83,7 +83,7 @@ def test_the_wheel_holds_every_module(dist: Path) -> None:
         module.replace(".", "/") + (".py" if path.stem != "__init__" else "/__init__.py")
         for module, path in modules().items()
     }
-    assert names == expected | {"ckpt/py.typed"}
+    assert names == expected | {"ckpt/py.typed", "ckpt/planning/prices.toml"}
 
 
 @pytest.mark.long
