@@ -89,16 +89,16 @@ def test_the_folder_of_a_very_large_run() -> None:
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json", "other.safetensors"])
-def test_a_model_is_for_loads_alone(place: tuple[str, dict[str, Any]], name: str) -> None:
+def test_a_model_that_is_damaged(place: tuple[str, dict[str, Any]], name: str) -> None:
     url, options = place
     put_bytes(open_store(url, options), name, b"{}")
-    for call in (ckpt.inspect, ckpt.verify):
-        with pytest.raises(
-            NotCommitted, match=r"a safetensors model, not a checkpoint; `ckpt\.load` reads it"
-        ):
-            call(url, storage_options=options)
-    with pytest.raises(FormatError, match=r"is not a valid|not a valid index"):
+    broken = r"is not a valid|not a valid index"
+    with pytest.raises(FormatError, match=broken):
+        ckpt.inspect(url, storage_options=options)
+    with pytest.raises(FormatError, match=broken):
         ckpt.load({"t": torch.zeros(2)}, url, storage_options=options)
+    (damage,) = ckpt.verify(url, storage_options=options).damages
+    assert (damage.kind, damage.key) == ("record", name)
 
 
 @pytest.mark.parametrize(

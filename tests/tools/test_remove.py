@@ -166,7 +166,7 @@ def test_a_forged_manifest_removes_no_foreign_file(tmp_path: Path) -> None:
         manifest["files"] += [{**manifest["files"][0], "path": name} for name in names]
 
     edit_manifest(place, forge)
-    assert run("rm", place).code == 1
+    assert run("rm", place).code == 0  # it asks no manifest what to remove
     assert (place / "notes.txt").read_text() == "mine"
     assert foreign.read_text() == "another's"
 
