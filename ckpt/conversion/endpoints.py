@@ -20,10 +20,11 @@ from ckpt.conversion.safetensors_source import SafetensorsSource
 from ckpt.conversion.source import CONFIG_KEY, Location, TensorSource
 from ckpt.conversion.torch_source import TorchFileSource
 from ckpt.errors import AccessDenied, ConfigurationError, FormatError, NotFound
+from ckpt.format.model_index import SUFFIXES
 from ckpt.reading.no_checkpoint import has_parts_of_save
 from ckpt.reading.opening import is_rank_local
 from ckpt.reading.slices import OpenCheckpoint
-from ckpt.stock.safetensors_files import SUFFIXES, find_model
+from ckpt.stock.safetensors_files import find_model
 from ckpt.transfer.threads import thread_pool
 
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")

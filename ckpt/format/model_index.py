@@ -1,26 +1,30 @@
-"""Write and read `model.safetensors.index.json`, which maps the tensors of a model to its files.
+"""Find, write and read `model.safetensors.index.json`, which maps the tensors of a model to its files.
 
 That of a checkpoint of this library is made of its columns and sealed; others may be hostile.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ckpt.backends.base import is_key
+from ckpt.backends.base import Store, exists, is_key
 from ckpt.consistency.seal import seal_json
 from ckpt.errors import FormatError
 from ckpt.format.columns import Columns, ObjectRow
 from ckpt.format.dtypes import item_bytes
 
 INDEX_SUFFIX = ".safetensors.index.json"
+SUFFIXES = (".safetensors", INDEX_SUFFIX)
 MODEL_INDEX_KEY = f"model{INDEX_SUFFIX}"
 SINGLE_MODEL_KEY = "model.safetensors"
 MAX_INDEX_BYTES = 64 << 20
 
+_PAGE_KEYS = 1000
+_MAX_KEYS = 100_000
 _MAX_TEXTS = 3 << 19
 _MAX_VALUES = 4 << 20
 """Of a header or index. A text takes a dozen times as much memory as the few bytes it can have."""
@@ -92,3 +96,18 @@ def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
             raise ValueError(f"{name[:200]!r} comes twice")
         named[name] = value
     return named
+
+
+def find_models(store: Store) -> list[str]:
+    """Find the file or the index that transformers takes, else the indices, else the files, in order."""
+    for key in (SINGLE_MODEL_KEY, MODEL_INDEX_KEY):
+        if exists(store, key):
+            return [key]
+    keys: list[str] = []
+    for count, stat in enumerate(itertools.islice(store.list(), _MAX_KEYS)):
+        if count == _PAGE_KEYS and not keys:  # a folder of very many checkpoints, say
+            break
+        if "/" not in stat.key and stat.key.endswith(SUFFIXES):
+            keys.append(stat.key)
+    keys.sort()
+    return [key for key in keys if key.endswith(INDEX_SUFFIX)] or keys

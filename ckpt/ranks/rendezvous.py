@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -21,21 +22,20 @@ class Connection:
     known: set[str] = field(default_factory=set)
 
 
-_connections: dict[tuple[int, int], tuple[Any, Connection]] = {}
-"""By process and store; a store stays referred to as long as its number may be looked up."""
+_connections: weakref.WeakKeyDictionary[Any, tuple[int, Connection]] = weakref.WeakKeyDictionary()
+"""By store, with the process that made it: a forked one needs its own. A store ends with its process group."""
 
 
 def connect(store: Any, timeout_s: float) -> Connection:
     """Return the connection to `store`, made at the first call. Its requests fail after `timeout_s`."""
-    name = os.getpid(), id(store)
-    for other in list(_connections):
-        if other != name:  # of a default process group that was ended, or of a parent process
-            _connections.pop(other, None)
-    _, connection = _connections.get(name) or (store, Connection(store.clone()))
+    process, connection = _connections.get(store) or (0, None)
+    if connection is None or process != os.getpid():
+        connection = Connection(store.clone())
+        _connections[store] = os.getpid(), connection
     connection.store.set_timeout(timedelta(seconds=timeout_s))
-    return _connections.setdefault(name, (store, connection))[1]
+    return connection
 
 
 def forget(store: Any) -> None:
     """Let the next call make a new connection, as this one broke."""
-    _connections.pop((os.getpid(), id(store)), None)
+    _connections.pop(store, None)

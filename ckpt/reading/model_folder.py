@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from ckpt.format.model_index import INDEX_SUFFIX
 from ckpt.format.stored_tensor import StoredTensor
 from ckpt.reading.checkpoint import Checkpoint, ReadSettings
 from ckpt.reading.no_checkpoint import has_parts_of_save
-from ckpt.stock.safetensors_files import ModelFiles, check_index, find_models, model_files, read_header
+from ckpt.stock.safetensors_files import ModelFiles, check_index, model_files, read_header
 from ckpt.stock.safetensors_format import Header
 from ckpt.transfer.threads import in_order, workers
 
@@ -28,33 +28,31 @@ _Chunk = tuple[str, tuple[int, ...], StoredTensor]
 """A file, where in the whole tensor the stored one begins, and that."""
 
 
-def model_keys(store: Store) -> list[str]:
-    """List the index, or the files, of the model of another program in a folder without a commit.
+def check_models(store: Store, keys: Sequence[str]) -> bool:
+    """Tell whether the models that `find_models` found are those of another program.
 
-    There is none beside what a save of this library left: that may be what was to replace it.
+    They are not beside what a save of this library left: that may be what was to replace them.
     A model is one file, or several with an index, or those that ranks wrote with DCP's
     HuggingFaceStorageWriter: each with parts of tensors.
 
     Raises ConfigurationError if there are several models.
     """
-    keys = find_models(store)
-    if not keys or has_parts_of_save(store):
-        return []
+    if has_parts_of_save(store):
+        return False
     if len(keys) > 1 and keys[0].endswith(INDEX_SUFFIX):
         raise ConfigurationError(f"there are {len(keys)} models here, each with an index", url=store.url)
-    return keys
+    return True
 
 
-def open_model(store: Store, settings: ReadSettings) -> Checkpoint | None:
-    """Open the model that `model_keys` finds; None if there is none.
+def open_model(store: Store, settings: ReadSettings, keys: Sequence[str]) -> Checkpoint | None:
+    """Open the model of which `find_models` found these keys; None if it is not another program's.
 
     Raises:
         NotFound: the index names a file that is not there.
         FormatError: a header or the index is not valid, or they disagree.
         ConfigurationError: there are several models.
     """
-    keys = model_keys(store)
-    if not keys:
+    if not check_models(store, keys):
         return None
     files = model_files(store, keys[0])
     if len(keys) > 1:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 
 from ckpt.backends.base import Store, exists, read_bytes
 from ckpt.consistency.commit import STOCK_METADATA_KEY, is_foreign
@@ -16,7 +15,7 @@ from ckpt.errors import (
     Truncated,
     UnsafeContent,
 )
-from ckpt.format.model_index import INDEX_SUFFIX, MODEL_INDEX_KEY, SINGLE_MODEL_KEY
+from ckpt.format.model_index import find_models
 from ckpt.format.names import is_data_key
 from ckpt.format.records import MAX_METADATA_BYTES, await_commit, read_commit
 from ckpt.reading.checkpoint import Checkpoint, ReadSettings, read_listed
@@ -24,7 +23,6 @@ from ckpt.reading.no_checkpoint import no_checkpoint
 
 _OPEN_ATTEMPTS = 3
 _MAX_RANKS = 1 << 20
-_MAX_NAMES = 1000
 
 
 def open_checkpoint(store: Store, settings: ReadSettings) -> Checkpoint:
@@ -96,19 +94,13 @@ def open_loadable(store: Store, settings: ReadSettings) -> Checkpoint | None:
         return model
 
 
-def may_hold_model(store: Store) -> bool:
-    """Tell whether there may be a model of another program, before torch is imported to read it."""
-    names = (stat.key for stat in itertools.islice(store.list(), _MAX_NAMES))
-    known = exists(store, SINGLE_MODEL_KEY) or exists(store, MODEL_INDEX_KEY)
-    return known or any(name.endswith((".safetensors", INDEX_SUFFIX)) for name in names)
-
-
 def _open_model(store: Store, settings: ReadSettings) -> Checkpoint | None:
-    if not may_hold_model(store):
+    keys = find_models(store)
+    if not keys:
         return None
-    from ckpt.reading.model_folder import open_model
+    from ckpt.reading.model_folder import open_model  # torch is for who needs it
 
-    return open_model(store, settings)
+    return open_model(store, settings, keys)
 
 
 def _may_skip_wait(store: Store, settings: ReadSettings) -> bool:

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from ckpt.backends.base import ObjectStat, Store, exists, read_bytes
+from ckpt.backends.base import ObjectStat, Store, read_bytes
 from ckpt.errors import ConfigurationError, FormatError, Truncated
 from ckpt.format.model_index import (
     INDEX_SUFFIX,
     MAX_INDEX_BYTES,
-    MODEL_INDEX_KEY,
-    SINGLE_MODEL_KEY,
+    find_models,
     parse_model_index,
 )
 from ckpt.format.names import ObjectName
 from ckpt.stock.safetensors_format import LENGTH_BYTES, Header, header_bytes, parse_header
 
-SUFFIXES = (".safetensors", INDEX_SUFFIX)
-
-_PAGE_KEYS = 1000
-_MAX_KEYS = 100_000
 _MAX_INDICES = 100
 
 _parsing = threading.Lock()
@@ -46,21 +40,6 @@ def find_model(store: Store) -> str | None:
             f"there are {len(keys)} {suffix} files here; name one of them as the source", url=store.url
         )
     return keys[0] if keys else None
-
-
-def find_models(store: Store) -> list[str]:
-    """Find the file or the index that transformers takes, else the indices, else the files, in order."""
-    for key in (SINGLE_MODEL_KEY, MODEL_INDEX_KEY):
-        if exists(store, key):
-            return [key]
-    keys: list[str] = []
-    for count, stat in enumerate(itertools.islice(store.list(), _MAX_KEYS)):
-        if count == _PAGE_KEYS and not keys:  # a folder of very many checkpoints, say
-            break
-        if "/" not in stat.key and stat.key.endswith(SUFFIXES):
-            keys.append(stat.key)
-    keys.sort()
-    return [key for key in keys if key.endswith(INDEX_SUFFIX)] or keys
 
 
 def model_files(store: Store, key: str) -> ModelFiles:

@@ -28,11 +28,12 @@ from ckpt.errors import (
     Truncated,
     UnsafeContent,
 )
+from ckpt.format.model_index import find_models
 from ckpt.format.names import split_path
 from ckpt.format.records import FileRecord, ItemRecord, ManifestRef, RankManifest, StoredCommit, read_commit
 from ckpt.format.sibling_objects import SiblingObjects
 from ckpt.reading.checkpoint import Checkpoint, ReadSettings
-from ckpt.reading.opening import may_hold_model, open_parts
+from ckpt.reading.opening import open_parts
 from ckpt.tools.findings import Damage, Verification, find_strays
 from ckpt.tools.record_checks import (
     IndexedItems,
@@ -125,11 +126,12 @@ def _verify(store: Store, threads: Executor, quick: bool, progress: ReportBytes)
 
 
 def _verify_model(store: Store, threads: Executor) -> Verification | None:
-    if not may_hold_model(store):
+    keys = find_models(store)
+    if not keys:
         return None
     from ckpt.tools.verify_stock import verify_model  # torch is for who needs it
 
-    return verify_model(store, threads)
+    return verify_model(store, threads, keys)
 
 
 class _UnreadBytes(Damage):

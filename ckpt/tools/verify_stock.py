@@ -34,7 +34,7 @@ from ckpt.format.dtypes import dtype_name, is_quantized
 from ckpt.format.model_index import INDEX_SUFFIX, MAX_INDEX_BYTES, parse_model_index
 from ckpt.reading.checkpoint import Checkpoint
 from ckpt.reading.loader import chunk_of
-from ckpt.reading.model_folder import describe_model, model_keys
+from ckpt.reading.model_folder import check_models, describe_model
 from ckpt.stock.item_archive import check_archive
 from ckpt.stock.item_files import PagedFile
 from ckpt.stock.payload_finder import load_meta
@@ -65,13 +65,12 @@ def verify_stock(
     return result
 
 
-def verify_model(store: Store, threads: Executor) -> Verification | None:
-    """Check the index, headers and sizes of the safetensors model of another program; None if there is none.
+def verify_model(store: Store, threads: Executor, keys: Sequence[str]) -> Verification | None:
+    """Check the index, headers and sizes of the model that `find_models` found; None if no other program's.
 
     Files beside those of the model are its configuration, tokenizer and so on, not strays.
     """
-    keys = model_keys(store)
-    if not keys:
+    if not check_models(store, keys):
         return None
     result = Verification(store.url, "safetensors", quick=True, strays=[])
     index: dict[str, str] | None = None

@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 
 import torch.distributed as dist
 from support.ranks import run_ranks
 
 from ckpt.ranks.group import Ranks
+from ckpt.ranks.rendezvous import connect, forget
+from ckpt.torch_private import default_store
 
 
 def test_a_group_ends_when_torch_destroys_it() -> None:
     """Its threads would abort the program if one still let go of a tensor when Python ends."""
     assert run_ranks(2, _destroy) == [(True, True)] * 2
+
+
+def test_the_rendezvous_store_ends_with_its_group() -> None:
+    """The first rank's listens at a port, which the program may want again."""
+    assert run_ranks(2, _leave) == [(True, True)] * 2
+
+
+def _leave(rank: int) -> tuple[bool, bool]:
+    store = weakref.ref(default_store())
+    first = connect(store(), 5.0)
+    is_kept = connect(store(), 5.0) is first
+    forget(store())
+    is_kept &= connect(store(), 5.0) is not first
+    dist.destroy_process_group()
+    gc.collect()
+    return is_kept, store() is None
 
 
 def _destroy(rank: int) -> tuple[bool, bool]:

@@ -26,8 +26,8 @@ from ckpt.backends.posix import PosixStore
 from ckpt.backends.registry import open_store
 from ckpt.consistency import environment
 from ckpt.errors import ConfigurationError, FormatError, LoadFailed, NotCommitted, Truncated, UnsafeContent
+from ckpt.format.model_index import find_models
 from ckpt.reading.reader import CheckpointReader
-from ckpt.stock.safetensors_files import find_models
 
 STATE = {
     "layers.0.weight": random_tensor(6, 40),
