@@ -188,6 +188,10 @@ def report(
     if not dist.is_initialized() or dist.get_rank() == 0:
         text = json.dumps({"resumed_step": resumed_step, "digests": digests(state), "saves_s": saves_s})
         Path(life.report).write_text(text)
+    if dist.is_initialized():
+        # A thread of gloo that still lets go of a tensor of the last collective when Python ends aborts the
+        # program; a barrier has no tensors.
+        dist.barrier()
 
 
 def digests(state: Any, name: str = "") -> dict[str, str]:
