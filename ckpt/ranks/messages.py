@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 
 import torch
 import torch.distributed as dist
 
+from ckpt.consistency import environment
 from ckpt.errors import ConfigurationError
 from ckpt.ranks.group import Ranks
 
 MAX_TAGS = 1 << 16
 
 _FIRST_TAG = 1 << 30
+_LOOK_S = 0.5
+_GRACE_S = 1.0
+"""For gloo to wake it with an error that tells more."""
 
 
 class Messages:
@@ -28,7 +34,7 @@ class Messages:
     def __init__(self, ranks: Ranks) -> None:
         """Raise ConfigurationError if the ranks talk over a group without messages between CPUs."""
         self.rank, self.size = ranks.rank, ranks.size
-        self._group = ranks.group
+        self._group, self._progress = ranks.group, ranks.progress
         self._first_tag = _FIRST_TAG + MAX_TAGS * (ranks.call % 4096 + 4096 * (ranks.purpose == "background"))
         if self.size > 1 and dist.get_backend(self._group) != "gloo":
             raise ConfigurationError(
@@ -37,18 +43,43 @@ class Messages:
 
     def send(self, memory: torch.Tensor, rank: int, tag: int) -> None:
         """Send a dense CPU tensor; return when it has been received."""
-        dist.send(memory, group=self._group, group_dst=rank, tag=self._first_tag + tag)
+        self.begin_send(memory, rank, tag)()
+
+    def begin_send(self, memory: torch.Tensor, rank: int, tag: int) -> Callable[[], None]:
+        """Begin to send a dense CPU tensor; call what is returned to wait until it has been received."""
+        work = dist.isend(memory, group=self._group, group_dst=rank, tag=self._first_tag + tag)
+        return self._waits_for(work, memory)
 
     def receive(self, memory: torch.Tensor, rank: int, tag: int) -> Callable[[], None]:
         """Begin to receive into a dense CPU tensor of the very size; call what is returned to wait for it."""
         work = dist.irecv(memory, group=self._group, group_src=rank, tag=self._first_tag + tag)
-        assert work is not None  # this rank is in the group
-
-        def wait(memory: torch.Tensor = memory) -> None:  # which must live as long
-            work.wait()
-
-        return wait
+        return self._waits_for(work, memory)
 
     def receive_any(self, memory: torch.Tensor, tag: int) -> None:
         """Wait for the next message of any rank."""
         dist.recv(memory, group=self._group, tag=self._first_tag + tag)
+
+    def _waits_for(self, work: dist.Work | None, memory: torch.Tensor) -> Callable[[], None]:
+        """Make a wait that ends when this call is given up.
+
+        gloo never wakes who has sent or received a part of a message when the other rank dies.
+        """
+        assert work is not None  # this rank is in the group
+
+        def wait(memory: torch.Tensor = memory) -> None:  # which must live as long
+            done: Future[None] = Future()
+
+            def carry_out() -> None:
+                try:
+                    work.wait()
+                    done.set_result(None)
+                except BaseException as error:
+                    done.set_exception(error)
+
+            environment.start_thread(carry_out, "ckpt-message")
+            while not wait_for([done], timeout=_LOOK_S).done:
+                if self._progress.given_up is not None and not wait_for([done], timeout=_GRACE_S).done:
+                    raise ConnectionError(f"a message was given up: {self._progress.given_up}")
+            done.result()
+
+        return wait
