@@ -82,8 +82,8 @@ def sink(
     `tls_folder`.
 
     Args:
-        bytes_per_s: how much it takes of the bodies that it drops, over all connections; None is
-            all it can.
+        bytes_per_s: how much it sends, and takes of the bodies that it drops, over all connections;
+            None is all it can.
     """
     command = [sys.executable, "-m", "benchmarks.sink"]
     certificate = None

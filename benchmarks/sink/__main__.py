@@ -78,7 +78,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--keep", action="store_true", help="keep all objects, not only small ones")
     parser.add_argument("--certificate", help="serve TLS with this certificate and key (one PEM file)")
-    parser.add_argument("--bytes-per-s", type=int, help="take no more than this of what is dropped")
+    parser.add_argument(
+        "--bytes-per-s", type=int, help="send no more than this, and take no more of what is dropped"
+    )
     arguments = parser.parse_args()
     tls = None
     if arguments.certificate:

@@ -85,7 +85,11 @@ class Connection:
             return
         self._sock.sendall(head)
         for view in views:
-            self._sock.sendall(view)
+            step = max(1, view.nbytes) if self._pacer is None else _PACED_BYTES
+            for start in range(0, view.nbytes, step):
+                if self._pacer is not None:
+                    self._pacer.wait(len(view[start : start + step]))
+                self._sock.sendall(view[start : start + step])
 
     def _chunked(self, keep_up_to_bytes: int) -> Body:
         nbytes, kept = 0, bytearray()
