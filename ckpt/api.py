@@ -176,17 +176,17 @@ def load(
     memory_budget_bytes: int | None = None,
     trusted_objects: Collection[str] = (),
     timeout_s: float = DEFAULT_TIMEOUT_S,
+    read_once: bool = True,
 ) -> None:
     """Load a checkpoint, or a folder of safetensors files, into `state_dict` in place, on any number of ranks.
 
     The first rank opens the checkpoint and tells the others, so that all load the same one or none
-    does. When a rank makes no progress, the others fail within `timeout_s` seconds, and their
-    errors name it. `planner`, `process_group` and `no_dist` are those of `dcp.load`, the others
-    those of `CheckpointReader`.
+    does. With `read_once` ranks that want the same (replicas) read it once, and pass it on. When a rank
+    makes no progress, the others fail within `timeout_s` seconds, and their errors name it. `planner`,
+    `process_group` and `no_dist` are those of `dcp.load`, the others those of `CheckpointReader`.
 
     Raises:
-        NotFound, NotCommitted, IntegrityError, UnsafeContent, ...: as the first failing rank met
-        it.
+        NotFound, NotCommitted, IntegrityError, UnsafeContent, ...: as the first failing rank met it.
         LoadFailed: anything else, such as a key that the checkpoint does not have.
     """
     place = place_of(url)
@@ -204,7 +204,7 @@ def load(
             trusted_objects=trusted_objects,
             timeout_s=timeout_s,
         )
-        reader.use(ranks.progress)
+        reader.use_ranks(ranks, read_once=read_once)
         return reader, values_of(state_dict)
 
     with (

@@ -124,6 +124,7 @@ class CheckpointManager:
         strict: bool = True,
         rng: bool = True,
         trusted_objects: Collection[str] = (),
+        read_once: bool = True,
         **parts: Any,
     ) -> Restored | None:
         """Load a checkpoint into parts, or a state dict, in place, on any number of ranks.
@@ -135,6 +136,7 @@ class CheckpointManager:
             initial: where to begin from if the run has no checkpoint of its own: any that `ckpt.load`
                 reads, of stock PyTorch too. It goes with `latest-valid`.
             strict: keys that the checkpoint lacks, or that are left over, are an error.
+            read_once: replicas read what they share once, as in `ckpt.load`.
 
         Returns:
             The step, URL and state that were loaded; None if `latest-valid` is none, on record neither.
@@ -147,14 +149,10 @@ class CheckpointManager:
         """
         self._check_open()
         self._settle()  # the save in flight is the newest one, or a step to be given up
+        checked, wanted = self._checked(state, parts, rng), step if isinstance(step, str) else _number(step)
+        options = {**self._load_options, "trusted_objects": trusted_objects, "read_once": read_once}
         return restore(
-            self._checked(state, parts, rng),
-            step if isinstance(step, str) else _number(step),
-            initial,
-            self._ranks,
-            self._saves,
-            strict=strict,
-            load_options={**self._load_options, "trusted_objects": trusted_objects},
+            checked, wanted, initial, self._ranks, self._saves, strict=strict, load_options=options
         )
 
     def step(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
@@ -20,7 +21,9 @@ from ckpt.format.records import ItemRecord
 from ckpt.format.stored_tensor import StoredTensor
 from ckpt.reading.checkpoint import Checkpoint
 from ckpt.reading.coverage import check_coverage, filled_boxes
-from ckpt.reading.windows import Window
+from ckpt.reading.parcels import Parcel, TensorParcel, WholeParcel
+from ckpt.reading.read_once import Replicas, Wanted
+from ckpt.reading.windows import TargetMemory, Window
 from ckpt.stock.extensions import untransformed
 from ckpt.stock.item_files import MemoryFile
 from ckpt.stock.payload_finder import locate_payload
@@ -67,13 +70,27 @@ class Loader:
         pool: StagingPool,
         threads: Executor,
         trusted_objects: Collection[str],
+        replicas: Replicas | None = None,
     ) -> None:
         self._checkpoint, self._store, self._planner = checkpoint, checkpoint.store, planner
         self._threads, self._trusted_objects = threads, trusted_objects
+        self._pool, self._replicas, self._shared_memory = pool, replicas, TargetMemory()
         self._fetcher = Fetcher(checkpoint.store, pool, checkpoint.when_visible)
         self._filled: Mapping[MetadataIndex, Box | None] = {}
 
     def run(self, items: Sequence[ReadItem]) -> None:
+        if self._replicas is None:
+            todo = self._prepare(items)
+        else:
+            prepare, resources = lambda: self._prepare(items), (self._fetcher, self._pool, self._threads)
+            todo = self._replicas.read(prepare, self._parcel, *resources)
+        for window in self._windows(todo):
+            self._fetcher.run(window.pieces, self._threads)
+            for then in window.then:
+                then()
+
+    def _prepare(self, items: Sequence[ReadItem]) -> list[Wanted]:
+        """Check the plan, and find where its items lie; return them in the order of the files."""
         if self._checkpoint.is_model_folder:
             self._refuse_unreadable(items)
         self._filled = filled_boxes(items)
@@ -82,14 +99,36 @@ class Loader:
         self._checkpoint.prepare({info.relative_path for info in infos}, self._threads)
         if self._checkpoint.commit is None and not self._checkpoint.is_model_folder:
             self._locate(items, infos)
-        # In the order of the files, whatever the planner's order is.
         order = sorted(range(len(items)), key=lambda i: (infos[i].relative_path, infos[i].offset))
-        for window in self._windows([(items[i], infos[i]) for i in order]):
-            self._fetcher.run(window.pieces, self._threads)
-            for then in window.then:
-                then()
+        return [(items[i], infos[i]) for i in order]
 
-    def _windows(self, todo: Sequence[tuple[ReadItem, StorageInfo]]) -> Iterator[Window]:
+    def _parcel(self, wanted: Wanted) -> Parcel | None:
+        """Make the parcel of an item that may be read together with others at any time.
+
+        None if the planner wants to see each item in its turn, or two items have the same target.
+        """
+        item, info = wanted
+        if not _takes_any_order(self._planner):
+            return None
+        start, stop = info.offset, info.offset + info.length
+        file = self._checkpoint.file(info.relative_path, start, stop)
+        index = item.storage_index
+        record = self._checkpoint.item(index.fqn, index.offset, info.relative_path, info.offset, info.length)
+        if item.type == LoadItemType.BYTE_IO:
+            self._checkpoint.check_length(info.relative_path, start, stop)
+            return WholeParcel(file, start, stop, lambda data: self._load_object(item, info, data))
+        target, stored = self._target(item), self._stored_tensor(index, info, record)
+        if stored is None or target.memory is None:
+            return None
+        if not self._shared_memory.add(target.memory, target.owner):
+            return None
+        is_whole = item.lengths == chunk_of(self._checkpoint, index)[0]
+        commit = lambda: self._planner.commit_tensor(item, target.given)
+        return TensorParcel(
+            file, start, stop, commit, stored, tuple(item.storage_offsets), target.memory, is_whole
+        )
+
+    def _windows(self, todo: Sequence[Wanted]) -> Iterator[Window]:
         window = Window()
         for item, info in todo:
             target = None if item.type == LoadItemType.BYTE_IO else self._target(item)
@@ -269,6 +308,14 @@ def chunk_of(checkpoint: Checkpoint, index: MetadataIndex) -> tuple[torch.Size, 
     if shape is None:
         raise checkpoint.fault(f"{index.fqn!r} has no chunk at {index.offset}")
     return shape, tensor.properties.dtype
+
+
+def _takes_any_order(planner: LoadPlanner) -> bool:
+    """Tell whether a planner takes items as DCP's own does: straight into the tensors of the state."""
+    return isinstance(planner, DefaultLoadPlanner) and all(
+        getattr(type(planner), name) is getattr(DefaultLoadPlanner, name)
+        for name in ("resolve_tensor", "commit_tensor")
+    )
 
 
 def _has_room(window: Window, target: _Target | None) -> bool:

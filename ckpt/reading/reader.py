@@ -18,10 +18,11 @@ from torch.futures import Future
 from ckpt.consistency.commit import COMMIT_KEY
 from ckpt.dcp_storage import DcpStorage
 from ckpt.errors import CheckpointError, CommitConflict, ConfigurationError
-from ckpt.ranks.group import DEFAULT_TIMEOUT_S
+from ckpt.ranks.group import DEFAULT_TIMEOUT_S, Ranks
 from ckpt.reading.checkpoint import Checkpoint, ReadSettings
 from ckpt.reading.loader import Loader
 from ckpt.reading.opening import open_checkpoint, open_loadable, open_rank_local
+from ckpt.reading.read_once import Replicas
 from ckpt.transfer.threads import workers
 from ckpt.transfer.tied_tensors import tied_names
 
@@ -73,6 +74,7 @@ class CheckpointReader(DcpStorage, StorageReader):
         self._checkpoint: Checkpoint | None = None
         self._next: Checkpoint | None = None
         self._failure: CheckpointError | None = None
+        self._replicas: Replicas | None = None
 
     # -- what DCP calls, in this order ---------------------------------------------------------------------
 
@@ -168,6 +170,12 @@ class CheckpointReader(DcpStorage, StorageReader):
         """Use the checkpoint that another rank encoded with `open().share()`."""
         self._next = Checkpoint.adopt(self._store, self._settings, shared)
 
+    def use_ranks(self, ranks: Ranks, *, read_once: bool) -> None:
+        """Report to the ranks of a load; with `read_once`, those that want the same read it once."""
+        self.use(ranks.progress)
+        is_local = "://" not in self.checkpoint_id
+        self._replicas = Replicas(ranks, is_local=is_local) if self._flag("read_once", read_once) else None
+
     def without_tied(self, values: dict[str, Any]) -> dict[str, Any]:
         """Leave out tensors that a model's folder holds under another name of the same memory.
 
@@ -189,7 +197,7 @@ class CheckpointReader(DcpStorage, StorageReader):
                 checkpoint.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_checkpoint": None, "_next": None}
+        return {**self.__dict__, "_checkpoint": None, "_next": None, "_replicas": None}
 
     def _open_any(self, rank: int | None) -> Checkpoint:
         """Open the checkpoint, or this rank's part if stock saved with `use_collectives=False`.
@@ -210,7 +218,8 @@ class CheckpointReader(DcpStorage, StorageReader):
         if checkpoint is None:
             raise CheckpointError("read_data was called before set_up_storage_reader")
         with workers(self._store.threads, "ckpt-read") as threads:
-            Loader(checkpoint, planner, self._pool, threads, self._trusted_objects).run(plan.items)
+            loader = Loader(checkpoint, planner, self._pool, threads, self._trusted_objects, self._replicas)
+            loader.run(plan.items)
         if torch.accelerator.is_available():
             # Other threads have queued copies.
             torch.accelerator.synchronize()

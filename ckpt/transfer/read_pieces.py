@@ -17,7 +17,7 @@ from ckpt.transfer.tensor_memory import copy_elements, flat_pairs, has_memory_vi
 
 
 @dataclass(frozen=True, eq=False)
-class _FlatSink:
+class FlatSink:
     """A tensor that takes its elements in row-major order; `dtype` is that of the file."""
 
     target: torch.Tensor
@@ -83,7 +83,7 @@ def _run_sink(start: int, target: torch.Tensor, dtype: torch.dtype) -> Sink | No
     """Make the sink of a run without gaps; None if its elements are not aligned and must be copied."""
     if target.dtype == dtype and has_memory_view(target):
         return MemorySink(memory_of(target))
-    return _FlatSink(target, dtype) if start % dtype.itemsize == 0 else None
+    return FlatSink(target, dtype) if start % dtype.itemsize == 0 else None
 
 
 def _elements(data: memoryview, dtype: torch.dtype) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import FIRST_EXCEPTION, Executor, Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
@@ -51,7 +51,7 @@ def in_order(
     *,
     ahead: int,
     stop: threading.Event | None = None,
-) -> Iterator[R]:
+) -> Generator[R]:
     """Yield the result of `work` for each item of `todo`, in order; at most `ahead` run before the first is taken.
 
     Unlike `Executor.map` it does not read all of `todo` at once. If it ends early, it waits for

@@ -148,7 +148,7 @@ def test_signatures() -> None:
         )
     assert (
         parameters(ckpt.load) == f"{storage}, verify, visibility_timeout_s, planner, process_group, no_dist, "
-        "threads, memory_budget_bytes, trusted_objects, timeout_s"
+        "threads, memory_budget_bytes, trusted_objects, timeout_s, read_once"
     )
 
 

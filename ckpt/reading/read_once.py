@@ -1,0 +1,254 @@
+"""Read what several ranks want once: each of them reads a part, and passes it on to the others.
+
+Ranks that want the very same regions of the same items (of a class: those whose names begin alike)
+are replicas of each other. They find each other by digests, cut what they want into parts, read in
+turns and pass the parts around a ring, each with its checksum.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import socket
+import struct
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Executor
+from contextlib import closing
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch.distributed.checkpoint.planner import ReadItem
+
+from ckpt.consistency.checksums import crc64nvme
+from ckpt.errors import CheckpointError, IntegrityError
+from ckpt.ranks.group import Ranks, portable
+from ckpt.ranks.messages import Messages
+from ckpt.ranks.ring import Ring
+from ckpt.reading.parcels import ALIGNMENT_BYTES, Parcel, Segment, cut_parts, part_bytes
+from ckpt.torch_private import StorageInfo
+from ckpt.transfer.buffer_pool import StagingPool
+from ckpt.transfer.fetcher import Fetcher, StoredFile
+from ckpt.transfer.pieces import Piece
+from ckpt.transfer.tensor_memory import tensor_over
+from ckpt.transfer.threads import in_order, workers
+
+_logger = logging.getLogger(__name__)
+
+_MIN_BYTES = 1 << 20
+"""Less is read sooner than it is passed on."""
+
+_MAX_CLASSES = 64
+_AHEAD = 3
+"""Parts of its own that a rank reads at a time, or has read and not passed on."""
+
+_BUDGET_PARTS = 16
+_SLACK_BYTES = 4096
+_TRAILER = struct.Struct("<QQ")
+"""Behind each part: its checksum, and 1 if its reader failed."""
+
+Wanted = tuple[ReadItem, StorageInfo]
+
+
+class _Member(NamedTuple):
+    rank: int
+    node: int
+
+
+class Replicas:
+    """Ranks that want the same of a checkpoint, and read it once.
+
+    Args:
+        ranks: of the load, over a group of this library's own.
+        is_local: the storage is a file system: a node keeps in memory what one of its ranks has read,
+            so nothing is passed on within one node.
+    """
+
+    def __init__(self, ranks: Ranks, *, is_local: bool) -> None:
+        self._ranks, self._is_local = ranks, is_local
+        self._node = zlib.crc32(socket.gethostname().encode()) if is_local else ranks.rank
+
+    def read(
+        self,
+        prepare: Callable[[], list[Wanted]],
+        parcel_of: Callable[[Wanted], Parcel | None],
+        fetcher: Fetcher,
+        pool: StagingPool,
+        threads: Executor,
+    ) -> list[Wanted]:
+        """Read together with the others what they want too; return the rest of what this rank wants.
+
+        Args:
+            prepare: lists all that this rank wants, in order.
+            parcel_of: makes the parcel of an item; None if it cannot be shared.
+
+        Raises what `prepare` raises; on all replicas the error of the first that could not read its part.
+        """
+        if self._ranks.size == 1 or not self._ranks.is_own_group:
+            return prepare()
+        wanted: list[Wanted] = []
+        offers: dict[str, dict[int, Parcel]] = {}
+
+        def digests() -> dict[bytes, str]:
+            wanted.extend(prepare())
+            found: dict[bytes, str] = {}
+            for name, some in _classes(wanted).items():
+                parcels = {number: p for number in some if (p := parcel_of(wanted[number])) and p.nbytes}
+                if parcels:
+                    offers[name] = parcels
+                    settings = name, pool.budget_bytes, fetcher.store.url
+                    found[_digest((wanted[number] for number in parcels), settings)] = name
+            return found
+
+        done: set[int] = set()
+        for members, names in self._find(digests):
+            shared = {number: parcel for name in names for number, parcel in offers[name].items()}
+            parcels = [shared[number] for number in sorted(shared)]
+            if sum(parcel.nbytes for parcel in parcels) < _MIN_BYTES:
+                continue
+            try:
+                _Exchange(self._ranks, members, parcels, fetcher, pool, threads).run()
+            except Exception:
+                raise
+            except BaseException as error:  # an interrupt of this rank, for which the others must not wait
+                self._ranks.roll_call(error)
+                raise
+            done.update(shared)
+        return [each for number, each in enumerate(wanted) if number not in done]
+
+    def _find(self, digests: Callable[[], Mapping[bytes, str]]) -> list[tuple[list[int], list[str]]]:
+        """Tell who shares which classes with this rank, in an order in which no two rings wait for each other.
+
+        All ranks call it. One whose `digests` fail shares nothing, and raises once it has told the others.
+        """
+        own: Mapping[bytes, str] = {}
+        try:
+            own = digests()
+        finally:
+            self._ranks.progress.wait_for("all ranks to tell what they read")
+            member = _Member(self._ranks.rank, self._node)
+            members = self._ranks.join({digest: [member] for digest in own}, _joined)
+            self._ranks.progress.begin("loading")
+        groups: dict[tuple[int, ...], list[str]] = defaultdict(list)
+        for digest, name in own.items():
+            those = sorted(members[digest])
+            if len({member.node for member in those}) > 1:
+                groups[tuple(member.rank for member in those)].append(name)
+        # A ring is known by its first class, and no rank is in two rings of one class.
+        return sorted(((list(ranks), sorted(names)) for ranks, names in groups.items()), key=lambda g: g[1])
+
+
+class _Exchange:
+    def __init__(
+        self,
+        ranks: Ranks,
+        members: Sequence[int],
+        parcels: Sequence[Parcel],
+        fetcher: Fetcher,
+        pool: StagingPool,
+        threads: Executor,
+    ) -> None:
+        self._ring = Ring(Messages(ranks), members, ranks.progress)
+        self._ranks, self._fetcher, self._pool, self._threads = ranks, fetcher, pool, threads
+        largest_bytes = pool.budget_bytes // _BUDGET_PARTS
+        self._turns = -(-sum(parcel.nbytes for parcel in parcels) // (largest_bytes * len(members)))
+        self._parts = cut_parts(parcels, self._turns * len(members))
+        most = max(map(part_bytes, self._parts)) + _TRAILER.size
+        self._buffer_bytes = -(-most // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        self._failure: CheckpointError | None = None
+        self._failed: set[int] = set()
+
+    def run(self) -> None:
+        count = len(self._ring.members)
+        buffers = min(_AHEAD, self._turns)
+        with (
+            self._pool.take((buffers + 2) * self._buffer_bytes) as memory,
+            workers(min(buffers, self._fetcher.store.threads), "ckpt-part") as readers,
+        ):
+            places = [
+                memory[number * self._buffer_bytes :][: self._buffer_bytes] for number in range(buffers + 2)
+            ]
+            incoming = [tensor_over(place) for place in places[buffers:]]
+
+            def read(turn: int) -> torch.Tensor:
+                number = turn * count + self._ring.position
+                return self._read(self._parts[number], places[turn % buffers])
+
+            with closing(in_order(readers, read, range(self._turns), ahead=buffers)) as own_parts:
+                for turn, own in enumerate(own_parts):
+                    parts = self._parts[turn * count :][:count]
+                    sizes = [part_bytes(part) + _TRAILER.size for part in parts]
+                    self._ring.turn(own, sizes, incoming, partial(self._see, parts))
+                    self._raise_failure()
+        if self._failure is not None:
+            raise self._failure
+
+    def _read(self, part: Sequence[Segment], place: memoryview) -> torch.Tensor:
+        """Read a part of this rank's own; what fails is told to all."""
+        size, crc = part_bytes(part), 0
+        data = place[:size]
+        try:
+            if self._failure is None:
+                self._fetcher.run(_pieces(part, data), self._threads)
+                crc = crc64nvme(data)
+        except Exception as error:
+            self._failure = portable(error, self._ranks.rank)
+        place[size : size + _TRAILER.size] = _TRAILER.pack(crc, self._failure is not None)
+        return tensor_over(place[: size + _TRAILER.size])
+
+    def _see(self, parts: Sequence[Sequence[Segment]], position: int, sent: torch.Tensor) -> None:
+        """Take the part of the member at `position` into the targets of this rank."""
+        message = sent.numpy().data
+        data, (crc, has_failed) = message[: -_TRAILER.size], _TRAILER.unpack(message[-_TRAILER.size :])
+        if has_failed:
+            self._failed.add(position)
+            return
+        try:
+            if position != self._ring.position and crc != crc64nvme(data):
+                sender = self._ring.members[position]
+                raise IntegrityError(f"a part that rank {sender} read was damaged on its way to this rank")
+            for segment in parts[position]:
+                at = segment.at
+                segment.parcel.take(segment.start, data[at : at + segment.stop - segment.start])
+        except Exception as error:  # the others learn of it with the next part, or at the end of the load
+            self._failure = self._failure or portable(error, self._ranks.rank)
+
+    def _raise_failure(self) -> None:
+        if self._failed:
+            first = min(self._failed)
+            raise self._ring.tell(first, self._failure if first == self._ring.position else None)
+
+
+def _classes(wanted: Sequence[Wanted]) -> dict[str, list[int]]:
+    """Sort items by the first part of their names: those of a model are often replicated, of an optimizer not."""
+    named: dict[str, list[int]] = defaultdict(list)
+    for number, (item, _) in enumerate(wanted):
+        named[item.dest_index.fqn.partition(".")[0]].append(number)
+    return named if len(named) <= _MAX_CLASSES else {"": [*range(len(wanted))]}
+
+
+def _digest(wanted: Iterable[Wanted], settings: object) -> bytes:
+    """Hash what a rank wants: equal only if it is the same, and will be cut in the same way."""
+    digest = hashlib.blake2b(repr(settings).encode(), digest_size=16)
+    for item, info in wanted:
+        index = item.storage_index
+        place = (info.relative_path, info.offset, info.length, index.fqn, index.offset)
+        digest.update(repr((place, item.storage_offsets, item.lengths, item.type)).encode())
+    return digest.digest()
+
+
+def _pieces(part: Sequence[Segment], memory: memoryview) -> Mapping[StoredFile, list[Piece]]:
+    pieces: dict[StoredFile, list[Piece]] = defaultdict(list)
+    for segment in part:
+        nbytes = segment.stop - segment.start
+        own = memory[segment.at : segment.at + nbytes]
+        pieces[segment.parcel.file] += segment.parcel.pieces(segment.start, segment.stop, own)
+    return pieces
+
+
+def _joined(
+    some: dict[bytes, list[_Member]], others: dict[bytes, list[_Member]]
+) -> dict[bytes, list[_Member]]:
+    return {digest: some.get(digest, []) + others.get(digest, []) for digest in some.keys() | others.keys()}
