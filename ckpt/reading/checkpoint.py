@@ -43,6 +43,8 @@ if TYPE_CHECKING:  # what only looks into a checkpoint does not wait for torch
 
 T = TypeVar("T")
 
+ReadAll = Callable[[Sequence[ObjectRef], Callable[[ObjectRef], bytearray], Executor], Iterable[bytearray]]
+"""Reads objects that the commit lists, some of them by what it is given."""
 
 _TRUSTED_BYTES = 1 << 20
 """Memory that is set aside for an item because the records say that it is that long."""
@@ -174,14 +176,18 @@ class Checkpoint:
         """Make an error about the checkpoint, or one of its objects."""
         return FormatError(message, url=self.store.url, key=key)
 
-    def prepare(self, paths: Iterable[str], threads: Executor) -> None:
-        """Fetch facts about these files: manifests, or sizes of stock files."""
+    def prepare(self, paths: Iterable[str], threads: Executor, read_all: ReadAll | None = None) -> None:
+        """Fetch facts about these files: manifests, by `read_all` if it is given, or sizes of stock files."""
         missing = set(paths) - self._files.keys()
         if self.commit is None:
             self._files |= {file.key: file for file in threads.map(self._stock_file, sorted(missing))}
             return
         keys = sorted(set(map(self._manifest_key, missing)))
-        for key, manifest in zip(keys, threads.map(self._read_manifest, keys), strict=True):
+        refs = [self._refs[key] for key in keys]
+        read = self._read_listed
+        found = threads.map(read, refs) if read_all is None else read_all(refs, read, threads)
+        for key, data in zip(keys, found, strict=True):
+            manifest = self._decode_manifest(key, data)
             owner = split_path(key)[0]
             paths = [owned_path(owner, file.path) for file in manifest.files]
             for path, file in zip(paths, manifest.files, strict=True):
@@ -280,9 +286,11 @@ class Checkpoint:
             raise self.fault(message, COMMIT_KEY)
         return key
 
-    def _read_manifest(self, key: str) -> RankManifest:
+    def _read_listed(self, ref: ObjectRef) -> bytearray:
         assert self.stored_commit is not None
-        data = read_listed(self.store, self.settings, self._refs[key], self.stored_commit)
+        return read_listed(self.store, self.settings, ref, self.stored_commit)
+
+    def _decode_manifest(self, key: str, data: bytearray) -> RankManifest:
         manifest = decode_manifest(data, url=self.store.url, key=key)
         names = [ObjectName.parse(file.path) for file in manifest.files]
         stem = split_path(key)[1].removesuffix(".json")

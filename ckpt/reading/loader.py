@@ -96,7 +96,8 @@ class Loader:
         self._filled = filled_boxes(items)
         check_coverage(self._planner, self._checkpoint.metadata, self._filled, url=self._store.url)
         infos = [self._info(item.storage_index) for item in items]
-        self._checkpoint.prepare({info.relative_path for info in infos}, self._threads)
+        read_all = None if self._replicas is None else self._replicas.records
+        self._checkpoint.prepare({info.relative_path for info in infos}, self._threads, read_all)
         if self._checkpoint.commit is None and not self._checkpoint.is_model_folder:
             self._locate(items, infos)
         order = sorted(range(len(items)), key=lambda i: (infos[i].relative_path, infos[i].offset))

@@ -17,13 +17,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import closing
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch.distributed.checkpoint.planner import ReadItem
 
-from ckpt.consistency.checksums import crc64nvme
+from ckpt.consistency.checksums import crc64nvme, crc_text
 from ckpt.errors import CheckpointError, IntegrityError
+from ckpt.format.records import MAX_METADATA_BYTES, ObjectRef
 from ckpt.ranks.group import Ranks, portable
 from ckpt.ranks.messages import Messages
 from ckpt.ranks.ring import Ring
@@ -49,6 +50,10 @@ _SLACK_BYTES = 4096
 _TRAILER = struct.Struct("<QQ")
 """Behind each part: its checksum, and 1 if its reader failed."""
 
+_RECORD_TAG = 2
+
+K = TypeVar("K")
+V = TypeVar("V")
 Wanted = tuple[ReadItem, StorageInfo]
 
 
@@ -67,8 +72,61 @@ class Replicas:
     """
 
     def __init__(self, ranks: Ranks, *, is_local: bool) -> None:
-        self._ranks, self._is_local = ranks, is_local
+        self._ranks, self._have_asked = ranks, False
         self._node = zlib.crc32(socket.gethostname().encode()) if is_local else ranks.rank
+
+    def records(
+        self, refs: Sequence[ObjectRef], read: Callable[[ObjectRef], bytearray], threads: Executor
+    ) -> list[bytearray]:
+        """Return objects that the commit lists: of what several ranks want, the first reads it for all.
+
+        All ranks call it. What the first could not read, the others read, and fail themselves.
+        """
+        small = [ref for ref in refs if ref.size_bytes <= MAX_METADATA_BYTES]
+        wanted = self._ask([ref.path for ref in small])
+        if wanted is None:
+            return list(threads.map(read, refs))
+        messages, found = Messages(self._ranks), dict[str, bytearray]()
+        first = {ref.path: min(wanted[ref.path]) for ref in small}
+        coming = [
+            (ref, *_receive(messages, ref.size_bytes + 1, first[ref.path]))
+            for ref in small
+            if first[ref.path] != self._ranks.rank
+        ]
+        own = [ref for ref in small if first[ref.path] == self._ranks.rank]
+        sent: list[Callable[[], None]] = []
+        try:
+            for ref, data in zip(own, threads.map(read, own), strict=True):
+                found[ref.path] = data
+        finally:
+            for ref in own:
+                data = found.get(ref.path, bytearray(ref.size_bytes))
+                message = torch.frombuffer(data + bytes([ref.path in found]), dtype=torch.uint8)
+                others = [rank for rank in wanted[ref.path] if rank != self._ranks.rank]
+                sent += [messages.begin_send(message, rank, _RECORD_TAG) for rank in others]
+            for _, _, is_there in coming:
+                is_there()
+            for has_arrived in sent:
+                has_arrived()
+        for ref, memory, _ in coming:
+            data = bytearray(memory[:-1].numpy())
+            if memory[-1] and crc_text(crc64nvme(data)) == ref.crc64nvme:
+                found[ref.path] = data
+        return [found[ref.path] if ref.path in found else read(ref) for ref in refs]
+
+    def _ask(self, paths: Sequence[str]) -> dict[str, list[int]] | None:
+        """Ask all ranks which of them want which objects; None if they cannot talk."""
+        if not self._are_possible or self._have_asked:
+            return None
+        self._have_asked = True
+        self._ranks.progress.wait_for("all ranks to tell what they read")
+        wanted = self._ranks.join({path: [self._ranks.rank] for path in paths}, _joined)
+        self._ranks.progress.begin("loading")
+        return wanted
+
+    @property
+    def _are_possible(self) -> bool:
+        return self._ranks.size > 1 and self._ranks.is_own_group
 
     def read(
         self,
@@ -86,7 +144,7 @@ class Replicas:
 
         Raises what `prepare` raises; on all replicas the error of the first that could not read its part.
         """
-        if self._ranks.size == 1 or not self._ranks.is_own_group:
+        if not self._are_possible:
             return prepare()
         wanted: list[Wanted] = []
         offers: dict[str, dict[int, Parcel]] = {}
@@ -127,6 +185,7 @@ class Replicas:
         try:
             own = digests()
         finally:
+            self._ask([])  # if it failed before it did
             self._ranks.progress.wait_for("all ranks to tell what they read")
             member = _Member(self._ranks.rank, self._node)
             members = self._ranks.join({digest: [member] for digest in own}, _joined)
@@ -248,7 +307,10 @@ def _pieces(part: Sequence[Segment], memory: memoryview) -> Mapping[StoredFile, 
     return pieces
 
 
-def _joined(
-    some: dict[bytes, list[_Member]], others: dict[bytes, list[_Member]]
-) -> dict[bytes, list[_Member]]:
-    return {digest: some.get(digest, []) + others.get(digest, []) for digest in some.keys() | others.keys()}
+def _receive(messages: Messages, nbytes: int, rank: int) -> tuple[torch.Tensor, Callable[[], None]]:
+    memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    return memory, messages.receive(memory, rank, _RECORD_TAG)
+
+
+def _joined(some: dict[K, list[V]], others: dict[K, list[V]]) -> dict[K, list[V]]:
+    return {key: some.get(key, []) + others.get(key, []) for key in some.keys() | others.keys()}

@@ -40,17 +40,56 @@ Read = list[tuple[str, int, int]]
 """Keys, first bytes and counts of bytes that were read from data files."""
 
 
-def count_reads() -> Read:
+def count_reads(*endings: str) -> Read:
     seen: Read = []
     read_into = PosixStore.read_into
 
     def counting(self: PosixStore, key: str, start: int, buffers: Sequence[memoryview]) -> None:
-        if key.endswith((".distcp", ".safetensors")):
+        if key.endswith(endings or (".distcp", ".safetensors")):
             seen.append((key, start, sum(buffer.nbytes for buffer in buffers)))
         read_into(self, key, start, buffers)
 
     PATCH.setattr(PosixStore, "read_into", counting)
     return seen
+
+
+def test_each_manifest_is_read_by_one_rank(tmp_path: Path) -> None:
+    """Replicas or not: each of three ranks wants what all three have saved."""
+    keys = [key for seen in run_ranks(3, _load_what_others_saved, str(tmp_path / "c")) for key in seen]
+    assert len(keys) == len(set(keys)) == 3
+
+
+def _load_what_others_saved(rank: int, url: str) -> list[str]:
+    saved = {f"weight-{number}": random_tensor(1000, seed=number) for number in range(3)}
+    own = {name: tensor for name, tensor in saved.items() if name.endswith(str(rank))}
+    ckpt.save(own, url)
+    seen = count_reads(".json")
+    state = emptied(saved)
+    ckpt.load(state, url)
+    assert digest(state) == digest(saved)
+    return [key for key, _, _ in seen if key.startswith("rank-")]
+
+
+def test_a_manifest_that_one_rank_cannot_read_is_read_by_the_others(tmp_path: Path) -> None:
+    first, *others = run_ranks(3, _first_reads_no_manifest, str(tmp_path / "c"))
+    assert first == "rank 0 has no right"
+    assert others == [first, first]
+
+
+def _first_reads_no_manifest(rank: int, url: str) -> str:
+    saved = {"weight": random_tensor(1000)}
+    ckpt.save(saved, url)
+    read_into = PosixStore.read_into
+
+    def refuse(self: PosixStore, key: str, start: int, buffers: Sequence[memoryview]) -> None:
+        if rank == 0 and key.endswith(".json") and key.startswith("rank-"):
+            raise AccessDenied("rank 0 has no right", key=key)
+        read_into(self, key, start, buffers)
+
+    PATCH.setattr(PosixStore, "read_into", refuse)
+    with pytest.raises(AccessDenied) as caught:
+        ckpt.load(emptied(saved), url)
+    return caught.value.message
 
 
 def on_own_node(rank: int) -> None:
@@ -97,9 +136,9 @@ def _load_both_ways(rank: int, url: str) -> tuple[int, int]:
 
 def test_ranks_of_one_node_read_files_themselves(tmp_path: Path) -> None:
     """The node's memory has what one of them read: passing it on would only take longer."""
-    for asked, passed in run_ranks(2, _load_on_one_node, str(tmp_path / "c")):
-        assert asked
-        assert not passed
+    for own, passed in run_ranks(2, _load_on_one_node, str(tmp_path / "c")):
+        assert own
+        assert passed < 1000  # a manifest
 
 
 def _load_on_one_node(rank: int, url: str) -> tuple[int, int]:
@@ -109,13 +148,13 @@ def _load_on_one_node(rank: int, url: str) -> tuple[int, int]:
     receive = Messages.receive
 
     def count(self: Messages, memory: torch.Tensor, sender: int, tag: int) -> Any:
-        passed.append(sender)
+        passed.append(memory.numel())
         return receive(self, memory, sender, tag)
 
     PATCH.setattr(Messages, "receive", count)
     seen = count_reads()
     ckpt.load(emptied(saved), url)
-    return len(seen), len(passed)
+    return len(seen), sum(passed)
 
 
 @pytest.mark.parametrize("kind", ["ours", "stock", "safetensors"])
