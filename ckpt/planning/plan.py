@@ -120,7 +120,7 @@ class Plan:
     Attributes:
         stored: one checkpoint.
         save, restore, remove: requests of one of each, of all ranks together.
-        read_bytes: of one restore; each replica reads its own.
+        read_bytes: from the store, of one restore; replicas read together, and pass on.
         stall_s: how long a save stops the work.
         durable_s: from its begin until the checkpoint is committed.
         restore_s: of the transfer; `Cluster.downtime_s` comes before it.
@@ -170,7 +170,6 @@ def plan(model: Model, cluster: Cluster) -> Plan:
     save = save_requests(layout, what, part_bytes=transfer_bytes)
     restore = restore_requests(layout, what, request_bytes=transfer_bytes)
     remove = remove_requests(what)
-    read_bytes = what.data_bytes * layout.mesh.dp
 
     per_node = layout.per_node(layout.held_bytes, cluster.ranks_per_node)
     written = layout.per_node(what.rank_bytes, cluster.ranks_per_node)
@@ -180,7 +179,8 @@ def plan(model: Model, cluster: Cluster) -> Plan:
     durable_s = cluster.control_s + copy_s + upload_s
     stall_s = cluster.control_s + copy_s if cluster.is_async else durable_s
     read_of_node = layout.per_node(what.rank_bytes * layout.mesh.dp, cluster.ranks_per_node)
-    restore_s = _transfer_s(cluster, read_of_node, read_bytes, restore.reads, cluster.prices.reads_per_s)
+    # What comes into a node, from the store or from replicas.
+    restore_s = _transfer_s(cluster, read_of_node, what.data_bytes, restore.reads, cluster.prices.reads_per_s)
     restore_s += cluster.latency_s * OPEN_STEPS
 
     mtbf_s = cluster.node_mtbf_s / cluster.nodes
@@ -205,7 +205,7 @@ def plan(model: Model, cluster: Cluster) -> Plan:
         save=save,
         restore=restore,
         remove=remove,
-        read_bytes=read_bytes,
+        read_bytes=what.data_bytes,
         stall_s=stall_s,
         durable_s=durable_s,
         restore_s=restore_s,

@@ -61,6 +61,7 @@ _COMMIT_BYTES, _COMMIT_RANK_BYTES = 350, 145
 
 _MAX_FILE_BYTES = 128 << 30
 _WINDOW_BYTES = 4 << 30
+_SHARED_PART_BYTES = 16 << 20
 _MIN_FILE_BYTES = 32 << 20
 _DELETE_BATCH = 1000
 
@@ -152,17 +153,17 @@ def put_requests(nbytes: Numbers | float, part_bytes: int) -> tuple[Numbers, Num
 
 
 def restore_requests(layout: Layout, what: Stored, *, request_bytes: int) -> Requests:
-    """Count the requests of a load by the ranks that saved, each of which reads what it holds.
+    """Count the requests of a load by the ranks that saved, each of which wants what it holds.
 
-    Replicas read all files of their position. A slice that tensor-parallel ranks share is in the file of one
-    of them; at most one request each reads it there.
+    Each manifest is read once. Replicas read the files of their position together, in parts. A slice that
+    tensor-parallel ranks share is in the file of one of them; at most one request each reads it there.
     """
     mesh, writers = layout.mesh, layout.writers
+    in_parts = mesh.dp * np.ceil(what.rank_bytes * writers / (mesh.dp * _SHARED_PART_BYTES)) + writers - 1
     of_file = np.ceil(what.rank_bytes / request_bytes) + what.rank_bytes // _WINDOW_BYTES
-    own = writers * (2 + of_file)
-    elsewhere = layout.shared_items * (mesh.tp - 1) / mesh.tp
-    shared = elsewhere + 2 * np.minimum(mesh.tp - 1, elsewhere)
-    return Requests(gets=float(mesh.dp * (own + shared).sum()) + 6)
+    own = 2 * writers + (in_parts if mesh.dp > 1 else writers * of_file)
+    elsewhere = mesh.dp * layout.shared_items * (mesh.tp - 1) / mesh.tp
+    return Requests(gets=float((own + elsewhere).sum()) + 6)
 
 
 def remove_requests(what: Stored) -> Requests:

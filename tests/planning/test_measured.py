@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from support.ranks import run_ranks
 from support.strict_s3 import Request, StrictS3
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import ckpt
 from ckpt.acceptance.meshes import parse_mesh as acceptance_mesh
@@ -84,8 +88,12 @@ def test_some_ranks(server: StrictS3, text: str) -> None:
     objects = stored_at(server, text)
     assert len(objects) == what.objects
     assert sum(objects.values()) == pytest.approx(what.nbytes, rel=0.01)
-    _load(f"s3://bucket/{text}", text, server)
-    opened = 3 * 6  # `ckpt.load` gives the other three ranks what the first one read
+    opened = 0
+    if layout.mesh.dp > 1:
+        run_ranks(4, _load_together, f"s3://bucket/{text}", server.options)
+    else:
+        _load(f"s3://bucket/{text}", text, server)
+        opened = 3 * 6  # `ckpt.load` gives the other three ranks what the first one read
     seen = counted(server).gets - opened
     expected = restore_requests(layout, what, request_bytes=64 << 20).gets
     if layout.mesh.tp == 1:
@@ -109,6 +117,17 @@ def _load(url: str, text: str, server: StrictS3) -> None:
     for rank in range(4):
         task = LoadTask(rank, shard_on(PARAMETERS, acceptance_mesh(text, 4), rank))
         assert not task.run(setup, _arena(task), lambda news: None).wrong
+
+
+def _load_together(rank: int, url: str, options: dict[str, Any]) -> None:
+    """Load as HSDP does: two replicas of two shards."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    placements = [Replicate(), Shard(0)]
+    state = {
+        each.fqn: distribute_tensor(torch.empty(each.shape, dtype=torch.bfloat16), mesh, placements)
+        for each in PARAMETERS
+    }
+    ckpt.load(state, url, storage_options=options)
 
 
 def _arena(task: SaveTask | LoadTask) -> torch.Tensor:
