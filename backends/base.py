@@ -159,6 +159,9 @@ class Store(ABC):
     directory: str | None = None
     """The root as a path of this machine, if it is one."""
 
+    part_size_bytes: int | None = None
+    """How much one transfer moves, where the user's settings say so; set by who opened this store by its URL."""
+
     open_parent: Callable[[], Store] | None = None
     """Opens the folder that holds the root; set by who opened this store by its URL."""
 

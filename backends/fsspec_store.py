@@ -71,7 +71,7 @@ class FsspecStore(Store):
 
     def put(self, key: str, body: Body, *, mode: PutMode = PutMode.OVERWRITE) -> None:
         create = mode is PutMode.CREATE
-        size = part_size_bytes(body.nbytes, WRITE_SIZE_BYTES, self.capabilities)
+        size = part_size_bytes(body.nbytes, self.part_size_bytes or WRITE_SIZE_BYTES, self.capabilities)
         try:
             with body_errors_unchanged():
                 if create:

@@ -127,7 +127,7 @@ class PosixStore(Store):
             self._make_directory(os.path.dirname(temporary))
             fd = os.open(temporary, flags, 0o666)
         with paths.closing_fd(fd):
-            size = part_size_bytes(body.nbytes, WRITE_SIZE_BYTES, self.capabilities)
+            size = part_size_bytes(body.nbytes, self.part_size_bytes or WRITE_SIZE_BYTES, self.capabilities)
             if self._fsync and self._filesystem == "fuse.rclone":
                 _refuse_write_back(fd, self.url, key)
             for start in range(0, body.nbytes, size):

@@ -13,6 +13,7 @@ from ckpt.backends.base import Store
 from ckpt.backends.options import nearest, options_dict, redact_url
 from ckpt.backends.paths import expand_user, path_of
 from ckpt.errors import ConfigurationError
+from ckpt.settings import settings_for
 
 __all__ = ["ENTRY_POINT_GROUP", "default_threads", "normal_url", "open_store", "register"]
 
@@ -28,6 +29,8 @@ _factories: dict[str, StoreFactory | str] = {
     "cos": "ckpt.backends.cos:CosStore",
 }
 _MAX_THREADS = 4096
+_WITH_PART_SIZE = frozenset({"s3", "cos"})
+"""Schemes whose part size is a storage option too."""
 
 
 def register(scheme: str, factory: StoreFactory) -> None:
@@ -54,16 +57,24 @@ def open_store(
         storage_options: of that store; see its class.
         threads: how many operations may run at the same time.
 
+    What is not given is looked up in the user's file of settings (`ckpt.settings`), then a default.
+
     Raises:
-        ConfigurationError: the URL or an option is wrong, or its package is not installed.
+        ConfigurationError: the URL, an option or a setting is wrong, or the store's package is not installed.
     """
     text = normal_url(url)
+    settings = settings_for(text)
+    threads = settings.threads if threads is None else threads
     threads = default_threads() if threads is None else threads
     options = options_dict(storage_options)
     if not isinstance(threads, int) or isinstance(threads, bool) or not 1 <= threads <= _MAX_THREADS:
         raise ConfigurationError(f"threads must be at least 1, at most {_MAX_THREADS}, not {threads!r}")
     scheme, separator, _ = text.partition("://")
-    store = _factory(scheme if separator else "file")(text, options, threads=threads)
+    scheme = scheme if separator else "file"
+    if settings.part_size_bytes is not None and scheme in _WITH_PART_SIZE:
+        options.setdefault("part_size_bytes", settings.part_size_bytes)
+    store = _factory(scheme)(text, options, threads=threads)
+    store.part_size_bytes = settings.part_size_bytes
     store.open_parent = functools.partial(_open_parent, text, options, threads)
     return store
 

@@ -21,6 +21,7 @@ class WrappedStore(Store):
 
     def __init__(self, inner: Store) -> None:
         self.url, self.threads, self.directory = inner.url, inner.threads, inner.directory
+        self.part_size_bytes = inner.part_size_bytes
         self._inner = inner
 
     @property

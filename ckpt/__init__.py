@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ckpt.tools.remove import remove
     from ckpt.tools.verify import verify
     from ckpt.trainer_integration.manager import CheckpointManager
+    from ckpt.tuning.tune import tune
     from ckpt.watching.watch import watch
     from ckpt.writing.stager import Stager
     from ckpt.writing.writer import CheckpointWriter
@@ -57,6 +58,7 @@ __all__ = [
     "remove",
     "roundtrip",
     "save",
+    "tune",
     "uninstall",
     "verify",
     "watch",
@@ -82,6 +84,7 @@ _HOMES = {
     "remove": "ckpt.tools.remove",
     "roundtrip": "ckpt.acceptance.roundtrip",
     "save": "ckpt.api",
+    "tune": "ckpt.tuning.tune",
     "uninstall": "ckpt.dcp_hook",
     "verify": "ckpt.tools.verify",
     "watch": "ckpt.watching.watch",

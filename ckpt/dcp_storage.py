@@ -11,12 +11,13 @@ import torch
 
 from ckpt.backends.base import Store
 from ckpt.backends.options import options_dict, redact_url
-from ckpt.backends.registry import open_store
+from ckpt.backends.registry import normal_url, open_store
 from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.ranks.deadline_store import DeadlineStore
 from ckpt.ranks.group import check_timeout
 from ckpt.ranks.heartbeat import Limits
 from ckpt.ranks.progress import Progress
+from ckpt.settings import settings_for
 from ckpt.transfer.buffer_pool import DEFAULT_MEMORY_BUDGET_BYTES, StagingPool
 
 
@@ -40,7 +41,9 @@ class DcpStorage:
     ) -> None:
         super().__init__()
         self._storage_options, self._threads = options_dict(storage_options), threads
-        budget_bytes = DEFAULT_MEMORY_BUDGET_BYTES if memory_budget_bytes is None else memory_budget_bytes
+        budget_bytes = memory_budget_bytes
+        if budget_bytes is None:
+            budget_bytes = settings_for(normal_url(url)).memory_budget_bytes or DEFAULT_MEMORY_BUDGET_BYTES
         self._pool = StagingPool(budget_bytes, pinned=torch.cuda.is_available())
         self._limit_s = None if timeout_s is None else Limits(check_timeout(timeout_s)).stall_s
         self.progress = Progress()
@@ -92,6 +95,7 @@ class DcpStorage:
     def _open(self, url: str | os.PathLike[str]) -> None:
         self._bare = open_store(url, self._storage_options, threads=self._threads)
         self._url, self._store = os.fspath(url), self._guarded(self._bare)
+        self._files_per_rank = settings_for(url).files_per_rank
 
     def _guarded(self, store: Store) -> Store:
         guarded = DeadlineStore(store, self.progress, self._limit_s, own_memory=self._own_memory)

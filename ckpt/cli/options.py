@@ -77,6 +77,19 @@ def _decoded(text: str) -> Any:
 TIME_UNITS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 """For `parse_quantity`: seconds."""
 
+SIZE_UNITS = {
+    "b": 1,
+    "kb": 1e3,
+    "mb": 1e6,
+    "gb": 1e9,
+    "tb": 1e12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+"""For `parse_quantity`: bytes."""
+
 
 def parse_quantity(option: str, text: str, units: Mapping[str, float], examples: str) -> float:
     """Parse a number with one of `units`, in lower case. Raises ConfigurationError."""

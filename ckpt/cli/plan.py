@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckpt.cli.options import TIME_UNITS, Json, StorageOptions, parse_quantity, parse_storage_options
+from ckpt.cli.options import (
+    SIZE_UNITS,
+    TIME_UNITS,
+    Json,
+    StorageOptions,
+    parse_quantity,
+    parse_storage_options,
+)
 from ckpt.cli.printing.output import Output, command, shown
 from ckpt.errors import ConfigurationError
 
@@ -20,19 +27,8 @@ if TYPE_CHECKING:
 _MODELS = ("t5-11b", "gpt-22b", "gpt-175b", "gpt-1t")
 _MAX_MODELS = 4
 _LONG_TIMES = {**TIME_UNITS, "w": 7 * 86400, "y": 365 * 86400}
-_SIZES = {
-    "b": 1,
-    "kb": 1e3,
-    "mb": 1e6,
-    "gb": 1e9,
-    "tb": 1e12,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
-}
 _RATES = {
-    **{f"{unit}/s": factor for unit, factor in _SIZES.items()},
+    **{f"{unit}/s": factor for unit, factor in SIZE_UNITS.items()},
     "mbit/s": 1e6 / 8, "gbit/s": 1e9 / 8, "tbit/s": 1e12 / 8,
 }  # fmt: skip
 _TABLE = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*x\s*(\d+)", re.IGNORECASE)
@@ -196,7 +192,7 @@ def _plan_table(
 
     text, dtype, optimizer = described
     table = table_of(*_rows_and_width(text), dtype, optimizer)
-    memory_bytes = parse_quantity("--node-memory", node_memory, _SIZES, "512GB or 12TB")
+    memory_bytes = parse_quantity("--node-memory", node_memory, SIZE_UNITS, "512GB or 12TB")
     plans = [plan_table(table, cluster, rate, memory_bytes) for rate in _per_cent(touched)]
     if output.as_json:
         output.json(tables_as_json(plans))

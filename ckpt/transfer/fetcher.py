@@ -87,7 +87,7 @@ class Fetcher:
                 grid_bytes=file.block_size_bytes,
                 file_bytes=file.size_bytes,
                 gap_bytes=_GAP_BYTES if file.block_crcs is None else file.block_size_bytes // 2,
-                request_bytes=transfer_size_bytes(self.store.threads),
+                request_bytes=self.store.part_size_bytes or transfer_size_bytes(self.store.threads),
             )
         )
         run_all(threads, lambda request: self._fetch(*request), requests)

@@ -76,7 +76,8 @@ class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
         overwrite: replace a checkpoint of this library at the same place; until the commit the old
             one stays loadable. Otherwise that is an error; checkpoints of other programs are never
             replaced.
-        threads: transfers at the same time; default by the number of cores, 4 to 16.
+        threads: transfers at the same time; default that of `ckpt.toml` (docs/tuning.md), or by the number of
+            cores, 4 to 16.
         memory_budget_bytes: memory this rank may use beyond the tensors (default 256 MiB).
         max_bandwidth_bytes_per_s: the most that this rank sends, on average; None is no cap.
         tags: short texts kept in the commit record.
@@ -255,7 +256,9 @@ class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
             objects.append(entry)
             objects_bytes += entry.length
         refused.warn(self.checkpoint_id)
-        wanted = 1 if self._store.capabilities.parallel_parts else self._store.threads
+        wanted = self._files_per_rank
+        if wanted is None:
+            wanted = 1 if self._store.capabilities.parallel_parts else self._store.threads
         first, *more = spread(tensors, wanted) or [[]]
         files.digested = self._digested()
         if objects or first:

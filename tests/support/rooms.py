@@ -42,8 +42,10 @@ ROOMS: Mapping[str, Room] = {
     "ckpt.errors": Room("the error tree", ()),
     "ckpt.gc_pause": Room("no garbage collection while many objects are made", ()),
     "ckpt.torch_private": Room("the private names of torch that are used", ()),
+    "ckpt.settings": Room("ckpt.toml: how bytes move to each place", ("ckpt.errors",)),
     "ckpt.backends": Room(
-        "storage systems behind one small contract", ("ckpt.errors", "ckpt.backends.s3_protocol")
+        "storage systems behind one small contract",
+        ("ckpt.errors", "ckpt.settings", "ckpt.backends.s3_protocol"),
     ),
     "ckpt.backends.s3_protocol": Room(
         "S3 requests and replies, for boto3 and ibm-cos-sdk",
@@ -72,7 +74,8 @@ ROOMS: Mapping[str, Room] = {
     "ckpt.stock": Room("what stock PyTorch stores, read without running code", (*_FLOOR, "ckpt.format")),
     "ckpt.transfer": Room("bytes between memory and stores", (*_FLOOR, "ckpt.format")),
     "ckpt.dcp_storage": Room(
-        "what DCP's writer and reader have in common", (*_FLOOR, "ckpt.transfer", "ckpt.ranks", _REGISTRY)
+        "what DCP's writer and reader have in common",
+        (*_FLOOR, "ckpt.settings", "ckpt.transfer", "ckpt.ranks", _REGISTRY),
     ),
     "ckpt.save_plans": Room(
         "which rank writes what, agreed by columns and rules",
@@ -283,6 +286,21 @@ ROOMS: Mapping[str, Room] = {
             "ckpt.tools.inspect",
         ),
     ),
+    "ckpt.tuning": Room(
+        "the settings with which a storage is fastest, found by saves and loads",
+        (
+            *_FLOOR,
+            "ckpt.settings",
+            _REGISTRY,
+            "ckpt.backends.wrapper",
+            "ckpt.format.names",
+            "ckpt.ranks",
+            "ckpt.transfer.buffer_pool",
+            "ckpt.writing",
+            "ckpt.reading.reader",
+            "ckpt.tools",
+        ),
+    ),
     "ckpt.watching": Room(
         "each new checkpoint of a root once, in order",
         (
@@ -314,6 +332,7 @@ ROOMS: Mapping[str, Room] = {
             "ckpt.conversion",
             "ckpt.acceptance",
             "ckpt.planning",
+            "ckpt.tuning",
         ),
     ),
     "ckpt": Room("public names, imported when first used", ("*",)),

@@ -207,6 +207,31 @@ class Output:
             task = bar.add_task(shown(action), total=None)
             yield lambda done, total: bar.update(task, completed=done, total=total)
 
+    @contextlib.contextmanager
+    def countdown(self) -> Iterator[Callable[[str, float, float], None]]:
+        """Draw a bar of time on standard error, if that is a terminal.
+
+        Yields a function to call with what is being done, the seconds gone and those in all.
+        """
+        if not sys.stderr.isatty():
+            yield lambda action, gone_s, total_s: None
+            return
+        from rich import progress as bars
+
+        columns = (
+            bars.TextColumn("{task.description}"),
+            bars.BarColumn(),
+            bars.TextColumn("{task.fields[left]}"),
+        )
+        with bars.Progress(*columns, console=_console(sys.stderr), transient=True) as bar:
+            task = bar.add_task("", total=None, left="")
+
+            def show(action: str, gone_s: float, total_s: float) -> None:
+                left = f"{age(total_s - gone_s)} left"
+                bar.update(task, description=shown(action), completed=gone_s, total=total_s, left=left)
+
+            yield show
+
 
 def _console(file: Any) -> Console:
     from rich.console import Console
