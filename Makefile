@@ -76,7 +76,7 @@ format: $(VENV)/ready  ## Mend what the linter can, and format.
 $(VENV)/ready: pyproject.toml constraints.txt tests/requirements.txt
 	$(PYTHON) -m venv $(VENV)
 	$(RUN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
-		--requirement tests/requirements.txt --editable '.[all,bench,dev]'
+		--requirement tests/requirements.txt --editable '.[all,bench,dev,tune]'
 	touch $@
 
 # The peers' SDKs may need other versions than ours: an environment of their own, all of it pinned.

@@ -21,6 +21,7 @@ __all__ = ["link"]
 
 _ROOT = Path(__file__).parents[2]
 _CHUNK_BYTES = 1 << 17
+_BURST_S = 0.05
 WINDOW_BYTES = 4 << 20
 """About what Linux lets a connection have on its way without being told otherwise."""
 
@@ -68,9 +69,10 @@ class _Direction:
             while True:
                 await room.acquire()
                 data = await reader.read(_CHUNK_BYTES)
-                sent_at_s = max(loop.time(), self._free_at_s)
                 if self._bytes_per_s:
-                    self._free_at_s = sent_at_s + len(data) / self._bytes_per_s
+                    # A sleep that was too long is made up for, or one connection would never use the whole link.
+                    begin_s = max(loop.time() - _BURST_S, self._free_at_s)
+                    self._free_at_s = begin_s + len(data) / self._bytes_per_s
                     await asyncio.sleep(self._free_at_s - loop.time())
                 on_way.put_nowait((loop.time() + self._one_way_s, data))
                 if not data:

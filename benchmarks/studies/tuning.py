@@ -19,11 +19,8 @@ import ckpt
 from benchmarks.run.link import link
 from benchmarks.run.servers import ACCESS_KEY, BUCKET, REGION, SECRET_KEY, sink
 
-TARGETS = {
-    "loopback": {},
-    "narrow": {"bytes_per_s": 25e6},
-    "far": {"latency_s": 0.08},
-}
+TARGETS = {"loopback": (0.0, 0.0), "narrow": (0.0, 25e6), "far": (0.08, 0.0)}
+"""The latency of a round trip, and the bandwidth, of a link before the endpoint; 0 is none, and no limit."""
 
 
 def show(doing: str, gone_s: float, total_s: float) -> None:
@@ -44,8 +41,10 @@ def main() -> None:
     for name in arguments.targets:
         with contextlib.ExitStack() as stack:
             endpoint = stack.enter_context(sink(keep=True)).url
-            if TARGETS[name]:
-                port = stack.enter_context(link(urlsplit(endpoint).port or 0, **TARGETS[name]))
+            latency_s, bytes_per_s = TARGETS[name]
+            if latency_s or bytes_per_s:
+                far_end = urlsplit(endpoint).port or 0
+                port = stack.enter_context(link(far_end, latency_s=latency_s, bytes_per_s=bytes_per_s))
                 endpoint = f"http://127.0.0.1:{port}"
             tuned = ckpt.tune(
                 f"s3://{BUCKET}/runs",

@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from ckpt.cli import cat, convert, cp, diff, doctor, gc, inspect, ls, plan, rm, roundtrip, tune, verify, watch
+from ckpt.cli import cat, convert, cp, diff, gc, inspect, ls, plan, rm, verify, watch
+from ckpt.cli.measuring import doctor, roundtrip, tune
 
 app = typer.Typer(
     name="ckpt",

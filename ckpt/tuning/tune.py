@@ -87,6 +87,7 @@ def tune(
     *,
     storage_options: Mapping[str, Any] | None = None,
     seconds: float = 300.0,
+    max_trials: int | None = None,
     megabytes: float | None = None,
     memory_budget_bytes: int = DEFAULT_MEMORY_BUDGET_BYTES,
     path: str | None = None,
@@ -101,6 +102,7 @@ def tune(
 
     Args:
         seconds: about how long it may take.
+        max_trials: ends the search before that; the defaults are a trial too.
         megabytes: size of the state, in MiB; by default so that a few dozen trials fit into the time.
             A rank's own share of a checkpoint, and more time, tell more.
         memory_budget_bytes: the most that may be chosen.
@@ -118,13 +120,16 @@ def tune(
         raise ConfigurationError(f"seconds must be a positive number, not {seconds!r:.100}")
     if megabytes is not None and not (isinstance(megabytes, int | float) and 1 <= megabytes < 1 << 20):
         raise ConfigurationError(f"megabytes must be a number from 1 on, not {megabytes!r:.100}")
+    if max_trials is not None and not (isinstance(max_trials, int) and max_trials >= 1):
+        raise ConfigurationError(f"max_trials must be a whole number from 1 on, not {max_trials!r:.100}")
     if memory_budget_bytes < MIN_MEMORY_BUDGET_BYTES:
         raise ConfigurationError(f"memory_budget_bytes must be at least {MIN_MEMORY_BUDGET_BYTES} (128 MiB)")
     place = normal_url(url)
     path = path or os.environ.get(VARIABLE) or FILE_NAME
     if write is not False:
         check_writable(path, place)
-    run = _Tuning(place, options_dict(storage_options), seconds, memory_budget_bytes, seed, progress)
+    limits = _Limits(float(seconds), math.inf if max_trials is None else max_trials, memory_budget_bytes)
+    run = _Tuning(place, options_dict(storage_options), limits, seed, progress)
     result = run.tune(None if megabytes is None else int(megabytes * MIB))
     if write or (write is None and result.is_noteworthy):
         write_section(path, place, result.best.settings, _comments(result))
@@ -132,18 +137,19 @@ def tune(
     return result
 
 
+@dataclass(frozen=True)
+class _Limits:
+    seconds: float
+    trials: float
+    memory_bytes: int
+
+
 class _Tuning:
     def __init__(
-        self,
-        url: str,
-        options: Mapping[str, Any],
-        seconds: float,
-        memory_bytes: int,
-        seed: int,
-        progress: Report | None,
+        self, url: str, options: Mapping[str, Any], limits: _Limits, seed: int, progress: Report | None
     ) -> None:
-        self._url, self._options, self._seconds, self._seed = url, options, seconds, seed
-        self._memory_bytes, self._progress = memory_bytes, progress
+        self._url, self._options, self._limits, self._seed = url, options, limits, seed
+        self._progress = progress
         self._began_at_s = time.monotonic()
         self._doing = "trying the storage"
         self._base = Times(1.0, 1.0)
@@ -174,7 +180,7 @@ class _Tuning:
 
     def _report(self, _nbytes: int = 0) -> None:
         if self._progress is not None:
-            self._progress(self._doing, min(self._gone_s, self._seconds), self._seconds)
+            self._progress(self._doing, min(self._gone_s, self._limits.seconds), self._limits.seconds)
 
     def _fitting_bytes(self) -> int:
         """Choose the size of the state so that some dozens of trials fit into the time."""
@@ -183,16 +189,16 @@ class _Tuning:
             began_s = self._gone_s
             trials.run(Settings())
             took_s = self._gone_s - began_s
-        fitting = nbytes * self._seconds / _TRIALS_WANTED / took_s
+        fitting = nbytes * self._limits.seconds / _TRIALS_WANTED / took_s
         return min(max(int(fitting) // (_MIN_MIB * MIB), 1), _MAX_MIB // _MIN_MIB) * _MIN_MIB * MIB
 
     def _search(self, trials: Trials, trial_s: float) -> list[Trial]:
-        space = space_of(self.defaults, self._memory_bytes)
+        space = space_of(self.defaults, self._limits.memory_bytes)
         final_s = _ROUNDS * (1 + _FINALISTS) * trial_s
-        if self._gone_s + trial_s + final_s > self._seconds:
+        if self._gone_s + trial_s + final_s > self._limits.seconds:
             needed_s = self._gone_s + 10 * trial_s + final_s
             raise ConfigurationError(
-                f"a save and a load take {trial_s:.1f} s here, too long for {self._seconds:g} s: "
+                f"a save and a load take {trial_s:.1f} s here, too long for {self._limits.seconds:g} s: "
                 f"give at least --seconds {math.ceil(needed_s)}, or fewer --megabytes",
                 url=redact_url(self._url),
             )
@@ -210,7 +216,8 @@ class _Tuning:
             gain = 100 * (1 - best_of(done).cost / done[0].cost)
             self._doing = f"trial {len(done)}, best so far {gain:.0f} % less time"
             self._report()
-            return self._gone_s + _CUT_AT * trial_s + final_s <= self._seconds
+            has_time = self._gone_s + _CUT_AT * trial_s + final_s <= self._limits.seconds
+            return has_time and len(done) < self._limits.trials
 
         first = Trial(self.defaults.given(), self._cost(self._base, self.defaults))
         return search(space, first, first_points(self.defaults), measure, go_on, seed=self._seed)
@@ -228,7 +235,7 @@ class _Tuning:
         times: list[list[Times]] = [[] for _ in runners]
         out: set[int] = set()
         for number in range(_MAX_ROUNDS):
-            if number >= _ROUNDS and self._gone_s + len(runners) * trial_s > self._seconds:
+            if number >= _ROUNDS and self._gone_s + len(runners) * trial_s > self._limits.seconds:
                 break
             self._doing = f"comparing with the defaults, round {number + 1}"
             self._report()

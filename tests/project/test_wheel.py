@@ -19,7 +19,7 @@ from support.environments import brought_by, environment, run
 from support.rooms import FOLDERS, ROOT, modules
 
 _IN_SDIST = (ROOT / "PKG-INFO").exists()  # it cannot hold the links, and needs none
-_EXTRAS = ("s3", "cos", "fsspec", "data", "all", "testing", "bench", "dev")
+_EXTRAS = ("s3", "cos", "fsspec", "data", "tune", "all", "testing", "bench", "dev")
 _PROJECT = "https://github.com/ckpt-storage/ckpt-storage"
 
 

@@ -317,11 +317,25 @@ ROOMS: Mapping[str, Room] = {
         "lines, columns, outlines and errors for people",
         ("ckpt.errors", "ckpt.backends.retries", "ckpt.planning"),
     ),
+    "ckpt.cli.measuring": Room(
+        "commands that measure a storage",
+        (
+            "ckpt",
+            "ckpt.errors",
+            "ckpt.cli.options",
+            "ckpt.cli.printing",
+            "ckpt.acceptance",
+            "ckpt.consistency.probes",
+            "ckpt.tools",
+            "ckpt.tuning",
+        ),
+    ),
     "ckpt.cli": Room(
         "the ckpt command, one file a verb",
         (
             "ckpt",
             "ckpt.errors",
+            "ckpt.cli.measuring",
             "ckpt.cli.printing",
             "ckpt.watching",
             "ckpt.backends.options",

@@ -45,6 +45,9 @@ _Write = Annotated[
 def tune(
     url: Annotated[str, url_of("The folder that checkpoints are saved to")],
     seconds: _Seconds = 300.0,
+    max_trials: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="End the search after so many trials.")
+    ] = None,
     megabytes: _Megabytes = None,
     memory: _Memory = "256MiB",
     file: _File = None,
@@ -65,7 +68,7 @@ def tune(
         memory_bytes = int(parse_quantity("--memory", memory, SIZE_UNITS, "256MiB or 2GB"))
         with output.countdown() as progress:
             result = ckpt.tune(
-                url, storage_options=options, seconds=seconds, megabytes=megabytes, memory_budget_bytes=memory_bytes,
+                url, storage_options=options, seconds=seconds, max_trials=max_trials, megabytes=megabytes, memory_budget_bytes=memory_bytes,
                 path=file, write=write, seed=seed, progress=progress,
             )  # fmt: skip
         if output.as_json:
