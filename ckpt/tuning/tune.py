@@ -20,6 +20,7 @@ from ckpt.transfer.buffer_pool import DEFAULT_MEMORY_BUDGET_BYTES, MIN_MEMORY_BU
 from ckpt.tuning.config_file import check_writable, write_section
 from ckpt.tuning.search import FAILURES, CutShort, Point, Range, Trial, best_of, require_optuna, search
 from ckpt.tuning.trial import Hopeless, Times, Trials
+from ckpt.writing.layout import MIN_FILE_BYTES
 
 NOTEWORTHY = 0.03
 """A gain below it is none: the next run may show the opposite."""
@@ -46,7 +47,8 @@ class Measured:
     """Settings, and the medians of their saves and loads in the final comparison.
 
     Attributes:
-        settings: all that was tuned; for the defaults the values that they stand for.
+        settings: all that was tuned; for the defaults the values that they stand for. Without
+            `files_per_rank` there are as many as by default.
         rounds: how often each was measured, in turns.
     """
 
@@ -122,14 +124,17 @@ def tune(
         raise ConfigurationError(f"megabytes must be a number from 1 on, not {megabytes!r:.100}")
     if max_trials is not None and not (isinstance(max_trials, int) and max_trials >= 1):
         raise ConfigurationError(f"max_trials must be a whole number from 1 on, not {max_trials!r:.100}")
-    if memory_budget_bytes < MIN_MEMORY_BUDGET_BYTES:
+    if not isinstance(memory_budget_bytes, int) or memory_budget_bytes < MIN_MEMORY_BUDGET_BYTES:
         raise ConfigurationError(f"memory_budget_bytes must be at least {MIN_MEMORY_BUDGET_BYTES} (128 MiB)")
+    options = options_dict(storage_options)
+    if "part_size_bytes" in options:
+        raise ConfigurationError("the storage option part_size_bytes would win over all trials; leave it out")
     place = normal_url(url)
     path = path or os.environ.get(VARIABLE) or FILE_NAME
     if write is not False:
         check_writable(path, place)
     limits = _Limits(float(seconds), math.inf if max_trials is None else max_trials, memory_budget_bytes)
-    run = _Tuning(place, options_dict(storage_options), limits, seed, progress)
+    run = _Tuning(place, options, limits, seed, progress)
     result = run.tune(None if megabytes is None else int(megabytes * MIB))
     if write or (write is None and result.is_noteworthy):
         write_section(path, place, result.best.settings, _comments(result))
@@ -155,7 +160,7 @@ class _Tuning:
         self._base = Times(1.0, 1.0)
         with override(Settings()), contextlib.closing(open_store(url, options)) as store:
             self._has_parts = store.capabilities.parallel_parts
-        self.defaults = default_settings(has_parts=self._has_parts)
+        self.defaults = default_settings()
 
     def tune(self, nbytes: int | None) -> Tuned:
         with contextlib.closing(self._trials(_WARM_UP_BYTES)) as trials:
@@ -165,8 +170,9 @@ class _Tuning:
             began_s = self._gone_s
             self._base = trials.run(Settings())
             trial_s = self._gone_s - began_s
-            points = self._search(trials, trial_s)
-            finalists = self._finalists(points)
+            space = space_of(nbytes, self._limits.memory_bytes, has_parts=self._has_parts)
+            points = self._search(trials, space, trial_s)
+            finalists = self._finalists(points, space)
             measured = self._compare(trials, finalists, trial_s)
         best = min(measured, key=lambda each: self._cost(_times(each), each.settings))
         return Tuned(redact_url(self._url), nbytes, measured[0], best, self._gain(measured[0], best), points)
@@ -192,8 +198,7 @@ class _Tuning:
         fitting = nbytes * self._limits.seconds / _TRIALS_WANTED / took_s
         return min(max(int(fitting) // (_MIN_MIB * MIB), 1), _MAX_MIB // _MIN_MIB) * _MIN_MIB * MIB
 
-    def _search(self, trials: Trials, trial_s: float) -> list[Trial]:
-        space = space_of(self.defaults, self._limits.memory_bytes)
+    def _search(self, trials: Trials, space: Mapping[str, Range], trial_s: float) -> list[Trial]:
         final_s = _ROUNDS * (1 + _FINALISTS) * trial_s
         if self._gone_s + trial_s + final_s > self._limits.seconds:
             needed_s = self._gone_s + 10 * trial_s + final_s
@@ -204,7 +209,7 @@ class _Tuning:
             )
 
         def measure(point: Point, best: float) -> float:
-            settings = settings_of(point)
+            settings = settings_of(point, space)
             limit = _CUT_AT * best
             try:
                 times = trials.run(settings, lambda times: self._cost(times, settings) > limit)
@@ -219,14 +224,15 @@ class _Tuning:
             has_time = self._gone_s + _CUT_AT * trial_s + final_s <= self._limits.seconds
             return has_time and len(done) < self._limits.trials
 
-        first = Trial(self.defaults.given(), self._cost(self._base, self.defaults))
-        return search(space, first, first_points(self.defaults), measure, go_on, seed=self._seed)
+        start, *others = first_points(self.defaults, space)
+        first = Trial(start, self._cost(self._base, self.defaults))
+        return search(space, first, others, measure, go_on, seed=self._seed)
 
-    def _finalists(self, points: Sequence[Trial]) -> list[Settings]:
+    def _finalists(self, points: Sequence[Trial], space: Mapping[str, Range]) -> list[Settings]:
         others = sorted(
             (trial for trial in points[1:] if trial.state == "complete"), key=lambda each: each.cost
         )
-        settings = [settings_of(trial.point) for trial in others]
+        settings = [settings_of(trial.point, space) for trial in others]
         return [*dict.fromkeys(each for each in settings if each != self.defaults)][:_FINALISTS]
 
     def _compare(self, trials: Trials, finalists: Sequence[Settings], trial_s: float) -> list[Measured]:
@@ -241,7 +247,7 @@ class _Tuning:
             self._report()
             for turn in range(len(runners)):
                 runner = (turn + number) % len(runners)
-                # The defaults as they are, not as values: they may treat files and parts apart.
+                # The defaults as they are, not as values: parts of files differ from parts of reads.
                 settings = runners[runner] if runner else Settings()
                 if runner not in out:
                     try:
@@ -272,41 +278,45 @@ class _Tuning:
         return 1 - (best.save_s / defaults.save_s + best.load_s / defaults.load_s) / 2
 
 
-def default_settings(*, has_parts: bool) -> Settings:
+def default_settings() -> Settings:
     """Return the values that the defaults stand for on this machine."""
     threads = default_threads()
-    files = None if has_parts else threads
-    return Settings(threads, transfer_size_bytes(threads), files, DEFAULT_MEMORY_BUDGET_BYTES)
+    return Settings(threads, transfer_size_bytes(threads), None, DEFAULT_MEMORY_BUDGET_BYTES)
 
 
-def settings_of(point: Point) -> Settings:
-    """Return the settings of a point, sizes in whole MiB."""
-    whole = {name: value // MIB * MIB if name.endswith("_bytes") else value for name, value in point.items()}
-    return Settings(**whole)
-
-
-def space_of(defaults: Settings, memory_bytes: int) -> dict[str, Range]:
+def space_of(nbytes: int, memory_bytes: int, *, has_parts: bool) -> dict[str, Range]:
     """Return what is searched: parts fit twice into the memory; a store that has parts gets one file a rank."""
-    most_part_bytes = min(_MAX_PART_MIB * MIB, memory_bytes // 2)
     space = {
         "threads": Range(1, _MAX_THREADS),
-        "part_size_bytes": Range(5 * MIB, most_part_bytes),
+        "part_size_bytes": Range(5 * MIB, min(_MAX_PART_MIB * MIB, memory_bytes // 2)),
         "memory_budget_bytes": Range(min(DEFAULT_MEMORY_BUDGET_BYTES, memory_bytes), memory_bytes),
     }
-    if defaults.files_per_rank is not None:
-        space["files_per_rank"] = Range(1, _MAX_THREADS)
+    if not has_parts and nbytes >= 2 * MIN_FILE_BYTES:
+        space["files_per_rank"] = Range(1, min(nbytes // MIN_FILE_BYTES, _MAX_THREADS))
     return space
 
 
-def first_points(defaults: Settings) -> list[Point]:
-    """Return what is tried first: more threads for long ways, small parts for few bytes, fewer for slow disks."""
+def settings_of(point: Point, space: Mapping[str, Range]) -> Settings:
+    """Return the settings of a point, sizes in whole MiB.
+
+    The most files that this state can have say nothing of larger ones: they stay with the default.
+    """
+    values = {name: value // MIB * MIB if name.endswith("_bytes") else value for name, value in point.items()}
+    if "files_per_rank" in values and values["files_per_rank"] >= space["files_per_rank"].most:
+        del values["files_per_rank"]
+    return Settings(**values)
+
+
+def first_points(defaults: Settings, space: Mapping[str, Range]) -> list[Point]:
+    """Return what is tried first: the defaults, more threads for long ways, small parts for few bytes, fewer threads."""
     values = defaults.given()
-
-    def scaled(threads: float, part: float) -> Point:
-        factors = {"threads": threads, "part_size_bytes": part, "files_per_rank": threads}
-        return {name: max(1, int(value * factors.get(name, 1))) for name, value in values.items()}
-
-    return [scaled(4, 0.25), scaled(1, 0.25), scaled(2, 0.5), scaled(0.5, 1), scaled(8, 0.125)]
+    if "files_per_rank" in space:
+        values["files_per_rank"] = space["files_per_rank"].most
+    points: list[Point] = []
+    for threads, part in [(1, 1), (4, 0.25), (1, 0.25), (2, 0.5), (0.5, 1), (8, 0.125)]:
+        factors = {"threads": threads, "part_size_bytes": part}
+        points.append({name: max(1, int(value * factors.get(name, 1))) for name, value in values.items()})
+    return points
 
 
 def _times(measured: Measured) -> Times:

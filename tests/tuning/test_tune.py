@@ -102,21 +102,15 @@ def test_it_tunes_a_folder_and_writes_what_saves_read(tmp_path: Path, file: Path
 def test_it_tunes_a_bucket_through_the_command(file: Path) -> None:
     with sink(keep=True) as endpoint:
         options = options_of(options_for(endpoint))
-        facts = run_json(
-            "tune", f"s3://{BUCKET}/runs", "--max-trials", 2, "--megabytes", 6, "--write", *options
-        )
-        assert facts["path"] == "ckpt.toml"
-        assert facts["defaults"]["rounds"] >= 1
-        assert facts["trials"][0]["state"] == "complete"
+        ran = run("tune", f"s3://{BUCKET}/runs", "--max-trials", 2, "--megabytes", 6, "--write", *options)
+        assert ran.code == 0, ran.err
         assert objects_of(endpoint) == []
-        ran = run("tune", f"s3://{BUCKET}/runs", "--max-trials", 2, "--megabytes", 6, "--no-write", *options)
-        assert ran.code == 0
-        assert [line.split()[0] for line in ran.out.splitlines()[2:4]] == ["defaults", "best"]
-        assert "no settings were written" in ran.out
-        assert objects_of(endpoint) == []
-    assert settings_for(f"s3://{BUCKET}/runs/step-1").given() == {
-        name: value for name, value in facts["best"]["settings"].items() if value is not None
-    }
+    first, _, *rows, gain, written = ran.out.splitlines()
+    assert first.startswith(f"s3://{BUCKET}/runs: 6.00 MiB a trial, 2 trials")
+    assert [row.split()[0] for row in rows] == ["defaults", "best"]
+    assert "of 3 rounds in turns" in gain
+    assert written == "written: ckpt.toml"
+    assert f"{settings_for(f's3://{BUCKET}/runs/step-1').threads}" == rows[1].split()[1]
 
 
 def options_for(endpoint: Endpoint) -> dict[str, Any]:
@@ -144,7 +138,7 @@ class Modelled:
         self.runs: list[Settings] = []
 
     def run(self, settings: Settings, is_hopeless: Callable[[Times], bool] | None = None) -> Times:
-        threads = settings.threads or tuning.default_settings(has_parts=True).threads or 0
+        threads = settings.threads or tuning.default_settings().threads or 0
         away = max(threads / self.best_threads, self.best_threads / threads)
         times = Times(0.01 * away, 0.02)
         if is_hopeless is not None and is_hopeless(times):
@@ -179,6 +173,11 @@ def test_defaults_that_are_best_are_not_written_unless_asked(
     ran = run("tune", "s3://bucket", "--seconds", 3000, "--max-trials", 20, "--megabytes", 1, *arguments)
     assert ran.code == 0
     assert "the defaults are within 3 % of the best" in ran.out
+    facts = run_json(
+        "tune", "s3://bucket", "--seconds", 3000, "--max-trials", 5, "--megabytes", 1, "--no-write"
+    )
+    assert set(facts["best"]) == {"settings", "save_s", "load_s", "rounds"}
+    assert (facts["path"], facts["is_noteworthy"], len(facts["trials"])) == (None, False, 5)
     assert file.exists() == is_written == ("written: ckpt.toml" in ran.out)
 
 
@@ -238,6 +237,7 @@ def test_without_optuna_it_says_how_to_install_it(tmp_path: Path, monkeypatch: p
         ({"max_trials": 0}, "max_trials must be a whole number"),
         ({"megabytes": 0.5}, "megabytes must be a number from 1 on"),
         ({"memory_budget_bytes": MIB}, "memory_budget_bytes must be at least"),
+        ({"storage_options": {"part_size_bytes": 8 * MIB}}, "part_size_bytes would win over all trials"),
         ({"path": "no/such/folder/ckpt.toml"}, "cannot be written"),
         ({"seconds": 0.001, "megabytes": 1}, "too long for 0.001 s: give at least --seconds"),
     ],
@@ -270,3 +270,22 @@ def test_a_section_is_replaced_and_the_others_stay(file: Path) -> None:
         write_section(str(file), "s3://b", Settings(threads=9), [])
     assert file.read_text() == "['s3://b']\nthreads = 2\n"
     assert [path.name for path in file.parent.iterdir()] == ["ckpt.toml"]
+
+
+# -- the space -----------------------------------------------------------------------------------------
+
+
+def test_the_space_follows_memory_and_size() -> None:
+    bucket = tuning.space_of(1024 * MIB, 256 * MIB, has_parts=True)
+    assert set(bucket) == {"threads", "part_size_bytes", "memory_budget_bytes"}
+    assert bucket["part_size_bytes"].most == 128 * MIB
+    assert (bucket["memory_budget_bytes"].least, bucket["memory_budget_bytes"].most) == (256 * MIB, 256 * MIB)
+    assert "files_per_rank" not in tuning.space_of(32 * MIB, 256 * MIB, has_parts=False)
+    mount = tuning.space_of(256 * MIB, 1024 * MIB, has_parts=False)
+    assert mount["files_per_rank"].most == 8
+    for point in tuning.first_points(tuning.default_settings(), mount):
+        assert set(point) == set(mount)
+    point = {"threads": 9, "part_size_bytes": 9 * MIB + 1, "memory_budget_bytes": 256 * MIB}
+    assert tuning.settings_of(point, bucket) == Settings(9, 9 * MIB, None, 256 * MIB)
+    assert tuning.settings_of({**point, "files_per_rank": 8}, mount).files_per_rank is None
+    assert tuning.settings_of({**point, "files_per_rank": 3}, mount).files_per_rank == 3

@@ -102,7 +102,7 @@ def _cells(measured: Measured) -> tuple[str, ...]:
     return (
         f"{settings.threads}",
         size(settings.part_size_bytes or 0),
-        "1" if settings.files_per_rank is None else f"{settings.files_per_rank}",
+        "default" if settings.files_per_rank is None else f"{settings.files_per_rank}",
         size(settings.memory_budget_bytes or 0),
         f"{measured.save_s:.2f} s",
         f"{measured.load_s:.2f} s",
