@@ -112,8 +112,8 @@ def normal_url(url: str | os.PathLike[str]) -> str:
 
 
 def default_threads() -> int:
-    """Return twice the number of cores, from 4 to 16: transfers wait more than they compute."""
-    return max(4, min(16, 2 * (os.cpu_count() or 4)))
+    """Return twice the number of cores, from 8 to 16: transfers wait more than they compute."""
+    return max(8, min(16, 2 * (os.cpu_count() or 4)))
 
 
 def _factory(scheme: str) -> StoreFactory:

@@ -30,7 +30,7 @@ Depth = Annotated[
 ]
 Threads = Annotated[
     int | None,
-    typer.Option(metavar="N", min=1, help="Parallel transfers; by default twice the cores, 4 to 16."),
+    typer.Option(metavar="N", min=1, help="Parallel transfers; by default twice the cores, 8 to 16."),
 ]
 StorageOptions = Annotated[list[str] | None, storage_options_of("the storage")]
 SourceOptions = Annotated[
