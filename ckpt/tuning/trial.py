@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 
 from ckpt.backends.base import PutMode, Store
 from ckpt.backends.bodies import Body, Part
+from ckpt.backends.options import redact_url
 from ckpt.backends.registry import open_store
 from ckpt.backends.wrapper import PrefixStore, WrappedStore
 from ckpt.consistency import environment
@@ -37,6 +39,8 @@ _COLUMNS = 1024
 _ELEMENT_BYTES = 4
 _MAX_RECORD_BYTES = 1 << 20
 """What is larger, is data. Once the commit is on its way, the save had better end."""
+
+_logger = logging.getLogger(__name__)
 
 IsHopeless = Callable[["Times"], bool]
 
@@ -87,7 +91,15 @@ class Trials:
         self._count += 1
         place = f"{self.folder}/{self._count}"
         clock = _Clock(is_hopeless, self._moved)
-        self._needs_sweep, needed = True, self._needs_sweep
+        try:
+            times = self._timed(place, settings, clock)
+            remove(place, storage_options=self._options)
+        except BaseException:
+            self._needs_sweep = self._needs_sweep or clock.has_put
+            raise
+        return times
+
+    def _timed(self, place: str, settings: Settings, clock: _Clock) -> Times:
         with override(settings):
             clock.begin()
             try:
@@ -102,17 +114,18 @@ class Trials:
                 with contextlib.suppress(NotFound, NotCommitted):
                     remove(place, storage_options=self._options)
                 raise Hopeless(clock.hopeless_at) from None
-            times = Times(save_s, clock.elapsed_s)
-        remove(place, storage_options=self._options)
-        self._needs_sweep = needed
-        return times
+            return Times(save_s, clock.elapsed_s)
 
     def close(self) -> None:
-        """Remove what trials that failed have left, and the folder."""
-        with contextlib.closing(open_store(self.folder, self._options)) as store:
-            if self._needs_sweep:
-                self._sweep(store)
-            store.remove_empty()
+        """Remove what trials that failed have left, and the folder. What cannot be removed is logged."""
+        try:
+            with contextlib.closing(open_store(self.folder, self._options)) as store:
+                if self._needs_sweep:
+                    self._sweep(store)
+                store.remove_empty()
+        except CheckpointError as error:
+            message = "what the trials wrote to %s could not all be removed (`ckpt gc` can): %s"
+            _logger.warning(message, redact_url(self.folder), error)
         for path in self._new_directories:
             with contextlib.suppress(OSError):
                 os.rmdir(path)
@@ -188,6 +201,7 @@ class _Clock:
     def __init__(self, is_hopeless: IsHopeless | None, moved: Callable[[int], None]) -> None:
         self._is_hopeless, self._moved = is_hopeless, moved
         self._save_s: float | None = None
+        self.has_put = False
         self.hopeless_at: Times | None = None
 
     def begin(self, save_s: float | None = None) -> float:
@@ -220,6 +234,7 @@ class _ClockedStore(WrappedStore):
         self._clock = clock
 
     def put(self, key: str, body: Body, *, mode: PutMode = PutMode.OVERWRITE) -> None:
+        self._clock.has_put = True
         is_data = body.nbytes > _MAX_RECORD_BYTES
         super().put(key, _ClockedBody(body, self._clock) if is_data else body, mode=mode)
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from botocore.exceptions import ClientError
@@ -19,6 +20,7 @@ from benchmarks.report.results import Results
 from benchmarks.report.tables import report
 from benchmarks.report.targets import BARS, judge
 from benchmarks.run.fork_server import Forks
+from benchmarks.run.link import link
 from benchmarks.run.runner import Runner
 from benchmarks.run.servers import ACCESS_KEY, BUCKET, REGION, SECRET_KEY, Endpoint, sink
 from benchmarks.run.states import WARM_UP, StateSpec
@@ -277,3 +279,20 @@ def figures(task: Task) -> dict[str, float]:
     assert outcome.error is None
     assert Outcome.from_json(outcome.to_json()) == outcome
     return outcome.figures
+
+
+def test_a_link_carries_every_byte(keeping: Endpoint) -> None:
+    import torch
+
+    import ckpt
+
+    state, loaded = {"w": torch.randn(3, MIB)}, {"w": torch.empty(3, MIB)}
+    with link(
+        urlsplit(keeping.url).port or 0, latency_s=0.01, bytes_per_s=200e6, window_bytes=1 << 19
+    ) as port:
+        options = {
+            "endpoint_url": f"http://127.0.0.1:{port}", "key": ACCESS_KEY, "secret": SECRET_KEY, "region": REGION,
+        }  # fmt: skip
+        ckpt.save(state, f"s3://{BUCKET}/link/step-1", storage_options=options)
+        ckpt.load(loaded, f"s3://{BUCKET}/link/step-1", storage_options=options)
+    assert torch.equal(state["w"], loaded["w"])

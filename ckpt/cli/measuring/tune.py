@@ -63,7 +63,7 @@ def tune(
     more. Needs pip install 'ckpt-storage[tune]'.
     """
     interrupted = "What the trials wrote was removed; no settings were written."
-    with command(json, if_interrupted=interrupted, patience_s=math.inf) as output, sigterm_as_ctrl_c():
+    with command(json, if_interrupted=interrupted) as output, sigterm_as_ctrl_c():
         options = parse_storage_options(storage_options)
         memory_bytes = int(parse_quantity("--memory", memory, SIZE_UNITS, "256MiB or 2GB"))
         with output.countdown() as progress:
