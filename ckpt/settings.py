@@ -140,7 +140,9 @@ def _sections() -> Mapping[str, Settings]:
     try:
         facts = os.stat(path)
         if not stat.S_ISREG(facts.st_mode) or facts.st_size > MAX_FILE_BYTES:
-            raise ConfigurationError(f"{path}: not a file of settings: no file, or one of more than 1 MiB")
+            raise ConfigurationError(
+                f"{path}: not a file of settings: it is no regular file, or larger than 1 MiB"
+            )
         return _read(os.path.abspath(path), facts.st_mtime_ns, facts.st_size)
     except OSError as error:
         origin = f" ({VARIABLE} names it)" if VARIABLE in os.environ else ""

@@ -182,7 +182,7 @@ def test_the_variable_names_the_file(file: Path, tmp_path: Path, monkeypatch: py
         ('["s3://b"]\n["s3://b/"]\n', "two sections for this place"),
         ('["s3://b"\n', "not valid TOML"),
         ('["s3://b"]\nthreads = 2\nthreads = 3\n', "not valid TOML"),
-        ("#" * (MIB + 1), "more than 1 MiB"),
+        ("#" * (MIB + 1), "larger than 1 MiB"),
         ("\udcff", "not valid TOML"),
     ],
 )
