@@ -72,9 +72,10 @@ def settings_for(url: str | os.PathLike[str]) -> Settings:
     forced = _override.get()
     if forced is not None:
         return forced
-    place = prefix_of(os.fspath(url))
     settings = Settings()
-    for prefix, section in _sections().items():  # the shortest first
+    sections = _sections()
+    place = prefix_of(os.fspath(url)) if sections else ""
+    for prefix, section in sections.items():  # the shortest first
         if place == prefix or place.startswith(f"{prefix}/"):
             settings = replace(settings, **section.given())
     return settings
@@ -127,8 +128,10 @@ def _checked(where: str, key: str, value: Any) -> int:
         raise ConfigurationError(f"{where}: unknown key {key[:100]!r}; known are {', '.join(LIMITS)}")
     least, most = LIMITS[key]
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        is_long = isinstance(value, int) and value.bit_length() > 64  # Python refuses to write very long ones
+        given = "one of so many digits" if is_long else f"{value!r:.100}"
         raise ConfigurationError(
-            f"{where}: {key} must be a whole number from {least:,} to {most:,}, not {value!r:.100}"
+            f"{where}: {key} must be a whole number from {least:,} to {most:,}, not {given}"
         )
     return value
 

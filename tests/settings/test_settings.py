@@ -175,6 +175,7 @@ def test_the_variable_names_the_file(file: Path, tmp_path: Path, monkeypatch: py
         ('["s3://b"]\nthreads = 0\n', "threads must be a whole number from 1 to 4,096, not 0"),
         ('["s3://b"]\nthreads = true\n', "threads must be a whole number"),
         ('["s3://b"]\nthreads = "8"\n', "threads must be a whole number from 1 to 4,096, not '8'"),
+        (f'["s3://b"]\nthreads = 0x{"f" * 9000}\n', "not one of so many digits"),
         ('["s3://b"]\nmemory_budget_bytes = 1000\n', "memory_budget_bytes must be"),
         ('["s3://b"]\npart_size_bytes = 5e9\n', "part_size_bytes must be"),
         ("threads = 2\n", "'threads'.* stands in no section"),
