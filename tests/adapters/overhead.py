@@ -6,7 +6,8 @@ Two ranks save the same state (72 bytes for each element of width * width; 215 M
 folders, by the host's own means and by the adapter, life by life in turns. Prints medians of the
 seconds for which the training waits, without each life's first save; CPU counts that of all
 processes that a rank has started. Where the host's own saves are not durable when they end, there is
-a line with the host's own and an fsync of its files too.
+a line with the host's own and an fsync of its files too; where the adapter saves in the background
+and the host does not, one with an adapter that waits.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ from adapters.test_law import HOSTS, Host, life_of, run_life
 
 _NOT_DURABLE = {"torch_checkpointing-sync"}
 """Hosts that never call fsync; of an asynchronous save nobody waits for it."""
+
+_DOES_NOT_WAIT = {"huggingface", "huggingface-ddp"}
+"""Adapters that save in the background unless they are told not to."""
 
 
 def main() -> None:
@@ -53,14 +57,17 @@ def main() -> None:
 
 def lines(host: Host, options: argparse.Namespace) -> Iterator[str]:
     """Measure one host; yield its lines of the table."""
-    names = ["native", *["with fsync"] * (host.id in _NOT_DURABLE), "adapter"]
-    saves: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    runs: dict[str, dict[str, Any]] = {"native": {}}
+    runs |= {"with fsync": {"fsync": True}} if host.id in _NOT_DURABLE else {}
+    runs |= {"waiting": {"checkpoints": {"async_mode": "off"}}} if host.id in _DOES_NOT_WAIT else {}
+    runs["adapter"] = {}
+    saves: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
     python = python_of(host.environment or host.name)
     for number in range(options.rounds):
-        for name in names if number % 2 == 0 else reversed(names):
+        for name in runs if number % 2 == 0 else reversed(runs):
             with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-                life = life_of(host, Path(folder), native=name != "adapter")
-                more = {**host.options, "fsync": name == "with fsync"}
+                life = life_of(host, Path(folder), native=name in ("native", "with fsync"))
+                more = {**host.options, **runs[name]}
                 life = replace(life, steps=options.saves, save_every=1, width=options.width, options=more)
                 report: Any = run_life(host, python, life, world_size=2)
                 shutil.rmtree(life.root, ignore_errors=True)
@@ -71,12 +78,17 @@ def lines(host: Host, options: argparse.Namespace) -> Iterator[str]:
     medians = {
         name: [statistics.median(each) for each in zip(*times, strict=True)] for name, times in saves.items()
     }
-    wall_s, cpu_s = medians.pop("adapter")
-    for name, (own_wall_s, own_cpu_s) in medians.items():
-        figures = [f"{own_wall_s:.3f} / {own_cpu_s:.3f} s", f"{wall_s:.3f} / {cpu_s:.3f} s"]
-        ratios = [f"{wall_s / own_wall_s:.2f}", f"{cpu_s / own_cpu_s:.2f}" if own_cpu_s else "-"]
-        title = host.id if name == "native" else f"  {name}"
-        yield f"{title:<24}" + "".join(f"{t:>18}" for t in figures) + "".join(f"{r:>8}" for r in ratios)
+    for name in runs:
+        if name != "adapter":
+            native, adapter = ("native", name) if name == "waiting" else (name, "adapter")
+            title = host.id if name == "native" else f"  {name}"
+            yield f"{title:<24}{_compared(medians[native], medians[adapter])}"
+
+
+def _compared(native: list[float], adapter: list[float]) -> str:
+    figures = [f"{wall_s:.3f} / {cpu_s:.3f} s" for wall_s, cpu_s in (native, adapter)]
+    ratios = [f"{ours / theirs:.2f}" if theirs else "-" for theirs, ours in zip(native, adapter, strict=True)]
+    return "".join(f"{text:>18}" for text in figures) + "".join(f"{text:>8}" for text in ratios)
 
 
 if __name__ == "__main__":
