@@ -4,7 +4,8 @@
 
 One process keeps a table of 64 floats a row and a row-wise Adagrad state. A batch touches rows with a Zipf
 distribution (the id of a rank is drawn at random); a save follows every 100 batches. Every checkpoint is then
-restored and compared with the table. The restores of the last one and of a full save take turns.
+restored and compared with the table. The restores of the last one and of a full save take turns. They come
+from memory, where the files of a local folder are; with `--megabytes-per-s` from an S3 server that sends so much.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,8 @@ import numpy as np
 import torch
 
 import ckpt
+from benchmarks.run.servers import ACCESS_KEY, BUCKET, REGION, SECRET_KEY, sink
+from ckpt.backends.registry import open_store
 from ckpt.embeddings import DenseRows, Tables, TableShard
 
 WIDTH = 64
@@ -36,19 +40,28 @@ def main() -> None:
     parser.add_argument("--saves", type=int, default=20, help="after the first one, which writes all rows")
     parser.add_argument("--exponent", type=float, default=1.05, help="of the Zipf distribution")
     parser.add_argument("--batch", type=int, default=4096)
+    parser.add_argument("--max-delta-ratio", type=float, default=argparse.SUPPRESS, help="of the chains")
     parser.add_argument("--rounds", type=int, default=5, help="of restores")
     parser.add_argument("--folder", type=Path)
+    parser.add_argument("--megabytes-per-s", type=float, help="that a server sends; default: a local folder")
     options = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(dir=options.folder))
+    if options.megabytes_per_s is not None:
+        with sink(keep=True, bytes_per_s=int(options.megabytes_per_s * 1e6)) as endpoint:
+            keys = {"key": ACCESS_KEY, "secret": SECRET_KEY, "region": REGION}
+            _run(f"s3://{BUCKET}/tables", {"endpoint_url": endpoint.url, **keys}, options)
+        return
+    folder = tempfile.mkdtemp(dir=options.folder)
     try:
-        _run(folder, options)
+        _run(folder, None, options)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _run(folder: Path, options: argparse.Namespace) -> None:
+def _run(root: str, storage_options: dict[str, Any] | None, options: argparse.Namespace) -> None:
+    storage: dict[str, Any] = {"storage_options": storage_options}
     values, adagrad = torch.randn(options.rows, WIDTH), torch.zeros(options.rows)
-    shard = TableShard("table", DenseRows(0, values=values, adagrad=adagrad))
+    bounds = {name: value for name, value in vars(options).items() if name == "max_delta_ratio"}
+    shard = TableShard("table", DenseRows(0, values=values, adagrad=adagrad), **bounds)
     tables = Tables(shard)
     draw = zipf(options.rows, options.exponent, np.random.default_rng(0))
     full_bytes = values.nbytes + adagrad.nbytes
@@ -63,10 +76,11 @@ def _run(folder: Path, options: argparse.Namespace) -> None:
                 values[ids] += 0.01
                 adagrad[ids] += 1.0
         begun_s = time.perf_counter()
-        tables.save({}, folder / f"{number}")
+        tables.save({}, f"{root}/{number}", **storage)
         seconds = time.perf_counter() - begun_s
-        (listed,) = ckpt.list_checkpoints(folder / f"{number}")
-        own_bytes = sum(f.stat().st_size for f in (folder / f"{number}").rglob("*") if f.is_file())
+        (listed,) = ckpt.list_checkpoints(f"{root}/{number}", **storage)
+        with closing(open_store(f"{root}/{number}", storage_options)) as store:
+            own_bytes = sum(stat.size_bytes for stat in store.list())
         written.append(own_bytes)
         print(
             f"save {number:>3}: {100 * len(touched) / options.rows:5.2f} % of the rows changed, "
@@ -77,7 +91,7 @@ def _run(folder: Path, options: argparse.Namespace) -> None:
     print(
         f"{len(deltas)} saves after the first: {full_bytes * len(deltas) / sum(deltas):.1f} x less than full ones"
     )
-    ckpt.save({"values": values, "adagrad": adagrad}, folder / "full")
+    ckpt.save({"values": values, "adagrad": adagrad}, f"{root}/full", **storage)
     times: dict[str, list[float]] = {"full": [], "deltas": []}
     for _ in range(options.rounds):
         for kind, seconds_of in times.items():
@@ -86,10 +100,10 @@ def _run(folder: Path, options: argparse.Namespace) -> None:
                 tensor.fill_(-1)  # its pages exist, as in a program that resumes
             begun_s = time.perf_counter()
             if kind == "full":
-                ckpt.load({"values": back[0], "adagrad": back[1]}, folder / "full")
+                ckpt.load({"values": back[0], "adagrad": back[1]}, f"{root}/full", **storage)
             else:
                 rows = DenseRows(0, values=back[0], adagrad=back[1])
-                Tables(TableShard("table", rows)).restore(folder / f"{options.saves}")
+                Tables(TableShard("table", rows)).restore(f"{root}/{options.saves}", **storage)
             seconds_of.append(time.perf_counter() - begun_s)
             assert torch.equal(back[0], values)
             assert torch.equal(back[1], adagrad)
