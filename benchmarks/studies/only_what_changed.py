@@ -49,11 +49,18 @@ def main() -> int:
         "--adapted-layers", type=int, default=24, help="of them; the adapters of all 24 take 481 MB"
     )
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--megabytes-per-s", type=float, help="that the server takes; default: all it can")
     parser.add_argument("--output", type=Path, help="write the figures here (JSON)")
     arguments = parser.parse_args()
+    given = arguments.megabytes_per_s
+    bytes_per_s = None if given is None else int(given * 1e6)
     state = make_state(arguments.layers, arguments.adapted_layers)
-    figures: dict[str, Any] = {"machine": machine(), "layers": arguments.layers}
-    with sink() as endpoint:  # which drops large objects
+    figures: dict[str, Any] = {
+        "machine": machine(),
+        "layers": arguments.layers,
+        "server_bytes_per_s": bytes_per_s,
+    }
+    with sink(bytes_per_s=bytes_per_s) as endpoint:  # which drops large objects
         figures |= _Study(endpoint, *state).run(arguments.rounds)
     with sink(keep=True) as endpoint:
         figures["restore"] = _Study(endpoint, *state).restore()
