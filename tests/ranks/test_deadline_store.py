@@ -62,7 +62,7 @@ def operations_of(contract: type) -> set[str]:
     return {name for name in vars(contract) if not name.startswith("_") and name not in DATA}
 
 
-DATA = {"url", "threads", "directory", "bucket_url", "open_parent"}
+DATA = {"url", "threads", "directory", "part_size_bytes", "bucket_url", "open_parent"}
 
 
 class Hung:
@@ -244,6 +244,7 @@ class Recording:
     """Notes each call, with its arguments."""
 
     url, threads, directory, reads, retries = "record://root/", 3, "/root", None, 7
+    part_size_bytes = 5
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -282,12 +283,8 @@ def test_the_parent_of_a_prefix() -> None:
 def test_a_prefix_is_put_before_every_key() -> None:
     inner = Recording()
     store = PrefixStore(inner, "a/b")  # type: ignore[arg-type]
-    assert (store.url, store.directory, store.retries, store.threads) == (
-        "record://root/a/b",
-        "/root/a/b",
-        7,
-        3,
-    )
+    assert (store.url, store.directory, store.retries) == ("record://root/a/b", "/root/a/b", 7)
+    assert (store.threads, store.part_size_bytes) == (3, 5)
     body, buffers = BytesBody(b"x"), [memoryview(bytearray(1))]
     store.put("k", body)
     store.read_into("k", 5, buffers)
