@@ -77,6 +77,8 @@ def interrupts(storage: Interrupted, ranks: Ranks) -> Iterator[None]:
             raise
         raise interrupt from None
     except Exception:
+        if storage.interrupt is not None:  # of this rank, while it waited for others
+            raise storage.interrupt from None
         raise
     except BaseException as error:  # between two steps: the others wait for this rank
         ranks.roll_call(error)

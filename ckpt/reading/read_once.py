@@ -72,7 +72,7 @@ class Replicas:
     """
 
     def __init__(self, ranks: Ranks, *, is_local: bool) -> None:
-        self._ranks, self._have_asked = ranks, False
+        self._ranks, self._have_asked, self._have_told = ranks, False, False
         self._node = zlib.crc32(socket.gethostname().encode()) if is_local else ranks.rank
 
     def records(
@@ -119,10 +119,36 @@ class Replicas:
         if not self._are_possible or self._have_asked:
             return None
         self._have_asked = True
+        return self._join({path: [self._ranks.rank] for path in paths})
+
+    def leave(self) -> None:
+        """Answer what the other ranks still ask, after a failure of this one."""
+        self._ask([])
+        self._tell([])
+
+    def _tell(self, digests: Iterable[bytes]) -> dict[bytes, list[_Member]]:
+        """Tell all ranks what this one wants, as digests; return who wants what."""
+        if not self._are_possible or self._have_told:
+            return {}
+        self._have_told = True
+        member = _Member(self._ranks.rank, self._node)
+        return self._join({digest: [member] for digest in digests})
+
+    def _join(self, own: dict[K, list[V]]) -> dict[K, list[V]]:
         self._ranks.progress.wait_for("all ranks to tell what they read")
-        wanted = self._ranks.join({path: [self._ranks.rank] for path in paths}, _joined)
+        try:
+            joined = self._ranks.join(own, _joined)
+        except BaseException as error:
+            self._have_asked = self._have_told = True  # nobody waits for more
+            self._break_off(error)
+            raise
         self._ranks.progress.begin("loading")
-        return wanted
+        return joined
+
+    def _break_off(self, error: BaseException) -> None:
+        """Free the other ranks from waiting for this one, if it was interrupted."""
+        if not isinstance(error, Exception):
+            self._ranks.roll_call(error)
 
     @property
     def _are_possible(self) -> bool:
@@ -161,35 +187,28 @@ class Replicas:
             return found
 
         done: set[int] = set()
-        for members, names in self._find(digests):
+        for members, names in self._find(digests()):
             shared = {number: parcel for name in names for number, parcel in offers[name].items()}
             parcels = [shared[number] for number in sorted(shared)]
             if sum(parcel.nbytes for parcel in parcels) < _MIN_BYTES:
                 continue
             try:
                 _Exchange(self._ranks, members, parcels, fetcher, pool, threads).run()
-            except Exception:
-                raise
-            except BaseException as error:  # an interrupt of this rank, for which the others must not wait
-                self._ranks.roll_call(error)
+            except BaseException as error:
+                self._break_off(error)
                 raise
             done.update(shared)
         return [each for number, each in enumerate(wanted) if number not in done]
 
-    def _find(self, digests: Callable[[], Mapping[bytes, str]]) -> list[tuple[list[int], list[str]]]:
+    def _find(self, own: Mapping[bytes, str]) -> list[tuple[list[int], list[str]]]:
         """Tell who shares which classes with this rank, in an order in which no two rings wait for each other.
 
-        All ranks call it. One whose `digests` fail shares nothing, and raises once it has told the others.
+        All ranks call it; one that cannot has to `leave`.
+
+        Args:
+            own: this rank's classes by digest.
         """
-        own: Mapping[bytes, str] = {}
-        try:
-            own = digests()
-        finally:
-            self._ask([])  # if it failed before it did
-            self._ranks.progress.wait_for("all ranks to tell what they read")
-            member = _Member(self._ranks.rank, self._node)
-            members = self._ranks.join({digest: [member] for digest in own}, _joined)
-            self._ranks.progress.begin("loading")
+        members = self._tell(own)
         groups: dict[tuple[int, ...], list[str]] = defaultdict(list)
         for digest, name in own.items():
             those = sorted(members[digest])

@@ -145,6 +145,8 @@ class CheckpointReader(DcpStorage, StorageReader):
             try:
                 self._read(plan, planner)
             finally:
+                if self._replicas is not None:
+                    self._replicas.leave()
                 self.progress.wait_for("all ranks to have read")
         future: Future[None] = Future()
         future.set_result(None)

@@ -369,6 +369,31 @@ def _one_is_killed(rank: int, url: str) -> tuple[str, float]:
     return str(caught.value), time.monotonic() - began_s
 
 
+def test_an_interrupt_of_one_rank_frees_the_others(tmp_path: Path) -> None:
+    first, interrupted, last = run_ranks(3, _one_is_interrupted, str(tmp_path / "c"))
+    assert interrupted == "KeyboardInterrupt"
+    assert "rank 1" in first
+    assert "rank 1" in last
+
+
+def _one_is_interrupted(rank: int, url: str) -> str:
+    on_own_node(rank)
+    saved = {"model": {"weight": random_tensor(20 * MIB)}}
+    ckpt.save(saved, url)
+    begin_send, sent = Messages.begin_send, []
+
+    def interrupt(self: Messages, memory: torch.Tensor, to: int, tag: int) -> Any:
+        sent.append(to)
+        if rank == 1 and len(sent) == 2:
+            raise KeyboardInterrupt
+        return begin_send(self, memory, to, tag)
+
+    PATCH.setattr(Messages, "begin_send", interrupt)
+    with pytest.raises((LoadFailed, KeyboardInterrupt)) as caught:
+        ckpt.load(emptied(saved), url, timeout_s=20)
+    return str(caught.value) or type(caught.value).__name__
+
+
 # -- how items are cut -------------------------------------------------------------------------------------
 
 SIZES = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 60)), min_size=1, max_size=6)
