@@ -253,7 +253,7 @@ class PosixStore(Store):
         return self._path(prefix) if prefix else self._root
 
     def _key(self, path: str) -> str:
-        return os.path.relpath(path, self._root).replace(os.sep, "/")
+        return path[len(self._root) :].lstrip(os.sep)  # it was made by joining the root and a key
 
     @contextlib.contextmanager
     def _opened(self, key: str, action: str, flags: int) -> Iterator[int]:
