@@ -94,20 +94,24 @@ class Replicas:
             if first[ref.path] != self._ranks.rank
         ]
         own = [ref for ref in small if first[ref.path] == self._ranks.rank]
-        sent: list[Callable[[], None]] = []
+        failure: Exception | None = None
         try:
             for ref, data in zip(own, threads.map(read, own), strict=True):
                 found[ref.path] = data
-        finally:
-            for ref in own:
-                data = found.get(ref.path, bytearray(ref.size_bytes))
-                message = torch.frombuffer(data + bytes([ref.path in found]), dtype=torch.uint8)
-                others = [rank for rank in wanted[ref.path] if rank != self._ranks.rank]
-                sent += [messages.begin_send(message, rank, _RECORD_TAG) for rank in others]
-            for _, _, is_there in coming:
-                is_there()
-            for has_arrived in sent:
-                has_arrived()
+        except Exception as error:  # the others read what is not found here
+            failure = error
+        waits = [is_there for _, _, is_there in coming]
+        for ref in own:
+            data = found.get(ref.path, bytearray(ref.size_bytes))
+            message = torch.frombuffer(data + bytes([ref.path in found]), dtype=torch.uint8)
+            others = [rank for rank in wanted[ref.path] if rank != self._ranks.rank]
+            waits += [messages.begin_send(message, rank, _RECORD_TAG) for rank in others]
+        self._ranks.progress.wait_for("the other ranks to pass on manifests")
+        for wait in waits:
+            wait()
+        if failure is not None:
+            raise failure
+        self._ranks.progress.begin("loading")
         for ref, memory, _ in coming:
             data = bytearray(memory[:-1].numpy())
             if memory[-1] and crc_text(crc64nvme(data)) == ref.crc64nvme:
