@@ -106,6 +106,7 @@ class Ranks:
         self._members = [0] if self.no_dist else dist.get_process_group_ranks(process_group)
         self._limits = Limits(timeout_s if _is_timeout(timeout_s) else DEFAULT_TIMEOUT_S, len(self._members))
         self._name: _Name = (purpose, tuple(self._members))
+        self._longest_wait = _MANAGER_WAIT if purpose == "manager" else LONGEST_WAIT
         self.is_own_group = False
         self._tree: Tree | None = None
         # Asked now: a program may end its process group while a save still runs.
@@ -280,7 +281,8 @@ class Ranks:
         if not self._connected:
             own = self._own_group()
             if own is not None:
-                self.group, self.is_own_group, self._tree = own, True, Tree(own, self.rank, self.size)
+                self.group, self.is_own_group = own, True
+                self._tree = Tree(own, self.rank, self.size, self._longest_wait)
             self._connected = True
             if self._watch is not None:
                 self._watch.start()
@@ -303,8 +305,7 @@ class Ranks:
         else:
             with _lazy_connections():
                 group = dist.new_group(self._members, timeout, backend="gloo", use_local_synchronization=True)
-        is_manager = self._name[0] == "manager"
-        set_group_timeout(_MANAGER_WAIT if is_manager else LONGEST_WAIT, group)
+        set_group_timeout(self._longest_wait, group)
         _own_groups[self._name] = (weakref.ref(world), weakref.ref(group))
         return group
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ckpt.consistency import environment
 from ckpt.errors import ConfigurationError
-from ckpt.ranks.group import Ranks
+from ckpt.ranks.group import LONGEST_WAIT, Ranks
 
 MAX_TAGS = 1 << 16
 
@@ -57,7 +57,9 @@ class Messages:
 
     def receive_any(self, memory: torch.Tensor, tag: int) -> None:
         """Wait for the next message of any rank."""
-        dist.recv(memory, group=self._group, tag=self._first_tag + tag)
+        work = dist.irecv(memory, group=self._group, tag=self._first_tag + tag)
+        assert work is not None
+        work.wait(LONGEST_WAIT)
 
     def _waits_for(self, work: dist.Work | None, memory: torch.Tensor) -> Callable[[], None]:
         """Make a wait that ends when this call is given up.
@@ -71,7 +73,7 @@ class Messages:
 
             def carry_out() -> None:
                 try:
-                    work.wait()
+                    work.wait(LONGEST_WAIT)
                     done.set_result(None)
                 except BaseException as error:
                     done.set_exception(error)

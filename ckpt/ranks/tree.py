@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -24,12 +25,15 @@ T = TypeVar("T")
 class Tree:
     """A tree of the ranks of a gloo group: a rank talks to its parent and its children only.
 
+    Args:
+        longest_wait: for one message; without it gloo waits as long as the group had time to connect.
+
     Attributes:
         neighbours: the ranks to which this one is connected after the first call.
     """
 
-    def __init__(self, group: Any, rank: int, size: int) -> None:
-        self._group, self._rank = group, rank
+    def __init__(self, group: Any, rank: int, size: int, longest_wait: timedelta) -> None:
+        self._group, self._rank, self._longest_wait = group, rank, longest_wait
         self._children = range(min(FAN * rank + 1, size), min(FAN * rank + FAN + 1, size))
         self._parent = (rank - 1) // FAN if rank else None
         self.neighbours = [*self._children] if self._parent is None else [self._parent, *self._children]
@@ -64,9 +68,13 @@ class Tree:
 
     def _put(self, data: bytearray, rank: int, tag: int) -> None:
         memory = torch.frombuffer(data, dtype=torch.uint8)
-        dist.send(memory, group=self._group, group_dst=rank, tag=_FIRST_TAG + tag)
+        self._wait(dist.isend(memory, group=self._group, group_dst=rank, tag=_FIRST_TAG + tag))
 
     def _take(self, nbytes: int, rank: int, tag: int) -> bytes:
         memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        dist.recv(memory, group=self._group, group_src=rank, tag=_FIRST_TAG + tag)
+        self._wait(dist.irecv(memory, group=self._group, group_src=rank, tag=_FIRST_TAG + tag))
         return memory.numpy().tobytes()
+
+    def _wait(self, work: dist.Work | None) -> None:
+        assert work is not None  # this rank is in the group
+        work.wait(self._longest_wait)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import time
 import weakref
 
 import torch.distributed as dist
@@ -16,6 +18,20 @@ from ckpt.torch_private import default_store
 def test_a_group_ends_when_torch_destroys_it() -> None:
     """Its threads would abort the program if one still let go of a tensor when Python ends."""
     assert run_ranks(2, _destroy) == [(True, True)] * 2
+
+
+def test_a_rank_that_works_for_long_is_waited_for() -> None:
+    """Longer than a silent one would be, and longer than the group may take to connect."""
+    assert run_ranks(2, _late) == [[1, 1], [1, 1]]
+
+
+def _late(rank: int) -> list[int]:
+    with contextlib.closing(Ranks(None, no_dist=False, timeout_s=3)) as ranks:
+        ranks.together("test", lambda: None)
+        for _ in range(10 * rank):
+            time.sleep(0.25)
+            ranks.progress.moved()
+        return ranks.most([rank, rank])
 
 
 def test_the_rendezvous_store_ends_with_its_group() -> None:
