@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import os
 import pickle
-import traceback
 import weakref
 import zlib
 from collections import Counter
@@ -21,7 +19,7 @@ import torch.distributed as dist
 
 from ckpt.consistency import environment
 from ckpt.errors import CheckpointError, ConfigurationError
-from ckpt.ranks.collective_errors import is_connection_error, is_gloo_timeout
+from ckpt.ranks.collective_errors import is_connection_error, is_gloo_timeout, let_go
 from ckpt.ranks.heartbeat import Limits, Watch
 from ckpt.ranks.many_failures import Outcome
 from ckpt.ranks.progress import Progress
@@ -315,15 +313,9 @@ class Ranks:
             return
         _own_groups.pop(self._name, None)
         _broken.add(self._name)
-        group, self.group, self.is_own_group, self._tree = self.group, None, False, None
-        with contextlib.suppress(Exception):
-            dist.destroy_process_group(group)
-        del group
-        cause: BaseException | None = error
-        while cause is not None:
-            traceback.clear_frames(cause.__traceback__)
-            cause = cause.__cause__ or cause.__context__
-        gc.collect()
+        groups = [self.group]
+        self.group, self.is_own_group, self._tree = None, False, None
+        let_go(groups, error, max(1.0, self._limits.period_s))
 
 
 def _weakly(method: Callable[[], None]) -> Callable[[], None]:

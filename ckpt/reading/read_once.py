@@ -126,12 +126,12 @@ class Replicas:
         return self._join({path: [self._ranks.rank] for path in paths})
 
     def leave(self) -> None:
-        """Answer what the other ranks still ask, after a failure of this one."""
-        self._ask([])
+        """Answer what the other ranks still ask, if this one failed or had nothing to ask."""
         self._tell([])
 
     def _tell(self, digests: Iterable[bytes]) -> dict[bytes, list[_Member]]:
         """Tell all ranks what this one wants, as digests; return who wants what."""
+        self._ask([])  # of all ranks or of none: here are those that read no records
         if not self._are_possible or self._have_told:
             return {}
         self._have_told = True

@@ -144,11 +144,9 @@ class CheckpointReader(DcpStorage, StorageReader):
         with self._errors_named():
             try:
                 self._read(plan, planner)
-            except BaseException:
+            finally:
                 if self._replicas is not None:
                     self._replicas.leave()
-                raise
-            finally:
                 self.progress.wait_for("all ranks to have read")
         future: Future[None] = Future()
         future.set_result(None)
