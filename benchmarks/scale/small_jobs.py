@@ -1,8 +1,9 @@
-"""Compare saves with plans as columns to saves with DCP's plans, in turns, on a few real ranks.
+"""Compare saves and loads that plan in this library's way to those of DCP's planners, in turns, on a few real ranks.
 
     python -m benchmarks.scale.small_jobs [--ranks 4] [--tensors 400] [--rounds 15]
 
-Each rank holds shards of tensors of 16 KiB, so that planning counts. `first` saves find nothing remembered.
+Each rank holds shards of tensors of 16 KiB, so that planning counts. `first` saves find nothing remembered. In a `load`
+the ranks ask each other whether they want the same, in a `load alone` not.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ import shutil
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -27,6 +29,13 @@ from ckpt.writing.column_save import PLANS
 
 
 class PlansItself(DefaultSavePlanner):
+    """A planner that keeps DCP's path."""
+
+    def create_local_plan(self) -> Any:
+        return super().create_local_plan()
+
+
+class LoadPlansItself(DefaultLoadPlanner):
     """A planner that keeps DCP's path."""
 
     def create_local_plan(self) -> Any:
@@ -61,16 +70,24 @@ def _rank(rank: int, arguments: argparse.Namespace, port: int, folder: str) -> N
         )
         for number in range(arguments.tensors)
     }
-    took: dict[str, list[tuple[float, float]]] = {"dcp": [], "columns first": [], "columns later": []}
+    calls: dict[str, Callable[[], object]] = {
+        "save dcp": lambda: ckpt.save(dict(state), f"{folder}/dcp", planner=PlansItself()),
+        "save first": lambda: ckpt.save(dict(state), f"{folder}/columns"),
+        "save later": lambda: ckpt.save(dict(state), f"{folder}/columns"),
+        "load dcp": lambda: ckpt.load(state, f"{folder}/columns", planner=LoadPlansItself(), read_once=False),
+        "load": lambda: ckpt.load(state, f"{folder}/columns"),
+        "load alone": lambda: ckpt.load(state, f"{folder}/columns", read_once=False),
+    }
+    took: dict[str, list[tuple[float, float]]] = {kind: [] for kind in calls}
     for turn in range(arguments.rounds + 1):
-        for kind, seconds in took.items():
-            if kind == "columns first":
+        for kind, call in calls.items():
+            if kind == "save first":
                 PLANS.memory.clear()
             dist.barrier()
             begun, cpu = time.perf_counter(), time.process_time()
-            ckpt.save(dict(state), f"{folder}/{kind[:3]}", planner=PlansItself() if kind == "dcp" else None)
+            call()
             if turn:
-                seconds.append((time.perf_counter() - begun, time.process_time() - cpu))
+                took[kind].append((time.perf_counter() - begun, time.process_time() - cpu))
     if rank == 0:
         medians = {
             kind: {
