@@ -11,6 +11,7 @@ from memory, where the files of a local folder are; with `--megabytes-per-s` fro
 from __future__ import annotations
 
 import argparse
+import contextlib
 import shutil
 import statistics
 import tempfile
@@ -41,6 +42,7 @@ def main() -> None:
     parser.add_argument("--exponent", type=float, default=1.05, help="of the Zipf distribution")
     parser.add_argument("--batch", type=int, default=4096)
     parser.add_argument("--max-delta-ratio", type=float, default=argparse.SUPPRESS, help="of the chains")
+    parser.add_argument("--compare", action="store_true", help="find the changed rows by digests of blocks")
     parser.add_argument("--rounds", type=int, default=5, help="of restores")
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--megabytes-per-s", type=float, help="that a server sends; default: a local folder")
@@ -61,7 +63,9 @@ def _run(root: str, storage_options: dict[str, Any] | None, options: argparse.Na
     storage: dict[str, Any] = {"storage_options": storage_options}
     values, adagrad = torch.randn(options.rows, WIDTH), torch.zeros(options.rows)
     bounds = {name: value for name, value in vars(options).items() if name == "max_delta_ratio"}
-    shard = TableShard("table", DenseRows(0, values=values, adagrad=adagrad), **bounds)
+    shard = TableShard(
+        "table", DenseRows(0, values=values, adagrad=adagrad), compare=options.compare, **bounds
+    )
     tables = Tables(shard)
     draw = zipf(options.rows, options.exponent, np.random.default_rng(0))
     full_bytes = values.nbytes + adagrad.nbytes
@@ -72,7 +76,7 @@ def _run(root: str, storage_options: dict[str, Any] | None, options: argparse.Na
         for _ in range(BATCHES if number else 0):
             ids = np.unique(draw(options.batch))
             touched.update(ids.tolist())
-            with shard.writing(ids):
+            with contextlib.nullcontext() if options.compare else shard.writing(ids):
                 values[ids] += 0.01
                 adagrad[ids] += 1.0
         begun_s = time.perf_counter()
