@@ -336,4 +336,5 @@ def _receive(messages: Messages, nbytes: int, rank: int) -> tuple[torch.Tensor, 
 
 
 def _joined(some: dict[K, list[V]], others: dict[K, list[V]]) -> dict[K, list[V]]:
-    return {key: some.get(key, []) + others.get(key, []) for key in some.keys() | others.keys()}
+    # In an order that is the same in each run, and so are the bytes that are sent.
+    return {key: some.get(key, []) + others.get(key, []) for key in {**some, **others}}
