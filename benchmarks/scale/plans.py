@@ -4,7 +4,8 @@
 
 Rank 0 plans for itself as in a job, with DTensors on a mesh of that size. What the other ranks send is made by the
 product's code from what differs between them, their coordinates. Everything that rank 0 does then is the product's:
-decoding, checking, choosing who writes, the answers; of the network only the bytes are counted.
+decoding, checking, choosing who writes, the answers; of the network only the bytes are counted. What follows after
+all have written, and loads, are simulated by `benchmarks.scale.simulate`.
 """
 
 from __future__ import annotations
@@ -31,11 +32,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ckpt.acceptance.models import MODELS, Parameter
-from ckpt.format.index import encode_index
-from ckpt.save_plans.central import CentralPlan
 from ckpt.save_plans.exchange import Local, Plans, agree
 from ckpt.save_plans.local import Structure
-from ckpt.save_plans.placing import columns_of, pack_placed
 
 T = TypeVar("T")
 
@@ -191,7 +189,7 @@ class AllRanks:
         return value
 
 
-def measure(model: str, text: str, ranks: int, *, receipts: bool) -> dict[str, Any]:
+def measure(model: str, text: str, ranks: int) -> dict[str, Any]:
     """Measure one model on one layout."""
     parameters = list(MODELS[model]())
     layout = parse_layout(text, ranks)
@@ -200,7 +198,7 @@ def measure(model: str, text: str, ranks: int, *, receipts: bool) -> dict[str, A
     mesh = init_device_mesh("cpu", layout.mesh)
     states = [state_of(stage, layout, mesh) for stage in stages_of(parameters, layout.stages)]
     others = Plans()
-    structures = [others.memory.keep(_structure(Plans(), state)) for state in states]
+    structures = [others.memory.keep(structure_of(Plans(), state)) for state in states]
     coordinates = np.stack(np.unravel_index(np.arange(stage_size), layout.mesh), axis=1).tolist()
 
     def messages() -> Iterator[bytes]:
@@ -210,14 +208,14 @@ def measure(model: str, text: str, ranks: int, *, receipts: bool) -> dict[str, A
             yield msgspec.msgpack.encode(msgspec.structs.replace(message, coordinates=places))
 
     all_ranks, meter, plans = AllRanks(structures, messages, layout.size), Meter(), Plans()
-    structure = meter.run("first: describe", lambda: _structure(plans, states[0]))
+    structure = meter.run("first: describe", lambda: structure_of(plans, states[0]))
     agreed = meter.run("first: agree", lambda: agree(all_ranks, plans, Local(structure, b"")))  # type: ignore[arg-type]
     assert agreed is not None
     assert agreed.plan is not None
     meter.seconds["first: agree"] -= all_ranks.waiting_s
     memory_mib, first_bytes, plan = meter.memory_mib, dict(all_ranks.received), agreed.plan
     all_ranks.head, all_ranks.received = plan.number, {}
-    structure = meter.run("later: describe", lambda: _structure(plans, states[0]))
+    structure = meter.run("later: describe", lambda: structure_of(plans, states[0]))
     meter.run("later: agree", lambda: agree(all_ranks, plans, Local(structure, b"")))  # type: ignore[arg-type]
     result = {
         "model": model,
@@ -234,44 +232,14 @@ def measure(model: str, text: str, ranks: int, *, receipts: bool) -> dict[str, A
         "most_bytes_of_a_rank": int(plan.loads.max()),
         "mean_bytes_of_a_rank": float(plan.loads.mean()),
     }
-    if receipts:
-        result["receipts"] = _receipts(plan, structures, stage_size, all_ranks)
     dist.destroy_process_group()
     return result
 
 
-def _structure(plans: Plans, state: dict[str, Any]) -> Structure:
+def structure_of(plans: Plans, state: dict[str, Any]) -> Structure:
     planner = DefaultSavePlanner()
     planner.set_up_planner(state, is_coordinator=True)
     return plans.memory.structure(planner, lambda items: None)
-
-
-def _receipts(
-    plan: CentralPlan, structures: Sequence[Structure], stage_size: int, ranks: AllRanks
-) -> dict[str, Any]:
-    """Take what all ranks have written into account, and encode the index."""
-    packed = []
-    for rank, answer in enumerate(ranks.answers):
-        structure = structures[rank // stage_size]
-        numbers: Sequence[int] = range(len(structure.items))
-        if bits := answer[8:]:
-            flags: list[int] = []
-            for count in structure.counts:
-                part, bits = bits[: -(-count // 8)], bits[-(-count // 8) :]
-                flags += np.unpackbits(np.frombuffer(part, dtype=np.uint8), count=count).tolist()
-            numbers = np.flatnonzero(flags).tolist()
-        packed.append(pack_placed([(number, 0, number << 20, 1 << 20) for number in numbers]))
-    meter = Meter()
-    files = [[f"data/{rank:05d}/0123456789abcdef-0"] for rank in range(plan.size)]
-    columns = meter.run("columns", lambda: columns_of(plan, packed, files))
-    index = meter.run("index", lambda: encode_index(columns))
-    cpu = {phase: round(seconds, 3) for phase, seconds in meter.seconds.items()}
-    return {
-        "cpu_s": cpu,
-        "bytes": sum(map(len, packed)),
-        "index_bytes": len(index),
-        "mib": round(meter.memory_mib, 1),
-    }
 
 
 def main() -> None:
@@ -281,10 +249,9 @@ def main() -> None:
     parser.add_argument("--model", default="gpt-1t", choices=sorted(MODELS))
     parser.add_argument("--layout", action="append", default=None)
     parser.add_argument("--ranks", type=int, default=16384)
-    parser.add_argument("--receipts", action="store_true", help="also what follows after all have written")
     arguments = parser.parse_args()
     for layout in arguments.layout or ["fsdp"]:
-        result = measure(arguments.model, layout, arguments.ranks, receipts=arguments.receipts)
+        result = measure(arguments.model, layout, arguments.ranks)
         json.dump(result, sys.stdout, indent=1)
         print(flush=True)
 
