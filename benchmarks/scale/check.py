@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from benchmarks.scale.case import OPERATIONS, PART_BYTES, Case, simulate
+from benchmarks.scale.counting import LOAD_PHASES, SAVE_PHASES
 from benchmarks.scale.real_job import Costs, Measured, run_job
 from ckpt.acceptance.models import Parameter, gpt
 from ckpt.planning.layout import layout_of, parse_mesh
@@ -20,19 +21,24 @@ PARAMETERS: Sequence[Parameter] = list(gpt(256, 3, vocab=2048, positions=128))
 
 CPU_FACTOR = 1.5
 
-_MOVING = ("write", "read", "load plans")
-"""Phases whose CPU seconds are those of tensors' bytes, or of DCP's plans, which differ from rank to rank."""
+_MOVING = ("write", "read")
+"""Phases whose CPU seconds are those of tensors' bytes."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A figure of a simulation and of a real job."""
+    """A figure of a simulation and of a real job.
+
+    Attributes:
+        slack: by what share of the measured figure the predicted one may be higher.
+    """
 
     operation: str
     what: str
     predicted: float
     measured: float
     must_equal: bool
+    slack: float = 0.0
 
     @property
     def ratio(self) -> float:
@@ -40,7 +46,8 @@ class Row:
 
     @property
     def is_right(self) -> bool:
-        return self.predicted == self.measured or not self.must_equal
+        most = self.measured * (1 + self.slack)
+        return not self.must_equal or self.measured <= self.predicted <= most
 
 
 def check(text: str, ranks: int, rounds: int) -> list[Row]:
@@ -52,8 +59,9 @@ def check(text: str, ranks: int, rounds: int) -> list[Row]:
 
 def _rows(name: str, case: Case, measured: Measured, costs: Costs, text: str) -> list[Row]:
     operation, rows = case.operations[name], []
-    cpu = [costs.client_s, 0.0]
-    for phase in [each for each in operation.phases if each and each not in _MOVING[2:]]:
+    cpu, client_s = [0.0, 0.0], costs.client_s
+    order = LOAD_PHASES if name == "load" else SAVE_PHASES
+    for phase in [each for each in order if each in operation.phases]:
         ours, theirs = operation.phases[phase], measured.phases[phase]
         requests = operation.requests.get(phase, Counter()), measured.own_requests.get(phase, Counter())
         for what in ("sent_bytes", "received_bytes", "messages"):
@@ -66,6 +74,8 @@ def _rows(name: str, case: Case, measured: Measured, costs: Costs, text: str) ->
         if any(each[kind] for each in requests for kind in _KINDS):
             rows.append(Row(name, f"{phase}: requests", _count(requests[0]), _count(requests[1]), True))
         if phase not in _MOVING:
+            if requests[0]:  # the first one makes the connection
+                ours, client_s = replace(ours, cpu_s=ours.cpu_s + client_s), 0.0
             spent = costs.message_s * ours.messages + costs.request_s * _count(requests[0])
             pair = round(ours.cpu_s + spent, 5), round(theirs.cpu_s, 5)
             rows.append(Row(name, f"{phase}: CPU seconds", *pair, False))
@@ -77,7 +87,9 @@ def _rows(name: str, case: Case, measured: Measured, costs: Costs, text: str) ->
         sent = own["sent_bytes"] + operation.others["sent_bytes"]
         rows.append(Row(name, "all ranks: bytes to the store", sent, measured.requests["sent_bytes"], True))
     if (planned := _planned(name, text, case.ranks)) is not None:
-        rows.append(Row(name, "all ranks: requests, by `ckpt plan`", planned, total, True))
+        # Of parts that replicas read, it counts one more request for each file that a part may begin in.
+        slack = 0.05 if name == "load" else 0.0
+        rows.append(Row(name, "all ranks: requests, by `ckpt plan`", planned, total, True, slack))
     rows.append(Row(name, _CPU, round(cpu[0], 4), round(cpu[1], 4), False))
     return rows
 
@@ -116,7 +128,10 @@ def report(text: str, ranks: int, rows: Sequence[Row]) -> str:
     for name in OPERATIONS:
         some = [row for row in rows if row.operation == name]
         equal = [row for row in some if row.must_equal and row.is_right]
-        lines.append(f"  {name}: {len(equal)} counts of bytes, messages and requests are equal")
+        figures = (
+            f"{len(equal)} of {sum(row.must_equal for row in some)} counts of bytes, messages and requests"
+        )
+        lines.append(f"  {name}: {figures} are as predicted")
         shown = [row for row in some if not row.is_right or row.what.startswith("all") or row.what == _CPU]
         for row in shown:
             figures = f"{row.predicted:>14,.6g}{row.measured:>14,.6g}{row.ratio:>8.2f}"

@@ -121,7 +121,7 @@ def watched(phases: Phases) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for target, name, phase in (
             (Ranks, "together", "enter"),
-            (column_save, "agree", "plan"),
+            (column_save, "save_columns", "plan"),
             (column_save, "_write", "receipts"),
             (writer.CheckpointWriter, "write_data", "write"),
             (writer.CheckpointWriter, "commit", "commit"),
