@@ -38,6 +38,7 @@ _KINDS = {
 _PRELOADED = ["torch._dynamo", "torch.distributed.checkpoint", "ckpt.api", "boto3", __name__]
 
 _TRIALS = 200
+_LONGEST_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -74,17 +75,21 @@ def run_job(
         receiver, sender = context.Pipe(duplex=False)
         job = parameters, text, ranks, rounds, store.port, endpoint, sender
         processes = [context.Process(target=_rank, args=(rank, *job)) for rank in range(ranks)]
+        patience_s = 0.0
         try:
             for process in processes:
                 process.start()
             sender.close()
+            if not receiver.poll(_LONGEST_S):
+                raise RuntimeError(f"a job of {ranks} ranks did not end in {_LONGEST_S:g} s")
             told: tuple[dict[str, Measured], Costs] = receiver.recv()
+            patience_s = 10.0
             return told
         except EOFError:
             raise RuntimeError("the job failed; see its messages above") from None
         finally:
             for process in processes:
-                process.join(timeout=10)
+                process.join(patience_s)
                 process.kill()
 
 

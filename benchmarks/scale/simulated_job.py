@@ -117,7 +117,7 @@ class Simulation:
         self.wanted: list[list[str]] = []
         self._hashes: dict[str, Any] = {}
         self._classes: dict[bytes, str] = {}
-        self._asked = 0
+        self.question = ""
         self.wire, self._part_bytes, self._keeps_data = Wire(self.phases), part_bytes, keeps_data
 
     @contextlib.contextmanager
@@ -144,6 +144,8 @@ class Simulation:
                 (fetcher.Fetcher, "run", lambda of, wanted, threads: self._fetch(wanted)),
                 (read_once._Exchange, "run", lambda exchange: self._exchange(exchange)),
                 (read_once.Replicas, "_find", _noting(self, read_once.Replicas._find)),
+                (read_once.Replicas, "_ask", _asking(self, "_ask")),
+                (read_once.Replicas, "_tell", _asking(self, "_tell")),
                 (read_once.Replicas, "records", _handing_out(self, read_once.Replicas.records)),
                 (dist, "gather_object", self._gather_objects),
                 (dist, "scatter_object_list", _scatter_objects),
@@ -155,7 +157,7 @@ class Simulation:
 
     def begin(self, url: str) -> None:
         """Begin a save to, or a load from, another place."""
-        self._url, self._asked = url, 0
+        self._url = url
         self._store = CountingStore(
             open_store(url), self.requests, self._part_bytes, keeps_data=self._keeps_data
         )
@@ -183,14 +185,13 @@ class Simulation:
             value = join(value, self.subtree(child, own, join))
         return value
 
-    def next_question(self, own: object) -> None:
-        self._asked += isinstance(own, dict)
-
     def _value(self, rank: int, own: Any) -> Any:
         if isinstance(own, Outcome):
             return Outcome.of(rank, next(iter(own.calls)), None)
-        if self._asked == 1:
+        if self.question == "_ask":
             return {path: [rank] for path in self.wanted[rank]}
+        if self.question != "_tell":
+            return own  # the same on all ranks
         member = read_once._Member(rank, rank)
         return {self._digest(rank, digest, name): [member] for digest, name in self._classes.items()}
 
@@ -286,7 +287,6 @@ def _tree_of(job: Simulation) -> type[Tree]:
 
         def join(self, value: T, join: Callable[[T, T], T], tag: int = 0) -> T:
             with job.phases.outside():
-                job.next_question(value)
                 for child in self._children:
                     data = pickle.dumps(job.subtree(child, value, join))
                     message = len(data).to_bytes(8, "little") + data
@@ -302,6 +302,20 @@ def _noting(job: Simulation, find: Callable[..., Any]) -> Callable[..., Any]:
     def run(replicas: Any, own: Mapping[bytes, str]) -> Any:
         job._classes = dict(own)
         return find(replicas, own)
+
+    return run
+
+
+def _asking(job: Simulation, question: str) -> Callable[..., Any]:
+    """Note what all ranks are asked."""
+    ask = getattr(read_once.Replicas, question)
+
+    def run(*args: Any) -> Any:
+        before, job.question = job.question, question
+        try:
+            return ask(*args)
+        finally:
+            job.question = before
 
     return run
 
