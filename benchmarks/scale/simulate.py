@@ -108,6 +108,24 @@ def summary(case: Case, title: str, model: Model) -> str:
     )
 
 
+def as_json(case: Case, title: str, model: Model) -> dict[str, Any]:
+    """Return all figures as what JSON can hold."""
+    operations = {}
+    for name, operation in case.operations.items():
+        phases = {
+            phase: {
+                **asdict(operation.phases[phase]),
+                "requests": dict(operation.requests.get(phase, {})),
+                "by_model_s": model.seconds(case, name, phase),
+            }
+            for phase in phases_of(operation, name)
+        }
+        others = None if operation.others is None else dict(operation.others)
+        operations[name] = {"phases": phases, "others": others, "peak_mib": operation.peak_mib}
+    figures = {"data_bytes": case.data_bytes, "most_bytes": case.most_bytes, "manifests": case.files}
+    return {"title": title, "ranks": case.ranks, **figures, "operations": operations}
+
+
 _SUMMARY = (
     f"{'':<34}{'plan':>9}{'memory':>8}{'later':>10}{'commit':>9}{'load':>9}{'first':>9}{'later':>9}{'load':>9}\n"
     f"{'':<34}{'CPU s':>9}{'MiB':>8}{'plan ms':>10}{'CPU s':>9}{'CPU s':>9}{'by model, s':>27}"
@@ -199,7 +217,7 @@ def main() -> int:
     for text, ranks in cases:
         case, title = run(arguments.model, text, ranks), f"{arguments.model} {text}, {ranks:,} ranks"
         if arguments.json:
-            print(json.dumps({"title": title, **asdict(case)}), flush=True)
+            print(json.dumps(as_json(case, title, model)), flush=True)
         else:
             print((summary if len(cases) > 1 else table)(case, title, model), flush=True)
     return 0
