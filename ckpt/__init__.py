@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ckpt.api import async_save, load, save
     from ckpt.conversion.convert import convert
     from ckpt.dcp_hook import install, uninstall
+    from ckpt.draining.drain import drain
     from ckpt.reading.reader import CheckpointReader
     from ckpt.references.frozen import frozen
     from ckpt.tools.copy import copy
@@ -48,6 +49,7 @@ __all__ = [
     "copy",
     "diff",
     "doctor",
+    "drain",
     "embeddings",
     "errors",
     "frozen",
@@ -76,6 +78,7 @@ _HOMES = {
     "copy": "ckpt.tools.copy",
     "diff": "ckpt.tools.diff",
     "doctor": "ckpt.tools.doctor",
+    "drain": "ckpt.draining.drain",
     "frozen": "ckpt.references.frozen",
     "inspect": "ckpt.tools.inspect",
     "install": "ckpt.dcp_hook",

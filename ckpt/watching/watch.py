@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 from ckpt.backends.registry import open_store
 from ckpt.consistency import environment
 from ckpt.consistency.commit import STOCK_METADATA_KEY
-from ckpt.errors import AccessDenied, ConfigurationError, NotFound, StorageError, StorageFull
+from ckpt.consistency.patience import patiently
+from ckpt.errors import ConfigurationError, StorageError
 from ckpt.watching.cursor import Cursor
 from ckpt.watching.sights import Sight, Sights, WatchedCheckpoint
 
@@ -27,9 +28,7 @@ _SKEW_S = 3600.0
 """By how much clocks may differ, when a commit is taken for an old one."""
 _STOCK_S = 60.0
 """How long after a commit to wait for what other programs look for (`.metadata`)."""
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
-_FINAL = (AccessDenied, NotFound, StorageFull)
-"""Errors of storage that do not pass by themselves."""
+_FIRST_PAUSE_S = 1.0
 
 T = TypeVar("T")
 
@@ -287,23 +286,13 @@ class Watcher:
 
     def _patiently(self, call: Callable[[], T], *, until_over: bool = True) -> T:
         """Call `call`, again while the storage gives no answer; `until_over`: not after `timeout_s`."""
-        failing_since_s: float | None = None
-        pause_s = min(_FIRST_PAUSE_S, self.poll_s)
-        while True:
-            try:
-                return call()
-            except _FINAL:
-                raise
-            except StorageError as error:
-                now_s = environment.monotonic()
-                if failing_since_s is None:
-                    failing_since_s = now_s
-                    _logger.warning("trying again for %.0f s at most: %s", self.outage_s, error)
-                if now_s - failing_since_s >= self.outage_s or (until_over and self._is_over()):
-                    raise
-                if environment.wait(self._stop, pause_s):
-                    raise
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        return patiently(
+            call,
+            outage_s=self.outage_s,
+            stop=self._stop,
+            first_pause_s=min(_FIRST_PAUSE_S, self.poll_s),
+            is_over=lambda: until_over and self._is_over(),
+        )
 
 
 def _name(checkpoint: WatchedCheckpoint) -> tuple[str, str]:

@@ -179,6 +179,21 @@ class Coordinator:
             raise
         self._objects.release()
         self.committed = StoredCommit(sealed, self._store.url), encoded, columns
+        self._end(record, acknowledged)
+
+    def commit_as_is(self, commit: StoredCommit, stock_metadata: bytes) -> None:
+        """Commit a record that is committed elsewhere, all objects of which are here under the same names.
+
+        Raises as `commit`; CommitConflict also if another process has committed this record meanwhile.
+        """
+        held = HeldBases(self._store, commit.record)
+        if commit.record.bases:
+            held.hold()
+        if self._previous is None:
+            learn_condition(self._store, probe_key(self._objects.rank, self._objects.token))
+        self._end(commit.record, self._publish(commit.raw, stock_metadata, held))
+
+    def _end(self, record: CommitRecord, acknowledged: bool) -> None:
         with contextlib.suppress(Exception):  # nothing after the commit may make the save look failed
             _logger.info("committed %s (%d ranks)", self._store.url, record.world_size)
             # A store that has not answered may not be done with the old record either.

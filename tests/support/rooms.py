@@ -313,6 +313,19 @@ ROOMS: Mapping[str, Room] = {
             "ckpt.tools.ls",
         ),
     ),
+    "ckpt.draining": Room(
+        "the checkpoints of a node's own disk, carried to the durable place",
+        (
+            *_FLOOR,
+            "ckpt.backends.wrapper",
+            _REGISTRY,
+            "ckpt.format",
+            "ckpt.transfer",
+            "ckpt.reading",
+            "ckpt.writing",
+            "ckpt.tools",
+        ),
+    ),
     "ckpt.cli.printing": Room(
         "lines, columns, outlines and errors for people",
         ("ckpt.errors", "ckpt.backends.retries", "ckpt.planning"),

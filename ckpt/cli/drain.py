@@ -1,0 +1,137 @@
+"""`ckpt drain`: carry checkpoints from a node's own disk to the durable place."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+import ckpt
+from ckpt.cli.options import (
+    SIZE_UNITS,
+    TIME_UNITS,
+    DestinationOptions,
+    Threads,
+    parse_quantity,
+    parse_storage_options,
+)
+from ckpt.cli.printing.output import EXIT_PROBLEM, Output, command, shown, size
+
+if TYPE_CHECKING:
+    from ckpt.draining.drain import Drained
+
+_COLORS = {"durable": "green", "waiting": "yellow", "failed": "red", "left out": "cyan"}
+_RATES = {f"{unit}/s": factor for unit, factor in SIZE_UNITS.items()}
+
+_Newest = Annotated[
+    int | None,
+    typer.Option(metavar="N", min=1, help="If several wait, carry only the newest N; the others stay here."),
+]
+_KeepLocal = Annotated[
+    int | None,
+    typer.Option(metavar="N", min=1, help="Remove from LOCAL what is durable, but for the newest N."),
+]
+_Bandwidth = Annotated[str | None, typer.Option(metavar="RATE", help="Send no faster: 200MB/s.")]
+_Follow = Annotated[bool, typer.Option("--follow", "-f", help="Look for more until a signal ends it.")]
+_Poll = Annotated[str, typer.Option(metavar="TIME", help="Time between two looks: 2s, 1m.")]
+_Outage = Annotated[str, typer.Option(metavar="TIME", help="How long DURABLE may give no answer.")]
+_Grace = Annotated[
+    str, typer.Option(metavar="TIME", help="After SIGTERM, carry what fits in this time: 25s, 5m.")
+]
+_JsonLines = Annotated[bool, typer.Option("--json", help="Print one JSON object a checkpoint, in a line.")]
+
+
+def drain(
+    local: Annotated[str, typer.Argument(metavar="LOCAL", help="The folder of a run on this node.")],
+    durable: Annotated[str, typer.Argument(metavar="DURABLE", help="The run's folder in the durable place.")],
+    follow: _Follow = False,
+    newest: _Newest = None,
+    keep_local: _KeepLocal = None,
+    max_bandwidth: _Bandwidth = None,
+    poll: _Poll = "2s",
+    outage: _Outage = "1h",
+    grace: _Grace = "25s",
+    threads: Threads = None,
+    dst_storage_options: DestinationOptions = None,
+    json: _JsonLines = False,
+) -> None:
+    """Carry checkpoints from a node's own disk to the durable place.
+
+    Each becomes a checkpoint there in one step, when all of it has arrived, in the order of the steps.
+    Every block is checked on its way. After a crash run the same command again: what was sent is
+    not sent again. On several nodes, each with its own ranks' files, run it on each.
+    """
+    interrupted = "What was sent stays; the same command goes on where this one stopped."
+    finish, stop = threading.Event(), threading.Event()
+    with (
+        command(json, if_interrupted=interrupted) as output,
+        _ending(finish, stop, _seconds("--grace", grace)),
+    ):
+        states: dict[str, str] = {}
+        for drained in ckpt.drain(
+            local,
+            durable,
+            storage_options=parse_storage_options(dst_storage_options, "--dst-storage-options"),
+            newest=newest,
+            keep_local=keep_local,
+            max_bandwidth_bytes_per_s=_rate(max_bandwidth),
+            follow=follow,
+            poll_s=_seconds("--poll", poll),
+            outage_s=_seconds("--outage", outage),
+            threads=threads,
+            finish=finish,
+            stop=stop,
+        ):
+            states[drained.path] = drained.state
+            _print(output, drained)
+        if not states and not output.as_json:
+            output.print("no checkpoints")
+        if {"waiting", "failed"} & {*states.values()}:
+            raise typer.Exit(EXIT_PROBLEM)
+
+
+def _print(output: Output, drained: Drained) -> None:
+    if output.as_json:
+        output.json(dataclasses.asdict(drained))
+    else:
+        text = f"[{_COLORS[drained.state]}]{drained.state}[/]  {shown(drained.path)}"
+        if drained.reason:
+            text += f": {shown(drained.reason)}"
+        elif drained.took_s:
+            text += f", {size(drained.sent_bytes)} sent in {drained.took_s:.1f} s"
+        output.print(text)
+    sys.stdout.flush()
+
+
+@contextlib.contextmanager
+def _ending(finish: threading.Event, stop: threading.Event, grace_s: float) -> Iterator[None]:
+    """After SIGTERM carry what is there for `grace_s` seconds at most."""
+    timer = threading.Timer(grace_s, stop.set)
+    timer.daemon = True
+
+    def end(_: int, __: FrameType | None) -> None:
+        if not finish.is_set():
+            finish.set()
+            timer.start()
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        timer.cancel()
+        signal.signal(signal.SIGTERM, before)
+
+
+def _seconds(option: str, text: str) -> float:
+    return parse_quantity(option, text, TIME_UNITS, "10s, 5m or 1h")
+
+
+def _rate(text: str | None) -> float | None:
+    return None if text is None else parse_quantity("--max-bandwidth", text, _RATES, "200MB/s or 1GiB/s")

@@ -1,0 +1,1 @@
+"""Carry the checkpoints of a node's own disk to the durable place."""

@@ -1,0 +1,206 @@
+"""Carry a committed checkpoint to another place: its objects under their own names, its commit last.
+
+Names hold a token that was drawn for the save, so an object of that name and size is that object, and
+nothing is sent twice. A node whose disk has some ranks' files carries those. Whoever then finds all
+objects of the commit there commits: all nodes have the same record, so any may, and several at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from ckpt.backends.base import PutMode, Store, exists
+from ckpt.backends.bodies import Body, CheckedBody, Part
+from ckpt.errors import AlreadyExists, CommitConflict, FormatError, IntegrityError, NotCommitted
+from ckpt.format.materialised import check_beside
+from ckpt.format.names import ObjectName, rank_directory
+from ckpt.format.records import CommitRecord, ManifestRef, ObjectRef, RankManifest, StoredCommit, read_commit
+from ckpt.reading.checkpoint import ReadSettings, read_listed
+from ckpt.reading.latest import created_at_s, missing_object
+from ckpt.tools.record_checks import read_manifest
+from ckpt.transfer.bandwidth import Pacer
+from ckpt.transfer.buffer_pool import StagingPool
+from ckpt.transfer.fetcher import StoredFile
+from ckpt.transfer.relay_bodies import VerifiedBody, check_wanted
+from ckpt.transfer.threads import run_all, workers
+from ckpt.writing.coordinator import Coordinator
+from ckpt.writing.save_objects import SaveObjects
+from ckpt.writing.stock_metadata import put_stock_metadata, stock_key, stock_metadata_of
+
+_BUDGET_BYTES = 256 << 20
+_FILES_AT_ONCE = 4
+_SETTINGS = ReadSettings(visibility_timeout_s=0.0)
+
+T = TypeVar("T")
+
+
+@dataclass
+class Carried:
+    """What became of a checkpoint.
+
+    Attributes:
+        sent_bytes: of data files, by this process.
+        lacks: the first object that the durable place still lacks, and why it is not committed; None if it is.
+        was_there: it was committed there before.
+    """
+
+    sent_bytes: int = 0
+    lacks: str | None = None
+    was_there: bool = False
+
+
+@dataclass(frozen=True)
+class _PacedBody:
+    """A body that is sent no faster than a pacer allows."""
+
+    body: VerifiedBody
+    pacer: Pacer
+
+    has_checksums = True
+
+    @property
+    def nbytes(self) -> int:
+        return self.body.nbytes
+
+    @contextlib.contextmanager
+    def part(self, start: int, stop: int) -> Iterator[Part]:
+        with self.body.part(start, stop) as part:
+            yield Part(part.buffers, part.crc64nvme, self.pacer.wait)
+
+    def crc64nvme(self) -> int:
+        return self.body.crc64nvme()
+
+
+@dataclass(frozen=True)
+class Carrier:
+    """Carries checkpoints between two places.
+
+    Args:
+        pacer: bounds the bandwidth of all that it sends.
+        stop: set to have it end soon.
+        report: called with the number of bytes of each data file that was sent.
+    """
+
+    pacer: Pacer | None = None
+    stop: threading.Event = field(default_factory=threading.Event)
+    report: Callable[[int], None] = lambda nbytes: None
+
+    def carry(self, source: Store, destination: Store) -> Carried:
+        """Send the objects that are here and not there; commit if all are there then.
+
+        Raises:
+            NotCommitted, NotFound: no checkpoint is committed at the source, or it was removed meanwhile.
+            IntegrityError, FormatError: the source is damaged; nothing that is damaged was sent.
+            CommitConflict: another save, which is not earlier, is committed at the destination.
+            AlreadyExists: another program's checkpoint is there.
+            StorageError: a storage refused, or could not be reached.
+        """
+        commit = read_commit(source)
+        if commit is None:
+            raise NotCommitted("no checkpoint is committed here", url=source.url)
+        record, before = commit.record, read_commit(destination)
+        if before == commit:
+            _show(destination, commit)
+            return Carried(was_there=True)
+        if before is not None and before.is_ours and not _is_later(record, before.record):
+            text = "a save that is not earlier is committed here already; it stays"
+            raise CommitConflict(text, url=destination.url)
+        coordinator = Coordinator(destination, SaveObjects())
+        coordinator.look(overwrite=True, model=record.is_model)
+        check_beside(destination, record)
+        return self._carry(commit, source, destination, coordinator)
+
+    def _carry(
+        self, commit: StoredCommit, source: Store, destination: Store, coordinator: Coordinator
+    ) -> Carried:
+        record, done, lock, failed = commit.record, Carried(), threading.Lock(), threading.Event()
+        sizes = {stat.key: stat.size_bytes for stat in destination.list()}
+        pool = StagingPool(_BUDGET_BYTES)
+
+        def check() -> None:
+            check_wanted(self.stop)
+            check_wanted(failed)
+
+        def send(file: StoredFile) -> None:
+            check()
+            if sizes.get(file.key) == file.size_bytes:
+                return
+            checked = VerifiedBody(source, file, pool, check, _at_once)
+            body = checked if self.pacer is None else _PacedBody(checked, self.pacer)
+            _put(destination, file.key, body)
+            with lock:
+                done.sent_bytes += file.size_bytes
+            self.report(file.size_bytes)
+
+        def send_small(ref: ObjectRef) -> None:
+            if sizes.get(ref.path) != ref.size_bytes:
+                _put(destination, ref.path, CheckedBody(read_listed(source, _SETTINGS, ref, commit)))
+
+        with workers(min(_FILES_AT_ONCE, destination.threads), "ckpt-drain") as threads:
+            for ref in record.own_manifests:
+                if exists(source, ref.path):  # else it is another node's
+                    manifest = read_manifest(source, _SETTINGS, commit, ref)
+                    destination.prepare(rank_directory(ref.rank))
+                    run_all(threads, send, _files(ref, manifest), stop=failed)
+                    failed.clear()
+                    send_small(ref)
+        if exists(source, record.described_by.path):
+            send_small(record.described_by)
+        check_wanted(self.stop)
+        done.lacks = missing_object(destination, record)
+        if done.lacks is None:
+            self._commit(commit, destination, coordinator)
+        return done
+
+    def _commit(self, commit: StoredCommit, destination: Store, coordinator: Coordinator) -> None:
+        stock_metadata = stock_metadata_of(destination, commit.record)
+        try:
+            coordinator.commit_as_is(commit, stock_metadata)
+        except CommitConflict:
+            if read_commit(destination) != commit:  # else another node was sooner
+                raise
+
+
+def _files(ref: ManifestRef, manifest: RankManifest) -> list[StoredFile]:
+    """List the data files of a manifest; they lie beside it, under names that this library gives."""
+    stem, files = ref.path.removesuffix(".json"), []
+    for file in manifest.files:
+        name = ObjectName.parse(file.path)
+        if name is None or not name.is_data or name.stem != stem:
+            raise FormatError(
+                "lists a data file under a name that this library does not give it", key=ref.path
+            )
+        files.append(StoredFile(file.path, file.size_bytes, manifest.block_size_bytes, file.block_crcs()))
+    return files
+
+
+def _put(destination: Store, key: str, body: Body) -> None:
+    """Put an object that another process may put at the same time."""
+    try:
+        destination.put(key, body, mode=PutMode.CREATE)
+    except AlreadyExists:
+        size_bytes = destination.stat(key).size_bytes
+        if size_bytes != body.nbytes:
+            text = (
+                f"has {size_bytes} bytes, {body.nbytes} are to be there: remove it, or drain to another place"
+            )
+            raise IntegrityError(text, url=destination.url, key=key) from None
+
+
+def _show(destination: Store, commit: StoredCommit) -> None:
+    """Put `.metadata` where a process was killed between its commit and that."""
+    if not exists(destination, stock_key(commit.record)):
+        put_stock_metadata(destination, commit, stock_metadata_of(destination, commit.record))
+
+
+def _is_later(record: CommitRecord, than: CommitRecord) -> bool:
+    made_s, other_s = created_at_s(record), created_at_s(than)
+    return made_s is not None and other_s is not None and made_s > other_s
+
+
+def _at_once(read: Callable[[], T]) -> T:
+    return read()

@@ -1,0 +1,271 @@
+"""Carry the checkpoints of a local folder to the durable place, in the order of their steps: `ckpt.drain`."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ckpt.backends.base import Store
+from ckpt.backends.registry import open_store
+from ckpt.backends.wrapper import PrefixStore
+from ckpt.consistency import environment
+from ckpt.consistency.patience import patiently
+from ckpt.draining.carry import Carrier
+from ckpt.errors import (
+    AccessDenied,
+    AlreadyExists,
+    BaseGone,
+    CheckpointError,
+    CommitConflict,
+    CommitError,
+    ConfigurationError,
+    NotFound,
+    StillReferred,
+    StorageError,
+    StorageFull,
+)
+from ckpt.format.records import read_commit
+from ckpt.format.run_record import read_run
+from ckpt.tools.ls import step_of_commit
+from ckpt.tools.remove import remove
+from ckpt.transfer.bandwidth import Pacer
+
+_logger = logging.getLogger(__name__)
+
+_PASSING = (StorageError, CommitError)
+_FINAL = (AccessDenied, AlreadyExists, BaseGone, CommitConflict, NotFound, StorageFull)
+"""Of those, the ones that do not pass by themselves."""
+
+_STOPPED = "stopped before it was durable"
+
+State = Literal["durable", "waiting", "failed", "left out"]
+
+
+@dataclass(frozen=True)
+class Drained:
+    """What became of a checkpoint of the local folder.
+
+    Attributes:
+        path: its folder, below both roots.
+        url: where it is durable, or is to be, without credentials.
+        state: `durable`: committed there. `waiting`: objects are still missing there, which other nodes
+            have. `failed`: it is not tried again. `left out`: newer ones are waiting.
+        reason: why it is not durable.
+        sent_bytes: of data files, by this process.
+        took_s: to send them and to commit; 0 if it was durable before.
+    """
+
+    path: str
+    step: int | None
+    url: str
+    state: State
+    reason: str = ""
+    sent_bytes: int = 0
+    took_s: float = 0.0
+
+
+def drain(
+    local: str | os.PathLike[str],
+    durable: str | os.PathLike[str],
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    newest: int | None = None,
+    keep_local: int | None = None,
+    max_bandwidth_bytes_per_s: float | None = None,
+    follow: bool = False,
+    poll_s: float = 2.0,
+    outage_s: float = 3600.0,
+    threads: int | None = None,
+    finish: threading.Event | None = None,
+    stop: threading.Event | None = None,
+    report: Callable[[int], None] | None = None,
+) -> Generator[Drained, None, None]:
+    """Carry what is committed in `local` to `durable`, and yield each checkpoint when its state is known.
+
+    A checkpoint becomes durable in one step, when all of its objects are there. After a crash call it
+    again: what was sent stays, and is not sent again. On several nodes, each of which has its own
+    ranks' files and all of which have the commit record, each calls it; the last one commits.
+
+    Args:
+        local: a run's folder on this node. Its checkpoints are the folders directly below it.
+        durable: the run's folder in the durable place. Checkpoints have the same names there.
+        newest: of those that are not durable yet, carry only the newest so many; default all.
+        keep_local: remove from `local` what is durable, but for the newest so many; default: remove nothing.
+        follow: look for more every `poll_s` seconds; else carry what is there.
+        finish: set it to have it look once more, carry what is there, and end.
+        stop: set it to have it end soon, whatever is left.
+        outage_s: how long the durable place may give no answer before that is an error.
+        report: called with the bytes of each data file that was sent.
+
+    Raises:
+        ConfigurationError: an argument is wrong.
+        AccessDenied, StorageFull: at once; other errors of storage once they last longer than `outage_s`.
+    """
+    for name, number in (("newest", newest), ("keep_local", keep_local)):
+        if number is not None and number < 1:
+            raise ConfigurationError(f"{name} must be at least 1, not {number}")
+    if not poll_s > 0 or not outage_s >= 0:
+        raise ConfigurationError("poll_s must be more than 0, and outage_s not less")
+    pacer = None if max_bandwidth_bytes_per_s is None else Pacer(max_bandwidth_bytes_per_s)
+    from_store = open_store(local)
+    to_store = open_store(durable, storage_options, threads=threads)
+    if from_store.url == to_store.url:
+        raise ConfigurationError("local and durable are the same place", url=to_store.url)
+    event = stop or threading.Event()
+    drainer = _Drainer(
+        from_store,
+        to_store,
+        Carrier(pacer, event, report or (lambda nbytes: None)),
+        event,
+        newest,
+        keep_local,
+        outage_s,
+    )
+    return drainer.run(follow, finish or threading.Event(), poll_s)
+
+
+@dataclass(frozen=True)
+class _Local:
+    """A checkpoint that is committed in the local folder; with a `problem`, its record cannot be read."""
+
+    path: str
+    id: str
+    step: int | None
+    created_at: str
+    problem: str = ""
+
+    @property
+    def order(self) -> tuple[float, str]:
+        return -math.inf if self.step is None else self.step, self.created_at
+
+
+@dataclass
+class _Drainer:
+    local: Store
+    durable: Store
+    carrier: Carrier
+    stop: threading.Event
+    newest: int | None
+    keep_local: int | None
+    outage_s: float
+    settled: dict[str, tuple[str, State]] = field(default_factory=dict)
+    """The commit that was seen in each folder, and what became of it."""
+
+    told: dict[str, str] = field(default_factory=dict)
+    """Why a checkpoint waits, by its folder, as it was last said."""
+
+    def run(self, follow: bool, finish: threading.Event, poll_s: float) -> Generator[Drained, None, None]:
+        with contextlib.closing(self.local), contextlib.closing(self.durable):
+            while True:
+                is_last = not follow or finish.is_set()
+                yield from self._round()
+                if is_last or self.stop.is_set():
+                    return
+                environment.wait(finish, poll_s)
+
+    def _round(self) -> Iterator[Drained]:
+        there = sorted(self._committed(), key=lambda each: each.order)
+        todo = [each for each in there if self.settled.get(each.path, (None,))[0] != each.id]
+        left_out = todo[: -self.newest] if self.newest is not None else []
+        for each in todo:
+            if self.stop.is_set():
+                yield self._told(each, "waiting", _STOPPED)
+                continue
+            drained = self._left_out(each) if each in left_out else self._drain(each)
+            if drained is not None:
+                yield drained
+        self._make_room(there)
+        paths = {each.path for each in there}
+        self.settled = {path: seen for path, seen in self.settled.items() if path in paths}
+
+    def _committed(self) -> Iterator[_Local]:
+        """List what is committed here and was not given up by the run."""
+        try:
+            record = read_run(self.local)
+        except CheckpointError as error:
+            _logger.warning("the run's record cannot be used, all checkpoints are carried: %s", error)
+            record = None
+        given_up = {each.path for each in record.checkpoints if each.superseded} if record else set()
+        for path in self.local.folders():
+            if path in given_up:
+                continue
+            try:
+                commit = read_commit(PrefixStore(self.local, path))
+                if commit is not None:
+                    made = commit.record
+                    yield _Local(path, made.id, step_of_commit(made, path), made.created_at)
+            except CheckpointError as error:
+                yield _Local(path, "", None, "", problem=str(error))
+
+    def _left_out(self, each: _Local) -> Drained:
+        self.settled[each.path] = each.id, "left out"
+        return self._told(each, "left out", "newer checkpoints are not durable yet")
+
+    def _drain(self, each: _Local) -> Drained | None:
+        """Carry a checkpoint; None if it is gone, or waits as before."""
+        source, destination = PrefixStore(self.local, each.path), PrefixStore(self.durable, each.path)
+        began_s = time.monotonic()
+        if each.problem:
+            return self._failed(each, each.problem)
+        try:
+            carried = patiently(
+                lambda: self.carrier.carry(source, destination),
+                outage_s=self.outage_s,
+                stop=self.stop,
+                passing=_PASSING,
+                final=_FINAL,
+            )
+        except CheckpointError as error:
+            if read_commit(source) is None:  # removed meanwhile
+                return None
+            if self.stop.is_set():
+                return self._told(each, "waiting", _STOPPED)
+            if isinstance(error, StorageError) and not self._is_its_own(error):
+                raise
+            return self._failed(each, str(error))
+        if carried.lacks is not None:
+            if self.told.get(each.path) == carried.lacks:
+                return None
+            self.told[each.path] = carried.lacks
+            return self._told(each, "waiting", carried.lacks, sent_bytes=carried.sent_bytes)
+        self.settled[each.path] = each.id, "durable"
+        took_s = 0.0 if carried.was_there else time.monotonic() - began_s
+        return self._told(each, "durable", sent_bytes=carried.sent_bytes, took_s=took_s)
+
+    def _failed(self, each: _Local, reason: str) -> Drained:
+        self.settled[each.path] = each.id, "failed"
+        return self._told(each, "failed", reason)
+
+    def _is_its_own(self, error: StorageError) -> bool:
+        """Tell whether an error concerns one checkpoint alone: its files here, or another program's there."""
+        return isinstance(error, AlreadyExists) or (error.url or "").startswith(self.local.url)
+
+    def _told(self, each: _Local, state: State, reason: str = "", **figures: Any) -> Drained:
+        url = f"{self.durable.url.rstrip('/')}/{each.path}"
+        return Drained(each.path, each.step, url, state, reason, **figures)
+
+    def _make_room(self, there: list[_Local]) -> None:
+        """Remove from this node what is durable, but for the newest; and what was left out."""
+        if self.keep_local is None:
+            return
+        states = [self.settled.get(each.path, ("", ""))[1] for each in there]
+        newest_durable = max(
+            (number for number, state in enumerate(states) if state == "durable"), default=-1
+        )
+        for number, each in enumerate(there[: -self.keep_local]):
+            # What was left out may be needed until a newer one is durable.
+            if states[number] != "durable" and not (states[number] == "left out" and number < newest_durable):
+                continue
+            try:
+                remove(f"{self.local.directory or self.local.url}/{each.path}")
+            except StillReferred:
+                continue  # a later one names its bytes: it goes with that
+            except CheckpointError as error:
+                _logger.warning("%s could not be removed from this node: %s", each.path, error)

@@ -1,0 +1,340 @@
+"""`ckpt.drain`: checkpoints of a node's disk become durable elsewhere; killed, cut off, damaged, on several nodes."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from support.clock import SkippingClock
+from support.commands import edit_commit, flip
+from support.proxy import Call, FaultProxy
+from support.ranks import start
+from support.saves import FailingPlanner
+from support.states import digest, emptied, random_tensor
+from support.strict_s3 import Request, StrictS3
+
+import ckpt
+from ckpt.consistency import environment
+from ckpt.draining.drain import Drained
+from ckpt.errors import AccessDenied, ConfigurationError, SaveFailed
+
+MIB = 1 << 20
+DURABLE = "s3://bucket/run"
+
+
+def state_of(seed: int) -> dict[str, Any]:
+    return {"large": random_tensor(3 * MIB, seed=seed), "small": random_tensor(9, seed=seed), "seed": seed}
+
+
+def save(local: Path, step: int, seed: int | None = None, **more: Any) -> None:
+    state = state_of(step if seed is None else seed)
+    ckpt.save(state, local / f"step-{step}", no_dist=True, tags={"step": str(step)}, **more)
+
+
+def holds(url: str | Path, seed: int, **more: Any) -> bool:
+    loaded = {key: emptied(value) for key, value in state_of(0).items()}
+    ckpt.load(loaded, url, no_dist=True, **more)
+    return bool(digest(loaded) == digest(state_of(seed)))
+
+
+def outcomes(drained: list[Drained]) -> list[tuple[str, str]]:
+    return [(each.path, each.state) for each in drained]
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Path:
+    return tmp_path / "local"
+
+
+@pytest.fixture
+def durable(tmp_path: Path) -> Path:
+    return tmp_path / "durable"
+
+
+@pytest.fixture
+def to_server(server: StrictS3) -> dict[str, Any]:
+    return {"storage_options": server.options}
+
+
+# -- what becomes of checkpoints -----------------------------------------------------------------------
+
+
+def test_all_become_durable_in_order(local: Path, server: StrictS3, to_server: dict[str, Any]) -> None:
+    for step in (20, 100, 3):
+        save(local, step)
+    done = list(ckpt.drain(local, DURABLE, **to_server))
+    assert outcomes(done) == [("step-3", "durable"), ("step-20", "durable"), ("step-100", "durable")]
+    assert [each.step for each in done] == [3, 20, 100]
+    assert done[0].url == f"{DURABLE}/step-3"
+    assert all(each.sent_bytes >= 12 * MIB and each.took_s > 0 for each in done)
+    commits = [each.name for each in server.sent("PutObject") if each.name.endswith("commit.json")]
+    assert commits == ["run/step-3/commit.json", "run/step-20/commit.json", "run/step-100/commit.json"]
+    assert all(holds(f"{DURABLE}/step-{step}", step, **to_server) for step in (3, 20, 100))
+    assert ckpt.verify(f"{DURABLE}/step-3", **to_server).ok
+
+
+def test_nothing_is_sent_twice(local: Path, server: StrictS3, to_server: dict[str, Any]) -> None:
+    save(local, 1)
+    list(ckpt.drain(local, DURABLE, **to_server))
+    server.requests.clear()
+    assert [
+        (each.state, each.sent_bytes, each.took_s) for each in ckpt.drain(local, DURABLE, **to_server)
+    ] == [("durable", 0, 0.0)]
+    assert {each.method for each in server.requests} <= {"GET", "HEAD"}
+
+
+def test_stock_readers_read_it(local: Path, durable: Path) -> None:
+    save(local, 1)
+    list(ckpt.drain(local, durable))
+    loaded = {"large": torch.zeros(3 * MIB)}
+    dcp.load(loaded, storage_reader=dcp.FileSystemReader(durable / "step-1"))
+    assert digest(loaded["large"]) == digest(state_of(1)["large"])
+
+
+def test_what_is_not_committed_stays(local: Path, durable: Path) -> None:
+    save(local, 1)
+    with pytest.raises(SaveFailed):
+        save(local, 2, planner=FailingPlanner(2, lambda: 1 / 0))
+    (local / "logs").mkdir()
+    (local / "logs" / "x.txt").write_text("x")
+    assert outcomes(list(ckpt.drain(local, durable))) == [("step-1", "durable")]
+    assert sorted(path.name for path in durable.iterdir()) == ["step-1"]
+
+
+def test_the_newest_only(local: Path, durable: Path) -> None:
+    for step in (1, 2, 3):
+        save(local, step)
+    assert outcomes(list(ckpt.drain(local, durable, newest=1, keep_local=1))) == [
+        ("step-1", "left out"),
+        ("step-2", "left out"),
+        ("step-3", "durable"),
+    ]
+    assert [path.name for path in durable.iterdir()] == ["step-3"]
+    assert [path.name for path in local.iterdir()] == ["step-3"]
+
+
+def test_room_is_made_of_what_is_durable(local: Path, durable: Path) -> None:
+    for step in (1, 2, 3, 4):
+        save(local, step)
+    data = next((local / "step-1").glob("rank-00000/*.distcp"))
+    flip(data, 1000)
+    done = list(ckpt.drain(local, durable, keep_local=2))
+    assert outcomes(done)[1:] == [(f"step-{step}", "durable") for step in (2, 3, 4)]
+    assert done[0].state == "failed"
+    assert "do not match their checksum" in done[0].reason
+    assert sorted(path.name for path in local.iterdir()) == ["step-1", "step-3", "step-4"]
+    assert not (durable / "step-1" / "commit.json").exists()
+
+
+def test_a_step_that_was_saved_again(local: Path, durable: Path) -> None:
+    """A run that went back saves a step anew: the later one replaces the earlier one, and never the other way."""
+    save(local, 1, seed=5)
+    edit_commit(local / "step-1", lambda record: record.update(created_at="2026-01-01T00:00:00+00:00"))
+    before = local.with_name("before")
+    shutil.copytree(local, before)
+    list(ckpt.drain(local, durable))
+    save(local, 1, seed=6)
+    assert outcomes(list(ckpt.drain(local, durable))) == [("step-1", "durable")]
+    assert holds(durable / "step-1", 6)
+    assert len(list((durable / "step-1").glob("rank-00000/*.json"))) == 1
+    (old,) = ckpt.drain(before, durable)
+    assert (old.state, "a save that is not earlier is committed here" in old.reason) == ("failed", True)
+    assert holds(durable / "step-1", 6)
+
+
+def test_anothers_checkpoint_is_not_replaced(local: Path, durable: Path) -> None:
+    save(local, 1)
+    save(local, 2)
+    dcp.save({"t": torch.zeros(3)}, storage_writer=dcp.FileSystemWriter(durable / "step-1"), no_dist=True)
+    first, second = ckpt.drain(local, durable)
+    assert (first.state, second.state) == ("failed", "durable")
+    assert "another program wrote this" in first.reason
+
+
+def test_checkpoints_that_name_bytes_of_others(local: Path, durable: Path) -> None:
+    state = state_of(1)
+    ckpt.save(state, local / "step-1", no_dist=True, digests=True)
+    ckpt.save(state | {"small": torch.ones(9)}, local / "step-2", no_dist=True, base=local / "step-1")
+    first, second = ckpt.drain(local, durable, keep_local=1)
+    assert (first.state, second.state) == ("durable", "durable")
+    assert second.sent_bytes < MIB
+    assert (local / "step-1").exists()  # the later one names its bytes
+    shutil.rmtree(local)
+    loaded = {key: emptied(value) for key, value in state.items()}
+    ckpt.load(loaded, durable / "step-2", no_dist=True)
+    assert digest(loaded["large"]) == digest(state["large"])
+
+
+# -- several nodes -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def nodes(sharded_place: Path, tmp_path: Path) -> list[Path]:
+    """The disks of two nodes: each has its rank's files, the index and the commit."""
+    disks = [tmp_path / f"node{node}" for node in range(2)]
+    for node, disk in enumerate(disks):
+        shutil.copytree(sharded_place, disk / "step-100")
+        for path in (disk / "step-100" / f"rank-0000{1 - node}").iterdir():
+            if path.suffix != ".index":
+                path.unlink()
+    return disks
+
+
+def test_the_last_node_commits(nodes: list[Path], sharded_place: Path, durable: Path) -> None:
+    (first,) = ckpt.drain(nodes[1], durable)
+    assert (first.state, "rank-00000" in first.reason) == ("waiting", True)
+    assert not (durable / "step-100" / "commit.json").exists()
+    (second,) = ckpt.drain(nodes[0], durable)
+    assert second.state == "durable"
+    (again,) = ckpt.drain(nodes[1], durable)
+    assert (again.state, again.sent_bytes) == ("durable", 0)
+    assert ckpt.diff(sharded_place, durable / "step-100").same
+    assert ckpt.verify(durable / "step-100").ok
+
+
+def test_nodes_at_the_same_time(nodes: list[Path], tmp_path: Path) -> None:
+    for turn in range(5):
+        durable, finish = tmp_path / f"durable{turn}", threading.Event()
+        found: list[Drained] = []
+
+        def follow(disk: Path, durable: Path, finish: threading.Event, found: list[Drained]) -> None:
+            found.extend(ckpt.drain(disk, durable, follow=True, poll_s=0.01, finish=finish))
+
+        threads = [
+            threading.Thread(target=follow, args=[disk, durable, finish, found])
+            for disk in nodes
+            for _ in range(2)
+        ]
+        for thread in threads:
+            thread.start()
+        deadline_s = time.monotonic() + 60
+        while sum(each.state == "durable" for each in [*found]) < len(threads):
+            time.sleep(0.01)
+            assert time.monotonic() < deadline_s
+            assert "failed" not in {each.state for each in found}
+            assert any(thread.is_alive() for thread in threads)
+        finish.set()
+        for thread in threads:
+            thread.join()
+        assert ckpt.verify(durable / "step-100").ok
+
+
+class _Clock(SkippingClock):
+    """Its waits for an event are over at once too."""
+
+    def wait(self, event: threading.Event, timeout_s: float) -> bool:
+        self.sleep(timeout_s)
+        return event.is_set()
+
+
+# -- trouble -------------------------------------------------------------------------------------------
+
+
+def test_the_durable_place_gives_no_answer_for_a_while(
+    local: Path, server: StrictS3, to_server: dict[str, Any]
+) -> None:
+    save(local, 1)
+    clock = _Clock()
+
+    def rule(request: Request) -> str | tuple[int, str]:
+        return (503, "SlowDown") if clock.skipped_s < 600 else "pass"
+
+    server.rule = rule
+    with environment.replaced(clock):
+        assert outcomes(list(ckpt.drain(local, DURABLE, **to_server))) == [("step-1", "durable")]
+    assert clock.skipped_s >= 600
+    assert holds(f"{DURABLE}/step-1", 1, **to_server)
+
+
+def test_a_place_that_refuses_is_an_error_at_once(
+    local: Path, server: StrictS3, to_server: dict[str, Any]
+) -> None:
+    save(local, 1)
+    server.rule = lambda request: (403, "AccessDenied") if request.method == "PUT" else "pass"
+    with pytest.raises(AccessDenied):
+        list(ckpt.drain(local, DURABLE, **to_server))
+
+
+def test_stopped(local: Path, server: StrictS3, to_server: dict[str, Any]) -> None:
+    save(local, 1)
+    save(local, 2)
+    stop = threading.Event()
+
+    def rule(request: Request) -> str:
+        if request.operation == "UploadPart":
+            stop.set()
+        return "pass"
+
+    server.rule = rule
+    done = list(ckpt.drain(local, DURABLE, stop=stop, **to_server))
+    assert outcomes(done) == [("step-1", "waiting"), ("step-2", "waiting")]
+    assert {each.reason for each in done} == {"stopped before it was durable"}
+    assert not [name for name in server.objects if name.endswith("commit.json")]
+    assert not server.uploads
+    server.rule = lambda request: "pass"
+    assert {each.state for each in ckpt.drain(local, DURABLE, **to_server)} == {"durable"}
+
+
+def _drain(local: str, options: dict[str, Any]) -> None:
+    list(ckpt.drain(local, DURABLE, storage_options=options))
+
+
+def test_killed_at_every_request(local: Path, proxy: FaultProxy, server: StrictS3) -> None:
+    """SIGKILL before and after each request: never a torn checkpoint; the next one goes on."""
+    save(local, 1)
+    at, deaths = 0, 0
+    while True:
+        at += 1
+        for carried_out in (False, True):
+            server.objects.clear()
+            died = _kill_at(proxy, local, at, carried_out)
+            if f"{DURABLE[12:]}/step-1/commit.json" in server.objects:
+                assert holds(f"{DURABLE}/step-1", 1, storage_options=server.options)
+            _drain(str(local), server.options)
+            assert holds(f"{DURABLE}/step-1", 1, storage_options=server.options)
+            assert "run/step-1/.metadata" in server.objects
+            deaths += died
+        if not died:
+            break
+    assert deaths >= 2 * 12
+
+
+def _kill_at(proxy: FaultProxy, local: Path, at: int, carried_out: bool) -> bool:
+    """Kill a drain at its n-th request; return False if it made fewer."""
+    before, died, is_killed = len(proxy.calls), threading.Event(), threading.Event()
+
+    def rule(call: Call) -> str:
+        if call.number - before != at:
+            return "pass"
+        died.set()
+        if carried_out:
+            return "lose"
+        is_killed.wait(60)
+        return "reset"
+
+    proxy.rule = rule
+    with start(_drain, str(local), proxy.options) as drainer:
+        while drainer.exitcode is None and not died.is_set():
+            drainer.join(0.01)
+    is_killed.set()
+    proxy.settle()
+    proxy.rule = lambda call: "pass"
+    return died.is_set()
+
+
+@pytest.mark.parametrize("wrong", [{"newest": 0}, {"keep_local": 0}, {"poll_s": 0}, {"outage_s": -1}])
+def test_wrong_arguments(local: Path, durable: Path, wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match=next(iter(wrong))):
+        list(ckpt.drain(local, durable, **wrong))
+    with pytest.raises(ConfigurationError, match="the same place"):
+        list(ckpt.drain(local, local))
+
+
+def test_nothing_to_carry(local: Path, durable: Path) -> None:
+    assert list(ckpt.drain(local, durable)) == []
