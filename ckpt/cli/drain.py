@@ -7,7 +7,7 @@ import dataclasses
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,10 +17,10 @@ import ckpt
 from ckpt.cli.options import (
     SIZE_UNITS,
     TIME_UNITS,
-    DestinationOptions,
     Threads,
     parse_quantity,
     parse_storage_options,
+    storage_options_of,
 )
 from ckpt.cli.printing.output import EXIT_PROBLEM, Output, command, shown, size
 
@@ -45,6 +45,7 @@ _Outage = Annotated[str, typer.Option(metavar="TIME", help="How long DURABLE may
 _Grace = Annotated[
     str, typer.Option(metavar="TIME", help="After SIGTERM, carry what fits in this time: 25s, 5m.")
 ]
+_Options = Annotated[list[str] | None, storage_options_of("DURABLE's storage")]
 _JsonLines = Annotated[bool, typer.Option("--json", help="Print one JSON object a checkpoint, in a line.")]
 
 
@@ -59,7 +60,7 @@ def drain(
     outage: _Outage = "1h",
     grace: _Grace = "25s",
     threads: Threads = None,
-    dst_storage_options: DestinationOptions = None,
+    storage_options: _Options = None,
     json: _JsonLines = False,
 ) -> None:
     """Carry checkpoints from a node's own disk to the durable place.
@@ -75,10 +76,11 @@ def drain(
         _ending(finish, stop, _seconds("--grace", grace)),
     ):
         states: dict[str, str] = {}
-        for drained in ckpt.drain(
+        bar: list[Callable[[int, int], None]] = []
+        checkpoints = ckpt.drain(
             local,
             durable,
-            storage_options=parse_storage_options(dst_storage_options, "--dst-storage-options"),
+            storage_options=parse_storage_options(storage_options),
             newest=newest,
             keep_local=keep_local,
             max_bandwidth_bytes_per_s=_rate(max_bandwidth),
@@ -88,7 +90,14 @@ def drain(
             threads=threads,
             finish=finish,
             stop=stop,
-        ):
+            progress=lambda done, total: bar[-1](done, total),
+        )
+        while True:
+            with output.progress("draining") as progress:  # between two lines
+                bar[:] = [progress]
+                drained = next(checkpoints, None)
+            if drained is None:
+                break
             states[drained.path] = drained.state
             _print(output, drained)
         if not states and not output.as_json:

@@ -26,6 +26,7 @@ from ckpt.transfer.bandwidth import Pacer
 from ckpt.transfer.buffer_pool import StagingPool
 from ckpt.transfer.fetcher import StoredFile
 from ckpt.transfer.relay_bodies import VerifiedBody, check_wanted
+from ckpt.transfer.reports import ReportBytes, no_report
 from ckpt.transfer.threads import run_all, workers
 from ckpt.writing.coordinator import Coordinator
 from ckpt.writing.save_objects import SaveObjects
@@ -43,12 +44,13 @@ class Carried:
     """What became of a checkpoint.
 
     Attributes:
-        sent_bytes: of data files, by this process.
+        sent_bytes, found_bytes: of data files that this process has sent, and that were there before.
         lacks: the first object that the durable place still lacks, and why it is not committed; None if it is.
         was_there: it was committed there before.
     """
 
     sent_bytes: int = 0
+    found_bytes: int = 0
     lacks: str | None = None
     was_there: bool = False
 
@@ -82,12 +84,12 @@ class Carrier:
     Args:
         pacer: bounds the bandwidth of all that it sends.
         stop: set to have it end soon.
-        report: called with the number of bytes of each data file that was sent.
+        progress: called with the data bytes that are there, and those of the whole checkpoint.
     """
 
     pacer: Pacer | None = None
     stop: threading.Event = field(default_factory=threading.Event)
-    report: Callable[[int], None] = lambda nbytes: None
+    progress: ReportBytes = no_report
 
     def carry(self, source: Store, destination: Store) -> Carried:
         """Send the objects that are here and not there; commit if all are there then.
@@ -121,6 +123,12 @@ class Carrier:
         sizes = {stat.key: stat.size_bytes for stat in destination.list()}
         pool = StagingPool(_BUDGET_BYTES)
 
+        def count(file: StoredFile, *, sent: bool) -> None:
+            with lock:
+                done.sent_bytes += file.size_bytes if sent else 0
+                done.found_bytes += 0 if sent else file.size_bytes
+                self.progress(done.sent_bytes + done.found_bytes, record.data_bytes)
+
         def check() -> None:
             check_wanted(self.stop)
             check_wanted(failed)
@@ -128,13 +136,12 @@ class Carrier:
         def send(file: StoredFile) -> None:
             check()
             if sizes.get(file.key) == file.size_bytes:
+                count(file, sent=False)
                 return
             checked = VerifiedBody(source, file, pool, check, _at_once)
             body = checked if self.pacer is None else _PacedBody(checked, self.pacer)
             _put(destination, file.key, body)
-            with lock:
-                done.sent_bytes += file.size_bytes
-            self.report(file.size_bytes)
+            count(file, sent=True)
 
         def send_small(ref: ObjectRef) -> None:
             if sizes.get(ref.path) != ref.size_bytes:

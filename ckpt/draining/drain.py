@@ -8,7 +8,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -36,6 +36,7 @@ from ckpt.format.run_record import read_run
 from ckpt.tools.ls import step_of_commit
 from ckpt.tools.remove import remove
 from ckpt.transfer.bandwidth import Pacer
+from ckpt.transfer.reports import ReportBytes, no_report
 
 _logger = logging.getLogger(__name__)
 
@@ -85,7 +86,7 @@ def drain(
     threads: int | None = None,
     finish: threading.Event | None = None,
     stop: threading.Event | None = None,
-    report: Callable[[int], None] | None = None,
+    progress: ReportBytes | None = None,
 ) -> Generator[Drained, None, None]:
     """Carry what is committed in `local` to `durable`, and yield each checkpoint when its state is known.
 
@@ -102,7 +103,7 @@ def drain(
         finish: set it to have it look once more, carry what is there, and end.
         stop: set it to have it end soon, whatever is left.
         outage_s: how long the durable place may give no answer before that is an error.
-        report: called with the bytes of each data file that was sent.
+        progress: called with the data bytes of a checkpoint that are there, and those of all that are here.
 
     Raises:
         ConfigurationError: an argument is wrong.
@@ -122,7 +123,7 @@ def drain(
     drainer = _Drainer(
         from_store,
         to_store,
-        Carrier(pacer, event, report or (lambda nbytes: None)),
+        Carrier(pacer, event, progress or no_report),
         event,
         newest,
         keep_local,

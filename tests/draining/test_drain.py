@@ -285,6 +285,7 @@ def _drain(local: str, options: dict[str, Any]) -> None:
     list(ckpt.drain(local, DURABLE, storage_options=options))
 
 
+@pytest.mark.long
 def test_killed_at_every_request(local: Path, proxy: FaultProxy, server: StrictS3) -> None:
     """SIGKILL before and after each request: never a torn checkpoint; the next one goes on."""
     save(local, 1)

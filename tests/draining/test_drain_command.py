@@ -69,13 +69,14 @@ def test_sigterm_carries_what_fits(local: Path, server: StrictS3, in_time: bool)
         "--follow",
         "--poll",
         "0.1s",
-        "--dst-storage-options",
+        "--storage-options",
     ]
     grace = "60s" if in_time else "0.5s"
     with subprocess.Popen(
         [*command, options, "--grace", grace], stdout=subprocess.PIPE, text=True
     ) as drainer:
         while not server.sent("PutObject"):
+            assert drainer.poll() is None
             time.sleep(0.01)
         drainer.send_signal(signal.SIGTERM)
         is_blocked[0] = not in_time
@@ -85,7 +86,11 @@ def test_sigterm_carries_what_fits(local: Path, server: StrictS3, in_time: bool)
             0,
             ["durable  step-1", "durable  step-2"],
         )
-        assert ckpt.inspect("s3://bucket/run/step-2", storage_options=server.options).step == 2
+        listed = ckpt.list_checkpoints("s3://bucket/run", storage_options=server.options)
+        assert [(each.path, each.state) for each in listed] == [
+            ("step-1", "committed"),
+            ("step-2", "committed"),
+        ]
     else:
         assert (drainer.returncode, out.splitlines()) == (
             1,

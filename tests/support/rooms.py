@@ -350,6 +350,7 @@ ROOMS: Mapping[str, Room] = {
             "ckpt.errors",
             "ckpt.cli.measuring",
             "ckpt.cli.printing",
+            "ckpt.draining",
             "ckpt.watching",
             "ckpt.backends.options",
             "ckpt.backends.retries",
