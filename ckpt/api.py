@@ -20,6 +20,7 @@ from ckpt.backends.options import redact_url
 from ckpt.consistency.commit import proves_no_commit
 from ckpt.errors import CommitUnknown, ConfigurationError, LoadFailed, SaveFailed
 from ckpt.format.names import last_segment
+from ckpt.load_plans.local import load_planned
 from ckpt.models.writer import ModelWriter, shard_bytes
 from ckpt.ranks.failures import cause_of, failures_of, interrupts, load_error, same_failure, save_error
 from ckpt.ranks.group import DEFAULT_TIMEOUT_S, Ranks
@@ -27,7 +28,6 @@ from ckpt.ranks.lost_ranks import lost
 from ckpt.reading.reader import CheckpointReader
 from ckpt.references.request import References, with_base
 from ckpt.references.writer import ReferringWriter
-from ckpt.torch_private import load_state_dict
 from ckpt.writing.background import Background
 from ckpt.writing.column_save import save_planned
 from ckpt.writing.stager import Stager
@@ -224,7 +224,7 @@ def load(
             group = {"process_group": ranks.group, "no_dist": ranks.no_dist}
             try:
                 with interrupts(reader, ranks):
-                    load_state_dict(values, storage_reader=reader, planner=planner, **group)
+                    load_planned(values, reader, planner, **group)
             except CheckpointException as error:
                 raise load_error(failures_of(error), place) from cause_of(error)
         ranks.together(call, lambda: _put_back(state_dict, values))

@@ -45,7 +45,8 @@ class Chunks(Sequence[dcp.ChunkStorageMetadata]):
         self._columns, self._fqn = columns, fqn
 
     @property
-    def _tensor(self) -> TensorColumns:
+    def tensor(self) -> TensorColumns:
+        """The columns that they are rows of."""
         tensor = self._columns.entries[self._fqn]
         assert isinstance(tensor, TensorColumns)
         return tensor
@@ -53,12 +54,12 @@ class Chunks(Sequence[dcp.ChunkStorageMetadata]):
     def size_at(self, index: dcp.MetadataIndex) -> torch.Size | None:
         """Return the size of the chunk at `index.offset`; None if there is none."""
         try:
-            return torch.Size(self._tensor.sizes[self._tensor.row_of(index.offset, index.index)].tolist())
+            return torch.Size(self.tensor.sizes[self.tensor.row_of(index.offset, index.index)].tolist())
         except KeyError:
             return None
 
     def __len__(self) -> int:
-        return len(self._tensor.file)
+        return len(self.tensor.file)
 
     @overload
     def __getitem__(self, index: int) -> dcp.ChunkStorageMetadata: ...
@@ -67,14 +68,14 @@ class Chunks(Sequence[dcp.ChunkStorageMetadata]):
     def __getitem__(self, index: int | slice) -> dcp.ChunkStorageMetadata | list[dcp.ChunkStorageMetadata]:
         if isinstance(index, slice):
             return [self[number] for number in range(*index.indices(len(self)))]
-        tensor = self._tensor
+        tensor = self.tensor
         return dcp.ChunkStorageMetadata(
             torch.Size(tensor.offsets[index].tolist()), torch.Size(tensor.sizes[index].tolist())
         )
 
     def __iter__(self) -> Iterator[dcp.ChunkStorageMetadata]:
         sizes: dict[tuple[int, ...], torch.Size] = {}  # most chunks share theirs
-        rows = zip(self._tensor.offsets.tolist(), self._tensor.sizes.tolist(), strict=True)
+        rows = zip(self.tensor.offsets.tolist(), self.tensor.sizes.tolist(), strict=True)
         for offset, size in rows:
             key = tuple(size)
             yield dcp.ChunkStorageMetadata(torch.Size(offset), sizes.setdefault(key, torch.Size(key)))

@@ -81,6 +81,10 @@ ROOMS: Mapping[str, Room] = {
         "which rank writes what, agreed by columns and rules",
         (*_FLOOR, "ckpt.format", "ckpt.ranks", "ckpt.transfer.boxes"),
     ),
+    "ckpt.load_plans": Room(
+        "which stored chunks a rank reads, found by columns",
+        ("ckpt.torch_private", "ckpt.format"),
+    ),
     "ckpt.writing": Room(
         "a save, from DCP's plan to the commit",
         (
@@ -168,6 +172,7 @@ ROOMS: Mapping[str, Room] = {
             "ckpt.dcp_storage",
             "ckpt.format.names",
             "ckpt.ranks",
+            "ckpt.load_plans",
             "ckpt.writing",
             "ckpt.models",
             "ckpt.reading",
@@ -234,6 +239,7 @@ ROOMS: Mapping[str, Room] = {
             "ckpt.torch_private",
             "ckpt.api",
             "ckpt.embeddings",
+            "ckpt.load_plans",
             "ckpt.ranks",
             "ckpt.references",
             "ckpt.tools",

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.metadata import STORAGE_TYPES, BytesStorageMet
 from torch.distributed.checkpoint.planner import LoadPlan
 
 from ckpt.errors import LoadFailed
+from ckpt.load_plans.local import local_plan
 
 _logger = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ class NamingLoadPlanner(DefaultLoadPlanner):
         self.missing: tuple[str, ...] = ()  # keys that the checkpoint does not have
 
     def create_local_plan(self) -> LoadPlan:
-        plan = super().create_local_plan()
+        plan = local_plan(self)
         missing = sorted(self.state_dict.keys() - self._stored().keys())
         self.missing = tuple(fqn for fqn in missing if _top(fqn) not in self._optional)
         anew = self._not_begun()

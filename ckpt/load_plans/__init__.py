@@ -1,0 +1,1 @@
+"""Which stored chunks a rank reads, found by columns."""
