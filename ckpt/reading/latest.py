@@ -128,7 +128,8 @@ def missing_object(store: Store, record: CommitRecord) -> str | None:
         workers(store.threads, "ckpt-latest") as threads,
     ):
         listed = _Listed(objects, record)
-        faults = in_order(threads, listed.fault, record.refs, ahead=4 * store.threads)
+        unclear = (ref for ref in record.refs if not listed.shows(ref))
+        faults = in_order(threads, listed.fault, unclear, ahead=4 * store.threads)
         return next((fault for fault in faults if fault is not None), None)
 
 
@@ -145,11 +146,20 @@ class _Listed:
                 for stat in store.of(owner).list():
                     if (path := owned_path(owner, stat.key)) in self._sizes:
                         self._sizes[path] = stat.size_bytes
-                    name = ObjectName.parse(stat.key)
-                    if name is not None and name.is_data:
+                    elif (name := ObjectName.parse(stat.key)) is not None and name.is_data:
                         stem = owned_path(owner, name.stem)
                         self._files[stem] += 1
                         self._bytes[stem] += stat.size_bytes
+
+    def shows(self, ref: ObjectRef) -> bool:
+        """Tell whether the listing has an object that the commit names, and the data files of a manifest."""
+        if self._sizes[ref.path] != ref.size_bytes:
+            return False
+        stem = ref.path.removesuffix(".json")
+        return not isinstance(ref, ManifestRef) or (self._files[stem], self._bytes[stem]) == (
+            ref.files,
+            ref.data_bytes,
+        )
 
     def fault(self, ref: ObjectRef) -> str | None:
         """Say what is wrong with an object that the commit names, or with the data files of a manifest."""
@@ -163,13 +173,10 @@ class _Listed:
             return f"{error.key}: the commit lists this file, but it is not there"
 
     def _data_fault(self, ref: ManifestRef) -> str | None:
-        stem = ref.path.removesuffix(".json")
-        if (self._files[stem], self._bytes[stem]) == (ref.files, ref.data_bytes):
-            return None
         keys = ref.data_keys(of_model=self._is_model)
         if keys is None:
             return f"{ref.path}: a name that this library does not give, or too many files"
         size_bytes = sum(self._store.stat(owned_path(ref.owner, key)).size_bytes for key in keys)
         if size_bytes == ref.data_bytes:
             return None
-        return f"data files of {stem}: {size_bytes} bytes in {ref.files} files, {ref.data_bytes} were written"
+        return f"data files of {ref.path.removesuffix('.json')}: {size_bytes} bytes in {ref.files} files, {ref.data_bytes} were written"
