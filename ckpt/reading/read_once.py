@@ -11,13 +11,14 @@ import hashlib
 import logging
 import socket
 import struct
+import weakref
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import closing
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.distributed.checkpoint.planner import ReadItem
@@ -52,6 +53,9 @@ _TRAILER = struct.Struct("<QQ")
 
 _RECORD_TAG = 2
 
+_nodes: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+"""On how many nodes the ranks of a group are: a job on one node asks once, not in each load."""
+
 K = TypeVar("K")
 V = TypeVar("V")
 Wanted = tuple[ReadItem, StorageInfo]
@@ -73,6 +77,7 @@ class Replicas:
 
     def __init__(self, ranks: Ranks, *, is_local: bool) -> None:
         self._ranks, self._have_asked, self._have_told = ranks, False, False
+        self._is_local = is_local
         self._node = zlib.crc32(socket.gethostname().encode()) if is_local else ranks.rank
 
     def records(
@@ -119,8 +124,8 @@ class Replicas:
         return [found[ref.path] if ref.path in found else read(ref) for ref in refs]
 
     def _ask(self, paths: Sequence[str]) -> dict[str, list[int]] | None:
-        """Ask all ranks which of them want which objects; None if they cannot talk."""
-        if not self._are_possible or self._have_asked:
+        """Ask all ranks which of them want which objects; None if nothing is passed on."""
+        if self._have_asked or not self._are_possible():
             return None
         self._have_asked = True
         return self._join({path: [self._ranks.rank] for path in paths})
@@ -132,7 +137,7 @@ class Replicas:
     def _tell(self, digests: Iterable[bytes]) -> dict[bytes, list[_Member]]:
         """Tell all ranks what this one wants, as digests; return who wants what."""
         self._ask([])  # of all ranks or of none: here are those that read no records
-        if not self._are_possible or self._have_told:
+        if self._have_told or not self._are_possible():
             return {}
         self._have_told = True
         member = _Member(self._ranks.rank, self._node)
@@ -154,9 +159,14 @@ class Replicas:
         if not isinstance(error, Exception):
             self._ranks.roll_call(error)
 
-    @property
     def _are_possible(self) -> bool:
-        return self._ranks.size > 1 and self._ranks.is_own_group
+        """Tell, the same on all ranks, whether something can be passed on; the first call is asked of all."""
+        if self._ranks.size == 1 or not self._ranks.is_own_group:
+            return False
+        group = self._ranks.group
+        if self._is_local and group not in _nodes:
+            _nodes[group] = len(self._join({self._node: [self._ranks.rank]}))
+        return not self._is_local or _nodes[group] > 1
 
     def read(
         self,
@@ -174,7 +184,7 @@ class Replicas:
 
         Raises what `prepare` raises; on all replicas the error of the first that could not read its part.
         """
-        if not self._are_possible:
+        if not self._are_possible():
             return prepare()
         wanted: list[Wanted] = []
         offers: dict[str, dict[int, Parcel]] = {}
