@@ -183,8 +183,14 @@ class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         reports = [report.storage_data for rank in results for report in rank]
         receipts = [report for report in reports if isinstance(report, RankReceipt)]
+        try:
+            described = self.commit(metadata, receipts, len(results))
+        except CheckpointError as error:
+            if proves_no_commit(error):
+                self.discard()
+            raise
         # DCP sends this very object to all ranks and returns it to its caller.
-        metadata.__dict__.update(self.commit(metadata, receipts, len(results)).__dict__)
+        metadata.__dict__.update(described.__dict__)
 
     def close(self) -> None:
         """Release connections, threads and free staging memory. It can be used again."""
@@ -196,7 +202,10 @@ class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
     def commit(
         self, planned: Metadata | CentralPlan, receipts: Sequence[RankReceipt], world_size: int
     ) -> Metadata:
-        """Commit what the ranks have written, on the coordinator; return DCP's view of it."""
+        """Commit what the ranks have written, on the coordinator; return DCP's view of it.
+
+        After a failure the caller may `discard`, once the other ranks have been told: they would not wait for long.
+        """
         self.progress.begin("committing")
         self._began_at_s["commit_s"] = environment.monotonic()
         with self._errors_named():
@@ -207,9 +216,7 @@ class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
                     columns, record = self._records(planned, receipts, world_size)
                     described = metadata_of(columns)
                 self._coordinator.commit(columns, record)
-            except CheckpointError as error:
-                if proves_no_commit(error):
-                    self.discard()
+            except CheckpointError:
                 raise
             except BaseException as error:  # proves nothing: no rank may delete its objects
                 if not isinstance(error, Exception):
