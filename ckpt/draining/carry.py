@@ -15,7 +15,14 @@ from typing import TypeVar
 
 from ckpt.backends.base import PutMode, Store, exists
 from ckpt.backends.bodies import Body, CheckedBody, Part
-from ckpt.errors import AlreadyExists, CommitConflict, FormatError, IntegrityError, NotCommitted
+from ckpt.errors import (
+    AlreadyExists,
+    CommitConflict,
+    ConfigurationError,
+    FormatError,
+    IntegrityError,
+    NotCommitted,
+)
 from ckpt.format.materialised import check_beside
 from ckpt.format.names import ObjectName, rank_directory
 from ckpt.format.records import CommitRecord, ManifestRef, ObjectRef, RankManifest, StoredCommit, read_commit
@@ -113,7 +120,10 @@ class Carrier:
             raise CommitConflict(text, url=destination.url)
         coordinator = Coordinator(destination, SaveObjects())
         coordinator.look(overwrite=True, model=record.is_model)
-        check_beside(destination, record)
+        try:
+            check_beside(destination, record)
+        except ConfigurationError:
+            return Carried(lacks="a checkpoint whose bytes it names is not durable yet")
         return self._carry(commit, source, destination, coordinator)
 
     def _carry(

@@ -134,12 +134,16 @@ def drain(
 
 @dataclass(frozen=True)
 class _Local:
-    """A checkpoint that is committed in the local folder; with a `problem`, its record cannot be read."""
+    """A checkpoint that is committed in the local folder, and the folders whose bytes it names.
+
+    With a `problem`, its record cannot be read.
+    """
 
     path: str
     id: str
     step: int | None
     created_at: str
+    bases: frozenset[str] = frozenset()
     problem: str = ""
 
     @property
@@ -174,7 +178,8 @@ class _Drainer:
     def _round(self) -> Iterator[Drained]:
         there = sorted(self._committed(), key=lambda each: each.order)
         todo = [each for each in there if self.settled.get(each.path, (None,))[0] != each.id]
-        left_out = todo[: -self.newest] if self.newest is not None else []
+        needed = {base for each in todo[-(self.newest or 0) :] for base in each.bases}
+        left_out = [each for each in todo[: -self.newest] if each.path not in needed] if self.newest else []
         for each in todo:
             if self.stop.is_set():
                 yield self._told(each, "waiting", _STOPPED)
@@ -201,7 +206,8 @@ class _Drainer:
                 commit = read_commit(PrefixStore(self.local, path))
                 if commit is not None:
                     made = commit.record
-                    yield _Local(path, made.id, step_of_commit(made, path), made.created_at)
+                    step = step_of_commit(made, path)
+                    yield _Local(path, made.id, step, made.created_at, frozenset(made.owners))
             except CheckpointError as error:
                 yield _Local(path, "", None, "", problem=str(error))
 
@@ -256,7 +262,8 @@ class _Drainer:
         """Remove from this node what is durable, but for the newest; and what was left out."""
         if self.keep_local is None:
             return
-        states = [self.settled.get(each.path, ("", ""))[1] for each in there]
+        seen = [self.settled.get(each.path, ("", "")) for each in there]
+        states = [state if of == each.id else "" for each, (of, state) in zip(there, seen, strict=True)]
         newest_durable = max(
             (number for number, state in enumerate(states) if state == "durable"), default=-1
         )
@@ -265,6 +272,9 @@ class _Drainer:
             if states[number] != "durable" and not (states[number] == "left out" and number < newest_durable):
                 continue
             try:
+                commit = read_commit(PrefixStore(self.local, each.path))
+                if commit is None or commit.record.id != each.id:
+                    continue  # saved again meanwhile
                 remove(f"{self.local.directory or self.local.url}/{each.path}")
             except StillReferred:
                 continue  # a later one names its bytes: it goes with that

@@ -171,6 +171,52 @@ def test_checkpoints_that_name_bytes_of_others(local: Path, durable: Path) -> No
     assert digest(loaded["large"]) == digest(state["large"])
 
 
+def test_the_newest_only_with_what_it_names(local: Path, durable: Path) -> None:
+    state = state_of(1)
+    ckpt.save(state, local / "step-1", no_dist=True, digests=True)
+    save(local, 2)
+    ckpt.save(state | {"small": torch.ones(9)}, local / "step-3", no_dist=True, base=local / "step-1")
+    assert sorted(outcomes(list(ckpt.drain(local, durable, newest=1)))) == [
+        ("step-1", "durable"),
+        ("step-2", "left out"),
+        ("step-3", "durable"),
+    ]
+
+
+def test_what_it_names_is_not_durable_yet(local: Path, durable: Path) -> None:
+    state = state_of(1)
+    ckpt.save(state, local / "step-1", no_dist=True, digests=True)
+    ckpt.save(state | {"small": torch.ones(9)}, local / "step-2", no_dist=True, base=local / "step-1")
+    (local / "step-1" / "commit.json").rename(local / "kept")
+    (only,) = ckpt.drain(local, durable, keep_local=1)
+    assert (only.path, only.state, only.reason) == (
+        "step-2",
+        "waiting",
+        "a checkpoint whose bytes it names is not durable yet",
+    )
+    (local / "kept").rename(local / "step-1" / "commit.json")
+    assert outcomes(list(ckpt.drain(local, durable))) == [("step-1", "durable"), ("step-2", "durable")]
+
+
+def test_a_step_that_was_saved_again_and_is_not_durable_stays(local: Path, durable: Path) -> None:
+    """It was durable as it was saved first; what is there now is not."""
+    for step in (1, 2):
+        save(local, step)
+    edit_commit(local / "step-1", lambda record: record.update(created_at="2026-01-01T00:00:00+00:00"))
+    drains = ckpt.drain(
+        local, durable, follow=True, poll_s=0.01, keep_local=1, finish=(finish := threading.Event())
+    )
+    assert [next(drains).state, next(drains).state] == ["durable", "durable"]
+    shutil.rmtree(local / "step-1")
+    save(local, 1, seed=7)
+    next((local / "step-1").glob("rank-00000/*.json")).rename(local / "manifest")
+    waiting = next(drains)
+    assert (waiting.path, waiting.state) == ("step-1", "waiting")
+    finish.set()
+    assert list(drains) == []
+    assert (local / "step-1" / "commit.json").exists()
+
+
 # -- several nodes -------------------------------------------------------------------------------------
 
 
