@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, closing
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.stateful import Stateful
 
+from ckpt.arguments import check_arguments
 from ckpt.backends.options import redact_url
 from ckpt.consistency.commit import proves_no_commit
 from ckpt.errors import CommitUnknown, ConfigurationError, LoadFailed, SaveFailed
@@ -36,9 +37,9 @@ from ckpt.writing.writer import CheckpointWriter
 __all__ = ["async_save", "load", "save"]
 
 SaveFormat = Literal["ckpt", "safetensors"]
+Reader = TypeVar("Reader", bound=CheckpointReader)
 
-background = Background()
-stager = Stager()
+background, stager = Background(), Stager()
 
 
 def save(
@@ -102,7 +103,7 @@ def save(
     )
     with closing(Ranks(process_group, no_dist=no_dist, timeout_s=timeout_s)) as ranks:
         writer, values = prepare_save(state_dict, url, planner, base, make_writer, ranks, copy=False)
-        return _save(values, writer, planner, ranks)
+        return save_values(values, writer, planner, ranks)
 
 
 def async_save(
@@ -128,11 +129,9 @@ def async_save(
     """Copy the state to CPU memory, return, and save the copy in the background as `save` does.
 
     `format`, `max_shard_size`, `base`, `frozen` and `digests` are those of `save`; what is frozen and in the base
-    is not copied.
-    Later changes of the tensors do not reach the checkpoint. One save runs at a time: a call during
-    an earlier one waits for that first. The checkpoint is committed when the future's `result()`
-    returns; it raises what `save` would raise. A failure is also logged. A program that ends waits
-    for a running save.
+    is not copied. Later changes of the tensors do not reach the checkpoint. One save runs at a time: a call
+    during an earlier one waits for that first. The checkpoint is committed when the future's `result()`
+    returns; it raises what `save` would raise. A failure is also logged. A program that ends waits for it.
     """
     make_writer = partial(
         writer_for,
@@ -189,11 +188,8 @@ def load(
         NotFound, NotCommitted, IntegrityError, UnsafeContent, ...: as the first failing rank met it.
         LoadFailed: anything else, such as a key that the checkpoint does not have.
     """
-    place = place_of(url)
-    call = f"load of {last_segment(place)}"
 
-    def prepare() -> tuple[CheckpointReader, dict[str, Any]]:
-        check_arguments(state_dict, url, planner)
+    def make_reader(ranks: Ranks) -> CheckpointReader:
         reader = CheckpointReader(
             url,
             storage_options=storage_options,
@@ -205,18 +201,35 @@ def load(
             timeout_s=timeout_s,
         )
         reader.use_ranks(ranks, read_once=read_once)
-        return reader, values_of(state_dict)
+        return reader
 
-    with (
-        closing(Ranks(process_group, no_dist=no_dist, timeout_s=timeout_s)) as ranks,
-        same_failure(LoadFailed, place, ranks),
-    ):
+    with closing(Ranks(process_group, no_dist=no_dist, timeout_s=timeout_s)) as ranks:
+        load_by(state_dict, url, planner, make_reader, ranks)
+
+
+def load_by(
+    state_dict: dict[str, Any],
+    url: str | os.PathLike[str],
+    planner: LoadPlanner | None,
+    make_reader: Callable[[Ranks], Reader],
+    ranks: Ranks,
+    open_together: Callable[[Reader, Ranks], bytes | None] | None = None,
+) -> Reader:
+    """Load by a reader of each rank, and return it, closed; `open_together` returns what all adopt."""
+    place = place_of(url)
+    call = f"load of {last_segment(place)}"
+
+    def prepare() -> tuple[Reader, dict[str, Any]]:
+        check_arguments(state_dict, url, planner)
+        return make_reader(ranks), values_of(state_dict)
+
+    with same_failure(LoadFailed, place, ranks):
         reader, values = ranks.together(call, prepare)
         with closing(reader):
-            shared = _open_together(reader, ranks)
+            shared = (open_together or _open_together)(reader, ranks)
 
             def adopt() -> dict[str, Any]:
-                if shared is not None and ranks.rank != 0:
+                if shared is not None and (ranks.rank != 0 or open_together is not None):
                     reader.adopt(shared)
                 return reader.without_tied(values)
 
@@ -228,6 +241,7 @@ def load(
             except CheckpointException as error:
                 raise load_error(failures_of(error), place) from cause_of(error)
         ranks.together(call, lambda: _put_back(state_dict, values))
+    return reader
 
 
 def writer_for(
@@ -293,7 +307,7 @@ def prepare_save(
         return writer, values
 
 
-def _save(
+def save_values(
     state_dict: dict[str, Any], writer: CheckpointWriter, planner: SavePlanner | None, ranks: Ranks
 ) -> Metadata:
     try:
@@ -337,7 +351,7 @@ def save_copy(
     """Save a copy, and free its memory even if someone still holds the dict."""
     try:
         with closing(ranks):
-            return _save(staged, writer, planner, ranks)
+            return save_values(staged, writer, planner, ranks)
     finally:
         staged.clear()
         if isinstance(planner, DefaultSavePlanner):
@@ -371,21 +385,6 @@ def _put_back(state_dict: dict[str, Any], values: dict[str, Any]) -> None:
 def place_of(url: str | os.PathLike[str]) -> str:
     """Make `url` fit for messages, even if it is not a valid one."""
     return redact_url(str(url)) if isinstance(url, str | os.PathLike) else f"<{type(url).__name__}>"
-
-
-def check_arguments(state_dict: object, url: object, planner: object) -> None:
-    """Raise ConfigurationError with the right call for what is easily mistaken."""
-    if isinstance(state_dict, str | os.PathLike) and not isinstance(url, str | os.PathLike):
-        raise ConfigurationError("the arguments are swapped: the state dict comes first, then the place")
-    if not isinstance(state_dict, Mapping):
-        text = f"state_dict must be a dict, not a {type(state_dict).__name__}"
-        names = {torch.nn.Module: "model", torch.optim.Optimizer: "optimizer", torch.Tensor: "tensor"}
-        for kind, name in names.items():
-            if isinstance(state_dict, kind):
-                text += f': write {{"{name}": {name}}}'
-        raise ConfigurationError(text)
-    if planner is not None and (isinstance(planner, type) or not hasattr(planner, "set_up_planner")):
-        raise ConfigurationError(f"planner must be a planner of DCP, not {planner!r:.100}")
 
 
 def _open_together(reader: CheckpointReader, ranks: Ranks) -> bytes | None:

@@ -14,7 +14,6 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 
 from ckpt.api import (
     background,
-    check_arguments,
     place_of,
     prepare_save,
     save_copy,
@@ -22,6 +21,7 @@ from ckpt.api import (
     values_of,
     writer_for,
 )
+from ckpt.arguments import check_arguments
 from ckpt.embeddings.chain import Costs, first_to_merge
 from ckpt.embeddings.cut import Cut
 from ckpt.embeddings.gate import UpdateGate

@@ -165,10 +165,12 @@ ROOMS: Mapping[str, Room] = {
             "ckpt.writing",
         ),
     ),
+    "ckpt.arguments": Room("what is easily mistaken in a call, refused", ("ckpt.errors",)),
     "ckpt.api": Room(
         "ckpt.save, ckpt.load, ckpt.async_save",
         (
             *_FLOOR,
+            "ckpt.arguments",
             "ckpt.dcp_storage",
             "ckpt.format.names",
             "ckpt.ranks",
@@ -183,6 +185,7 @@ ROOMS: Mapping[str, Room] = {
         "tables of rows, saved by what changed, on any number of processes",
         (
             "ckpt.errors",
+            "ckpt.arguments",
             "ckpt.api",
             "ckpt.format",
             "ckpt.ranks",
