@@ -15,8 +15,10 @@ import json
 import logging
 import multiprocessing
 import os
+import sys
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -213,7 +215,7 @@ def main() -> None:
     parser.add_argument("--steady-s", type=float, default=12.0)
     arguments = parser.parse_args()
     logging.disable(logging.ERROR)  # that a watch gave up, which nobody waits for here
-    store = _Store()
+    store, status = _Store(), 0
     try:
         costs = measure_costs(store)
         print(
@@ -232,9 +234,13 @@ def main() -> None:
                 f"{size:>6,} by formula: period {limits.period_s:.1f} s, {share_of_a_core(size, costs, limits):.2%} of a "
                 f"core; roll call of {limits.roll_call_s:.0f} s: {cost_of_a_roll_call_s(size, costs, limits):.2f} CPU s"
             )
+    except BaseException:
+        traceback.print_exc()
+        status = 1
     finally:
         store.close()
-        os._exit(0)  # beats of watches that end may still wait
+        sys.stdout.flush()
+        os._exit(status)  # beats of watches that end may still wait
 
 
 if __name__ == "__main__":

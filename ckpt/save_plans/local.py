@@ -103,7 +103,8 @@ class Memory:
         self, planner: DefaultSavePlanner, check: Callable[[Sequence[WriteItem]], None]
     ) -> Structure:
         """Describe what a planner that was set up plans on this rank; `check` may refuse it."""
-        signature = _signature(planner)
+        with no_gc():
+            signature = _signature(planner)
         with self._lock:
             for known in self._known.values():
                 if (
@@ -173,17 +174,20 @@ def plans_like_dcp(planner: object) -> bool:
 
 
 def _signature(planner: DefaultSavePlanner) -> list[Any] | None:
-    """Note what the plan of a state follows from; None if it holds what may plan its chunks itself."""
+    """Note what the plan of a state follows from; None if it holds what may plan its chunks itself.
+
+    Of a tensor it notes values that nothing changes: not the tensor or its spec, which can change in place
+    and would then still be equal to what was noted.
+    """
     seen: list[Any] = [planner.flatten_state_dict, planner.dedup_save_to_lowest_rank, torch.is_grad_enabled()]
     for name, value in planner.state_dict.items():
         kind = type(value)
         if kind is DTensor:
-            local = local_tensor(value)
+            local, spec = local_tensor(value), spec_of(value)
             if type(local) not in _PLAIN or hasattr(local, _OWN_ITEMS):
                 return None
-            seen.append(
-                (name, spec_of(value), local.dtype, value.requires_grad, local.requires_grad, local.layout)
-            )
+            look = local.dtype, local.layout, local.requires_grad
+            seen.append((name, value.shape, spec.mesh, spec.placements, value.requires_grad, *look))
         elif kind in _PLAIN:
             if hasattr(value, _OWN_ITEMS):
                 return None

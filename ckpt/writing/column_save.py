@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
 from ckpt.errors import CheckpointError
+from ckpt.gc_pause import no_gc
 from ckpt.ranks.first_rank import FirstRank
 from ckpt.ranks.group import Ranks, RanksFailed, portable
 from ckpt.save_plans.exchange import Agreed, Carrier, Local, Plans, agree
@@ -82,7 +83,8 @@ def _local(
     rank: int,
 ) -> Local:
     """Plan what this rank holds."""
-    planner.set_up_planner(state_dict, storage_meta=writer.storage_meta(), is_coordinator=rank == 0)
+    with no_gc():  # it flattens the state
+        planner.set_up_planner(state_dict, storage_meta=writer.storage_meta(), is_coordinator=rank == 0)
     writer.set_up_storage_writer(rank == 0, rank=rank, use_collectives=True, numbered=True)
     structure = PLANS.memory.structure(inner, refuse_unstorable)
     verdict = b"" if carrier is None else carrier.verdict(structure.items)

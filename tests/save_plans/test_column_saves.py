@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -114,6 +115,71 @@ def _changes_between_saves(rank: int, root: str) -> None:
     described = metadata.state_dict_metadata["b"]
     assert isinstance(described, TensorStorageMetadata)
     assert described.properties.requires_grad
+
+
+def test_changes_in_place_are_planned_anew(tmp_path: Path) -> None:
+    """A state that is changed in place, on all ranks or on one, is described and planned anew on all."""
+    run_ranks(2, _changes_in_place, str(tmp_path))
+
+
+def _changes_in_place(rank: int, root: str) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    last: dict[str, Any] = {"own": torch.ones(3), "at": 1}
+    state: dict[str, Any] = {
+        "w": distribute_tensor(random_tensor(8, 4), mesh, [Shard(0)]),
+        "b": torch.ones(4),
+        "layers": [torch.ones(2), torch.zeros(2)],
+        f"r{rank}": last,
+        "step": 1,
+    }
+    cases: dict[str, Callable[[], object]] = {
+        "dtype": lambda: _become(state["b"], state["b"].double()),
+        "dtype of a DTensor": lambda: state.update(w=state["w"].double()),
+        "shape": lambda: state["b"].resize_(6).fill_(2),
+        "requires_grad": lambda: state["b"].requires_grad_(),
+        "placements of a spec": lambda: _shard_by_columns(state["w"], mesh),
+        "path of the same name": lambda: state.update(layers=dict(zip("01", state["layers"], strict=True))),
+        "tensor that was an object": lambda: state.update(step=torch.tensor(1)),
+        "object that was a tensor": lambda: state["layers"].update({"0": 5}),
+        "new item": lambda: state.update(new=7),
+        "item that is gone": lambda: state.pop("b"),
+        "new item of one rank": lambda: rank == 1 and last.update(more=torch.ones(2)),
+        "dtype on one rank": lambda: rank == 1 and _become(last["own"], last["own"].half()),
+        "shape on one rank": lambda: rank == 1 and last["own"].resize_(5).fill_(1),
+        "item of one rank that is gone": lambda: rank == 1 and last.pop("at"),
+    }
+    ckpt.save(state, f"{root}/first")
+    for number, (kind, change) in enumerate(cases.items()):
+        change()
+        for is_new in (True, False):
+            url = f"{root}/{number}-{is_new}"
+            with mock.patch.object(
+                FirstRank, "scatter_bytes", autospec=True, side_effect=_SCATTER
+            ) as planned:
+                ours = ckpt.save(state, url)
+            assert planned.called == is_new, kind
+            dcp.save(state, storage_writer=ckpt.CheckpointWriter(f"{url}-dcp"))
+            by_dcp = ckpt.CheckpointReader(f"{url}-dcp").read_metadata()
+            assert stored(ours) == stored(by_dcp), kind
+            assert ours.planner_data == by_dcp.planner_data, kind
+        if "grad" not in kind:
+            loaded = emptied(state)
+            ckpt.load(loaded, url)
+            assert digest(loaded) == digest(state), kind
+
+
+_SCATTER = FirstRank.scatter_bytes
+
+
+def _become(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    tensor.data = other
+    return True
+
+
+def _shard_by_columns(tensor: DTensor, mesh: Any) -> None:
+    """Change the placements in the spec that a tensor has, and its shard."""
+    other = tensor.redistribute(mesh, [Shard(1)])
+    tensor._spec.placements, tensor._local_tensor = other.placements, other.to_local()
 
 
 class _OwnPlanner(DefaultSavePlanner):
