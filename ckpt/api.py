@@ -21,9 +21,17 @@ from ckpt.backends.options import redact_url
 from ckpt.consistency.commit import proves_no_commit
 from ckpt.errors import CommitUnknown, ConfigurationError, LoadFailed, SaveFailed
 from ckpt.format.names import last_segment
-from ckpt.load_plans.local import load_planned
+from ckpt.load_plans.together import load_planned
 from ckpt.models.writer import ModelWriter, shard_bytes
-from ckpt.ranks.failures import cause_of, failures_of, interrupts, load_error, same_failure, save_error
+from ckpt.ranks.failures import (
+    cause_of,
+    count_of,
+    failures_of,
+    interrupts,
+    load_error,
+    same_failure,
+    save_error,
+)
 from ckpt.ranks.group import DEFAULT_TIMEOUT_S, Ranks
 from ckpt.ranks.lost_ranks import lost
 from ckpt.reading.reader import CheckpointReader
@@ -234,12 +242,11 @@ def load_by(
                 return reader.without_tied(values)
 
             values = ranks.together(call, adopt)
-            group = {"process_group": ranks.group, "no_dist": ranks.no_dist}
             try:
                 with interrupts(reader, ranks):
-                    load_planned(values, reader, planner, **group)
+                    load_planned(values, reader, planner, ranks, is_shared=shared is not None)
             except CheckpointException as error:
-                raise load_error(failures_of(error), place) from cause_of(error)
+                raise load_error(failures_of(error), place, count_of(error)) from cause_of(error)
         ranks.together(call, lambda: _put_back(state_dict, values))
     return reader
 

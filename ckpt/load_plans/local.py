@@ -6,31 +6,20 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 
 from ckpt.format.columns import Integers, TensorColumns
 from ckpt.format.dcp_view import Chunks
-from ckpt.torch_private import create_chunk_list, load_state_dict
+from ckpt.torch_private import create_chunk_list
 
 _FEW_CHUNKS = 32
 """Up to so many chunks of a tensor, DCP's planner is as fast."""
-
-
-def load_planned(
-    state_dict: dict[str, Any], reader: StorageReader, planner: LoadPlanner | None, **group: Any
-) -> None:
-    """Load as `dcp.load` does, but plan by columns if the planner has no way of its own."""
-    planner = DefaultLoadPlanner() if planner is None else planner
-    with planned_by_columns(planner):
-        load_state_dict(state_dict, storage_reader=reader, planner=planner, **group)
 
 
 @contextmanager

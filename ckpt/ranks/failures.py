@@ -29,14 +29,19 @@ def is_specific(error: BaseException) -> TypeGuard[CheckpointError]:
     return isinstance(error, CheckpointError) and type(error) is not CheckpointError
 
 
-def load_error(failures: Mapping[int, BaseException], place: str) -> CheckpointError:
-    """Return the first rank's error if its type says what is wrong, else one that names them all."""
+def load_error(
+    failures: Mapping[int, BaseException], place: str, count: int | None = None
+) -> CheckpointError:
+    """Return the first rank's error if its type says what is wrong, else one that names them all.
+
+    `failures` may be some of those of `count` ranks.
+    """
     first = failures[min(failures)]
     if is_specific(first):
         return first
-    return LoadFailed(
-        summary("load", failures), url=place, failures=some_of(failures), failed_ranks=len(failures)
-    )
+    count = len(failures) if count is None else count
+    message = summary("load", failures, count=count)
+    return LoadFailed(message, url=place, failures=some_of(failures), failed_ranks=count)
 
 
 def save_error(failures: Mapping[int, BaseException], place: str) -> SaveFailed:
@@ -49,6 +54,11 @@ def save_error(failures: Mapping[int, BaseException], place: str) -> SaveFailed:
 def failures_of(error: CheckpointException) -> dict[int, BaseException]:
     """Return what failed on which rank."""
     return {rank: wrapped[0] for rank, wrapped in error.failures.items()}
+
+
+def count_of(error: CheckpointException) -> int:
+    """Return how many ranks failed, of which `error` may have some."""
+    return int(getattr(error, "count", len(error.failures)))
 
 
 def cause_of(error: CheckpointException) -> CheckpointException | None:

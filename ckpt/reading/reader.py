@@ -130,13 +130,8 @@ class CheckpointReader(DcpStorage, StorageReader):
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Check that all ranks opened the same checkpoint: a save may just have replaced it."""
-        identities = {plan.storage_data for plan in plans if isinstance(plan.storage_data, str)}
         with self._errors_named():
-            if len(identities) > 1:
-                raise CommitConflict(
-                    "the ranks opened different checkpoints: another save replaced this one meanwhile; load again",
-                    key=COMMIT_KEY,
-                )
+            self.check_identities({p.storage_data for p in plans if isinstance(p.storage_data, str)})
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -193,6 +188,19 @@ class CheckpointReader(DcpStorage, StorageReader):
         return {
             name: value for name, value in values.items() if name in stored or tied.get(name) not in stored
         }
+
+    def check_identities(self, identities: Collection[str]) -> None:
+        """Raise CommitConflict if the ranks opened several checkpoints."""
+        if len(identities) > 1:
+            raise CommitConflict(
+                "the ranks opened different checkpoints: another save replaced this one meanwhile; load again",
+                url=self.checkpoint_id,
+                key=COMMIT_KEY,
+            )
+
+    def rewind(self) -> None:
+        """Let the next load use the checkpoint that is open, as if none had begun."""
+        self._next = self._checkpoint
 
     def _let_go(self) -> None:
         for checkpoint in (self._checkpoint, self._next):

@@ -83,7 +83,7 @@ ROOMS: Mapping[str, Room] = {
     ),
     "ckpt.load_plans": Room(
         "which stored chunks a rank reads, found by columns",
-        ("ckpt.torch_private", "ckpt.format"),
+        ("ckpt.errors", "ckpt.torch_private", "ckpt.format", "ckpt.ranks"),
     ),
     "ckpt.writing": Room(
         "a save, from DCP's plan to the commit",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES, BytesStorageMetadata
@@ -52,11 +54,31 @@ class NamingLoadPlanner(DefaultLoadPlanner):
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         # Of all ranks: each stage of a pipeline asks for its own part.
         asked = {item.dest_index.fqn for plan in global_plan for item in plan.items} | self.state_dict.keys()
-        tops = {_top(fqn) for fqn in asked}.difference(self._optional)
-        stored = self._stored()
-        left_over = [fqn for fqn in stored if _top(fqn) in tops and fqn not in asked and _holds(stored[fqn])]
-        self._judge("the state lacks, and the checkpoint has,", sorted(left_over))
+        tops = self._tops(asked)
+        self._judge_left_over(fqn for fqn in self._stored() if _top(fqn) in tops and fqn not in asked)
         return super().create_global_plan(global_plan)
+
+    def bits_asked(self) -> tuple[int, ...]:
+        """Return two numbers: which stored names this rank asks for, and which are below the same top names."""
+        stored, tops = self._stored(), self._tops(self.state_dict)
+        asked = (fqn in self.state_dict for fqn in stored)
+        return _bits(asked), _bits(_top(fqn) in tops for fqn in stored)
+
+    def judge_all(self, bits: Sequence[int]) -> None:
+        """Name what no rank asks for."""
+        asked, below = bits
+        if left_over := below & ~asked:
+            names = self._stored()
+            self._judge_left_over(itertools.compress(names, _flags(left_over, len(names))))
+
+    def _tops(self, fqns: Iterable[str]) -> set[str]:
+        return {_top(fqn) for fqn in fqns}.difference(self._optional)
+
+    def _judge_left_over(self, fqns: Iterable[str]) -> None:
+        stored = self._stored()
+        left_over = sorted(fqn for fqn in fqns if _holds(stored[fqn]))
+        if self._strict or self.is_coordinator:  # one rank warns for all
+            self._judge("the state lacks, and the checkpoint has,", left_over)
 
     def _not_begun(self) -> list[str]:
         """Find keys of parameters that have no optimizer state in a checkpoint where others do."""
@@ -99,6 +121,17 @@ def _zero(value: Any) -> None:
 
 def _top(fqn: str) -> str:
     return fqn.partition(".")[0]
+
+
+def _bits(flags: Iterable[bool]) -> int:
+    packed = np.packbits(np.fromiter(flags, dtype=np.bool_), bitorder="little")
+    return int.from_bytes(packed.tobytes(), "little")
+
+
+def _flags(bits: int, count: int) -> list[int]:
+    data = np.frombuffer(bits.to_bytes(-(-count // 8), "little"), dtype=np.uint8)
+    flags: list[int] = np.unpackbits(data, count=count, bitorder="little").tolist()
+    return flags
 
 
 def _holds(description: object) -> bool:
