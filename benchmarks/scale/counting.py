@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from ckpt.load_plans import together
 from ckpt.ranks.first_rank import FirstRank
 from ckpt.ranks.group import Ranks
 from ckpt.reading import loader, read_once
@@ -25,8 +26,6 @@ from ckpt.writing import column_save, coordinator, writer
 
 SAVE_PHASES = ("enter", "plan", "write", "receipts", "index", "commit")
 LOAD_PHASES = ("enter", "opening", "plan", "manifests", "read")
-
-_OBJECTS = ("gather_object", "scatter_object_list", "all_gather_object")
 
 
 @dataclass
@@ -131,12 +130,11 @@ def watched(phases: Phases) -> Iterator[None]:
             (coordinator, "encode_stock_metadata", "index"),
             (FirstRank, "broadcast", "commit"),
             (Ranks, "from_first", "opening"),
+            (together._Load, "plan", "plan"),
+            (together._Load, "read", "read"),
             (loader.Loader, "run", "read"),
             (loader.Loader, "_prepare", "plan"),
             (read_once.Replicas, "records", "manifests"),
-            (dist, "gather_object", "load plans"),
-            (dist, "scatter_object_list", "load plans"),
-            (dist, "all_gather_object", "load plans"),
         ):
             original = getattr(target, name)
             stack.enter_context(mock.patch.object(target, name, _in_phase(phases, phase, original)))

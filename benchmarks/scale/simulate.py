@@ -30,7 +30,6 @@ from benchmarks.scale.network import Bucket, Network, Storage
 from ckpt.acceptance.models import MODELS
 
 _REQUESTS = ("GET", "PUT", "LIST", "DELETE")
-_NAMES = {"load plans": "DCP's plans"}
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ def run(model: str, text: str, ranks: int) -> Case:
 
 def phases_of(operation: Operation, name: str) -> list[str]:
     """List the phases of an operation, in order."""
-    order = [*LOAD_PHASES, "load plans"] if name == "load" else [*SAVE_PHASES]
+    order = LOAD_PHASES if name == "load" else SAVE_PHASES
     return [phase for phase in order if phase in operation.phases]
 
 
@@ -82,7 +81,7 @@ def table(case: Case, title: str, model: Model) -> str:
             counts, own = operation.phases[phase], operation.requests.get(phase, Counter())
             stored = own["sent_bytes"] + own["read_bytes"]
             lines.append(
-                f"  {_NAMES.get(phase, phase):<14}{_size(counts.received_bytes):>12}{_size(counts.sent_bytes):>13}"
+                f"  {phase:<14}{_size(counts.received_bytes):>12}{_size(counts.sent_bytes):>13}"
                 f"{sum(own[kind] for kind in _REQUESTS):>10,}{_size(stored):>13}{counts.cpu_s:>9.3f}"
                 f"{model.seconds(case, name, phase):>12.3f}"
             )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import pickle
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -147,9 +146,6 @@ class Simulation:
                 (read_once.Replicas, "_ask", _asking(self, "_ask")),
                 (read_once.Replicas, "_tell", _asking(self, "_tell")),
                 (read_once.Replicas, "records", _handing_out(self, read_once.Replicas.records)),
-                (dist, "gather_object", self._gather_objects),
-                (dist, "scatter_object_list", _scatter_objects),
-                (dist, "all_gather_object", _all_gather_objects),
             ):
                 stack.enter_context(mock.patch.object(target, name, value))
             stack.enter_context(watched(self.phases))
@@ -229,20 +225,6 @@ class Simulation:
                 counts.received_bytes += sizes[(position - step - 1) % count]
             counts.messages += 2 * (count - 1)
             counts.steps += count - 1
-
-    def _gather_objects(self, obj: object, object_gather_list: list[Any], **_: object) -> None:
-        """Count the plans of a load, which DCP gathers: as large as that of this rank, and as long to unpickle."""
-        values = object_gather_list
-        data, counts = pickle.dumps(obj), self.phases.now()
-        took_s = []
-        for _turn in range(3):
-            began_s = time.process_time()
-            pickle.loads(data)
-            took_s.append(time.process_time() - began_s)
-        counts.cpu_s += (len(values) - 4) * min(took_s)
-        counts.received_bytes += (len(values) - 1) * len(data)
-        counts.messages += len(values) - 1
-        values[:] = [obj] * len(values)
 
 
 def _first_rank_of(job: Simulation) -> type[FirstRank]:
@@ -336,13 +318,3 @@ def _handing_out(job: Simulation, records: Callable[..., Any]) -> Callable[..., 
         return records(replicas, refs, *args)
 
     return run
-
-
-def _scatter_objects(
-    scatter_object_output_list: list[Any], scatter_object_input_list: Sequence[Any], **_: object
-) -> None:
-    scatter_object_output_list[0] = scatter_object_input_list[0]
-
-
-def _all_gather_objects(object_list: list[Any], obj: object, **_: object) -> None:
-    object_list[:] = [obj] * len(object_list)

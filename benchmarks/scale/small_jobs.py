@@ -38,8 +38,8 @@ class PlansItself(DefaultSavePlanner):
 class LoadPlansItself(DefaultLoadPlanner):
     """A planner that keeps DCP's path."""
 
-    def create_local_plan(self) -> Any:
-        return super().create_local_plan()
+    def create_global_plan(self, global_plan: Any) -> Any:
+        return super().create_global_plan(global_plan)
 
 
 def main() -> None:
