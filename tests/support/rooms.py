@@ -82,7 +82,7 @@ ROOMS: Mapping[str, Room] = {
         (*_FLOOR, "ckpt.format", "ckpt.ranks", "ckpt.transfer.boxes"),
     ),
     "ckpt.load_plans": Room(
-        "which stored chunks a rank reads, found by columns",
+        "which stored chunks a rank reads, found by columns; the steps of a load",
         ("ckpt.errors", "ckpt.torch_private", "ckpt.format", "ckpt.ranks"),
     ),
     "ckpt.writing": Room(

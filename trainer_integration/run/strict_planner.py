@@ -60,9 +60,9 @@ class NamingLoadPlanner(DefaultLoadPlanner):
 
     def bits_asked(self) -> tuple[int, ...]:
         """Return two numbers: which stored names this rank asks for, and which are below the same top names."""
-        stored, tops = self._stored(), self._tops(self.state_dict)
-        asked = (fqn in self.state_dict for fqn in stored)
-        return _bits(asked), _bits(_top(fqn) in tops for fqn in stored)
+        stored, own = self._stored(), self.state_dict.keys()
+        tops = self._tops(own if self.is_coordinator else own & stored.keys())  # as DCP's plans tell it
+        return _bits(fqn in own for fqn in stored), _bits(_top(fqn) in tops for fqn in stored)
 
     def judge_all(self, bits: Sequence[int]) -> None:
         """Name what no rank asks for."""
