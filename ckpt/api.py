@@ -23,15 +23,7 @@ from ckpt.errors import CommitUnknown, ConfigurationError, LoadFailed, SaveFaile
 from ckpt.format.names import last_segment
 from ckpt.load_plans.together import load_planned
 from ckpt.models.writer import ModelWriter, shard_bytes
-from ckpt.ranks.failures import (
-    cause_of,
-    count_of,
-    failures_of,
-    interrupts,
-    load_error,
-    same_failure,
-    save_error,
-)
+from ckpt.ranks.failures import cause_of, failures_of, interrupts, load_error, same_failure, save_error
 from ckpt.ranks.group import DEFAULT_TIMEOUT_S, Ranks
 from ckpt.ranks.lost_ranks import lost
 from ckpt.reading.reader import CheckpointReader
@@ -246,7 +238,7 @@ def load_by(
                 with interrupts(reader, ranks):
                     load_planned(values, reader, planner, ranks, is_shared=shared is not None)
             except CheckpointException as error:
-                raise load_error(failures_of(error), place, count_of(error)) from cause_of(error)
+                raise load_error(error, place) from cause_of(error)
         ranks.together(call, lambda: _put_back(state_dict, values))
     return reader
 

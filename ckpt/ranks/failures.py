@@ -29,17 +29,13 @@ def is_specific(error: BaseException) -> TypeGuard[CheckpointError]:
     return isinstance(error, CheckpointError) and type(error) is not CheckpointError
 
 
-def load_error(
-    failures: Mapping[int, BaseException], place: str, count: int | None = None
-) -> CheckpointError:
-    """Return the first rank's error if its type says what is wrong, else one that names them all.
-
-    `failures` may be some of those of `count` ranks.
-    """
+def load_error(error: CheckpointException, place: str) -> CheckpointError:
+    """Return the first rank's error if its type says what is wrong, else one that names them all."""
+    failures = failures_of(error)
     first = failures[min(failures)]
     if is_specific(first):
         return first
-    count = len(failures) if count is None else count
+    count = int(getattr(error, "count", len(failures)))  # of thousands it has some
     message = summary("load", failures, count=count)
     return LoadFailed(message, url=place, failures=some_of(failures), failed_ranks=count)
 
@@ -54,11 +50,6 @@ def save_error(failures: Mapping[int, BaseException], place: str) -> SaveFailed:
 def failures_of(error: CheckpointException) -> dict[int, BaseException]:
     """Return what failed on which rank."""
     return {rank: wrapped[0] for rank, wrapped in error.failures.items()}
-
-
-def count_of(error: CheckpointException) -> int:
-    """Return how many ranks failed, of which `error` may have some."""
-    return int(getattr(error, "count", len(error.failures)))
 
 
 def cause_of(error: CheckpointException) -> CheckpointException | None:

@@ -25,7 +25,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import ckpt
 from ckpt.errors import AccessDenied, CheckpointError, CommitConflict, LoadFailed, UnsafeContent
 from ckpt.load_plans.together import Failure, StepFailed, Told
-from ckpt.ranks.failures import count_of, failures_of, load_error
+from ckpt.ranks.failures import load_error
 from ckpt.ranks.many_failures import MAX_FAILURES
 from ckpt.reading.checkpoint import Checkpoint
 from ckpt.trainer_integration.run.strict_planner import NamingLoadPlanner
@@ -258,7 +258,7 @@ def test_failures_of_thousands_are_counted() -> None:
     assert joined.failed == 3000
     assert len(joined.failures) == MAX_FAILURES
     failed = StepFailed("plan", joined.failures, joined.failed)
-    error = load_error(failures_of(failed), "file:///c", count_of(failed))
+    error = load_error(failed, "file:///c")
     assert isinstance(error, LoadFailed)
     assert error.failed_ranks == 3000
     assert "3,000 ranks in all" in str(error)
