@@ -24,6 +24,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import ckpt
 from ckpt.errors import FormatError
 from ckpt.format.columns import packed
+from ckpt.trainer_integration.run.strict_planner import NamingLoadPlanner
 from ckpt.transfer.boxes import Box, tiled_box, tiling_fault
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -65,6 +66,19 @@ def test_chunks_that_fit_together(sharded: Path) -> None:
     loaded = {"t": torch.zeros(64, 50)}
     ckpt.load(loaded, sharded)
     assert bits(loaded["t"]) == bits(WHOLE)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_restores_of_the_manager_are_checked_too(sharded: Path, tmp_path: Path, strict: bool) -> None:
+    place = _changed(sharded, tmp_path / "c", lambda found: _chunks(found).pop(1))
+
+    def load(name: str, size: list[int]) -> None:
+        planner = NamingLoadPlanner(strict=strict, optional=["t", "other", "new"], optimizers=())
+        ckpt.load({name: torch.zeros(size), "new": torch.zeros(2)}, place, planner=planner)
+
+    load("other", [3])
+    with pytest.raises(FormatError, match="no chunks that together make up the part of 't'"):
+        load("t", [64, 50])
 
 
 @pytest.mark.parametrize("lacking", [0, 1, 2, 3])

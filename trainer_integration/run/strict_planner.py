@@ -34,6 +34,8 @@ class NamingLoadPlanner(DefaultLoadPlanner):
             nothing of a parameter, which had no gradient yet, they begin at zero.
     """
 
+    fills_all = True  # `ckpt.reading.coverage` checks it
+
     def __init__(self, *, strict: bool, optional: Collection[str], optimizers: Collection[str]) -> None:
         super().__init__(allow_partial_load=True)
         self._strict, self._optional, self._optimizers = strict, optional, optimizers
