@@ -15,6 +15,7 @@ import json
 import logging
 import multiprocessing
 import os
+import statistics
 import sys
 import threading
 import time
@@ -32,6 +33,7 @@ from ckpt.ranks.roll_call import RollCall
 
 _SIZES = (128, 512, 1024)
 _TIMEOUT_S = 600.0
+_CLIENTS = 128
 
 
 class _Store:
@@ -93,11 +95,18 @@ class _Counting:
 
 @dataclass(frozen=True)
 class Costs:
-    """Microseconds of the store's CPU: for a beat, for a question after one key, for each key of a long list."""
+    """Microseconds of the store's CPU.
+
+    Attributes:
+        set_us, question_us, key_us: for a beat, for a question after one key, for each key of a long list,
+            of clients that send one after the other.
+        spread_us: for a beat and a question that come as seldom as those of 16,384 ranks: each wakes the store.
+    """
 
     set_us: float
     question_us: float
     key_us: float
+    spread_us: float
 
 
 def measure_costs(store: _Store, count: int = 4096) -> Costs:
@@ -122,7 +131,23 @@ def measure_costs(store: _Store, count: int = 4096) -> Costs:
     question_us = cost(lambda: [client.multi_get(keys[:1]) for _ in range(count)], count)
     rounds = [keys[start : start + 64] for start in range(0, count, 64)]
     key_us = cost(lambda: [client.multi_get(some) for _ in range(4) for some in rounds], 4 * count)
-    return Costs(set_us, question_us, key_us)
+    clients = [store.connect() for _ in range(_CLIENTS)]
+    return Costs(
+        set_us, question_us, key_us, statistics.median(_spread_us(store, clients, beat) for _ in range(3))
+    )
+
+
+def _spread_us(store: _Store, clients: Sequence[dist.TCPStore], beat: str, spread_s: float = 4.0) -> float:
+    """Measure beats, each with its question, that come one by one."""
+    beats_per_s = 16384 / Limits(_TIMEOUT_S, 16384).period_s
+    count = int(spread_s * beats_per_s)
+    began_cpu_s, began_s = store.cpu_s(), time.perf_counter()
+    for number in range(count):
+        time.sleep(max(0.0, began_s + number / beats_per_s - time.perf_counter()))
+        client = clients[number % len(clients)]
+        client.set(f"ckpt/beat/foreground/0/{number % len(clients)}", beat)
+        client.multi_get(["ckpt/beat/foreground/0/0"])
+    return 1e6 * (store.cpu_s() - began_cpu_s) / count
 
 
 @dataclass(eq=False)
@@ -199,7 +224,7 @@ class Trial:
 
 def share_of_a_core(size: int, costs: Costs, limits: Limits) -> float:
     """Return what heartbeats take of a core of the store: a beat, a question, and a key for the first rank's round."""
-    each_us = costs.set_us + costs.question_us + costs.key_us
+    each_us = costs.spread_us + costs.key_us
     return size * each_us * 1e-6 / limits.period_s
 
 
@@ -219,7 +244,8 @@ def main() -> None:
     try:
         costs = measure_costs(store)
         print(
-            f"store: {costs.set_us:.1f} us a beat, {costs.question_us:.1f} a question, {costs.key_us:.1f} a key"
+            f"store: {costs.set_us:.1f} us a beat, {costs.question_us:.1f} a question, {costs.key_us:.1f} a key; "
+            f"{costs.spread_us:.1f} a beat and a question that come one by one"
         )
         for size in arguments.sizes:
             limits = Limits(_TIMEOUT_S, size)
