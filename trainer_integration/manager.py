@@ -23,8 +23,11 @@ from ckpt.trainer_integration.keeping import KeepRule
 from ckpt.trainer_integration.run.async_modes import AsyncMode, Uploads
 from ckpt.trainer_integration.run.history import History
 from ckpt.trainer_integration.run.in_flight import OnBusy, Saves
+from ckpt.trainer_integration.run.near_saves import NearSaves
+from ckpt.trainer_integration.run.nearest import Nearest
 from ckpt.trainer_integration.run.restore import Restored, restore
 from ckpt.trainer_integration.run.save_decision import Decisions
+from ckpt.trainer_integration.run.tier import NearOptions, Tier, new_job
 from ckpt.trainer_integration.saving import SaveRule
 from ckpt.trainer_integration.training_state import size_bytes, training_state
 
@@ -64,6 +67,12 @@ class CheckpointManager:
         references: write only what changed since the last checkpoint (`docs/only-what-changed.md`).
         frozen: what never changes, and is not even compared: `ckpt.frozen(model, "model.")`.
         tables: saved and restored with every state, by what changed (`docs/tables.md`).
+        local: a folder on each node's own disk where every save goes first (`docs/local-first.md`): the steps wait for
+            that disk alone, and a process carries each checkpoint to `root` behind them.
+        local_keep: checkpoints that stay there once they are durable.
+        local_budget_bytes: of that folder on each node; what has no room is saved to `root` directly.
+        fallback: a folder that all nodes see, where a save goes that `root` refuses, to be moved when it answers.
+        carry_timeout_s: how long `close` waits for what is near to become durable.
         preflight: from each node, before the first step: write, read, create, delete; free space.
         events: called with each `Event`, such as `JsonLines(path)` and `OpenTelemetry(meter)`.
         process_group: the ranks that save together; default all.
@@ -87,6 +96,11 @@ class CheckpointManager:
         references: bool = False,
         frozen: Collection[str] = (),
         tables: Tables | None = None,
+        local: str | os.PathLike[str] | None = None,
+        local_keep: int = 2,
+        local_budget_bytes: int | None = None,
+        fallback: str | os.PathLike[str] | None = None,
+        carry_timeout_s: float = 600.0,
         preflight: bool = True,
         events: Sequence[Callable[[Event], None]] = (),
         process_group: Any = None,
@@ -102,17 +116,27 @@ class CheckpointManager:
         save_options = {**options, "max_bandwidth_bytes_per_s": max_bandwidth_bytes_per_s}
         self._ranks = Ranks(process_group, no_dist=False, purpose="manager")
         self._is_closed, self._needs_preflight = False, preflight
+        self._carry_timeout_s = carry_timeout_s
+        job = new_job(self._ranks)
 
-        def prepare() -> tuple[SaveRule, KeepRule | None, Uploads, History]:
+        def prepare() -> tuple[SaveRule, KeepRule | None, Uploads, History, Tier | None]:
             patterns = _checked(on_busy, on_failure, references, frozen, tables)
             save_rule, keep_rule = saving.as_rule(save), keeping.as_rule(keep)
             uploads = Uploads(async_mode, self._ranks, process_group, save_options, patterns, tables)
-            return save_rule, keep_rule, uploads, History(os.fspath(root), storage_options)
+            history, near = (
+                History(os.fspath(root), storage_options),
+                NearOptions(local, fallback, local_keep, local_budget_bytes),
+            )
+            return save_rule, keep_rule, uploads, history, near.tier(history, job, self._ranks.rank, uploads)
 
-        save_rule, keep_rule, uploads, history = same_outcome(
-            self._ranks, f"CheckpointManager of {place_of(root)}{' with tables' if tables else ''}", prepare
+        made = f"CheckpointManager of {place_of(root)}{' with tables' if tables else ''}{' with local' if local else ''}"
+        save_rule, keep_rule, uploads, history, tier = same_outcome(self._ranks, made, prepare)
+        self._nearest = None if tier is None else Nearest(tier, history)
+        self._saves = (
+            Saves(self._ranks, uploads, history, keep_rule, Events(events))
+            if tier is None
+            else NearSaves(self._ranks, uploads, history, keep_rule, Events(events), tier)
         )
-        self._saves = Saves(self._ranks, uploads, history, keep_rule, Events(events))
         self._decisions = Decisions(save_rule, self._ranks, self._saves, max_undurable_s)
 
     def restore(
@@ -152,7 +176,14 @@ class CheckpointManager:
         checked, wanted = self._checked(state, parts, rng), step if isinstance(step, str) else _number(step)
         options = {**self._load_options, "trusted_objects": trusted_objects, "read_once": read_once}
         return restore(
-            checked, wanted, initial, self._ranks, self._saves, strict=strict, load_options=options
+            checked,
+            wanted,
+            initial,
+            self._ranks,
+            self._saves,
+            self._nearest,
+            strict=strict,
+            load_options=options,
         )
 
     def step(
@@ -226,18 +257,25 @@ class CheckpointManager:
 
         Raises SaveFailed if it failed, or is not durable in time, on any rank.
         """
+        began_s = time.monotonic()
         failure = self._saves.settle(timeout_s)
+        if failure is None:
+            left_s = None if timeout_s is None else max(0.0, timeout_s - (time.monotonic() - began_s))
+            failure = self._saves.wait_carried(left_s)
         if failure is not None:
             raise failure
         return self.durable_step
 
     def close(self) -> None:
         """Wait for the save in flight, and release everything. Raises SaveFailed if it failed."""
+        self._close(self._carry_timeout_s)
+
+    def _close(self, carry_timeout_s: float) -> None:
         if self._is_closed:
             return
         self._is_closed = True
         try:
-            failure = self._saves.close()
+            failure = self._saves.close(carry_timeout_s)
         finally:
             self._decisions.close()
         if failure is not None and self._on_failure == "raise":
@@ -248,7 +286,7 @@ class CheckpointManager:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         try:
-            self.close()
+            self._close(self._carry_timeout_s if error is None and not self.preempted else 0.0)
         except CheckpointError:
             if error is None:
                 raise  # else it has been logged, and the error that ended the block matters more

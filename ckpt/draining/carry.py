@@ -43,6 +43,8 @@ _BUDGET_BYTES = 256 << 20
 _FILES_AT_ONCE = 4
 _SETTINGS = ReadSettings(visibility_timeout_s=0.0)
 
+NO_BASE = "a checkpoint whose bytes it names is not durable yet"
+
 T = TypeVar("T")
 
 
@@ -54,12 +56,14 @@ class Carried:
         sent_bytes, found_bytes: of data files that this process has sent, and that were there before.
         lacks: the first object that the durable place still lacks, and why it is not committed; None if it is.
         was_there: it was committed there before.
+        is_gone: what was sent there is not there any more.
     """
 
     sent_bytes: int = 0
     found_bytes: int = 0
     lacks: str | None = None
     was_there: bool = False
+    is_gone: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,8 +102,10 @@ class Carrier:
     stop: threading.Event = field(default_factory=threading.Event)
     progress: ReportBytes = no_report
 
-    def carry(self, source: Store, destination: Store) -> Carried:
+    def carry(self, source: Store, destination: Store, *, was_sent: bool = False) -> Carried:
         """Send the objects that are here and not there; commit if all are there then.
+
+        What `was_sent` before and is gone is not sent again: it was committed and removed, or given up.
 
         Raises:
             NotCommitted, NotFound: no checkpoint is committed at the source, or it was removed meanwhile.
@@ -123,8 +129,19 @@ class Carrier:
         try:
             check_beside(destination, record)
         except ConfigurationError:
-            return Carried(lacks="a checkpoint whose bytes it names is not durable yet")
+            return Carried(lacks=NO_BASE)
+        if was_sent and self._is_gone(record, source, destination):
+            return Carried(is_gone=True)
         return self._carry(commit, source, destination, coordinator)
+
+    def _is_gone(self, record: CommitRecord, source: Store, destination: Store) -> bool:
+        """Tell whether an object of this node that was sent is missing there."""
+        there = {stat.key for stat in destination.list()}
+        for ref in record.own_manifests:
+            keys = {ref.path, *(ref.data_keys(of_model=record.is_model) or ())}
+            if not keys <= there and exists(source, ref.path):
+                return True
+        return False
 
     def _carry(
         self, commit: StoredCommit, source: Store, destination: Store, coordinator: Coordinator

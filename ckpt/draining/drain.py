@@ -17,7 +17,7 @@ from ckpt.backends.registry import open_store
 from ckpt.backends.wrapper import PrefixStore
 from ckpt.consistency import environment
 from ckpt.consistency.patience import patiently
-from ckpt.draining.carry import Carrier
+from ckpt.draining.carry import NO_BASE, Carrier
 from ckpt.errors import (
     AccessDenied,
     AlreadyExists,
@@ -44,7 +44,9 @@ _PASSING = (StorageError, CommitError)
 _FINAL = (AccessDenied, AlreadyExists, BaseGone, CommitConflict, NotFound, StorageFull)
 """Of those, the ones that do not pass by themselves."""
 
-_STOPPED = "stopped before it was durable"
+STOPPED = "stopped before it was durable"
+NOT_SENT = (STOPPED, NO_BASE)
+"""Reasons to wait of what this node has not sent all of."""
 
 State = Literal["durable", "waiting", "failed", "left out"]
 
@@ -61,6 +63,7 @@ class Drained:
         reason: why it is not durable.
         sent_bytes: of data files, by this process.
         took_s: to send them and to commit; 0 if it was durable before.
+        id: of its commit.
     """
 
     path: str
@@ -70,6 +73,7 @@ class Drained:
     reason: str = ""
     sent_bytes: int = 0
     took_s: float = 0.0
+    id: str = ""
 
 
 def drain(
@@ -87,6 +91,7 @@ def drain(
     finish: threading.Event | None = None,
     stop: threading.Event | None = None,
     progress: ReportBytes | None = None,
+    settled: Mapping[str, tuple[str, State]] | None = None,
 ) -> Generator[Drained, None, None]:
     """Carry what is committed in `local` to `durable`, and yield each checkpoint when its state is known.
 
@@ -104,6 +109,7 @@ def drain(
         stop: set it to have it end soon, whatever is left.
         outage_s: how long the durable place may give no answer before that is an error.
         progress: called with the data bytes of a checkpoint that are there, and those of all that are here.
+        settled: the id and state of checkpoints that an earlier call has settled, by their folders.
 
     Raises:
         ConfigurationError: an argument is wrong.
@@ -128,6 +134,7 @@ def drain(
         newest,
         keep_local,
         outage_s,
+        dict(settled or {}),
     )
     return drainer.run(follow, finish or threading.Event(), poll_s)
 
@@ -177,12 +184,12 @@ class _Drainer:
 
     def _round(self) -> Iterator[Drained]:
         there = sorted(self._committed(), key=lambda each: each.order)
-        todo = [each for each in there if self.settled.get(each.path, (None,))[0] != each.id]
+        todo = [each for each in there if self._state(each) in (None, "waiting")]
         needed = {base for each in todo[-(self.newest or 0) :] for base in each.bases}
         left_out = [each for each in todo[: -self.newest] if each.path not in needed] if self.newest else []
         for each in todo:
             if self.stop.is_set():
-                yield self._told(each, "waiting", _STOPPED)
+                yield self._told(each, "waiting", STOPPED)
                 continue
             drained = self._left_out(each) if each in left_out else self._drain(each)
             if drained is not None:
@@ -211,6 +218,11 @@ class _Drainer:
             except CheckpointError as error:
                 yield _Local(path, "", None, "", problem=str(error))
 
+    def _state(self, each: _Local) -> State | None:
+        """Return what became of a checkpoint; None if that is not known of this save of it."""
+        commit_id, state = self.settled.get(each.path, ("", None))
+        return state if commit_id == each.id else None
+
     def _left_out(self, each: _Local) -> Drained:
         self.settled[each.path] = each.id, "left out"
         return self._told(each, "left out", "newer checkpoints are not durable yet")
@@ -223,7 +235,7 @@ class _Drainer:
             return self._failed(each, each.problem)
         try:
             carried = patiently(
-                lambda: self.carrier.carry(source, destination),
+                lambda: self.carrier.carry(source, destination, was_sent=self._state(each) == "waiting"),
                 outage_s=self.outage_s,
                 stop=self.stop,
                 passing=_PASSING,
@@ -233,11 +245,16 @@ class _Drainer:
             if read_commit(source) is None:  # removed meanwhile
                 return None
             if self.stop.is_set():
-                return self._told(each, "waiting", _STOPPED)
+                return self._told(each, "waiting", STOPPED)
             if isinstance(error, StorageError) and not self._is_its_own(error):
                 raise
             return self._failed(each, str(error))
+        if carried.is_gone:
+            self.settled[each.path] = each.id, "left out"
+            return self._told(each, "left out", "it was removed there")
         if carried.lacks is not None:
+            if carried.lacks != NO_BASE:
+                self.settled[each.path] = each.id, "waiting"
             if self.told.get(each.path) == carried.lacks:
                 return None
             self.told[each.path] = carried.lacks
@@ -256,7 +273,7 @@ class _Drainer:
 
     def _told(self, each: _Local, state: State, reason: str = "", **figures: Any) -> Drained:
         url = f"{self.durable.url.rstrip('/')}/{each.path}"
-        return Drained(each.path, each.step, url, state, reason, **figures)
+        return Drained(each.path, each.step, url, state, reason, id=each.id, **figures)
 
     def _make_room(self, there: list[_Local]) -> None:
         """Remove from this node what is durable, but for the newest; and what was left out."""

@@ -44,11 +44,13 @@ class Candidate:
         fault: why it cannot be restored; None if nothing speaks against it.
         is_foreign: another program wrote it, such as stock PyTorch.
         created_at_s: seconds since 1970, by the clock of the process that wrote it.
+        id: of its commit.
     """
 
     fault: str | None = None
     is_foreign: bool = False
     created_at_s: float | None = None
+    id: str | None = None
 
 
 def newest_first(folders: Iterable[str], record: RunRecord) -> list[tuple[int, str]]:
@@ -76,7 +78,9 @@ def examine(store: Store) -> Candidate:
     try:
         commit = await_commit(store, patience_s)
         if commit is not None:
-            return Candidate(_fault(store, commit, patience_s), created_at_s=created_at_s(commit.record))
+            record = commit.record
+            fault = _fault(store, commit, patience_s)
+            return Candidate(fault, created_at_s=created_at_s(record), id=record.id)
         if is_stock(store):
             return Candidate("it was not written by this library", is_foreign=True)
     except (IntegrityError, FormatError, UnsafeContent) as error:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, S
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Protocol
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -17,12 +18,12 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, Read
 from ckpt.errors import CheckpointError, FormatError
 from ckpt.format.columns import packed
 from ckpt.format.dcp_view import Chunks
-from ckpt.format.records import ItemRecord
+from ckpt.format.records import ItemRecord, ObjectRef
 from ckpt.format.stored_tensor import StoredTensor
 from ckpt.reading.checkpoint import Checkpoint
 from ckpt.reading.coverage import check_coverage, filled_boxes
 from ckpt.reading.parcels import Parcel, TensorParcel, WholeParcel
-from ckpt.reading.read_once import Replicas, Wanted
+from ckpt.reading.read_once import Wanted
 from ckpt.reading.windows import TargetMemory, Window
 from ckpt.stock.extensions import untransformed
 from ckpt.stock.item_files import MemoryFile
@@ -60,6 +61,25 @@ class _Target:
     owner: Hashable
 
 
+class SharedReads(Protocol):
+    """What ranks do together to read: `read_once.Replicas`, or another of its methods."""
+
+    def records(
+        self, refs: Sequence[ObjectRef], read: Callable[[ObjectRef], bytearray], threads: Executor
+    ) -> list[bytearray]: ...
+
+    def read(
+        self,
+        prepare: Callable[[], list[Wanted]],
+        parcel_of: Callable[[Wanted], Parcel | None],
+        fetcher: Fetcher,
+        pool: StagingPool,
+        threads: Executor,
+    ) -> list[Wanted]: ...
+
+    def leave(self) -> None: ...
+
+
 class Loader:
     """Read a rank's items and give them to its planner; `trusted_objects` as they were stored."""
 
@@ -70,7 +90,7 @@ class Loader:
         pool: StagingPool,
         threads: Executor,
         trusted_objects: Collection[str],
-        replicas: Replicas | None = None,
+        replicas: SharedReads | None = None,
     ) -> None:
         self._checkpoint, self._store, self._planner = checkpoint, checkpoint.store, planner
         self._threads, self._trusted_objects = threads, trusted_objects

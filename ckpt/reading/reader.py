@@ -20,7 +20,7 @@ from ckpt.dcp_storage import DcpStorage
 from ckpt.errors import CheckpointError, CommitConflict, ConfigurationError
 from ckpt.ranks.group import DEFAULT_TIMEOUT_S, Ranks
 from ckpt.reading.checkpoint import Checkpoint, ReadSettings
-from ckpt.reading.loader import Loader
+from ckpt.reading.loader import Loader, SharedReads
 from ckpt.reading.opening import open_checkpoint, open_loadable, open_rank_local
 from ckpt.reading.read_once import Replicas
 from ckpt.transfer.threads import workers
@@ -75,7 +75,7 @@ class CheckpointReader(DcpStorage, StorageReader):
         self._checkpoint: Checkpoint | None = None
         self._next: Checkpoint | None = None
         self._failure: CheckpointError | None = None
-        self._replicas: Replicas | None = None
+        self._replicas: SharedReads | None = None
 
     # -- what DCP calls, in this order ---------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from ckpt.api import async_save, place_of, save, values_of
 from ckpt.embeddings.saving import Tables
 from ckpt.errors import CheckpointError, ConfigurationError, SaveFailed
 from ckpt.format.names import last_segment
+from ckpt.local_first.saving import Place, Saved, save_to_first
 from ckpt.ranks.group import Ranks, RanksFailed
 from ckpt.ranks.lost_ranks import summary
 from ckpt.ranks.many_failures import some_of
@@ -82,6 +83,12 @@ class Uploads:
         future: Future[Metadata] = Future()
         future.set_result(wait_for(state, url, **options))
         return future
+
+    def begin_at(self, state: dict[str, Any], places: list[Place], tags: Mapping[str, str]) -> Future[Saved]:
+        """Stage `state` and begin its upload to the first of `places` that takes it. Raises as `begin`."""
+        tagged = [replace(place, options={**place.options, "tags": tags}) for place in places]
+        is_async = self.mode == "thread"
+        return save_to_first(state, tagged, process_group=self.process_group, is_async=is_async)
 
     def close(self) -> None:
         self._stager.close()

@@ -7,7 +7,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -63,6 +63,7 @@ class History:
         self._resumed_at = math.inf
         self._durable_at_s: float | None = None
         self._own: dict[str, RunCheckpoint] = {}
+        self._found: dict[str, RunCheckpoint] = {}
         self.unusable: set[str] = set()
         self.referred: frozenset[int] = frozenset()
 
@@ -101,6 +102,11 @@ class History:
         """List the checkpoints that were committed and are not given up, by the record."""
         return [checkpoint for checkpoint in self._record().checkpoints if not checkpoint.superseded]
 
+    def known(self) -> list[RunCheckpoint]:
+        """List the same, without reading storage."""
+        known = self._known
+        return [] if known is None else [old for old in known.checkpoints if not old.superseded]
+
     def at(self, step: int) -> list[tuple[int, str]]:
         """List `step` and the folders in which its checkpoint may be, the likeliest first."""
         known = [recorded.path for recorded in self._record().checkpoints if recorded.step == step]
@@ -127,6 +133,21 @@ class History:
             self._own[checkpoint.path] = checkpoint
             self._durable_at_s = time.time()
             self._write()
+
+    def found(self, checkpoint: RunCheckpoint) -> None:
+        """Remember a checkpoint of an earlier process, if it is not on record."""
+        with self._lock:
+            self._found[checkpoint.path] = checkpoint
+            self._write()
+
+    def give_up(self, paths: Collection[str]) -> None:
+        """Note that some checkpoints are not wanted any more."""
+
+        def given_up(old: RunCheckpoint) -> RunCheckpoint:
+            return msgspec.structs.replace(old, superseded=True) if old.path in paths else old
+
+        with self._lock:
+            self._write(given_up)
 
     def annotate(
         self, step: int, metrics: Mapping[str, float] | None = None, *, pinned: bool | None = None
@@ -262,7 +283,8 @@ class History:
 
     def _with_own(self, record: RunRecord) -> RunRecord:
         """Put what this process has saved, given up and changed into a record."""
-        by_path = {old.path: self._as_past(old) for old in record.checkpoints}
+        known = {**self._found, **{old.path: old for old in record.checkpoints}}
+        by_path = {path: self._as_past(old) for path, old in known.items()}
         for path, own in self._own.items():
             # A later entry is that of another process, which has saved the same step.
             if path not in by_path or by_path[path].saved_at_s < own.saved_at_s:

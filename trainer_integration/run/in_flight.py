@@ -34,7 +34,7 @@ OnBusy = Literal["wait", "skip", "fail"]
 
 
 @dataclass
-class _Flight:
+class Flight:
     """A save that has been staged.
 
     Attributes:
@@ -46,7 +46,7 @@ class _Flight:
     checkpoint: RunCheckpoint
     began_s: float
     stall_s: float = 0.0
-    future: Future[Metadata] = field(default_factory=Future)
+    future: Future[Any] = field(default_factory=Future)
     durable: threading.Event = field(default_factory=threading.Event)
     booked: threading.Event = field(default_factory=threading.Event)
 
@@ -68,7 +68,7 @@ class Saves:
     ) -> None:
         self._ranks, self._uploads, self._events = ranks, uploads, events
         self.history, self.keep = history, keep
-        self._flight: _Flight | None = None
+        self._flight: Flight | None = None
         self._booked: threading.Event | None = None
         self.steps: set[int] = set()
         self.base: str | None = None
@@ -129,14 +129,12 @@ class Saves:
             metrics=plain_metrics(metrics),
         )
         self.began_s = time.monotonic()
-        flight = _Flight(checkpoint, self.began_s)
+        flight = Flight(checkpoint, self.began_s)
         self.tell("due", step, reason)
         self.steps.add(step)
         try:
             tags = {f"metric.{name}": str(value) for name, value in (metrics or {}).items()}
-            url = self.history.url(checkpoint.path)
-            base = None if self.base in (None, checkpoint.path) else self.history.url(self.base)
-            flight.future = self._uploads.begin(state, url, {"step": str(step)} | tags, base)
+            flight.future = self._upload(checkpoint, state, {"step": str(step)} | tags)
         except BaseException as error:
             if isinstance(error, ConfigurationError) or not isinstance(error, CheckpointError):
                 self.steps.discard(step)  # nothing is in flight: Ctrl-C, or a mistake of the caller
@@ -148,6 +146,13 @@ class Saves:
         self._flight, self._booked = flight, flight.booked
         caller = threading.get_ident()
         flight.future.add_done_callback(lambda _: self._book(flight, caller))
+
+    def _upload(
+        self, checkpoint: RunCheckpoint, state: dict[str, Any], tags: Mapping[str, str]
+    ) -> Future[Any]:
+        """Begin an upload; what its future has, `_committed` gets."""
+        base = None if self.base in (None, checkpoint.path) else self.history.url(self.base)
+        return self._uploads.begin(state, self.history.url(checkpoint.path), tags, base)
 
     def settle(self, timeout_s: float | None = None) -> SaveFailed | None:
         """Wait until the save in flight is durable; return its failure, the same on all ranks.
@@ -173,8 +178,11 @@ class Saves:
         cause = "the error is on another rank" if error is None else f"{type(error).__name__}: {error}"
         return SaveFailed(f"the save of step {step} failed: {cause}", url=url)
 
-    def close(self) -> BaseException | None:
-        """Wait for the save in flight; return its failure. Other ranks may be gone."""
+    def close(self, carry_timeout_s: float = 0.0) -> BaseException | None:
+        """Wait for the save in flight; return its failure. Other ranks may be gone.
+
+        `carry_timeout_s` is for what was saved elsewhere first, to become durable.
+        """
         try:
             self.wait_booked()
             flight, self._flight = self._flight, None
@@ -183,6 +191,9 @@ class Saves:
             self._uploads.close()
             self.history.close()
             self._events.flush()
+
+    def wait_carried(self, timeout_s: float | None) -> SaveFailed | None:
+        """Wait, on all ranks, until what was saved elsewhere first is durable; return why it is not, in time."""
 
     def wait_booked(self) -> None:
         """Wait for the removals after a save: such a folder must not be read or saved into."""
@@ -196,7 +207,7 @@ class Saves:
                 values["durable_age_s"] = time.monotonic() - self.durable_at_s
             self._events.tell(Event(kind, step, reason, values, url=url))
 
-    def _book(self, flight: _Flight, caller: int) -> None:
+    def _book(self, flight: Flight, caller: int) -> None:
         """Follow up a save, in the thread in which its upload ended; the `caller` of the save trains on."""
         is_recorded = False
         try:
@@ -217,7 +228,7 @@ class Saves:
                 except RuntimeError:  # Python is ending
                     self._clear(flight)
 
-    def _clear(self, flight: _Flight) -> None:
+    def _clear(self, flight: Flight) -> None:
         """Remove the checkpoints that no rule keeps any more."""
         try:
             assert self.keep is not None
@@ -227,7 +238,7 @@ class Saves:
         finally:
             flight.booked.set()
 
-    def _conclude(self, flight: _Flight) -> bool:
+    def _conclude(self, flight: Flight) -> bool:
         """Note and report the outcome of a save; tell whether it is in the run's record, by this rank."""
         error, step = flight.future.exception(), flight.checkpoint.step
         took_s = time.monotonic() - flight.began_s
@@ -235,12 +246,16 @@ class Saves:
             self.last_failure = error
             self.tell("failed", step, str(error), upload_s=took_s)
             return False
+        self.upload_s = _mean(self.upload_s, took_s)
+        return self._committed(flight, flight.future.result(), took_s)
+
+    def _committed(self, flight: Flight, committed: Any, took_s: float) -> bool:
+        """Note and report a checkpoint that is durable; tell whether it is in the run's record, by this rank."""
+        step, is_recorded = flight.checkpoint.step, True
         self.durable_at_s = self.undurable_since_s = time.monotonic()
         self.durable_step = step
-        self.upload_s = _mean(self.upload_s, took_s)
         if self._ranks.rank != 0:
             return False
-        is_recorded = True
         try:
             self.history.add(flight.checkpoint)
         except CheckpointError as failure:
@@ -248,14 +263,8 @@ class Saves:
             _logger.warning(
                 "step %d is durable, but could not be noted in the run's record: %s", step, failure
             )
-        metadata = flight.future.result()
-        size_bytes, carried_bytes = stored_bytes(metadata)
-        figures = {"upload_s": took_s, "stall_s": flight.stall_s, "size_bytes": size_bytes}
-        if carried_bytes:
-            figures["carried_bytes"] = carried_bytes
-        if isinstance(metadata.storage_meta, SaveMeta):
-            figures |= {**metadata.storage_meta.seconds, "retries": metadata.storage_meta.retries}
         path = flight.checkpoint.path
+        figures = figures_of(committed) | {"upload_s": took_s, "stall_s": flight.stall_s}
         self.tell("durable", step, path, self.history.shown(path), **figures)
         return is_recorded
 
@@ -301,6 +310,17 @@ def _wait_at_exit() -> None:
 
 threading._register_atexit(_wait_at_exit)  # type: ignore[attr-defined]
 os.register_at_fork(after_in_child=_all.clear)  # a child has no thread to end a save
+
+
+def figures_of(metadata: Metadata) -> dict[str, float]:
+    """List what is known of a save that was committed."""
+    size_bytes, carried_bytes = stored_bytes(metadata)
+    figures: dict[str, float] = {"size_bytes": size_bytes}
+    if carried_bytes:
+        figures["carried_bytes"] = carried_bytes
+    if isinstance(metadata.storage_meta, SaveMeta):
+        figures |= {**metadata.storage_meta.seconds, "retries": metadata.storage_meta.retries}
+    return figures
 
 
 def _mean(mean: float | None, value: float) -> float:

@@ -1,0 +1,231 @@
+"""Run the process of a node that carries its checkpoints to the durable place, and outlives the trainer."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import pickle
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from ckpt.draining.drain import NOT_SENT, Drained, State, drain
+from ckpt.errors import CheckpointError, ConfigurationError
+from ckpt.local_first.folder import durable_of
+
+_logger = logging.getLogger(__name__)
+
+STATUS, LOG = "ckpt-drain.json", "ckpt-drain.log"
+_OWNER, _LOCK = ".ckpt-drain.owner", ".ckpt-drain.lock"
+_MAX_LOG_BYTES = 16 << 20
+_MAX_STATUS_BYTES = 64 << 20
+_LOOK_S = 0.3
+_POLL_S = 0.5
+_GRACE_S = 25.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
+_NICENESS = 10
+
+
+class DrainState(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of a local checkpoint: `state` and the others are those of `Drained`; `at_s` since 1970."""
+
+    id: str
+    state: str
+    reason: str = ""
+    sent_bytes: int = 0
+    took_s: float = 0.0
+    at_s: float = 0.0
+
+
+class _Status(msgspec.Struct, frozen=True, kw_only=True):
+    version: int = 1
+    checkpoints: dict[str, DrainState] = {}
+
+
+_decoder = msgspec.json.Decoder(_Status)  # made once, before there are threads
+
+
+def read_status(folder: str) -> dict[str, DrainState]:
+    """Return what became of the checkpoints in a run's folder on this node, by their folders."""
+    try:
+        with open(os.path.join(folder, STATUS), "rb") as file:
+            return dict(_decoder.decode(file.read(_MAX_STATUS_BYTES)).checkpoints)
+    except (OSError, ValueError):
+        return {}
+
+
+class DrainProcess:
+    """Starts the process for a run's folder, and starts it again when it has died.
+
+    It reads `config`, the arguments of `ckpt.drain`, through a pipe: while that is open it looks for
+    new checkpoints; when the trainer closes it, or dies, it carries what is there, and ends.
+    """
+
+    def __init__(self, folder: str, config: Mapping[str, Any]) -> None:
+        self._folder = folder
+        try:
+            self._config = pickle.dumps(dict(config))
+        except Exception as error:
+            text = f"local= passes storage_options to another process, and they cannot be pickled: {error}"
+            raise ConfigurationError(text) from None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._began_s, self._pause_s = 0.0, _FIRST_PAUSE_S
+
+    def look(self) -> str | None:
+        """Start it if it does not run; return why it had ended, when that is news."""
+        process, now_s = self._process, time.monotonic()
+        if process is not None and process.poll() is None:
+            return None
+        if process is not None and now_s - self._began_s < self._pause_s:
+            return None
+        news = None
+        if process is not None:
+            news = f"the process that carries checkpoints ended with {process.returncode}: see {self.log}"
+            lived_s = now_s - self._began_s
+            self._pause_s = (
+                _FIRST_PAUSE_S if lived_s > _LONGEST_PAUSE_S else min(2 * self._pause_s, _LONGEST_PAUSE_S)
+            )
+        self._start()
+        return news
+
+    @property
+    def log(self) -> str:
+        """Where it says what it does."""
+        return os.path.join(self._folder, LOG)
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    def finish(self) -> None:
+        """Have it carry what is there, and end."""
+        process = self._process
+        if process is not None and process.stdin is not None:
+            with contextlib.suppress(OSError):
+                process.stdin.close()
+
+    def ended(self) -> bool:
+        return self._process is None or self._process.poll() is not None
+
+    def _start(self) -> None:
+        self.finish()
+        environ = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+        with contextlib.suppress(OSError):
+            if os.path.getsize(self.log) > _MAX_LOG_BYTES:
+                os.replace(self.log, f"{self.log}.1")
+        with open(self.log, "ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "ckpt.local_first.drain_process", self._folder],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                env=environ,
+                start_new_session=True,  # what ends the trainer by its process group does not end it
+            )
+        self._began_s = time.monotonic()
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # it has ended: the next look tells
+            self._process.stdin.write(len(self._config).to_bytes(8, "little") + self._config)
+            self._process.stdin.flush()
+
+
+def main() -> None:
+    """Carry what is in the folder that the command line names, by the arguments on standard input."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    folder = sys.argv[1]
+    config = pickle.loads(sys.stdin.buffer.read(int.from_bytes(sys.stdin.buffer.read(8), "little")))
+    with contextlib.suppress(OSError):
+        os.nice(_NICENESS)
+    finish, stop = threading.Event(), threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: _end_soon(finish, stop))
+    token = secrets.token_hex(8)
+    _write(os.path.join(folder, _OWNER), token.encode())
+    threading.Thread(target=_wait_for_end, args=[finish], daemon=True).start()
+    threading.Thread(target=_wait_for_successor, args=[folder, token, stop], daemon=True).start()
+    with open(os.path.join(folder, _LOCK), "ab") as lock:
+        while not stop.is_set():
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:  # the one before is told to end
+                stop.wait(_LOOK_S)
+        try:
+            _carry(folder, config, finish, stop)
+        except CheckpointError as error:
+            _logger.error("%s", error)
+            sys.exit(1)
+
+
+def _carry(folder: str, config: Mapping[str, Any], finish: threading.Event, stop: threading.Event) -> None:
+    known = read_status(folder)  # of the processes before this one
+    _logger.info("carrying %s to %s", folder, durable_of(folder))
+    settled: dict[str, tuple[str, State]] = {}
+    for name, was in known.items():
+        if was.state == "durable" or (was.state == "waiting" and was.reason not in NOT_SENT):
+            settled[name] = was.id, "durable" if was.state == "durable" else "waiting"
+    for drained in drain(
+        folder, follow=True, poll_s=_POLL_S, settled=settled, finish=finish, stop=stop, **config
+    ):
+        _logger.info("%s: %s %s", drained.path, drained.state, drained.reason)
+        known[drained.path] = _state(drained)
+        there = {name for name in known if os.path.isdir(os.path.join(folder, name))}
+        known = {name: state for name, state in known.items() if name in there}
+        _write(os.path.join(folder, STATUS), msgspec.json.encode(_Status(checkpoints=known)))
+
+
+def _state(drained: Drained) -> DrainState:
+    return DrainState(
+        id=drained.id,
+        state=drained.state,
+        reason=drained.reason,
+        sent_bytes=drained.sent_bytes,
+        took_s=drained.took_s,
+        at_s=time.time(),
+    )
+
+
+def _wait_for_end(finish: threading.Event) -> None:
+    """Wait until the trainer closes the pipe, or is gone."""
+    with contextlib.suppress(OSError):
+        while sys.stdin.buffer.read(1):
+            pass
+    finish.set()
+
+
+def _wait_for_successor(folder: str, token: str, stop: threading.Event) -> None:
+    """Stop when a later process takes over: a trainer that was started again has its own."""
+    path = os.path.join(folder, _OWNER)
+    while not stop.is_set():
+        time.sleep(_LOOK_S)
+        with contextlib.suppress(OSError), open(path, "rb") as file:
+            if file.read(64) not in (b"", token.encode()):
+                stop.set()
+
+
+def _end_soon(finish: threading.Event, stop: threading.Event) -> None:
+    """After SIGTERM carry what fits in the time that is left before SIGKILL."""
+    if not finish.is_set():
+        finish.set()
+        timer = threading.Timer(_GRACE_S, stop.set)
+        timer.daemon = True
+        timer.start()
+
+
+def _write(path: str, data: bytes) -> None:
+    beside = f"{path}.{os.getpid()}"
+    with open(beside, "wb") as file:
+        file.write(data)
+    os.replace(beside, path)
+
+
+if __name__ == "__main__":
+    main()

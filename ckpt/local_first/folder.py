@@ -1,0 +1,156 @@
+"""Keep one run's folder on a node's disk: named by the run's durable place, held by one job at a time."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import re
+import time
+
+from ckpt.backends.registry import normal_url, open_store
+from ckpt.errors import ConfigurationError, StorageError
+
+_logger = logging.getLogger(__name__)
+
+MARKER = "ckpt-local.json"
+_LOCK = ".ckpt-job.lock"
+_FORMAT = "ckpt-storage-local"
+_PATIENCE_S = 10.0
+_MAX_BYTES = 1 << 16
+_NETWORK = re.compile(r"nfs\d?|lustre|gpfs|beegfs|ceph|cifs|smb\d?|9p|glusterfs|afs|fuse\..*|virtiofs")
+_WORD = re.compile(r"[^A-Za-z0-9_.-]+")
+
+
+class RunFolder:
+    """The folder of one run below `local`, which other runs may share.
+
+    Args:
+        local: a folder of this node.
+        durable: where the run's checkpoints become durable: its URL is the identity of the run.
+
+    Attributes:
+        path: the folder, which exists.
+        is_leader: this process holds the folder for all ranks of its job on this node.
+
+    Raises:
+        ConfigurationError: `local` is no path, or lies inside of `durable` or around it; another run's folder is there.
+        StorageError: the folder cannot be made.
+    """
+
+    def __init__(self, local: str | os.PathLike[str], durable: str | os.PathLike[str]) -> None:
+        text = normal_url(local)
+        if "://" in text and not text.startswith("file://"):
+            raise ConfigurationError(
+                f"local= is a folder of this node, not a URL: {text.partition('://')[0]}://..."
+            )
+        store = open_store(durable)
+        self.durable = store.url
+        store.close()
+        root = os.path.abspath(text.removeprefix("file://"))
+        inside = os.path.abspath(self.durable.removeprefix("file://")) if "://" not in self.durable else None
+        if inside is not None and os.path.commonpath([root, inside]) in (root, inside):
+            raise ConfigurationError(f"local={root!r} and the run's root {inside!r} lie in each other")
+        self.path = os.path.join(root, run_key(self.durable))
+        self.is_leader = False
+        self._lock: int | None = None
+        try:
+            os.makedirs(self.path, exist_ok=True)
+            self._mark()
+        except OSError as error:
+            raise StorageError(
+                f"the folder for local checkpoints cannot be made: {error}", url=root
+            ) from error
+
+    def url(self, path: str) -> str:
+        """Return the place of a checkpoint."""
+        return os.path.join(self.path, path)
+
+    def warn_if_shared(self) -> None:
+        """Warn if the folder is not on a disk of this node: there it is neither faster nor safer."""
+        kind, source = mount_of(self.path)
+        if _NETWORK.fullmatch(kind):
+            _logger.warning(
+                "local=%s is on a network file system (%s, from %s): a local disk or /dev/shm does not wait for others",
+                self.path,
+                kind,
+                source,
+            )
+
+    def hold(self, job: str) -> None:
+        """Hold the folder for `job` until this process ends; several processes of one job may.
+
+        Raises ConfigurationError if another job holds it.
+        """
+        lock = os.open(os.path.join(self.path, _LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        deadline_s = time.monotonic() + _PATIENCE_S
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = os.pread(lock, _MAX_BYTES, 0).decode(errors="replace")
+                if holder.partition(" ")[0] == job:
+                    os.close(lock)
+                    return
+                if time.monotonic() > deadline_s:  # until then it may be one of ours that has not signed yet
+                    os.close(lock)
+                    text = f"another job ({holder or 'unknown'}) saves to {self.path}: give each run a root of its own"
+                    raise ConfigurationError(text) from None
+                time.sleep(0.05)
+                continue
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, f"{job} pid {os.getpid()}".encode(), 0)
+            self._lock, self.is_leader = lock, True
+            return
+
+    def release(self) -> None:
+        """Let go of the folder."""
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            os.close(lock)
+
+    def _mark(self) -> None:
+        """Note whose folder this is. Raises ConfigurationError if it is another run's."""
+        path = os.path.join(self.path, MARKER)
+        durable = durable_of(self.path)
+        if durable is None:
+            beside = f"{path}.{os.getpid()}"
+            with open(beside, "w", encoding="utf-8") as file:
+                json.dump({"format": _FORMAT, "version": 1, "durable": self.durable}, file)
+            os.replace(beside, path)
+        elif durable != self.durable:
+            raise ConfigurationError(f"{self.path} holds checkpoints of another run, {durable}: move it away")
+
+
+def run_key(durable: str) -> str:
+    """Name the folder of a run by its durable place: readable, and another one for each run."""
+    name = _WORD.sub("-", durable.rstrip("/").rpartition("/")[2])[:60] or "run"
+    return f"{name}-{hashlib.sha256(durable.rstrip('/').encode()).hexdigest()[:12]}"
+
+
+def durable_of(folder: str) -> str | None:
+    """Return the durable place of the run whose local folder this is; None if it is none."""
+    try:
+        with open(os.path.join(folder, MARKER), encoding="utf-8") as file:
+            found = json.loads(file.read(_MAX_BYTES))
+        return str(found["durable"]) if found["format"] == _FORMAT else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def mount_of(path: str) -> tuple[str, str]:
+    """Return the type of the file system that holds `path`, and its source; empty if that is not known."""
+    real, best = os.path.realpath(path), ("", "", "")
+    try:
+        with open("/proc/self/mounts", encoding="utf-8", errors="surrogateescape") as file:
+            for line in file:
+                source, point, kind, *_ = line.split()
+                point = point.encode("latin-1", "replace").decode("unicode_escape")
+                inside = real == point or real.startswith(point.rstrip("/") + "/")
+                if inside and len(point) >= len(best[0]):
+                    best = point, kind, source
+    except (OSError, ValueError):
+        return "", ""
+    return best[1], best[2]

@@ -1,0 +1,223 @@
+"""Find out which checkpoints the nodes' disks hold together, and give each node the records of one."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckpt.backends.base import PutMode, Store, put_bytes
+from ckpt.backends.registry import open_store
+from ckpt.backends.wrapper import PrefixStore
+from ckpt.consistency.commit import COMMIT_KEY
+from ckpt.errors import AlreadyExists, CheckpointError, NotFound, StorageError
+from ckpt.format.names import ObjectName, is_our_name, rank_directory, split_path
+from ckpt.format.records import CommitRecord, ManifestRef, StoredCommit, read_commit
+from ckpt.format.run_record import RunRecord, read_run
+from ckpt.format.sibling_objects import SiblingObjects
+from ckpt.ranks.group import Ranks
+from ckpt.reading.checkpoint import ReadSettings, read_listed
+from ckpt.reading.latest import created_at_s, newest_first
+
+_logger = logging.getLogger(__name__)
+
+_MAX_STEPS = 64
+"""Of one node, the newest."""
+
+
+@dataclass(frozen=True)
+class Holding:
+    """A checkpoint, of which some node's disk has the commit record.
+
+    Attributes:
+        step, path: of the run, and its folder.
+        id: of its commit.
+        created_at_s: when it was saved, by the clock of the rank that committed it.
+        here: the manifests, by number, whose objects all are on some node's disk, as the bits of an integer.
+        wanted: how many manifests there are.
+        owner: the first rank that has the commit record and the index; None if none has both.
+        is_completed: the durable place has what the nodes lack.
+    """
+
+    step: int
+    path: str
+    id: str
+    created_at_s: float
+    here: int
+    wanted: int
+    owner: int | None
+    is_completed: bool = False
+
+    @property
+    def is_whole(self) -> bool:
+        """Tell whether the nodes have all of it."""
+        return self.owner is not None and self.here.bit_count() == self.wanted
+
+    @property
+    def order(self) -> tuple[int, float, str]:
+        return self.step, self.created_at_s, self.id
+
+
+def holdings(root: str, ranks: Ranks) -> list[Holding]:
+    """List what all nodes together have of the run in their folders `root`, the newest first. All ranks call it."""
+    own: dict[tuple[str, str], Holding] = {}
+    try:
+        with contextlib.closing(open_store(root)) as store:
+            own = {(each.path, each.id): each for each in _of_node(store, ranks.rank)}
+    except Exception as error:  # a node without its disk does without; the others have theirs
+        _logger.warning("what %s holds cannot be found out: %s", root, error)
+    found = ranks.join(own, _joined)
+    return sorted(found.values(), key=lambda each: each.order, reverse=True)
+
+
+def _of_node(store: Store, rank: int) -> Iterator[Holding]:
+    record = _run_of(store)
+    for step, path in newest_first(store.folders(), record)[:_MAX_STEPS]:
+        folder = PrefixStore(store, path)
+        try:
+            commit = read_commit(folder)
+            if commit is not None:
+                yield _holding(folder, commit.record, step, path, rank)
+        except CheckpointError as error:
+            _logger.warning("%s cannot be restored from this node: %s", path, error)
+
+
+def _run_of(store: Store) -> RunRecord:
+    try:
+        return read_run(store) or RunRecord()
+    except CheckpointError as error:
+        _logger.warning("the record of the run on this node cannot be used: %s", error)
+        return RunRecord()
+
+
+def _holding(store: Store, record: CommitRecord, step: int, path: str, rank: int) -> Holding:
+    sizes: dict[str, dict[str, int]] = {}
+    with contextlib.closing(SiblingObjects(store)) as objects:
+        for owner in ("", *record.owners):
+            sizes[owner] = {}
+            with contextlib.suppress(NotFound):
+                sizes[owner] = {stat.key: stat.size_bytes for stat in objects.of(owner).list()}
+    here = 0
+    for number, ref in enumerate(record.manifests):
+        if _is_here(ref, sizes[ref.owner], of_model=record.is_model):
+            here |= 1 << number
+    described = record.described_by
+    has_records = sizes[""].get(described.path) == described.size_bytes
+    made_s = created_at_s(record) or 0.0
+    return Holding(step, path, record.id, made_s, here, len(record.manifests), rank if has_records else None)
+
+
+def _is_here(ref: ManifestRef, sizes: Mapping[str, int], *, of_model: bool) -> bool:
+    keys = ref.data_keys(of_model=of_model)
+    if keys is None or sizes.get(split_path(ref.path)[1]) != ref.size_bytes:
+        return False
+    found = [sizes.get(key) for key in keys]
+    return None not in found and sum(size or 0 for size in found) == ref.data_bytes
+
+
+def _joined(
+    some: dict[tuple[str, str], Holding], others: dict[tuple[str, str], Holding]
+) -> dict[tuple[str, str], Holding]:
+    both = dict(some)
+    for key, other in others.items():
+        known = both.get(key)
+        if known is None:
+            both[key] = other
+        else:
+            owners = [owner for owner in (known.owner, other.owner) if owner is not None]
+            both[key] = replace(known, here=known.here | other.here, owner=min(owners, default=None))
+    return both
+
+
+@dataclass(frozen=True)
+class Records:
+    """The commit record of a checkpoint, and the object that describes its contents."""
+
+    commit: bytes
+    described: bytes
+
+    @staticmethod
+    def read(store: Store) -> Records:
+        """Read them at the store's root. Raises NotFound, IntegrityError, FormatError."""
+        commit = read_commit(store)
+        if commit is None:
+            raise NotFound("no checkpoint is committed here any more", url=store.url, key=COMMIT_KEY)
+        settings = ReadSettings(visibility_timeout_s=0.0)
+        return Records(commit.raw, bytes(read_listed(store, settings, commit.record.described_by, commit)))
+
+    def keep(self, store: Store) -> None:
+        """Put them where they are not: a node whose disk has neither has the files of its ranks, and no more.
+
+        The commit record goes last. It says that all ranks have written all, so it may be on any node.
+
+        Raises StorageError, IntegrityError.
+        """
+        commit = StoredCommit(self.commit, store.url)
+        ref = commit.record.described_by
+        before = read_commit(store)
+        if before == commit:
+            return
+        name = ObjectName.parse(ref.path)
+        store.prepare(rank_directory(0 if name is None else name.rank))
+        with contextlib.suppress(AlreadyExists):
+            put_bytes(store, ref.path, self.described, mode=PutMode.CREATE)
+        put_bytes(store, COMMIT_KEY, self.commit)
+        if before is not None and before.is_ours:
+            _delete_replaced(store, before)
+
+
+def completed_by(
+    holding: Holding, root: str, far: str, storage_options: Mapping[str, Any] | None, ranks: Ranks
+) -> bool:
+    """Tell, on all ranks, whether what the nodes lack of a checkpoint was carried to `far` before. All ranks call it."""
+    if holding.owner is None:
+        return False
+    try:
+        with contextlib.closing(open_store(root)) as store:
+            records = shared(ranks, holding.owner, PrefixStore(store, holding.path))
+    except CheckpointError:  # the same on all ranks
+        return False
+
+    def look() -> bool:
+        record = StoredCommit(records.commit, far).record
+        with contextlib.closing(open_store(far, storage_options)) as store:
+            sizes = {stat.key: stat.size_bytes for stat in store.list()}
+        missing = [ref for number, ref in enumerate(record.manifests) if not holding.here >> number & 1]
+        return all(not ref.owner and _is_here(ref, sizes, of_model=record.is_model) for ref in missing)
+
+    try:
+        return ranks.from_first(look)
+    except CheckpointError as error:
+        _logger.warning(
+            "step %d is not whole on the nodes, and not in the durable place: %s", holding.step, error
+        )
+        return False
+
+
+def _delete_replaced(store: Store, before: StoredCommit) -> None:
+    """Delete what this node has of a checkpoint that another one of the same step has replaced."""
+    with contextlib.suppress(CheckpointError):
+        record = before.record
+        files = (ref.data_keys(of_model=record.is_model) or [] for ref in record.own_manifests)
+        keys = [*itertools.chain.from_iterable(files), *(ref.path for ref in record.own_manifests)]
+        store.delete([key for key in (*keys, record.described_by.path) if is_our_name(key)])
+
+
+def shared(ranks: Ranks, owner: int, store: Store) -> Records:
+    """Return on all ranks the records that the rank `owner` reads. All ranks call it. Raises its error on all."""
+    own: tuple[Records | None, CheckpointError | None] | None = None
+    if ranks.rank == owner:
+        try:
+            own = Records.read(store), None
+        except CheckpointError as error:
+            own = None, error
+        except Exception as error:
+            own = None, StorageError(f"{type(error).__name__}: {error}", url=store.url)
+    records, failure = ranks.join(own, lambda some, others: some or others)  # type: ignore[misc]
+    if failure is not None:
+        raise failure
+    assert records is not None
+    return records

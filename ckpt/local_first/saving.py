@@ -1,0 +1,148 @@
+"""Save to the nodes' disks: what all ranks have written is committed on each of them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
+
+from ckpt.api import background, place_of, prepare_save, save_values
+from ckpt.backends.registry import open_store
+from ckpt.errors import ConfigurationError, SaveFailed, StorageError
+from ckpt.local_first.holdings import shared
+from ckpt.ranks.failures import same_failure
+from ckpt.ranks.group import DEFAULT_TIMEOUT_S, Purpose, Ranks
+from ckpt.writing.writer import CheckpointWriter
+
+_logger = logging.getLogger(__name__)
+
+_FALLS_BACK = (StorageError,)
+"""Errors of a place after which the next place is tried; any other would come again there."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A place where a save may be committed.
+
+    Attributes:
+        options: of `CheckpointWriter`.
+        on_nodes: each node has a folder of this name of its own.
+    """
+
+    url: str
+    options: Mapping[str, Any]
+    on_nodes: bool = False
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A save that was committed.
+
+    Attributes:
+        place: where, of those that were given.
+        failures: why not in those before it.
+    """
+
+    metadata: Metadata
+    place: Place
+    failures: tuple[SaveFailed, ...] = ()
+
+
+def save_to_first(
+    state_dict: dict[str, Any],
+    places: list[Place],
+    *,
+    process_group: Any,
+    is_async: bool,
+) -> Future[Saved]:
+    """Save to the first of `places` that takes it; with `is_async` copy the state, and save behind the trainer.
+
+    All ranks try the same places: the next one when storage refused one of them on any rank, and it is sure that
+    nothing was committed there.
+
+    Raises as `ckpt.save`; the future as that.
+    """
+
+    def prepare() -> Callable[[], Saved]:
+        purpose: Purpose = "background" if is_async else "foreground"
+        ranks = Ranks(process_group, no_dist=False, purpose=purpose, timeout_s=DEFAULT_TIMEOUT_S)
+        with contextlib.ExitStack() as stack:
+            stack.callback(ranks.close)
+            writer, values = prepare_save(
+                state_dict, places[0].url, None, None, lambda: _writer(places[0]), ranks, copy=is_async
+            )
+            stack.pop_all()
+        return lambda: _save(values, writer, places, ranks, is_copy=is_async)
+
+    if is_async:
+        return background.start(prepare)
+    future: Future[Saved] = Future()
+    future.set_result(prepare()())
+    return future
+
+
+def _writer(place: Place) -> CheckpointWriter:
+    return CheckpointWriter(place.url, **place.options)
+
+
+def _save(
+    values: dict[str, Any], writer: CheckpointWriter, places: list[Place], ranks: Ranks, *, is_copy: bool
+) -> Saved:
+    failures: list[SaveFailed] = []
+    planner = DefaultSavePlanner()
+    try:
+        with contextlib.closing(ranks):
+            for number, place in enumerate(places):
+                try:
+                    metadata = _save_to(place, writer, values, planner, ranks)
+                    return Saved(metadata, place, tuple(failures))
+                except SaveFailed as error:
+                    if number + 1 == len(places) or not _falls_back(error):
+                        raise
+                    failures.append(error)
+                    _logger.warning("saving to %s instead: %s", place_of(places[number + 1].url), error)
+                writer = _next_writer(places[number + 1], ranks)
+            raise ConfigurationError("there is no place to save to")
+    finally:
+        if is_copy:
+            values.clear()
+        planner.state_dict = {}  # it would keep the copy until its next save
+
+
+def _save_to(
+    place: Place, writer: CheckpointWriter, values: dict[str, Any], planner: DefaultSavePlanner, ranks: Ranks
+) -> Metadata:
+    metadata = save_values(values, writer, planner, ranks)
+    if place.on_nodes:
+        with same_failure(SaveFailed, writer.checkpoint_id, ranks):
+            share_commit(place, ranks)
+    return metadata
+
+
+def _next_writer(place: Place, ranks: Ranks) -> CheckpointWriter:
+    def make() -> CheckpointWriter:
+        writer = _writer(place)
+        writer.use(ranks.progress)
+        return writer
+
+    with same_failure(SaveFailed, place_of(place.url), ranks):
+        return ranks.together("save to another place", make)
+
+
+def _falls_back(error: SaveFailed) -> bool:
+    """Tell whether storage refused the save, and nothing was committed."""
+    failures = [*error.failures.values()]
+    return bool(failures) and all(isinstance(each, _FALLS_BACK) for each in failures)
+
+
+def share_commit(place: Place, ranks: Ranks) -> None:
+    """Commit on each node what the first rank's node has committed. All ranks call it; raises on all."""
+    with contextlib.closing(open_store(place.url)) as store:
+        records = shared(ranks, 0, store)
+        ranks.together("commit on each node", lambda: records.keep(store))

@@ -1,0 +1,179 @@
+"""Save near first: the steps go on once the nodes have a checkpoint, and it becomes durable behind them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from typing import Any
+
+from ckpt.errors import CheckpointError, SaveFailed
+from ckpt.format.run_record import RunCheckpoint
+from ckpt.local_first.drain_process import DrainState
+from ckpt.local_first.saving import Saved
+from ckpt.ranks.group import Ranks
+from ckpt.trainer_integration.events import Events
+from ckpt.trainer_integration.keeping import KeepRule
+from ckpt.trainer_integration.run.async_modes import Uploads
+from ckpt.trainer_integration.run.history import History
+from ckpt.trainer_integration.run.in_flight import Flight, Saves, figures_of
+from ckpt.trainer_integration.run.search import GONE
+from ckpt.trainer_integration.run.tier import Tier
+
+_logger = logging.getLogger(__name__)
+
+_LOOK_S, _ASK_S = 0.2, 5.0
+
+
+class NearSaves(Saves):
+    """Saves that are committed in a tier first, and followed until they are durable."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        uploads: Uploads,
+        history: History,
+        keep: KeepRule | None,
+        events: Events,
+        tier: Tier,
+    ) -> None:
+        super().__init__(ranks, uploads, history, keep, events)
+        self.tier = tier
+        self._given_up: list[str] = []
+        self._near: dict[str, int] = {}
+        tier.watch(self._is_durable, self.tell)
+
+    def go_on_from(self, step: int, path: str, created_at_s: float | None) -> None:
+        super().go_on_from(step, path, created_at_s)
+        self.tier.history.go_on_from(step)
+
+    # -- saves ---------------------------------------------------------------------------------------------
+
+    def _upload(
+        self, checkpoint: RunCheckpoint, state: dict[str, Any], tags: Mapping[str, str]
+    ) -> Future[Any]:
+        """Begin an upload to the place that all ranks choose; each node hears what is not wanted any more."""
+        tier, url = self.tier, self.history.url(checkpoint.path)
+        offer, self._given_up = (not tier.has_room(), self._given_up), []
+        is_full, given_up = self._ranks.join(offer, _either)
+        if given_up and tier.is_leader:
+            with contextlib.suppress(CheckpointError):
+                tier.history.give_up(given_up)
+        if is_full:
+            self.tell(
+                "not_local", checkpoint.step, "a node has no room for it: it is saved to the durable place"
+            )
+        places = tier.places(checkpoint.path, url, self._uploads.options, has_room=not is_full)
+        return self._uploads.begin_at(state, places, tags)
+
+    def _committed(self, flight: Flight, committed: Saved, took_s: float) -> bool:
+        """Note where a save was committed: near, it is not durable yet."""
+        checkpoint, tier = flight.checkpoint, self.tier
+        for failure in committed.failures:
+            self.tell(f"not_{'local' if tier.is_local else 'durable'}", checkpoint.step, str(failure))
+        if committed.place.url == self.history.url(checkpoint.path):
+            return super()._committed(flight, committed.metadata, took_s)
+        self._near[checkpoint.path] = checkpoint.step
+        if tier.is_leader:
+            try:
+                tier.history.add(checkpoint)
+            except CheckpointError as failure:
+                text = "step %d could not be noted in the record of %s: %s"
+                _logger.warning(text, checkpoint.step, tier.history.place, failure)
+        if self._ranks.rank == 0:
+            tier.saved[checkpoint.path] = checkpoint
+            with contextlib.suppress(CheckpointError):
+                self._given_up = tier.give_up(self.keep, self.history.known(), checkpoint)
+        figures = figures_of(committed.metadata) | {"local_s": took_s, "stall_s": flight.stall_s}
+        self.tell(tier.name, checkpoint.step, checkpoint.path, tier.history.shown(checkpoint.path), **figures)
+        return False
+
+    # -- what becomes durable ------------------------------------------------------------------------------
+
+    def _is_durable(self, checkpoint: RunCheckpoint, state: DrainState, is_own: bool) -> None:
+        """Follow up, on the first rank, a checkpoint that was carried; `is_own`: this process has saved it."""
+        step, path = checkpoint.step, checkpoint.path
+        try:
+            if is_own:
+                self.history.add(checkpoint)
+            elif self.history.examine(path).id == state.id:  # else it was removed since
+                self.history.found(checkpoint)
+        except GONE:
+            return
+        except CheckpointError as failure:
+            text = "step %d is durable, but could not be noted in the run's record: %s"
+            _logger.warning(text, step, failure)
+            return
+        if not is_own:
+            return
+        self.durable_at_s = self.undurable_since_s = time.monotonic()
+        self.durable_step = step
+        figures = {"carry_s": state.took_s, "sent_bytes": float(state.sent_bytes)}
+        self.tell("durable", step, path, self.history.shown(path), **figures)
+        if self.keep is not None:
+            self._retire(self.keep, checkpoint)
+
+    def _look(self) -> None:
+        """Ask, on any rank, what has become durable."""
+        self.tier.look(self._is_durable, self.tell)
+        durable = [step for path, step in self._near.items() if self.tier.is_durable(path)]
+        if self._ranks.rank != 0 and durable:
+            self.durable_step = max(durable)
+
+    def wait_carried(self, timeout_s: float | None) -> SaveFailed | None:
+        deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+
+        def look() -> tuple[list[int], bool]:
+            until_s = min(deadline_s, time.monotonic() + _ASK_S)
+            while True:
+                self._look()
+                left = self.tier.undurable()
+                if not left or time.monotonic() >= until_s:
+                    return left, time.monotonic() >= deadline_s
+                time.sleep(_LOOK_S)
+
+        while True:
+            left, is_late = self._ranks.from_first(look)
+            if not left:
+                self._look()
+                self.durable_step = self._ranks.from_first(lambda: self.durable_step)
+                return None
+            if is_late:
+                text = f"step {_listed(left)}: not durable after {timeout_s:.3g} s, but {self.tier.name}"
+                return SaveFailed(text, url=self.tier.history.place)
+
+    def close(self, carry_timeout_s: float = 0.0) -> BaseException | None:
+        """Wait as `Saves.close`; the processes go on by themselves when the time is up."""
+        try:
+            return super().close()
+        finally:
+            self._end(carry_timeout_s)
+
+    def _end(self, timeout_s: float) -> None:
+        tier, deadline_s, left = self.tier, time.monotonic() + timeout_s, list[int]()
+        if self._ranks.rank == 0:  # it notes what becomes durable, so its process ends last
+            while (left := tier.undurable()) and time.monotonic() < deadline_s:
+                self._look()
+                time.sleep(_LOOK_S)
+            self._look()
+        tier.finish()
+        while not left and not tier.ended() and time.monotonic() < deadline_s:
+            time.sleep(_LOOK_S)
+        if left:
+            text = (
+                f"step {_listed(left)}: not durable yet. A process on each node goes on carrying; after a crash of the "
+                f"node's own do `ckpt drain {tier.folder.path} {self.history.place}`"
+            )
+            self.tell("not_durable", left[-1], text)
+        tier.close()
+
+
+def _listed(steps: list[int]) -> str:
+    return ", ".join(map(str, steps[:5])) + (f" and {len(steps) - 5} more" if len(steps) > 5 else "")
+
+
+def _either(some: tuple[bool, list[str]], others: tuple[bool, list[str]]) -> tuple[bool, list[str]]:
+    return some[0] or others[0], some[1] or others[1]

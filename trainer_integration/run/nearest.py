@@ -1,0 +1,126 @@
+"""Restore from the nearest: what the nodes have together, as long as it is not older than what is durable."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch.distributed.checkpoint.planner import LoadPlanner
+
+from ckpt.errors import StorageError
+from ckpt.local_first.holdings import Holding, completed_by
+from ckpt.local_first.loading import load_near
+from ckpt.ranks.group import Ranks
+from ckpt.reading.latest import Candidate
+from ckpt.trainer_integration.run.history import History
+from ckpt.trainer_integration.run.search import Choice, Search
+from ckpt.trainer_integration.run.tier import Tier
+
+_logger = logging.getLogger(__name__)
+
+
+class Nearest:
+    """Merge what the nodes of a job have with what is durable, and load it from wherever it is nearest."""
+
+    def __init__(self, tier: Tier, history: History) -> None:
+        self._tier, self._history = tier, history
+
+    def shown(self, choice: Choice) -> str:
+        """Return where a checkpoint is, for texts."""
+        return (self._history if choice.is_durable else self._tier.history).shown(choice.path)
+
+    def merged(self, search: Search, step: int | str, ranks: Ranks) -> Callable[[], Choice | None]:
+        """Return what the first rank calls for the next checkpoint to try. All ranks call this.
+
+        What is near is tried before what is durable of the same step; what only some of the nodes have counts if
+        the durable place has the rest.
+        """
+        found = [] if step == "best" else self._tier.holdings(ranks)
+        found = [each for each in found if isinstance(step, str) or each.step == step]
+        partly = next((n for n, each in enumerate(found) if not each.is_whole), None)
+        if partly is not None and not any(each.is_whole for each in found[:partly]):
+            far = self._history.url(found[partly].path)
+            if completed_by(found[partly], self._tier.folder.path, far, self._history.storage_options, ranks):
+                found[partly] = replace(found[partly], is_completed=True)
+        return _Merged(search, found, ranks.rank).next
+
+    def load(
+        self,
+        state: dict[str, Any],
+        choice: Choice,
+        planner: LoadPlanner,
+        ranks: Ranks,
+        options: Mapping[str, Any],
+    ) -> dict[str, float]:
+        """Load a checkpoint, and return the bytes that all ranks read, by place. Raises as `ckpt.load`."""
+        assert choice.near is not None
+        far = self._history.url(choice.path) if choice.is_durable or choice.near.is_completed else None
+        read = load_near(state, choice.near, self._tier.folder.path, far, planner=planner, **options)
+        sums = ranks.join([read.get(name, 0) for name in _PLACES], _added)
+        return {f"{name}_bytes": float(nbytes) for name, nbytes in zip(_PLACES, sums, strict=True)}
+
+
+_PLACES = ("node", "neighbours", "durable")
+
+
+class _Merged:
+    """Two searches as one, on the first rank."""
+
+    def __init__(self, search: Search, found: list[Holding], rank: int) -> None:
+        self._search, self._rank = search, rank
+        self._near = deque(each for each in found if each.is_whole or each.is_completed)
+        self._all = {(each.path, each.id): each for each in found}
+        self._durable: deque[Choice] = deque()
+        self._is_over = False
+
+    def next(self) -> Choice | None:
+        """Return the next checkpoint to try; None if there is no other."""
+        durable = self._peek()
+        while self._near and _comes_first(self._near[0], durable):
+            near = self._near.popleft()
+            is_durable = durable is not None and (durable.path, durable.candidate.id) == (near.path, near.id)
+            if near.is_whole or near.is_completed:
+                candidate = Candidate(created_at_s=near.created_at_s, id=near.id)
+                return Choice(near.step, near.path, candidate, near=near, is_durable=is_durable)
+            if not is_durable:
+                fault = f"the nodes have {near.here.bit_count()} of its {near.wanted} parts, and it is not durable"
+                return Choice(near.step, near.path, Candidate(fault), near=near, is_durable=False)
+        if durable is None:
+            return None
+        known = self._all.pop((durable.path, durable.candidate.id or ""), None)
+        if (
+            known is not None
+            and durable.candidate.fault is None
+            and not (known.is_whole or known.is_completed)
+        ):
+            return durable._replace(near=known)  # the rest is read from there; and if that fails, all of it
+        self._durable.popleft()
+        return durable
+
+    def _peek(self) -> Choice | None:
+        while not self._durable and not self._is_over:
+            try:
+                choice = self._search.next()
+            except StorageError as error:
+                if not any(near.is_whole or near.is_completed for near in self._near):
+                    raise
+                _logger.warning("the durable place gives no answer, what the nodes have is taken: %s", error)
+                choice = None
+            if choice is None:
+                self._is_over = True
+            else:
+                self._durable.append(choice)
+        return self._durable[0] if self._durable else None
+
+
+def _comes_first(near: Holding, durable: Choice | None) -> bool:
+    if durable is None or durable.is_lost:
+        return True
+    return (near.step, near.created_at_s) >= (durable.step, durable.candidate.created_at_s or 0.0)
+
+
+def _added(some: list[int], others: list[int]) -> list[int]:
+    return [sum(pair) for pair in zip(some, others, strict=True)]

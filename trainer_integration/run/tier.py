@@ -1,0 +1,268 @@
+"""Keep a run's checkpoints near first: choose where to save, see what became durable, find what is near."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt.backends.registry import open_store
+from ckpt.backends.wrapper import PrefixStore
+from ckpt.errors import CheckpointError, ConfigurationError
+from ckpt.format.records import read_commit
+from ckpt.format.run_record import RunCheckpoint
+from ckpt.local_first.drain_process import DrainProcess, DrainState, read_status
+from ckpt.local_first.folder import RunFolder
+from ckpt.local_first.holdings import Holding, holdings
+from ckpt.local_first.saving import Place
+from ckpt.ranks.group import Ranks
+from ckpt.trainer_integration.keeping import KeepRule
+from ckpt.trainer_integration.run.async_modes import Uploads
+from ckpt.trainer_integration.run.history import History
+
+_logger = logging.getLogger(__name__)
+
+_LOOK_S = 0.5
+_MARGIN = 1.05
+
+Tell = Callable[..., None]
+WhenDurable = Callable[[RunCheckpoint, DrainState, bool], None]
+
+
+@dataclass(frozen=True)
+class NearOptions:
+    """What a `CheckpointManager` was told about places nearer than its root."""
+
+    local: str | os.PathLike[str] | None
+    fallback: str | os.PathLike[str] | None
+    keep: int
+    budget_bytes: int | None
+
+    def tier(self, history: History, job: str, rank: int, uploads: Uploads) -> Tier | None:
+        """Make the tier; None without one. Raises ConfigurationError for what does not go together."""
+        if self.local is not None and self.fallback is not None:
+            raise ConfigurationError(
+                "give local= or fallback=: with local= no save waits for the durable place"
+            )
+        if self.keep < 1:
+            raise ConfigurationError(f"local_keep must be at least 1, not {self.keep}")
+        place = self.fallback if self.local is None else self.local
+        if place is None:
+            return None
+        name = "local" if self.local is not None else "fallback"
+        if uploads.mode == "process" or uploads.frozen is not None or uploads.tables is not None:
+            raise ConfigurationError(
+                f"{name}= goes with async_mode='thread' or 'off', and without references= and tables="
+            )
+        options = dict(uploads.options)
+        bandwidth = options.pop("max_bandwidth_bytes_per_s", None)
+        config = {"storage_options": options["storage_options"], "threads": options["threads"]}
+        config |= {"max_bandwidth_bytes_per_s": bandwidth, "keep_local": self.keep}
+        root = history.root if "://" in history.root else os.path.abspath(history.root)
+        is_local = self.local is not None
+        return Tier(place, root, job, rank, is_local=is_local, config=config, budget_bytes=self.budget_bytes)
+
+
+class Tier:
+    """The place where a run's checkpoints are before they are durable: a disk of each node, or another storage.
+
+    Args:
+        place: a folder on each node's own disk if `is_local`, where every save goes first; else a folder that all nodes
+            see, where a save goes that the durable place refuses.
+        root: the run's durable place.
+        job: names this job, the same on all ranks.
+        config: of `ckpt.drain`.
+        budget_bytes: of a node's folder; more is saved directly to the durable place.
+
+    Raises as `RunFolder`.
+    """
+
+    def __init__(
+        self,
+        place: str | os.PathLike[str],
+        root: str,
+        job: str,
+        rank: int,
+        *,
+        is_local: bool,
+        config: Mapping[str, Any],
+        budget_bytes: int | None = None,
+    ) -> None:
+        self.is_local, self._budget_bytes, self._rank = is_local, budget_bytes, rank
+        self.folder = RunFolder(place, root)
+        if is_local:
+            self.folder.warn_if_shared()
+            self.folder.hold(job)
+        self.is_leader = self.folder.is_leader if is_local else rank == 0
+        self.history = History(self.folder.path, None)
+        self._process = (
+            DrainProcess(self.folder.path, {"durable": root, **config}) if self.is_leader else None
+        )
+        self._seen: dict[str, tuple[str, str]] = {}
+        self._stop, self._looked = threading.Event(), threading.Lock()
+        self._watch: threading.Thread | None = None
+        self.saved: dict[str, RunCheckpoint] = {}
+
+    @property
+    def name(self) -> str:
+        """What its state is called: `local` or `fallback`."""
+        return "local" if self.is_local else "fallback"
+
+    def places(self, path: str, far_url: str, options: Mapping[str, Any], *, has_room: bool) -> list[Place]:
+        """List where to save the checkpoint `path`, the first one first."""
+        far = Place(far_url, options)
+        of_far = ("storage_options", "max_bandwidth_bytes_per_s")
+        near_options = {name: value for name, value in options.items() if name not in of_far}
+        near = Place(self.folder.url(path), near_options, on_nodes=self.is_local)
+        if not self.is_local:
+            return [far, near]
+        return [near, far] if has_room else [far]
+
+    def has_room(self) -> bool:
+        """Tell whether this node has room for one more like the largest of its last checkpoints."""
+        if not (self.is_local and self.is_leader):
+            return True
+        sizes = [_size_bytes(os.path.join(self.folder.path, path)) for _, path in self.history.candidates()]
+        needed = int(max(sizes, default=0) * _MARGIN)
+        free_bytes = shutil.disk_usage(self.folder.path).free
+        limit_bytes = free_bytes if self._budget_bytes is None else self._budget_bytes - sum(sizes)
+        return needed <= min(free_bytes, limit_bytes)
+
+    # -- what became durable -------------------------------------------------------------------------------
+
+    def watch(self, when_durable: WhenDurable, tell: Tell) -> None:
+        """Keep the process running that carries checkpoints; on the first rank follow what becomes of them."""
+        if not self.is_leader and self._rank != 0:
+            return
+
+        def run() -> None:
+            while not self._stop.wait(_LOOK_S):
+                try:
+                    self.look(when_durable, tell)
+                except Exception:
+                    _logger.exception("looking after local checkpoints failed")
+
+        self._watch = threading.Thread(target=run, name="ckpt-tier", daemon=True)
+        self._watch.start()
+
+    def look(self, when_durable: WhenDurable, tell: Tell) -> None:
+        """Look once."""
+        with self._looked:
+            if self._process is not None and (self.is_local or self._has_any()):
+                news = self._process.look()
+                if news is not None:
+                    tell("drain_failed", None, news)
+            if self._rank != 0:
+                return
+            for path, state in read_status(self.folder.path).items():
+                known = (state.id, state.state + state.reason)
+                if self._seen.get(path) != known:
+                    self._follow(path, state, when_durable, tell)
+                    self._seen[path] = known
+
+    def _has_any(self) -> bool:
+        with contextlib.suppress(OSError), os.scandir(self.folder.path) as entries:
+            return any(entry.is_dir(follow_symlinks=False) for entry in entries)
+        return False
+
+    def _follow(self, path: str, state: DrainState, when_durable: WhenDurable, tell: Tell) -> None:
+        own = self.saved.get(path)
+        self.history.look_again()
+        checkpoint = own or next((old for old in self.history.durable() if old.path == path), None)
+        if checkpoint is None:
+            return
+        if state.state == "durable":
+            when_durable(checkpoint, state, own is not None)
+            self.saved.pop(path, None)
+        elif state.state in ("failed", "left out"):
+            tell("not_durable", checkpoint.step, f"{path}: {state.reason}")
+
+    def is_durable(self, path: str, commit_id: str | None = None) -> bool:
+        """Tell whether a checkpoint of this node has become durable, as the process last said."""
+        state = read_status(self.folder.path).get(path)
+        return state is not None and state.state == "durable" and commit_id in (None, state.id)
+
+    def undurable(self) -> list[int]:
+        """List the steps that this node has, and that are not durable yet."""
+        status = read_status(self.folder.path)
+        steps: list[int] = []
+        self.history.look_again()
+        with contextlib.closing(open_store(self.folder.path)) as store:
+            for checkpoint in self.history.durable():
+                state = status.get(checkpoint.path)
+                with contextlib.suppress(CheckpointError):
+                    commit = read_commit(PrefixStore(store, checkpoint.path))
+                    settled = state is not None and commit is not None and state.id == commit.record.id
+                    if commit is not None and not (
+                        settled and state is not None and state.state != "waiting"
+                    ):
+                        steps.append(checkpoint.step)
+        return sorted(steps)
+
+    def give_up(
+        self, keep: KeepRule | None, durable: Sequence[RunCheckpoint], newest: RunCheckpoint
+    ) -> list[str]:
+        """Choose, on the first rank, local checkpoints that no rule would keep once they were durable.
+
+        The oldest that waits is never among them: others would take its place for ever.
+        """
+        if keep is None:
+            return []
+        status = read_status(self.folder.path)
+        self.history.look_again()
+        done = {path for path, state in status.items() if state.state != "waiting"}
+        waiting = [each for each in self.history.durable() if each.path not in done]
+        all_paths = {each.path: each for each in (*durable, *waiting, newest)}
+        known = sorted(all_paths.values(), key=lambda each: each.step)
+        kept = keep.keeps(known, time.time())
+        return [
+            each.path
+            for each in waiting[1:]
+            if each.step not in kept and each.path != newest.path and not each.pinned
+        ]
+
+    # -- restore -------------------------------------------------------------------------------------------
+
+    def holdings(self, ranks: Ranks) -> list[Holding]:
+        """List what the nodes have together, the newest first. All ranks call it."""
+        return holdings(self.folder.path, ranks)
+
+    # -- the end -------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Let the process carry what is there, and end by itself."""
+        self._stop.set()
+        if self._watch is not None:
+            self._watch.join()
+        if self._process is not None:
+            self._process.finish()
+
+    def ended(self) -> bool:
+        """Tell whether the process of this node has ended, if this rank has started it."""
+        return self._process is None or self._process.ended()
+
+    def close(self) -> None:
+        """Release the folder."""
+        self.history.close()
+        self.folder.release()
+
+
+def new_job(ranks: Ranks) -> str:
+    """Name this job, the same on all ranks."""
+    return ranks.from_first(lambda: secrets.token_hex(8))
+
+
+def _size_bytes(folder: str) -> int:
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(parent, name)).st_size
+    return total
