@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ckpt.conversion.convert import convert
     from ckpt.dcp_hook import install, uninstall
     from ckpt.draining.drain import drain
+    from ckpt.local_first.options import LocalTier
     from ckpt.reading.reader import CheckpointReader
     from ckpt.references.frozen import frozen
     from ckpt.tools.copy import copy
@@ -42,6 +43,7 @@ __all__ = [
     "CheckpointManager",
     "CheckpointReader",
     "CheckpointWriter",
+    "LocalTier",
     "Stager",
     "async_save",
     "collect_garbage",
@@ -69,6 +71,7 @@ __all__ = [
 # Imported when first used: `import ckpt` itself loads neither torch nor any SDK.
 _HOMES = {
     "CheckpointManager": "ckpt.trainer_integration.manager",
+    "LocalTier": "ckpt.local_first.options",
     "CheckpointReader": "ckpt.reading.reader",
     "CheckpointWriter": "ckpt.writing.writer",
     "Stager": "ckpt.writing.stager",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import os
 import random
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ckpt.api import place_of
 from ckpt.embeddings.saving import Tables
 from ckpt.errors import CheckpointError, ConfigurationError
+from ckpt.local_first.options import LocalTier
 from ckpt.ranks.failures import same_outcome
 from ckpt.ranks.group import Ranks
 from ckpt.ranks.nodes import first_of_node
@@ -23,11 +25,10 @@ from ckpt.trainer_integration.keeping import KeepRule
 from ckpt.trainer_integration.run.async_modes import AsyncMode, Uploads
 from ckpt.trainer_integration.run.history import History
 from ckpt.trainer_integration.run.in_flight import OnBusy, Saves
-from ckpt.trainer_integration.run.near_saves import NearSaves
-from ckpt.trainer_integration.run.nearest import Nearest
+from ckpt.trainer_integration.run.near_saves import saves_for
 from ckpt.trainer_integration.run.restore import Restored, restore
 from ckpt.trainer_integration.run.save_decision import Decisions
-from ckpt.trainer_integration.run.tier import NearOptions, Tier, new_job
+from ckpt.trainer_integration.run.tier import name_job, tier_of
 from ckpt.trainer_integration.saving import SaveRule
 from ckpt.trainer_integration.training_state import size_bytes, training_state
 
@@ -51,36 +52,29 @@ class CheckpointManager:
 
     Every rank makes one at the same point of the program, and calls the same methods with the same
     steps. A save is *staged* when the method returns: the steps can go on. It is *durable* when the
-    checkpoint is committed; only durable ones are restored or counted by rules for keeping.
+    checkpoint is committed in `root`; only those are restored, and newer ones that are `local`.
 
     Args:
         root: the run's folder: a path or URL. Checkpoints are its folders `step-<number>`.
         save: when to save (`ckpt.trainer_integration.saving`); 500 is short for `every_steps(500)`.
         keep: durable checkpoints to keep (`ckpt.trainer_integration.keeping`); 3 is `last(3)`; default all.
-        async_mode: upload while the steps go on in a `thread`, or in a `process`, which the steps
-            notice less; `off` waits for each save. `process` needs a script whose code stands under
-            `if __name__ == "__main__":`.
+        async_mode: upload while the steps go on in a `thread`, or in a `process`, which they notice less, and which
+            needs a script whose code stands under `if __name__ == "__main__":`; `off` waits for each save.
         on_busy: if the last save is still in flight, `wait` for it, `skip` the new one, or `fail`.
         on_failure: `raise` a failed save's error at the next step at which the ranks talk (any,
             with rules that look at clocks or signals; else that of the next save), or `continue`.
         max_undurable_s: without a new durable checkpoint for so long, `step` raises in any case.
         references: write only what changed since the last checkpoint (`docs/only-what-changed.md`).
-        frozen: what never changes, and is not even compared: `ckpt.frozen(model, "model.")`.
+        frozen: what never changes, and is not even compared.
         tables: saved and restored with every state, by what changed (`docs/tables.md`).
-        local: a folder on each node's own disk where every save goes first (`docs/local-first.md`): the steps wait for
-            that disk alone, and a process carries each checkpoint to `root` behind them.
-        local_keep: checkpoints that stay there once they are durable.
-        local_budget_bytes: of that folder on each node; what has no room is saved to `root` directly.
-        fallback: a folder that all nodes see, where a save goes that `root` refuses, to be moved when it answers.
-        carry_timeout_s: how long `close` waits for what is near to become durable.
+        local: a folder on each node's own disk, or a `ckpt.LocalTier`: saves go there first (`docs/local-first.md`).
+        fallback: a folder that all nodes see: what `root` refuses is saved there, and moved when it answers again.
         preflight: from each node, before the first step: write, read, create, delete; free space.
         events: called with each `Event`, such as `JsonLines(path)` and `OpenTelemetry(meter)`.
         process_group: the ranks that save together; default all.
         storage_options and all others: as for `ckpt.save`.
 
-    Raises:
-        ConfigurationError: an argument is wrong.
-        CheckpointError: the ranks do not all make a manager of this root.
+    Raises ConfigurationError if an argument is wrong, CheckpointError if not all ranks make a manager of this root.
     """
 
     def __init__(
@@ -96,11 +90,8 @@ class CheckpointManager:
         references: bool = False,
         frozen: Collection[str] = (),
         tables: Tables | None = None,
-        local: str | os.PathLike[str] | None = None,
-        local_keep: int = 2,
-        local_budget_bytes: int | None = None,
+        local: str | os.PathLike[str] | LocalTier | None = None,
         fallback: str | os.PathLike[str] | None = None,
-        carry_timeout_s: float = 600.0,
         preflight: bool = True,
         events: Sequence[Callable[[Event], None]] = (),
         process_group: Any = None,
@@ -116,27 +107,19 @@ class CheckpointManager:
         save_options = {**options, "max_bandwidth_bytes_per_s": max_bandwidth_bytes_per_s}
         self._ranks = Ranks(process_group, no_dist=False, purpose="manager")
         self._is_closed, self._needs_preflight = False, preflight
-        self._carry_timeout_s = carry_timeout_s
-        job = new_job(self._ranks)
 
-        def prepare() -> tuple[SaveRule, KeepRule | None, Uploads, History, Tier | None]:
+        job = name_job(self._ranks, (local, fallback))
+
+        def prepare() -> tuple[SaveRule, Saves]:
             patterns = _checked(on_busy, on_failure, references, frozen, tables)
             save_rule, keep_rule = saving.as_rule(save), keeping.as_rule(keep)
             uploads = Uploads(async_mode, self._ranks, process_group, save_options, patterns, tables)
-            history, near = (
-                History(os.fspath(root), storage_options),
-                NearOptions(local, fallback, local_keep, local_budget_bytes),
-            )
-            return save_rule, keep_rule, uploads, history, near.tier(history, job, self._ranks.rank, uploads)
+            history = History(os.fspath(root), storage_options)
+            tier = tier_of(local, fallback, history, job, uploads)
+            return save_rule, saves_for(self._ranks, uploads, history, keep_rule, Events(events), tier)
 
-        made = f"CheckpointManager of {place_of(root)}{' with tables' if tables else ''}{' with local' if local else ''}"
-        save_rule, keep_rule, uploads, history, tier = same_outcome(self._ranks, made, prepare)
-        self._nearest = None if tier is None else Nearest(tier, history)
-        self._saves = (
-            Saves(self._ranks, uploads, history, keep_rule, Events(events))
-            if tier is None
-            else NearSaves(self._ranks, uploads, history, keep_rule, Events(events), tier)
-        )
+        made = f"CheckpointManager of {place_of(root)}{' with tables' if tables else ''}"
+        save_rule, self._saves = same_outcome(self._ranks, made, prepare)
         self._decisions = Decisions(save_rule, self._ranks, self._saves, max_undurable_s)
 
     def restore(
@@ -176,14 +159,7 @@ class CheckpointManager:
         checked, wanted = self._checked(state, parts, rng), step if isinstance(step, str) else _number(step)
         options = {**self._load_options, "trusted_objects": trusted_objects, "read_once": read_once}
         return restore(
-            checked,
-            wanted,
-            initial,
-            self._ranks,
-            self._saves,
-            self._nearest,
-            strict=strict,
-            load_options=options,
+            checked, wanted, initial, self._ranks, self._saves, strict=strict, load_options=options
         )
 
     def step(
@@ -257,25 +233,18 @@ class CheckpointManager:
 
         Raises SaveFailed if it failed, or is not durable in time, on any rank.
         """
-        began_s = time.monotonic()
-        failure = self._saves.settle(timeout_s)
-        if failure is None:
-            left_s = None if timeout_s is None else max(0.0, timeout_s - (time.monotonic() - began_s))
-            failure = self._saves.wait_carried(left_s)
+        failure = self._saves.wait_durable(timeout_s)
         if failure is not None:
             raise failure
         return self.durable_step
 
     def close(self) -> None:
-        """Wait for the save in flight, and release everything. Raises SaveFailed if it failed."""
-        self._close(self._carry_timeout_s)
-
-    def _close(self, carry_timeout_s: float) -> None:
+        """Wait for the save in flight, and what is near; release everything. Raises SaveFailed if it failed."""
         if self._is_closed:
             return
         self._is_closed = True
         try:
-            failure = self._saves.close(carry_timeout_s)
+            failure = self._saves.close()
         finally:
             self._decisions.close()
         if failure is not None and self._on_failure == "raise":
@@ -285,11 +254,9 @@ class CheckpointManager:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        try:
-            self._close(self._carry_timeout_s if error is None and not self.preempted else 0.0)
-        except CheckpointError:
-            if error is None:
-                raise  # else it has been logged, and the error that ended the block matters more
+        self._saves.hurries = error is not None
+        with contextlib.suppress(*(() if error is None else (CheckpointError,))):  # `error` matters more
+            self.close()
 
     def _save(
         self, step: int, reason: str, metrics: Mapping[str, float] | None, state: Callable[[], dict[str, Any]]

@@ -106,7 +106,7 @@ def test_the_version_is_that_of_the_package() -> None:
 
 def test_public_surface() -> None:
     assert ckpt.__all__ == [
-        "CheckpointManager", "CheckpointReader", "CheckpointWriter", "Stager", "async_save", "collect_garbage", "convert", "copy", "diff", "doctor", "drain",
+        "CheckpointManager", "CheckpointReader", "CheckpointWriter", "LocalTier", "Stager", "async_save", "collect_garbage", "convert", "copy", "diff", "doctor", "drain",
         "embeddings", "errors", "frozen", "inspect", "install", "list_checkpoints", "load", "remove", "roundtrip", "save", "tune", "uninstall", "verify", "watch",
     ]  # fmt: skip
     assert dir(ckpt) == sorted(ckpt.__all__)

@@ -240,6 +240,7 @@ ROOMS: Mapping[str, Room] = {
             "ckpt.errors",
             "ckpt.api",
             "ckpt.embeddings",
+            "ckpt.local_first.options",
             "ckpt.ranks",
             "ckpt.references.frozen",
             "ckpt.tools",

@@ -7,7 +7,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -59,8 +59,7 @@ class History:
         self._known: RunRecord | None = None
         self._changes: list[_Change] = []  # that storage has not shown yet
         self._has_failed = False
-        self._started_s = time.time()
-        self._resumed_at = math.inf
+        self._started_s, self._resumed_at = time.time(), math.inf
         self._durable_at_s: float | None = None
         self._own: dict[str, RunCheckpoint] = {}
         self._found: dict[str, RunCheckpoint] = {}
@@ -103,9 +102,8 @@ class History:
         return [checkpoint for checkpoint in self._record().checkpoints if not checkpoint.superseded]
 
     def known(self) -> list[RunCheckpoint]:
-        """List the same, without reading storage."""
-        known = self._known
-        return [] if known is None else [old for old in known.checkpoints if not old.superseded]
+        """List the same, but read no storage."""
+        return [old for old in (self._known or RunRecord()).checkpoints if not old.superseded]
 
     def at(self, step: int) -> list[tuple[int, str]]:
         """List `step` and the folders in which its checkpoint may be, the likeliest first."""
@@ -127,27 +125,19 @@ class History:
         self._resumed_at = step
         self._own.clear()
 
-    def add(self, checkpoint: RunCheckpoint) -> None:
-        """Remember a checkpoint that has been committed."""
+    def add(self, checkpoint: RunCheckpoint, *, is_own: bool = True) -> None:
+        """Remember a checkpoint that has been committed; one of an earlier process if it is not on record."""
         with self._lock:
-            self._own[checkpoint.path] = checkpoint
+            (self._own if is_own else self._found)[checkpoint.path] = checkpoint
             self._durable_at_s = time.time()
-            self._write()
-
-    def found(self, checkpoint: RunCheckpoint) -> None:
-        """Remember a checkpoint of an earlier process, if it is not on record."""
-        with self._lock:
-            self._found[checkpoint.path] = checkpoint
             self._write()
 
     def give_up(self, paths: Collection[str]) -> None:
         """Note that some checkpoints are not wanted any more."""
-
-        def given_up(old: RunCheckpoint) -> RunCheckpoint:
-            return msgspec.structs.replace(old, superseded=True) if old.path in paths else old
-
         with self._lock:
-            self._write(given_up)
+            self._write(
+                lambda old: msgspec.structs.replace(old, superseded=old.superseded or old.path in paths)
+            )
 
     def annotate(
         self, step: int, metrics: Mapping[str, float] | None = None, *, pinned: bool | None = None
@@ -201,10 +191,6 @@ class History:
         pinned = {checkpoint.step: "pinned" for checkpoint in alive if checkpoint.pinned}
         return pinned | keep.keeps(alive, time.time())
 
-    def metrics(self) -> list[str]:
-        """List the names of the metrics that checkpoints have."""
-        return sorted({name for checkpoint in self.durable() for name in checkpoint.metrics})
-
     def close(self) -> None:
         self._store.close()
 
@@ -220,10 +206,7 @@ class History:
             except CheckpointError as error:
                 self._has_failed = True  # once is enough: at every step it would hold up training
                 _logger.warning("the run's record cannot be read, failures are not counted: %s", error)
-        starts = [] if known is None else known.starts
-        ran_s = sum(max(0.0, start.durable_at_s - start.at_s) for start in starts)
-        failures = sum(start.at_s != self._started_s for start in starts)
-        return (_PRIOR_S + ran_s) / (1 + failures)
+        return _mtbf_s([] if known is None else known.starts, self._started_s)
 
     def _remove(self, checkpoint: RunCheckpoint, until_gone: contextlib.ExitStack) -> None:
         """Remove a checkpoint, and close `until_gone` when it is one no more: its objects may take minutes."""
@@ -309,6 +292,13 @@ class History:
 
 def _warn_of_unusable(error: CheckpointError) -> None:
     _logger.warning("the run's record cannot be used, its checkpoints are listed: %s", error)
+
+
+def _mtbf_s(starts: Sequence[RunStart], started_s: float) -> float:
+    """Estimate the mean time between failures from a run's starts, this one too."""
+    ran_s = sum(max(0.0, start.durable_at_s - start.at_s) for start in starts)
+    failures = sum(start.at_s != started_s for start in starts)
+    return (_PRIOR_S + ran_s) / (1 + failures)
 
 
 def plain_metrics(metrics: Mapping[str, float] | None) -> dict[str, float | None]:

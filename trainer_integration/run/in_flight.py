@@ -61,6 +61,7 @@ class Saves:
         durable_at_s: when it became durable, by `time.monotonic`; of a restored one, by its record.
         undurable_since_s: when this process began, restored, or last made a checkpoint durable.
         stall_s, upload_s: mean seconds of a save, the last ones counting most.
+        hurries: the program is ending: nothing waits that can go on without it.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class Saves:
         self.stall_s: float | None = None
         self.upload_s: float | None = None
         self.last_failure: BaseException | None = None
+        self.hurries = False
         self._kept: dict[int, str] = {}
         self._unmeasured = ""
         _all.add(self)
@@ -178,11 +180,8 @@ class Saves:
         cause = "the error is on another rank" if error is None else f"{type(error).__name__}: {error}"
         return SaveFailed(f"the save of step {step} failed: {cause}", url=url)
 
-    def close(self, carry_timeout_s: float = 0.0) -> BaseException | None:
-        """Wait for the save in flight; return its failure. Other ranks may be gone.
-
-        `carry_timeout_s` is for what was saved elsewhere first, to become durable.
-        """
+    def close(self) -> BaseException | None:
+        """Wait for the save in flight; return its failure. Other ranks may be gone."""
         try:
             self.wait_booked()
             flight, self._flight = self._flight, None
@@ -192,8 +191,9 @@ class Saves:
             self.history.close()
             self._events.flush()
 
-    def wait_carried(self, timeout_s: float | None) -> SaveFailed | None:
-        """Wait, on all ranks, until what was saved elsewhere first is durable; return why it is not, in time."""
+    def wait_durable(self, timeout_s: float | None) -> SaveFailed | None:
+        """Wait until the last save is durable; return why it is not, on all ranks. Raises as `settle`."""
+        return self.settle(timeout_s)
 
     def wait_booked(self) -> None:
         """Wait for the removals after a save: such a folder must not be read or saved into."""
@@ -291,7 +291,8 @@ class Saves:
             if isinstance(rule, Best) and any(
                 reason == rule.unmeasured and step != newest.step for step, reason in self._kept.items()
             ):
-                metrics = ", ".join(map(repr, self.history.metrics())) or "none"
+                names = {name for checkpoint in self.history.durable() for name in checkpoint.metrics}
+                metrics = ", ".join(map(repr, sorted(names))) or "none"
                 text = f"no checkpoint has the metric {rule.metric!r}, so all are kept; the metrics there: {metrics}"
         if text and text != self._unmeasured:
             self.tell("unmeasured", newest.step, text)

@@ -20,6 +20,7 @@ from ckpt.trainer_integration.keeping import KeepRule
 from ckpt.trainer_integration.run.async_modes import Uploads
 from ckpt.trainer_integration.run.history import History
 from ckpt.trainer_integration.run.in_flight import Flight, Saves, figures_of
+from ckpt.trainer_integration.run.nearest import Nearest
 from ckpt.trainer_integration.run.search import GONE
 from ckpt.trainer_integration.run.tier import Tier
 
@@ -41,14 +42,15 @@ class NearSaves(Saves):
         tier: Tier,
     ) -> None:
         super().__init__(ranks, uploads, history, keep, events)
-        self.tier = tier
+        self._tier = tier
         self._given_up: list[str] = []
         self._near: dict[str, int] = {}
+        self.nearest = Nearest(tier, history)
         tier.watch(self._is_durable, self.tell)
 
     def go_on_from(self, step: int, path: str, created_at_s: float | None) -> None:
         super().go_on_from(step, path, created_at_s)
-        self.tier.history.go_on_from(step)
+        self._tier.history.go_on_from(step)
 
     # -- saves ---------------------------------------------------------------------------------------------
 
@@ -56,7 +58,7 @@ class NearSaves(Saves):
         self, checkpoint: RunCheckpoint, state: dict[str, Any], tags: Mapping[str, str]
     ) -> Future[Any]:
         """Begin an upload to the place that all ranks choose; each node hears what is not wanted any more."""
-        tier, url = self.tier, self.history.url(checkpoint.path)
+        tier, url = self._tier, self.history.url(checkpoint.path)
         offer, self._given_up = (not tier.has_room(), self._given_up), []
         is_full, given_up = self._ranks.join(offer, _either)
         if given_up and tier.is_leader:
@@ -71,7 +73,7 @@ class NearSaves(Saves):
 
     def _committed(self, flight: Flight, committed: Saved, took_s: float) -> bool:
         """Note where a save was committed: near, it is not durable yet."""
-        checkpoint, tier = flight.checkpoint, self.tier
+        checkpoint, tier = flight.checkpoint, self._tier
         for failure in committed.failures:
             self.tell(f"not_{'local' if tier.is_local else 'durable'}", checkpoint.step, str(failure))
         if committed.place.url == self.history.url(checkpoint.path):
@@ -97,10 +99,8 @@ class NearSaves(Saves):
         """Follow up, on the first rank, a checkpoint that was carried; `is_own`: this process has saved it."""
         step, path = checkpoint.step, checkpoint.path
         try:
-            if is_own:
-                self.history.add(checkpoint)
-            elif self.history.examine(path).id == state.id:  # else it was removed since
-                self.history.found(checkpoint)
+            if is_own or self.history.examine(path).id == state.id:  # else it was removed since
+                self.history.add(checkpoint, is_own=is_own)
         except GONE:
             return
         except CheckpointError as failure:
@@ -118,19 +118,22 @@ class NearSaves(Saves):
 
     def _look(self) -> None:
         """Ask, on any rank, what has become durable."""
-        self.tier.look(self._is_durable, self.tell)
-        durable = [step for path, step in self._near.items() if self.tier.is_durable(path)]
+        self._tier.look(self._is_durable, self.tell)
+        durable = [step for path, step in self._near.items() if self._tier.is_durable(path)]
         if self._ranks.rank != 0 and durable:
             self.durable_step = max(durable)
 
-    def wait_carried(self, timeout_s: float | None) -> SaveFailed | None:
+    def wait_durable(self, timeout_s: float | None) -> SaveFailed | None:
         deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        failure = self.settle(timeout_s)
+        if failure is not None:
+            return failure
 
         def look() -> tuple[list[int], bool]:
             until_s = min(deadline_s, time.monotonic() + _ASK_S)
             while True:
                 self._look()
-                left = self.tier.undurable()
+                left = self._tier.undurable()
                 if not left or time.monotonic() >= until_s:
                     return left, time.monotonic() >= deadline_s
                 time.sleep(_LOOK_S)
@@ -142,18 +145,18 @@ class NearSaves(Saves):
                 self.durable_step = self._ranks.from_first(lambda: self.durable_step)
                 return None
             if is_late:
-                text = f"step {_listed(left)}: not durable after {timeout_s:.3g} s, but {self.tier.name}"
-                return SaveFailed(text, url=self.tier.history.place)
+                text = f"step {_listed(left)}: not durable after {timeout_s:.3g} s, but {self._tier.name}"
+                return SaveFailed(text, url=self._tier.history.place)
 
-    def close(self, carry_timeout_s: float = 0.0) -> BaseException | None:
-        """Wait as `Saves.close`; the processes go on by themselves when the time is up."""
+    def close(self) -> BaseException | None:
+        """Wait as `Saves.close`, and until all is durable; the processes go on by themselves when the time is up."""
         try:
             return super().close()
         finally:
-            self._end(carry_timeout_s)
+            self._end(0.0 if self.hurries else self._tier.drain_timeout_s)
 
     def _end(self, timeout_s: float) -> None:
-        tier, deadline_s, left = self.tier, time.monotonic() + timeout_s, list[int]()
+        tier, deadline_s, left = self._tier, time.monotonic() + timeout_s, list[int]()
         if self._ranks.rank == 0:  # it notes what becomes durable, so its process ends last
             while (left := tier.undurable()) and time.monotonic() < deadline_s:
                 self._look()
@@ -169,6 +172,15 @@ class NearSaves(Saves):
             )
             self.tell("not_durable", left[-1], text)
         tier.close()
+
+
+def saves_for(
+    ranks: Ranks, uploads: Uploads, history: History, keep: KeepRule | None, events: Events, tier: Tier | None
+) -> Saves:
+    """Make the saves of a manager, with a tier or without."""
+    if tier is None:
+        return Saves(ranks, uploads, history, keep, events)
+    return NearSaves(ranks, uploads, history, keep, events, tier)
 
 
 def _listed(steps: list[int]) -> str:

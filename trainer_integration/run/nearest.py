@@ -71,7 +71,7 @@ class _Merged:
 
     def __init__(self, search: Search, found: list[Holding], rank: int) -> None:
         self._search, self._rank = search, rank
-        self._near = deque(each for each in found if each.is_whole or each.is_completed)
+        self._near = deque(found)
         self._all = {(each.path, each.id): each for each in found}
         self._durable: deque[Choice] = deque()
         self._is_over = False

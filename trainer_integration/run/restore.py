@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -23,8 +23,9 @@ from ckpt.format.run_record import RUN_KEY
 from ckpt.ranks.failures import same_outcome
 from ckpt.ranks.group import Ranks
 from ckpt.tools.ls import step_of
+from ckpt.trainer_integration.run.history import History
 from ckpt.trainer_integration.run.in_flight import Saves
-from ckpt.trainer_integration.run.nearest import Nearest
+from ckpt.trainer_integration.run.near_saves import NearSaves
 from ckpt.trainer_integration.run.search import GONE, Choice, Search, counted
 from ckpt.trainer_integration.run.strict_planner import NamingLoadPlanner
 from ckpt.trainer_integration.training_state import OptimizerState
@@ -72,7 +73,6 @@ def restore(
     initial: str | os.PathLike[str] | None,
     ranks: Ranks,
     saves: Saves,
-    nearest: Nearest | None = None,
     *,
     strict: bool,
     load_options: Mapping[str, Any],
@@ -84,6 +84,7 @@ def restore(
     if initial is not None and step != "latest-valid":
         raise ConfigurationError("initial= goes with 'latest-valid': it is for a run without checkpoints")
     began_s, history = time.monotonic(), saves.history
+    nearest = saves.nearest if isinstance(saves, NearSaves) else None
     optimizers = {name for name, part in state.items() if isinstance(part, OptimizerState)}
 
     def attempt(url: str, choice: Choice | None = None) -> NamingLoadPlanner:
@@ -125,19 +126,10 @@ def restore(
         passed_over.append(PassedOver(choice.step, shown, str(fault)))
         saves.tell("passed_over", choice.step, str(fault))
     if is_error:
-        reasons = "; ".join(f"{checkpoint.url}: {checkpoint.reason}" for checkpoint in passed_over)
-        if step == "latest-valid" and len(stock) == len(passed_over):  # with others, it is an error too
-            reasons += f"; restore(initial={stock[0]!r}) begins from it"
-        raise LoadFailed(f"no checkpoint can be loaded: {reasons}", url=history.place)
+        raise _none_loads(passed_over, stock if step == "latest-valid" else [], history)
     if step != "latest-valid":
-        which = "with the metric" if step == "best" else f"of step {step}"
-        raise NotFound(f"there is no durable checkpoint {which}", url=history.place)
-    if steps := ranks.from_first(lambda: [checkpoint.step for checkpoint in history.durable()]):
-        raise LoadFailed(
-            f"{history.place}: {RUN_KEY} lists {counted(steps)} as committed here, but none is there: copy them too; "
-            f"or remove {RUN_KEY} to begin anew",
-            url=history.place,
-        )
+        raise _nothing_at(step, history)
+    _check_nothing_lost(ranks, history)
     if initial is None:
         saves.tell("restored", None, "nothing: no checkpoint has been committed here")
         return None
@@ -145,6 +137,29 @@ def restore(
     missing = attempt(os.fspath(initial)).missing
     saves.tell("restored", number, f"{shown} (initial)", load_s=time.monotonic() - began_s)
     return Restored(number, shown, tuple(passed_over), missing, state, is_initial=True)
+
+
+def _none_loads(passed_over: Sequence[PassedOver], stock: Sequence[str], history: History) -> LoadFailed:
+    """Make the error that says why no checkpoint can be loaded; `stock` are those of another program."""
+    reasons = "; ".join(f"{checkpoint.url}: {checkpoint.reason}" for checkpoint in passed_over)
+    if stock and len(stock) == len(passed_over):  # with others, it is an error too
+        reasons += f"; restore(initial={stock[0]!r}) begins from it"
+    return LoadFailed(f"no checkpoint can be loaded: {reasons}", url=history.place)
+
+
+def _nothing_at(step: int | str, history: History) -> NotFound:
+    which = "with the metric" if step == "best" else f"of step {step}"
+    return NotFound(f"there is no durable checkpoint {which}", url=history.place)
+
+
+def _check_nothing_lost(ranks: Ranks, history: History) -> None:
+    """Raise LoadFailed, on all ranks, if the run has had checkpoints."""
+    if steps := ranks.from_first(lambda: [checkpoint.step for checkpoint in history.durable()]):
+        raise LoadFailed(
+            f"{history.place}: {RUN_KEY} lists {counted(steps)} as committed here, but none is there: copy them too; "
+            f"or remove {RUN_KEY} to begin anew",
+            url=history.place,
+        )
 
 
 def _unless_damaged(attempt: Callable[[], T], ranks: Ranks) -> tuple[T | None, str | None]:

@@ -10,7 +10,6 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ckpt.backends.registry import open_store
@@ -21,6 +20,7 @@ from ckpt.format.run_record import RunCheckpoint
 from ckpt.local_first.drain_process import DrainProcess, DrainState, read_status
 from ckpt.local_first.folder import RunFolder
 from ckpt.local_first.holdings import Holding, holdings
+from ckpt.local_first.options import LocalTier
 from ckpt.local_first.saving import Place
 from ckpt.ranks.group import Ranks
 from ckpt.trainer_integration.keeping import KeepRule
@@ -36,74 +36,41 @@ Tell = Callable[..., None]
 WhenDurable = Callable[[RunCheckpoint, DrainState, bool], None]
 
 
-@dataclass(frozen=True)
-class NearOptions:
-    """What a `CheckpointManager` was told about places nearer than its root."""
-
-    local: str | os.PathLike[str] | None
-    fallback: str | os.PathLike[str] | None
-    keep: int
-    budget_bytes: int | None
-
-    def tier(self, history: History, job: str, rank: int, uploads: Uploads) -> Tier | None:
-        """Make the tier; None without one. Raises ConfigurationError for what does not go together."""
-        if self.local is not None and self.fallback is not None:
-            raise ConfigurationError(
-                "give local= or fallback=: with local= no save waits for the durable place"
-            )
-        if self.keep < 1:
-            raise ConfigurationError(f"local_keep must be at least 1, not {self.keep}")
-        place = self.fallback if self.local is None else self.local
-        if place is None:
-            return None
-        name = "local" if self.local is not None else "fallback"
-        if uploads.mode == "process" or uploads.frozen is not None or uploads.tables is not None:
-            raise ConfigurationError(
-                f"{name}= goes with async_mode='thread' or 'off', and without references= and tables="
-            )
-        options = dict(uploads.options)
-        bandwidth = options.pop("max_bandwidth_bytes_per_s", None)
-        config = {"storage_options": options["storage_options"], "threads": options["threads"]}
-        config |= {"max_bandwidth_bytes_per_s": bandwidth, "keep_local": self.keep}
-        root = history.root if "://" in history.root else os.path.abspath(history.root)
-        is_local = self.local is not None
-        return Tier(place, root, job, rank, is_local=is_local, config=config, budget_bytes=self.budget_bytes)
-
-
 class Tier:
     """The place where a run's checkpoints are before they are durable: a disk of each node, or another storage.
 
     Args:
-        place: a folder on each node's own disk if `is_local`, where every save goes first; else a folder that all nodes
-            see, where a save goes that the durable place refuses.
+        options: of the folder: on each node's own disk if `is_local`, where every save goes first; else one that all
+            nodes see, where a save goes that the durable place refuses.
         root: the run's durable place.
         job: names this job, the same on all ranks.
         config: of `ckpt.drain`.
-        budget_bytes: of a node's folder; more is saved directly to the durable place.
 
     Raises as `RunFolder`.
     """
 
     def __init__(
         self,
-        place: str | os.PathLike[str],
+        options: LocalTier,
         root: str,
         job: str,
         rank: int,
         *,
         is_local: bool,
         config: Mapping[str, Any],
-        budget_bytes: int | None = None,
     ) -> None:
-        self.is_local, self._budget_bytes, self._rank = is_local, budget_bytes, rank
-        self.folder = RunFolder(place, root)
+        self.is_local, self._budget_bytes, self._rank = is_local, options.budget_bytes, rank
+        self.drain_timeout_s = options.drain_timeout_s
+        self.folder = RunFolder(options.path, root)
         if is_local:
             self.folder.warn_if_shared()
             self.folder.hold(job)
         self.is_leader = self.folder.is_leader if is_local else rank == 0
         self.history = History(self.folder.path, None)
         self._process = (
-            DrainProcess(self.folder.path, {"durable": root, **config}) if self.is_leader else None
+            DrainProcess(self.folder.path, {"durable": root, "keep_local": options.keep, **config})
+            if self.is_leader
+            else None
         )
         self._seen: dict[str, tuple[str, str]] = {}
         self._stop, self._looked = threading.Event(), threading.Lock()
@@ -254,9 +221,37 @@ class Tier:
         self.folder.release()
 
 
-def new_job(ranks: Ranks) -> str:
-    """Name this job, the same on all ranks."""
-    return ranks.from_first(lambda: secrets.token_hex(8))
+def name_job(ranks: Ranks, places: tuple[object, object]) -> str:
+    """Name this job, the same on all ranks, if it has a tier. All ranks call it."""
+    return "" if places == (None, None) else ranks.from_first(lambda: secrets.token_hex(8))
+
+
+def tier_of(
+    local: str | os.PathLike[str] | LocalTier | None,
+    fallback: str | os.PathLike[str] | None,
+    history: History,
+    job: str,
+    uploads: Uploads,
+) -> Tier | None:
+    """Make the tier of a run; None without one.
+
+    Raises as `Tier`; ConfigurationError also for what does not go together.
+    """
+    if local is None and fallback is None:
+        return None
+    if local is not None and fallback is not None:
+        raise ConfigurationError("give local= or fallback=: with local= no save waits for the durable place")
+    name = "fallback" if local is None else "local"
+    if uploads.mode == "process" or uploads.frozen is not None or uploads.tables is not None:
+        raise ConfigurationError(
+            f"{name}= goes with async_mode='thread' or 'off', and without references= and tables="
+        )
+    options = local if isinstance(local, LocalTier) else LocalTier(local or fallback or "")
+    config = {
+        key: uploads.options[key] for key in ("storage_options", "threads", "max_bandwidth_bytes_per_s")
+    }
+    root = history.root if "://" in history.root else os.path.abspath(history.root)
+    return Tier(options, root, job, uploads.ranks.rank, is_local=local is not None, config=config)
 
 
 def _size_bytes(folder: str) -> int:

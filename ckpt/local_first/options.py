@@ -1,0 +1,36 @@
+"""Say how a run uses the disks of its nodes."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from ckpt.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class LocalTier:
+    """A folder on each node's own disk, or in its memory (`/dev/shm`), where every save goes first.
+
+    Args:
+        path: the folder; several runs may share it.
+        keep: checkpoints to keep in it once they are durable: a restore needs no more than one.
+        budget_bytes: of the run in this folder on each node; a save that has no room goes to the durable place.
+        drain_timeout_s: how long `CheckpointManager.close` waits for what is not durable yet.
+
+    Raises:
+        ConfigurationError: a number makes no sense.
+    """
+
+    path: str | os.PathLike[str]
+    keep: int = 2
+    budget_bytes: int | None = None
+    drain_timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        if self.keep < 1:
+            raise ConfigurationError(f"LocalTier(keep=...) must be at least 1, not {self.keep}")
+        if self.budget_bytes is not None and self.budget_bytes <= 0:
+            raise ConfigurationError(f"LocalTier(budget_bytes=...) must be positive, not {self.budget_bytes}")
+        if not self.drain_timeout_s >= 0:
+            raise ConfigurationError("LocalTier(drain_timeout_s=...) must not be negative")
