@@ -18,7 +18,6 @@ from ckpt.ranks.failures import same_outcome
 from ckpt.ranks.group import Ranks
 from ckpt.ranks.nodes import first_of_node
 from ckpt.references.frozen import Patterns
-from ckpt.tools.preflight import check_place
 from ckpt.trainer_integration import keeping, saving
 from ckpt.trainer_integration.events import Event, Events
 from ckpt.trainer_integration.keeping import KeepRule
@@ -303,7 +302,7 @@ def _check_root(state: Mapping[str, Any], tables: Tables | None, ranks: Ranks, s
         if not is_first:
             return None
         time.sleep(random.random() * (nodes - 1) * _PREFLIGHT_SPREAD_S)
-        return check_place(history.root, storage_options=history.storage_options, needed_bytes=needed)
+        return saves.check_root(needed)
 
     free = same_outcome(ranks, "preflight", check)
     room = "" if free is None or not needed else f"; there is room for {free // needed} checkpoints"

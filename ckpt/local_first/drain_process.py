@@ -63,6 +63,10 @@ def read_status(folder: str) -> dict[str, DrainState]:
         return {}
 
 
+_started: list[subprocess.Popen[bytes]] = []
+"""Those that may outlive what has started them: Python warns of one that nothing refers to."""
+
+
 class DrainProcess:
     """Starts the process for a run's folder, and starts it again when it has died.
 
@@ -78,6 +82,7 @@ class DrainProcess:
             text = f"local= passes storage_options to another process, and they cannot be pickled: {error}"
             raise ConfigurationError(text) from None
         self._process: subprocess.Popen[bytes] | None = None
+        _started[:] = [process for process in _started if process.poll() is None]
         self._began_s, self._pause_s = 0.0, _FIRST_PAUSE_S
 
     def look(self) -> str | None:
@@ -131,6 +136,7 @@ class DrainProcess:
                 env=environ,
                 start_new_session=True,  # what ends the trainer by its process group does not end it
             )
+        _started.append(self._process)
         self._began_s = time.monotonic()
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):  # it has ended: the next look tells

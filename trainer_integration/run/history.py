@@ -276,6 +276,7 @@ class History:
             changed = map(change, by_path.values())
             by_path = {new.path: new for new in changed if new is not None}
         self._own = {path: by_path[path] for path in self._own if path in by_path}
+        self._found = {path: by_path[path] for path in self._found if path in by_path}
         starts = record.starts
         if self._durable_at_s is not None:
             own_start = RunStart(at_s=self._started_s, durable_at_s=self._durable_at_s)

@@ -20,6 +20,7 @@ from ckpt.errors import CheckpointError, ConfigurationError, SaveFailed
 from ckpt.format.dcp_view import stored_bytes
 from ckpt.format.run_record import RunCheckpoint
 from ckpt.ranks.group import Ranks
+from ckpt.tools.preflight import check_place
 from ckpt.trainer_integration.events import Event, Events
 from ckpt.trainer_integration.keeping import Best, KeepRule
 from ckpt.trainer_integration.run.async_modes import Uploads
@@ -61,7 +62,6 @@ class Saves:
         durable_at_s: when it became durable, by `time.monotonic`; of a restored one, by its record.
         undurable_since_s: when this process began, restored, or last made a checkpoint durable.
         stall_s, upload_s: mean seconds of a save, the last ones counting most.
-        hurries: the program is ending: nothing waits that can go on without it.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Saves:
         self.stall_s: float | None = None
         self.upload_s: float | None = None
         self.last_failure: BaseException | None = None
-        self.hurries = False
+        self.hurries = False  # nothing waits any more that can go on without this program
         self._kept: dict[int, str] = {}
         self._unmeasured = ""
         _all.add(self)
@@ -190,6 +190,11 @@ class Saves:
             self._uploads.close()
             self.history.close()
             self._events.flush()
+
+    def check_root(self, nbytes: int) -> int | None:
+        """Try the run's root out; return its free bytes, if they are known. Raises as `check_place`."""
+        root, storage_options = self.history.root, self.history.storage_options
+        return check_place(root, storage_options=storage_options, needed_bytes=nbytes)
 
     def wait_durable(self, timeout_s: float | None) -> SaveFailed | None:
         """Wait until the last save is durable; return why it is not, on all ranks. Raises as `settle`."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
 
-from ckpt.errors import CheckpointError, SaveFailed
+from ckpt.errors import CheckpointError, SaveFailed, StorageUnavailable
 from ckpt.format.run_record import RunCheckpoint
 from ckpt.local_first.drain_process import DrainState
 from ckpt.local_first.saving import Saved
@@ -45,12 +45,14 @@ class NearSaves(Saves):
         self._tier = tier
         self._given_up: list[str] = []
         self._near: dict[str, int] = {}
+        self._newest: RunCheckpoint | None = None  # that is durable, of those that this process has saved
         self.nearest = Nearest(tier, history)
         tier.watch(self._is_durable, self.tell)
 
     def go_on_from(self, step: int, path: str, created_at_s: float | None) -> None:
         super().go_on_from(step, path, created_at_s)
-        self._tier.history.go_on_from(step)
+        self._newest = None
+        self._tier.go_on_from(step)
 
     # -- saves ---------------------------------------------------------------------------------------------
 
@@ -71,12 +73,21 @@ class NearSaves(Saves):
         places = tier.places(checkpoint.path, url, self._uploads.options, has_room=not is_full)
         return self._uploads.begin_at(state, places, tags)
 
+    def check_root(self, needed_bytes: int) -> int | None:
+        """Try the run's root out; while it gives no answer, checkpoints wait near."""
+        try:
+            return super().check_root(needed_bytes)
+        except StorageUnavailable as error:
+            _logger.warning("checkpoints stay %s until the durable place answers: %s", self._tier.name, error)
+            return None
+
     def _committed(self, flight: Flight, committed: Saved, took_s: float) -> bool:
         """Note where a save was committed: near, it is not durable yet."""
         checkpoint, tier = flight.checkpoint, self._tier
         for failure in committed.failures:
             self.tell(f"not_{'local' if tier.is_local else 'durable'}", checkpoint.step, str(failure))
         if committed.place.url == self.history.url(checkpoint.path):
+            self._newest = checkpoint
             return super()._committed(flight, committed.metadata, took_s)
         self._near[checkpoint.path] = checkpoint.step
         if tier.is_leader:
@@ -109,12 +120,13 @@ class NearSaves(Saves):
             return
         if not is_own:
             return
-        self.durable_at_s = self.undurable_since_s = time.monotonic()
-        self.durable_step = step
+        if self._newest is None or self._newest.step <= step:
+            self._newest, self.durable_step = checkpoint, step
+            self.durable_at_s = self.undurable_since_s = time.monotonic()
         figures = {"carry_s": state.took_s, "sent_bytes": float(state.sent_bytes)}
         self.tell("durable", step, path, self.history.shown(path), **figures)
         if self.keep is not None:
-            self._retire(self.keep, checkpoint)
+            self._retire(self.keep, self._newest)
 
     def _look(self) -> None:
         """Ask, on any rank, what has become durable."""

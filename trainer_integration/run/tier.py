@@ -23,6 +23,7 @@ from ckpt.local_first.holdings import Holding, holdings
 from ckpt.local_first.options import LocalTier
 from ckpt.local_first.saving import Place
 from ckpt.ranks.group import Ranks
+from ckpt.tools.remove import remove
 from ckpt.trainer_integration.keeping import KeepRule
 from ckpt.trainer_integration.run.async_modes import Uploads
 from ckpt.trainer_integration.run.history import History
@@ -93,14 +94,26 @@ class Tier:
         return [near, far] if has_room else [far]
 
     def has_room(self) -> bool:
-        """Tell whether this node has room for one more like the largest of its last checkpoints."""
+        """Tell whether this node has room for one more like the largest that it has; what is durable makes room."""
         if not (self.is_local and self.is_leader):
             return True
-        sizes = [_size_bytes(os.path.join(self.folder.path, path)) for _, path in self.history.candidates()]
-        needed = int(max(sizes, default=0) * _MARGIN)
+        folder = self.folder.path
+        names = [entry.name for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)]
+        sizes = {name: _size_bytes(os.path.join(folder, name)) for name in sorted(names)}
+        needed = int(max(sizes.values(), default=0) * _MARGIN)
+        durable = [path for path, state in sorted(read_status(folder).items()) if state.state == "durable"]
+        while needed > self._free_bytes(sum(sizes.values())):
+            path = next((path for path in durable if path in sizes), None)
+            if path is None:
+                return False
+            del sizes[path]
+            with contextlib.suppress(CheckpointError):
+                remove(self.folder.url(path))
+        return True
+
+    def _free_bytes(self, used_bytes: int) -> int:
         free_bytes = shutil.disk_usage(self.folder.path).free
-        limit_bytes = free_bytes if self._budget_bytes is None else self._budget_bytes - sum(sizes)
-        return needed <= min(free_bytes, limit_bytes)
+        return free_bytes if self._budget_bytes is None else min(free_bytes, self._budget_bytes - used_bytes)
 
     # -- what became durable -------------------------------------------------------------------------------
 
@@ -110,11 +123,13 @@ class Tier:
             return
 
         def run() -> None:
-            while not self._stop.wait(_LOOK_S):
+            while True:
                 try:
                     self.look(when_durable, tell)
                 except Exception:
                     _logger.exception("looking after local checkpoints failed")
+                if self._stop.wait(_LOOK_S):
+                    return
 
         self._watch = threading.Thread(target=run, name="ckpt-tier", daemon=True)
         self._watch.start()
@@ -194,6 +209,11 @@ class Tier:
             for each in waiting[1:]
             if each.step not in kept and each.path != newest.path and not each.pinned
         ]
+
+    def go_on_from(self, step: int) -> None:
+        """Give up, with the next checkpoint, those that were saved after `step`."""
+        self.saved.clear()
+        self.history.go_on_from(step)
 
     # -- restore -------------------------------------------------------------------------------------------
 

@@ -1,0 +1,447 @@
+"""`CheckpointManager(local=..., fallback=...)`: near first, durable behind the trainer, restored from the nearest."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.commands import flip
+from support.proxy import Call, fault_proxy
+from support.strict_s3 import StrictS3, strict_s3
+
+import ckpt
+from ckpt.errors import ConfigurationError, LoadFailed
+from ckpt.local_first.drain_process import STATUS, read_status
+from ckpt.local_first.folder import RunFolder, mount_of
+from ckpt.trainer_integration import keeping
+from ckpt.trainer_integration.events import Event
+
+PATIENCE_S = 60.0
+
+
+class Log(list[Event]):
+    """Events, which threads append and a test waits for."""
+
+    def steps(self, kind: str) -> list[int | None]:
+        return [event.step for event in list(self) if event.kind == kind]
+
+    def of(self, kind: str) -> Event:
+        return next(event for event in self if event.kind == kind)
+
+    def wait_for(self, kind: str, step: int | None = None) -> None:
+        deadline_s = time.monotonic() + PATIENCE_S
+        while not any(event.kind == kind and step in (None, event.step) for event in list(self)):
+            assert time.monotonic() < deadline_s, f"no {kind} of {step}: {[(e.kind, e.step) for e in self]}"
+            time.sleep(0.05)
+
+
+def state_of(step: int) -> dict[str, Any]:
+    return {"weights": torch.full((300_000,), float(step)), "step": torch.tensor(step)}
+
+
+def manager_of(folder: Path, log: Log, **more: Any) -> ckpt.CheckpointManager:
+    options: dict[str, Any] = {"local": folder / "local", "preflight": False, **more}
+    return ckpt.CheckpointManager(folder / "durable", save=1, events=[log.append], **options)
+
+
+def train(folder: Path, steps: range, **more: Any) -> Log:
+    log = Log()
+    with manager_of(folder, log, **more) as manager:
+        for step in steps:
+            manager.step(step, state_of(step))
+        manager.wait_durable(PATIENCE_S)
+    return log
+
+
+def restored(folder: Path, **more: Any) -> tuple[int | None, Log]:
+    """Return the step that is restored; its values are checked."""
+    log, state = Log(), state_of(0)
+    with manager_of(folder, log, **more) as manager:
+        found = manager.restore(state)
+    if found is None:
+        return None, log
+    assert torch.equal(state["weights"], state_of(found.step)["weights"])
+    assert int(state["step"]) == found.step
+    return found.step, log
+
+
+def local_of(folder: Path, name: str = "local") -> Path:
+    (run,) = (folder / name).iterdir()
+    return run
+
+
+def data_file(checkpoint: Path) -> Path:
+    (file,) = checkpoint.glob("rank-*/*.distcp")
+    return file
+
+
+def test_staged_local_durable(tmp_path: Path) -> None:
+    log = train(tmp_path, range(1, 4), keep=2)
+    for step in (1, 2, 3):
+        kinds = [event.kind for event in log if event.step == step]
+        assert [kind for kind in kinds if kind in ("staged", "local", "durable")] == [
+            "staged",
+            "local",
+            "durable",
+        ]
+    assert log.of("local").values["local_s"] > 0
+    assert log.of("local").url.startswith(str(tmp_path / "local"))
+    assert log.of("durable").url.startswith(str(tmp_path / "durable"))
+    assert sorted(path.name for path in (tmp_path / "durable").glob("step-*")) == [
+        "step-00000002",
+        "step-00000003",
+    ]
+    assert ckpt.verify(tmp_path / "durable" / "step-00000003").ok
+    assert sorted(path.name for path in local_of(tmp_path).glob("step-*")) == [
+        "step-00000002",
+        "step-00000003",
+    ]
+
+
+def test_restore_reads_nothing_from_afar(tmp_path: Path) -> None:
+    train(tmp_path, range(1, 3))
+    flip(data_file(tmp_path / "durable" / "step-00000002"), 600_000)  # nobody reads it
+    step, log = restored(tmp_path)
+    assert step == 2
+    values = log.of("restored").values
+    assert values["durable_bytes"] == values["neighbours_bytes"] == 0
+    assert values["node_bytes"] > 1_200_000
+
+
+def test_a_damaged_file_of_the_node_is_read_from_the_durable_place(tmp_path: Path) -> None:
+    train(tmp_path, range(1, 3))
+    flip(data_file(local_of(tmp_path) / "step-00000002"), 600_000)
+    step, log = restored(tmp_path)
+    assert step == 2
+    assert 0 < log.of("restored").values["durable_bytes"] < 1_210_000  # no more than the request that met it
+
+
+@pytest.mark.parametrize("fault", ["damaged", "missing", "cut"])
+def test_what_is_damaged_and_not_durable_is_passed_over(tmp_path: Path, fault: str) -> None:
+    train(tmp_path, range(1, 3))
+    shutil.rmtree(tmp_path / "durable" / "step-00000002")
+    (tmp_path / "durable" / "ckpt-run.json").unlink()
+    file = data_file(local_of(tmp_path) / "step-00000002")
+    if fault == "damaged":
+        flip(file, 600_000)
+    elif fault == "missing":
+        file.unlink()
+    else:
+        os.truncate(file, file.stat().st_size // 2)
+    step, log = restored(tmp_path)
+    assert step == 1
+    assert log.steps("passed_over") == [2]
+
+
+def test_a_run_that_only_a_lost_node_has_is_no_new_run(tmp_path: Path) -> None:
+    train(tmp_path, range(1, 2))
+    shutil.rmtree(tmp_path / "durable")
+    data_file(local_of(tmp_path) / "step-00000001").unlink()
+    with pytest.raises(LoadFailed, match="the nodes have 0 of its 1 parts, and it is not durable"):
+        restored(tmp_path)
+
+
+def test_a_local_checkpoint_that_is_newer_comes_first(tmp_path: Path) -> None:
+    train(tmp_path, range(1, 3))
+    shutil.rmtree(tmp_path / "durable" / "step-00000002")
+    (tmp_path / "durable" / "ckpt-run.json").unlink()
+    step, log = restored(tmp_path)
+    assert step == 2
+    assert log.of("restored").values["durable_bytes"] == 0
+
+
+def test_a_durable_checkpoint_that_is_newer_comes_first(tmp_path: Path) -> None:
+    train(tmp_path, range(1, 3))
+    ckpt.copy(tmp_path / "durable" / "step-00000002", tmp_path / "durable" / "step-00000009")
+    log, state = Log(), state_of(0)
+    with manager_of(tmp_path, log) as manager:
+        found = manager.restore(state)
+    assert found is not None
+    assert found.url.endswith("durable/step-00000009")
+
+
+def test_going_back_gives_up_what_is_local_too(tmp_path: Path) -> None:
+    train(tmp_path, range(1, 4), local=ckpt.LocalTier(tmp_path / "local", keep=9))
+    log = Log()
+    with manager_of(tmp_path, log, local=ckpt.LocalTier(tmp_path / "local", keep=9)) as manager:
+        found = manager.restore(state_of(0), step=1)
+        assert found is not None
+        assert found.step == 1
+        manager.step(2, state_of(2))
+        manager.wait_durable(PATIENCE_S)
+    step, _ = restored(tmp_path)
+    assert step == 2
+
+
+def test_two_runs_share_a_folder(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        with ckpt.CheckpointManager(
+            tmp_path / name, save=1, local=tmp_path / "local", preflight=False
+        ) as manager:
+            manager.step(1, state_of(1 if name == "one" else 2))
+    assert len([*(tmp_path / "local").iterdir()]) == 2
+    state = state_of(0)
+    with ckpt.CheckpointManager(
+        tmp_path / "one", save=1, local=tmp_path / "local", preflight=False
+    ) as manager:
+        manager.restore(state)
+    assert int(state["step"]) == 1
+
+
+def test_two_jobs_of_one_run_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckpt.local_first.folder._PATIENCE_S", 0.2)
+    with manager_of(tmp_path, Log()), pytest.raises(ConfigurationError, match=r"another job .* saves to"):
+        manager_of(tmp_path, Log())
+    manager_of(tmp_path, Log()).close()
+
+
+def test_bad_arguments(tmp_path: Path) -> None:
+    for wrong, text in (
+        ({"local": "s3://bucket/run"}, "a folder of this node, not a URL"),
+        ({"local": tmp_path / "durable" / "inside"}, "lie in each other"),
+        ({"fallback": tmp_path / "other"}, "local= or fallback="),
+        ({"references": True}, "without references="),
+    ):
+        with pytest.raises(ConfigurationError, match=text):
+            manager_of(tmp_path, Log(), **wrong)
+    for tier in ({"keep": 0}, {"budget_bytes": 0}, {"drain_timeout_s": -1.0}):
+        with pytest.raises(ConfigurationError, match="LocalTier"):
+            ckpt.LocalTier(tmp_path, **tier)
+
+
+def test_a_folder_of_another_run(tmp_path: Path) -> None:
+    RunFolder(tmp_path / "local", tmp_path / "durable")
+    marker = local_of(tmp_path) / "ckpt-local.json"
+    marker.write_text(
+        json.dumps({"format": "ckpt-storage-local", "version": 1, "durable": "s3://else/where"})
+    )
+    with pytest.raises(ConfigurationError, match="another run, s3://else/where"):
+        manager_of(tmp_path, Log())
+
+
+def test_a_network_file_system_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, source = mount_of(str(tmp_path))
+    assert kind
+    assert source
+    monkeypatch.setattr("ckpt.local_first.folder.mount_of", lambda path: ("nfs4", "server:/export"))
+    with caplog.at_level(logging.WARNING):
+        manager_of(tmp_path, Log()).close()
+    assert "is on a network file system (nfs4, from server:/export)" in caplog.text
+
+
+# -- room --------------------------------------------------------------------------------------------------
+
+
+def test_what_is_durable_makes_room(tmp_path: Path) -> None:
+    tier = ckpt.LocalTier(tmp_path / "local", keep=9, budget_bytes=2_600_000)  # two checkpoints
+    log = Log()
+    with manager_of(tmp_path, log, local=tier) as manager:
+        for step in range(1, 6):
+            manager.step(step, state_of(step))
+            manager.wait_durable(PATIENCE_S)
+    assert log.steps("local") == [1, 2, 3, 4, 5]
+    assert len([*local_of(tmp_path).glob("step-*")]) == 2
+
+
+def test_no_room_is_no_reason_to_stop(tmp_path: Path) -> None:
+    tier = ckpt.LocalTier(tmp_path / "local", budget_bytes=1_000_000)
+    log = train(tmp_path, range(1, 4), local=tier)
+    assert log.steps("local") == [1]  # its size was not known before
+    assert log.steps("not_local") == [2, 3]
+    assert {*log.steps("durable")} == {1, 2, 3}
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk with room for two and a half checkpoints."""
+    mount = tmp_path / "disk"
+    mount.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "none", mount], check=False).returncode:
+        pytest.skip("this process may not mount")
+    try:
+        yield mount
+    finally:
+        subprocess.run(["umount", "-l", mount], check=True)
+
+
+def test_a_disk_that_fills_up(tmp_path: Path, small_disk: Path) -> None:
+    """The copy that was staged goes to the durable place, though the local write has failed in its middle."""
+    filler = small_disk / "filler"
+    log = Log()
+    with manager_of(tmp_path, log, local=small_disk / "local") as manager:
+        manager.step(1, state_of(1))
+        manager.wait_durable(PATIENCE_S)
+        filler.write_bytes(bytes(1 << 20))
+        manager._saves._tier.has_room = lambda: True  # type: ignore[attr-defined]  # it looks right, until it is written
+        manager.step(2, state_of(2))
+        manager.wait_durable(PATIENCE_S)
+    assert log.steps("not_local") == [2]
+    assert log.steps("durable") == [1, 2]
+    assert not any(
+        path.name.startswith("step-00000002") for path in small_disk.glob("local/*/step-*/commit.json")
+    )
+    assert restored(tmp_path)[0] == 2
+
+
+# -- the process -------------------------------------------------------------------------------------------
+
+_TRAINER = """
+import os, sys, time
+import torch, ckpt
+root, local = sys.argv[1:3]
+with ckpt.CheckpointManager(root, save=1, local=local, preflight=False) as manager:
+    for step in range(1, 4):
+        manager.step(step, {"weights": torch.full((300_000,), float(step)), "step": torch.tensor(step)})
+        manager._saves.settle()
+    os.kill(os.getpid(), 9)
+"""
+
+
+def test_the_process_outlives_the_trainer(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _TRAINER, str(tmp_path / "durable"), str(tmp_path / "local")]
+    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not (tmp_path / "durable" / "step-00000003" / "commit.json").exists():
+        assert time.monotonic() < deadline_s, (local_of(tmp_path) / "ckpt-drain.log").read_text()
+        time.sleep(0.1)
+    assert restored(tmp_path)[0] == 3
+
+
+def test_a_process_that_dies_is_started_again(tmp_path: Path) -> None:
+    log = Log()
+    with manager_of(tmp_path, log) as manager:
+        manager.step(1, state_of(1))
+        log.wait_for("durable", 1)
+        process = manager._saves._tier._process  # type: ignore[attr-defined]
+        os.kill(process.pid, signal.SIGKILL)
+        manager.step(2, state_of(2))
+        assert manager.wait_durable(PATIENCE_S) == 2
+    assert "ended with -9" in log.of("drain_failed").reason
+
+
+def test_what_was_durable_and_removed_is_not_carried_again(tmp_path: Path) -> None:
+    tier = ckpt.LocalTier(tmp_path / "local", keep=9)
+    train(tmp_path, range(1, 4), keep=1, local=tier)
+    train(tmp_path, range(4, 5), keep=1, local=tier)
+    assert [path.name for path in (tmp_path / "durable").glob("step-*")] == ["step-00000004"]
+    assert len([*local_of(tmp_path).glob("step-*")]) == 4
+
+
+def test_a_status_that_cannot_be_read_is_none(tmp_path: Path) -> None:
+    assert read_status(str(tmp_path)) == {}
+    (tmp_path / STATUS).write_text("{")
+    assert read_status(str(tmp_path)) == {}
+
+
+# -- a store that gives no answer --------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def dead_store() -> Iterator[tuple[StrictS3, dict[str, Any], threading.Event]]:
+    """A server behind a proxy that answers 503 while an event is set."""
+    dead = threading.Event()
+    with strict_s3() as server, fault_proxy(server) as proxy:
+
+        def rule(call: Call) -> int | str:
+            return 503 if dead.is_set() else "pass"
+
+        proxy.rule = rule
+        yield server, proxy.options, dead
+
+
+def test_no_step_waits_for_a_store_that_gives_no_answer(tmp_path: Path) -> None:
+    with dead_store() as (server, options, dead):
+        log = Log()
+        more: dict[str, Any] = {"storage_options": options, "preflight": False, "local": tmp_path / "local"}
+        with ckpt.CheckpointManager(
+            "s3://bucket/run", save=1, keep=keeping.last(2), events=[log.append], **more
+        ) as manager:
+            manager.step(1, state_of(1))
+            log.wait_for("durable", 1)
+            dead.set()
+            for step in range(2, 8):
+                manager.step(step, state_of(step))
+            log.wait_for("local", 7)
+            assert log.steps("durable") == [1]
+            dead.clear()
+            assert manager.wait_durable(PATIENCE_S) == 7
+        durable = log.steps("durable")
+        assert durable == sorted(durable)  # type: ignore[type-var]
+        assert {6, 7} <= {*durable}
+        steps = {key.split("/")[1] for key in server.objects if key.endswith("commit.json")}
+        assert steps == {"step-00000006", "step-00000007"}
+
+
+def test_a_restart_while_the_store_gives_no_answer(tmp_path: Path) -> None:
+    with dead_store() as (_, options, dead):
+        more: dict[str, Any] = {
+            "storage_options": options,
+            "local": ckpt.LocalTier(tmp_path / "local", drain_timeout_s=1.0),
+        }
+        log = Log()
+        with ckpt.CheckpointManager("s3://bucket/run", save=1, events=[log.append], **more) as manager:
+            manager.step(1, state_of(1))
+            log.wait_for("durable", 1)
+            dead.set()
+            manager.step(2, state_of(2))
+        assert log.steps("not_durable") == [2]
+        log, state = Log(), state_of(0)
+        with ckpt.CheckpointManager("s3://bucket/run", save=1, events=[log.append], **more) as manager:
+            found = manager.restore(state)
+            assert found is not None
+            assert found.step == int(state["step"]) == 2
+            dead.clear()
+            manager.step(3, state_of(3))
+            assert manager.wait_durable(PATIENCE_S) == 3
+        assert log.steps("durable")[-1] == 3
+
+
+# -- fallback ----------------------------------------------------------------------------------------------
+
+
+def test_fallback(tmp_path: Path) -> None:
+    """What the durable place refuses is committed elsewhere, and moved when it answers again."""
+    root, log = tmp_path / "durable", Log()
+    more: dict[str, Any] = {"local": None, "fallback": tmp_path / "other"}
+    with manager_of(tmp_path, log, **more) as manager:
+        manager.step(1, state_of(1))
+        manager.wait_durable(PATIENCE_S)
+        root.rename(tmp_path / "away")
+        root.write_text("not a folder")
+        manager.step(2, state_of(2))
+        log.wait_for("fallback", 2)
+        assert [event.step for event in log if event.kind == "not_durable"][:1] == [2]
+        root.unlink()
+        (tmp_path / "away").rename(root)
+        assert manager.wait_durable(PATIENCE_S) == 2
+    assert log.steps("durable") == [1, 2]
+    assert ckpt.verify(root / "step-00000002").ok
+    assert restored(tmp_path, **more)[0] == 2
+
+
+def test_restore_from_the_fallback(tmp_path: Path) -> None:
+    root, log = tmp_path / "durable", Log()
+    more: dict[str, Any] = {"local": None, "fallback": tmp_path / "other"}
+    root.write_text("not a folder")
+    manager = manager_of(tmp_path, log, **more)
+    manager.step(1, state_of(1))
+    log.wait_for("fallback", 1)
+    manager._saves.hurries = True
+    manager.close()
+    root.unlink()
+    assert restored(tmp_path, **more)[0] == 1
