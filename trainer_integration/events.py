@@ -18,7 +18,10 @@ __all__ = ["Event", "Events", "JsonLines", "OpenTelemetry"]
 _logger = logging.getLogger("ckpt.manager")
 
 _LEVELS = {
-    **dict.fromkeys(("failed", "passed_over", "not_removed", "unmeasured"), logging.WARNING),
+    **dict.fromkeys(
+        ("failed", "passed_over", "not_removed", "unmeasured", "not_local", "not_durable", "drain_failed"),
+        logging.WARNING,
+    ),
     **dict.fromkeys(("staged", "kept"), logging.DEBUG),
 }
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
@@ -31,7 +34,9 @@ class Event:
     Attributes:
         kind: `preflight`, `restored`, `passed_over` (a checkpoint that cannot be loaded, or is gone), `due` (a
             save begins), `not_due` (it was asked for, but not made), `staged`, `durable`, `failed`,
-            `kept`, `removed`, `not_removed`, `unmeasured` (no checkpoint has a rule's metric).
+            `kept`, `removed`, `not_removed`, `unmeasured` (no checkpoint has a rule's metric). With `local=` or
+            `fallback=` also `local` and `fallback` (it is there, and not durable yet), `not_local`, `not_durable`, and
+            `drain_failed` (the process that carries has ended).
         values: figures by name, units last (`stall_s`, `upload_s`, `size_bytes`, `durable_age_s`).
         at_s: seconds since 1970.
         url: the checkpoint's place, without credentials; of `durable` and `removed`.

@@ -192,7 +192,7 @@ class CheckpointManager:
             step, reason, metrics, lambda: self._checked(state, parts, rng)
         )
         if self.preempted:
-            self.wait_durable(self._decisions.patience_s())
+            self._saves.wait_preempted(self._decisions.patience_s())
         return begun
 
     def save(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from ckpt.tools.ls import ListedCheckpoint
 
 _COLORS = {
-    "committed": "green", "incomplete": "yellow", "foreign": "cyan", "damaged": "red", "unreadable": "red",
+    "committed": "green", "durable": "green", "local": "cyan", "incomplete": "yellow", "foreign": "cyan", "damaged": "red", "unreadable": "red",
 }  # fmt: skip
 _HEADING = ("", "checkpoint", "step", "state", "size", "age", "ranks", "tags")
 
@@ -23,37 +24,54 @@ def ls(root: Root, depth: Depth = 3, storage_options: StorageOptions = None, jso
 
     Shows step, state, size, age, number of ranks and tags. After the size of its own data stands what a
     checkpoint names in others. An asterisk marks the latest complete
-    checkpoint.
+    checkpoint. On a node's own disk those that were carried to the durable place are `durable`, others `local`.
     """
     with command(json) as output:
         options = parse_storage_options(storage_options)
         checkpoints = ckpt.list_checkpoints(root, storage_options=options, depth=depth)
         if output.as_json:
             root_url = _root_url(checkpoints, root)
-            output.json({"root": root_url, "checkpoints": [vars(each) for each in checkpoints]})
+            listed = [vars(each) | {"state": _state(each, root)} for each in checkpoints]
+            output.json({"root": root_url, "checkpoints": listed})
             return
         if not checkpoints:
             output.print("no checkpoints")
             return
         output.print_columns(
-            [_HEADING, *map(_cells, checkpoints)], names=1, right=[2, 4, 5, 6], colors=_COLORS
+            [_HEADING, *(_cells(each, root) for each in checkpoints)],
+            names=1,
+            right=[2, 4, 5, 6],
+            colors=_COLORS,
         )
         for each in checkpoints:
             if each.problem is not None:
                 output.print(f"[red]{shown(each.path or '.')}:[/] {shown(each.problem)}")
 
 
-def _cells(each: ListedCheckpoint) -> tuple[str, ...]:
+def _cells(each: ListedCheckpoint, root: str) -> tuple[str, ...]:
     return (
         "*" if each.latest else "",
         each.path or ".",
         "" if each.step is None else str(each.step),
-        each.state,
+        _state(each, root),
         _size(each),
         age(None if each.created_at_s is None else time.time() - each.created_at_s),
         "" if each.world_size is None else f"{each.world_size:,}",
         tags_text(each.tags),
     )
+
+
+def _state(each: ListedCheckpoint, root: str) -> str:
+    """Tell the state of a checkpoint, and in the folder of a run on a node's disk whether it is durable."""
+    from ckpt.local_first.folder import durable_of
+
+    folder, name = os.path.split(os.path.join(root, each.path) if each.path else root.rstrip("/"))
+    if each.state != "committed" or "://" in root or durable_of(folder) is None:
+        return each.state
+    from ckpt.local_first.drain_process import read_status
+
+    known = read_status(folder).get(name)
+    return "durable" if known is not None and (known.id, known.state) == (each.id, "durable") else "local"
 
 
 def _size(each: ListedCheckpoint) -> str:

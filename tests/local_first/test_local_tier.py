@@ -21,8 +21,10 @@ import torch
 from support.commands import flip
 from support.proxy import Call, fault_proxy
 from support.strict_s3 import StrictS3, strict_s3
+from typer.testing import CliRunner
 
 import ckpt
+from ckpt.cli.app import app
 from ckpt.errors import ConfigurationError, LoadFailed
 from ckpt.local_first.drain_process import STATUS, read_status
 from ckpt.local_first.folder import RunFolder, mount_of
@@ -109,6 +111,20 @@ def test_staged_local_durable(tmp_path: Path) -> None:
         "step-00000002",
         "step-00000003",
     ]
+
+
+def test_ls_tells_what_is_durable(tmp_path: Path) -> None:
+    train(tmp_path, range(1, 3))
+    run = local_of(tmp_path)
+    shutil.copytree(run / "step-00000002", run / "step-00000003")
+    lines = CliRunner().invoke(app, ["ls", str(run)]).output.splitlines()
+    assert [[word for word in line.split() if word in ("durable", "local")] for line in lines[1:]] == [
+        ["durable"],
+        ["durable"],
+        ["local"],
+    ]
+    listed = json.loads(CliRunner().invoke(app, ["ls", str(tmp_path / "local"), "--json"]).output)
+    assert sorted(each["state"] for each in listed["checkpoints"]) == ["durable", "durable", "local"]
 
 
 def test_restore_reads_nothing_from_afar(tmp_path: Path) -> None:

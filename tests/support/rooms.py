@@ -378,6 +378,7 @@ ROOMS: Mapping[str, Room] = {
             "ckpt.cli.measuring",
             "ckpt.cli.printing",
             "ckpt.draining",
+            "ckpt.local_first",
             "ckpt.watching",
             "ckpt.backends.options",
             "ckpt.backends.retries",

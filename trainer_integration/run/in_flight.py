@@ -200,6 +200,11 @@ class Saves:
         """Wait until the last save is durable; return why it is not, on all ranks. Raises as `settle`."""
         return self.settle(timeout_s)
 
+    def wait_preempted(self, grace_s: float | None) -> None:
+        """Wait as `wait_durable`, before the program is killed. Raises that error."""
+        if (failure := self.wait_durable(grace_s)) is not None:
+            raise failure
+
     def wait_booked(self) -> None:
         """Wait for the removals after a save: such a folder must not be read or saved into."""
         if self._booked is not None:
@@ -287,21 +292,24 @@ class Saves:
             if self._kept.get(step) != reason:
                 self.tell("kept", step, reason)
         self._kept = kept
-        self._warn_of_unmeasured(keep, newest)
-
-    def _warn_of_unmeasured(self, keep: KeepRule, newest: RunCheckpoint) -> None:
-        """Warn once that checkpoints stay because none has the metric of a rule."""
-        text = ""
-        for rule in keep.rules():
-            if isinstance(rule, Best) and any(
-                reason == rule.unmeasured and step != newest.step for step, reason in self._kept.items()
-            ):
-                names = {name for checkpoint in self.history.durable() for name in checkpoint.metrics}
-                metrics = ", ".join(map(repr, sorted(names))) or "none"
-                text = f"no checkpoint has the metric {rule.metric!r}, so all are kept; the metrics there: {metrics}"
-        if text and text != self._unmeasured:
+        text = _unmeasured(keep, newest.step, kept, self.history)
+        if text and text != self._unmeasured:  # once
             self.tell("unmeasured", newest.step, text)
         self._unmeasured = text
+
+
+def _unmeasured(keep: KeepRule, newest_step: int, kept: Mapping[int, str], history: History) -> str:
+    """Say that checkpoints stay because none has the metric of a rule; empty if that is not so."""
+    for rule in reversed(keep.rules()):
+        if isinstance(rule, Best) and any(
+            reason == rule.unmeasured and step != newest_step for step, reason in kept.items()
+        ):
+            names = {name for checkpoint in history.durable() for name in checkpoint.metrics}
+            metrics = ", ".join(map(repr, sorted(names))) or "none"
+            return (
+                f"no checkpoint has the metric {rule.metric!r}, so all are kept; the metrics there: {metrics}"
+            )
+    return ""
 
 
 _all: weakref.WeakSet[Saves] = weakref.WeakSet()

@@ -160,6 +160,16 @@ class NearSaves(Saves):
                 text = f"step {_listed(left)}: not durable after {timeout_s:.3g} s, but {self._tier.name}"
                 return SaveFailed(text, url=self._tier.history.place)
 
+    def wait_preempted(self, grace_s: float | None) -> None:
+        """Wait until the last save is near, which raises, and durable, which is told if it is not."""
+        began_s = time.monotonic()
+        if (failure := self.settle(grace_s)) is not None:
+            raise failure
+        left_s = None if grace_s is None else max(0.0, grace_s - (time.monotonic() - began_s))
+        if (late := self.wait_durable(left_s)) is not None:
+            self.hurries = True
+            self.tell("not_durable", None, f"the time to end is up: {late}")
+
     def close(self) -> BaseException | None:
         """Wait as `Saves.close`, and until all is durable; the processes go on by themselves when the time is up."""
         try:
