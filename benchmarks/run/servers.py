@@ -33,11 +33,13 @@ class Endpoint:
         url: where it is.
         certificate: the PEM file to trust, for TLS.
         counts: whether it answers to `counts` and `reset`.
+        pid: of its process, if it is known.
     """
 
     url: str
     certificate: str | None = None
     counts: bool = True
+    pid: int = 0
 
     def reset(self) -> None:
         """Count from zero."""
@@ -100,7 +102,9 @@ def sink(
         port = process.stdout.readline().decode().strip()
         if not port:
             raise RuntimeError("the sink server did not start")
-        yield Endpoint(f"{'https' if certificate else 'http'}://127.0.0.1:{port}", certificate)
+        yield Endpoint(
+            f"{'https' if certificate else 'http'}://127.0.0.1:{port}", certificate, pid=process.pid
+        )
     finally:
         _stop(process)
 
