@@ -149,7 +149,7 @@ class _Load:
 
     def __init__(self, reader: Reader, planner: LoadPlanner, ranks: Ranks) -> None:
         self._reader, self._planner, self._ranks = reader, planner, ranks
-        self._asking = planner if isinstance(planner, AskingPlanner) else None
+        self._asking = planner if isinstance(planner, AskingPlanner) and _asks(planner) else None
         self._is_own_group = ranks.is_own_group
 
     def plan(self, state_dict: dict[str, Any], *, is_shared: bool) -> LoadPlan | None:
@@ -217,6 +217,13 @@ class _Load:
         if told.failed:
             raise StepFailed(step, told.failures, told.failed)
         return told
+
+
+def _asks(planner: object) -> bool:
+    """Tell whether the class whose global step it is says what that needs; a class below it may have its own."""
+    kind = next((kind for kind in type(planner).__mro__ if "create_global_plan" in vars(kind)), None)
+    defined = () if kind is None else vars(kind).keys()
+    return {"bits_asked", "judge_all"} <= {*defined} and "create_global_plan" not in vars(planner)
 
 
 def _leaves_global_step(planner: LoadPlanner) -> bool:

@@ -130,6 +130,25 @@ def _mixed(rank: int, url: str) -> None:
     assert opened == []  # all use the one that the first rank opened
 
 
+class Counting(NamingLoadPlanner):
+    """Inherits what says what the global step needs, and has a step of its own."""
+
+    steps = 0
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        self.steps += 1
+        return super().create_global_plan(global_plan)
+
+
+def test_a_global_step_of_a_subclass_is_carried_out(tmp_path: Path) -> None:
+    ckpt.save({"t": random_tensor(20)}, tmp_path / "c", no_dist=True)
+    planner = Counting(strict=True, optional=set(), optimizers=())
+    state = {"t": torch.zeros_like(random_tensor(20))}
+    ckpt.load(state, tmp_path / "c", planner=planner, no_dist=True)
+    assert planner.steps == 1
+    assert bits(state["t"]) == bits(random_tensor(20))
+
+
 # -- names that no rank asks for ---------------------------------------------------------------------------
 
 names = st.sampled_from([f"{top}.{name}" for top in ("model", "optimizer", "rng") for name in "abcd"])
