@@ -9,14 +9,12 @@ from contextlib import ExitStack, closing
 from functools import partial
 from typing import Any, Literal, TypeVar
 
-import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
-from torch.distributed.checkpoint.stateful import Stateful
 
-from ckpt.arguments import check_arguments
+from ckpt.arguments import check_arguments, put_back, values_of
 from ckpt.backends.options import redact_url
 from ckpt.consistency.commit import proves_no_commit
 from ckpt.errors import CommitUnknown, ConfigurationError, LoadFailed, SaveFailed
@@ -32,6 +30,7 @@ from ckpt.references.writer import ReferringWriter
 from ckpt.writing.background import Background
 from ckpt.writing.column_save import save_planned
 from ckpt.writing.stager import Stager
+from ckpt.writing.stock_metadata import DEFAULT_MAX_BYTES
 from ckpt.writing.writer import CheckpointWriter
 
 __all__ = ["async_save", "load", "save"]
@@ -61,6 +60,7 @@ def save(
     base: str | os.PathLike[str] | None = None,
     frozen: Collection[str] = (),
     digests: bool = False,
+    stock_metadata_max_bytes: int | None = DEFAULT_MAX_BYTES,
 ) -> Metadata:
     """Save `state_dict` from all ranks; when this returns, the checkpoint is committed and durable.
 
@@ -100,6 +100,7 @@ def save(
         max_bandwidth_bytes_per_s=max_bandwidth_bytes_per_s,
         tags=tags,
         timeout_s=timeout_s,
+        stock_metadata_max_bytes=stock_metadata_max_bytes,
     )
     with closing(Ranks(process_group, no_dist=no_dist, timeout_s=timeout_s)) as ranks:
         writer, values = prepare_save(state_dict, url, planner, base, make_writer, ranks, copy=False)
@@ -125,6 +126,7 @@ def async_save(
     base: str | os.PathLike[str] | None = None,
     frozen: Collection[str] = (),
     digests: bool = False,
+    stock_metadata_max_bytes: int | None = DEFAULT_MAX_BYTES,
 ) -> Future[Metadata]:
     """Copy the state to CPU memory, return, and save the copy in the background as `save` does.
 
@@ -147,6 +149,7 @@ def async_save(
         max_bandwidth_bytes_per_s=max_bandwidth_bytes_per_s,
         tags=tags,
         timeout_s=timeout_s,
+        stock_metadata_max_bytes=stock_metadata_max_bytes,
     )
 
     def prepare() -> Callable[[], Metadata]:
@@ -239,7 +242,7 @@ def load_by(
                     load_planned(values, reader, planner, ranks, is_shared=shared is not None)
             except CheckpointException as error:
                 raise load_error(error, place) from cause_of(error)
-        ranks.together(call, lambda: _put_back(state_dict, values))
+        ranks.together(call, lambda: put_back(state_dict, values))
     return reader
 
 
@@ -355,30 +358,6 @@ def save_copy(
         staged.clear()
         if isinstance(planner, DefaultSavePlanner):
             planner.state_dict = {}  # it would keep it until its next save
-
-
-def values_of(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace every Stateful by its state dict, on all ranks in the same order."""
-    try:
-        keys = sorted(state_dict)
-    except TypeError:
-        raise ConfigurationError("the keys of state_dict must all be str") from None
-    return {key: _value(state_dict[key]) for key in keys}
-
-
-def _value(value: Any) -> Any:
-    # Asked in this order because asking for a protocol is slow, and there can be very many tensors.
-    return value if isinstance(value, torch.Tensor) or not isinstance(value, Stateful) else value.state_dict()
-
-
-def _put_back(state_dict: dict[str, Any], values: dict[str, Any]) -> None:
-    """Put the loaded values where the caller looks for them (as DCP does)."""
-    for key, loaded in values.items():
-        target = state_dict.get(key)
-        if isinstance(target, Stateful):
-            target.load_state_dict(loaded)
-        else:
-            state_dict[key] = loaded
 
 
 def place_of(url: str | os.PathLike[str]) -> str:

@@ -30,6 +30,7 @@ from ckpt.trainer_integration.run.save_decision import Decisions
 from ckpt.trainer_integration.run.tier import name_job, tier_of
 from ckpt.trainer_integration.saving import SaveRule
 from ckpt.trainer_integration.training_state import size_bytes, training_state
+from ckpt.writing.stock_metadata import DEFAULT_MAX_BYTES, checked_max_bytes
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -70,8 +71,7 @@ class CheckpointManager:
         fallback: a folder that all nodes see: what `root` refuses is saved there, and moved when it answers again.
         preflight: from each node, before the first step: write, read, create, delete; free space.
         events: called with each `Event`, such as `JsonLines(path)` and `OpenTelemetry(meter)`.
-        process_group: the ranks that save together; default all.
-        storage_options and all others: as for `ckpt.save`.
+        process_group, storage_options and all others: as for `ckpt.save`.
 
     Raises ConfigurationError if an argument is wrong, CheckpointError if not all ranks make a manager of this root.
     """
@@ -98,12 +98,14 @@ class CheckpointManager:
         threads: int | None = None,
         memory_budget_bytes: int | None = None,
         max_bandwidth_bytes_per_s: float | None = None,
+        stock_metadata_max_bytes: int | None = DEFAULT_MAX_BYTES,
     ) -> None:
         self._on_busy, self._on_failure, self._tables = on_busy, on_failure, tables
         options: dict[str, Any] = {"storage_options": storage_options, "threads": threads}
         options["memory_budget_bytes"] = memory_budget_bytes
         self._load_options = {**options, "process_group": process_group}
         save_options = {**options, "max_bandwidth_bytes_per_s": max_bandwidth_bytes_per_s}
+        save_options["stock_metadata_max_bytes"] = checked_max_bytes(stock_metadata_max_bytes)
         self._ranks = Ranks(process_group, no_dist=False, purpose="manager")
         self._is_closed, self._needs_preflight = False, preflight
 

@@ -85,6 +85,7 @@ def _as_json(inspection: Inspection, chosen: Sequence[TensorInfo] | None) -> dic
         "parameters": inspection.parameters,
         "stored_bytes": inspection.stored_bytes,
         "referred_bytes": 0 if commit is None else commit.carried_bytes,
+        "stock_readers": commit is None or commit.is_for_stock,
         "bases": [] if commit is None else [_base(base) for base in commit.owners.values()],
         "bytes_by_dtype": inspection.bytes_by_dtype(),
         "bytes_by_part": inspection.bytes_by_part(),
@@ -204,6 +205,8 @@ def _facts(inspection: Inspection) -> Table:
         facts.add_row("committed", f"{shown(commit.created_at)}, id {shown(commit.id)}")
         world = count(commit.world_size, "rank")
         facts.add_row("written by", f"{world}, {shown(commit.library)}, torch {shown(commit.torch)}")
+        if not commit.is_for_stock:
+            facts.add_row("stock PyTorch", "no .metadata, left out as too large (`ckpt convert --to dcp`)")
         if commit.tags:
             facts.add_row("tags", shown(tags_text(commit.tags)))
         for base in commit.owners.values():

@@ -68,6 +68,11 @@ def _print(output: Output, result: Verification) -> None:
         output.print(
             f"{count(result.unchecked_items, 'item')} without CRCs: their bytes could not be checked"
         )
+    if not result.stock_readers:
+        output.print(
+            f"stock PyTorch cannot read it: .metadata was left out as too large, and not checked; "
+            f"`ckpt convert {shown(result.url)} DST --to dcp` makes a checkpoint with one"
+        )
     amount = count(result.checked_files, "file")
     amount += (
         ", sizes and records only" if result.quick else f", {size(result.checked_bytes)} read and compared"

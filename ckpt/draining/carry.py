@@ -227,7 +227,7 @@ def _put(destination: Store, key: str, body: Body) -> None:
 
 def _show(destination: Store, commit: StoredCommit) -> None:
     """Put `.metadata` where a process was killed between its commit and that."""
-    if not exists(destination, stock_key(commit.record)):
+    if commit.record.is_for_stock and not exists(destination, stock_key(commit.record)):
         put_stock_metadata(destination, commit, stock_metadata_of(destination, commit.record))
 
 

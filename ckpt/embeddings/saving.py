@@ -18,10 +18,9 @@ from ckpt.api import (
     prepare_save,
     save_copy,
     stager,
-    values_of,
     writer_for,
 )
-from ckpt.arguments import check_arguments
+from ckpt.arguments import check_arguments, values_of
 from ckpt.embeddings.chain import Costs, first_to_merge
 from ckpt.embeddings.cut import Cut
 from ckpt.embeddings.gate import UpdateGate

@@ -94,7 +94,8 @@ class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
     `index` describes the contents; `metadata` did in format version 1. `layout` is "safetensors" for
     a model in files of that kind (version 3); else the data files hold `torch.save` items. `referable`
     and `bases` are of version 4: others may refer to it; what it refers to. Of a base, it lists the
-    manifests whose items it names; `data_bytes` are those of its own files.
+    manifests whose items it names; `data_bytes` are those of its own files. `stock_metadata` is False
+    if `.metadata` for stock readers was left out on purpose.
     """
 
     format: str = FORMAT_NAME
@@ -112,6 +113,12 @@ class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
     layout: str | msgspec.UnsetType = msgspec.UNSET
     referable: bool | msgspec.UnsetType = msgspec.UNSET
     bases: list[BaseRef] | msgspec.UnsetType = msgspec.UNSET
+    stock_metadata: bool | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def is_for_stock(self) -> bool:
+        """True if what readers of other programs look for belongs to it; else it was left out."""
+        return self.is_model or self.stock_metadata is not False
 
     @property
     def is_referable(self) -> bool:

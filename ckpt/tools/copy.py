@@ -182,7 +182,9 @@ class _CheckpointCopy:
 
     def run(self, overwrite: bool) -> Copied:
         if not overwrite and (same := self._same_commit()) is not None:
-            if not exists(self._to, stock_key(same.record)):  # interrupted right after its commit
+            if same.record.is_for_stock and not exists(
+                self._to, stock_key(same.record)
+            ):  # interrupted right after its commit
                 put_stock_metadata(self._to, same, stock_metadata_of(self._to, same.record))
             self._done.already_there = True
             return self._done

@@ -85,6 +85,7 @@ class Verification:
         strays: objects that do not belong to the checkpoint, and do no harm; None if the storage
             did not list them.
         checked_files, checked_bytes: data files checked, and bytes of them read and compared.
+        stock_readers: False if `.metadata` for stock PyTorch was left out on purpose, and not checked.
         unchecked_items: items without CRCs: of a stock checkpoint saved so, or transformed; all of a
             safetensors model.
     """
@@ -100,6 +101,7 @@ class Verification:
     checked_files: int = 0
     checked_bytes: int = 0
     unchecked_items: int = 0
+    stock_readers: bool = True
 
     @property
     def ok(self) -> bool:

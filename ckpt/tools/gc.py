@@ -67,7 +67,8 @@ class Garbage:
     Attributes:
         items: the leftovers that were removed, or would be.
         young: number of leftovers that are younger than the grace period, or of unknown age.
-        restored: folders whose `.metadata` was missing or that of another save; it was written anew.
+        restored: folders whose `.metadata` was missing or that of another save; it was written anew,
+            or removed if the commit has none.
         skipped: folders in which nothing was removed, and why.
         referred: folders in which objects of a checkpoint that is gone stay, and who refers to them.
         models: folders with a model that has lost its commit record, or was about to get it: other programs can read
@@ -191,7 +192,7 @@ class _Collector:
             self.garbage.young += len(left) - len(old)
             if commit is None and not self.uncommitted_models:
                 old = self._without_models(folder, [stat.key for stat in listed], old)
-            if old or self._lacks_metadata(records):
+            if old or self._lacks_metadata(commit, records):
                 yield _OldObjects(folder.path, commit, old)
 
     def _without_models(
@@ -298,7 +299,7 @@ class _Collector:
     def _is_old(self, stat: ObjectStat) -> bool:
         return stat.modified_at_s is not None and stat.modified_at_s < self.now_s - self.grace_s
 
-    def _lacks_metadata(self, records: Mapping[str, ObjectStat]) -> bool:
+    def _lacks_metadata(self, stored: StoredCommit | None, records: Mapping[str, ObjectStat]) -> bool:
         """Tell whether `.metadata` may not be that of the commit: missing, or put long after it."""
         commit, metadata = (
             records.get(COMMIT_KEY),
@@ -306,6 +307,8 @@ class _Collector:
         )
         if commit is None or not self._is_old(commit):
             return False
+        if stored is not None and not stored.record.is_for_stock:
+            return metadata is not None
         if metadata is None:
             return True
         return (metadata.modified_at_s or 0.0) > (commit.modified_at_s or 0.0) + _PROMPTLY_S
@@ -313,7 +316,14 @@ class _Collector:
     def _restore(self, store: Store, path: str, commit: StoredCommit, stat: ObjectStat | None) -> None:
         """Write the committed `.metadata`, if a save that died did not, given the one that is there."""
         expected = stock_metadata_of(store, commit.record)
-        if stat and stat.size_bytes == len(expected) and bytes(read_bytes(store, stat.key)) == expected:
+        if expected is None and stat is None:
+            return
+        if (
+            expected is not None
+            and stat
+            and stat.size_bytes == len(expected)
+            and bytes(read_bytes(store, stat.key)) == expected
+        ):
             return
         self.garbage.restored.append(path)
         if not self.dry_run:

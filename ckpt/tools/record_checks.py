@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 import numpy as np
 
-from ckpt.backends.base import Store, read_bytes
+from ckpt.backends.base import Store, exists, read_bytes
 from ckpt.consistency.commit import STOCK_METADATA_KEY
 from ckpt.consistency.seal import is_sealed_json, unseal_json, unseal_pickle
 from ckpt.errors import FormatError, IntegrityError, NotFound, UnsafeContent
@@ -190,6 +190,11 @@ def check_stock_metadata(
     if commit.is_model:
         return _check_model_index(store, columns)
     key, kind = STOCK_METADATA_KEY, "stock_metadata"
+    if not commit.is_for_stock:
+        is_stale = exists(store, key)
+        return [], [
+            Damage(kind, f"of another save, this one left it out; {_REMEDY}", key)
+        ] if is_stale else []
     try:
         data = bytes(read_bytes(store, key, max_bytes=MAX_METADATA_BYTES))
         pickled = unseal_pickle(data, url=store.url, key=key)

@@ -211,6 +211,7 @@ class _OwnCheck:
             self._report([Damage("disagreement", message, self.commit.described_by.path)])
             return
         self.result.extend(check_coverage_of(indexed.columns))
+        self.result.stock_readers = self.commit.is_for_stock
         check = partial(check_stock_metadata, self.store, self.commit, indexed.columns)
         backoff = environment.Backoff(self._remaining_s())
         while any(found := check()) and not backoff.is_over:

@@ -59,7 +59,8 @@ class Sight:
     """A checkpoint, and the object that made it one as it was then.
 
     Attributes:
-        stock_key: what other programs look for, which is put after the commit; empty if they made it.
+        stock_key: what other programs look for, which is put after the commit; empty if they made it,
+            or if it was left out.
     """
 
     checkpoint: WatchedCheckpoint
@@ -195,7 +196,7 @@ class Sights:
             return _stock_checkpoint(folder, before)
         record = commit.record
         stock_key = MODEL_INDEX_KEY if record.is_model else STOCK_METADATA_KEY
-        return Sight(_described(folder, record), stat, stock_key)
+        return Sight(_described(folder, record), stat, stock_key if record.is_for_stock else "")
 
     def _tell_once(self, about: str, text: str, error: CheckpointError) -> None:
         if about not in self._told:

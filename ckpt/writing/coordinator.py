@@ -181,7 +181,7 @@ class Coordinator:
         self.committed = StoredCommit(sealed, self._store.url), encoded, columns
         self._end(record, acknowledged)
 
-    def commit_as_is(self, commit: StoredCommit, stock_metadata: bytes) -> None:
+    def commit_as_is(self, commit: StoredCommit, stock_metadata: bytes | None) -> None:
         """Commit a record that is committed elsewhere, all objects of which are here under the same names.
 
         Raises as `commit`; CommitConflict also if another process has committed this record meanwhile.
@@ -209,7 +209,7 @@ class Coordinator:
             text = error.message if isinstance(error, FormatError) else str(error)
             raise ConfigurationError(f"this state cannot be stored: {text}", url=self._store.url) from None
 
-    def _publish(self, record: bytes, stock_metadata: bytes, held: HeldBases) -> bool:
+    def _publish(self, record: bytes, stock_metadata: bytes | None, held: HeldBases) -> bool:
         """Commit, then let stock readers find it; return whether the commit was acknowledged."""
         previous = None if self._previous is None else self._previous.raw
         try:
@@ -226,16 +226,18 @@ class Coordinator:
             message = f"the commit may or may not have happened: {type(error).__name__}: {error}"
             raise CommitUnknown(message, url=self._store.url) from error
 
-    def _show(self, record: bytes, stock_metadata: bytes) -> None:
+    def _show(self, record: bytes, stock_metadata: bytes | None) -> None:
         commit = StoredCommit(record, self._store.url)
         try:
             put_stock_metadata(self._store, commit, stock_metadata)
         except CheckpointError as error:
             # Who looks for `.metadata` does not find this save: it must not be acknowledged.
             key = stock_key(commit.record)
+            what, remedy = "not for stock readers", f"write {key}"
+            if stock_metadata is None:
+                what, remedy = f"the {key} of the one before may still be there", "remove it"
             raise CommitUnknown(
-                f"the checkpoint was committed, but not for stock readers: {error.message}; "
-                f"save again, or let `ckpt gc` write {key}",
+                f"the checkpoint was committed, but {what}: {error.message}; save again, or let `ckpt gc` {remedy}",
                 url=self._store.url,
                 key=key,
             ) from error

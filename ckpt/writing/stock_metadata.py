@@ -5,6 +5,9 @@ transformers looks for. A process can stall right before it puts `.metadata`, un
 checkpoint. So whoever has put it looks at the commit afterwards, and if that is another one, puts
 the `.metadata` of that. Whoever commits later puts its own later too. So the last put is right,
 unless its process dies before it looks; then `ckpt gc` writes it anew.
+
+A save leaves out a `.metadata` that would be too large, and its commit record says so. Then nothing
+is put, and that of the checkpoint which it replaced is deleted.
 """
 
 from __future__ import annotations
@@ -13,21 +16,24 @@ import dataclasses
 import functools
 import logging
 
-from ckpt.backends.base import Store, exists, put_bytes, read_bytes
+from ckpt.backends.base import Store, exists, read_bytes
 from ckpt.backends.bodies import CheckedBody
 from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY, is_foreign, read_json_seal
 from ckpt.consistency.seal import is_sealed_json, seal_pickle
-from ckpt.errors import CheckpointError, FormatError, IntegrityError, NotFound, Truncated
+from ckpt.errors import CheckpointError, ConfigurationError, FormatError, IntegrityError, NotFound, Truncated
 from ckpt.format.columns import Columns
 from ckpt.format.index import decode_index
 from ckpt.format.model_index import MAX_INDEX_BYTES, MODEL_INDEX_KEY, parse_model_index, sealed_model_index
 from ckpt.format.names import is_our_name, split_path
 from ckpt.format.records import CommitRecord, StoredCommit, read_commit
 from ckpt.format.sibling_objects import SiblingObjects
-from ckpt.stock.metadata_writer import pickled_metadata
+from ckpt.stock.metadata_writer import estimated_bytes, pickled_metadata
 from ckpt.transfer.manifest_sizes import manifest_bytes
 
 _logger = logging.getLogger(__name__)
+
+DEFAULT_MAX_BYTES = 256 << 20
+"""Of the `.metadata` that a save writes: some 2 million chunks, for which the coordinator takes about 3 s."""
 
 _MAX_TRIES = 10
 _HINT = "run 'ckpt cp --materialise SRC DST' to read this with stock PyTorch"
@@ -38,14 +44,36 @@ def stock_key(record: CommitRecord) -> str:
     return MODEL_INDEX_KEY if record.is_model else STOCK_METADATA_KEY
 
 
-def encode_stock_metadata(record: CommitRecord, columns: Columns) -> bytes:
-    """Make that object.
+def oversize_bytes(columns: Columns, record: CommitRecord, max_bytes: int | None) -> int | None:
+    """Estimate the size of a `.metadata` that is to be left out; None if it is to be written."""
+    if max_bytes is None or record.is_model:
+        return None
+    size_bytes = estimated_bytes(columns)
+    return size_bytes if size_bytes > max_bytes else None
+
+
+def checked_max_bytes(max_bytes: int | None) -> int | None:
+    """Raise ConfigurationError if `stock_metadata_max_bytes` is no size."""
+    if max_bytes is not None and (
+        isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 0
+    ):
+        raise ConfigurationError(
+            "stock_metadata_max_bytes must be a number of bytes, 0 (never write .metadata) or None (always), "
+            f"not {max_bytes!r:.100}"
+        )
+    return max_bytes
+
+
+def encode_stock_metadata(record: CommitRecord, columns: Columns) -> bytes | None:
+    """Make that object; None if it was left out.
 
     Stock readers are not sent to other folders: for what lies there it names a file that does not exist,
     and whose name, which their error shows, says what to do.
     """
     if record.is_model:
         return sealed_model_index(columns)
+    if not record.is_for_stock:
+        return None
     return seal_pickle(pickled_metadata(stock_columns(columns)))
 
 
@@ -76,13 +104,20 @@ def _names_ours(store: Store, key: str) -> bool:
         return False
 
 
-def put_stock_metadata(store: Store, commit: StoredCommit, stock_metadata: bytes) -> None:
-    """Put the `.metadata` of a commit, or of what has replaced that meanwhile.
+def put_stock_metadata(store: Store, commit: StoredCommit, stock_metadata: bytes | None) -> None:
+    """Put the `.metadata` of a commit, or of what has replaced that meanwhile; None deletes an older one.
 
     Raises CheckpointError if the first put fails; what follows is `ckpt gc`'s to repeat.
     """
-    store.put(stock_key(commit.record), CheckedBody(stock_metadata))
+    _put_or_delete(store, stock_key(commit.record), stock_metadata)
     follow_commit(store, commit)
+
+
+def _put_or_delete(store: Store, key: str, stock_metadata: bytes | None) -> None:
+    if stock_metadata is not None:
+        store.put(key, CheckedBody(stock_metadata))
+    elif not is_anothers(store, key):
+        store.delete([key])  # also if it is not there: storage that lags may not show it yet
 
 
 def follow_commit(store: Store, described: StoredCommit) -> None:
@@ -124,7 +159,7 @@ def _follow(store: Store, described: StoredCommit | None) -> bool:
                 stock_metadata = stock_metadata_of(store, commit.record)
             except NotFound:  # replaced again, or not visible yet
                 continue
-            put_bytes(store, key := stock_key(commit.record), stock_metadata)
+            _put_or_delete(store, key := stock_key(commit.record), stock_metadata)
             if old_key not in ("", key) and not is_anothers(store, old_key, of_model=True):
                 store.delete([old_key])
         elif (
@@ -142,8 +177,13 @@ def _is_removed(store: Store, commit: StoredCommit) -> bool:
     return not exists(store, commit.record.described_by.path)
 
 
-def stock_metadata_of(store: Store, record: CommitRecord) -> bytes:
-    """Make the `.metadata` that belongs to a commit record. Raises NotFound if its records are gone."""
+def stock_metadata_of(store: Store, record: CommitRecord) -> bytes | None:
+    """Make the `.metadata` that belongs to a commit record; None if none does.
+
+    Raises NotFound if its records are gone.
+    """
+    if not record.is_for_stock:
+        return None
     ref = record.described_by
     data = bytes(read_bytes(store, ref.path, size_bytes=ref.size_bytes))
     if not record.has_index:  # format version 1 kept a copy

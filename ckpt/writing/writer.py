@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -44,6 +45,7 @@ from ckpt.writing.receipts import RankReceipt, records_of
 from ckpt.writing.refused_objects import RefusedObjects
 from ckpt.writing.save_objects import SaveObjects
 from ckpt.writing.stager import COMMON_MEMORY, CommonStager
+from ckpt.writing.stock_metadata import DEFAULT_MAX_BYTES, checked_max_bytes, oversize_bytes
 
 _logger = logging.getLogger(__name__)
 
@@ -81,6 +83,9 @@ class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
         memory_budget_bytes: memory this rank may use beyond the tensors (default 256 MiB).
         max_bandwidth_bytes_per_s: the most that this rank sends, on average; None is no cap.
         tags: short texts kept in the commit record.
+        stock_metadata_max_bytes: a `.metadata` for stock PyTorch that would be larger is left out (default 256
+            MiB, some 2 million chunks); 0 never writes one, None always. `ckpt convert --to dcp` makes of
+            such a checkpoint one for stock PyTorch. (Models in safetensors files have none.)
         timeout_s: a storage operation of this rank that makes no progress for most of it is given
             up, so that all ranks fail within it; None waits as long as the store does. (`ckpt.save`
             watches the other ranks too.)
@@ -106,9 +111,11 @@ class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
         max_bandwidth_bytes_per_s: float | None = None,
         tags: Mapping[str, str] | None = None,
         timeout_s: float | None = DEFAULT_TIMEOUT_S,
+        stock_metadata_max_bytes: int | None = DEFAULT_MAX_BYTES,
     ) -> None:
         self._tags = _checked_tags(tags)
         self._overwrite = self._flag("overwrite", overwrite)
+        self._stock_metadata_max_bytes = checked_max_bytes(stock_metadata_max_bytes)
         self._pacer = None if max_bandwidth_bytes_per_s is None else Pacer(max_bandwidth_bytes_per_s)
         super().__init__(url, storage_options, threads, memory_budget_bytes, timeout_s)
         self._objects = SaveObjects()
@@ -214,8 +221,13 @@ class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
             try:
                 with no_gc():
                     columns, record = self._records(planned, receipts, world_size)
+                    oversize = oversize_bytes(columns, record, self._stock_metadata_max_bytes)
+                    if oversize is not None:
+                        record = msgspec.structs.replace(record, stock_metadata=False)
                     described = metadata_of(columns)
                 self._coordinator.commit(columns, record)
+                if oversize is not None:
+                    self._tell_left_out(oversize)
             except CheckpointError:
                 raise
             except BaseException as error:  # proves nothing: no rank may delete its objects
@@ -229,6 +241,12 @@ class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
                 retries=self._retries() + sum(r.retries for r in receipts if r.rank != self._rank),
             )
         return described
+
+    def _tell_left_out(self, size_bytes: int) -> None:
+        text = "%s has no .metadata for stock PyTorch: it would take about %s bytes, and stock_metadata_max_bytes is %s; "
+        text += "`ckpt convert %s DST --to dcp` makes a checkpoint with one"
+        limit = f"{self._stock_metadata_max_bytes:,}"
+        _logger.warning(text, self.checkpoint_id, f"{size_bytes:,}", limit, self.checkpoint_id)
 
     def discard(self) -> None:
         """Delete this rank's objects of the current save, which must surely not be committed."""

@@ -125,7 +125,8 @@ def test_signatures() -> None:
     storage = "state_dict, url, storage_options"
     assert (
         parameters(ckpt.CheckpointWriter)
-        == "url, storage_options, overwrite, threads, memory_budget_bytes, max_bandwidth_bytes_per_s, tags, timeout_s"
+        == "url, storage_options, overwrite, threads, memory_budget_bytes, max_bandwidth_bytes_per_s, tags, timeout_s, "
+        "stock_metadata_max_bytes"
     )
     assert (
         parameters(ckpt.CheckpointReader)
@@ -144,7 +145,8 @@ def test_signatures() -> None:
         assert (
             parameters(save)
             == f"{storage}, overwrite, planner, process_group, no_dist, threads, memory_budget_bytes, "
-            "max_bandwidth_bytes_per_s, tags, timeout_s, format, max_shard_size, base, frozen, digests"
+            "max_bandwidth_bytes_per_s, tags, timeout_s, format, max_shard_size, base, frozen, digests, "
+            "stock_metadata_max_bytes"
         )
     assert (
         parameters(ckpt.load) == f"{storage}, verify, visibility_timeout_s, planner, process_group, no_dist, "

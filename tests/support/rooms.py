@@ -241,6 +241,7 @@ ROOMS: Mapping[str, Room] = {
             "ckpt.api",
             "ckpt.embeddings",
             "ckpt.local_first.options",
+            "ckpt.writing.stock_metadata",
             "ckpt.ranks",
             "ckpt.references.frozen",
             "ckpt.tools",
@@ -254,6 +255,7 @@ ROOMS: Mapping[str, Room] = {
     "ckpt.trainer_integration.run": Room(
         "one run's saves: decide, upload, keep, restore",
         (
+            "ckpt.arguments",
             "ckpt.errors",
             "ckpt.torch_private",
             "ckpt.api",

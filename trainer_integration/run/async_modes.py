@@ -14,7 +14,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from ckpt.api import async_save, place_of, save, values_of
+from ckpt.api import async_save, place_of, save
+from ckpt.arguments import values_of
 from ckpt.embeddings.saving import Tables
 from ckpt.errors import CheckpointError, ConfigurationError, SaveFailed
 from ckpt.format.names import last_segment
