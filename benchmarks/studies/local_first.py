@@ -2,7 +2,7 @@
 
     python -m benchmarks.studies.local_first [--megabytes 64] [--dead-s 120] [--rounds 3]
 
-1. Steps: a trainer saves every 20 steps to `local=`; a server that takes 5 MB/s carries on behind it, then gives no
+1. Steps: a trainer saves every 20 steps to `local=`, and 5 MB/s are carried behind it; then the server gives no
    answer for some time (its process is stopped), then goes on. Steps per second with saves against those without,
    in turns; resident memory after a local write; which checkpoints became durable, in which order.
 2. Restore: four ranks with a folder each as their node's disk, against the same checkpoint from a server that sends
@@ -49,7 +49,7 @@ def main() -> None:
     folder = tempfile.mkdtemp()
     try:
         if arguments.only != "restore":
-            with sink(keep=True, bytes_per_s=5_000_000) as endpoint:
+            with sink(keep=True) as endpoint:
                 _steps(arguments, f"{folder}/steps", endpoint)
         if arguments.only != "steps":
             with sink(keep=True, bytes_per_s=200_000_000) as endpoint:
@@ -77,6 +77,7 @@ def _steps(arguments: argparse.Namespace, folder: str, endpoint: Endpoint) -> No
         keep=3,
         local=ckpt.LocalTier(folder, drain_timeout_s=600),
         storage_options=_options(endpoint),
+        max_bandwidth_bytes_per_s=5_000_000,
         events=[events.append],
     ) as manager:
         step = 0
@@ -94,12 +95,12 @@ def _steps(arguments: argparse.Namespace, folder: str, endpoint: Endpoint) -> No
     local = [event.step for event in events if event.kind == "local"]
     print(f"local: {len(local)}; durable, in this order: {durable}; the last local ones: {local[-3:]}")
     print(f"in order: {durable == sorted(durable, key=lambda each: each or 0)}")
-    copied = torch.empty_like(state["layer.0"])
+    copied = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     times = []
     for _ in range(5):
         began_s = time.perf_counter()
-        for tensor in state.values():
-            copied.copy_(tensor)
+        for name, tensor in state.items():
+            copied[name].copy_(tensor)
         times.append(time.perf_counter() - began_s)
     stalls = [event.values["stall_s"] for event in events if event.kind == "staged"]
     ratio = statistics.median(stalls[1:]) / statistics.median(times)
