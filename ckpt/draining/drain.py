@@ -191,6 +191,8 @@ class _Drainer:
             if self.stop.is_set():
                 yield self._told(each, "waiting", STOPPED)
                 continue
+            if each.path in self._given_up():  # since this round began: each may take long
+                continue
             drained = self._left_out(each) if each in left_out else self._drain(each)
             if drained is not None:
                 yield drained
@@ -198,14 +200,18 @@ class _Drainer:
         paths = {each.path for each in there}
         self.settled = {path: seen for path, seen in self.settled.items() if path in paths}
 
-    def _committed(self) -> Iterator[_Local]:
-        """List what is committed here and was not given up by the run."""
+    def _given_up(self) -> set[str]:
+        """Find the folders of checkpoints that the run has given up."""
         try:
             record = read_run(self.local)
         except CheckpointError as error:
             _logger.warning("the run's record cannot be used, all checkpoints are carried: %s", error)
             record = None
-        given_up = {each.path for each in record.checkpoints if each.superseded} if record else set()
+        return {each.path for each in record.checkpoints if each.superseded} if record else set()
+
+    def _committed(self) -> Iterator[_Local]:
+        """List what is committed here and was not given up by the run."""
+        given_up = self._given_up()
         for path in self.local.folders():
             if path in given_up:
                 continue

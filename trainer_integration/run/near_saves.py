@@ -66,6 +66,7 @@ class NearSaves(Saves):
         if given_up and tier.is_leader:
             with contextlib.suppress(CheckpointError):
                 tier.history.give_up(given_up)
+                tier.unwanted += given_up
         if is_full:
             self.tell(
                 "not_local", checkpoint.step, "a node has no room for it: it is saved to the durable place"

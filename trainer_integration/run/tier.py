@@ -16,7 +16,7 @@ from ckpt.backends.registry import open_store
 from ckpt.backends.wrapper import PrefixStore
 from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.format.records import read_commit
-from ckpt.format.run_record import RunCheckpoint
+from ckpt.format.run_record import RunCheckpoint, read_run
 from ckpt.local_first.drain_process import DrainProcess, DrainState, read_status
 from ckpt.local_first.folder import RunFolder
 from ckpt.local_first.holdings import Holding, holdings
@@ -77,6 +77,7 @@ class Tier:
         self._stop, self._looked = threading.Event(), threading.Lock()
         self._watch: threading.Thread | None = None
         self.saved: dict[str, RunCheckpoint] = {}
+        self.unwanted: list[str] = []
 
     @property
     def name(self) -> str:
@@ -101,15 +102,24 @@ class Tier:
         names = [entry.name for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)]
         sizes = {name: _size_bytes(os.path.join(folder, name)) for name in sorted(names)}
         needed = int(max(sizes.values(), default=0) * _MARGIN)
-        durable = [path for path, state in sorted(read_status(folder).items()) if state.state == "durable"]
+        states = read_status(folder)
+        spare = [path for path in sizes if path in states and states[path].state == "durable"]
+        spare = [path for path in sizes if path in self._given_up()] + spare
         while needed > self._free_bytes(sum(sizes.values())):
-            path = next((path for path in durable if path in sizes), None)
+            path = next((path for path in spare if path in sizes), None)
             if path is None:
                 return False
             del sizes[path]
             with contextlib.suppress(CheckpointError):
                 remove(self.folder.url(path))
         return True
+
+    def _given_up(self) -> set[str]:
+        """Find the folders of checkpoints that are not wanted any more."""
+        with contextlib.suppress(CheckpointError), contextlib.closing(open_store(self.folder.path)) as store:
+            record = read_run(store)
+            return {each.path for each in record.checkpoints if each.superseded} if record else set()
+        return set()
 
     def _free_bytes(self, used_bytes: int) -> int:
         free_bytes = shutil.disk_usage(self.folder.path).free
@@ -137,6 +147,9 @@ class Tier:
     def look(self, when_durable: WhenDurable, tell: Tell) -> None:
         """Look once."""
         with self._looked:
+            while self.unwanted:
+                with contextlib.suppress(CheckpointError):
+                    remove(self.folder.url(self.unwanted.pop()))
             if self._process is not None and (self.is_local or self._has_any()):
                 news = self._process.look()
                 if news is not None:
