@@ -110,7 +110,7 @@ class Carrier:
         Raises:
             NotCommitted, NotFound: no checkpoint is committed at the source, or it was removed meanwhile.
             IntegrityError, FormatError: the source is damaged; nothing that is damaged was sent.
-            CommitConflict: another save, which is not earlier, is committed at the destination.
+            CommitConflict: another save, which is later, is committed at the destination.
             AlreadyExists: another program's checkpoint is there.
             StorageError: a storage refused, or could not be reached.
         """
@@ -122,7 +122,7 @@ class Carrier:
             _show(destination, commit)
             return Carried(was_there=True)
         if before is not None and before.is_ours and not _is_later(record, before.record):
-            text = "a save that is not earlier is committed here already; it stays"
+            text = "a save that is later is committed here already; it stays"
             raise CommitConflict(text, url=destination.url)
         coordinator = Coordinator(destination, SaveObjects())
         coordinator.look(overwrite=True, model=record.is_model)
@@ -233,7 +233,7 @@ def _show(destination: Store, commit: StoredCommit) -> None:
 
 def _is_later(record: CommitRecord, than: CommitRecord) -> bool:
     made_s, other_s = created_at_s(record), created_at_s(than)
-    return made_s is not None and other_s is not None and made_s > other_s
+    return made_s is not None and other_s is not None and made_s >= other_s  # they count seconds
 
 
 def _at_once(read: Callable[[], T]) -> T:

@@ -111,6 +111,10 @@ class RunFolder:
         if lock is not None:
             os.close(lock)
 
+    def __del__(self) -> None:
+        if getattr(self, "_lock", None) is not None:
+            self.release()
+
     def _mark(self) -> None:
         """Note whose folder this is. Raises ConfigurationError if it is another run's."""
         path = os.path.join(self.path, MARKER)

@@ -144,7 +144,7 @@ def test_a_step_that_was_saved_again(local: Path, durable: Path) -> None:
     assert holds(durable / "step-1", 6)
     assert len(list((durable / "step-1").glob("rank-00000/*.json"))) == 1
     (old,) = ckpt.drain(before, durable)
-    assert (old.state, "a save that is not earlier is committed here" in old.reason) == ("failed", True)
+    assert (old.state, "a save that is later is committed here" in old.reason) == ("failed", True)
     assert holds(durable / "step-1", 6)
 
 

@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 
 import ckpt
 from ckpt.cli.app import app
-from ckpt.errors import ConfigurationError, LoadFailed
+from ckpt.errors import ConfigurationError, LoadFailed, SaveFailed
 from ckpt.local_first.drain_process import STATUS, read_status
 from ckpt.local_first.folder import RunFolder, mount_of
 from ckpt.trainer_integration import keeping
@@ -348,6 +348,44 @@ def test_a_process_that_dies_is_started_again(tmp_path: Path) -> None:
         manager.step(2, state_of(2))
         assert manager.wait_durable(PATIENCE_S) == 2
     assert "ended with -9" in log.of("drain_failed").reason
+
+
+def test_what_cannot_become_durable_is_told(tmp_path: Path) -> None:
+    with dead_store() as (_, options, dead):
+        log = Log()
+        local = ckpt.LocalTier(tmp_path / "local", drain_timeout_s=1.0)
+        more: dict[str, Any] = {"storage_options": options, "preflight": False, "local": local}
+        with ckpt.CheckpointManager("s3://bucket/run", save=1, events=[log.append], **more) as manager:
+            dead.set()
+            manager.step(1, state_of(1))
+            log.wait_for("local", 1)
+            flip(data_file(local_of(tmp_path) / "step-00000001"), 600_000)
+            dead.clear()
+            with pytest.raises(SaveFailed, match=r"cannot become durable: step-00000001: .* checksum"):
+                manager.wait_durable(PATIENCE_S)
+    assert log.steps("not_durable") == [1]
+
+
+def test_a_folder_that_disappears_stops_nothing(tmp_path: Path) -> None:
+    log = Log()
+    with manager_of(tmp_path, log) as manager:
+        manager.step(1, state_of(1))
+        manager.wait_durable(PATIENCE_S)
+        shutil.rmtree(tmp_path / "local")
+        (tmp_path / "local").write_text("not a folder")
+        manager.step(2, state_of(2))
+        manager.wait_durable(PATIENCE_S)
+    assert log.steps("durable") == [1, 2]
+
+
+def test_the_record_of_the_node_does_not_grow(tmp_path: Path) -> None:
+    log = Log()
+    with manager_of(tmp_path, log) as manager:
+        for step in range(1, 8):
+            manager.step(step, state_of(step))
+            manager.wait_durable(PATIENCE_S)
+    record = json.loads((local_of(tmp_path) / "ckpt-run.json").read_text().partition("\n")[0])
+    assert len(record["checkpoints"]) < 7
 
 
 def test_what_was_durable_and_removed_is_not_carried_again(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -35,7 +35,7 @@ _MAX_WRITES = 3
 """How often to write a change that storage does not show: another process has just written too, or it lags."""
 _PRIOR_S = 86_400.0
 
-_Change = Callable[[RunCheckpoint], RunCheckpoint | None]
+Change = Callable[[RunCheckpoint], RunCheckpoint | None]
 """Return a checkpoint of the record as it shall be, None without it; twice is the same as once."""
 
 
@@ -57,7 +57,7 @@ class History:
         self._store = open_store(root, storage_options)
         self._lock = threading.RLock()
         self._known: RunRecord | None = None
-        self._changes: list[_Change] = []  # that storage has not shown yet
+        self._changes: list[Change] = []  # that storage has not shown yet
         self._has_failed = False
         self._started_s, self._resumed_at = time.time(), math.inf
         self._durable_at_s: float | None = None
@@ -132,12 +132,10 @@ class History:
             self._durable_at_s = time.time()
             self._write()
 
-    def give_up(self, paths: Collection[str]) -> None:
-        """Note that some checkpoints are not wanted any more."""
+    def change(self, change: Change) -> None:
+        """Change what is on record of the checkpoints."""
         with self._lock:
-            self._write(
-                lambda old: msgspec.structs.replace(old, superseded=old.superseded or old.path in paths)
-            )
+            self._write(change)
 
     def annotate(
         self, step: int, metrics: Mapping[str, float] | None = None, *, pinned: bool | None = None
@@ -247,7 +245,7 @@ class History:
             _warn_of_unusable(error)
             return None
 
-    def _write(self, change: _Change | None = None) -> None:
+    def _write(self, change: Change | None = None) -> None:
         """Write what this process has changed, with what others have written meanwhile.
 
         Raises FormatError, and writes nothing, if a newer version of this library wrote the record.

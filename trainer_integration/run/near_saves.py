@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -63,10 +63,9 @@ class NearSaves(Saves):
         tier, url = self._tier, self.history.url(checkpoint.path)
         offer, self._given_up = (not tier.has_room(), self._given_up), []
         is_full, given_up = self._ranks.join(offer, _either)
-        if given_up and tier.is_leader:
-            with contextlib.suppress(CheckpointError):
-                tier.history.give_up(given_up)
-                tier.unwanted += given_up
+        tier.drop(given_up)
+        for path in given_up:
+            self._near.pop(path, None)
         if is_full:
             self.tell(
                 "not_local", checkpoint.step, "a node has no room for it: it is saved to the durable place"
@@ -91,12 +90,11 @@ class NearSaves(Saves):
             self._newest = checkpoint
             return super()._committed(flight, committed.metadata, took_s)
         self._near[checkpoint.path] = checkpoint.step
-        if tier.is_leader:
-            try:
-                tier.history.add(checkpoint)
-            except CheckpointError as failure:
-                text = "step %d could not be noted in the record of %s: %s"
-                _logger.warning(text, checkpoint.step, tier.history.place, failure)
+        try:
+            tier.note(checkpoint)
+        except CheckpointError as failure:
+            text = "step %d could not be noted in the record of %s: %s"
+            _logger.warning(text, checkpoint.step, tier.history.place, failure)
         if self._ranks.rank == 0:
             tier.saved[checkpoint.path] = checkpoint
             with contextlib.suppress(CheckpointError):
@@ -132,9 +130,10 @@ class NearSaves(Saves):
     def _look(self) -> None:
         """Ask, on any rank, what has become durable."""
         self._tier.look(self._is_durable, self.tell)
-        durable = [step for path, step in self._near.items() if self._tier.is_durable(path)]
+        durable = {path: step for path, step in self._near.items() if self._tier.is_durable(path)}
         if self._ranks.rank != 0 and durable:
-            self.durable_step = max(durable)
+            self.durable_step = max(durable.values())
+        self._near = {path: step for path, step in self._near.items() if path not in durable}
 
     def wait_durable(self, timeout_s: float | None) -> SaveFailed | None:
         deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
@@ -142,11 +141,11 @@ class NearSaves(Saves):
         if failure is not None:
             return failure
 
-        def look() -> tuple[list[int], bool]:
+        def look() -> tuple[list[str], bool]:
             until_s = min(deadline_s, time.monotonic() + _ASK_S)
             while True:
                 self._look()
-                left = self._tier.undurable()
+                left = [checkpoint.path for checkpoint in self._tier.waiting()]
                 if not left or time.monotonic() >= until_s:
                     return left, time.monotonic() >= deadline_s
                 time.sleep(_LOOK_S)
@@ -157,8 +156,12 @@ class NearSaves(Saves):
                 self._look()
                 self.durable_step = self._ranks.from_first(lambda: self.durable_step)
                 return None
+            failed = self._ranks.join(self._tier.failed(), _both)
+            if {*left} <= {*failed}:
+                text = f"cannot become durable: {'; '.join(f'{path}: {failed[path]}' for path in left)}"
+                return SaveFailed(text, url=self._tier.history.place)
             if is_late:
-                text = f"step {_listed(left)}: not durable after {timeout_s:.3g} s, but {self._tier.name}"
+                text = f"{_listed(left)}: not durable after {timeout_s:.3g} s, but {self._tier.name}"
                 return SaveFailed(text, url=self._tier.history.place)
 
     def wait_preempted(self, grace_s: float | None) -> None:
@@ -206,7 +209,11 @@ def saves_for(
     return NearSaves(ranks, uploads, history, keep, events, tier)
 
 
-def _listed(steps: list[int]) -> str:
+def _both(some: dict[str, str], others: dict[str, str]) -> dict[str, str]:
+    return some | others
+
+
+def _listed(steps: Sequence[object]) -> str:
     return ", ".join(map(str, steps[:5])) + (f" and {len(steps) - 5} more" if len(steps) > 5 else "")
 
 

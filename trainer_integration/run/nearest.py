@@ -11,7 +11,7 @@ from typing import Any
 from torch.distributed.checkpoint.planner import LoadPlanner
 
 from ckpt.errors import StorageError
-from ckpt.local_first.holdings import Holding, completed_by
+from ckpt.local_first.holdings import Holding, completed_by, holdings
 from ckpt.local_first.loading import load_near
 from ckpt.ranks.group import Ranks
 from ckpt.reading.latest import Candidate
@@ -38,7 +38,7 @@ class Nearest:
         What is near is tried before what is durable of the same step; what only some of the nodes have counts if
         the durable place has the rest.
         """
-        found = [] if step == "best" else self._tier.holdings(ranks)
+        found = [] if step == "best" else holdings(self._tier.folder.path, ranks)
         found = [each for each in found if isinstance(step, str) or each.step == step]
         partly = next((n for n, each in enumerate(found) if not each.is_whole), None)
         if partly is not None and not any(each.is_whole for each in found[:partly]):

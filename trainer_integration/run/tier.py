@@ -9,8 +9,10 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
+
+import msgspec
 
 from ckpt.backends.registry import open_store
 from ckpt.backends.wrapper import PrefixStore
@@ -19,7 +21,6 @@ from ckpt.format.records import read_commit
 from ckpt.format.run_record import RunCheckpoint, read_run
 from ckpt.local_first.drain_process import DrainProcess, DrainState, read_status
 from ckpt.local_first.folder import RunFolder
-from ckpt.local_first.holdings import Holding, holdings
 from ckpt.local_first.options import LocalTier
 from ckpt.local_first.saving import Place
 from ckpt.ranks.group import Ranks
@@ -96,8 +97,13 @@ class Tier:
 
     def has_room(self) -> bool:
         """Tell whether this node has room for one more like the largest that it has; what is durable makes room."""
-        if not (self.is_local and self.is_leader):
-            return True
+        try:
+            return not (self.is_local and self.is_leader) or self._has_room()
+        except OSError as error:
+            _logger.warning("the folder of this node cannot be used: %s", error)
+            return False
+
+    def _has_room(self) -> bool:
         folder = self.folder.path
         names = [entry.name for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)]
         sizes = {name: _size_bytes(os.path.join(folder, name)) for name in sorted(names)}
@@ -133,11 +139,14 @@ class Tier:
             return
 
         def run() -> None:
+            failure = ""
             while True:
                 try:
                     self.look(when_durable, tell)
-                except Exception:
-                    _logger.exception("looking after local checkpoints failed")
+                except Exception as error:
+                    if failure != str(error):  # once, and not twice a second
+                        _logger.exception("looking after local checkpoints failed")
+                    failure = str(error)
                 if self._stop.wait(_LOOK_S):
                     return
 
@@ -179,27 +188,58 @@ class Tier:
         elif state.state in ("failed", "left out"):
             tell("not_durable", checkpoint.step, f"{path}: {state.reason}")
 
-    def is_durable(self, path: str, commit_id: str | None = None) -> bool:
+    def note(self, checkpoint: RunCheckpoint) -> None:
+        """Note a checkpoint that this node has; forget those that it has no more. Raises StorageError."""
+        if self.is_leader:
+            self.history.add(checkpoint)
+            self.history.change(lambda old: old if os.path.isdir(self.folder.url(old.path)) else None)
+
+    def drop(self, paths: Collection[str]) -> None:
+        """Give up checkpoints that no rule would keep."""
+        for path in paths:
+            self.saved.pop(path, None)
+        if paths and self.is_leader:
+            with contextlib.suppress(CheckpointError):
+                self.history.change(
+                    lambda old: msgspec.structs.replace(old, superseded=old.superseded or old.path in paths)
+                )
+                self.unwanted += paths
+
+    def failed(self) -> dict[str, str]:
+        """List checkpoints of this node that cannot become durable, by their folders, and why."""
+        states = read_status(self.folder.path).items()
+        return {path: state.reason for path, state in states if state.state == "failed"}
+
+    def is_durable(self, path: str) -> bool:
         """Tell whether a checkpoint of this node has become durable, as the process last said."""
-        state = read_status(self.folder.path).get(path)
-        return state is not None and state.state == "durable" and commit_id in (None, state.id)
+        return (state := read_status(self.folder.path).get(path)) is not None and state.state == "durable"
 
     def undurable(self) -> list[int]:
-        """List the steps that this node has, and that are not durable yet."""
+        """List the steps that this node has, and that can still become durable."""
+        try:
+            failed = self.failed()
+            return sorted(each.step for each in self.waiting() if each.path not in failed)
+        except CheckpointError as error:
+            _logger.warning("which checkpoints are not durable cannot be found out: %s", error)
+            return []
+
+    def waiting(self) -> list[RunCheckpoint]:
+        """List the checkpoints that are not durable here or elsewhere. Raises CheckpointError."""
         status = read_status(self.folder.path)
-        steps: list[int] = []
+        found: list[RunCheckpoint] = []
         self.history.look_again()
         with contextlib.closing(open_store(self.folder.path)) as store:
             for checkpoint in self.history.durable():
                 state = status.get(checkpoint.path)
                 with contextlib.suppress(CheckpointError):
                     commit = read_commit(PrefixStore(store, checkpoint.path))
-                    settled = state is not None and commit is not None and state.id == commit.record.id
                     if commit is not None and not (
-                        settled and state is not None and state.state != "waiting"
+                        state is not None
+                        and state.id == commit.record.id
+                        and state.state in ("durable", "left out")
                     ):
-                        steps.append(checkpoint.step)
-        return sorted(steps)
+                        found.append(checkpoint)
+        return found
 
     def give_up(
         self, keep: KeepRule | None, durable: Sequence[RunCheckpoint], newest: RunCheckpoint
@@ -229,10 +269,6 @@ class Tier:
         self.history.go_on_from(step)
 
     # -- restore -------------------------------------------------------------------------------------------
-
-    def holdings(self, ranks: Ranks) -> list[Holding]:
-        """List what the nodes have together, the newest first. All ranks call it."""
-        return holdings(self.folder.path, ranks)
 
     # -- the end -------------------------------------------------------------------------------------------
 
