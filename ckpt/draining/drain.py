@@ -8,6 +8,7 @@ import math
 import os
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -43,6 +44,8 @@ _logger = logging.getLogger(__name__)
 _PASSING = (StorageError, CommitError)
 _FINAL = (AccessDenied, AlreadyExists, BaseGone, CommitConflict, NotFound, StorageFull)
 """Of those, the ones that do not pass by themselves."""
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 30.0
 
 STOPPED = "stopped before it was durable"
 NOT_SENT = (STOPPED, NO_BASE)
@@ -159,6 +162,18 @@ class _Local:
 
 
 @dataclass
+class _Again:
+    """When to look for something again: in longer and longer pauses, as many nodes may wait for one."""
+
+    at_s: float = -math.inf
+    pause_s: float = 0.0
+
+    def wait(self) -> None:
+        self.pause_s = min(max(_FIRST_PAUSE_S, 2 * self.pause_s), _LONGEST_PAUSE_S)
+        self.at_s = environment.monotonic() + self.pause_s
+
+
+@dataclass
 class _Drainer:
     local: Store
     durable: Store
@@ -170,6 +185,9 @@ class _Drainer:
     settled: dict[str, tuple[str, State]] = field(default_factory=dict)
     """The commit that was seen in each folder, and what became of it."""
 
+    again: defaultdict[str, _Again] = field(default_factory=lambda: defaultdict(_Again))
+    """When to look again for what other nodes have, by the folder of a checkpoint."""
+
     told: dict[str, str] = field(default_factory=dict)
     """Why a checkpoint waits, by its folder, as it was last said."""
 
@@ -177,12 +195,12 @@ class _Drainer:
         with contextlib.closing(self.local), contextlib.closing(self.durable):
             while True:
                 is_last = not follow or finish.is_set()
-                yield from self._round()
+                yield from self._round(is_last)
                 if is_last or self.stop.is_set():
                     return
                 environment.wait(finish, poll_s)
 
-    def _round(self) -> Iterator[Drained]:
+    def _round(self, is_last: bool) -> Iterator[Drained]:
         there = sorted(self._committed(), key=lambda each: each.order)
         todo = [each for each in there if self._state(each) in (None, "waiting")]
         needed = {base for each in todo[-(self.newest or 0) :] for base in each.bases}
@@ -193,12 +211,17 @@ class _Drainer:
                 continue
             if each.path in self._given_up():  # since this round began: each may take long
                 continue
+            if self._state(each) is None:
+                self.again.pop(each.path, None)
+            elif not is_last and environment.monotonic() < self.again[each.path].at_s:
+                continue
             drained = self._left_out(each) if each in left_out else self._drain(each)
             if drained is not None:
                 yield drained
         self._make_room(there)
         paths = {each.path for each in there}
         self.settled = {path: seen for path, seen in self.settled.items() if path in paths}
+        self.again = defaultdict(_Again, {path: each for path, each in self.again.items() if path in paths})
 
     def _given_up(self) -> set[str]:
         """Find the folders of checkpoints that the run has given up."""
@@ -261,6 +284,7 @@ class _Drainer:
         if carried.lacks is not None:
             if carried.lacks != NO_BASE:
                 self.settled[each.path] = each.id, "waiting"
+                self.again[each.path].wait()
             if self.told.get(each.path) == carried.lacks:
                 return None
             self.told[each.path] = carried.lacks

@@ -244,6 +244,17 @@ def test_the_last_node_commits(nodes: list[Path], sharded_place: Path, durable: 
     assert ckpt.verify(durable / "step-100").ok
 
 
+def test_a_node_that_waits_asks_less_and_less(
+    nodes: list[Path], server: StrictS3, to_server: dict[str, Any]
+) -> None:
+    """Thousands of nodes may wait for one: not all of them at each poll."""
+    stop, clock = threading.Event(), threading.Timer(2.0, lambda: stop.set())
+    clock.start()
+    found = [*ckpt.drain(nodes[1], DURABLE, follow=True, poll_s=0.01, stop=stop, **to_server)]
+    assert {each.state for each in found} == {"waiting"}
+    assert len(server.requests) < 150  # 26 when this was written, 579 without pauses
+
+
 def test_nodes_at_the_same_time(nodes: list[Path], tmp_path: Path) -> None:
     for turn in range(5):
         durable, finish = tmp_path / f"durable{turn}", threading.Event()
