@@ -47,7 +47,7 @@ class Server:
         self._lock = threading.Lock()
         self._marked = threading.Condition()
         self._due = -1  # the newest epoch that a trainer has marked
-        self._applied: Counter[int] = Counter()  # of the trainers' updates, by batch
+        self._applied: Counter[int] = Counter()  # updates of trainers, and evictions, by batch
         self._complete = step
         self._waiting: list[tuple[int, Callable[[], None]]] = []
         self._parts: dict[int, list[Update]] = defaultdict(list)
@@ -105,15 +105,23 @@ class Server:
                 parts = self._parts.pop(batch) if is_last else []
             if is_last:
                 self._change(batch, parts)
+        self._count(batch)
+
+    def _count(self, batch: int) -> None:
+        """Note that a trainer's update of a batch is applied, or that rows were evicted after it; answer lookups that
+        waited for this: whether they see an evicted row must not depend on who is faster."""
         with self._lock:
             self._applied[batch] += 1
-            while self._applied[self._complete + 1] == self._options.trainers:
+            while self._applied[self._complete + 1] == self._expected(self._complete + 1):
                 self._complete += 1
                 del self._applied[self._complete]
             due = [answer for needed, answer in self._waiting if needed <= self._complete]
             self._waiting = [each for each in self._waiting if each[0] > self._complete]
         for answer in due:
             answer()
+
+    def _expected(self, batch: int) -> int:
+        return self._options.trainers + self._options.is_eviction(batch)
 
     def _change(self, batch: int, updates: list[Update]) -> None:
         for name, rows in self.rows.items():
@@ -134,6 +142,7 @@ class Server:
             if self._options.is_eviction(step):
                 for name, shard in self.shards.items():
                     shard.evict(self.rows[name].unused_since(step - self._options.evict_after))
+                self._count(step)
             return self.tables.async_save(
                 {},
                 url_of(self._options, step),

@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from examples.recommender.launch import WRONG
 from examples.recommender.ledger import Ledger, LedgerWrong
 from examples.recommender.model import exact
 from examples.recommender.options import Options
-from examples.recommender.server import sums
+from examples.recommender.server import Server, sums
 
 OPTIONS = Options(root="unused", save_every=5, evict_after=8, width=4)
 
@@ -105,6 +106,23 @@ def test_sums_of_gradients_do_not_depend_on_who_adds_them_up() -> None:
         expected = expected or result
         assert all(np.array_equal(a, b) for a, b in zip(result, expected, strict=True))
     assert not torch.equal(gradients, torch.zeros_like(gradients))
+
+
+def test_a_lookup_after_a_cut_sees_what_was_evicted(tmp_path: Path) -> None:
+    options = replace(OPTIONS, root=str(tmp_path), trainers=1, servers=1, staleness=0, evict_after=3)
+    server, (seldom, often) = Server(options, 0, 0), torch.tensor([7, 8])
+    for batch in range(1, 6):
+        ids = (seldom if batch == 1 else often).reshape(1)
+        rows = ids, torch.ones(1, dtype=torch.int64), torch.ones(1, options.width)
+        server.update(0, 0, batch, dict.fromkeys(TABLES, rows)).wait()
+    wanted = {table: torch.tensor([7, 8]) for table in TABLES}
+    before, after = server.lookup(5, wanted).wait(), server.lookup(6, wanted)
+    assert not after.done()  # all updates are applied, but the cut is still to come
+    server.mark(0, 0, 5)
+    server.save(5).result()
+    for table in TABLES:
+        assert before[table].count_nonzero(dim=1).tolist() == [options.width] * 2
+        assert after.wait()[table].count_nonzero(dim=1).tolist() == [0, options.width]
 
 
 def test_kills_are_drawn_by_the_seed_and_most_meet_a_save() -> None:
