@@ -19,7 +19,16 @@ _logger = logging.getLogger("ckpt.manager")
 
 _LEVELS = {
     **dict.fromkeys(
-        ("failed", "passed_over", "not_removed", "unmeasured", "not_local", "not_durable", "drain_failed"),
+        (
+            "failed",
+            "passed_over",
+            "not_removed",
+            "unmeasured",
+            "not_local",
+            "not_durable",
+            "not_copied",
+            "drain_failed",
+        ),
         logging.WARNING,
     ),
     **dict.fromkeys(("staged", "kept"), logging.DEBUG),
@@ -35,8 +44,8 @@ class Event:
         kind: `preflight`, `restored`, `passed_over` (a checkpoint that cannot be loaded, or is gone), `due` (a
             save begins), `not_due` (it was asked for, but not made), `staged`, `durable`, `failed`,
             `kept`, `removed`, `not_removed`, `unmeasured` (no checkpoint has a rule's metric). With `local=` or
-            `fallback=` also `local` and `fallback` (it is there, and not durable yet), `not_local`, `not_durable`, and
-            `drain_failed` (the process that carries has ended).
+            `fallback=` also `local` and `fallback` (it is there, and not durable yet), `not_local`, `not_durable`,
+            `not_copied` (to another node's disk), and `drain_failed` (the process that carries has ended).
         values: figures by name, units last (`stall_s`, `upload_s`, `size_bytes`, `durable_age_s`).
         at_s: seconds since 1970.
         url: the checkpoint's place, without credentials; of `durable` and `removed`.

@@ -6,6 +6,7 @@ import contextlib
 import operator
 import os
 import random
+import secrets
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -27,7 +28,7 @@ from ckpt.trainer_integration.run.in_flight import OnBusy, Saves
 from ckpt.trainer_integration.run.near_saves import saves_for
 from ckpt.trainer_integration.run.restore import Restored, restore
 from ckpt.trainer_integration.run.save_decision import Decisions
-from ckpt.trainer_integration.run.tier import name_job, tier_of
+from ckpt.trainer_integration.run.tier import tier_of
 from ckpt.trainer_integration.saving import SaveRule
 from ckpt.trainer_integration.training_state import size_bytes, training_state
 from ckpt.writing.stock_metadata import DEFAULT_MAX_BYTES, checked_max_bytes
@@ -108,8 +109,7 @@ class CheckpointManager:
         save_options["stock_metadata_max_bytes"] = checked_max_bytes(stock_metadata_max_bytes)
         self._ranks = Ranks(process_group, no_dist=False, purpose="manager")
         self._is_closed, self._needs_preflight = False, preflight
-
-        job = name_job(self._ranks, (local, fallback))
+        job = self._ranks.from_first(lambda: secrets.token_hex(8))
 
         def prepare() -> tuple[SaveRule, Saves]:
             patterns = _checked(on_busy, on_failure, references, frozen, tables)
@@ -119,8 +119,9 @@ class CheckpointManager:
             tier = tier_of(local, fallback, history, job, uploads)
             return save_rule, saves_for(self._ranks, uploads, history, keep_rule, Events(events), tier)
 
-        made = f"CheckpointManager of {place_of(root)}{' with tables' if tables else ''}"
+        made = _described(root, tables, fallback, local)
         save_rule, self._saves = same_outcome(self._ranks, made, prepare)
+        self._saves.start()
         self._decisions = Decisions(save_rule, self._ranks, self._saves, max_undurable_s)
 
     def restore(
@@ -291,6 +292,13 @@ class CheckpointManager:
     def _check_open(self) -> None:
         if self._is_closed:
             raise CheckpointError("this CheckpointManager is closed; make a new one")
+
+
+def _described(root: str | os.PathLike[str], tables: object, fallback: object, local: object) -> str:
+    """Describe a manager by what all ranks have to agree about."""
+    parts = (" with tables", tables), (" with a fallback", fallback), (" with a local tier", local)
+    copies = " and copies" if isinstance(local, LocalTier) and local.copies else ""
+    return f"CheckpointManager of {place_of(root)}{''.join(text for text, has in parts if has is not None)}{copies}"
 
 
 def _check_root(state: Mapping[str, Any], tables: Tables | None, ranks: Ranks, saves: Saves) -> None:

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from ckpt.backends.base import PutMode, Store, exists
 from ckpt.backends.bodies import Body, CheckedBody, Part
 from ckpt.errors import (
     AlreadyExists,
     CommitConflict,
+    CommitUnknown,
     ConfigurationError,
     FormatError,
     IntegrityError,
@@ -31,7 +31,7 @@ from ckpt.reading.latest import created_at_s, missing_object
 from ckpt.tools.record_checks import read_manifest
 from ckpt.transfer.bandwidth import Pacer
 from ckpt.transfer.buffer_pool import StagingPool
-from ckpt.transfer.fetcher import StoredFile
+from ckpt.transfer.fetcher import StoredFile, at_once
 from ckpt.transfer.relay_bodies import VerifiedBody, check_wanted
 from ckpt.transfer.reports import ReportBytes, no_report
 from ckpt.transfer.threads import run_all, workers
@@ -45,7 +45,23 @@ _SETTINGS = ReadSettings(visibility_timeout_s=0.0)
 
 NO_BASE = "a checkpoint whose bytes it names is not durable yet"
 
-T = TypeVar("T")
+
+@dataclass(frozen=True)
+class Share:
+    """Which files a node carries, of those that it has: others have copies of some.
+
+    Attributes:
+        ranks: those whose files are this node's own.
+        known: of checkpoints that are older than this choice, by the ids of their commits: the manifests
+            that this node carries.
+    """
+
+    ranks: frozenset[int]
+    known: Mapping[str, frozenset[str]] = field(default_factory=dict)
+
+    def has(self, record: CommitRecord, ref: ManifestRef) -> bool:
+        paths = self.known.get(record.id)
+        return ref.rank in self.ranks if paths is None else ref.path in paths
 
 
 @dataclass
@@ -96,11 +112,13 @@ class Carrier:
         pacer: bounds the bandwidth of all that it sends.
         stop: set to have it end soon.
         progress: called with the data bytes that are there, and those of the whole checkpoint.
+        share: default all that is here.
     """
 
     pacer: Pacer | None = None
     stop: threading.Event = field(default_factory=threading.Event)
     progress: ReportBytes = no_report
+    share: Share | None = None
 
     def carry(self, source: Store, destination: Store, *, was_sent: bool = False) -> Carried:
         """Send the objects that are here and not there; commit if all are there then.
@@ -137,11 +155,15 @@ class Carrier:
     def _is_gone(self, record: CommitRecord, source: Store, destination: Store) -> bool:
         """Tell whether an object of this node that was sent is missing there."""
         there = {stat.key for stat in destination.list()}
-        for ref in record.own_manifests:
+        for ref in self._wanted(record):
             keys = {ref.path, *(ref.data_keys(of_model=record.is_model) or ())}
             if not keys <= there and exists(source, ref.path):
                 return True
         return False
+
+    def _wanted(self, record: CommitRecord) -> list[ManifestRef]:
+        refs = record.own_manifests
+        return [ref for ref in refs if self.share is None or self.share.has(record, ref)]
 
     def _carry(
         self, commit: StoredCommit, source: Store, destination: Store, coordinator: Coordinator
@@ -165,21 +187,21 @@ class Carrier:
             if sizes.get(file.key) == file.size_bytes:
                 count(file, sent=False)
                 return
-            checked = VerifiedBody(source, file, pool, check, _at_once)
+            checked = VerifiedBody(source, file, pool, check, at_once)
             body = checked if self.pacer is None else _PacedBody(checked, self.pacer)
-            _put(destination, file.key, body)
+            put_once(destination, file.key, body)
             count(file, sent=True)
 
         def send_small(ref: ObjectRef) -> None:
             if sizes.get(ref.path) != ref.size_bytes:
-                _put(destination, ref.path, CheckedBody(read_listed(source, _SETTINGS, ref, commit)))
+                put_once(destination, ref.path, CheckedBody(read_listed(source, _SETTINGS, ref, commit)))
 
         with workers(min(_FILES_AT_ONCE, destination.threads), "ckpt-drain") as threads:
-            for ref in record.own_manifests:
+            for ref in self._wanted(record):
                 if exists(source, ref.path):  # else it is another node's
                     manifest = read_manifest(source, _SETTINGS, commit, ref)
                     destination.prepare(rank_directory(ref.rank))
-                    run_all(threads, send, _files(ref, manifest), stop=failed)
+                    run_all(threads, send, files_of(ref, manifest), stop=failed)
                     failed.clear()
                     send_small(ref)
         if exists(source, record.described_by.path):
@@ -194,13 +216,14 @@ class Carrier:
         stock_metadata = stock_metadata_of(destination, commit.record)
         try:
             coordinator.commit_as_is(commit, stock_metadata)
-        except CommitConflict:
-            if read_commit(destination) != commit:  # else another node was sooner
+        except (CommitConflict, CommitUnknown) as error:
+            was_refused = isinstance(error, CommitConflict) or isinstance(error.__cause__, AlreadyExists)
+            if not was_refused or read_commit(destination) != commit:  # else another node was sooner
                 raise
 
 
-def _files(ref: ManifestRef, manifest: RankManifest) -> list[StoredFile]:
-    """List the data files of a manifest; they lie beside it, under names that this library gives."""
+def files_of(ref: ManifestRef, manifest: RankManifest) -> list[StoredFile]:
+    """List the data files of a manifest; they lie beside it, under names that this library gives. Raises FormatError."""
     stem, files = ref.path.removesuffix(".json"), []
     for file in manifest.files:
         name = ObjectName.parse(file.path)
@@ -212,8 +235,8 @@ def _files(ref: ManifestRef, manifest: RankManifest) -> list[StoredFile]:
     return files
 
 
-def _put(destination: Store, key: str, body: Body) -> None:
-    """Put an object that another process may put at the same time."""
+def put_once(destination: Store, key: str, body: Body) -> None:
+    """Put an object that another process may put at the same time. Raises StorageError, IntegrityError."""
     try:
         destination.put(key, body, mode=PutMode.CREATE)
     except AlreadyExists:
@@ -234,7 +257,3 @@ def _show(destination: Store, commit: StoredCommit) -> None:
 def _is_later(record: CommitRecord, than: CommitRecord) -> bool:
     made_s, other_s = created_at_s(record), created_at_s(than)
     return made_s is not None and other_s is not None and made_s >= other_s  # they count seconds
-
-
-def _at_once(read: Callable[[], T]) -> T:
-    return read()

@@ -18,7 +18,7 @@ from ckpt.backends.registry import open_store
 from ckpt.backends.wrapper import PrefixStore
 from ckpt.consistency import environment
 from ckpt.consistency.patience import patiently
-from ckpt.draining.carry import NO_BASE, Carrier
+from ckpt.draining.carry import NO_BASE, Carrier, Share
 from ckpt.errors import (
     AccessDenied,
     AlreadyExists,
@@ -95,6 +95,7 @@ def drain(
     stop: threading.Event | None = None,
     progress: ReportBytes | None = None,
     settled: Mapping[str, tuple[str, State]] | None = None,
+    share: Share | None = None,
 ) -> Generator[Drained, None, None]:
     """Carry what is committed in `local` to `durable`, and yield each checkpoint when its state is known.
 
@@ -113,6 +114,7 @@ def drain(
         outage_s: how long the durable place may give no answer before that is an error.
         progress: called with the data bytes of a checkpoint that are there, and those of all that are here.
         settled: the id and state of checkpoints that an earlier call has settled, by their folders.
+        share: of the files that are here, those to carry, where other nodes have copies of the others; default all.
 
     Raises:
         ConfigurationError: an argument is wrong.
@@ -132,7 +134,7 @@ def drain(
     drainer = _Drainer(
         from_store,
         to_store,
-        Carrier(pacer, event, progress or no_report),
+        Carrier(pacer, event, progress or no_report, share),
         event,
         newest,
         keep_local,
@@ -188,6 +190,9 @@ class _Drainer:
     again: defaultdict[str, _Again] = field(default_factory=lambda: defaultdict(_Again))
     """When to look again for what other nodes have, by the folder of a checkpoint."""
 
+    sent_bytes: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
+    """Of data files, by the id of a commit."""
+
     told: dict[str, str] = field(default_factory=dict)
     """Why a checkpoint waits, by its folder, as it was last said."""
 
@@ -222,6 +227,7 @@ class _Drainer:
         paths = {each.path for each in there}
         self.settled = {path: seen for path, seen in self.settled.items() if path in paths}
         self.again = defaultdict(_Again, {path: each for path, each in self.again.items() if path in paths})
+        self.sent_bytes = defaultdict(int, {each.id: self.sent_bytes[each.id] for each in there})
 
     def _given_up(self) -> set[str]:
         """Find the folders of checkpoints that the run has given up."""
@@ -278,6 +284,7 @@ class _Drainer:
             if isinstance(error, StorageError) and not self._is_its_own(error):
                 raise
             return self._failed(each, str(error))
+        self.sent_bytes[each.id] += carried.sent_bytes
         if carried.is_gone:
             self.settled[each.path] = each.id, "left out"
             return self._told(each, "left out", "it was removed there")
@@ -288,10 +295,10 @@ class _Drainer:
             if self.told.get(each.path) == carried.lacks:
                 return None
             self.told[each.path] = carried.lacks
-            return self._told(each, "waiting", carried.lacks, sent_bytes=carried.sent_bytes)
+            return self._told(each, "waiting", carried.lacks)
         self.settled[each.path] = each.id, "durable"
         took_s = 0.0 if carried.was_there else time.monotonic() - began_s
-        return self._told(each, "durable", sent_bytes=carried.sent_bytes, took_s=took_s)
+        return self._told(each, "durable", took_s=took_s)
 
     def _failed(self, each: _Local, reason: str) -> Drained:
         self.settled[each.path] = each.id, "failed"
@@ -301,9 +308,10 @@ class _Drainer:
         """Tell whether an error concerns one checkpoint alone: its files here, or another program's there."""
         return isinstance(error, AlreadyExists) or (error.url or "").startswith(self.local.url)
 
-    def _told(self, each: _Local, state: State, reason: str = "", **figures: Any) -> Drained:
+    def _told(self, each: _Local, state: State, reason: str = "", *, took_s: float = 0.0) -> Drained:
         url = f"{self.durable.url.rstrip('/')}/{each.path}"
-        return Drained(each.path, each.step, url, state, reason, id=each.id, **figures)
+        sent_bytes = self.sent_bytes[each.id]
+        return Drained(each.path, each.step, url, state, reason, sent_bytes, took_s, each.id)
 
     def _make_room(self, there: list[_Local]) -> None:
         """Remove from this node what is durable, but for the newest; and what was left out."""

@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from ckpt.draining.carry import Share
 from ckpt.draining.drain import NOT_SENT, Drained, State, drain
 from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.local_first.folder import durable_of
@@ -75,15 +76,19 @@ class DrainProcess:
     """
 
     def __init__(self, folder: str, config: Mapping[str, Any]) -> None:
-        self._folder = folder
+        self._folder, self._arguments = folder, dict(config)
         try:
-            self._config = pickle.dumps(dict(config))
+            self._config = pickle.dumps(self._arguments)
         except Exception as error:
             text = f"local= passes storage_options to another process, and they cannot be pickled: {error}"
             raise ConfigurationError(text) from None
         self._process: subprocess.Popen[bytes] | None = None
         _started[:] = [process for process in _started if process.poll() is None]
         self._began_s, self._pause_s = 0.0, _FIRST_PAUSE_S
+
+    def carry_only(self, share: Share) -> None:
+        """Have it carry its share of what is here; call it before the first `look`."""
+        self._config = pickle.dumps({**self._arguments, "share": share})
 
     def look(self) -> str | None:
         """Start it if it does not run; return why it had ended, when that is news."""

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import re
+import secrets
 import time
 
 from ckpt.backends.registry import normal_url, open_store
@@ -34,6 +35,7 @@ class RunFolder:
     Attributes:
         path: the folder, which exists.
         is_leader: this process holds the folder for all ranks of its job on this node.
+        holder: who does, once it is held: the same for all these ranks, and another one on each node.
 
     Raises:
         ConfigurationError: `local` is no path, or lies inside of `durable` or around it; another run's folder is there.
@@ -54,7 +56,7 @@ class RunFolder:
         if inside is not None and os.path.commonpath([root, inside]) in (root, inside):
             raise ConfigurationError(f"local={root!r} and the run's root {inside!r} lie in each other")
         self.path = os.path.join(root, run_key(self.durable))
-        self.is_leader = False
+        self.is_leader, self.holder = False, ""
         self._lock: int | None = None
         try:
             os.makedirs(self.path, exist_ok=True)
@@ -93,6 +95,7 @@ class RunFolder:
                 holder = os.pread(lock, _MAX_BYTES, 0).decode(errors="replace")
                 if holder.partition(" ")[0] == job:
                     os.close(lock)
+                    self.holder = holder
                     return
                 if time.monotonic() > deadline_s:  # until then it may be one of ours that has not signed yet
                     os.close(lock)
@@ -100,8 +103,9 @@ class RunFolder:
                     raise ConfigurationError(text) from None
                 time.sleep(0.05)
                 continue
+            self.holder = f"{job} pid {os.getpid()} {secrets.token_hex(4)}"  # pids of containers can be equal
             os.ftruncate(lock, 0)
-            os.pwrite(lock, f"{job} pid {os.getpid()}".encode(), 0)
+            os.pwrite(lock, self.holder.encode(), 0)
             self._lock, self.is_leader = lock, True
             return
 

@@ -93,14 +93,24 @@ def _run_of(store: Store) -> RunRecord:
         return RunRecord()
 
 
-def _holding(store: Store, record: CommitRecord, step: int, path: str, rank: int) -> Holding:
+def manifests_here(store: Store, record: CommitRecord) -> list[ManifestRef]:
+    """List the manifests all files of which are on this node."""
+    sizes = _sizes(store, record)
+    return [ref for ref in record.manifests if _is_here(ref, sizes[ref.owner], of_model=record.is_model)]
+
+
+def _sizes(store: Store, record: CommitRecord) -> dict[str, dict[str, int]]:
     sizes: dict[str, dict[str, int]] = {}
     with contextlib.closing(SiblingObjects(store)) as objects:
         for owner in ("", *record.owners):
             sizes[owner] = {}
             with contextlib.suppress(NotFound):
                 sizes[owner] = {stat.key: stat.size_bytes for stat in objects.of(owner).list()}
-    here = 0
+    return sizes
+
+
+def _holding(store: Store, record: CommitRecord, step: int, path: str, rank: int) -> Holding:
+    sizes, here = _sizes(store, record), 0
     for number, ref in enumerate(record.manifests):
         if _is_here(ref, sizes[ref.owner], of_model=record.is_model):
             here |= 1 << number

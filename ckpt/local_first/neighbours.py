@@ -59,10 +59,11 @@ class Neighbours:
         ranks: of the load, over a group of this library's own.
         here: the checkpoint on this node's disk.
         far: the checkpoint in the durable place; None if it is not there.
+        work: what the ranks do with what they ask for, for texts.
     """
 
-    def __init__(self, ranks: Ranks, here: Store, far: Store | None) -> None:
-        self._ranks, self._here = ranks, SiblingObjects(here)
+    def __init__(self, ranks: Ranks, here: Store, far: Store | None, *, work: str = "loading") -> None:
+        self._ranks, self._here, self._work = ranks, SiblingObjects(here), work
         self._far = None if far is None else OnceStore(SiblingObjects(far))
         self._holder: dict[str, int] = {}
         self._have_asked = False
@@ -112,7 +113,7 @@ class Neighbours:
             if not isinstance(error, Exception):
                 self._ranks.roll_call(error)
             raise
-        self._ranks.progress.begin("loading")
+        self._ranks.progress.begin(self._work)
 
     def _agree(self, paths: Collection[str]) -> None:
         rank = self._ranks.rank

@@ -17,6 +17,8 @@ class LocalTier:
         keep: checkpoints to keep in it once they are durable: a restore needs no more than one.
         budget_bytes: of the run in this folder on each node; a save that has no room goes to the durable place.
         drain_timeout_s: how long `CheckpointManager.close` waits for what is not durable yet.
+        copies: 1 keeps what each node has also on another node's disk, so that one lost node loses nothing.
+        failure_domain: what fails together with this node, such as the name of its rack: the copies are in another one.
 
     Raises:
         ConfigurationError: a number makes no sense.
@@ -26,6 +28,8 @@ class LocalTier:
     keep: int = 2
     budget_bytes: int | None = None
     drain_timeout_s: float = 600.0
+    copies: int = 0
+    failure_domain: str = ""
 
     def __post_init__(self) -> None:
         if self.keep < 1:
@@ -34,3 +38,5 @@ class LocalTier:
             raise ConfigurationError(f"LocalTier(budget_bytes=...) must be positive, not {self.budget_bytes}")
         if not self.drain_timeout_s >= 0:
             raise ConfigurationError("LocalTier(drain_timeout_s=...) must not be negative")
+        if self.copies not in (0, 1):
+            raise ConfigurationError(f"LocalTier(copies=...) is 0 or 1, not {self.copies}")

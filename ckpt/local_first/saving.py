@@ -16,6 +16,7 @@ from ckpt.api import background, place_of, prepare_save, save_values
 from ckpt.backends.registry import open_store
 from ckpt.errors import ConfigurationError, SaveFailed, StorageError
 from ckpt.local_first.holdings import shared
+from ckpt.local_first.partners import Copied, copy_from_partners
 from ckpt.ranks.failures import same_failure
 from ckpt.ranks.group import DEFAULT_TIMEOUT_S, Purpose, Ranks
 from ckpt.writing.writer import CheckpointWriter
@@ -33,11 +34,13 @@ class Place:
     Attributes:
         options: of `CheckpointWriter`.
         on_nodes: each node has a folder of this name of its own.
+        sources: the ranks of which this one keeps copies, on another node than theirs; None: no rank keeps any.
     """
 
     url: str
     options: Mapping[str, Any]
     on_nodes: bool = False
+    sources: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -47,11 +50,13 @@ class Saved:
     Attributes:
         place: where, of those that were given.
         failures: why not in those before it.
+        copied: what became of the copies, if some were wanted.
     """
 
     metadata: Metadata
     place: Place
     failures: tuple[SaveFailed, ...] = ()
+    copied: Copied | None = None
 
 
 def save_to_first(
@@ -87,6 +92,10 @@ def save_to_first(
     return future
 
 
+def _copied(place: Place, ranks: Ranks) -> Copied | None:
+    return None if place.sources is None else copy_from_partners(place.url, place.sources, ranks)
+
+
 def _writer(place: Place) -> CheckpointWriter:
     return CheckpointWriter(place.url, **place.options)
 
@@ -101,18 +110,24 @@ def _save(
             for number, place in enumerate(places):
                 try:
                     metadata = _save_to(place, writer, values, planner, ranks)
-                    return Saved(metadata, place, tuple(failures))
                 except SaveFailed as error:
                     if number + 1 == len(places) or not _falls_back(error):
                         raise
                     failures.append(error)
                     _logger.warning("saving to %s instead: %s", place_of(places[number + 1].url), error)
+                else:
+                    _let_go(values if is_copy else {}, planner)
+                    return Saved(metadata, place, tuple(failures), _copied(place, ranks))
                 writer = _next_writer(places[number + 1], ranks)
             raise ConfigurationError("there is no place to save to")
     finally:
-        if is_copy:
-            values.clear()
-        planner.state_dict = {}  # it would keep the copy until its next save
+        _let_go(values if is_copy else {}, planner)
+
+
+def _let_go(values: dict[str, Any], planner: DefaultSavePlanner) -> None:
+    """Free the copy of a state."""
+    values.clear()
+    planner.state_dict = {}  # it would keep the copy until its next save
 
 
 def _save_to(

@@ -24,6 +24,13 @@ _GAP_BYTES = 128 << 10
 _ATTEMPTS = 2
 
 WhenVisible = Callable[[Callable[[], None]], None]
+
+
+def at_once(read: Callable[[], None]) -> None:
+    """Read what is visible, or is not there: a `WhenVisible` that does not wait."""
+    read()
+
+
 """Carries out a read, again if the file is not visible yet."""
 
 

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from support.commands import flip
 from support.ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import ckpt
-from ckpt.errors import LoadFailed
+from ckpt.errors import LoadFailed, StorageFull
+from ckpt.local_first import partners
+from ckpt.local_first.partners import Node, share_of, sources_of
 from ckpt.trainer_integration.events import Event
 
 ROWS, COLUMNS = 2048, 256
@@ -80,8 +87,8 @@ def restored(folder: Path, nodes: str = "0123") -> tuple[int, dict[str, float]]:
 
 
 def data_bytes(folder: Path, rank: int) -> int:
-    files = (folder / "durable/step-00000002" / f"rank-{rank:05}").iterdir()
-    return sum(file.stat().st_size for file in files if not file.name.endswith(".index"))
+    files = (folder / "durable/step-00000002" / f"rank-{rank:05}").glob("*.distcp")
+    return sum(file.stat().st_size for file in files)
 
 
 def remove_durable(folder: Path, *steps: int) -> None:
@@ -174,3 +181,134 @@ def test_a_stale_node(trained: Path) -> None:
     shutil.rmtree(trained / "node3")
     (trained / "stale").rename(trained / "node3")
     assert restored(trained)[0] == 3
+
+
+def _train_with_copies(rank: int, world: int, folder: str, nodes: str, steps: list[int]) -> int | None:
+    events: list[Event] = []
+    tier = ckpt.LocalTier(f"{folder}/node{nodes[rank]}", copies=1)
+    with ckpt.CheckpointManager(
+        f"{folder}/durable", save=1, local=tier, preflight=False, events=[events.append]
+    ) as manager:
+        for step in steps:
+            manager.step(step, state_of(world, step))
+        assert not [event for event in events if event.kind == "not_copied"]
+        return manager.wait_durable(60)
+
+
+@pytest.mark.parametrize("nodes", ["0123", "0011"])
+def test_copies_on_another_node(tmp_path: Path, nodes: str) -> None:
+    """A node is lost before its part was durable: the copies have all of it, and become durable."""
+    assert run_ranks(4, _train_with_copies, 4, str(tmp_path), nodes, [1, 2]) == [2] * 4
+    sent_bytes = [
+        json.loads(path.read_text())["checkpoints"]["step-00000002"]["sent_bytes"]
+        for path in sorted(tmp_path.glob("node*/*/ckpt-drain.json"))
+    ]
+    assert all(sent_bytes)
+    assert sum(sent_bytes) == sum(data_bytes(tmp_path, rank) for rank in range(4))  # nothing twice
+    whole = {path.name: path.stat().st_size for path in (tmp_path / "durable/step-00000002").rglob("*.*")}
+    shutil.rmtree(tmp_path / "node1")
+    shutil.rmtree(tmp_path / "durable")
+    for status in tmp_path.glob("node*/*/ckpt-drain.json"):
+        status.unlink()
+    step, read = restored(tmp_path, nodes)
+    assert (step, read["durable_bytes"]) == (2, 0)
+    # All that is there is carried, by whoever has it.
+    again = {path.name: path.stat().st_size for path in (tmp_path / "durable/step-00000002").rglob("*.*")}
+    assert again == whole
+
+
+def test_a_node_is_replaced_while_there_are_copies(tmp_path: Path) -> None:
+    """The next job with copies carries what only another node has; what each has itself is carried once."""
+    assert run_ranks(4, _train_with_copies, 4, str(tmp_path), "0123", [1, 2]) == [2] * 4
+    parts_bytes = [data_bytes(tmp_path, rank) for rank in range(4)]
+    shutil.rmtree(tmp_path / "node1")
+    shutil.rmtree(tmp_path / "durable")
+    for status in tmp_path.glob("node*/*/ckpt-drain.json"):
+        status.unlink()
+    run_ranks(4, _train_with_copies, 4, str(tmp_path), "0123", [])
+    found = [
+        json.loads(path.read_text())["checkpoints"]["step-00000002"]
+        for path in sorted(tmp_path.glob("node[023]/*/ckpt-drain.json"))
+    ]
+    assert ckpt.verify(tmp_path / "durable/step-00000002").ok
+    assert [each["sent_bytes"] for each in found] == [
+        parts_bytes[0],
+        parts_bytes[2] + parts_bytes[1],
+        parts_bytes[3],
+    ]
+
+
+def _train_where_a_disk_is_full(rank: int, folder: str) -> list[str]:
+    def refuse(*args: Any) -> None:
+        raise StorageFull("the disk is full", url=folder)
+
+    if rank == 1:
+        vars(partners)["put_once"] = refuse
+    events: list[Event] = []
+    tier = ckpt.LocalTier(f"{folder}/node{rank}", copies=1)
+    with ckpt.CheckpointManager(
+        f"{folder}/durable", save=1, local=tier, preflight=False, events=[events.append]
+    ) as manager:
+        manager.step(1, state_of(2, 1))
+        assert manager.wait_durable(60) == 1
+    return [f"{event.kind}: {event.reason}" for event in events if event.kind in ("local", "not_copied")]
+
+
+def test_a_copy_that_cannot_be_made(tmp_path: Path) -> None:
+    told, _ = run_ranks(2, _train_where_a_disk_is_full, str(tmp_path))
+    assert len(told) == 2
+    assert "another node has no copy: rank 1: " in told[0]
+    assert "the disk is full" in told[0]
+    assert restored(tmp_path, "01")[0] == 1
+
+
+def test_copies_need_two_disks(tmp_path: Path) -> None:
+    events: list[Event] = []
+    tier = ckpt.LocalTier(tmp_path / "local", copies=1)
+    with ckpt.CheckpointManager(tmp_path / "durable", save=1, local=tier, events=[events.append]) as manager:
+        manager.step(1, {"x": torch.ones(3)})
+    assert [event.reason for event in events if event.kind == "not_copied"] == [
+        "copies would be lost with what they are copies of: all ranks share one disk"
+    ]
+
+
+@given(
+    domains=st.lists(st.sampled_from(["a", "b", "c", ""]), min_size=1, max_size=9),
+    ranks_per_node=st.integers(1, 3),
+)
+def test_each_node_keeps_the_copies_of_one_other(domains: list[str], ranks_per_node: int) -> None:
+    nodes = [
+        Node(tuple(range(ranks_per_node * number, ranks_per_node * (number + 1))), domain)
+        for number, domain in enumerate(domains)
+    ]
+    node_of = {rank: node for node in nodes for rank in node.ranks}
+    sources = {rank: sources_of(rank, nodes) for rank in node_of}
+    if len(nodes) == 1:
+        assert set(sources.values()) == {()}
+        return
+    assert sorted(source for each in sources.values() for source in each) == sorted(node_of)
+    apart = 2 * max(Counter(domains).values()) <= len(nodes)
+    for rank, (source,) in sources.items():
+        assert node_of[source] is not node_of[rank]
+        assert not apart or node_of[source].domain != node_of[rank].domain
+
+
+def test_nodes_with_other_numbers_of_ranks() -> None:
+    nodes = [Node((0, 1, 2)), Node((3,)), Node((4, 5))]
+    assert [sources_of(rank, nodes) for rank in range(6)] == [(4,), (5,), (), (0, 1, 2), (3,), ()]
+
+
+@given(
+    st.lists(st.dictionaries(st.sampled_from("abcde"), st.integers(0, 5), max_size=5), min_size=1, max_size=5)
+)
+def test_each_file_has_one_node_that_carries_it(held: list[dict[str, int]]) -> None:
+    written = dict(zip("abcde", range(5), strict=True))
+    nodes = [
+        Node((number,), has={"id": {path: written[path] for path in paths}})
+        for number, paths in enumerate(held)
+    ]
+    shares = [share_of(node, nodes) for node in nodes]
+    assert [share.ranks for share in shares] == [{number} for number in range(len(nodes))]
+    assert sorted(path for share in shares for path in share.known["id"]) == sorted({*itertools.chain(*held)})
+    for number, share in enumerate(shares):  # the one that wrote it, if it has it
+        assert all(path in share.known["id"] for path in held[number] if written[path] == number)

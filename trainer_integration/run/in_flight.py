@@ -99,6 +99,9 @@ class Saves:
         flight = self._flight
         return flight is not None and flight.durable.is_set() and flight.future.exception() is not None
 
+    def start(self) -> None:
+        """Begin what goes on beside the saves. All ranks call it."""
+
     def go_on_from(self, step: int, path: str, created_at_s: float | None) -> None:
         """Give up the checkpoints after `step`, that at `path`; those steps will be saved again."""
         self.history.go_on_from(step)

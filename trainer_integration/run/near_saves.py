@@ -47,7 +47,9 @@ class NearSaves(Saves):
         self._near: dict[str, int] = {}
         self._newest: RunCheckpoint | None = None  # that is durable, of those that this process has saved
         self.nearest = Nearest(tier, history)
-        tier.watch(self._is_durable, self.tell)
+
+    def start(self) -> None:
+        self._tier.start(self._ranks, self._is_durable, self.tell)
 
     def go_on_from(self, step: int, path: str, created_at_s: float | None) -> None:
         super().go_on_from(step, path, created_at_s)
@@ -100,6 +102,10 @@ class NearSaves(Saves):
             with contextlib.suppress(CheckpointError):
                 self._given_up = tier.give_up(self.keep, self.history.known(), checkpoint)
         figures = figures_of(committed.metadata) | {"local_s": took_s, "stall_s": flight.stall_s}
+        if (copied := committed.copied) is not None:
+            figures["copy_s"] = copied.took_s
+            if copied.failure:
+                self.tell("not_copied", checkpoint.step, f"another node has no copy: {copied.failure}")
         self.tell(tier.name, checkpoint.step, checkpoint.path, tier.history.shown(checkpoint.path), **figures)
         return False
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import secrets
-import shutil
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -18,10 +17,12 @@ from ckpt.backends.registry import open_store
 from ckpt.backends.wrapper import PrefixStore
 from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.format.records import read_commit
-from ckpt.format.run_record import RunCheckpoint, read_run
+from ckpt.format.run_record import RunCheckpoint
 from ckpt.local_first.drain_process import DrainProcess, DrainState, read_status
 from ckpt.local_first.folder import RunFolder
 from ckpt.local_first.options import LocalTier
+from ckpt.local_first.partners import Node, meet, share_of, shared_domains, sources_of, undurable
+from ckpt.local_first.room import has_room
 from ckpt.local_first.saving import Place
 from ckpt.ranks.group import Ranks
 from ckpt.tools.remove import remove
@@ -32,7 +33,6 @@ from ckpt.trainer_integration.run.history import History
 _logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.5
-_MARGIN = 1.05
 
 Tell = Callable[..., None]
 WhenDurable = Callable[[RunCheckpoint, DrainState, bool], None]
@@ -61,7 +61,7 @@ class Tier:
         is_local: bool,
         config: Mapping[str, Any],
     ) -> None:
-        self.is_local, self._budget_bytes, self._rank = is_local, options.budget_bytes, rank
+        self.is_local, self._rank = is_local, rank
         self.drain_timeout_s = options.drain_timeout_s
         self.folder = RunFolder(options.path, root)
         if is_local:
@@ -69,6 +69,8 @@ class Tier:
             self.folder.hold(job)
         self.is_leader = self.folder.is_leader if is_local else rank == 0
         self.history = History(self.folder.path, None)
+        self._options = options
+        self.sources: tuple[int, ...] | None = None
         self._process = (
             DrainProcess(self.folder.path, {"durable": root, "keep_local": options.keep, **config})
             if self.is_leader
@@ -90,7 +92,7 @@ class Tier:
         far = Place(far_url, options)
         of_far = ("storage_options", "max_bandwidth_bytes_per_s")
         near_options = {name: value for name, value in options.items() if name not in of_far}
-        near = Place(self.folder.url(path), near_options, on_nodes=self.is_local)
+        near = Place(self.folder.url(path), near_options, self.is_local, self.sources)
         if not self.is_local:
             return [far, near]
         return [near, far] if has_room else [far]
@@ -98,40 +100,36 @@ class Tier:
     def has_room(self) -> bool:
         """Tell whether this node has room for one more like the largest that it has; what is durable makes room."""
         try:
-            return not (self.is_local and self.is_leader) or self._has_room()
+            return not (self.is_local and self.is_leader) or has_room(
+                self.folder.path, self._options.budget_bytes
+            )
         except OSError as error:
             _logger.warning("the folder of this node cannot be used: %s", error)
             return False
 
-    def _has_room(self) -> bool:
-        folder = self.folder.path
-        names = [entry.name for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)]
-        sizes = {name: _size_bytes(os.path.join(folder, name)) for name in sorted(names)}
-        needed = int(max(sizes.values(), default=0) * _MARGIN)
-        states = read_status(folder)
-        spare = [path for path in sizes if path in states and states[path].state == "durable"]
-        spare = [path for path in sizes if path in self._given_up()] + spare
-        while needed > self._free_bytes(sum(sizes.values())):
-            path = next((path for path in spare if path in sizes), None)
-            if path is None:
-                return False
-            del sizes[path]
-            with contextlib.suppress(CheckpointError):
-                remove(self.folder.url(path))
-        return True
-
-    def _given_up(self) -> set[str]:
-        """Find the folders of checkpoints that are not wanted any more."""
-        with contextlib.suppress(CheckpointError), contextlib.closing(open_store(self.folder.path)) as store:
-            record = read_run(store)
-            return {each.path for each in record.checkpoints if each.superseded} if record else set()
-        return set()
-
-    def _free_bytes(self, used_bytes: int) -> int:
-        free_bytes = shutil.disk_usage(self.folder.path).free
-        return free_bytes if self._budget_bytes is None else min(free_bytes, self._budget_bytes - used_bytes)
-
     # -- what became durable -------------------------------------------------------------------------------
+
+    def start(self, ranks: Ranks, when_durable: WhenDurable, tell: Tell) -> None:
+        """Choose who keeps copies of whose files, and begin to watch. All ranks call it."""
+        if self.is_local and self._options.copies:
+            self._meet(ranks, tell)
+        self.watch(when_durable, tell)
+
+    def _meet(self, ranks: Ranks, tell: Tell) -> None:
+        own, folder = Node((ranks.rank,), self._options.failure_domain), self.folder
+        if self.is_leader:
+            done = {
+                path: each.id for path, each in read_status(folder.path).items() if each.state == "durable"
+            }
+            with contextlib.suppress(CheckpointError):
+                own = replace(own, has=undurable(folder.path, done))
+        nodes = meet(ranks, folder.holder, own)
+        self.sources = sources_of(ranks.rank, nodes)
+        if self._process is not None:
+            node = next(each for each in nodes if ranks.rank in each.ranks)
+            self._process.carry_only(share_of(node, nodes))
+        if problem := shared_domains(nodes):
+            tell("not_copied", None, f"copies would be lost with what they are copies of: {problem}")
 
     def watch(self, when_durable: WhenDurable, tell: Tell) -> None:
         """Keep the process running that carries checkpoints; on the first rank follow what becomes of them."""
@@ -268,8 +266,6 @@ class Tier:
         self.saved.clear()
         self.history.go_on_from(step)
 
-    # -- restore -------------------------------------------------------------------------------------------
-
     # -- the end -------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
@@ -288,11 +284,6 @@ class Tier:
         """Release the folder."""
         self.history.close()
         self.folder.release()
-
-
-def name_job(ranks: Ranks, places: tuple[object, object]) -> str:
-    """Name this job, the same on all ranks, if it has a tier. All ranks call it."""
-    return "" if places == (None, None) else ranks.from_first(lambda: secrets.token_hex(8))
 
 
 def tier_of(
@@ -321,12 +312,3 @@ def tier_of(
     }
     root = history.root if "://" in history.root else os.path.abspath(history.root)
     return Tier(options, root, job, uploads.ranks.rank, is_local=local is not None, config=config)
-
-
-def _size_bytes(folder: str) -> int:
-    total = 0
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            with contextlib.suppress(OSError):
-                total += os.lstat(os.path.join(parent, name)).st_size
-    return total
