@@ -6,7 +6,8 @@
    answer for some time (its process is stopped), then goes on. Steps per second with saves against those without,
    in turns; resident memory after a local write; which checkpoints became durable, in which order.
 2. Restore: four ranks with a folder each as their node's disk, against the same checkpoint from a server that sends
-   200 MB/s, and against one folder that all ranks read. In turns, medians.
+   200 MB/s, and against one folder that all ranks read. In turns, medians. The same with copies on another node,
+   and one node lost.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from benchmarks.run.servers import ACCESS_KEY, BUCKET, REGION, SECRET_KEY, Endpo
 from ckpt.trainer_integration.events import Event
 
 _NODES = 4
+_PLACES = ("node", "neighbours", "durable")
 _STEP_S = 0.05
 _SAVE_EVERY = 20
 
@@ -165,12 +167,20 @@ def _rank(rank: int, arguments: argparse.Namespace, folder: str, port: int, endp
     dist.init_process_group("gloo", store=store, rank=rank, world_size=_NODES)
     more: dict[str, Any] = {"storage_options": _options(endpoint), "preflight": False, "save": 1}
     root, near = f"s3://{BUCKET}/nodes", f"{folder}/node{rank}"
-    with ckpt.CheckpointManager(root, local=near, **more) as manager:
-        manager.step(1, _sharded(arguments))
-        manager.wait_durable()
+    saves: list[Event] = []
+    for step, copies in enumerate((0, 1, 0, 1, 0, 1), 1):
+        tier = ckpt.LocalTier(near, copies=copies)
+        with ckpt.CheckpointManager(root, local=tier, events=[saves.append], **more) as manager:
+            manager.step(step, _sharded(arguments))
+            manager.wait_durable()
     ckpt.save(_sharded(arguments), f"{folder}/shared/step-1")
-    seconds: dict[str, list[float]] = {"nearest": [], "shared folder": [], "200 MB/s": []}
-    read: dict[str, float] = {}
+    seconds: dict[str, list[float]] = {
+        "nearest": [],
+        "one node lost": [],
+        "shared folder": [],
+        "200 MB/s": [],
+    }
+    read: dict[str, dict[str, float]] = {}
     for _ in range(arguments.rounds):
         for name, each in seconds.items():
             state, events = _sharded(arguments), list[Event]()
@@ -179,12 +189,12 @@ def _rank(rank: int, arguments: argparse.Namespace, folder: str, port: int, endp
             if name == "shared folder":
                 ckpt.load(state, f"{folder}/shared/step-1")
             else:
-                local = near if name == "nearest" else None
+                local = {"nearest": near, "one node lost": _lost(near, rank)}.get(name)
                 with ckpt.CheckpointManager(root, events=[events.append], local=local, **more) as manager:
                     began_s = time.perf_counter()
                     manager.restore(state)
                     each.append(time.perf_counter() - began_s)
-                read |= next((dict(e.values) for e in events if "node_bytes" in e.values), {})
+                read.update((name, dict(event.values)) for event in events if "node_bytes" in event.values)
                 continue
             each.append(time.perf_counter() - began_s)
     if rank == 0:
@@ -193,11 +203,21 @@ def _rank(rank: int, arguments: argparse.Namespace, folder: str, port: int, endp
         print(f"restore of {arguments.megabytes} MB by {_NODES} ranks: {text}")
         print(
             f"nearest: {medians['200 MB/s'] / medians['nearest']:.1f} x faster than 200 MB/s, "
-            f"{medians['shared folder'] / medians['nearest']:.2f} x a folder that all read; durable bytes "
-            f"{read['durable_bytes']:.0f}, of the node {read['node_bytes'] / 1e6:.1f} MB, of neighbours "
-            f"{read['neighbours_bytes'] / 1e6:.1f} MB"
+            f"{medians['shared folder'] / medians['nearest']:.2f} x a folder that all read"
         )
+        for name, values in read.items():
+            places = ", ".join(f"{place} {values[f'{place}_bytes'] / 1e6:.1f} MB" for place in _PLACES)
+            print(f"{name}: {places}")
+        near_saves = [event.values for event in saves if event.kind == "local"]
+        write_s = statistics.median(values["local_s"] for values in near_saves if "copy_s" not in values)
+        copy_s = statistics.median(values["copy_s"] for values in near_saves if "copy_s" in values)
+        print(f"a local save {write_s:.2f} s, its copies {copy_s:.2f} s")
     dist.destroy_process_group()
+
+
+def _lost(near: str, rank: int) -> str:
+    """Return a folder in which the second node has lost all that it had."""
+    return f"{near}-empty" if rank == 1 else near
 
 
 def _sharded(arguments: argparse.Namespace) -> dict[str, Any]:
