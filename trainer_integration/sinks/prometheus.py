@@ -13,7 +13,7 @@ from ckpt.trainer_integration.events import Event
 
 _KINDS = (
     "preflight", "restored", "passed_over", "due", "not_due", "staged", "durable", "failed", "kept", "removed",
-    "not_removed", "unmeasured", "local", "fallback", "not_local", "not_durable", "drain_failed",
+    "not_removed", "unmeasured", "local", "fallback", "not_local", "not_copied", "not_durable", "drain_failed",
 )  # fmt: skip
 _SECONDS = {
     "stall_s": "training waited for the last save",
