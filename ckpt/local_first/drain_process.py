@@ -18,9 +18,12 @@ from typing import Any
 
 import msgspec
 
+from ckpt.backends.registry import open_store
+from ckpt.backends.wrapper import PrefixStore
 from ckpt.draining.carry import Share
 from ckpt.draining.drain import NOT_SENT, Drained, State, drain
 from ckpt.errors import CheckpointError, ConfigurationError
+from ckpt.format.records import StoredCommit, read_commit
 from ckpt.local_first.folder import durable_of
 
 _logger = logging.getLogger(__name__)
@@ -46,6 +49,10 @@ class DrainState(msgspec.Struct, frozen=True, kw_only=True):
     took_s: float = 0.0
     at_s: float = 0.0
 
+    def is_of(self, commit: StoredCommit | None) -> bool:
+        """Tell whether this is said of the save that is committed there now."""
+        return commit is not None and commit.record.id == self.id
+
 
 class _Status(msgspec.Struct, frozen=True, kw_only=True):
     version: int = 1
@@ -62,6 +69,17 @@ def read_status(folder: str) -> dict[str, DrainState]:
             return dict(_decoder.decode(file.read(_MAX_STATUS_BYTES)).checkpoints)
     except (OSError, ValueError):
         return {}
+
+
+def durable_here(folder: str) -> set[str]:
+    """List the checkpoints in a run's folder that are durable: a step that was saved again is another one."""
+    found: set[str] = set()
+    with contextlib.closing(open_store(folder)) as store:
+        for path, state in read_status(folder).items():
+            with contextlib.suppress(CheckpointError):
+                if state.state == "durable" and state.is_of(read_commit(PrefixStore(store, path))):
+                    found.add(path)
+    return found
 
 
 _started: list[subprocess.Popen[bytes]] = []
@@ -180,8 +198,11 @@ def _carry(folder: str, config: Mapping[str, Any], finish: threading.Event, stop
     known = read_status(folder)  # of the processes before this one
     _logger.info("carrying %s to %s", folder, durable_of(folder))
     settled: dict[str, tuple[str, State]] = {}
+    share: Share | None = config.get("share")
+    chosen_anew = () if share is None else share.known
     for name, was in known.items():
-        if was.state == "durable" or (was.state == "waiting" and was.reason not in NOT_SENT):
+        was_sent = was.state == "waiting" and was.reason not in NOT_SENT and was.id not in chosen_anew
+        if was.state == "durable" or was_sent:
             settled[name] = was.id, "durable" if was.state == "durable" else "waiting"
     for drained in drain(
         folder, follow=True, poll_s=_POLL_S, settled=settled, finish=finish, stop=stop, **config

@@ -51,9 +51,11 @@ class NearSaves(Saves):
     def start(self) -> None:
         self._tier.start(self._ranks, self._is_durable, self.tell)
 
-    def go_on_from(self, step: int, path: str, created_at_s: float | None) -> None:
-        super().go_on_from(step, path, created_at_s)
-        self._newest = None
+    def go_on_from(
+        self, step: int, path: str, created_at_s: float | None, *, is_durable: bool = True
+    ) -> None:
+        super().go_on_from(step, path, created_at_s, is_durable=is_durable)
+        self._newest, self._near = None, {} if is_durable else {path: step}
         self._tier.go_on_from(step)
 
     # -- saves ---------------------------------------------------------------------------------------------
@@ -124,6 +126,8 @@ class NearSaves(Saves):
             _logger.warning(text, step, failure)
             return
         if not is_own:
+            if path == self.base and self.durable_step is None:  # it was restored from the nodes
+                self.durable_step, self.durable_at_s = step, time.monotonic()
             return
         if self._newest is None or self._newest.step <= step:
             self._newest, self.durable_step = checkpoint, step
@@ -136,7 +140,8 @@ class NearSaves(Saves):
     def _look(self) -> None:
         """Ask, on any rank, what has become durable."""
         self._tier.look(self._is_durable, self.tell)
-        durable = {path: step for path, step in self._near.items() if self._tier.is_durable(path)}
+        done = self._tier.durable() if self._near else set()
+        durable = {path: step for path, step in self._near.items() if path in done}
         if self._ranks.rank != 0 and durable:
             self.durable_step = max(durable.values())
         self._near = {path: step for path, step in self._near.items() if path not in durable}

@@ -40,11 +40,13 @@ class Nearest:
         """
         found = [] if step == "best" else holdings(self._tier.folder.path, ranks)
         found = [each for each in found if isinstance(step, str) or each.step == step]
-        partly = next((n for n, each in enumerate(found) if not each.is_whole), None)
-        if partly is not None and not any(each.is_whole for each in found[:partly]):
-            far = self._history.url(found[partly].path)
-            if completed_by(found[partly], self._tier.folder.path, far, self._history.storage_options, ranks):
-                found[partly] = replace(found[partly], is_completed=True)
+        for number, each in enumerate(found):
+            if each.is_whole:
+                break
+            far = self._history.url(each.path)
+            if completed_by(each, self._tier.folder.path, far, self._history.storage_options, ranks):
+                found[number] = replace(each, is_completed=True)
+                break
         return _Merged(search, found, ranks.rank).next
 
     def load(

@@ -18,7 +18,7 @@ from ckpt.backends.wrapper import PrefixStore
 from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.format.records import read_commit
 from ckpt.format.run_record import RunCheckpoint
-from ckpt.local_first.drain_process import DrainProcess, DrainState, read_status
+from ckpt.local_first.drain_process import DrainProcess, DrainState, durable_here, read_status
 from ckpt.local_first.folder import RunFolder
 from ckpt.local_first.options import LocalTier
 from ckpt.local_first.partners import Node, meet, share_of, shared_domains, sources_of, undurable
@@ -178,13 +178,19 @@ class Tier:
         own = self.saved.get(path)
         self.history.look_again()
         checkpoint = own or next((old for old in self.history.durable() if old.path == path), None)
-        if checkpoint is None:
+        if checkpoint is None or self._was_saved_again(path, state):
             return
         if state.state == "durable":
             when_durable(checkpoint, state, own is not None)
             self.saved.pop(path, None)
         elif state.state in ("failed", "left out"):
             tell("not_durable", checkpoint.step, f"{path}: {state.reason}")
+
+    def _was_saved_again(self, path: str, state: DrainState) -> bool:
+        with contextlib.suppress(CheckpointError), contextlib.closing(open_store(self.folder.path)) as store:
+            commit = read_commit(PrefixStore(store, path))
+            return commit is not None and not state.is_of(commit)
+        return False
 
     def note(self, checkpoint: RunCheckpoint) -> None:
         """Note a checkpoint that this node has; forget those that it has no more. Raises StorageError."""
@@ -208,9 +214,9 @@ class Tier:
         states = read_status(self.folder.path).items()
         return {path: state.reason for path, state in states if state.state == "failed"}
 
-    def is_durable(self, path: str) -> bool:
-        """Tell whether a checkpoint of this node has become durable, as the process last said."""
-        return (state := read_status(self.folder.path).get(path)) is not None and state.state == "durable"
+    def durable(self) -> set[str]:
+        """List the checkpoints of this node that have become durable, by their folders, as the process last said."""
+        return durable_here(self.folder.path)
 
     def undurable(self) -> list[int]:
         """List the steps that this node has, and that can still become durable."""
@@ -231,11 +237,10 @@ class Tier:
                 state = status.get(checkpoint.path)
                 with contextlib.suppress(CheckpointError):
                     commit = read_commit(PrefixStore(store, checkpoint.path))
-                    if commit is not None and not (
-                        state is not None
-                        and state.id == commit.record.id
-                        and state.state in ("durable", "left out")
-                    ):
+                    is_settled = (
+                        state is not None and state.is_of(commit) and state.state in ("durable", "left out")
+                    )
+                    if commit is not None and not is_settled:
                         found.append(checkpoint)
         return found
 
