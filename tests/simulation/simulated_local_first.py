@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import itertools
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
+import msgspec
 import torch
 from greenlet import getcurrent
 
@@ -27,6 +29,7 @@ from ckpt.backends.base import Store
 from ckpt.consistency import environment
 from ckpt.consistency.checksums import crc64nvme, crc_text
 from ckpt.consistency.commit import COMMIT_KEY
+from ckpt.consistency.seal import unseal_json
 from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.format.names import ObjectName
 from ckpt.format.records import (
@@ -789,13 +792,7 @@ class _Row:
 
 @functools.lru_cache(maxsize=256)
 def _run_record(data: bytes) -> RunRecord:
-    class _One:
-        url = ""
-
-    from ckpt.format import run_record
-
-    text = run_record.unseal_json(data, url="", key=RUN_KEY)
-    return run_record._decoder.decode(text)
+    return msgspec.json.decode(unseal_json(data, url="", key=RUN_KEY), type=RunRecord)
 
 
 class _Told:
@@ -826,8 +823,8 @@ def _of_another_job() -> Mapping[str, bytes]:
     """Make what the first node of another job has on its disk, by names below the run's folder."""
     other = Simulation(Seeded(0), {})
     other.first_number = 1 << 14
-    other.world._tokens = iter(f"{number:016x}" for number in range(1 << 40, 1 << 41))  # type: ignore[assignment]
-    other.world.token = lambda: next(other.world._tokens)  # type: ignore[assignment, method-assign, arg-type]
+    tokens = itertools.count(1 << 40)  # nobody draws what another has drawn
+    other.world.token = lambda: f"{next(tokens):016x}"  # type: ignore[method-assign]
     other.keep_local = other.keep = 9
     other.run(lambda: other.run_job(Plan(["n0", "n1"], [1.0] * 4)))
     prefix = f"n0/{RUN}/"

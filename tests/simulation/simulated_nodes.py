@@ -7,6 +7,7 @@ disk is found under a path, so that all of the library's code for folders of a n
 from __future__ import annotations
 
 import bisect
+import functools
 import io
 import os
 import posixpath
@@ -455,7 +456,8 @@ class Thread:
     """Stands for `threading.Thread`."""
 
     def __init__(self, target: Callable[..., object], args: Any = (), name: str = "", **_: Any) -> None:
-        self._work, self._name, self._done = (lambda: target(*args)), name, Event()
+        self._work: Callable[[], object] = functools.partial(target, *args)
+        self._name, self._done = name, Event()
 
     def start(self) -> None:
         def run() -> None:

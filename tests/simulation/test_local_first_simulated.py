@@ -20,11 +20,13 @@ from ckpt.backends.wrapper import WrappedStore
 from ckpt.draining import carry, drain
 from ckpt.errors import CheckpointError
 from ckpt.local_first import drain_process, holdings, partners, room, saving
+from ckpt.local_first.loading import load_near
 from ckpt.testing.choices import Exhaustive
 from ckpt.trainer_integration import keeping
 from ckpt.trainer_integration.run import nearest
 from simulation.simulated_history import Violation
-from simulation.simulated_local_first import FAR_NAME, Plan, Simulation, all_schedules, draw, run
+from simulation.simulated_local_first import Plan, Simulation, all_schedules, draw, run
+from simulation.simulated_nodes import FAR_NAME
 
 NODES = ("n0", "n1")
 
@@ -164,8 +166,7 @@ def mutated(function: Callable[..., Any], old: str, new: str) -> Callable[..., A
     names: dict[str, Any] = {}
     code = compile(f"from __future__ import annotations\n{text.replace(old, new)}", "mutant", "exec")
     exec(code, function.__globals__, names)  # noqa: S102 (the text is this project's own)
-    made = names[function.__name__]
-    assert callable(made)
+    made: Callable[..., Any] = names[function.__name__]
     return made
 
 
@@ -189,7 +190,7 @@ class _Later(WrappedStore):
             self.left.append((key, b"".join(part.buffers)))
 
 
-_save_to, _put_once, _load_near = saving._save_to, partners.put_once, nearest.load_near
+_save_to, _put_once, _load_near = saving._save_to, carry.put_once, load_near
 
 
 def _commits_first(place: Any, writer: Any, values: Any, planner: Any, ranks: Any) -> Any:

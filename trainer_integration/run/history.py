@@ -267,8 +267,11 @@ class History:
         known = {**self._found, **{old.path: old for old in record.checkpoints}}
         by_path = {path: self._as_past(old) for path, old in known.items()}
         for path, own in self._own.items():
-            # A later entry is that of another process, which has saved the same step.
-            if path not in by_path or by_path[path].saved_at_s < own.saved_at_s:
+            # A later entry is that of another process, which has saved the same step. But clocks go back: one that
+            # was given up, and is another save, is of the past.
+            old = by_path.get(path)
+            is_past = old is not None and old.superseded and old.saved_at_s != own.saved_at_s
+            if old is None or is_past or old.saved_at_s < own.saved_at_s:
                 by_path[path] = own
         for change in self._changes:
             changed = map(change, by_path.values())
