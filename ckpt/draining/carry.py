@@ -258,7 +258,9 @@ def _show(destination: Store, commit: StoredCommit) -> None:
 def _check_later(record: CommitRecord, before: StoredCommit | None, destination: Store) -> None:
     """Raise CommitConflict if what is committed there must not be replaced by an earlier save."""
     if before is not None and before.is_ours and not _is_later(record, before.record):
-        text = "a save that is later is committed here already, by the clocks of those who made them; it stays"
+        text = (
+            "a save that is later is committed here already, by the clocks of those who made them; it stays"
+        )
         raise CommitConflict(text, url=destination.url)
 
 

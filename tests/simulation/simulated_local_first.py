@@ -40,7 +40,7 @@ from ckpt.format.records import (
     decode_commit,
     decode_manifest,
 )
-from ckpt.format.run_record import RUN_KEY, RunRecord
+from ckpt.format.run_record import RUN_KEY, RunCheckpoint, RunRecord
 from ckpt.local_first import drain_process, folder, loading, near_store, neighbours, partners, room, saving
 from ckpt.local_first.folder import MARKER, RunFolder, run_key
 from ckpt.local_first.options import LocalTier
@@ -51,6 +51,7 @@ from ckpt.testing.virtual_time import Process
 from ckpt.trainer_integration import events, keeping
 from ckpt.trainer_integration.run import history, in_flight, near_saves, restore, tier
 from ckpt.trainer_integration.run.history import History
+from ckpt.trainer_integration.run.in_flight import Flight
 from ckpt.trainer_integration.run.near_saves import NearSaves
 from ckpt.transfer.threads import workers
 from ckpt.writing import column_save
@@ -112,6 +113,7 @@ def simulated_nodes(world: Nodes, simulation: Simulation) -> Iterator[None]:
                 (history, "threading", Threading()),
                 (tier, "threading", Threading()),
                 (in_flight, "threading", Threading()),
+                (in_flight, "Flight", _flight),
                 (tier, "os", files),
                 (room, "os", files),
                 (room, "shutil", files),
@@ -140,6 +142,11 @@ def _save_state_dict(state_dict: dict[str, torch.Tensor], *, process_group: Any,
     rank = process_group.rank
     own = {rank: int(state_dict[f"rank{rank}"].item())}
     return simulated_jobs._save_state_dict(own, process_group=process_group, **more)  # type: ignore[arg-type]
+
+
+def _flight(checkpoint: RunCheckpoint, began_s: float) -> Flight:
+    events: Any = {"durable": Event(), "booked": Event()}
+    return Flight(checkpoint, began_s, **events)
 
 
 class _Folder(RunFolder):

@@ -156,6 +156,24 @@ def incomplete() -> None:
     simulation.run(program)
 
 
+def test_records_that_are_damaged_on_one_node() -> None:
+    """Those of another node are the same."""
+    simulation = Simulation(Exhaustive(0), {})
+    world = simulation.world
+
+    def program() -> None:
+        simulation.run_job(Plan(NODES, [1.0]))
+        world.wipe(FAR_NAME)
+        (index,) = (name for name in world.names("n0/") if name.endswith(".index"))
+        data = world.truth(index)
+        assert data is not None
+        world.change("outside", index, data[:-1] + bytes([data[-1] ^ 1]))
+        simulation.run_job(Plan(NODES, []))
+
+    simulation.run(program)
+    assert simulation.outcomes["restored"] == 1
+
+
 # -- these checks can fail -------------------------------------------------------------------------------------
 
 
