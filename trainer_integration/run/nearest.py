@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.planner import LoadPlanner
 
-from ckpt.errors import StorageError
+from ckpt.errors import CheckpointError, StorageError
 from ckpt.local_first.holdings import Holding, completed_by, holdings
 from ckpt.local_first.loading import load_near
 from ckpt.ranks.group import Ranks
@@ -47,7 +47,7 @@ class Nearest:
             if completed_by(each, self._tier.folder.path, far, self._history.storage_options, ranks):
                 found[number] = replace(each, is_completed=True)
                 break
-        return _Merged(search, found, ranks.rank).next
+        return _Merged(search, found, ranks.rank, self._history.examine).next
 
     def load(
         self,
@@ -71,8 +71,11 @@ _PLACES = ("node", "neighbours", "durable")
 class _Merged:
     """Two searches as one, on the first rank."""
 
-    def __init__(self, search: Search, found: list[Holding], rank: int) -> None:
-        self._search, self._rank = search, rank
+    def __init__(
+        self, search: Search, found: list[Holding], rank: int, examine: Callable[[str], Candidate]
+    ) -> None:
+        self._search, self._rank, self._examine = search, rank, examine
+        self._tried: Choice | None = None
         self._near = deque(found)
         self._all = {(each.path, each.id): each for each in found}
         self._durable: deque[Choice] = deque()
@@ -80,13 +83,18 @@ class _Merged:
 
     def next(self) -> Choice | None:
         """Return the next checkpoint to try; None if there is no other."""
+        tried, self._tried = self._tried, None
+        if tried is not None and (candidate := self._became_durable(tried)) is not None:
+            return Choice(tried.step, tried.path, candidate)
         durable = self._peek()
         while self._near and _comes_first(self._near[0], durable):
             near = self._near.popleft()
             is_durable = durable is not None and (durable.path, durable.candidate.id) == (near.path, near.id)
             if near.is_whole or near.is_completed:
                 candidate = Candidate(created_at_s=near.created_at_s, id=near.id)
-                return Choice(near.step, near.path, candidate, near=near, is_durable=is_durable)
+                choice = Choice(near.step, near.path, candidate, near=near, is_durable=is_durable)
+                self._tried = None if is_durable else choice
+                return choice
             if not is_durable:
                 fault = f"the nodes have {near.here.bit_count()} of its {near.wanted} parts, and it is not durable"
                 return Choice(near.step, near.path, Candidate(fault), near=near, is_durable=False)
@@ -101,6 +109,14 @@ class _Merged:
             return durable._replace(near=known)  # the rest is read from there; and if that fails, all of it
         self._durable.popleft()
         return durable
+
+    def _became_durable(self, tried: Choice) -> Candidate | None:
+        """Look whether one that could not be read became durable meanwhile: the nodes may make room of it then."""
+        try:
+            candidate = self._examine(tried.path)
+        except CheckpointError:
+            return None
+        return candidate if candidate.id == tried.candidate.id and candidate.fault is None else None
 
     def _peek(self) -> Choice | None:
         while not self._durable and not self._is_over:
