@@ -140,7 +140,7 @@ def _explore_local_first(deviations: int) -> int:
     logging.disable(logging.CRITICAL)
     total = 0
     for copies in (0, 1):
-        for fate in ("", *FATES_OF_NODES[1:]):
+        for fate in (*FATES_OF_NODES[1:], ""):
             fates = 1 if fate else 0
             counts = simulated_local_first.all_schedules(
                 fate, fates=fates, orders=deviations - fates, copies=copies
