@@ -1018,6 +1018,7 @@ def scenario(choices: Choices, fates: Mapping[str, float], *, copies: int) -> Si
 
     def program() -> None:
         simulation.run_job(Plan(["n0", "n1"], [1.0], waits_s=60.0))
+        simulation.run_job(Plan(["n0", "n1"], [], waits_s=60.0))
         simulation.last_job(["n0", "n1"])
 
     simulation.run(program)

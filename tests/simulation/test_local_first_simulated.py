@@ -174,6 +174,29 @@ def test_records_that_are_damaged_on_one_node() -> None:
     assert simulation.outcomes["restored"] == 1
 
 
+def test_a_run_that_went_back_and_was_killed_before_that_was_durable() -> None:
+    """The nodes know that it went back; the root does not yet."""
+    simulation = Simulation(Exhaustive(0), {}, keep=9, keep_local=9)
+    world = simulation.world
+
+    def program() -> None:
+        simulation.run_job(Plan(NODES, [1.0] * 3))
+        world.sleep(100.0)
+        world.silences.append((world.now_s + 20.0, world.now_s + 5000.0))
+        simulation.run_job(Plan(NODES, [30.0], step=1, waits_s=None))
+        world.silences.clear()
+        simulation.run_job(Plan(NODES, [1.0]))
+
+    simulation.run(program)
+    assert [(save.step, save.restored) for save in simulation.saves] == [
+        (1, 0),
+        (2, 1),
+        (3, 2),
+        (2, 1),
+        (3, 4),
+    ]
+
+
 # -- these checks can fail -------------------------------------------------------------------------------------
 
 

@@ -101,6 +101,10 @@ class History:
         """List the checkpoints that were committed and are not given up, by the record."""
         return [checkpoint for checkpoint in self._record().checkpoints if not checkpoint.superseded]
 
+    def given_up(self) -> list[RunCheckpoint]:
+        """List those that were given up, by the record."""
+        return [checkpoint for checkpoint in self._record().checkpoints if checkpoint.superseded]
+
     def known(self) -> list[RunCheckpoint]:
         """List the same, but read no storage."""
         return [old for old in (self._known or RunRecord()).checkpoints if not old.superseded]

@@ -47,7 +47,8 @@ class Nearest:
             if completed_by(each, self._tier.folder.path, far, self._history.storage_options, ranks):
                 found[number] = replace(each, is_completed=True)
                 break
-        return _Merged(search, found, ranks.rank, self._history.examine).next
+        given_up = ranks.join(self._tier.given_up(), frozenset.union)
+        return _Merged(search, found, ranks.rank, self._history, given_up).next
 
     def load(
         self,
@@ -72,9 +73,15 @@ class _Merged:
     """Two searches as one, on the first rank."""
 
     def __init__(
-        self, search: Search, found: list[Holding], rank: int, examine: Callable[[str], Candidate]
+        self,
+        search: Search,
+        found: list[Holding],
+        rank: int,
+        history: History,
+        given_up: frozenset[tuple[str, float]],
     ) -> None:
-        self._search, self._rank, self._examine = search, rank, examine
+        self._search, self._rank, self._history = search, rank, history
+        self._given_up, self._last = given_up, list[Choice]()
         self._tried: Choice | None = None
         self._near = deque(found)
         self._all = {(each.path, each.id): each for each in found}
@@ -110,10 +117,15 @@ class _Merged:
         self._durable.popleft()
         return durable
 
+    def _is_given_up(self, choice: Choice) -> bool:
+        """Tell whether the nodes know that the run went back; the root learns it with the next durable one."""
+        recorded = (old for old in self._history.known() if old.path == choice.path)
+        return any((old.path, old.saved_at_s) in self._given_up for old in recorded)
+
     def _became_durable(self, tried: Choice) -> Candidate | None:
         """Look whether one that could not be read became durable meanwhile: the nodes may make room of it then."""
         try:
-            candidate = self._examine(tried.path)
+            candidate = self._history.examine(tried.path)
         except CheckpointError:
             return None
         return candidate if candidate.id == tried.candidate.id and candidate.fault is None else None
@@ -129,6 +141,9 @@ class _Merged:
                 choice = None
             if choice is None:
                 self._is_over = True
+                self._durable.extend(self._last)
+            elif self._is_given_up(choice):
+                self._last.append(choice)
             else:
                 self._durable.append(choice)
         return self._durable[0] if self._durable else None
