@@ -68,6 +68,16 @@ _started: list[subprocess.Popen[bytes]] = []
 """Those that may outlive what has started them: Python warns of one that nothing refers to."""
 
 
+def _let_go_in_child() -> None:
+    """Close the pipes: while a worker of the data loader has one, the process does not hear that the trainer ended."""
+    for process in _started:
+        if process.stdin is not None:
+            process.stdin.close()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)
+
+
 class DrainProcess:
     """Starts the process for a run's folder, and starts it again when it has died.
 
@@ -136,6 +146,7 @@ class DrainProcess:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "ckpt.local_first.drain_process", self._folder],
                 stdin=subprocess.PIPE,
+                bufsize=0,  # a child of a fork closes it, and has no lock to wait for
                 stdout=log,
                 stderr=log,
                 env=environ,
@@ -145,8 +156,9 @@ class DrainProcess:
         self._began_s = time.monotonic()
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):  # it has ended: the next look tells
-            self._process.stdin.write(len(self._config).to_bytes(8, "little") + self._config)
-            self._process.stdin.flush()
+            left = len(self._config).to_bytes(8, "little") + self._config
+            while left:
+                left = left[self._process.stdin.write(left) :]
 
 
 def main() -> None:

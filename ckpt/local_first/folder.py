@@ -10,6 +10,7 @@ import os
 import re
 import secrets
 import time
+import weakref
 
 from ckpt.backends.registry import normal_url, open_store
 from ckpt.errors import ConfigurationError, StorageError
@@ -58,6 +59,7 @@ class RunFolder:
         self.path = os.path.join(root, run_key(self.durable))
         self.is_leader, self.holder = False, ""
         self._lock: int | None = None
+        _all.add(self)
         try:
             os.makedirs(self.path, exist_ok=True)
             self._mark()
@@ -113,6 +115,7 @@ class RunFolder:
         """Let go of the folder."""
         lock, self._lock = self._lock, None
         if lock is not None:
+            fcntl.flock(lock, fcntl.LOCK_UN)  # a child of another fork may have it, too
             os.close(lock)
 
     def __del__(self) -> None:
@@ -130,6 +133,20 @@ class RunFolder:
             os.replace(beside, path)
         elif durable != self.durable:
             raise ConfigurationError(f"{self.path} holds checkpoints of another run, {durable}: move it away")
+
+
+_all: weakref.WeakSet[RunFolder] = weakref.WeakSet()
+
+
+def _let_go_in_child() -> None:
+    """Close the locks: a worker of the data loader that lives longer must not hold a folder for a job that is gone."""
+    for folder in [*_all]:
+        lock, folder._lock = folder._lock, None
+        if lock is not None:
+            os.close(lock)
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)
 
 
 def run_key(durable: str) -> str:

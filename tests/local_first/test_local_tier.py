@@ -224,6 +224,16 @@ def test_two_jobs_of_one_run_are_refused(tmp_path: Path, monkeypatch: pytest.Mon
     manager_of(tmp_path, Log()).close()
 
 
+def test_a_root_below_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    with ckpt.CheckpointManager("~/run", save=1, local="~/local", preflight=False) as manager:
+        manager.step(1, state_of(1))
+        assert manager.wait_durable(PATIENCE_S) == 1
+    assert ckpt.verify(tmp_path / "home" / "run" / "step-00000001").ok
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
+
+
 def test_bad_arguments(tmp_path: Path) -> None:
     for wrong, text in (
         ({"local": "s3://bucket/run"}, "a folder of this node, not a URL"),
@@ -326,6 +336,36 @@ with ckpt.CheckpointManager(root, save=1, local=local, preflight=False) as manag
         manager._saves.settle()
     os.kill(os.getpid(), 9)
 """
+
+
+_TRAINER_WITH_A_CHILD = """
+import multiprocessing, sys, time
+import torch, ckpt
+if __name__ == "__main__":
+    root, local = sys.argv[1:3]
+    for step in (1, 2):
+        with ckpt.CheckpointManager(root, save=1, local=local, preflight=False) as manager:
+            manager.step(step, {"x": torch.ones(9)})
+            manager.wait_durable(60)
+            child = multiprocessing.get_context("fork").Process(target=time.sleep, args=[600], daemon=True)
+            child.start()  # as a data loader's worker that stays
+            began_s = time.monotonic()
+        print(time.monotonic() - began_s)
+"""
+
+
+def test_a_child_of_a_fork_holds_up_nothing(tmp_path: Path) -> None:
+    """The children have the trainer's open files, among them the pipe to the process, and the lock."""
+    command = [
+        sys.executable,
+        "-c",
+        _TRAINER_WITH_A_CHILD,
+        str(tmp_path / "durable"),
+        str(tmp_path / "local"),
+    ]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.split()) == 2
 
 
 def test_the_process_outlives_the_trainer(tmp_path: Path) -> None:
