@@ -9,7 +9,7 @@ import shutil
 from ckpt.backends.registry import open_store
 from ckpt.errors import CheckpointError
 from ckpt.format.run_record import read_run
-from ckpt.local_first.drain_process import read_status
+from ckpt.local_first.drain_process import current_status
 from ckpt.tools.remove import remove
 
 _MARGIN = 1.05
@@ -23,7 +23,7 @@ def has_room(folder: str, budget_bytes: int | None) -> bool:
     names = [entry.name for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)]
     sizes = {name: _size_bytes(os.path.join(folder, name)) for name in sorted(names)}
     needed = int(max(sizes.values(), default=0) * _MARGIN)
-    states, given_up = read_status(folder), _given_up(folder)
+    states, given_up = current_status(folder), _given_up(folder)
     spare = [path for path in sizes if path in states and states[path].state == "durable"]
     spare = [path for path in sizes if path in given_up] + spare
     while needed > _free_bytes(folder, budget_bytes, sum(sizes.values())):

@@ -284,6 +284,25 @@ def test_what_is_durable_makes_room(tmp_path: Path) -> None:
     assert len([*local_of(tmp_path).glob("step-*")]) == 2
 
 
+def test_what_was_saved_again_makes_no_room(tmp_path: Path) -> None:
+    """The process has said of a folder that it is durable; what was saved into it since is not."""
+    tier = ckpt.LocalTier(tmp_path / "local", keep=9, budget_bytes=4_000_000, drain_timeout_s=0)
+    with dead_store() as (_, options, dead):
+        log, more = Log(), {"storage_options": options, "preflight": False, "on_failure": "continue"}
+        with ckpt.CheckpointManager(
+            "s3://bucket/run", save=1, local=tier, events=[log.append], **more
+        ) as manager:
+            manager.step(1, state_of(1))
+            manager.step(2, state_of(2))
+            manager.wait_durable(PATIENCE_S)
+            dead.set()
+            assert manager.restore(state_of(0), step=1)
+            for step in (2, 3, 4, 5):
+                manager.step(step, state_of(step))
+    assert log.steps("not_local") == [5]
+    assert {path.parent.name[-1] for path in local_of(tmp_path).glob("step-*/commit.json")} == {"2", "3", "4"}
+
+
 def test_no_room_is_no_reason_to_stop(tmp_path: Path) -> None:
     tier = ckpt.LocalTier(tmp_path / "local", budget_bytes=1_000_000)
     log = train(tmp_path, range(1, 4), local=tier)
@@ -322,6 +341,29 @@ def test_a_disk_that_fills_up(tmp_path: Path, small_disk: Path) -> None:
         path.name.startswith("step-00000002") for path in small_disk.glob("local/*/step-*/commit.json")
     )
     assert restored(tmp_path)[0] == 2
+
+
+def test_a_disk_without_any_room_is_carried(tmp_path: Path, small_disk: Path) -> None:
+    with dead_store() as (_, options, dead):
+        log = Log()
+        with ckpt.CheckpointManager(
+            "s3://bucket/run",
+            save=1,
+            local=ckpt.LocalTier(small_disk / "local", keep=1),
+            storage_options=options,
+            preflight=False,
+            events=[log.append],
+        ) as manager:
+            dead.set()
+            manager.step(1, state_of(1))
+            manager.step(2, state_of(2))
+            log.wait_for("local", 2)
+            with contextlib.suppress(OSError), (small_disk / "filler").open("wb", buffering=0) as filler:
+                while True:
+                    filler.write(bytes(4096))
+            dead.clear()
+            assert manager.wait_durable(PATIENCE_S) == 2
+    assert log.steps("durable") == [1, 2]
 
 
 # -- the process -------------------------------------------------------------------------------------------
@@ -388,6 +430,23 @@ def test_a_process_that_dies_is_started_again(tmp_path: Path) -> None:
         manager.step(2, state_of(2))
         assert manager.wait_durable(PATIENCE_S) == 2
     assert "ended with -9" in log.of("drain_failed").reason
+
+
+def test_a_process_that_may_not_write_says_so(tmp_path: Path) -> None:
+    with strict_s3() as server, fault_proxy(server) as proxy:
+        log = Log()
+        more: dict[str, Any] = {"storage_options": proxy.options, "preflight": False}
+        local = ckpt.LocalTier(tmp_path / "local", drain_timeout_s=0)
+        with ckpt.CheckpointManager(
+            "s3://bucket/run", save=1, local=local, events=[log.append], **more
+        ) as manager:
+            proxy.rule = lambda call: 403
+            manager.step(1, state_of(1))
+            log.wait_for("drain_failed")
+    assert "ended with 1" in log.of("drain_failed").reason
+    text = (local_of(tmp_path) / "ckpt-drain.log").read_text()
+    assert "check the credentials" in text
+    assert "Fatal Python error" not in text
 
 
 def test_what_cannot_become_durable_is_told(tmp_path: Path) -> None:

@@ -238,6 +238,27 @@ def test_a_node_is_replaced_while_there_are_copies(tmp_path: Path) -> None:
     ]
 
 
+def test_a_node_is_lost_for_which_the_others_wait(tmp_path: Path) -> None:
+    """They have sent what is theirs, and say so; what only a copy has is missing, and nobody has given it up."""
+    assert run_ranks(4, _train_with_copies, 4, str(tmp_path), "0123", [1, 2]) == [2] * 4
+    lost_bytes = data_bytes(tmp_path, 1)
+    shutil.rmtree(tmp_path / "node1")
+    shutil.rmtree(tmp_path / "durable/step-00000002/rank-00001")
+    for name in ("step-00000002/commit.json", "step-00000002/.metadata", "ckpt-run.json"):
+        (tmp_path / "durable" / name).unlink()
+    for path in tmp_path.glob("node*/*/ckpt-drain.json"):
+        status = json.loads(path.read_text())
+        status["checkpoints"]["step-00000002"] |= {"state": "waiting", "reason": "a file is not there"}
+        path.write_text(json.dumps(status))
+    run_ranks(4, _train_with_copies, 4, str(tmp_path), "0123", [])
+    found = [
+        json.loads(path.read_text())["checkpoints"]["step-00000002"]
+        for path in sorted(tmp_path.glob("node[023]/*/ckpt-drain.json"))
+    ]
+    assert ckpt.verify(tmp_path / "durable/step-00000002").ok
+    assert [each["sent_bytes"] for each in found] == [0, lost_bytes, 0]
+
+
 def _train_where_a_disk_is_full(rank: int, folder: str) -> list[str]:
     def refuse(*args: Any) -> None:
         raise StorageFull("the disk is full", url=folder)

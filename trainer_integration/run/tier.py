@@ -18,7 +18,7 @@ from ckpt.backends.wrapper import PrefixStore
 from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.format.records import read_commit
 from ckpt.format.run_record import RunCheckpoint
-from ckpt.local_first.drain_process import DrainProcess, DrainState, read_status
+from ckpt.local_first.drain_process import DrainProcess, DrainState, current_status, read_status
 from ckpt.local_first.folder import RunFolder
 from ckpt.local_first.options import LocalTier
 from ckpt.local_first.partners import Node, meet, share_of, shared_domains, sources_of, undurable
@@ -163,7 +163,7 @@ class Tier:
                     tell("drain_failed", None, news)
             if self._rank != 0:
                 return
-            for path, state in read_status(self.folder.path).items():
+            for path, state in current_status(self.folder.path).items():
                 known = (state.id, state.state + state.reason)
                 if self._seen.get(path) != known:
                     self._follow(path, state, when_durable, tell)
@@ -205,12 +205,12 @@ class Tier:
 
     def failed(self) -> dict[str, str]:
         """List checkpoints of this node that cannot become durable, by their folders, and why."""
-        states = read_status(self.folder.path).items()
+        states = current_status(self.folder.path).items()
         return {path: state.reason for path, state in states if state.state == "failed"}
 
     def is_durable(self, path: str) -> bool:
         """Tell whether a checkpoint of this node has become durable, as the process last said."""
-        return (state := read_status(self.folder.path).get(path)) is not None and state.state == "durable"
+        return (state := current_status(self.folder.path).get(path)) is not None and state.state == "durable"
 
     def undurable(self) -> list[int]:
         """List the steps that this node has, and that can still become durable."""
@@ -248,7 +248,7 @@ class Tier:
         """
         if keep is None:
             return []
-        status = read_status(self.folder.path)
+        status = current_status(self.folder.path)
         self.history.look_again()
         done = {path for path, state in status.items() if state.state != "waiting"}
         waiting = [each for each in self.history.durable() if each.path not in done]
