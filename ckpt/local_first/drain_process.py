@@ -243,7 +243,9 @@ def _state(drained: Drained) -> DrainState:
 def _wait_for_end(finish: threading.Event) -> None:
     """Wait until the trainer closes the pipe, or is gone."""
     with contextlib.suppress(OSError):
-        while os.read(sys.stdin.fileno(), 1):  # a reader with a buffer has a lock, for which Python aborts at the end
+        while os.read(
+            sys.stdin.fileno(), 1
+        ):  # a reader with a buffer has a lock, for which Python aborts at the end
             pass
     finish.set()
 

@@ -113,6 +113,66 @@ def test_staged_local_durable(tmp_path: Path) -> None:
     ]
 
 
+class _Sending(Log):
+    """A listener that sends in the background, as those that talk to a server."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[Event] = []
+
+    def __call__(self, event: Event) -> None:
+        self.append(event)
+
+    def flush(self) -> None:
+        self.sent += self
+
+
+def test_what_becomes_durable_at_the_end_is_sent(tmp_path: Path) -> None:
+    log = _Sending()
+    with ckpt.CheckpointManager(
+        tmp_path / "durable", save=1, local=tmp_path / "local", preflight=False, events=[log]
+    ) as manager:
+        manager.step(1, state_of(1))
+    assert "durable" in [event.kind for event in log.sent]
+
+
+def test_a_rule_that_fails_tells_nothing_twice(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(keeping.KeepRule):
+        def keeps(self, checkpoints: Any, now_s: float) -> dict[int, str]:
+            raise ValueError("a mistake")
+
+    with caplog.at_level(logging.INFO):
+        log = train(tmp_path, range(1, 3), keep=Broken())
+    assert [(each, log.steps(each)) for each in ("local", "durable")] == [
+        ("local", [1, 2]),
+        ("durable", [1, 2]),
+    ]
+    assert "step 2 local: 1.2 MB in" in caplog.text
+    assert "step 2 durable: 1.2 MB sent" in caplog.text
+
+
+@pytest.mark.long
+def test_no_wait_for_a_record_that_cannot_be_written(tmp_path: Path) -> None:
+    """The store gives no answer any more when a checkpoint has just become durable."""
+    is_dead = threading.Event()
+    with strict_s3() as server, fault_proxy(server) as proxy:
+
+        def rule(call: Call) -> int | str:
+            return "stall" if is_dead.is_set() and "ckpt-run" in call.key else "pass"
+
+        proxy.rule, log = rule, Log()
+        local = ckpt.LocalTier(tmp_path / "local", drain_timeout_s=1.0)
+        more: dict[str, Any] = {"storage_options": proxy.options, "preflight": False, "local": local}
+        with ckpt.CheckpointManager("s3://bucket/run", save=1, events=[log.append], **more) as manager:
+            manager.step(1, state_of(1))
+            manager.wait_durable(PATIENCE_S)
+            is_dead.set()
+            began_s = time.monotonic()
+            manager.step(2, state_of(2))
+            assert manager.wait_durable(8.0) == 2
+        assert time.monotonic() - began_s < PATIENCE_S  # a request alone waits for longer
+
+
 def test_ls_tells_what_is_durable(tmp_path: Path) -> None:
     train(tmp_path, range(1, 3))
     run = local_of(tmp_path)
@@ -288,7 +348,8 @@ def test_what_was_saved_again_makes_no_room(tmp_path: Path) -> None:
     """The process has said of a folder that it is durable; what was saved into it since is not."""
     tier = ckpt.LocalTier(tmp_path / "local", keep=9, budget_bytes=4_000_000, drain_timeout_s=0)
     with dead_store() as (_, options, dead):
-        log, more = Log(), {"storage_options": options, "preflight": False, "on_failure": "continue"}
+        log = Log()
+        more: dict[str, Any] = {"storage_options": options, "preflight": False, "on_failure": "continue"}
         with ckpt.CheckpointManager(
             "s3://bucket/run", save=1, local=tier, events=[log.append], **more
         ) as manager:

@@ -190,9 +190,13 @@ class Saves:
             flight, self._flight = self._flight, None
             return None if flight is None else flight.future.exception()
         finally:
+            self._end()
             self._uploads.close()
             self.history.close()
             self._events.flush()
+
+    def _end(self) -> None:
+        """End what goes on beside the saves; events are told until then."""
 
     def check_root(self, nbytes: int) -> int | None:
         """Try the run's root out; return its free bytes, if they are known. Raises as `check_place`."""

@@ -32,7 +32,7 @@ from ckpt.trainer_integration.run.history import History
 
 _logger = logging.getLogger(__name__)
 
-_LOOK_S = 0.5
+_LOOK_S, _JOIN_S = 0.5, 5.0
 
 Tell = Callable[..., None]
 WhenDurable = Callable[[RunCheckpoint, DrainState, bool], None]
@@ -77,7 +77,9 @@ class Tier:
             else None
         )
         self._seen: dict[str, tuple[str, str]] = {}
-        self._stop, self._looked = threading.Event(), threading.Lock()
+        self._stop, self._asked = threading.Event(), threading.Event()
+        self._waiting: list[threading.Event] = []  # for the watch to have looked
+        self._lock = threading.Lock()
         self._watch: threading.Thread | None = None
         self.saved: dict[str, RunCheckpoint] = {}
         self.unwanted: list[str] = []
@@ -139,35 +141,47 @@ class Tier:
         def run() -> None:
             failure = ""
             while True:
+                with self._lock:
+                    self._asked.clear()
+                    waiting, self._waiting = self._waiting, []
                 try:
-                    self.look(when_durable, tell)
+                    self._look(when_durable, tell)
                 except Exception as error:
                     if failure != str(error):  # once, and not twice a second
                         _logger.exception("looking after local checkpoints failed")
                     failure = str(error)
-                if self._stop.wait(_LOOK_S):
+                for looked in waiting:
+                    looked.set()
+                self._asked.wait(_LOOK_S)
+                if self._stop.is_set():
                     return
 
         self._watch = threading.Thread(target=run, name="ckpt-tier", daemon=True)
         self._watch.start()
 
-    def look(self, when_durable: WhenDurable, tell: Tell) -> None:
-        """Look once."""
-        with self._looked:
-            while self.unwanted:
-                with contextlib.suppress(CheckpointError):
-                    remove(self.folder.url(self.unwanted.pop()))
-            if self._process is not None and (self.is_local or self._has_any()):
-                news = self._process.look()
-                if news is not None:
-                    tell("drain_failed", None, news)
-            if self._rank != 0:
-                return
-            for path, state in current_status(self.folder.path).items():
-                known = (state.id, state.state + state.reason)
-                if self._seen.get(path) != known:
-                    self._follow(path, state, when_durable, tell)
-                    self._seen[path] = known
+    def wait_looked(self, until_s: float) -> None:
+        """Wait for the watch to look once more, until a time of `time.monotonic`: a store may hold it up for long."""
+        looked = threading.Event()
+        with self._lock:
+            self._waiting.append(looked)
+            self._asked.set()
+        looked.wait(max(0.0, min(until_s - time.monotonic(), threading.TIMEOUT_MAX)))
+
+    def _look(self, when_durable: WhenDurable, tell: Tell) -> None:
+        while self.unwanted:
+            with contextlib.suppress(CheckpointError):
+                remove(self.folder.url(self.unwanted.pop()))
+        if self._process is not None and (self.is_local or self._has_any()):
+            news = self._process.look()
+            if news is not None:
+                tell("drain_failed", None, news)
+        if self._rank != 0:
+            return
+        for path, state in current_status(self.folder.path).items():
+            known = (state.id, state.state + state.reason)
+            if self._seen.get(path) != known:
+                self._follow(path, state, when_durable, tell)
+                self._seen[path] = known
 
     def _has_any(self) -> bool:
         with contextlib.suppress(OSError), os.scandir(self.folder.path) as entries:
@@ -176,6 +190,8 @@ class Tier:
 
     def _follow(self, path: str, state: DrainState, when_durable: WhenDurable, tell: Tell) -> None:
         own = self.saved.get(path)
+        if own is not None and current_status(self.folder.path).get(path) != state:
+            return  # it has been saved again since that was said
         self.history.look_again()
         checkpoint = own or next((old for old in self.history.durable() if old.path == path), None)
         if checkpoint is None:
@@ -271,8 +287,9 @@ class Tier:
     def finish(self) -> None:
         """Let the process carry what is there, and end by itself."""
         self._stop.set()
+        self._asked.set()
         if self._watch is not None:
-            self._watch.join()
+            self._watch.join(_JOIN_S)
         if self._process is not None:
             self._process.finish()
 
