@@ -102,12 +102,16 @@ class RunFolder:
                 if time.monotonic() > deadline_s:  # until then it may be one of ours that has not signed yet
                     os.close(lock)
                     text = f"another job ({holder or 'unknown'}) saves to {self.path}: give each run a root of its own"
+                    if holder.split(" ")[1:3] == ["pid", str(os.getpid())]:
+                        text = f"a manager of this process that was not closed saves to {self.path}: close it first"
                     raise ConfigurationError(text) from None
                 time.sleep(0.05)
                 continue
             self.holder = f"{job} pid {os.getpid()} {secrets.token_hex(4)}"  # pids of containers can be equal
-            os.ftruncate(lock, 0)
-            os.pwrite(lock, self.holder.encode(), 0)
+            os.pwrite(
+                lock, self.holder.encode(), 0
+            )  # on a disk that is full, what is there can still be replaced
+            os.ftruncate(lock, len(self.holder.encode()))
             self._lock, self.is_leader = lock, True
             return
 
@@ -161,7 +165,7 @@ def durable_of(folder: str) -> str | None:
         with open(os.path.join(folder, MARKER), encoding="utf-8") as file:
             found = json.loads(file.read(_MAX_BYTES))
         return str(found["durable"]) if found["format"] == _FORMAT else None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

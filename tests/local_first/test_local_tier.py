@@ -279,8 +279,16 @@ def test_two_runs_share_a_folder(tmp_path: Path) -> None:
 
 def test_two_jobs_of_one_run_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckpt.local_first.folder._PATIENCE_S", 0.2)
-    with manager_of(tmp_path, Log()), pytest.raises(ConfigurationError, match=r"another job .* saves to"):
+    with (
+        manager_of(tmp_path, Log()),
+        pytest.raises(ConfigurationError, match="this process that was not closed saves to"),
+    ):
         manager_of(tmp_path, Log())
+    with manager_of(tmp_path, Log()):
+        lock = local_of(tmp_path) / ".ckpt-job.lock"
+        lock.write_text(lock.read_text().replace(f"pid {os.getpid()}", "pid 1"))
+        with pytest.raises(ConfigurationError, match=r"another job .* pid 1 .* saves to"):
+            manager_of(tmp_path, Log())
     manager_of(tmp_path, Log()).close()
 
 
@@ -303,7 +311,16 @@ def test_bad_arguments(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigurationError, match=text):
             manager_of(tmp_path, Log(), **wrong)
-    for tier in ({"keep": 0}, {"budget_bytes": 0}, {"drain_timeout_s": -1.0}):
+    for tier in (
+        {"keep": 0},
+        {"keep": "3"},
+        {"budget_bytes": 0},
+        {"budget_bytes": "5GB"},
+        {"drain_timeout_s": -1.0},
+        {"drain_timeout_s": None},
+        {"copies": 2},
+        {"failure_domain": 7},
+    ):
         with pytest.raises(ConfigurationError, match="LocalTier"):
             ckpt.LocalTier(tmp_path, **tier)
 
@@ -362,6 +379,16 @@ def test_what_was_saved_again_makes_no_room(tmp_path: Path) -> None:
                 manager.step(step, state_of(step))
     assert log.steps("not_local") == [5]
     assert {path.parent.name[-1] for path in local_of(tmp_path).glob("step-*/commit.json")} == {"2", "3", "4"}
+
+
+def test_what_a_killed_save_has_left_is_removed(tmp_path: Path) -> None:
+    train(tmp_path, range(1, 2))
+    left = local_of(tmp_path) / "step-00000007"
+    shutil.copytree(local_of(tmp_path) / "step-00000001", left)
+    (left / "commit.json").unlink()
+    (left / "notes.txt").write_text("not ours")
+    train(tmp_path, range(2, 3))
+    assert [path.name for path in left.rglob("*") if path.is_file()] == ["notes.txt"]
 
 
 def test_no_room_is_no_reason_to_stop(tmp_path: Path) -> None:

@@ -268,7 +268,7 @@ class Saves:
 
     def _committed(self, flight: Flight, committed: Any, took_s: float) -> bool:
         """Note and report a checkpoint that is durable; tell whether it is in the run's record, by this rank."""
-        step, is_recorded = flight.checkpoint.step, True
+        step, path, is_recorded = flight.checkpoint.step, flight.checkpoint.path, True
         self.durable_at_s = self.undurable_since_s = time.monotonic()
         self.durable_step = step
         if self._ranks.rank != 0:
@@ -280,7 +280,6 @@ class Saves:
             _logger.warning(
                 "step %d is durable, but could not be noted in the run's record: %s", step, failure
             )
-        path = flight.checkpoint.path
         figures = figures_of(committed) | {"upload_s": took_s, "stall_s": flight.stall_s}
         self.tell("durable", step, path, self.history.shown(path), **figures)
         return is_recorded

@@ -38,6 +38,47 @@ Tell = Callable[..., None]
 WhenDurable = Callable[[RunCheckpoint, DrainState, bool], None]
 
 
+class _Watch:
+    """Calls `look` now and then in a thread of its own, and soon when somebody waits for it."""
+
+    def __init__(self, look: Callable[[], None]) -> None:
+        self._look, self._is_closed, self._asked = look, False, threading.Event()
+        self._lock, self._waiting = threading.Lock(), list[threading.Event]()
+        self._thread = threading.Thread(target=self._run, name="ckpt-tier", daemon=True)
+        self._thread.start()
+
+    def wait_looked(self, until_s: float) -> None:
+        looked = threading.Event()
+        with self._lock:
+            self._waiting.append(looked)
+            self._asked.set()
+        looked.wait(max(0.0, min(until_s - time.monotonic(), threading.TIMEOUT_MAX)))
+
+    def close(self) -> None:
+        """End it; what a store holds up ends by itself."""
+        self._is_closed = True
+        self._asked.set()
+        self._thread.join(_JOIN_S)
+
+    def _run(self) -> None:
+        failure = ""
+        while True:
+            with self._lock:
+                self._asked.clear()
+                waiting, self._waiting = self._waiting, []
+            try:
+                self._look()
+            except Exception as error:
+                if failure != str(error):  # once, and not twice a second
+                    _logger.exception("looking after local checkpoints failed")
+                failure = str(error)
+            for looked in waiting:
+                looked.set()
+            self._asked.wait(_LOOK_S)
+            if self._is_closed:
+                return
+
+
 class Tier:
     """The place where a run's checkpoints are before they are durable: a disk of each node, or another storage.
 
@@ -77,10 +118,7 @@ class Tier:
             else None
         )
         self._seen: dict[str, tuple[str, str]] = {}
-        self._stop, self._asked = threading.Event(), threading.Event()
-        self._waiting: list[threading.Event] = []  # for the watch to have looked
-        self._lock = threading.Lock()
-        self._watch: threading.Thread | None = None
+        self._watch: _Watch | None = None
         self.saved: dict[str, RunCheckpoint] = {}
         self.unwanted: list[str] = []
 
@@ -138,34 +176,12 @@ class Tier:
         if not self.is_leader and self._rank != 0:
             return
 
-        def run() -> None:
-            failure = ""
-            while True:
-                with self._lock:
-                    self._asked.clear()
-                    waiting, self._waiting = self._waiting, []
-                try:
-                    self._look(when_durable, tell)
-                except Exception as error:
-                    if failure != str(error):  # once, and not twice a second
-                        _logger.exception("looking after local checkpoints failed")
-                    failure = str(error)
-                for looked in waiting:
-                    looked.set()
-                self._asked.wait(_LOOK_S)
-                if self._stop.is_set():
-                    return
-
-        self._watch = threading.Thread(target=run, name="ckpt-tier", daemon=True)
-        self._watch.start()
+        self._watch = _Watch(lambda: self._look(when_durable, tell))
 
     def wait_looked(self, until_s: float) -> None:
         """Wait for the watch to look once more, until a time of `time.monotonic`: a store may hold it up for long."""
-        looked = threading.Event()
-        with self._lock:
-            self._waiting.append(looked)
-            self._asked.set()
-        looked.wait(max(0.0, min(until_s - time.monotonic(), threading.TIMEOUT_MAX)))
+        if self._watch is not None:
+            self._watch.wait_looked(until_s)
 
     def _look(self, when_durable: WhenDurable, tell: Tell) -> None:
         while self.unwanted:
@@ -286,10 +302,8 @@ class Tier:
 
     def finish(self) -> None:
         """Let the process carry what is there, and end by itself."""
-        self._stop.set()
-        self._asked.set()
         if self._watch is not None:
-            self._watch.join(_JOIN_S)
+            self._watch.close()
         if self._process is not None:
             self._process.finish()
 
