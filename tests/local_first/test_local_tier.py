@@ -187,6 +187,12 @@ def test_ls_tells_what_is_durable(tmp_path: Path) -> None:
     assert sorted(each["state"] for each in listed["checkpoints"]) == ["durable", "durable", "local"]
 
 
+def test_a_drain_of_the_wrong_folder_says_which_one_is_meant(tmp_path: Path) -> None:
+    train(tmp_path, range(1, 2))
+    output = CliRunner().invoke(app, ["drain", str(tmp_path / "local"), str(tmp_path / "durable")]).output
+    assert f"{local_of(tmp_path).name} is the folder of the run" in output.replace("\n", "")
+
+
 def test_restore_reads_nothing_from_afar(tmp_path: Path) -> None:
     train(tmp_path, range(1, 3))
     flip(data_file(tmp_path / "durable" / "step-00000002"), 600_000)  # nobody reads it
@@ -210,6 +216,7 @@ def test_what_is_damaged_and_not_durable_is_passed_over(tmp_path: Path, fault: s
     train(tmp_path, range(1, 3))
     shutil.rmtree(tmp_path / "durable" / "step-00000002")
     (tmp_path / "durable" / "ckpt-run.json").unlink()
+    (local_of(tmp_path) / STATUS).unlink()
     file = data_file(local_of(tmp_path) / "step-00000002")
     if fault == "damaged":
         flip(file, 600_000)
@@ -225,6 +232,7 @@ def test_what_is_damaged_and_not_durable_is_passed_over(tmp_path: Path, fault: s
 def test_a_run_that_only_a_lost_node_has_is_no_new_run(tmp_path: Path) -> None:
     train(tmp_path, range(1, 2))
     shutil.rmtree(tmp_path / "durable")
+    (local_of(tmp_path) / STATUS).unlink()
     data_file(local_of(tmp_path) / "step-00000001").unlink()
     with pytest.raises(LoadFailed, match="the nodes have 0 of its 1 parts, and it is not durable"):
         restored(tmp_path)
@@ -234,9 +242,37 @@ def test_a_local_checkpoint_that_is_newer_comes_first(tmp_path: Path) -> None:
     train(tmp_path, range(1, 3))
     shutil.rmtree(tmp_path / "durable" / "step-00000002")
     (tmp_path / "durable" / "ckpt-run.json").unlink()
+    (local_of(tmp_path) / STATUS).unlink()
     step, log = restored(tmp_path)
     assert step == 2
     assert log.of("restored").values["durable_bytes"] == 0
+
+
+def test_what_was_removed_does_not_come_back(tmp_path: Path) -> None:
+    """Who removes a checkpoint from the root, or all of them, to go on from an earlier one does not get it from a node."""
+    train(tmp_path, range(1, 3))
+    ckpt.remove(tmp_path / "durable" / "step-00000002")
+    step, log = restored(tmp_path)
+    assert step == 1
+    assert {*log.steps("passed_over")} == {2}
+    state = state_of(0)
+    with manager_of(tmp_path, Log()) as manager:
+        assert manager.restore(state, step=2)
+    assert int(state["step"]) == 2
+    shutil.rmtree(tmp_path / "durable")
+    with pytest.raises(LoadFailed, match=r"is not in .*durable any more: .* restore\(step=2\) takes it"):
+        restored(tmp_path)
+
+
+def test_an_older_one_of_the_nodes_does_not_come_before_a_durable_one(tmp_path: Path) -> None:
+    train(tmp_path, range(1, 4))
+    for path in ("durable/step-00000003", f"{local_of(tmp_path)}/step-00000003"):
+        shutil.rmtree(tmp_path / path)
+    shutil.copytree(tmp_path / "durable" / "step-00000001", local_of(tmp_path) / "step-00000001")
+    shutil.rmtree(local_of(tmp_path) / "step-00000002")
+    step, log = restored(tmp_path)
+    assert step == 2
+    assert log.steps("passed_over") == [3]
 
 
 def test_a_durable_checkpoint_that_is_newer_comes_first(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import threading
 import time
@@ -119,6 +120,7 @@ class Tier:
         )
         self._seen: dict[str, tuple[str, str]] = {}
         self._watch: _Watch | None = None
+        self._resumed_at: float = math.inf
         self.saved: dict[str, RunCheckpoint] = {}
         self.unwanted: list[str] = []
 
@@ -260,6 +262,8 @@ class Tier:
         self.history.look_again()
         with contextlib.closing(open_store(self.folder.path)) as store:
             for checkpoint in self.history.durable():
+                if checkpoint.step > self._resumed_at and checkpoint.path not in self.saved:
+                    continue  # it is given up with the next one, and may lack what a lost node had
                 state = status.get(checkpoint.path)
                 with contextlib.suppress(CheckpointError):
                     commit = read_commit(PrefixStore(store, checkpoint.path))
@@ -296,6 +300,7 @@ class Tier:
     def go_on_from(self, step: int) -> None:
         """Give up, with the next checkpoint, those that were saved after `step`."""
         self.saved.clear()
+        self._resumed_at = step
         self.history.go_on_from(step)
 
     # -- the end -------------------------------------------------------------------------------------------
