@@ -106,12 +106,11 @@ class CheckpointManager:
         options["memory_budget_bytes"] = memory_budget_bytes
         self._load_options = {**options, "process_group": process_group}
         save_options = {**options, "max_bandwidth_bytes_per_s": max_bandwidth_bytes_per_s}
-        save_options["stock_metadata_max_bytes"] = stock_metadata_max_bytes
         self._ranks = Ranks(process_group, no_dist=False, purpose="manager")
         self._is_closed, self._needs_preflight = False, preflight
 
         def prepare() -> tuple[SaveRule, KeepRule | None, Uploads, History]:
-            checked_max_bytes(stock_metadata_max_bytes)
+            save_options["stock_metadata_max_bytes"] = checked_max_bytes(stock_metadata_max_bytes)
             patterns = _checked(on_busy, on_failure, references, frozen, tables)
             save_rule, keep_rule = saving.as_rule(save), keeping.as_rule(keep)
             uploads = Uploads(async_mode, self._ranks, process_group, save_options, patterns, tables)
@@ -237,8 +236,7 @@ class CheckpointManager:
 
         Raises SaveFailed if it failed, or is not durable in time, on any rank.
         """
-        failure = self._saves.wait_durable(timeout_s)
-        if failure is not None:
+        if (failure := self._saves.wait_durable(timeout_s)) is not None:
             raise failure
         return self.durable_step
 

@@ -24,7 +24,6 @@ from ckpt.cli.options import (
     storage_options_of,
 )
 from ckpt.cli.printing.output import EXIT_PROBLEM, Output, command, shown, size
-from ckpt.local_first.folder import durable_of
 
 if TYPE_CHECKING:
     from ckpt.draining.drain import Drained
@@ -110,6 +109,8 @@ def drain(
 
 def _runs_below(local: str) -> str:
     """Name a run's folder, if there are some below: `CheckpointManager(local=...)` makes one for each run."""
+    from ckpt.local_first.folder import durable_of
+
     with contextlib.suppress(OSError):
         for name in sorted(os.listdir(local)):
             durable = durable_of(os.path.join(local, name))
