@@ -105,6 +105,7 @@ def convert(
         overwrite: replace a checkpoint of this library, one file, or, in other formats, the files
             of an interrupted conversion.
         storage_options: of the source; of both, without `destination_options`.
+        threads: parallel transfers of this rank.
         progress: called with the bytes that this rank has sent so far, and will send in all.
         timeout_s: all ranks fail within it, and say why, if a rank or a storage stops.
 
