@@ -31,6 +31,9 @@ OUTSIDE = {
 }
 """Pages that stand outside of `docs/`, and where the site has them."""
 
+_NOT_SEARCHED = ("README.md", "CHANGELOG.md")
+"""What they say is explained on another page, which is the better answer."""
+
 _MARKS = {"🟢": "good", "🟡": "rest", "🔴": "lost"}
 """Not every machine has a font for them: the site draws them by its style sheet."""
 
@@ -65,6 +68,8 @@ def _staged(source: str, page: str, problems: list[str]) -> str:
     text = _PICTURE.sub(r"![\2](\3#only-light)\n![\2](\1#only-dark)", (ROOT / source).read_text())
     for mark, meaning in _MARKS.items():
         text = text.replace(mark, f'<span class="mark-{meaning}" title="{meaning}">●</span>')
+    if source in _NOT_SEARCHED:
+        text = f"---\nsearch:\n  exclude: true\n---\n\n{text}"
     text = _outside_code(text, lambda prose: _with_links(prose, source, page, problems))
     return _MERMAID.sub(lambda block: _diagram(block[1], STAGED / page), text)
 

@@ -21,7 +21,7 @@ from ckpt.trainer_integration.training_state import training_state
 GUIDES = tuple(page for page in PAGES if page.startswith("docs/guides/") and not page.endswith("README.md"))
 """Every block of theirs runs: Python, the new lines of diffs, and commands."""
 
-_WITH_COMMANDS = (*GUIDES, "docs/failures.md")
+_WITH_COMMANDS = (*GUIDES, "docs/failures.md", "docs/start.md")
 
 RUN = (
     *GUIDES,
@@ -37,7 +37,7 @@ RUN = (
     "docs/trainers/dcp.md",
 )
 
-_QUICK = ("README.md", "docs/trainer.md", "docs/guides/from-torch-save.md")
+_QUICK = ("README.md", "docs/guides/from-torch-save.md")
 
 NOT_RUN = {
     "docs/dataloader.md": "workers and token files: tests/trainer runs the same",

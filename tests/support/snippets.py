@@ -115,9 +115,9 @@ def _leave_checkpoints_of_others(folder: Path, model: Any, optimizer: Any) -> No
 
 def run_page(page: str, languages: tuple[str, ...], mine: dict[str, Any]) -> None:
     """Run all blocks of a page, with what is the reader's own."""
-    for snippet in snippets(*languages):
-        if snippet.page != page:
-            continue
+    blocks = [snippet for snippet in snippets(*languages) if snippet.page == page]
+    assert blocks
+    for snippet in blocks:
         if snippet.language in ("python", "diff"):
             code = compile(snippet.written(), str(snippet), "exec", dont_inherit=True)
             try:
