@@ -16,6 +16,8 @@ ROOT = Path(__file__).parents[1]
 SITE = ROOT / "build/website/site"
 _WORKER = "https://unpkg.com/iframe-worker/shim"
 """What searches pages that are opened from disk; Zensical would fetch it from there."""
+_NAMED_PAGE = re.compile(r"(<code>docs/([a-z-]+)\.md</code>)(?!</a>)")
+"""How docstrings refer to a page."""
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -44,7 +46,8 @@ def _build() -> list[str]:
         return [output, "the build has warnings"]
     for page in SITE.rglob("*.html"):
         root = os.path.relpath(SITE, page.parent)
-        page.write_text(page.read_text().replace(_WORKER, f"{root}/assets/iframe-worker.js"))
+        text = page.read_text().replace(_WORKER, f"{root}/assets/iframe-worker.js")
+        page.write_text(_NAMED_PAGE.sub(rf'<a href="{root}/\2.html">\1</a>', text))
     return []
 
 

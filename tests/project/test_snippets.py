@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import typer
 from support.servers import IamServer
-from support.snippets import PAGES, reader, run_page, snippets
+from support.snippets import PAGES, data, reader, run_page, snippets
 from support.strict_s3 import StrictS3
 
 import ckpt
@@ -29,6 +29,7 @@ RUN = (
     "docs/README.md",
     "docs/cli.md",
     "docs/clusters.md",
+    "docs/dataloader.md",
     "docs/failures.md",
     "docs/only-what-changed.md",
     "docs/servable.md",
@@ -40,7 +41,6 @@ RUN = (
 _QUICK = ("README.md", "docs/guides/from-torch-save.md")
 
 NOT_RUN = {
-    "docs/dataloader.md": "workers and token files: tests/trainer runs the same",
     "docs/local-first.md": "the disk of a node: tests/local_first runs the same",
     "docs/tables.md": "RPC between trainers and servers: tests/embeddings and examples/recommender run the same",
     "docs/trainers/huggingface.md": "transformers and accelerate: `make test-adapters` runs the same",
@@ -125,6 +125,10 @@ def _leave_what_the_page_had_before(page: str, mine: dict[str, Any]) -> None:
     }
     for url in before.get(page, ()):
         ckpt.save({**state}, url)
+    if page == "docs/dataloader.md":
+        mine |= data(Path.cwd())
+        parts = {name: mine[name] for name in ("model", "optimizer")}
+        ckpt.save({**parts, "loader": mine["positions"]}, f"{mine['run']}/step-1000")
     if page == "docs/trainer.md":
         parts = training_state(model=mine["model"], optimizer=mine["optimizer"])
         ckpt.save(dict(parts), "s3://bucket/old/step-7")

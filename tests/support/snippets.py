@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from markdown_it import MarkdownIt
@@ -17,6 +18,8 @@ from safetensors.torch import load_file, save_file
 
 import ckpt
 from ckpt.trainer_integration import keeping, saving
+from ckpt.trainer_integration.dataset import ShardedDataset
+from ckpt.trainer_integration.token_files import TokenFiles, write_token_file
 from support.commands import run
 from support.rooms import ROOT
 
@@ -96,6 +99,26 @@ def reader(folder: Path) -> dict[str, Any]:
     }  # fmt: skip
     _leave_checkpoints_of_others(folder, model, optimizer)
     return mine
+
+
+def data(folder: Path) -> dict[str, Any]:
+    """Return what is the reader's own on the page of the data loader: two files of tokens, and a step."""
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    documents = [np.arange(1, 9000, dtype=np.uint16) for _ in range(2000)]
+    paths = [folder / f"{name}.bin" for name in ("web", "code")]
+    for path in paths:
+        write_token_file(path, documents)
+    web, code = (TokenFiles([path]) for path in paths)
+    dataset = ShardedDataset(TokenFiles(paths), sequence_length=4097, eos_token=0, seed=0)
+
+    def over(*_: Any) -> None:
+        raise Over
+
+    return {
+        "paths": paths, "web": web, "code": code, "run": "run", "url": "run/step-1000", "train_step": over,
+        "positions": dataset.positions, "StatefulDataLoader": StatefulDataLoader,
+    }  # fmt: skip
 
 
 def _leave_checkpoints_of_others(folder: Path, model: Any, optimizer: Any) -> None:
