@@ -16,7 +16,7 @@ from ckpt.backends.registry import open_store
 from ckpt.draining.carry import Share
 from ckpt.format.records import read_commit
 from ckpt.local_first import drain_process
-from ckpt.local_first.drain_process import STATUS, DrainProcess, DrainState, durable_here
+from ckpt.local_first.drain_process import STATUS, DrainProcess, DrainState, current_status
 from ckpt.local_first.room import has_room
 
 
@@ -46,9 +46,9 @@ def say(folder: Path, **states: tuple[str, str, str]) -> None:
 def test_a_save_that_is_not_durable_makes_no_room(tmp_path: Path) -> None:
     first, second = save(tmp_path, 1), save(tmp_path, 2)
     say(tmp_path, _1=(first, "durable", ""), _2=(second, "durable", ""))
-    assert durable_here(str(tmp_path)) == {"step-00000001", "step-00000002"}
+    assert {*current_status(str(tmp_path))} == {"step-00000001", "step-00000002"}
     save(tmp_path, 1)  # again, after going back
-    assert durable_here(str(tmp_path)) == {"step-00000002"}
+    assert {*current_status(str(tmp_path))} == {"step-00000002"}
     assert not has_room(str(tmp_path), 1)
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000001"]
 
@@ -64,7 +64,9 @@ def test_files_that_another_node_carried_before(sharded_place: Path, tmp_path: P
     finish.set()
 
     def carry(share: Share) -> DrainState:
-        drain_process._carry(str(node), {"durable": str(durable), "share": share}, finish, threading.Event())
+        status = drain_process._File(str(node / STATUS))
+        config = {"durable": str(durable), "share": share}
+        drain_process._carry(str(node), config, finish, threading.Event(), status)
         return drain_process.read_status(str(node))["step-00000100"]
 
     assert carry(before).state == "waiting"

@@ -578,7 +578,8 @@ class Simulation:
                 earlier.stop.set()
             self.world.wait_for(lambda: all(earlier.is_over for earlier in before), 1e9)
             self.outcomes["carriers"] += 1
-            drain_process._carry(path, config, carrier.finish, carrier.stop)  # type: ignore[arg-type]
+            status = drain_process._File(f"{path}/{drain_process.STATUS}")
+            drain_process._carry(path, config, carrier.finish, carrier.stop, status)  # type: ignore[arg-type]
 
         carrier.process = self.world.start(f"carrier{len(self.world.processes)}", node, run)
         carriers.append(carrier)

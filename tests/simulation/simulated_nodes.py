@@ -340,6 +340,9 @@ class Files:
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """Directories are there."""
 
+    def exists(self, path: str) -> bool:
+        return self._world.truth(path.lstrip("/")) is not None or self.isdir(path)
+
     def isdir(self, path: str) -> bool:
         return bool(self._world.names(path.lstrip("/") + "/"))
 
@@ -393,7 +396,7 @@ class _Entries(list[_Entry]):
 
 class _Paths:
     def __init__(self, files: Files) -> None:
-        self.isdir = files.isdir
+        self.isdir, self.exists = files.isdir, files.exists
 
     def __getattr__(self, name: str) -> Any:
         return getattr(posixpath, name)
@@ -427,6 +430,9 @@ class Event:
 
     def set(self) -> None:
         self._is_set = True
+
+    def clear(self) -> None:
+        self._is_set = False
 
     def wait(self, timeout: float | None = None) -> bool:
         return _wait_for(self.is_set, LONG_S if timeout is None else timeout)
@@ -468,8 +474,8 @@ class Thread:
 
         environment.start_thread(run, self._name)
 
-    def join(self) -> None:
-        self._done.wait()
+    def join(self, timeout: float | None = None) -> None:
+        self._done.wait(timeout)
 
 
 class Threading:

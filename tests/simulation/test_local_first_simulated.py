@@ -273,6 +273,8 @@ def _by_clock(self: Any, checkpoints: Sequence[Any], now_s: float) -> dict[int, 
 _make_room, _round = drain._Drainer._make_room, drain._Drainer._round
 _look_twice = "if coordinator.previous == commit:"
 
+_SAID = drain_process.DrainState(id="", state="durable")
+
 Change = tuple[object, str, Any]
 BROKEN: dict[str, tuple[Sequence[Change], Callable[[], object]]] = {
     "a commit before all ranks wrote": ([(saving, "_save_to", _commits_first)], until_caught()),
@@ -291,7 +293,7 @@ BROKEN: dict[str, tuple[Sequence[Change], Callable[[], object]]] = {
         until_caught(),
     ),
     "a full disk drops what is not durable": (
-        [(room, "durable_here", lambda folder: {f"step-{step:08}" for step in range(9)})], until_caught(),
+        [(room, "current_status", lambda folder: {f"step-{step:08}": _SAID for step in range(9)})], until_caught(),
     ),
     "a part is restored": (
         [
@@ -312,7 +314,7 @@ BROKEN: dict[str, tuple[Sequence[Change], Callable[[], object]]] = {
         [(carry.Carrier, "carry", mutated(carry.Carrier.carry, _look_twice, "if False:"))], until_caught(),
     ),
     "who carries is chosen anew, and not looked at": (
-        [(drain_process, "_carry", mutated(drain_process._carry, "() if share is None else share.known", "()"))],
+        [(drain_process, "_carry", mutated(drain_process._carry, ' and config.get("share") is None', ""))],
         until_caught(),
     ),
     "the newest is carried first": (

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.planner import LoadPlanner
 
-from ckpt.errors import CheckpointError, StorageError
+from ckpt.errors import CheckpointError, NotCommitted, NotFound, StorageError
 from ckpt.local_first.holdings import Holding, completed_by, holdings
 from ckpt.local_first.loading import load_near
 from ckpt.ranks.group import Ranks
@@ -47,8 +47,10 @@ class Nearest:
             if completed_by(each, self._tier.folder.path, far, self._history.storage_options, ranks):
                 found[number] = replace(each, is_completed=True)
                 break
+        if isinstance(step, int):  # asked for, whatever has become of it in the durable place
+            found = [replace(each, was_durable=False) for each in found]
         given_up = ranks.join(self._tier.given_up(), frozenset.union)
-        return _Merged(search, found, ranks.rank, self._history, given_up).next
+        return _Merged(search, found, self._history, given_up).next
 
     def load(
         self,
@@ -76,27 +78,33 @@ class _Merged:
         self,
         search: Search,
         found: list[Holding],
-        rank: int,
         history: History,
         given_up: frozenset[tuple[str, float]],
     ) -> None:
-        self._search, self._rank, self._history = search, rank, history
+        self._search, self._history = search, history
         self._given_up, self._last = given_up, list[Choice]()
         self._tried: Choice | None = None
         self._near = deque(found)
         self._all = {(each.path, each.id): each for each in found}
         self._durable: deque[Choice] = deque()
-        self._is_over = False
+        self._is_over = self._has_failed = False
 
     def next(self) -> Choice | None:
         """Return the next checkpoint to try; None if there is no other."""
         tried, self._tried = self._tried, None
         if tried is not None and (candidate := self._became_durable(tried)) is not None:
             return Choice(tried.step, tried.path, candidate)
-        durable = self._peek()
+        self._peek()
+        durable = next((choice for choice in self._durable if not choice.is_lost), None)
         while self._near and _comes_first(self._near[0], durable):
             near = self._near.popleft()
             is_durable = durable is not None and (durable.path, durable.candidate.id) == (near.path, near.id)
+            if near.was_durable and not is_durable and self._is_removed(near):
+                fault = (
+                    f"it has been durable, and is not in {self._history.place} any more: if it is wanted all the same, "
+                    f"restore(step={near.step}) takes it from the nodes"
+                )
+                return Choice(near.step, near.path, Candidate(fault), near=near, is_durable=False)
             if near.is_whole or near.is_completed:
                 candidate = Candidate(created_at_s=near.created_at_s, id=near.id)
                 choice = Choice(near.step, near.path, candidate, near=near, is_durable=is_durable)
@@ -105,6 +113,8 @@ class _Merged:
             if not is_durable:
                 fault = f"the nodes have {near.here.bit_count()} of its {near.wanted} parts, and it is not durable"
                 return Choice(near.step, near.path, Candidate(fault), near=near, is_durable=False)
+        if self._durable and self._durable[0] is not durable:  # what is lost is told before it
+            return self._durable.popleft()
         if durable is None:
             return None
         known = self._all.pop((durable.path, durable.candidate.id or ""), None)
@@ -114,8 +124,7 @@ class _Merged:
             and not (known.is_whole or known.is_completed)
         ):
             return durable._replace(near=known)  # the rest is read from there; and if that fails, all of it
-        self._durable.popleft()
-        return durable
+        return self._durable.popleft()
 
     def _is_given_up(self, choice: Choice) -> bool:
         """Tell whether the nodes know that the run went back; the root learns it with the next durable one."""
@@ -130,15 +139,27 @@ class _Merged:
             return None
         return candidate if candidate.id == tried.candidate.id and candidate.fault is None else None
 
-    def _peek(self) -> Choice | None:
-        while not self._durable and not self._is_over:
+    def _is_removed(self, near: Holding) -> bool:
+        """Tell whether a checkpoint is not in the durable place any more, as that says itself."""
+        try:
+            if not self._has_failed:
+                self._history.examine(near.path)
+        except (NotCommitted, NotFound):
+            return True
+        except CheckpointError as error:
+            _logger.warning("whether step %d is still durable cannot be found out: %s", near.step, error)
+        return False
+
+    def _peek(self) -> None:
+        """Find the next durable checkpoint, and those before it that are lost."""
+        while not (self._durable and not self._durable[-1].is_lost) and not self._is_over:
             try:
                 choice = self._search.next()
             except StorageError as error:
                 if not any(near.is_whole or near.is_completed for near in self._near):
                     raise
                 _logger.warning("the durable place gives no answer, what the nodes have is taken: %s", error)
-                choice = None
+                choice, self._has_failed = None, True
             if choice is None:
                 self._is_over = True
                 self._durable.extend(self._last)
@@ -146,11 +167,10 @@ class _Merged:
                 self._last.append(choice)
             else:
                 self._durable.append(choice)
-        return self._durable[0] if self._durable else None
 
 
 def _comes_first(near: Holding, durable: Choice | None) -> bool:
-    if durable is None or durable.is_lost:
+    if durable is None:
         return True
     return (near.step, near.created_at_s) >= (durable.step, durable.candidate.created_at_s or 0.0)
 
