@@ -558,7 +558,8 @@ class Simulation:
         """List the saves that a restore on these nodes can find: all, and those that need no durable place."""
         found, near = set[int](), set[int]()
         for save in self.saves:
-            if save.commit is None or self.given_up(save):
+            was_removed = save.was_durable and not self.is_durable(save)  # it does not come back
+            if save.commit is None or was_removed or self.given_up(save):
                 continue
             if self.is_near(save, nodes):
                 near.add(save.number)
