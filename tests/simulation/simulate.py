@@ -48,7 +48,7 @@ def main() -> int:
         return explore_all(arguments.deviations)
     started_s = time.monotonic()
     last = arguments.seed + arguments.schedules
-    size = 100 if arguments.local_first else 500
+    size = 50 if arguments.local_first else 500
     chunks = [(first, min(first + size, last)) for first in range(arguments.seed, last, size)]
     if arguments.references or arguments.local_first:
         run = _run_local_first if arguments.local_first else _run_references

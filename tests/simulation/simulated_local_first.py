@@ -280,7 +280,7 @@ class Guard:
         old = before.data if before is not None else None
         if key == COMMIT_KEY:
             self._commit_changed(place, old, after, is_far)
-        elif after.data is not None and key.endswith(".json") and "/rank-" in name:
+        elif not is_far and after.data is not None and key.endswith(".json") and "/rank-" in name:
             self._manifest(place.rpartition("/")[0], after)
         if is_far and key != COMMIT_KEY:
             self._far_changed(name, after)
