@@ -491,7 +491,7 @@ class Simulation:
             return False
         for ref in record.manifests:
             named = [place for place in having if self._has_names(place, ref)]
-            if any(not self._has(place, ref) for place in named):
+            if any(self._has_names(place, ref) and not self._has(place, ref) for place in places):
                 return False
             if not named and not (completed and self._has(far, ref)):
                 return False
