@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 import math
 import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -281,8 +282,14 @@ def check_key(key: str) -> str:
     return key
 
 
+_SHORT = 255
+_PLAIN_KEY = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*(?:/[A-Za-z0-9_-][A-Za-z0-9_.-]*)*")
+
+
 def is_key(key: str) -> bool:
     """Tell whether `key` can name an object. Other names in a listing are not this library's."""
+    if len(key) <= _SHORT and _PLAIN_KEY.fullmatch(key):  # nearly all
+        return True
     if not key or "\\" in key or "\0" in key:
         return False
     try:

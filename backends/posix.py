@@ -15,6 +15,7 @@ import secrets
 import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any
 
@@ -49,6 +50,8 @@ __all__ = ["PosixStore"]
 
 _READ_THROUGH_BYTES = 2 << 20
 _IOV_MAX = 1024
+_FEW_KEYS = 256
+"""So many are deleted one after the other."""
 _TEMPORARY = re.compile(r"^\.(.+)\.[0-9a-f]{16}\.ckpt-tmp$")
 
 _ERRORS: Mapping[type[StorageError], tuple[int, ...]] = {
@@ -163,10 +166,24 @@ class PosixStore(Store):
             for path, entry in paths.files_below(top):
                 key = self._key(path)
                 if key.startswith(prefix) and is_key(key) and not _TEMPORARY.match(entry.name):
-                    with contextlib.suppress(FileNotFoundError):
-                        yield _stat(key, entry.stat(follow_symlinks=False))
+                    try:  # cheaper than a context manager for each
+                        facts = entry.stat(follow_symlinks=False)
+                    except FileNotFoundError:
+                        continue
+                    yield _stat(key, facts)
 
     def delete(self, keys: Iterable[str]) -> None:
+        keys = [*keys]
+        few = [keys[i : i + _FEW_KEYS] for i in range(0, len(keys), _FEW_KEYS)]
+        if len(few) <= 1:
+            self._delete(keys)
+            return
+        # A shared file system takes its time for each, whichever process asks.
+        with ThreadPoolExecutor(self.threads, thread_name_prefix="ckpt-delete") as threads:
+            for _ in threads.map(self._delete, few):  # an error lets no further ones begin
+                pass
+
+    def _delete(self, keys: Iterable[str]) -> None:
         for key in keys:
             path = self._path(key)
             # Not the name itself: a link is removed, never its target.

@@ -12,7 +12,7 @@ import itertools
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import wait
+from concurrent.futures import ThreadPoolExecutor, wait
 
 from ckpt.backends.base import (
     MIB,
@@ -38,6 +38,8 @@ from ckpt.backends.s3_protocol.requests import S3Requests, stat_of
 from ckpt.errors import AlreadyExists, NotFound, StorageUnavailable
 
 _DELETE_BATCH = 1000
+_DELETE_THREADS = 4
+"""Of batches: each counts as a thousand writes of the 3,500 a second that S3 takes."""
 _PUT_ATTEMPTS = 4
 _BODY_ATTEMPTS = 6
 
@@ -160,8 +162,15 @@ class S3ApiStore(Store):
     def delete(self, keys: Iterable[str]) -> None:
         checked = [check_key(key) for key in keys]
         try:
-            for index in range(0, len(checked), _DELETE_BATCH):
-                self._delete_batch(checked[index : index + _DELETE_BATCH])
+            batches = [checked[i : i + _DELETE_BATCH] for i in range(0, len(checked), _DELETE_BATCH)]
+            if len(batches) <= 1:
+                for batch in batches:
+                    self._delete_batch(batch)
+                return
+            # Not in the threads of the connection: a batch may be deleted there key by key.
+            with ThreadPoolExecutor(_DELETE_THREADS, thread_name_prefix="ckpt-delete") as threads:
+                for _ in threads.map(self._delete_batch, batches):  # an error lets no further one begin
+                    pass
         finally:
             forget_listings(self.url, checked)
 

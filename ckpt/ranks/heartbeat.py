@@ -21,12 +21,10 @@ from ckpt.ranks.limits import Limits
 from ckpt.ranks.progress import Progress
 from ckpt.ranks.rendezvous import Connection, connect, forget
 from ckpt.ranks.roll_call import Answer, Cause, RollCall, long_form, short_form
+from ckpt.ranks.spread import SPREAD
 
 _GROUP = 64
 """How many beats are asked for at a time: who has sent none yet is found without asking for each."""
-
-_SPREAD = 0.6180339887498949
-"""Multiples of it, without their integers, fill an interval evenly."""
 
 _logger = logging.getLogger(__name__)
 
@@ -141,7 +139,7 @@ class Watch:
     def _watch(self) -> None:
         # The ranks do not all begin to talk, and connect, at the same moment.
         period_s = self.limits.period_s
-        environment.wait(self._closed, period_s * (1 + self.rank * _SPREAD % 1))
+        environment.wait(self._closed, period_s * (1 + self.rank * SPREAD % 1))
         while not self._closed.is_set():
             self._clock.tick()
             self._talk()
