@@ -160,7 +160,7 @@ def _rank(rank: int, ranks: int, rendezvous: str, url: str, options: dict[str, s
     plans: Any = None
     with contextlib.suppress(ImportError):
         from ckpt.writing.column_save import PLANS as plans
-    alone = {} if plans is None else {"read_once": False}
+    alone: dict[str, Any] = {} if plans is None else {"read_once": False}
     calls: dict[str, Callable[[], object]] = {
         "save first": lambda: ckpt.save(dict(state), url, storage_options=options),
         "save later": lambda: ckpt.save(dict(state), url, storage_options=options),
