@@ -13,6 +13,7 @@ import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -280,6 +281,20 @@ def check_key(key: str) -> str:
     if not is_key(key):
         raise ConfigurationError(f"not a valid object key: {key!r}")
     return key
+
+
+def delete_in_batches(
+    keys: Sequence[str], delete: Callable[[Sequence[str]], None], *, batch: int, threads: int
+) -> None:
+    """Delete `batch` keys at a time, in threads if there are more. An error lets no further ones begin."""
+    batches = [keys[start : start + batch] for start in range(0, len(keys), batch)]
+    if len(batches) <= 1:
+        for only in batches:
+            delete(only)
+        return
+    with ThreadPoolExecutor(threads, thread_name_prefix="ckpt-delete") as pool:
+        for _ in pool.map(delete, batches):
+            pass
 
 
 _SHORT = 255

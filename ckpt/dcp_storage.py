@@ -15,10 +15,10 @@ from ckpt.backends.registry import normal_url, open_store
 from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.ranks.deadline_store import DeadlineStore
 from ckpt.ranks.group import check_timeout
-from ckpt.ranks.limits import Limits
+from ckpt.ranks.heartbeat import Limits
 from ckpt.ranks.progress import Progress
-from ckpt.ranks.spread import wait_for_turn
 from ckpt.settings import settings_for
+from ckpt.transfer.bandwidth import wait_for_turn
 from ckpt.transfer.buffer_pool import DEFAULT_MEMORY_BUDGET_BYTES, StagingPool
 
 

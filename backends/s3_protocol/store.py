@@ -12,7 +12,7 @@ import itertools
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import wait
 
 from ckpt.backends.base import (
     MIB,
@@ -23,6 +23,7 @@ from ckpt.backends.base import (
     RawRequests,
     Store,
     check_key,
+    delete_in_batches,
     is_key,
     part_size_bytes,
     refuse_existing,
@@ -162,15 +163,8 @@ class S3ApiStore(Store):
     def delete(self, keys: Iterable[str]) -> None:
         checked = [check_key(key) for key in keys]
         try:
-            batches = [checked[i : i + _DELETE_BATCH] for i in range(0, len(checked), _DELETE_BATCH)]
-            if len(batches) <= 1:
-                for batch in batches:
-                    self._delete_batch(batch)
-                return
             # Not in the threads of the connection: a batch may be deleted there key by key.
-            with ThreadPoolExecutor(_DELETE_THREADS, thread_name_prefix="ckpt-delete") as threads:
-                for _ in threads.map(self._delete_batch, batches):  # an error lets no further one begin
-                    pass
+            delete_in_batches(checked, self._delete_batch, batch=_DELETE_BATCH, threads=_DELETE_THREADS)
         finally:
             forget_listings(self.url, checked)
 

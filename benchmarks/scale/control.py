@@ -27,8 +27,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ckpt.ranks.heartbeat import Watch
-from ckpt.ranks.limits import Limits
+from ckpt.ranks.heartbeat import Limits, Watch
 from ckpt.ranks.progress import Progress
 from ckpt.ranks.roll_call import RollCall
 

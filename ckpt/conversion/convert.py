@@ -27,7 +27,7 @@ from ckpt.conversion.torch_target import TorchTarget
 from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.ranks.deadline_store import DeadlineStore
 from ckpt.ranks.group import DEFAULT_TIMEOUT_S, Ranks, RanksFailed, check_timeout
-from ckpt.ranks.limits import Limits
+from ckpt.ranks.heartbeat import Limits
 from ckpt.ranks.lost_ranks import lost
 from ckpt.transfer.reports import ReportBytes, no_report
 

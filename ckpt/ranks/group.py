@@ -20,8 +20,7 @@ import torch.distributed as dist
 from ckpt.consistency import environment
 from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.ranks.collective_errors import is_connection_error, is_gloo_timeout, let_go
-from ckpt.ranks.heartbeat import Watch
-from ckpt.ranks.limits import Limits
+from ckpt.ranks.heartbeat import Limits, Watch
 from ckpt.ranks.many_failures import Outcome
 from ckpt.ranks.progress import Progress
 from ckpt.ranks.roll_call import Answer, Cause, RollCall

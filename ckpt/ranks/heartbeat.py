@@ -17,19 +17,50 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt.consistency import environment
-from ckpt.ranks.limits import Limits
 from ckpt.ranks.progress import Progress
 from ckpt.ranks.rendezvous import Connection, connect, forget
 from ckpt.ranks.roll_call import Answer, Cause, RollCall, long_form, short_form
-from ckpt.ranks.spread import SPREAD
 
 _GROUP = 64
 """How many beats are asked for at a time: who has sent none yet is found without asking for each."""
+
+_BEAT_COST_S = 3e-3
+"""Beats of so many ranks in so much longer periods take 1.5 % of a core of the store (measured)."""
+
+_ROLL_CALL_COST_S = 1e-4
+"""As long as a roll call lasts, they may take a third of it."""
+
+_SPREAD = 0.6180339887498949
+"""Multiples of it, without their integers, fill an interval evenly."""
 
 _logger = logging.getLogger(__name__)
 
 
 _STUCK = "%s; rank %d was told to give up, but is still %s. If it does not end soon, kill this process"
+
+
+class Limits:
+    """Divide `timeout_s`, the time until every rank has failed.
+
+    Attributes:
+        stall_s: after so long a storage operation without progress, or a silent rank, is given up.
+        stuck_s: after so long without progress, the others give up a rank that is alive.
+        roll_call_s: for the ranks to answer when contact is lost; twice that while some are late.
+        period_s: between two beats; more than 3 s from 1,000 ranks on.
+        first_period_s: the same for the first rank, which listens to all, and so misses one sooner.
+        roll_call_period_s: the same during a roll call.
+    """
+
+    def __init__(self, timeout_s: float, size: int = 1) -> None:
+        self.timeout_s = timeout_s
+        self.stall_s = 0.6 * timeout_s
+        self.stuck_s = 0.7 * timeout_s
+        shortest_s = min(3.0, timeout_s / 30)
+        self.period_s = max(shortest_s, min(_BEAT_COST_S * size, timeout_s / 12))
+        self.first_period_s = max(shortest_s, self.period_s / 3)
+        self.roll_call_period_s = max(shortest_s / 4, min(_ROLL_CALL_COST_S * size, self.period_s / 4))
+        # Who has not noticed the loss hears of it within a period.
+        self.roll_call_s = min(max(10.0, 1.25 * self.period_s), 0.15 * timeout_s)
 
 
 @dataclass(frozen=True)
@@ -79,6 +110,7 @@ class Watch:
         self._outcome: list[Any] | None = None
         self._roll_call: RollCall | None = None
         self._judges = judges_of(self.size)
+        self._own_period_s = self.limits.period_s if self.rank else self.limits.first_period_s
         self._signed_in = self._talking = self._gone = False
         self._listened_at_s = self._newest_at_s = -1.0
         self._clock = _Clock(2 * self.limits.period_s)
@@ -139,7 +171,7 @@ class Watch:
     def _watch(self) -> None:
         # The ranks do not all begin to talk, and connect, at the same moment.
         period_s = self.limits.period_s
-        environment.wait(self._closed, period_s * (1 + self.rank * SPREAD % 1))
+        environment.wait(self._closed, period_s * (1 + self.rank * _SPREAD % 1))
         while not self._closed.is_set():
             self._clock.tick()
             self._talk()
@@ -221,8 +253,9 @@ class Watch:
         is_over = now_s - since_s >= (limit_s if is_quiet else 2 * limit_s)
         if not is_heard and not is_over:
             return
-        stuck_s = _stuck_s(self.progress, self.limits)
-        own = Answer(True, str(self.progress), stuck_s, self._failure, self._cause)
+        own = Answer(
+            True, str(self.progress), _stuck_s(self.progress, self.limits), self._failure, self._cause
+        )
         self._outcome = short_form(answers | {self.rank: own}, is_complete=is_heard or is_quiet)
 
     def _is_silent(self, rank: int) -> bool:
@@ -253,17 +286,13 @@ class Watch:
                 self._news.set()
                 if self._outcome is not None and self._roll_call is None:
                     continue  # to tell it
-                environment.wait(self._wake, self._period_s())
+                calm = self._asked_at_s is None
+                environment.wait(self._wake, self._own_period_s if calm else self.limits.roll_call_period_s)
                 self._wake.clear()
         except Exception as error:
             self._gone = True
             forget(self.store)
             _logger.warning("heartbeats end, as the rendezvous store does not answer: %s", error)
-
-    def _period_s(self) -> float:
-        if self._asked_at_s is not None:
-            return self.limits.roll_call_period_s
-        return self.limits.first_period_s if self.rank == 0 else self.limits.period_s
 
     def _say(self, store: Any, number: int, failure: str | None) -> None:
         progress, outcome = self.progress, self._outcome
@@ -284,11 +313,9 @@ class Watch:
 
     def _listen_to(self, connection: Connection, ranks: Sequence[int], is_asking: bool) -> None:
         keys = {self._key(rank): rank for rank in ranks}
-        texts = connection.read([*keys])
-        now_s = self._clock.now_s()
+        texts, now_s = connection.read([*keys]), self._clock.now_s()
         for key, text in texts.items():
-            rank = keys[key]
-            beat = _Beat(*json.loads(text))
+            rank, beat = keys[key], _Beat(*json.loads(text))
             if beat.call != self.call:
                 continue
             was_alive = self._answer(rank).is_alive

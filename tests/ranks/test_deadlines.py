@@ -20,8 +20,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import ckpt
 from ckpt.errors import ConfigurationError
-from ckpt.ranks.heartbeat import Watch
-from ckpt.ranks.limits import Limits
+from ckpt.ranks.heartbeat import Limits, Watch
 from ckpt.ranks.progress import Progress
 
 

@@ -13,8 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from ckpt.consistency import environment
-from ckpt.ranks.heartbeat import Watch, judges_of
-from ckpt.ranks.limits import Limits
+from ckpt.ranks.heartbeat import Limits, Watch, judges_of
 from ckpt.ranks.progress import Progress
 from ckpt.ranks.rendezvous import Connection
 from ckpt.ranks.roll_call import Answer, Cause, RollCall
@@ -533,7 +532,17 @@ def test_beats_are_rarer_with_many_ranks() -> None:
 @pytest.mark.parametrize("how", ["stopped", "stuck"])
 @pytest.mark.parametrize("seed", range(3))
 def test_rare_beats_name_the_dead_in_time(gone: list[int], how: str, seed: int) -> None:
-    job = Job(8, 600.0, seed, beats_of=16_384)
+    _name_the_dead(8, gone, how, seed)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("gone", [[5], [0], [0, 16, 33], [*range(8, 16)]])
+def test_rare_beats_name_the_dead_of_more_ranks_in_time(gone: list[int]) -> None:
+    _name_the_dead(64, gone, "stopped", seed=1)
+
+
+def _name_the_dead(size: int, gone: list[int], how: str, seed: int) -> None:
+    job = Job(size, 600.0, seed, beats_of=16_384)
     began_s = 3.3 * job.limits.period_s
     named_at_s: dict[int, float] = {}
 
@@ -552,8 +561,8 @@ def test_rare_beats_name_the_dead_in_time(gone: list[int], how: str, seed: int) 
         waits(rank)
         named_at_s[rank.number] = environment.monotonic()
 
-    job.run(*(goes if number in gone else loses for number in range(8)))
-    assert len(named_at_s) == 8 - len(gone)
+    job.run(*(goes if number in gone else loses for number in range(size)))
+    assert len(named_at_s) == size - len(gone)
     assert max(named_at_s.values()) - began_s <= 600.0
     for number in named_at_s:
         roll_call = job.ranks[number].roll_call

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from ckpt.backends.registry import open_store
 from ckpt.consistency import environment
-from ckpt.ranks.spread import turn_s, wait_for_turn
+from ckpt.transfer.bandwidth import turn_s, wait_for_turn
 from ckpt.writing.writer import CheckpointWriter
 
 
