@@ -139,11 +139,12 @@ class Carrier:
         if before == commit:
             _show(destination, commit)
             return Carried(was_there=True)
-        if before is not None and before.is_ours and not _is_later(record, before.record):
-            text = "a save that is later is committed here already; it stays"
-            raise CommitConflict(text, url=destination.url)
+        _check_later(record, before, destination)
         coordinator = Coordinator(destination, SaveObjects())
         coordinator.look(overwrite=True, model=record.is_model)
+        if coordinator.previous == commit:  # another node has committed it meanwhile
+            return Carried(was_there=True)
+        _check_later(record, coordinator.previous, destination)
         try:
             check_beside(destination, record)
         except ConfigurationError:
@@ -252,6 +253,15 @@ def _show(destination: Store, commit: StoredCommit) -> None:
     """Put `.metadata` where a process was killed between its commit and that."""
     if commit.record.is_for_stock and not exists(destination, stock_key(commit.record)):
         put_stock_metadata(destination, commit, stock_metadata_of(destination, commit.record))
+
+
+def _check_later(record: CommitRecord, before: StoredCommit | None, destination: Store) -> None:
+    """Raise CommitConflict if what is committed there must not be replaced by an earlier save."""
+    if before is not None and before.is_ours and not _is_later(record, before.record):
+        text = (
+            "a save that is later is committed here already, by the clocks of those who made them; it stays"
+        )
+        raise CommitConflict(text, url=destination.url)
 
 
 def _is_later(record: CommitRecord, than: CommitRecord) -> bool:

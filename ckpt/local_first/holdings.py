@@ -198,7 +198,7 @@ def completed_by(
         return False
     try:
         with contextlib.closing(open_store(root)) as store:
-            records = shared(ranks, holding.owner, PrefixStore(store, holding.path))
+            records = shared(ranks, holding.owner, PrefixStore(store, holding.path), holding.id)
     except CheckpointError:  # the same on all ranks
         return False
 
@@ -227,18 +227,38 @@ def _delete_replaced(store: Store, before: StoredCommit) -> None:
         store.delete([key for key in (*keys, record.described_by.path) if is_our_name(key)])
 
 
-def shared(ranks: Ranks, owner: int, store: Store) -> Records:
-    """Return on all ranks the records that the rank `owner` reads. All ranks call it. Raises its error on all."""
-    own: tuple[Records | None, CheckpointError | None] | None = None
-    if ranks.rank == owner:
+def shared(ranks: Ranks, owner: int, store: Store, commit_id: str | None = None) -> Records:
+    """Return on all ranks the records that the rank `owner` reads. All ranks call it. Raises its error on all.
+
+    With a `commit_id` any other rank's node will do that has the same ones, if those of `owner` are damaged.
+    """
+    records, failure = _read_on(ranks, store, None, reads=ranks.rank == owner)
+    if records is None and commit_id is not None:
+        records, _ = _read_on(ranks, store, commit_id, reads=True)
+    if records is None:
+        assert failure is not None
+        raise failure
+    return records
+
+
+_Read = tuple[Records | None, CheckpointError | None]
+
+
+def _read_on(ranks: Ranks, store: Store, commit_id: str | None, *, reads: bool) -> _Read:
+    """Return on all ranks what the first rank reads that can, or why none can."""
+    own: _Read = None, None
+    if reads:
         try:
-            own = Records.read(store), None
+            records = Records.read(store)
+            if commit_id not in (None, StoredCommit(records.commit, store.url).record.id):
+                raise NotFound("another checkpoint is committed here", url=store.url, key=COMMIT_KEY)
+            own = records, None
         except CheckpointError as error:
             own = None, error
         except Exception as error:
             own = None, StorageError(f"{type(error).__name__}: {error}", url=store.url)
-    records, failure = ranks.join(own, lambda some, others: some or others)  # type: ignore[misc]
-    if failure is not None:
-        raise failure
-    assert records is not None
-    return records
+    return ranks.join(own, _first_read)
+
+
+def _first_read(some: _Read, others: _Read) -> _Read:
+    return others if some[0] is None and (others[0] is not None or some[1] is None) else some

@@ -96,7 +96,7 @@ def load_near(
     def open_together(reader: NearReader, ranks: Ranks) -> bytes:
         ranks.progress.wait_for("a rank to read the records of the checkpoint")
         with contextlib.closing(open_store(near)) as store:
-            records = shared(ranks, holding.owner or 0, reader.near_store)
+            records = shared(ranks, holding.owner or 0, reader.near_store, holding.id)
             with contextlib.suppress(Exception):  # a disk that takes no more can still be read
                 records.keep(store)
             commit = StoredCommit(records.commit, store.url)

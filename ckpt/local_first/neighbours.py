@@ -46,6 +46,9 @@ _FAREWELL = -1
 _SIZE = -1
 """Where the bytes begin, of a request for the object's size."""
 
+_GONE = 2
+"""The outcome of a read: 1 if it worked, 0 if not, or this if the object was removed."""
+
 _ASK, _FIRST_ANSWER = 0, 2
 _ANSWERS = (MAX_TAGS - _FIRST_ANSWER) // 2
 
@@ -192,6 +195,8 @@ class Neighbours:
                 settled()
             except (RuntimeError, ConnectionError) as error:
                 raise self._lost(holder, key, error) from error
+            if status.item() == _GONE:
+                raise NotFound(f"rank {holder} does not have it any more", url=self._here.url, key=key)
             if not status.item():
                 raise StorageError(f"rank {holder} could not read it", url=self._here.url, key=key)
             self._ranks.progress.moved()
@@ -275,6 +280,8 @@ class _Answers:
         memory, worked = torch.zeros(nbytes, dtype=torch.uint8), 1
         try:
             self._read(key, offset, memory_of(memory))
+        except NotFound:  # room was made meanwhile
+            worked = _GONE
         except Exception as error:
             _logger.warning("rank %d asked for %s, which could not be read: %s", rank, key, error)
             worked = 0

@@ -75,11 +75,12 @@ class Coordinator:
     def __init__(self, store: Store, objects: SaveObjects, confirm_s: float = math.inf) -> None:
         """`objects` gets each object before it exists; the commit releases them all.
 
-        `committed` is then the commit record, the index that it names, and what that holds.
+        `committed` is then the commit record, the index that it names, and what that holds. `previous` is what
+        `look` has seen committed, which is replaced, and its objects deleted.
         """
         self._store, self._objects = store, objects
         self._confirm_s = confirm_s
-        self._previous: StoredCommit | None = None
+        self.previous: StoredCommit | None = None
         self.committed: tuple[StoredCommit, bytes, Columns] | None = None
 
     def look(self, *, overwrite: bool, model: bool = False) -> None:
@@ -111,7 +112,7 @@ class Coordinator:
         if previous is None and model and not overwrite and exists(self._store, MODEL_INDEX_KEY):
             message = "a model is here that has lost its commit.json; to replace it, pass overwrite=True (--overwrite)"
             raise AlreadyExists(message, url=self._store.url, key=MODEL_INDEX_KEY)
-        self._previous = previous
+        self.previous = previous
 
     def _foreign_model(self, previous: StoredCommit | None) -> str | None:
         """Find a file or an index of a model that is not this library's."""
@@ -168,7 +169,7 @@ class Coordinator:
             with workers(min(self._store.threads, len(works)), "ckpt-commit") as threads:
                 run_all(threads, lambda work: work(), works)  # in any order: both are there before the commit
             check()
-            if self._previous is None:
+            if self.previous is None:
                 learn_condition(self._store, probe_key(self._objects.rank, environment.token()))
             acknowledged = self._publish(sealed, stock_metadata, held)
         except CommitUnknown:
@@ -189,7 +190,7 @@ class Coordinator:
         held = HeldBases(self._store, commit.record)
         if commit.record.bases:
             held.hold()
-        if self._previous is None:
+        if self.previous is None:
             learn_condition(self._store, probe_key(self._objects.rank, self._objects.token))
         self._end(commit.record, self._publish(commit.raw, stock_metadata, held))
 
@@ -197,8 +198,8 @@ class Coordinator:
         with contextlib.suppress(Exception):  # nothing after the commit may make the save look failed
             _logger.info("committed %s (%d ranks)", self._store.url, record.world_size)
             # A store that has not answered may not be done with the old record either.
-            if self._previous is not None and acknowledged:
-                self._retire(self._previous)
+            if self.previous is not None and acknowledged:
+                self._retire(self.previous)
 
     def _index(self, columns: Columns) -> bytes:
         """Encode the index, once it is sure that readers will accept it."""
@@ -211,7 +212,7 @@ class Coordinator:
 
     def _publish(self, record: bytes, stock_metadata: bytes | None, held: HeldBases) -> bool:
         """Commit, then let stock readers find it; return whether the commit was acknowledged."""
-        previous = None if self._previous is None else self._previous.raw
+        previous = None if self.previous is None else self.previous.raw
         try:
             acknowledged = held.while_held(
                 lambda check: publish(

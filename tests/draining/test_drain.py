@@ -23,6 +23,7 @@ import ckpt
 from ckpt.consistency import environment
 from ckpt.draining.drain import Drained
 from ckpt.errors import AccessDenied, ConfigurationError, SaveFailed
+from ckpt.writing.coordinator import Coordinator
 
 MIB = 1 << 20
 DURABLE = "s3://bucket/run"
@@ -242,6 +243,47 @@ def test_the_last_node_commits(nodes: list[Path], sharded_place: Path, durable: 
     assert (again.state, again.sent_bytes) == ("durable", 0)
     assert ckpt.diff(sharded_place, durable / "step-100").same
     assert ckpt.verify(durable / "step-100").ok
+
+
+def test_another_node_commits_in_between(
+    nodes: list[Path], sharded_place: Path, durable: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the other node has committed meanwhile is no checkpoint that this one replaces, and deletes."""
+    (first,) = ckpt.drain(nodes[0], durable)
+    assert first.state == "waiting"
+    look, others = Coordinator.look, list[Drained]()
+
+    def look_late(self: Coordinator, **more: Any) -> None:
+        if not others:
+            others.append(first)
+            others[:] = ckpt.drain(nodes[1], durable)
+        look(self, **more)
+
+    monkeypatch.setattr(Coordinator, "look", look_late)
+    (second,) = ckpt.drain(nodes[0], durable)
+    assert [second.state, *(each.state for each in others)] == ["durable", "durable"]
+    assert ckpt.verify(durable / "step-100").ok
+    assert ckpt.diff(sharded_place, durable / "step-100").same
+
+
+def test_a_later_save_is_committed_in_between(
+    local: Path, tmp_path: Path, durable: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(local, 1)
+    edit_commit(local / "step-1", lambda record: record.update(created_at="2026-01-01T00:00:00+00:00"))
+    save(tmp_path / "later", 1, seed=2)
+    look, others = Coordinator.look, list[Drained]()
+
+    def look_late(self: Coordinator, **more: Any) -> None:
+        monkeypatch.setattr(Coordinator, "look", look)
+        others.extend(ckpt.drain(tmp_path / "later", durable))
+        look(self, **more)
+
+    monkeypatch.setattr(Coordinator, "look", look_late)
+    (earlier,) = ckpt.drain(local, durable)
+    assert [earlier.state, *(each.state for each in others)] == ["failed", "durable"]
+    assert "a save that is later is committed here" in earlier.reason
+    assert holds(durable / "step-1", 2)
 
 
 def test_a_node_that_waits_asks_less_and_less(

@@ -2,7 +2,8 @@
 
     PYTHONPATH=tests python -m simulation.simulate --schedules 100000 --seed 1
 
-`--references` has checkpoints refer to each other (`simulated_references.py`). `--seed N --trace` prints every request of one schedule. `--deviations N` runs every schedule of two
+`--references` has checkpoints refer to each other (`simulated_references.py`), `--local-first` has nodes with a disk
+each (`simulated_local_first.py`). `--seed N --trace` prints every request of one schedule. `--deviations N` runs every schedule of two
 ranks and two saves in which at most N things are out of the ordinary (3 takes hours).
 """
 
@@ -16,12 +17,14 @@ import sys
 import time
 import traceback
 from collections import Counter
+from collections.abc import Callable
 
 import torch
 
 from ckpt.testing.simulator import FAULTS
-from simulation import simulated_references
+from simulation import simulated_local_first, simulated_references
 from simulation.simulated_history import Violation
+from simulation.simulated_nodes import FATES as FATES_OF_NODES
 from simulation.simulated_schedules import MOUNT, PROMPT, Plan, Tally, draw, explore, simulate, with_faults
 
 
@@ -35,17 +38,21 @@ def main() -> int:
         "--deviations", type=int, default=0, help="instead of seeds, every schedule up to this bound"
     )
     parser.add_argument("--references", action="store_true", help="saves that name bytes of others")
+    parser.add_argument("--local-first", action="store_true", help="trainers and carriers on nodes")
     arguments = parser.parse_args()
     if arguments.trace:
-        return _trace(arguments.seed)
+        return _trace_nodes(arguments.seed) if arguments.local_first else _trace(arguments.seed)
     if arguments.deviations:
         explore_all = _explore_references if arguments.references else _explore
+        explore_all = _explore_local_first if arguments.local_first else explore_all
         return explore_all(arguments.deviations)
     started_s = time.monotonic()
     last = arguments.seed + arguments.schedules
-    chunks = [(first, min(first + 500, last)) for first in range(arguments.seed, last, 500)]
-    if arguments.references:
-        return _references(chunks, arguments.processes, started_s)
+    size = 50 if arguments.local_first else 500
+    chunks = [(first, min(first + size, last)) for first in range(arguments.seed, last, size)]
+    if arguments.references or arguments.local_first:
+        run = _run_local_first if arguments.local_first else _run_references
+        return _counted(run, chunks, arguments.processes, started_s)
     total, failed = Tally(), []
     with multiprocessing.Pool(arguments.processes, _start) as pool:
         for tally, failures in pool.imap_unordered(_run, chunks):
@@ -57,14 +64,25 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def _references(chunks: list[tuple[int, int]], processes: int, started_s: float) -> int:
+def _counted(
+    run: Callable[[tuple[int, int]], tuple[Counter[str], list[str]]],
+    chunks: list[tuple[int, int]],
+    processes: int,
+    started_s: float,
+) -> int:
     total, failed = Counter[str](), 0
     with multiprocessing.Pool(processes, _start) as pool:
-        for counts, failures in pool.imap_unordered(_run_references, chunks):
+        for counts, failures in pool.imap_unordered(run, chunks):
             total += counts
             failed += len(failures)
             for text in failures:
                 print(text, file=sys.stderr, flush=True)
+            passed_s = time.monotonic() - started_s
+            print(
+                f"{total['schedules']} schedules, {failed} failed, {passed_s:.0f} s",
+                file=sys.stderr,
+                flush=True,
+            )
     rows = [
         ("seconds", round(time.monotonic() - started_s)), *sorted(total.items()), ("losses and leaks", failed)
     ]  # fmt: skip
@@ -102,6 +120,38 @@ def _run_references(seeds: tuple[int, int]) -> tuple[Counter[str], list[str]]:
         except Exception as error:
             failures.append(f"seed {seed}: {type(error).__name__}: {error}")
     return total, failures
+
+
+def _run_local_first(seeds: tuple[int, int]) -> tuple[Counter[str], list[str]]:
+    total, failures = Counter[str](), []
+    gc.disable()  # a world is full of circles; they are collected together
+    for seed in range(*seeds):
+        if seed % 50 == 0:
+            gc.collect()
+        try:
+            total += simulated_local_first.run(seed)
+        except Exception as error:
+            failures.append(f"seed {seed}: {type(error).__name__}: {error}")
+    return total, failures
+
+
+def _explore_local_first(deviations: int) -> int:
+    """Try each kill at each request of trainers and carriers, and each order."""
+    logging.disable(logging.CRITICAL)
+    total = 0
+    for copies in (0, 1):
+        for fate in (*FATES_OF_NODES[1:], ""):
+            fates = 1 if fate else 0
+            counts = simulated_local_first.all_schedules(
+                fate, fates=fates, orders=deviations - fates, copies=copies
+            )
+            total += counts["schedules"]
+            print(
+                f"copies={copies} {fate or 'orders alone':<20} {counts['schedules']:>10} schedules",
+                flush=True,
+            )
+    print(f"{'together':<29} {total:>10} schedules, none lost")
+    return 0
 
 
 def _explore(deviations: int) -> int:
@@ -153,6 +203,20 @@ def _trace(seed: int) -> int:
         print("\n".join(simulation.world.trace))
         for operation in (*simulation.history.writes, *simulation.history.loads):
             print(operation)
+
+
+def _trace_nodes(seed: int) -> int:
+    simulation, program = simulated_local_first.draw(seed)
+    simulation.world.trace = []
+    try:
+        simulation.run(program)
+        return 0
+    except Exception:
+        traceback.print_exc()
+        return 1
+    finally:
+        print("\n".join(simulation.world.trace))
+        print(*simulation.saves, sep="\n")
 
 
 def _report(total: Tally, seed: int, elapsed_s: float) -> None:

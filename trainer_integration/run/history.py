@@ -101,6 +101,10 @@ class History:
         """List the checkpoints that were committed and are not given up, by the record."""
         return [checkpoint for checkpoint in self._record().checkpoints if not checkpoint.superseded]
 
+    def given_up(self) -> list[RunCheckpoint]:
+        """List those that were given up, by the record."""
+        return [checkpoint for checkpoint in self._record().checkpoints if checkpoint.superseded]
+
     def known(self) -> list[RunCheckpoint]:
         """List the same, but read no storage."""
         return [old for old in (self._known or RunRecord()).checkpoints if not old.superseded]
@@ -267,8 +271,11 @@ class History:
         known = {**self._found, **{old.path: old for old in record.checkpoints}}
         by_path = {path: self._as_past(old) for path, old in known.items()}
         for path, own in self._own.items():
-            # A later entry is that of another process, which has saved the same step.
-            if path not in by_path or by_path[path].saved_at_s < own.saved_at_s:
+            # A later entry is that of another process, which has saved the same step. But clocks go back: one that
+            # was given up, and is another save, is of the past.
+            old = by_path.get(path)
+            is_past = old is not None and old.superseded and old.saved_at_s != own.saved_at_s
+            if old is None or is_past or old.saved_at_s < own.saved_at_s:
                 by_path[path] = own
         for change in self._changes:
             changed = map(change, by_path.values())

@@ -102,14 +102,17 @@ class Saves:
     def start(self) -> None:
         """Begin what goes on beside the saves. All ranks call it."""
 
-    def go_on_from(self, step: int, path: str, created_at_s: float | None) -> None:
+    def go_on_from(
+        self, step: int, path: str, created_at_s: float | None, *, is_durable: bool = True
+    ) -> None:
         """Give up the checkpoints after `step`, that at `path`; those steps will be saved again."""
         self.history.go_on_from(step)
         self.base = path
         self.steps = {saved for saved in self.steps if saved < step} | {step}
         age_s = 0.0 if created_at_s is None else max(0.0, time.time() - created_at_s)
         self.undurable_since_s = time.monotonic()
-        self.durable_step, self.durable_at_s = step, self.undurable_since_s - age_s
+        self.durable_step = step if is_durable else None
+        self.durable_at_s = self.undurable_since_s - age_s
 
     def is_too_busy(self, step: int, on_busy: OnBusy) -> bool:
         """Tell whether to leave out `step`, on all ranks, as the last save is in flight."""

@@ -50,9 +50,11 @@ class NearSaves(Saves):
     def start(self) -> None:
         self._tier.start(self._ranks, self._is_durable, self.tell)
 
-    def go_on_from(self, step: int, path: str, created_at_s: float | None) -> None:
-        super().go_on_from(step, path, created_at_s)
-        self._newest = None
+    def go_on_from(
+        self, step: int, path: str, created_at_s: float | None, *, is_durable: bool = True
+    ) -> None:
+        super().go_on_from(step, path, created_at_s, is_durable=is_durable)
+        self._newest, self._near = None, {} if is_durable else {path: step}
         self._tier.go_on_from(step)
 
     # -- saves ---------------------------------------------------------------------------------------------
@@ -129,6 +131,8 @@ class NearSaves(Saves):
             text = "step %d is durable, but could not be noted in the run's record: %s"
             _logger.warning(text, step, failure)
         if not is_own:
+            if path == self.base and self.durable_step is None:  # it was restored from the nodes
+                self.durable_step, self.durable_at_s = step, time.monotonic()
             return
         figures = {"carry_s": state.took_s, "sent_bytes": float(state.sent_bytes)}
         self.tell("durable", step, path, self.history.shown(path), **figures)

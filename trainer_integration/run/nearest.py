@@ -40,14 +40,17 @@ class Nearest:
         """
         found = [] if step == "best" else holdings(self._tier.folder.path, ranks)
         found = [each for each in found if isinstance(step, str) or each.step == step]
-        partly = next((n for n, each in enumerate(found) if not each.is_whole), None)
-        if partly is not None and not any(each.is_whole for each in found[:partly]):
-            far = self._history.url(found[partly].path)
-            if completed_by(found[partly], self._tier.folder.path, far, self._history.storage_options, ranks):
-                found[partly] = replace(found[partly], is_completed=True)
+        for number, each in enumerate(found):
+            if each.is_whole:
+                break
+            far = self._history.url(each.path)
+            if completed_by(each, self._tier.folder.path, far, self._history.storage_options, ranks):
+                found[number] = replace(each, is_completed=True)
+                break
         if isinstance(step, int):  # asked for, whatever has become of it in the durable place
             found = [replace(each, was_durable=False) for each in found]
-        return _Merged(search, found, self._history).next
+        given_up = ranks.join(self._tier.given_up(), frozenset.union)
+        return _Merged(search, found, self._history, given_up).next
 
     def load(
         self,
@@ -71,8 +74,16 @@ _PLACES = ("node", "neighbours", "durable")
 class _Merged:
     """Two searches as one, on the first rank."""
 
-    def __init__(self, search: Search, found: list[Holding], history: History) -> None:
+    def __init__(
+        self,
+        search: Search,
+        found: list[Holding],
+        history: History,
+        given_up: frozenset[tuple[str, float]],
+    ) -> None:
         self._search, self._history = search, history
+        self._given_up, self._last = given_up, list[Choice]()
+        self._tried: Choice | None = None
         self._near = deque(found)
         self._all = {(each.path, each.id): each for each in found}
         self._durable: deque[Choice] = deque()
@@ -80,6 +91,9 @@ class _Merged:
 
     def next(self) -> Choice | None:
         """Return the next checkpoint to try; None if there is no other."""
+        tried, self._tried = self._tried, None
+        if tried is not None and (candidate := self._became_durable(tried)) is not None:
+            return Choice(tried.step, tried.path, candidate)
         self._peek()
         durable = next((choice for choice in self._durable if not choice.is_lost), None)
         while self._near and _comes_first(self._near[0], durable):
@@ -93,7 +107,9 @@ class _Merged:
                 return Choice(near.step, near.path, Candidate(fault), near=near, is_durable=False)
             if near.is_whole or near.is_completed:
                 candidate = Candidate(created_at_s=near.created_at_s, id=near.id)
-                return Choice(near.step, near.path, candidate, near=near, is_durable=is_durable)
+                choice = Choice(near.step, near.path, candidate, near=near, is_durable=is_durable)
+                self._tried = None if is_durable else choice
+                return choice
             if not is_durable:
                 fault = f"the nodes have {near.here.bit_count()} of its {near.wanted} parts, and it is not durable"
                 return Choice(near.step, near.path, Candidate(fault), near=near, is_durable=False)
@@ -109,6 +125,19 @@ class _Merged:
         ):
             return durable._replace(near=known)  # the rest is read from there; and if that fails, all of it
         return self._durable.popleft()
+
+    def _is_given_up(self, choice: Choice) -> bool:
+        """Tell whether the nodes know that the run went back; the root learns it with the next durable one."""
+        recorded = (old for old in self._history.known() if old.path == choice.path)
+        return any((old.path, old.saved_at_s) in self._given_up for old in recorded)
+
+    def _became_durable(self, tried: Choice) -> Candidate | None:
+        """Look whether one that could not be read became durable meanwhile: the nodes may make room of it then."""
+        try:
+            candidate = self._history.examine(tried.path)
+        except CheckpointError:
+            return None
+        return candidate if candidate.id == tried.candidate.id and candidate.fault is None else None
 
     def _is_removed(self, near: Holding) -> bool:
         """Tell whether a checkpoint is not in the durable place any more, as that says itself."""
@@ -133,6 +162,9 @@ class _Merged:
                 choice, self._has_failed = None, True
             if choice is None:
                 self._is_over = True
+                self._durable.extend(self._last)
+            elif self._is_given_up(choice):
+                self._last.append(choice)
             else:
                 self._durable.append(choice)
 

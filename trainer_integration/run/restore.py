@@ -111,7 +111,8 @@ def restore(
         if fault is None:
             loaded, fault = _unless_damaged(lambda: attempt(history.url(choice.path), choice), ranks)
             if loaded is not None and fault is None:
-                saves.go_on_from(choice.step, choice.path, choice.candidate.created_at_s)
+                saved_at_s, is_durable = choice.candidate.created_at_s, choice.is_durable
+                saves.go_on_from(choice.step, choice.path, saved_at_s, is_durable=is_durable)
                 saves.tell("restored", choice.step, shown, "", load_s=time.monotonic() - began_s, **figures)
                 return Restored(choice.step, shown, tuple(passed_over), loaded.missing, state)
             if choice.near is None and ranks.from_first(lambda: search.is_gone(choice)):

@@ -297,6 +297,15 @@ class Tier:
             if each.step not in kept and each.path != newest.path and not each.pinned
         ]
 
+    def given_up(self) -> frozenset[tuple[str, float]]:
+        """List the checkpoints that the run had given up when it saved here last: their folders, and when they began."""
+        try:
+            self.history.look_again()
+            return frozenset((old.path, old.saved_at_s) for old in self.history.given_up())
+        except CheckpointError as error:
+            _logger.warning("what the run has given up cannot be found out: %s", error)
+            return frozenset()
+
     def go_on_from(self, step: int) -> None:
         """Give up, with the next checkpoint, those that were saved after `step`."""
         self.saved.clear()
