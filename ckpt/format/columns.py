@@ -7,6 +7,7 @@ takes longer than moving the tensors of a rank. `dcp_view` makes those that DCP'
 from __future__ import annotations
 
 import array
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,11 +38,32 @@ class TensorColumns:
     offset: Integers
     length: Integers
 
+    @property
+    def count(self) -> int:
+        """Number of its chunks."""
+        return len(self.file)
+
+    def box(self, row: int) -> tuple[list[int], list[int]]:
+        """Return the offsets and the sizes of a chunk."""
+        return self.offsets[row].tolist(), self.sizes[row].tolist()
+
+    def place(self, row: int) -> ObjectRow:
+        """Return where a chunk's item is."""
+        return ObjectRow(int(self.file[row]), int(self.offset[row]), int(self.length[row]))
+
+    def plain(self) -> TensorColumns:
+        """Return the same with arrays that are not made anew at each access."""
+        return self
+
+    def renumbered(self, numbers: Integers, requires_grad: bool) -> TensorColumns:
+        """Return the tensor with `numbers[file]` in the place of each file."""
+        return dataclasses.replace(self, file=numbers[self.file], requires_grad=requires_grad)
+
     def row_of(self, offset: Sequence[int] | None, hint: int | None) -> int:
         """Find the row of the chunk at `offset`. Raises KeyError."""
         if offset is None or len(offset) != len(self.size):
             raise KeyError(offset)
-        if hint is not None and 0 <= hint < len(self.file) and self.offsets[hint].tolist() == list(offset):
+        if hint is not None and 0 <= hint < self.count and self.box(hint)[0] == list(offset):
             return hint
         rows = np.flatnonzero((self.offsets == np.array(offset, dtype=np.int64)).all(axis=1))
         if not len(rows):

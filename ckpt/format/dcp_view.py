@@ -15,6 +15,7 @@ from ckpt.errors import FormatError
 from ckpt.format.columns import Columns, ObjectRow, TensorColumns, packed
 from ckpt.format.dtypes import dtype_name, torch_dtype
 from ckpt.format.names import split_path
+from ckpt.format.runs import TensorRuns
 from ckpt.torch_private import StorageInfo
 
 
@@ -54,12 +55,12 @@ class Chunks(Sequence[dcp.ChunkStorageMetadata]):
     def size_at(self, index: dcp.MetadataIndex) -> torch.Size | None:
         """Return the size of the chunk at `index.offset`; None if there is none."""
         try:
-            return torch.Size(self.tensor.sizes[self.tensor.row_of(index.offset, index.index)].tolist())
+            return torch.Size(self.tensor.box(self.tensor.row_of(index.offset, index.index))[1])
         except KeyError:
             return None
 
     def __len__(self) -> int:
-        return len(self.tensor.file)
+        return self.tensor.count
 
     @overload
     def __getitem__(self, index: int) -> dcp.ChunkStorageMetadata: ...
@@ -68,10 +69,10 @@ class Chunks(Sequence[dcp.ChunkStorageMetadata]):
     def __getitem__(self, index: int | slice) -> dcp.ChunkStorageMetadata | list[dcp.ChunkStorageMetadata]:
         if isinstance(index, slice):
             return [self[number] for number in range(*index.indices(len(self)))]
-        tensor = self.tensor
-        return dcp.ChunkStorageMetadata(
-            torch.Size(tensor.offsets[index].tolist()), torch.Size(tensor.sizes[index].tolist())
-        )
+        row = index + len(self) if index < 0 else index
+        if not 0 <= row < len(self):
+            raise IndexError(index)
+        return dcp.ChunkStorageMetadata(*map(torch.Size, self.tensor.box(row)))
 
     def __iter__(self) -> Iterator[dcp.ChunkStorageMetadata]:
         sizes: dict[tuple[int, ...], torch.Size] = {}  # most chunks share theirs
@@ -99,8 +100,8 @@ class StorageTable(Mapping[dcp.MetadataIndex, StorageInfo]):
             if index.offset is not None:
                 raise KeyError(index)
             return StorageInfo(files[entry.file], entry.offset, entry.length)
-        row = entry.row_of(index.offset, index.index)
-        return StorageInfo(files[entry.file[row]], int(entry.offset[row]), int(entry.length[row]))
+        place = entry.place(entry.row_of(index.offset, index.index))
+        return StorageInfo(files[place.file], place.offset, place.length)
 
     def __iter__(self) -> Iterator[dcp.MetadataIndex]:
         for fqn, entry in self.columns.entries.items():
@@ -111,7 +112,7 @@ class StorageTable(Mapping[dcp.MetadataIndex, StorageInfo]):
                     yield dcp.MetadataIndex(fqn, torch.Size(offset), row)
 
     def __len__(self) -> int:
-        return sum(1 if isinstance(e, ObjectRow) else len(e.file) for e in self.columns.entries.values())
+        return sum(1 if isinstance(e, ObjectRow) else e.count for e in self.columns.entries.values())
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self)} items in {len(self.columns.files)} files)"
@@ -123,6 +124,9 @@ def stored_bytes(metadata: dcp.Metadata) -> tuple[int, int]:
     is_carried = np.array([bool(split_path(path)[0]) for path in columns.files], dtype=bool)
     own = carried = 0
     for entry in columns.entries.values():
+        if isinstance(entry, TensorRuns) and not is_carried.any():
+            own += entry.columns[2].total
+            continue
         file, length = np.atleast_1d(entry.file), np.atleast_1d(entry.length)
         total, part = int(length.sum()), int(length[is_carried[file]].sum())
         own, carried = own + total - part, carried + part

@@ -255,7 +255,7 @@ class _Coordinator:
             self.plan = CentralPlan(self._messages, self._sections, carried)
             self._plans.keep(self.plan)
             head = self.plan.number.to_bytes(8, "little")
-            self.answers = [head + answer for answer in self.plan.answers()]
+            self.answers = [head + answer for answer in self.plan.answers]
         return _Step.ANSWER
 
     def _try(self, work: Callable[[], _Step]) -> _Step:

@@ -27,7 +27,8 @@ from ckpt.format.dtypes import dtype_name
 from ckpt.format.planner_data import check_planner_data
 from ckpt.format.records import CommitRecord, ManifestRef
 from ckpt.save_plans.central import CentralPlan
-from ckpt.save_plans.placing import columns_of, pack_placed
+from ckpt.save_plans.file_layouts import pack_placed
+from ckpt.save_plans.placing import columns_of
 
 
 class PlacedItem(msgspec.Struct, array_like=True):

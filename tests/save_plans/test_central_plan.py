@@ -27,8 +27,9 @@ from ckpt.format.columns import TensorColumns
 from ckpt.ranks.group import RanksFailed
 from ckpt.save_plans.central import CentralPlan
 from ckpt.save_plans.exchange import Agreed, Local, Plans, agree
+from ckpt.save_plans.file_layouts import pack_placed
 from ckpt.save_plans.local import Structure
-from ckpt.save_plans.placing import columns_of, pack_placed
+from ckpt.save_plans.placing import columns_of
 from ckpt.save_plans.sections import decode_section
 
 Stored = dict[str, Any]
@@ -42,7 +43,7 @@ def planned(structures: Sequence[Structure]) -> CentralPlan:
 def written(plan: CentralPlan, structures: Sequence[Structure]) -> list[list[Any]]:
     from ckpt.save_plans.exchange import _chosen
 
-    return [_chosen(each, answer) for each, answer in zip(structures, plan.answers(), strict=True)]
+    return [_chosen(each, answer) for each, answer in zip(structures, plan.answers, strict=True)]
 
 
 def by_dcp(structures: Sequence[Structure]) -> tuple[Stored, list[int]]:
