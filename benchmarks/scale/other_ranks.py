@@ -74,6 +74,7 @@ class OtherRanks:
         self.coordinates = np.stack(np.unravel_index(np.arange(self.stage_size), self.mesh), axis=1).tolist()
         self._items = [_items_of(structure) for structure in self.structures]
         self._written: dict[Any, RankReceipt] = {}
+        self._placed: list[bytes] = []
 
     # -- plans ---------------------------------------------------------------------------------------------
 
@@ -100,7 +101,17 @@ class OtherRanks:
 
     def write(self, store: CountingStore, place: str) -> Iterator[RankReceipt]:
         """Write the files of each rank; yield what it reports."""
-        self._written = {}
+        self._written, self._placed = {}, []
+        for receipt in self._files(store, place):
+            self._placed.append(receipt.items)
+            yield receipt
+
+    def layouts(self) -> Iterator[bytes]:
+        """Send where the items are of those ranks that the first one asked."""
+        for wanted, placed in zip(self.wanted[1:], self._placed, strict=True):
+            yield placed if wanted else b""
+
+    def _files(self, store: CountingStore, place: str) -> Iterator[RankReceipt]:
         pool = StagingPool(128 << 20, pinned=False)
         for rank in range(1, self.size):
             stage = rank // self.stage_size

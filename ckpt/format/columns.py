@@ -89,6 +89,8 @@ class Columns:
     planner_data: Any = None
     save_id: str | None = None
     version: str | None = None
+    encoded: bytes | None = field(default=None, init=False, repr=False)
+    """The index of just these columns, where it is known."""
 
 
 def packed(offsets: Sequence[int]) -> bytes:

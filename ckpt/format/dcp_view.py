@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import operator
+import pickle
+import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, overload
@@ -18,6 +20,8 @@ from ckpt.format.names import split_path
 from ckpt.format.runs import TensorRuns
 from ckpt.torch_private import StorageInfo
 
+_LEVEL = 1
+
 
 def metadata_of(columns: Columns) -> dcp.Metadata:
     """Make DCP's view of columns. Raises FormatError for a dtype that this torch does not have."""
@@ -28,6 +32,20 @@ def metadata_of(columns: Columns) -> dcp.Metadata:
         storage_meta=dcp.StorageMeta(save_id=columns.save_id),
         version=columns.version,
     )
+
+
+def share_metadata(metadata: dcp.Metadata) -> bytes:
+    """Pack what `metadata_of` has made, for other ranks."""
+    columns = columns_of(metadata, url="")
+    return zlib.compress(pickle.dumps((columns, metadata.storage_meta)), _LEVEL)
+
+
+def shared_metadata(shared: bytes) -> dcp.Metadata:
+    """Make the metadata that another rank has shared."""
+    columns, storage_meta = pickle.loads(zlib.decompress(shared))
+    metadata = metadata_of(columns)
+    metadata.storage_meta = storage_meta
+    return metadata
 
 
 def _description(columns: Columns, fqn: str) -> dcp.TensorStorageMetadata | dcp.BytesStorageMetadata:

@@ -1,7 +1,6 @@
 """Encode and decode the index: a checkpoint's columns as one small typed record (`docs/format.md`).
 
-Tensors of many chunks that are regular are written as runs, in version 2. An index without such tensors is one of
-version 1.
+Tensors that are held as runs are written as such, in version 2. An index without such tensors is one of version 1.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from ckpt.format.integer_planes import compressed, expanded
 from ckpt.format.names import is_path
 from ckpt.format.planner_data import PlainValue, check_planner_data, pack, unpack
 from ckpt.format.run_table import MAX_ROWS_OF_TENSOR, BoxCheck, PackedRuns, RunTable, pack_runs, runs_of
-from ckpt.format.runs import MANY_CHUNKS, NUMBERS, TensorRuns, as_runs
+from ckpt.format.runs import NUMBERS, TensorRuns
 from ckpt.gc_pause import no_gc
 
 INDEX_FORMAT = "ckpt-storage index"
@@ -38,8 +37,6 @@ _MAX_EXPANSION = 64
 _SLACK_BYTES = 16 << 20
 _MANIFEST_GROWTH = 8
 """A row of the tables has at most so many times the bytes of its item in a manifest, which is text."""
-_MAX_RUNS = 64
-"""Of a column that was rows; it has no more than a fourth of its rows either."""
 
 
 class _Entry(msgspec.Struct, frozen=True, array_like=True):
@@ -77,7 +74,7 @@ _RECORD = msgspec.msgpack.Decoder(_Record)  # made once, before there are thread
 
 def encode_index(columns: Columns) -> bytes:
     """Encode columns. Raises ValueError if `planner_data` holds more than plain values."""
-    tables = list(map(_shortest, columns.entries.values()))
+    tables = list(columns.entries.values())
     rows = [entry for entry in tables if not isinstance(entry, TensorRuns)]
     tensors = [entry for entry in rows if isinstance(entry, TensorColumns)]
     packed = pack_runs(tables)
@@ -100,13 +97,6 @@ def encode_index(columns: Columns) -> bytes:
             runs=packed.runs,
         )
     )
-
-
-def _shortest(entry: TensorColumns | ObjectRow) -> TensorColumns | ObjectRow:
-    """Make runs of a tensor of many chunks, if it is regular."""
-    if isinstance(entry, ObjectRow) or entry.count < MANY_CHUNKS:
-        return entry
-    return as_runs(entry, min(_MAX_RUNS, entry.count // 4)) or entry
 
 
 def check_columns(columns: Columns) -> None:
@@ -159,7 +149,7 @@ def decode_index(
 
 # DCP sends the metadata of a save to all ranks: as an index it has a hundredth of the size.
 _unpickled = functools.partial(decode_index, url="", key="index")
-copyreg.pickle(Columns, lambda columns: (_unpickled, (encode_index(columns),)))
+copyreg.pickle(Columns, lambda columns: (_unpickled, (columns.encoded or encode_index(columns),)))
 
 
 def _columns(record: _Record, nbytes: int, manifest_bytes: Callable[[int], int] | None) -> Columns:

@@ -21,6 +21,9 @@ NUMBERS = 5
 MANY_CHUNKS = 256
 """A tensor of fewer chunks has rows."""
 
+_MAX_RUNS = 64
+"""Looked for in a column of rows."""
+
 _KEPT_ROWS = 1 << 16
 """Columns of at most so many rows are kept a while when they were expanded."""
 _KEPT = 32
@@ -249,14 +252,15 @@ class TensorRuns(TensorColumns):
         return TensorRuns(self.dtype, self.size, requires_grad, (file, *self.columns[1:]))
 
 
-def as_runs(tensor: TensorColumns, max_runs: int) -> TensorRuns | None:
-    """Make runs of a tensor's columns; None if one of them has more than `max_runs`."""
-    if isinstance(tensor, TensorRuns):
+def shortest(tensor: TensorColumns) -> TensorColumns:
+    """Return the tensor as runs, if it has many chunks and each of its columns few runs."""
+    if tensor.count < MANY_CHUNKS or isinstance(tensor, TensorRuns):
         return tensor
+    most = min(_MAX_RUNS, tensor.count // 4)
     columns: list[Runs] = []
     for values in (tensor.file, tensor.offset, tensor.length, *tensor.offsets.T, *tensor.sizes.T):
-        runs = find_runs(values, max_runs)
+        runs = find_runs(values, most)
         if runs is None:
-            return None
+            return tensor
         columns.append(runs)
     return TensorRuns(tensor.dtype, tensor.size, tensor.requires_grad, tuple(columns))

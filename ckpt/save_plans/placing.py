@@ -111,7 +111,10 @@ class _Placing:
     def _together(self, placed: PlacedSection, writers: Integers, numbers: Integers) -> list[_Places]:
         """Find the places of items of one section, whose chunks have the same writers."""
         of_section = self._numbers[id(placed)][np.searchsorted(placed.ranks, writers)]
-        keys = self._layouts.keys(writers, of_section)
+        return self._find(writers, self._layouts.keys(writers, of_section), numbers)
+
+    def _find(self, writers: Integers, keys: Integers, numbers: Integers) -> list[_Places]:
+        """Find the places of items, whose keys are `keys` plus the number of each."""
         begins = np.flatnonzero(np.r_[True, keys[1:] != keys[:-1]])
         if len(writers) >= MANY_CHUNKS and len(begins) <= len(writers) // 4:
             return _Stretches(self._layouts, writers, keys, begins).places(numbers)
@@ -129,7 +132,8 @@ class _Placing:
             writes = self._plan.writes(placed, number)
             of_rank = self._numbers[id(placed)][writes] + number
             keys[placed.rows[number][writes]] = self._layouts.keys(placed.ranks[writes], of_rank)
-        return self._rows(entry.writers, keys)
+        (found,) = self._find(entry.writers, keys, np.zeros(1, dtype=np.int64))
+        return found
 
     def _entry(self, entry: Entry, places: _Places) -> TensorColumns | ObjectRow:
         held, layout = entry.held, entry.layout

@@ -7,6 +7,7 @@ template. It names DCP's classes and imports none: `ckpt verify` writes one to c
 
 from __future__ import annotations
 
+import functools
 import pickle as op
 import struct
 from collections.abc import Sequence
@@ -223,9 +224,13 @@ class _Writer:
         return begin, _TUPLES.get(dimensions, op.TUPLE) + op.TUPLE1 + op.REDUCE
 
     def _paths(self, file: Integers) -> _Bytes:
-        gets = np.frombuffer(b"".join(self._get[path] for path in self._columns.files), dtype=np.uint8)
-        chosen: _Bytes = gets.reshape(-1, 5)[file]
+        chosen: _Bytes = self._gets_of_paths[file]
         return chosen
+
+    @functools.cached_property
+    def _gets_of_paths(self) -> _Bytes:
+        gets = np.frombuffer(b"".join(self._get[path] for path in self._columns.files), dtype=np.uint8)
+        return gets.reshape(-1, 5)
 
 
 def _rows(*columns: bytes | _Bytes) -> bytes:

@@ -26,6 +26,7 @@ from ckpt.format.columns import Columns, Integers, ObjectRow, TensorColumns
 from ckpt.format.dtypes import dtype_name
 from ckpt.format.planner_data import check_planner_data
 from ckpt.format.records import CommitRecord, ManifestRef
+from ckpt.format.runs import shortest
 from ckpt.save_plans.central import CentralPlan
 from ckpt.save_plans.file_layouts import pack_placed
 from ckpt.save_plans.placing import columns_of
@@ -243,11 +244,11 @@ class _Table:
                 shape = (len(stored.chunks), len(stored.size))
                 rows, cells = slice(row, row + shape[0]), slice(cell, cell + shape[0] * shape[1])
                 cell = cells.stop
-                entries[fqn] = TensorColumns(
+                entries[fqn] = shortest(TensorColumns(
                     dtype_name(stored.properties.dtype), tuple(stored.size), bool(stored.properties.requires_grad),
                     offsets[cells].reshape(shape), sizes[cells].reshape(shape),
                     file[rows], offset[rows], length[rows],
-                )  # fmt: skip
+                ))  # fmt: skip
             elif isinstance(stored, BytesStorageMetadata):
                 entries[fqn] = ObjectRow(self._file[row], self._offset[row], self._length[row])
             else:

@@ -23,7 +23,7 @@ from ckpt.format.columns import Columns, Integers, ObjectRow, TensorColumns
 from ckpt.format.dcp_view import metadata_of, stored_bytes
 from ckpt.format.index import check_columns, decode_index, encode_index
 from ckpt.format.integer_planes import compressed, expanded
-from ckpt.format.runs import NUMBERS, Runs, TensorRuns, as_runs, find_runs
+from ckpt.format.runs import NUMBERS, Runs, TensorRuns, find_runs, shortest
 from ckpt.save_plans.rules import Rule, lay_out
 from ckpt.stock.metadata_writer import estimated_bytes, pickled_metadata
 
@@ -111,8 +111,8 @@ def assert_equal(a: Columns, b: Columns) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_index_of_runs_says_what_rows_say(layout: str) -> None:
-    plain = index_of(tensor_of(*LAYOUTS[layout]), tensor_of((4, 4), Rule(0, (2,), (0,))))
-    encoded = encode_index(plain)
+    tensors = tensor_of(*LAYOUTS[layout]), tensor_of((4, 4), Rule(0, (2,), (0,)))
+    plain, encoded = index_of(*tensors), encode_index(index_of(*map(shortest, tensors)))
     read = decode_index(encoded, url="u", key="k")
     assert isinstance(read.entries["layers.0.weight"], TensorRuns)
     assert msgspec.msgpack.decode(encoded)["version"] == 2
@@ -138,20 +138,21 @@ def test_few_chunks_and_irregular_ones_stay_rows() -> None:
     offset = np.array([chance.randrange(1 << 30) for _ in range(1000)])
     irregular = dataclasses.replace(tensor_of(*LAYOUTS["fsdp"]), requires_grad=False)
     irregular = dataclasses.replace(irregular, offset=offset[: irregular.count])
-    encoded = encode_index(index_of(irregular, tensor_of((64, 4), Rule(0, (64,), (0,)))))
+    tensors = irregular, tensor_of((64, 4), Rule(0, (64,), (0,)))
+    encoded = encode_index(index_of(*map(shortest, tensors)))
     assert msgspec.msgpack.decode(encoded)["version"] == 1
     assert not msgspec.msgpack.decode(encoded).keys() & {"regular", "column_runs", "runs"}
 
 
 def test_readers_of_version_1_ignore_runs() -> None:
-    record = dict(msgspec.msgpack.decode(encode_index(index_of(tensor_of(*LAYOUTS["fsdp"])))))
+    record = dict(msgspec.msgpack.decode(encode_index(index_of(shortest(tensor_of(*LAYOUTS["fsdp"]))))))
     record["version"] = 1
     with pytest.raises(FormatError, match="of another length than its entries"):
         decode_index(msgspec.msgpack.encode(record), url="u", key="k")
 
 
 def test_columns_in_common_are_stored_once() -> None:
-    one, many = (encode_index(index_of(*[tensor_of(*LAYOUTS["fsdp"])] * count)) for count in (1, 100))
+    one, many = (encode_index(index_of(*map(shortest, [tensor_of(*LAYOUTS["fsdp"])] * n))) for n in (1, 100))
     assert len(many) < len(one) + 100 * 60
 
 
@@ -188,7 +189,7 @@ def test_a_trillion_parameters_take_little_memory() -> None:
 
 # -- hostile records -------------------------------------------------------------------------------------------
 
-GOOD = dict(msgspec.msgpack.decode(encode_index(index_of(tensor_of(*LAYOUTS["fsdp"]), tensor_of((8,), Rule(0, (4,), (0,)))))))  # fmt: skip
+GOOD = dict(msgspec.msgpack.decode(encode_index(index_of(shortest(tensor_of(*LAYOUTS["fsdp"])), tensor_of((8,), Rule(0, (4,), (0,)))))))  # fmt: skip
 
 
 def decoded(record: dict[str, Any], *, in_manifests: int = 0) -> Columns:
@@ -343,9 +344,10 @@ def test_any_change_is_refused_or_sound(
 
 def test_what_was_rows_becomes_runs_only_if_all_columns_do() -> None:
     plain = tensor_of(*LAYOUTS["fsdp"])
-    runs = as_runs(plain, 64)
-    assert runs is not None
-    assert as_runs(runs, 1) is runs
-    assert as_runs(dataclasses.replace(plain, length=np.arange(plain.count) ** 2), 64) is None
+    runs = shortest(plain)
+    assert isinstance(runs, TensorRuns)
+    assert shortest(runs) is runs
+    irregular = dataclasses.replace(plain, length=np.arange(plain.count) ** 2)
+    assert shortest(irregular) is irregular
     numbers = np.arange(1000) * 3
     assert np.array_equal(runs.renumbered(numbers, False).file, plain.renumbered(numbers, False).file)
