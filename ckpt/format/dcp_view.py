@@ -36,14 +36,14 @@ def metadata_of(columns: Columns) -> dcp.Metadata:
 
 def share_metadata(metadata: dcp.Metadata) -> bytes:
     """Pack what `metadata_of` has made, for other ranks."""
-    columns = columns_of(metadata, url="")
-    return zlib.compress(pickle.dumps((columns, metadata.storage_meta)), _LEVEL)
+    columns = pickle.dumps(columns_of(metadata, url=""))
+    return pickle.dumps((zlib.compress(columns, _LEVEL), metadata.storage_meta))
 
 
 def shared_metadata(shared: bytes) -> dcp.Metadata:
     """Make the metadata that another rank has shared."""
-    columns, storage_meta = pickle.loads(zlib.decompress(shared))
-    metadata = metadata_of(columns)
+    columns, storage_meta = pickle.loads(shared)
+    metadata = metadata_of(pickle.loads(zlib.decompress(columns)))
     metadata.storage_meta = storage_meta
     return metadata
 

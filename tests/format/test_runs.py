@@ -7,6 +7,7 @@ import random
 import tracemalloc
 import zlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
@@ -130,6 +131,20 @@ def test_an_index_of_runs_says_what_rows_say(layout: str) -> None:
         assert table[index] == table[MetadataIndex(index.fqn, index.offset)] == info
     with pytest.raises(KeyError):
         table[MetadataIndex("layers.0.weight", torch.Size([1 << 40] * len(LAYOUTS[layout][0])), 3)]
+
+
+KEPT = Path(__file__).parents[1] / "data" / "index-v2"
+
+
+def kept_columns() -> Columns:
+    return index_of(*(shortest(tensor_of(*LAYOUTS[layout])) for layout in ("fsdp", "fsdp and tp")))
+
+
+def test_a_kept_index_of_version_2_is_read() -> None:
+    """`PYTHONPATH=tests python tests/format/test_runs.py` wrote it."""
+    kept = decode_index(KEPT.read_bytes(), url="u", key="k", manifest_bytes=lambda needed: 0)
+    assert all(isinstance(kept.entries[f"layers.{number}.weight"], TensorRuns) for number in range(2))
+    assert_equal(kept, kept_columns())
 
 
 def test_few_chunks_and_irregular_ones_stay_rows() -> None:
@@ -351,3 +366,7 @@ def test_what_was_rows_becomes_runs_only_if_all_columns_do() -> None:
     assert shortest(irregular) is irregular
     numbers = np.arange(1000) * 3
     assert np.array_equal(runs.renumbered(numbers, False).file, plain.renumbered(numbers, False).file)
+
+
+if __name__ == "__main__":
+    KEPT.write_bytes(encode_index(kept_columns()))
