@@ -18,7 +18,7 @@ from ckpt.ranks.first_rank import FirstRank
 from ckpt.ranks.group import Ranks, RanksFailed, portable
 from ckpt.save_plans.central import CentralPlan
 from ckpt.save_plans.exchange import Agreed, Carrier, Local, Plans, agree
-from ckpt.save_plans.local import plans_like_dcp
+from ckpt.save_plans.local import plans_like_dcp, set_up_in_one_pass
 from ckpt.torch_private import save_state_dict
 from ckpt.writing.layout import refuse_unstorable
 from ckpt.writing.receipt_messages import Layouts, Receipts, gather_receipts
@@ -85,7 +85,7 @@ def _local(
     rank: int,
 ) -> Local:
     """Plan what this rank holds."""
-    with no_gc():  # it flattens the state
+    with no_gc(), set_up_in_one_pass(inner):  # it flattens the state
         planner.set_up_planner(state_dict, storage_meta=writer.storage_meta(), is_coordinator=rank == 0)
     writer.set_up_storage_writer(rank == 0, rank=rank, use_collectives=True, numbered=True)
     structure = PLANS.memory.structure(inner, refuse_unstorable)
