@@ -43,13 +43,23 @@ class TensorColumns:
         """Number of its chunks."""
         return len(self.file)
 
+    def offsets_at(self, row: int) -> list[int]:
+        """Return the offsets of a chunk."""
+        offsets: list[int] = self.offsets[row].tolist()
+        return offsets
+
+    def sizes_at(self, row: int) -> list[int]:
+        """Return the sizes of a chunk."""
+        sizes: list[int] = self.sizes[row].tolist()
+        return sizes
+
     def box(self, row: int) -> tuple[list[int], list[int]]:
         """Return the offsets and the sizes of a chunk."""
-        return self.offsets[row].tolist(), self.sizes[row].tolist()
+        return self.offsets_at(row), self.sizes_at(row)
 
-    def place(self, row: int) -> ObjectRow:
-        """Return where a chunk's item is."""
-        return ObjectRow(int(self.file[row]), int(self.offset[row]), int(self.length[row]))
+    def place(self, row: int) -> tuple[int, int, int]:
+        """Return the file, the offset and the length of a chunk's item."""
+        return int(self.file[row]), int(self.offset[row]), int(self.length[row])
 
     def plain(self) -> TensorColumns:
         """Return the same with arrays that are not made anew at each access."""
@@ -63,7 +73,7 @@ class TensorColumns:
         """Find the row of the chunk at `offset`. Raises KeyError."""
         if offset is None or len(offset) != len(self.size):
             raise KeyError(offset)
-        if hint is not None and 0 <= hint < self.count and self.box(hint)[0] == list(offset):
+        if hint is not None and 0 <= hint < self.count and self.offsets_at(hint) == list(offset):
             return hint
         rows = np.flatnonzero((self.offsets == np.array(offset, dtype=np.int64)).all(axis=1))
         if not len(rows):

@@ -73,7 +73,7 @@ class Chunks(Sequence[dcp.ChunkStorageMetadata]):
     def size_at(self, index: dcp.MetadataIndex) -> torch.Size | None:
         """Return the size of the chunk at `index.offset`; None if there is none."""
         try:
-            return torch.Size(self.tensor.box(self.tensor.row_of(index.offset, index.index))[1])
+            return torch.Size(self.tensor.sizes_at(self.tensor.row_of(index.offset, index.index)))
         except KeyError:
             return None
 
@@ -118,8 +118,8 @@ class StorageTable(Mapping[dcp.MetadataIndex, StorageInfo]):
             if index.offset is not None:
                 raise KeyError(index)
             return StorageInfo(files[entry.file], entry.offset, entry.length)
-        place = entry.place(entry.row_of(index.offset, index.index))
-        return StorageInfo(files[place.file], place.offset, place.length)
+        file, offset, length = entry.place(entry.row_of(index.offset, index.index))
+        return StorageInfo(files[file], offset, length)
 
     def __iter__(self) -> Iterator[dcp.MetadataIndex]:
         for fqn, entry in self.columns.entries.items():

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ckpt.format.columns import Integers, ObjectRow, TensorColumns
+from ckpt.format.columns import Integers, TensorColumns
 
 NUMBERS = 5
 """Of a run: start, count, step, repeats and their step."""
@@ -236,11 +236,15 @@ class TensorRuns(TensorColumns):
             return np.empty((self.count, 0), dtype=np.int64)
         return _kept_vectors(columns) if self.count <= _KEPT_ROWS else _vectors(columns)
 
-    def box(self, row: int) -> tuple[list[int], list[int]]:
-        return [each.at(row) for each in self.offset_columns], [each.at(row) for each in self.size_columns]
+    def offsets_at(self, row: int) -> list[int]:
+        return [each.at(row) for each in self.offset_columns]
 
-    def place(self, row: int) -> ObjectRow:
-        return ObjectRow(*(each.at(row) for each in self.columns[:3]))
+    def sizes_at(self, row: int) -> list[int]:
+        return [each.at(row) for each in self.size_columns]
+
+    def place(self, row: int) -> tuple[int, int, int]:
+        file, offset, length = self.columns[:3]
+        return file.at(row), offset.at(row), length.at(row)
 
     def plain(self) -> TensorColumns:
         places = self.file, self.offset, self.length

@@ -77,7 +77,7 @@ class PlainReader:
         Returns those that it has not read: torch must unpickle tensors of them.
         """
         rows = ((plan.entry, part.row) for plan, _ in wanted for part in plan.parts)
-        self._prepare({entry.place(row).file for entry, row in rows})
+        self._prepare({entry.place(row)[0] for entry, row in rows})
         pieces: dict[StoredFile, list[Piece]] = defaultdict(list)
         others = []
         for plan, target in wanted:
@@ -98,9 +98,9 @@ class PlainReader:
     ) -> tuple[StoredFile, list[Piece]] | None:
         """List the pieces of a file that a part of a chunk needs; None if its elements are pickled."""
         entry, row = plan.entry, part.row
-        place, (offsets, sizes) = entry.place(row), entry.box(row)
-        file, record = self._item(plan.fqn, offsets, place)
-        shape = tuple(sizes)
+        place = ObjectRow(*entry.place(row))
+        file, record = self._item(plan.fqn, entry.offsets_at(row), place)
+        shape = tuple(entry.sizes_at(row))
         if record is None or record.payload_offset < 0:
             return None
         if record.payload_bytes != math.prod(shape) * item_bytes(entry.dtype):

@@ -185,9 +185,7 @@ class Base:
             rows = np.flatnonzero((entry.offsets == np.array(chunk.offsets)).all(axis=1)).tolist()
         box = list(chunk.offsets), list(chunk.sizes)
         return [
-            row
-            for row in rows
-            if entry.box(row) == box and self._writers[entry.place(row).file] % size == rank
+            row for row in rows if entry.box(row) == box and self._writers[entry.place(row)[0]] % size == rank
         ]
 
     @functools.cached_property
@@ -202,13 +200,13 @@ class Base:
         for fqn, row in rows:
             entry = self.columns.entries[fqn]
             assert isinstance(entry, TensorColumns)
-            place = entry.place(row)
-            places.append((fqn, entry.box(row)[0], self.columns.files[place.file], place))
-        self._checkpoint.prepare({path for _, _, path, _ in places}, threads)
+            file, offset, length = entry.place(row)
+            places.append((fqn, entry.offsets_at(row), self.columns.files[file], offset, length))
+        self._checkpoint.prepare({path for _, _, path, *_ in places}, threads)
         with no_gc():
             return [
-                self._checkpoint.digest(fqn, offsets, path, place.offset, place.length)
-                for fqn, offsets, path, place in places
+                self._checkpoint.digest(fqn, offsets, path, offset, length)
+                for fqn, offsets, path, offset, length in places
             ]
 
     @staticmethod

@@ -90,9 +90,10 @@ class TensorInfo:
         """Yield every stored chunk, in the order of the records."""
         columns = self._columns
         for row in range(self.chunks):
-            (offsets, sizes), place = columns.box(row), columns.place(row)
-            file = self._files[place.file]
-            yield SliceInfo(tuple(offsets), tuple(sizes), rank_of(file), file, place.offset, place.length)
+            number, offset, length = columns.place(row)
+            offsets, sizes = map(tuple, columns.box(row))
+            file = self._files[number]
+            yield SliceInfo(offsets, sizes, rank_of(file), file, offset, length)
 
 
 @dataclass(frozen=True)
