@@ -19,6 +19,7 @@ from ckpt.format.dtypes import torch_dtype
 from ckpt.format.names import data_key, manifest_key
 from ckpt.save_plans.central import CentralPlan
 from ckpt.save_plans.local import Structure
+from ckpt.save_plans.receipt_messages import RankReceipt
 from ckpt.save_plans.rules import WHOLE, box_at
 from ckpt.save_plans.sections import Held, decode_section, split_digests
 from ckpt.stock.item_frame import Frame, frame
@@ -26,7 +27,6 @@ from ckpt.transfer.buffer_pool import StagingPool
 from ckpt.transfer.file_body import Payload
 from ckpt.writing.layout import Entry
 from ckpt.writing.rank_files import RankFiles
-from ckpt.writing.receipts import RankReceipt
 from ckpt.writing.save_objects import SaveObjects
 
 FEW_RANKS = 64

@@ -30,11 +30,11 @@ from ckpt.ranks.tree import FAN, Tree
 from ckpt.reading import read_once
 from ckpt.reading.parcels import part_bytes
 from ckpt.save_plans.exchange import FEW_RANKS as FEW_RANKS_THAT_TELL
+from ckpt.save_plans.receipt_messages import ReceiptStep, message_of
 from ckpt.transfer import fetcher
 from ckpt.transfer.pieces import Piece
 from ckpt.transfer.read_requests import plan_requests
 from ckpt.writing import column_save
-from ckpt.writing.receipt_messages import ReceiptStep, message_of
 
 T = TypeVar("T")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import array
 import dataclasses
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +16,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ckpt.errors import FormatError
+
 Integers = npt.NDArray[np.int64]
+
+_LEVEL = 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,3 +111,21 @@ class Columns:
 def packed(offsets: Sequence[int]) -> bytes:
     """Make a dict key of offsets: an attacker who knows the hashes of numbers can make a dict slow."""
     return array.array("q", offsets).tobytes()
+
+
+def compressed(values: Sequence[Integers | int]) -> bytes:
+    """Compress integers of 64 bits, array after array: the lowest byte of each, then the next of each, and so on."""
+    parts = [np.asarray(value, dtype="<i8").reshape(-1) for value in values]
+    column = np.concatenate(parts) if parts else np.empty(0, dtype="<i8")
+    return zlib.compress(column.view(np.uint8).reshape(-1, 8).T.tobytes(), _LEVEL)
+
+
+def expanded(data: bytes, count: int) -> Integers:
+    """Expand `count` integers in no more memory than they need. Raises FormatError, zlib.error."""
+    unpacker = zlib.decompressobj()
+    planes = unpacker.decompress(data, 8 * count + 1)
+    if len(planes) != 8 * count or not unpacker.eof:
+        raise FormatError("a column of another length than its entries")
+    rows = np.frombuffer(planes, dtype=np.uint8).reshape(8, count).T.copy()
+    column: Integers = rows.view("<i8").reshape(count).astype(np.int64, copy=False)
+    return column

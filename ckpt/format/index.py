@@ -15,9 +15,8 @@ import msgspec
 import numpy as np
 
 from ckpt.errors import ConfigurationError, FormatError
-from ckpt.format.columns import Columns, Integers, ObjectRow, TensorColumns
+from ckpt.format.columns import Columns, Integers, ObjectRow, TensorColumns, compressed, expanded
 from ckpt.format.dtypes import item_bytes
-from ckpt.format.integer_planes import compressed, expanded
 from ckpt.format.names import is_path
 from ckpt.format.planner_data import PlainValue, check_planner_data, pack, unpack
 from ckpt.format.run_table import MAX_ROWS_OF_TENSOR, BoxCheck, PackedRuns, RunTable, pack_runs, runs_of

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ckpt.errors import FormatError
-from ckpt.format.columns import Integers, ObjectRow, TensorColumns
-from ckpt.format.integer_planes import compressed, expanded
+from ckpt.format.columns import Integers, ObjectRow, TensorColumns, compressed, expanded
 from ckpt.format.runs import NUMBERS, Runs, TensorRuns
 
 MAX_ROWS_OF_TENSOR = 1 << 24

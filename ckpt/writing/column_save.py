@@ -19,10 +19,9 @@ from ckpt.ranks.group import Ranks, RanksFailed, portable
 from ckpt.save_plans.central import CentralPlan
 from ckpt.save_plans.exchange import Agreed, Carrier, Local, Plans, agree
 from ckpt.save_plans.local import plans_like_dcp, set_up_in_one_pass
+from ckpt.save_plans.receipt_messages import Layouts, RankReceipt, Receipts, gather_receipts
 from ckpt.torch_private import save_state_dict
 from ckpt.writing.layout import refuse_unstorable
-from ckpt.writing.receipt_messages import Layouts, Receipts, gather_receipts
-from ckpt.writing.receipts import RankReceipt
 from ckpt.writing.writer import CheckpointWriter
 
 T = TypeVar("T")

@@ -20,10 +20,9 @@ from support.tiers import examples
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from ckpt.errors import FormatError
-from ckpt.format.columns import Columns, Integers, ObjectRow, TensorColumns
+from ckpt.format.columns import Columns, Integers, ObjectRow, TensorColumns, compressed, expanded
 from ckpt.format.dcp_view import metadata_of, stored_bytes
 from ckpt.format.index import check_columns, decode_index, encode_index
-from ckpt.format.integer_planes import compressed, expanded
 from ckpt.format.runs import NUMBERS, Runs, TensorRuns, find_runs, shortest
 from ckpt.save_plans.rules import Rule, lay_out
 from ckpt.stock.metadata_writer import estimated_bytes, pickled_metadata

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -19,9 +19,28 @@ from ckpt.format.records import ManifestRef
 from ckpt.ranks.first_rank import FirstRank
 from ckpt.save_plans.exchange import FEW_RANKS
 from ckpt.save_plans.sections import digest_of
-from ckpt.writing.receipts import RankReceipt
 
 _MAX_KEPT_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class RankReceipt:
+    """One rank's report to the coordinator.
+
+    Attributes:
+        place: the last segment of the URL that it saves to; ranks may see the rest differently.
+        manifest: None if it had nothing to write.
+        files: the names of its data files.
+        items: the items in them, packed (objects would take seconds to unpickle), by number if they have one.
+        retries: requests that it has sent again so far in this save.
+    """
+
+    rank: int
+    place: str
+    manifest: ManifestRef | None
+    files: list[str]
+    items: bytes
+    retries: int = 0
 
 
 class ReceiptStep(enum.IntEnum):

@@ -10,8 +10,7 @@ from ckpt.format.names import data_key, manifest_key
 from ckpt.format.records import ManifestRef
 from ckpt.save_plans.exchange import FEW_RANKS
 from ckpt.save_plans.file_layouts import pack_placed
-from ckpt.writing.receipt_messages import Layouts, Receipts, gather_receipts, message_of
-from ckpt.writing.receipts import RankReceipt
+from ckpt.save_plans.receipt_messages import Layouts, RankReceipt, Receipts, gather_receipts, message_of
 
 MANY = FEW_RANKS + 8
 
