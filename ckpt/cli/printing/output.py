@@ -35,6 +35,9 @@ if TYPE_CHECKING:  # rich takes longer to import than most commands take to run
 EXIT_FINE, EXIT_PROBLEM, EXIT_USAGE, EXIT_MISSING, EXIT_STORAGE = range(5)
 EXIT_INTERRUPTED = 130
 
+MAX_LINES = 24
+"""Of a kind of thing, however many there are: what else there is to say fits the same screen."""
+
 _PATIENCE_S = 12.0
 """How long a server that cannot be reached is tried again."""
 _SILENT_S, _NOTICE_EVERY_S = 1.5, 5.0
