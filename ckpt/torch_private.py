@@ -26,6 +26,9 @@ from torch.distributed.checkpoint import (
 )
 from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
+from torch.distributed.checkpoint._sharded_tensor_utils import (
+    _flatten_sharded_tensors as flatten_sharded_tensors,
+)
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list as create_chunk_list
 

@@ -92,7 +92,8 @@ def _our_results(plans: list[SavePlan], place: str) -> list[list[WriteResult]]:
     """
     from ckpt.format.names import data_key, last_segment, manifest_key
     from ckpt.format.records import ManifestRef
-    from ckpt.writing.receipts import PlacedItem, RankReceipt, pack_items
+    from ckpt.save_plans.receipt_messages import RankReceipt
+    from ckpt.writing.receipts import PlacedItem, pack_items
     from ckpt.writing.writer import RECEIPT
 
     results = []

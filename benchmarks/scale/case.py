@@ -23,7 +23,7 @@ from benchmarks.scale.simulated_job import Simulation
 from ckpt.acceptance.models import Parameter
 from ckpt.backends import memory
 from ckpt.save_plans.exchange import Plans
-from ckpt.writing.column_save import PLANS
+from ckpt.writing.column_save import LAYOUTS, PLANS
 
 PART_BYTES = 32 << 20
 OPERATIONS = ("first save", "later save", "load")
@@ -102,6 +102,7 @@ def simulate(
 def _round(job: Simulation, state: dict[str, Any], number: int, seen: dict[str, list[Operation]]) -> None:
     PLANS.memory.clear()
     PLANS.central.clear()
+    LAYOUTS.clear()
     memory.clear(_PLACE)
     job.requests.sizes.clear()
     for name, place in zip(OPERATIONS, ("first", "later", "later"), strict=True):

@@ -19,6 +19,7 @@ from ckpt.format.dtypes import torch_dtype
 from ckpt.format.names import data_key, manifest_key
 from ckpt.save_plans.central import CentralPlan
 from ckpt.save_plans.local import Structure
+from ckpt.save_plans.receipt_messages import RankReceipt
 from ckpt.save_plans.rules import WHOLE, box_at
 from ckpt.save_plans.sections import Held, decode_section, split_digests
 from ckpt.stock.item_frame import Frame, frame
@@ -26,7 +27,6 @@ from ckpt.transfer.buffer_pool import StagingPool
 from ckpt.transfer.file_body import Payload
 from ckpt.writing.layout import Entry
 from ckpt.writing.rank_files import RankFiles
-from ckpt.writing.receipts import RankReceipt
 from ckpt.writing.save_objects import SaveObjects
 
 FEW_RANKS = 64
@@ -74,6 +74,7 @@ class OtherRanks:
         self.coordinates = np.stack(np.unravel_index(np.arange(self.stage_size), self.mesh), axis=1).tolist()
         self._items = [_items_of(structure) for structure in self.structures]
         self._written: dict[Any, RankReceipt] = {}
+        self._placed: list[bytes] = []
 
     # -- plans ---------------------------------------------------------------------------------------------
 
@@ -100,7 +101,17 @@ class OtherRanks:
 
     def write(self, store: CountingStore, place: str) -> Iterator[RankReceipt]:
         """Write the files of each rank; yield what it reports."""
-        self._written = {}
+        self._written, self._placed = {}, []
+        for receipt in self._files(store, place):
+            self._placed.append(receipt.items)
+            yield receipt
+
+    def layouts(self) -> Iterator[bytes]:
+        """Send where the items are of those ranks that the first one asked."""
+        for wanted, placed in zip(self.wanted[1:], self._placed, strict=True):
+            yield placed if wanted else b""
+
+    def _files(self, store: CountingStore, place: str) -> Iterator[RankReceipt]:
         pool = StagingPool(128 << 20, pinned=False)
         for rank in range(1, self.size):
             stage = rank // self.stage_size

@@ -35,7 +35,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from ckpt.acceptance.models import MODELS, Parameter
 from ckpt.gc_pause import no_gc
 from ckpt.save_plans.exchange import Local, Plans, agree
-from ckpt.save_plans.local import Structure
+from ckpt.save_plans.local import Structure, set_up_in_one_pass
 
 T = TypeVar("T")
 
@@ -251,7 +251,7 @@ def _later(plans: Plans, state: dict[str, Any], all_ranks: AllRanks) -> dict[str
 
 def structure_of(plans: Plans, state: dict[str, Any]) -> Structure:
     planner = DefaultSavePlanner()
-    with no_gc():  # as `save_columns` does
+    with no_gc(), set_up_in_one_pass(planner):  # as `save_columns` does
         planner.set_up_planner(state, is_coordinator=True)
     return plans.memory.structure(planner, lambda items: None)
 

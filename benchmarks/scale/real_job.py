@@ -29,7 +29,7 @@ from ckpt.acceptance.models import Parameter
 from ckpt.backends.base import Store, exists, put_bytes
 from ckpt.backends.registry import open_store
 from ckpt.consistency import environment
-from ckpt.writing.column_save import PLANS
+from ckpt.writing.column_save import LAYOUTS, PLANS
 
 _KINDS = {
     "GetObject": "GET", "HeadObject": "GET", "ListObjectsV2": "LIST", "DeleteObject": "DELETE",
@@ -136,6 +136,7 @@ def _rank(
         for number in range(rounds):
             PLANS.memory.clear()
             PLANS.central.clear()
+            LAYOUTS.clear()
             measure("first save", f"first{number}")
             measure("later save", f"later{number}")
             measure("load", f"later{number}")

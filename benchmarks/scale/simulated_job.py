@@ -29,7 +29,8 @@ from ckpt.ranks.many_failures import Outcome
 from ckpt.ranks.tree import FAN, Tree
 from ckpt.reading import read_once
 from ckpt.reading.parcels import part_bytes
-from ckpt.save_plans.exchange import _FEW_RANKS
+from ckpt.save_plans.exchange import FEW_RANKS as FEW_RANKS_THAT_TELL
+from ckpt.save_plans.receipt_messages import ReceiptStep, message_of
 from ckpt.transfer import fetcher
 from ckpt.transfer.pieces import Piece
 from ckpt.transfer.read_requests import plan_requests
@@ -165,14 +166,17 @@ class Simulation:
     def told(self, step: int) -> Iterator[bytes]:
         """Say to the first rank what it waits for after a step."""
         if step == _TELL:
-            return self.others.messages(with_contents=self.others.size <= _FEW_RANKS)
+            return self.others.messages(with_contents=self.others.size <= FEW_RANKS_THAT_TELL)
         if step == _SEND_SECTIONS:
             return self.others.contents()
+        if step == ReceiptStep.SEND_LAYOUTS:
+            return self.others.layouts()
         plan = next(reversed(column_save.PLANS.central.values()))
         self.wanted, self._hashes = self.others.manifests(plan), self.others.classes(plan)
         if self.others.size > FEW_RANKS:
             self.others.exact = {rank for path in self.wanted[0] if (rank := rank_of(path)) is not None}
-        return map(pickle.dumps, self.others.write(self._store, last_segment(self._url)))
+        written = self.others.write(self._store, last_segment(self._url))
+        return (message_of(each, with_layout=self.others.size <= FEW_RANKS_THAT_TELL) for each in written)
 
     def subtree(self, rank: int, own: T, join: Callable[[T, T], T]) -> T:
         """Return what the values of a rank and of those below it in the tree join to."""

@@ -26,6 +26,7 @@ from ckpt.conversion.target import FileTarget, Target, Written
 from ckpt.errors import ConfigurationError
 from ckpt.format.names import last_segment, rank_directory
 from ckpt.format.planner_data import check_planner_data
+from ckpt.save_plans.receipt_messages import RankReceipt
 from ckpt.stock.item_frame import frame
 from ckpt.stock.metadata_writer import pickled_metadata
 from ckpt.transfer.boxes import split_box
@@ -33,7 +34,7 @@ from ckpt.transfer.file_body import BytesPayload
 from ckpt.writing.coordinator import Coordinator
 from ckpt.writing.layout import Entry, pack, place, spread
 from ckpt.writing.rank_files import RankFiles
-from ckpt.writing.receipts import PlacedItem, RankReceipt, collect, pack_items, records_of
+from ckpt.writing.receipts import PlacedItem, collect, pack_items, records_of
 from ckpt.writing.save_objects import SaveObjects
 
 _MAX_CHUNK_BYTES = 4 << 30

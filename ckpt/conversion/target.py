@@ -23,11 +23,11 @@ from ckpt.errors import (
     StorageError,
 )
 from ckpt.ranks.group import Ranks, RanksFailed
+from ckpt.save_plans.receipt_messages import RankReceipt
 from ckpt.transfer.buffer_pool import StagingPool
 from ckpt.transfer.file_body import FileBody, FileItem, Payload
 from ckpt.transfer.reports import ReportBytes
 from ckpt.transfer.threads import in_order, thread_pool
-from ckpt.writing.receipts import RankReceipt
 
 _logger = logging.getLogger(__name__)
 

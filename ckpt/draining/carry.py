@@ -23,11 +23,11 @@ from ckpt.errors import (
     IntegrityError,
     NotCommitted,
 )
-from ckpt.format.materialised import check_beside
 from ckpt.format.names import ObjectName, rank_directory
 from ckpt.format.records import CommitRecord, ManifestRef, ObjectRef, RankManifest, StoredCommit, read_commit
 from ckpt.reading.checkpoint import ReadSettings, read_listed
 from ckpt.reading.latest import created_at_s, missing_object
+from ckpt.siblings.materialised import check_beside
 from ckpt.tools.record_checks import read_manifest
 from ckpt.transfer.bandwidth import Pacer
 from ckpt.transfer.buffer_pool import StagingPool

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import operator
+import pickle
+import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, overload
@@ -15,7 +17,10 @@ from ckpt.errors import FormatError
 from ckpt.format.columns import Columns, ObjectRow, TensorColumns, packed
 from ckpt.format.dtypes import dtype_name, torch_dtype
 from ckpt.format.names import split_path
+from ckpt.format.runs import TensorRuns
 from ckpt.torch_private import StorageInfo
+
+_LEVEL = 1
 
 
 def metadata_of(columns: Columns) -> dcp.Metadata:
@@ -27,6 +32,20 @@ def metadata_of(columns: Columns) -> dcp.Metadata:
         storage_meta=dcp.StorageMeta(save_id=columns.save_id),
         version=columns.version,
     )
+
+
+def share_metadata(metadata: dcp.Metadata) -> bytes:
+    """Pack what `metadata_of` has made, for other ranks."""
+    columns = pickle.dumps(columns_of(metadata, url=""))
+    return pickle.dumps((zlib.compress(columns, _LEVEL), metadata.storage_meta))
+
+
+def shared_metadata(shared: bytes) -> dcp.Metadata:
+    """Make the metadata that another rank has shared."""
+    columns, storage_meta = pickle.loads(shared)
+    metadata = metadata_of(pickle.loads(zlib.decompress(columns)))
+    metadata.storage_meta = storage_meta
+    return metadata
 
 
 def _description(columns: Columns, fqn: str) -> dcp.TensorStorageMetadata | dcp.BytesStorageMetadata:
@@ -54,12 +73,12 @@ class Chunks(Sequence[dcp.ChunkStorageMetadata]):
     def size_at(self, index: dcp.MetadataIndex) -> torch.Size | None:
         """Return the size of the chunk at `index.offset`; None if there is none."""
         try:
-            return torch.Size(self.tensor.sizes[self.tensor.row_of(index.offset, index.index)].tolist())
+            return torch.Size(self.tensor.sizes_at(self.tensor.row_of(index.offset, index.index)))
         except KeyError:
             return None
 
     def __len__(self) -> int:
-        return len(self.tensor.file)
+        return self.tensor.count
 
     @overload
     def __getitem__(self, index: int) -> dcp.ChunkStorageMetadata: ...
@@ -68,10 +87,10 @@ class Chunks(Sequence[dcp.ChunkStorageMetadata]):
     def __getitem__(self, index: int | slice) -> dcp.ChunkStorageMetadata | list[dcp.ChunkStorageMetadata]:
         if isinstance(index, slice):
             return [self[number] for number in range(*index.indices(len(self)))]
-        tensor = self.tensor
-        return dcp.ChunkStorageMetadata(
-            torch.Size(tensor.offsets[index].tolist()), torch.Size(tensor.sizes[index].tolist())
-        )
+        row = index + len(self) if index < 0 else index
+        if not 0 <= row < len(self):
+            raise IndexError(index)
+        return dcp.ChunkStorageMetadata(*map(torch.Size, self.tensor.box(row)))
 
     def __iter__(self) -> Iterator[dcp.ChunkStorageMetadata]:
         sizes: dict[tuple[int, ...], torch.Size] = {}  # most chunks share theirs
@@ -99,8 +118,8 @@ class StorageTable(Mapping[dcp.MetadataIndex, StorageInfo]):
             if index.offset is not None:
                 raise KeyError(index)
             return StorageInfo(files[entry.file], entry.offset, entry.length)
-        row = entry.row_of(index.offset, index.index)
-        return StorageInfo(files[entry.file[row]], int(entry.offset[row]), int(entry.length[row]))
+        file, offset, length = entry.place(entry.row_of(index.offset, index.index))
+        return StorageInfo(files[file], offset, length)
 
     def __iter__(self) -> Iterator[dcp.MetadataIndex]:
         for fqn, entry in self.columns.entries.items():
@@ -111,7 +130,7 @@ class StorageTable(Mapping[dcp.MetadataIndex, StorageInfo]):
                     yield dcp.MetadataIndex(fqn, torch.Size(offset), row)
 
     def __len__(self) -> int:
-        return sum(1 if isinstance(e, ObjectRow) else len(e.file) for e in self.columns.entries.values())
+        return sum(1 if isinstance(e, ObjectRow) else e.count for e in self.columns.entries.values())
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self)} items in {len(self.columns.files)} files)"
@@ -123,6 +142,9 @@ def stored_bytes(metadata: dcp.Metadata) -> tuple[int, int]:
     is_carried = np.array([bool(split_path(path)[0]) for path in columns.files], dtype=bool)
     own = carried = 0
     for entry in columns.entries.values():
+        if isinstance(entry, TensorRuns) and not is_carried.any():
+            own += entry.columns[2].total
+            continue
         file, length = np.atleast_1d(entry.file), np.atleast_1d(entry.length)
         total, part = int(length.sum()), int(length[is_carried[file]].sum())
         own, carried = own + total - part, carried + part

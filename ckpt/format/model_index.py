@@ -44,7 +44,7 @@ def sealed_model_index(columns: Columns) -> bytes:
     files: dict[str, str] = {}
     total_bytes = parameters = 0
     for fqn, entry in columns.entries.items():
-        if isinstance(entry, ObjectRow) or len(entry.file) != 1:
+        if isinstance(entry, ObjectRow) or entry.count != 1:
             raise FormatError(f"{fqn[:80]!r} is not a whole tensor, and a model has only those")
         files[fqn] = columns.files[int(entry.file[0])]
         elements = math.prod(entry.size)

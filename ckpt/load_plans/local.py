@@ -69,9 +69,10 @@ def local_plan(planner: DefaultLoadPlanner) -> LoadPlan:
 
 def read_items(fqn: str, stored: TensorColumns, local: Sequence[ChunkStorageMetadata]) -> list[ReadItem]:
     """Find the stored chunks that local ones overlap: DCP's `create_read_items_for_chunk_list`, in its order."""
-    if not local or not len(stored.file):
+    if not local or not stored.count:
         return []
-    begins, ends = stored.offsets, stored.offsets + stored.sizes
+    begins = stored.offsets
+    ends = begins + stored.sizes
     sweep = _sweep_dimension(ends, local)
     starts = [chunk.offsets[sweep] if chunk.offsets else 0 for chunk in local]
     items: list[ReadItem] = []

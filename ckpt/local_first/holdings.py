@@ -17,11 +17,11 @@ from ckpt.errors import AlreadyExists, CheckpointError, NotFound, StorageError
 from ckpt.format.names import ObjectName, is_our_name, rank_directory, split_path
 from ckpt.format.records import CommitRecord, ManifestRef, StoredCommit, read_commit
 from ckpt.format.run_record import RunRecord, read_run
-from ckpt.format.sibling_objects import SiblingObjects
 from ckpt.local_first.drain_process import read_status
 from ckpt.ranks.group import Ranks
 from ckpt.reading.checkpoint import ReadSettings, read_listed
 from ckpt.reading.latest import created_at_s, newest_first
+from ckpt.siblings.sibling_objects import SiblingObjects
 
 _logger = logging.getLogger(__name__)
 

@@ -20,12 +20,12 @@ from ckpt.consistency import environment
 from ckpt.errors import CheckpointError, NotFound, StorageError
 from ckpt.format.names import ObjectName, owned_path, split_path
 from ckpt.format.records import ObjectRef
-from ckpt.format.sibling_objects import SiblingObjects
 from ckpt.local_first.near_store import OnceStore, ReadOnlyStore
 from ckpt.ranks.group import Ranks
 from ckpt.ranks.messages import MAX_TAGS, Messages
 from ckpt.reading.parcels import Parcel
 from ckpt.reading.read_once import Wanted
+from ckpt.siblings.sibling_objects import SiblingObjects
 from ckpt.transfer.buffer_pool import StagingPool
 from ckpt.transfer.fetcher import Fetcher
 from ckpt.transfer.tensor_memory import memory_of, tensor_over

@@ -49,6 +49,7 @@ from ckpt.models.layout import (
 from ckpt.ranks.group import Ranks
 from ckpt.ranks.messages import Messages
 from ckpt.save_plans.central import CentralPlan
+from ckpt.save_plans.receipt_messages import RankReceipt
 from ckpt.stock.safetensors_format import DTYPES, METADATA
 from ckpt.torch_private import changes_of
 from ckpt.transfer.file_body import FileBody, changed_while_saved
@@ -56,7 +57,7 @@ from ckpt.transfer.tensor_memory import plain
 from ckpt.transfer.threads import run_all, workers
 from ckpt.transfer.tied_tensors import tied_names
 from ckpt.writing.layout import resolved_tensor
-from ckpt.writing.receipts import PlacedItem, RankReceipt, pack_items, records_of
+from ckpt.writing.receipts import PlacedItem, pack_items, records_of
 from ckpt.writing.writer import RECEIPT, CheckpointWriter
 
 _logger = logging.getLogger(__name__)

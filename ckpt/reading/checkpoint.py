@@ -32,8 +32,8 @@ from ckpt.format.records import (
     decode_manifest,
     read_commit,
 )
-from ckpt.format.sibling_objects import SiblingObjects
 from ckpt.format.stored_tensor import StoredTensor
+from ckpt.siblings.sibling_objects import SiblingObjects
 from ckpt.transfer.fetcher import StoredFile
 from ckpt.transfer.manifest_sizes import manifest_bytes
 

@@ -27,7 +27,7 @@ from ckpt.errors import (
 from ckpt.format.names import DATA_KEY_IN_BYTES, ObjectName, owned_path
 from ckpt.format.records import CommitRecord, ManifestRef, ObjectRef, StoredCommit, await_commit, read_commit
 from ckpt.format.run_record import RunRecord
-from ckpt.format.sibling_objects import SiblingObjects
+from ckpt.siblings.sibling_objects import SiblingObjects
 from ckpt.transfer.threads import in_order, workers
 
 _NAME = re.compile(r"step-(\d{1,18})(?:\.again)?")

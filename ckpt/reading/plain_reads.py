@@ -47,10 +47,11 @@ class ChunkPart:
 def chunk_parts(entry: TensorColumns, offsets: Sequence[int], lengths: Sequence[int]) -> Iterator[ChunkPart]:
     """List the part of each chunk that is in a region."""
     first = np.array(offsets, dtype=np.int64)
-    begin = np.maximum(entry.offsets, first)
-    end = np.minimum(entry.offsets + entry.sizes, first + np.array(lengths, dtype=np.int64))
+    offsets_of, sizes = entry.offsets, entry.sizes
+    begin = np.maximum(offsets_of, first)
+    end = np.minimum(offsets_of + sizes, first + np.array(lengths, dtype=np.int64))
     for row in np.flatnonzero((begin < end).all(axis=1)).tolist():
-        places = begin[row] - first, begin[row] - entry.offsets[row], end[row] - begin[row]
+        places = begin[row] - first, begin[row] - offsets_of[row], end[row] - begin[row]
         yield ChunkPart(row, *(tuple(place.tolist()) for place in places))
 
 
@@ -76,7 +77,7 @@ class PlainReader:
         Returns those that it has not read: torch must unpickle tensors of them.
         """
         rows = ((plan.entry, part.row) for plan, _ in wanted for part in plan.parts)
-        self._prepare({entry.file[row] for entry, row in rows})
+        self._prepare({entry.place(row)[0] for entry, row in rows})
         pieces: dict[StoredFile, list[Piece]] = defaultdict(list)
         others = []
         for plan, target in wanted:
@@ -97,9 +98,9 @@ class PlainReader:
     ) -> tuple[StoredFile, list[Piece]] | None:
         """List the pieces of a file that a part of a chunk needs; None if its elements are pickled."""
         entry, row = plan.entry, part.row
-        place = ObjectRow(int(entry.file[row]), int(entry.offset[row]), int(entry.length[row]))
-        file, record = self._item(plan.fqn, entry.offsets[row].tolist(), place)
-        shape = tuple(entry.sizes[row].tolist())
+        place = ObjectRow(*entry.place(row))
+        file, record = self._item(plan.fqn, entry.offsets_at(row), place)
+        shape = tuple(entry.sizes_at(row))
         if record is None or record.payload_offset < 0:
             return None
         if record.payload_bytes != math.prod(shape) * item_bytes(entry.dtype):

@@ -38,7 +38,7 @@ def read_tensors(
             LoadItemType.TENSOR,
             MetadataIndex(str(number)),
             torch.Size(part.begin),
-            MetadataIndex(plan.fqn, torch.Size(plan.entry.offsets[part.row].tolist()), part.row),
+            MetadataIndex(plan.fqn, torch.Size(plan.entry.offsets_at(part.row)), part.row),
             torch.Size(part.inside),
             torch.Size(part.lengths),
         )

@@ -144,8 +144,9 @@ class Base:
         entry = self.columns.entries[fqn]
         if isinstance(entry, ObjectRow):
             return {self.owners[entry.file]: entry.length}
-        if len(entry.file) == 1:
+        if entry.count == 1:
             return {self.owners[entry.file[0]]: int(entry.length[0])}
+        entry = entry.plain()
         total: dict[str, int] = {}
         for file in np.unique(entry.file).tolist():
             owner = self.owners[file]
@@ -175,19 +176,16 @@ class Base:
     def rows_of(self, fqn: str) -> int:
         """Count the stored chunks of a tensor."""
         entry = self.columns.entries[fqn]
-        return len(entry.file) if isinstance(entry, TensorColumns) else 0
+        return entry.count if isinstance(entry, TensorColumns) else 0
 
     def rows_at(self, entry: TensorColumns, chunk: ChunkStorageMetadata, rank: int, size: int) -> list[int]:
         """List the rows of a chunk that this rank of `size` compares: those that a rank of its number wrote."""
         rows = [0]
-        if len(entry.file) != 1:
+        if entry.count != 1:
             rows = np.flatnonzero((entry.offsets == np.array(chunk.offsets)).all(axis=1)).tolist()
         box = list(chunk.offsets), list(chunk.sizes)
         return [
-            row
-            for row in rows
-            if (entry.offsets[row].tolist(), entry.sizes[row].tolist()) == box
-            and self._writers[entry.file[row]] % size == rank
+            row for row in rows if entry.box(row) == box and self._writers[entry.place(row)[0]] % size == rank
         ]
 
     @functools.cached_property
@@ -202,14 +200,13 @@ class Base:
         for fqn, row in rows:
             entry = self.columns.entries[fqn]
             assert isinstance(entry, TensorColumns)
-            places.append((fqn, entry, row, self.columns.files[entry.file[row]]))
-        self._checkpoint.prepare({path for *_, path in places}, threads)
+            file, offset, length = entry.place(row)
+            places.append((fqn, entry.offsets_at(row), self.columns.files[file], offset, length))
+        self._checkpoint.prepare({path for _, _, path, *_ in places}, threads)
         with no_gc():
             return [
-                self._checkpoint.digest(
-                    fqn, entry.offsets[row].tolist(), path, int(entry.offset[row]), int(entry.length[row])
-                )
-                for fqn, entry, row, path in places
+                self._checkpoint.digest(fqn, offsets, path, offset, length)
+                for fqn, offsets, path, offset, length in places
             ]
 
     @staticmethod

@@ -38,7 +38,7 @@ def carry(
             files.append(base.path(file))
         return numbers[file]
 
-    entries = dict(columns.entries)
+    entries, table = dict(columns.entries), np.zeros(len(base.columns.files), dtype=np.int64)
     for fqn, requires_grad in carried.items():
         if fqn in entries:
             raise CheckpointError(f"{fqn!r} was both carried and written")
@@ -46,9 +46,10 @@ def carry(
         if isinstance(entry, ObjectRow):
             entries[fqn] = dataclasses.replace(entry, file=number(entry.file))
             continue
-        file = np.array([number(each) for each in entry.file.tolist()], dtype=np.int64)
+        for file in entry.file[np.sort(np.unique(entry.file, return_index=True)[1])].tolist():
+            table[file] = number(file)
         grad = entry.requires_grad if requires_grad is None else requires_grad
-        entries[fqn] = dataclasses.replace(entry, file=file, requires_grad=grad)
+        entries[fqn] = entry.renumbered(table, grad)
     total = sum_by_owner(base.bytes_by_owner(fqn) for fqn in carried)
     ids = {base.name: base.record.id} | {owner: ref.id for owner, ref in base.record.owners.items()}
     data_bytes = base.data_bytes

@@ -27,9 +27,9 @@ from ckpt.references.frozen import Patterns
 from ckpt.references.planner import CarryingPlanner, Sure, sure_entries
 from ckpt.references.request import References
 from ckpt.save_plans.central import CentralPlan
+from ckpt.save_plans.receipt_messages import RankReceipt
 from ckpt.torch_private import caches_plans, flatten_state_dict
 from ckpt.writing.layout import Chunk
-from ckpt.writing.receipts import RankReceipt
 from ckpt.writing.writer import CheckpointWriter
 
 _logger = logging.getLogger(__name__)

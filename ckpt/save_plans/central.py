@@ -43,7 +43,7 @@ class CentralPlan:
         self.rows = 0
         for entry in self.entries.values():
             if entry.name not in self.carried:
-                entry.first, self.rows = self.rows, self.rows + entry.holders.count
+                self.rows += entry.holders.count
         check_count(self.rows)
         self.loads = self._choose_writers()
 
@@ -68,6 +68,7 @@ class CentralPlan:
 
     # -- what a rank needs to know -------------------------------------------------------------------------
 
+    @cached_property
     def answers(self) -> list[bytes]:
         """Say to each rank which of its items it writes: a bit for each, section by section; nothing if all."""
         bits = {id(placed): self._bits(placed) for placed in self._placed.values()}
@@ -93,11 +94,6 @@ class CentralPlan:
         if entry.name in self.carried:
             return np.zeros(len(placed.ranks), dtype=bool)
         return entry.writers[placed.rows[number]] == placed.ranks
-
-    def counts(self, placed: PlacedSection) -> Integers:
-        """Count the items of a section that each of its ranks writes."""
-        counts: Integers = self._table(placed).sum(axis=0, dtype=np.int64)
-        return counts
 
     def _bits(self, placed: PlacedSection) -> tuple[Any, Any]:
         """Return the bits of a section's items for each rank, packed, and whether all are set."""

@@ -50,7 +50,6 @@ class Entry:
         held: as the first rank has it.
         layout: None for an object.
         writers: the rank that writes each chunk; empty where the entry is carried.
-        first: number of its first chunk among those of all entries.
     """
 
     name: str
@@ -58,7 +57,6 @@ class Entry:
     layout: Layout | None
     holders: Holders
     writers: Integers
-    first: int = 0
 
     @property
     def nbytes(self) -> Integers:

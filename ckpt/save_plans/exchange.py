@@ -22,7 +22,7 @@ from ckpt.save_plans.local import Memory, Message, Structure, decode_message
 from ckpt.save_plans.sections import Section, decode_section, split_digests
 
 _MAX_PLANS = 4
-_FEW_RANKS = 16
+FEW_RANKS = 16
 """Up to so many all send their sections at once: that is sooner done than asking for them."""
 
 
@@ -122,7 +122,7 @@ def agree(
             assert known is not None
             return Agreed(known[1], None if coordinator is None else coordinator.plan)
         if step is _Step.TELL:
-            told = ranks.gather_bytes(_message(local, with_contents=ranks.size <= _FEW_RANKS))
+            told = ranks.gather_bytes(_message(local, with_contents=ranks.size <= FEW_RANKS))
             step = step if coordinator is None else coordinator.told(told)
         elif step is _Step.SEND_SECTIONS:
             wanted = ranks.scatter_bytes(None if coordinator is None else coordinator.wanted)
@@ -255,7 +255,7 @@ class _Coordinator:
             self.plan = CentralPlan(self._messages, self._sections, carried)
             self._plans.keep(self.plan)
             head = self.plan.number.to_bytes(8, "little")
-            self.answers = [head + answer for answer in self.plan.answers()]
+            self.answers = [head + answer for answer in self.plan.answers]
         return _Step.ANSWER
 
     def _try(self, work: Callable[[], _Step]) -> _Step:

@@ -7,7 +7,8 @@ import inspect
 import threading
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +25,14 @@ from ckpt.format.dtypes import dtype_name
 from ckpt.gc_pause import no_gc
 from ckpt.save_plans.rules import WHOLE, Rule, box_at
 from ckpt.save_plans.sections import OBJECT, Held, Path, digest_of, encode_section, make_sections
-from ckpt.torch_private import StridedShard, caches_plans, local_tensor, spec_of
+from ckpt.torch_private import (
+    ShardedTensor,
+    StridedShard,
+    caches_plans,
+    flatten_sharded_tensors,
+    local_tensor,
+    spec_of,
+)
 
 _MAX_REMEMBERED = 4
 _OWN_ITEMS = "__create_write_items__"
@@ -151,6 +159,25 @@ class Memory:
         return next((known for known in self._known.values() if known.structure is structure), None)
 
 
+@contextmanager
+def set_up_in_one_pass(planner: DefaultSavePlanner) -> Iterator[None]:
+    """Let DCP's own planner, which is set up meanwhile, look for FSDP1's nested shards only if there are sharded tensors.
+
+    It would go through the whole state a second time: of 4,620 tensors that takes 6 ms, more than all else that
+    a later save does.
+    """
+    if type(planner) is not DefaultSavePlanner or not planner.flatten_state_dict:
+        yield
+        return
+    wanted, planner.flatten_sharded_tensors = planner.flatten_sharded_tensors, False
+    try:
+        yield
+    finally:
+        planner.flatten_sharded_tensors = wanted
+    if wanted and any(isinstance(value, ShardedTensor) for value in planner.state_dict.values()):
+        planner.state_dict = flatten_sharded_tensors(planner.state_dict)
+
+
 def plans_like_dcp(planner: object) -> bool:
     """Tell whether a planner plans as DCP's own; it may choose what is saved, and give other values for it."""
     if not isinstance(planner, DefaultSavePlanner) or caches_plans(planner):
@@ -186,8 +213,10 @@ def _signature(planner: DefaultSavePlanner) -> list[Any] | None:
             local, spec = local_tensor(value), spec_of(value)
             if type(local) not in _PLAIN or hasattr(local, _OWN_ITEMS):
                 return None
-            look = local.dtype, local.layout, local.requires_grad
-            seen.append((name, value.shape, spec.mesh, spec.placements, value.requires_grad, *look))
+            seen.append((
+                name, value.shape, spec.mesh, spec.placements, value.requires_grad,
+                local.dtype, local.layout, local.requires_grad,
+            ))  # fmt: skip
         elif kind in _PLAIN:
             if hasattr(value, _OWN_ITEMS):
                 return None

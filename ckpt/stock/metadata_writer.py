@@ -7,6 +7,7 @@ template. It names DCP's classes and imports none: `ckpt verify` writes one to c
 
 from __future__ import annotations
 
+import functools
 import pickle as op
 import struct
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt.format.columns import Columns, Integers, ObjectRow, TensorColumns
+from ckpt.format.runs import TensorRuns
 
 _Class = tuple[str, str]
 """The module and the name of a class."""
@@ -62,14 +64,23 @@ def estimated_bytes(columns: Columns) -> int:
         if isinstance(entry, ObjectRow):
             total += _number_bytes(entry.offset) + _number_bytes(entry.length)
             continue
-        rows = len(entry.file)
-        some = slice(None, None, max(1, rows // _SAMPLED_ROWS))
-        vectors = (entry.offsets[some], entry.offsets[some], entry.sizes[some])
-        numbers = [vector[:, axis] for vector in vectors for axis in range(len(entry.size))]
-        numbers += [entry.offset[some], entry.length[some]]
-        widths = sum(_number_bytes(int(column.max(initial=0))) for column in numbers) + _number_bytes(rows)
-        total += rows * (_ROW_BYTES + widths)
+        largest = _largest_of_runs(entry) if isinstance(entry, TensorRuns) else _largest(entry)
+        total += entry.count * (_ROW_BYTES + sum(map(_number_bytes, [*largest, entry.count])))
     return total
+
+
+def _largest(entry: TensorColumns) -> list[int]:
+    """Return the largest of each number that a row takes, by a look at some rows."""
+    some = slice(None, None, max(1, entry.count // _SAMPLED_ROWS))
+    vectors = (entry.offsets[some], entry.offsets[some], entry.sizes[some])
+    numbers = [vector[:, axis] for vector in vectors for axis in range(len(entry.size))]
+    numbers += [entry.offset[some], entry.length[some]]
+    return [int(column.max(initial=0)) for column in numbers]
+
+
+def _largest_of_runs(entry: TensorRuns) -> list[int]:
+    columns = *entry.offset_columns, *entry.offset_columns, *entry.size_columns, *entry.columns[1:3]
+    return [column.highest for column in columns]
 
 
 def _number_bytes(value: int) -> int:
@@ -144,12 +155,13 @@ class _Writer:
         out += [self._get["properties"], self._get[entry.dtype, entry.requires_grad]]
         out += [self._get["size"], self._one_size(entry.size)]
         out += [self._get["chunks"], op.EMPTY_LIST, op.MARK]
-        if len(entry.file) <= _FEW_ROWS:
+        entry = entry.plain()
+        if entry.count <= _FEW_ROWS:
             for offset, size in zip(entry.offsets.tolist(), entry.sizes.tolist(), strict=True):
                 out += (self._chunk_begin, self._one_size(offset), self._chunk_middle, self._one_size(size))
                 out.append(op.SETITEMS + op.BUILD)
         else:
-            for rows in _batches(len(entry.file)):
+            for rows in _batches(entry.count):
                 out.append(_rows(
                     self._chunk_begin, self._size(entry.offsets[rows]),
                     self._chunk_middle, self._size(entry.sizes[rows]),
@@ -162,7 +174,9 @@ class _Writer:
         if isinstance(entry, ObjectRow):
             row = (entry.file, entry.offset, entry.length)
             self._out += [op.MARK, begin, *self._one_place(op.NONE, op.NONE, *row), op.SETITEMS]
-        elif len(entry.file) <= _FEW_ROWS:
+            return
+        entry = entry.plain()
+        if entry.count <= _FEW_ROWS:
             self._out.append(op.MARK)
             places = zip(entry.file.tolist(), entry.offset.tolist(), entry.length.tolist(), strict=True)
             for number, (offset, place) in enumerate(zip(entry.offsets.tolist(), places, strict=True)):
@@ -170,7 +184,7 @@ class _Writer:
                 self._out += self._one_place(self._one_size(offset), _one_number(number), *place)
             self._out.append(op.SETITEMS)
         else:
-            for rows in _batches(len(entry.file)):
+            for rows in _batches(entry.count):
                 self._out += [op.MARK, self._places(begin, entry, rows), op.SETITEMS]
 
     def _places(self, begin: bytes, entry: TensorColumns, rows: slice) -> bytes:
@@ -210,9 +224,13 @@ class _Writer:
         return begin, _TUPLES.get(dimensions, op.TUPLE) + op.TUPLE1 + op.REDUCE
 
     def _paths(self, file: Integers) -> _Bytes:
-        gets = np.frombuffer(b"".join(self._get[path] for path in self._columns.files), dtype=np.uint8)
-        chosen: _Bytes = gets.reshape(-1, 5)[file]
+        chosen: _Bytes = self._gets_of_paths[file]
         return chosen
+
+    @functools.cached_property
+    def _gets_of_paths(self) -> _Bytes:
+        gets = np.frombuffer(b"".join(self._get[path] for path in self._columns.files), dtype=np.uint8)
+        return gets.reshape(-1, 5)
 
 
 def _rows(*columns: bytes | _Bytes) -> bytes:

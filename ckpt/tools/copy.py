@@ -34,7 +34,6 @@ from ckpt.errors import (
     IntegrityError,
     NotFound,
 )
-from ckpt.format.materialised import as_ranks, check_beside, needed
 from ckpt.format.names import (
     MODEL_PREFIX,
     ObjectName,
@@ -55,6 +54,7 @@ from ckpt.format.records import (
 )
 from ckpt.reading.checkpoint import Checkpoint, ReadSettings
 from ckpt.reading.opening import open_checkpoint, open_parts
+from ckpt.siblings.materialised import as_ranks, check_beside, needed
 from ckpt.tools.copy_claims import CopyClaims
 from ckpt.tools.findings import Copied, Damage
 from ckpt.tools.gc import DEFAULT_GRACE_S, stems_of, time_of

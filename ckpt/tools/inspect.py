@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ckpt.backends.registry import open_store
-from ckpt.format.columns import Integers, ObjectRow, TensorColumns
+from ckpt.format.columns import ObjectRow, TensorColumns
 from ckpt.format.dtypes import item_bytes
 from ckpt.format.fqns import has_model, part_of, paths_of
 from ckpt.format.names import rank_of
@@ -64,7 +64,7 @@ class TensorInfo:
     @property
     def chunks(self) -> int:
         """Number of stored chunks."""
-        return len(self._columns.file)
+        return self._columns.count
 
     @property
     def sharding(self) -> str:
@@ -90,15 +90,10 @@ class TensorInfo:
         """Yield every stored chunk, in the order of the records."""
         columns = self._columns
         for row in range(self.chunks):
-            file = self._files[int(columns.file[row])]
-            yield SliceInfo(
-                tuple(columns.offsets[row].tolist()),
-                tuple(columns.sizes[row].tolist()),
-                rank_of(file),
-                file,
-                int(columns.offset[row]),
-                int(columns.length[row]),
-            )
+            number, offset, length = columns.place(row)
+            offsets, sizes = map(tuple, columns.box(row))
+            file = self._files[number]
+            yield SliceInfo(offsets, sizes, rank_of(file), file, offset, length)
 
 
 @dataclass(frozen=True)
@@ -190,40 +185,25 @@ def describe(url: str, parts: Sequence[Checkpoint]) -> Inspection:
         prefix = f"rank {number}: " if len(parts) > 1 else ""
         columns, paths = checkpoint.columns, checkpoint.columns.files
         with_model = has_model(paths_of(columns.planner_data).values())
-        in_files: list[Integers] = []
-        lengths: list[Integers] = []
+        counts, sums = np.zeros((2, len(paths)), dtype=np.int64)
         for name, entry in columns.entries.items():
             fqn = prefix + name
             part = part_of(name, is_tensor=isinstance(entry, TensorColumns), has_model=with_model)
             if isinstance(entry, ObjectRow):
                 path = paths[entry.file]
                 objects[fqn] = ObjectInfo(fqn, part, rank_of(path), path, entry.offset, entry.length)
-                in_files.append(np.array([entry.file]))
-                lengths.append(np.array([entry.length]))
             else:
                 nbytes = math.prod(entry.size) * item_bytes(entry.dtype)
                 tensors[fqn] = TensorInfo(fqn, entry.size, entry.dtype, part, nbytes, entry, paths)
-                in_files.append(entry.file)
-                lengths.append(entry.length)
-        files |= _files(paths, in_files, lengths)
+            np.add.at(counts, entry.file, 1)
+            np.add.at(sums, entry.file, entry.length)
+        found = zip(paths, counts.tolist(), sums.tolist(), strict=True)
+        files |= {path: (count, nbytes) for path, count, nbytes in found if count}
     commit = parts[0].commit
     form, version = "ckpt-storage", None if commit is None else commit.version
     if commit is None:
         form = "safetensors" if parts[0].is_model_folder else "stock"
     return Inspection(url, form, version, commit, tensors, objects, files)
-
-
-def _files(
-    paths: Sequence[str], in_files: Sequence[Integers], lengths: Sequence[Integers]
-) -> dict[str, tuple[int, int]]:
-    """Count the items in each file that has any, and their bytes."""
-    counts, sums = np.zeros(len(paths), dtype=np.int64), np.zeros(len(paths), dtype=np.int64)
-    if in_files:
-        place = np.concatenate(in_files)
-        np.add.at(counts, place, 1)
-        np.add.at(sums, place, np.concatenate(lengths).astype(np.int64))
-    found = zip(paths, counts.tolist(), sums.tolist(), strict=True)
-    return {path: (count, nbytes) for path, count, nbytes in found if count}
 
 
 def _sums(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:

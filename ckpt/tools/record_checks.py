@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
@@ -139,10 +140,10 @@ class IndexedItems:
             return f"the index says {name!r}, {self._length[row]} bytes"
         if isinstance(entry, ObjectRow):
             return None if item.offsets is None else "the index says that it is not a tensor"
-        number = self._row[row]
-        if item.offsets != entry.offsets[number].tolist():
-            return f"the index says that its offsets are {tuple(entry.offsets[number].tolist())}"
-        nbytes = int(np.prod(entry.sizes[number].astype(object))) * item_bytes(entry.dtype)
+        offsets, sizes = entry.box(int(self._row[row]))
+        if item.offsets != offsets:
+            return f"the index says that its offsets are {tuple(offsets)}"
+        nbytes = math.prod(sizes) * item_bytes(entry.dtype)
         if item.payload_offset >= 0 and item.payload_bytes != nbytes:
             return f"the index says that its elements take {nbytes} bytes"
         return None
@@ -173,8 +174,9 @@ def check_coverage_of(columns: Columns) -> Iterator[Damage]:
     for fqn, entry in columns.entries.items():
         if isinstance(entry, ObjectRow):
             continue
-        ends = (entry.offsets + entry.sizes).tolist()
-        boxes = [(tuple(begin), tuple(end)) for begin, end in zip(entry.offsets.tolist(), ends, strict=True)]
+        offsets = entry.offsets
+        ends = (offsets + entry.sizes).tolist()
+        boxes = [(tuple(begin), tuple(end)) for begin, end in zip(offsets.tolist(), ends, strict=True)]
         fault = tiling_fault(boxes, entry.size)
         if fault is not None:
             yield Damage.of("coverage", f"{fqn!r}: {fault}", fqns=[fqn])

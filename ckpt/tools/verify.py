@@ -31,9 +31,9 @@ from ckpt.errors import (
 from ckpt.format.model_index import find_models
 from ckpt.format.names import split_path
 from ckpt.format.records import FileRecord, ItemRecord, ManifestRef, RankManifest, StoredCommit, read_commit
-from ckpt.format.sibling_objects import SiblingObjects
 from ckpt.reading.checkpoint import Checkpoint, ReadSettings
 from ckpt.reading.opening import open_parts
+from ckpt.siblings.sibling_objects import SiblingObjects
 from ckpt.tools.findings import Damage, Verification, find_strays
 from ckpt.tools.record_checks import (
     IndexedItems,

@@ -112,8 +112,9 @@ def boxes_of(
     entry: TensorColumns, begin: Sequence[int], end: Sequence[int], max_elements: int
 ) -> Iterator[Box]:
     """Cut a region as it is stored, chunk by chunk, into boxes of at most `max_elements`."""
-    first = np.maximum(entry.offsets, np.array(begin, dtype=np.int64))
-    last = np.minimum(entry.offsets + entry.sizes, np.array(end, dtype=np.int64))
+    offsets = entry.offsets
+    first = np.maximum(offsets, np.array(begin, dtype=np.int64))
+    last = np.minimum(offsets + entry.sizes, np.array(end, dtype=np.int64))
     for row in np.flatnonzero((first < last).all(axis=1)).tolist():
         yield from split_box(first[row].tolist(), last[row].tolist(), max_elements)
 

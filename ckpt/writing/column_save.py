@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import pickle
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from torch.distributed.checkpoint.api import CheckpointException
@@ -13,20 +12,22 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
 from ckpt.errors import CheckpointError
+from ckpt.format.dcp_view import share_metadata, shared_metadata
 from ckpt.gc_pause import no_gc
 from ckpt.ranks.first_rank import FirstRank
 from ckpt.ranks.group import Ranks, RanksFailed, portable
+from ckpt.save_plans.central import CentralPlan
 from ckpt.save_plans.exchange import Agreed, Carrier, Local, Plans, agree
-from ckpt.save_plans.local import plans_like_dcp
+from ckpt.save_plans.local import plans_like_dcp, set_up_in_one_pass
+from ckpt.save_plans.receipt_messages import Layouts, RankReceipt, Receipts, gather_receipts
 from ckpt.torch_private import save_state_dict
 from ckpt.writing.layout import refuse_unstorable
-from ckpt.writing.receipts import RankReceipt
 from ckpt.writing.writer import CheckpointWriter
 
 T = TypeVar("T")
 
-PLANS = Plans()
-"""What this process remembers of plans."""
+PLANS, LAYOUTS = Plans(), Layouts()
+"""What this process remembers of plans, and of where ranks put what they write."""
 
 
 @runtime_checkable
@@ -83,7 +84,7 @@ def _local(
     ranks: Ranks,
 ) -> Local:
     """Plan what this rank holds."""
-    with no_gc():  # it flattens the state
+    with no_gc(), set_up_in_one_pass(inner):  # it flattens the state
         planner.set_up_planner(state_dict, storage_meta=writer.storage_meta(), is_coordinator=ranks.rank == 0)
     writer.set_up_storage_writer(
         ranks.rank == 0, rank=ranks.rank, size=ranks.size, use_collectives=True, numbered=True
@@ -107,26 +108,31 @@ def _write(
         return receipt
 
     receipt, failure = attempts.run(write)
-    told = first_rank.gather_bytes(pickle.dumps(failure or receipt))
-    answer: Metadata | Mapping[int, CheckpointError] | None = None
-    if told is not None:
+    report = failure or receipt
+    assert report is not None
+    receipts = gather_receipts(first_rank, report, LAYOUTS)
+    committed: Metadata | None = None
+    failures: Mapping[int, CheckpointError] = {}
+    if receipts is not None:
         assert agreed.plan is not None
-        answer = _commit(agreed.plan, [pickle.loads(data) for data in told], writer, attempts)
-    answer = first_rank.broadcast(answer)
-    if isinstance(answer, Metadata):
-        return answer
-    raise _exception("write", answer or {})
+        committed, failures = _commit(agreed.plan, receipts, writer, attempts)
+    shared = first_rank.broadcast(failures if committed is None else share_metadata(committed))
+    if isinstance(shared, bytes):
+        return committed or shared_metadata(shared)
+    raise _exception("write", shared)
 
 
 def _commit(
-    plan: Any, told: Sequence[RankReceipt | CheckpointError], writer: CheckpointWriter, attempts: _Attempts
-) -> Metadata | Mapping[int, CheckpointError]:
-    failures = {rank: each for rank, each in enumerate(told) if isinstance(each, CheckpointError)}
-    if failures:
-        return failures
-    receipts = [each for each in told if isinstance(each, RankReceipt)]
-    metadata, failure = attempts.run(lambda: writer.commit(plan, receipts, len(receipts)))
-    return {0: failure} if metadata is None and failure is not None else metadata  # type: ignore[return-value]
+    plan: CentralPlan, receipts: Receipts | CheckpointError, writer: CheckpointWriter, attempts: _Attempts
+) -> tuple[Metadata | None, Mapping[int, CheckpointError]]:
+    """Commit; return DCP's view of that, or the failures that keep it from being one."""
+    if isinstance(receipts, CheckpointError):
+        return None, {0: receipts}
+    if receipts.failures:
+        return None, receipts.failures
+    reports = receipts.all()
+    metadata, failure = attempts.run(lambda: writer.commit(plan, reports, len(reports)))
+    return metadata, {} if failure is None else {0: failure}
 
 
 class _Attempts:

@@ -179,6 +179,7 @@ class Coordinator:
             held.release()
             raise
         self._objects.release()
+        columns.encoded = encoded
         self.committed = StoredCommit(sealed, self._store.url), encoded, columns
         self._end(record, acknowledged)
 

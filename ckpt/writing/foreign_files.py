@@ -29,6 +29,7 @@ from ckpt.consistency.commit import proves_no_commit
 from ckpt.errors import CheckpointError, CommitError
 from ckpt.format.names import rank_directory
 from ckpt.format.records import ManifestRef
+from ckpt.save_plans.receipt_messages import RankReceipt
 from ckpt.stock.item_frame import frame
 from ckpt.transfer.buffer_pool import MIN_MEMORY_BUDGET_BYTES, StagingPool
 from ckpt.transfer.file_body import BytesPayload
@@ -36,7 +37,7 @@ from ckpt.transfer.threads import thread_pool
 from ckpt.writing.coordinator import Coordinator
 from ckpt.writing.layout import Entry
 from ckpt.writing.rank_files import RankFiles
-from ckpt.writing.receipts import PlacedItem, RankReceipt, records_of
+from ckpt.writing.receipts import PlacedItem, records_of
 from ckpt.writing.save_objects import SaveObjects
 
 CHUNK_BYTES = 16 << 20

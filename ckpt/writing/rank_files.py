@@ -21,11 +21,12 @@ from ckpt.format.records import (
     encode,
 )
 from ckpt.gc_pause import no_gc
+from ckpt.save_plans.receipt_messages import RankReceipt
 from ckpt.transfer.buffer_pool import StagingPool
 from ckpt.transfer.file_body import FileBody, FileItem, TensorPayload
 from ckpt.transfer.threads import run_all, workers
 from ckpt.writing.layout import Entry, place
-from ckpt.writing.receipts import PlacedItem, RankReceipt, pack_items, pack_numbered
+from ckpt.writing.receipts import PlacedItem, pack_items, pack_numbered
 from ckpt.writing.save_objects import SaveObjects
 
 

@@ -6,7 +6,6 @@ import datetime
 import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 import msgspec
@@ -25,9 +24,12 @@ from ckpt.errors import CommitError, ConfigurationError
 from ckpt.format.columns import Columns, Integers, ObjectRow, TensorColumns
 from ckpt.format.dtypes import dtype_name
 from ckpt.format.planner_data import check_planner_data
-from ckpt.format.records import CommitRecord, ManifestRef
+from ckpt.format.records import CommitRecord
+from ckpt.format.runs import shortest
 from ckpt.save_plans.central import CentralPlan
-from ckpt.save_plans.placing import columns_of, pack_placed
+from ckpt.save_plans.file_layouts import pack_placed
+from ckpt.save_plans.placing import columns_of
+from ckpt.save_plans.receipt_messages import RankReceipt
 
 
 class PlacedItem(msgspec.Struct, array_like=True):
@@ -46,26 +48,6 @@ class PlacedItem(msgspec.Struct, array_like=True):
     file: int
     offset: int
     length: int
-
-
-@dataclass(frozen=True)
-class RankReceipt:
-    """One rank's report to the coordinator, through DCP's collectives.
-
-    Attributes:
-        place: the last segment of the URL that it saves to; ranks may see the rest differently.
-        manifest: None if it had nothing to write.
-        files: the names of its data files.
-        items: the items in them, packed (objects would take seconds to unpickle), by number if they have one.
-        retries: requests that it has sent again so far in this save.
-    """
-
-    rank: int
-    place: str
-    manifest: ManifestRef | None
-    files: list[str]
-    items: bytes
-    retries: int = 0
 
 
 _ITEMS = msgspec.msgpack.Decoder(list[PlacedItem])  # made once, before there are threads
@@ -242,11 +224,11 @@ class _Table:
                 shape = (len(stored.chunks), len(stored.size))
                 rows, cells = slice(row, row + shape[0]), slice(cell, cell + shape[0] * shape[1])
                 cell = cells.stop
-                entries[fqn] = TensorColumns(
+                entries[fqn] = shortest(TensorColumns(
                     dtype_name(stored.properties.dtype), tuple(stored.size), bool(stored.properties.requires_grad),
                     offsets[cells].reshape(shape), sizes[cells].reshape(shape),
                     file[rows], offset[rows], length[rows],
-                )  # fmt: skip
+                ))  # fmt: skip
             elif isinstance(stored, BytesStorageMetadata):
                 entries[fqn] = ObjectRow(self._file[row], self._offset[row], self._length[row])
             else:

@@ -26,7 +26,7 @@ from ckpt.format.index import decode_index
 from ckpt.format.model_index import MAX_INDEX_BYTES, MODEL_INDEX_KEY, parse_model_index, sealed_model_index
 from ckpt.format.names import is_our_name, split_path
 from ckpt.format.records import CommitRecord, StoredCommit, read_commit
-from ckpt.format.sibling_objects import SiblingObjects
+from ckpt.siblings.sibling_objects import SiblingObjects
 from ckpt.stock.metadata_writer import estimated_bytes, pickled_metadata
 from ckpt.transfer.manifest_sizes import manifest_bytes
 

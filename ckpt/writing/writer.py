@@ -35,13 +35,14 @@ from ckpt.gc_pause import no_gc
 from ckpt.ranks.group import DEFAULT_TIMEOUT_S
 from ckpt.save_plans.central import CentralPlan
 from ckpt.save_plans.packed import packed_plan
+from ckpt.save_plans.receipt_messages import RankReceipt
 from ckpt.save_plans.validation import quick_validation
 from ckpt.torch_private import replace_plan_validation
 from ckpt.transfer.bandwidth import Pacer
 from ckpt.writing.coordinator import Coordinator
 from ckpt.writing.layout import Chunk, Entry, pickled_entries, refuse_unstorable, spread, tensor_entries
 from ckpt.writing.rank_files import RankFiles
-from ckpt.writing.receipts import RankReceipt, records_of
+from ckpt.writing.receipts import records_of
 from ckpt.writing.refused_objects import RefusedObjects
 from ckpt.writing.save_objects import SaveObjects
 from ckpt.writing.stager import COMMON_MEMORY, CommonStager

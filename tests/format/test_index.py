@@ -31,10 +31,11 @@ from ckpt.format.columns import Columns, TensorColumns
 from ckpt.format.dcp_view import metadata_of
 from ckpt.format.dtypes import dtype_name, item_bytes, torch_dtype
 from ckpt.format.index import check_columns, decode_index, encode_index
+from ckpt.save_plans.receipt_messages import RankReceipt
 from ckpt.stock.metadata_reader import decode_metadata
 from ckpt.stock.metadata_writer import pickled_metadata
 from ckpt.torch_private import StorageInfo
-from ckpt.writing.receipts import PlacedItem, RankReceipt, collect, pack_items
+from ckpt.writing.receipts import PlacedItem, collect, pack_items
 
 plain_values = st.recursive(
     st.none() | st.booleans() | st.integers(-(1 << 80), 1 << 80) | st.floats(allow_nan=False) | st.text() | st.binary(),

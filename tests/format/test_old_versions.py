@@ -56,7 +56,7 @@ def kept_state() -> dict[str, Any]:
     }
 
 
-_KEPT = sorted(path.name for path in DATA.iterdir()) if DATA.is_dir() else []
+_KEPT = sorted(path.name for path in DATA.iterdir() if path.is_dir()) if DATA.is_dir() else []
 
 
 @pytest.mark.parametrize("name", [name for name in _KEPT if name not in ("ckpt-v3", "ckpt-v4-base")])

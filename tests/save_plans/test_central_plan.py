@@ -21,14 +21,16 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
-from ckpt.errors import CheckpointError, ConfigurationError
+from ckpt.errors import CheckpointError, CommitError, ConfigurationError
 from ckpt.format import index
 from ckpt.format.columns import TensorColumns
+from ckpt.format.runs import TensorRuns
 from ckpt.ranks.group import RanksFailed
 from ckpt.save_plans.central import CentralPlan
 from ckpt.save_plans.exchange import Agreed, Local, Plans, agree
+from ckpt.save_plans.file_layouts import pack_placed
 from ckpt.save_plans.local import Structure
-from ckpt.save_plans.placing import columns_of, pack_placed
+from ckpt.save_plans.placing import columns_of
 from ckpt.save_plans.sections import decode_section
 
 Stored = dict[str, Any]
@@ -42,7 +44,7 @@ def planned(structures: Sequence[Structure]) -> CentralPlan:
 def written(plan: CentralPlan, structures: Sequence[Structure]) -> list[list[Any]]:
     from ckpt.save_plans.exchange import _chosen
 
-    return [_chosen(each, answer) for each, answer in zip(structures, plan.answers(), strict=True)]
+    return [_chosen(each, answer) for each, answer in zip(structures, plan.answers, strict=True)]
 
 
 def by_dcp(structures: Sequence[Structure]) -> tuple[Stored, list[int]]:
@@ -140,6 +142,82 @@ def test_replicas_share_evenly() -> None:
     structures = [structure_of(tensors, (8,), rank) for rank in range(8)]
     loads = planned(structures).loads
     assert loads.max() - loads.min() <= 4 * 163 * 10
+
+
+# -- where the chunks are ----------------------------------------------------------------------------------
+
+MANY = 300
+
+
+def many_ranks(mesh: tuple[int, ...] = (MANY,)) -> tuple[CentralPlan, list[Structure]]:
+    """Sharded evenly, with a rest, to fewer ranks than there are; replicated; of one rank; an object."""
+    sharded = placements_for(mesh, [0] * len(mesh))
+    tensors = [
+        Tensor("even", (600, 2), sharded),
+        Tensor("rest", (899, 2), sharded),
+        Tensor("few", (520, 3), sharded),
+        Tensor("columns", (4, 300), placements_for(mesh, [1] * len(mesh))),
+        Tensor("whole", (5,)),
+        Tensor("lr", (), is_object=True),
+        Tensor("rng", (4,), ranks=range(7, 8)),
+    ]
+    structures = [structure_of(tensors, mesh, rank) for rank in range(MANY)]
+    return planned(structures), structures
+
+
+def laid_out(items: Sequence[Any], files: int) -> list[tuple[int, int, int, int]]:
+    """Where a rank puts its items, one after another, in turns in its files."""
+    rows, ends = [], [0] * files
+    for turn, each in enumerate(items):
+        file, nbytes = turn % files, 40 + nbytes_of(each)
+        rows.append((each.index.index, file, ends[file], nbytes))
+        ends[file] += -(-nbytes // 64) * 64
+    return rows
+
+
+@pytest.mark.parametrize("files", [1, 3])
+@pytest.mark.parametrize("mesh", [(MANY,), (30, 10)], ids=str)
+def test_chunks_of_many_ranks_are_runs(mesh: tuple[int, ...], files: int) -> None:
+    plan, structures = many_ranks(mesh)
+    items = written(plan, structures)
+    rows = [laid_out(each, files) for each in items]
+    names = [[f"r{rank}-{number}" for number in range(files)] for rank in range(MANY)]
+    columns = columns_of(plan, [pack_placed(each) for each in rows], names)
+    regular = {fqn for fqn, entry in columns.entries.items() if isinstance(entry, TensorRuns)}
+    assert regular == {"even", "rest", "few", "columns"}
+    where = {}
+    for rank, placed in enumerate(rows):
+        by_number = {item.index.index: item for item in items[rank]}
+        for number, file, offset, length in placed:
+            index = by_number[number].index
+            key = index.fqn, None if index.offset is None else tuple(index.offset)
+            where[key] = files * rank + file, offset, length
+    for fqn, entry in columns.entries.items():
+        if not isinstance(entry, TensorColumns):
+            assert (entry.file, entry.offset, entry.length) == where.pop((fqn, None))
+            continue
+        places = zip(entry.file.tolist(), entry.offset.tolist(), entry.length.tolist(), strict=True)
+        for offsets, place in zip(entry.offsets.tolist(), places, strict=True):
+            assert place == where.pop((fqn, tuple(offsets)))
+    assert not where
+
+
+@pytest.mark.parametrize("count", [4, MANY])
+def test_what_was_not_written_as_planned_is_not_committed(count: int) -> None:
+    tensors = [Tensor(f"w{n}", (count, 2), placements_for((count,), [0])) for n in range(3)]
+    structures = [structure_of(tensors, (count,), rank) for rank in range(count)]
+    plan, names = planned(structures), [[f"r{rank}"] for rank in range(count)]
+    good = [pack_placed(laid_out(each, 1)) for each in written(plan, structures)]
+    columns_of(plan, good, names)
+    rank, rows = count - 2, laid_out(written(plan, structures)[count - 2], 1)
+    for bad, reason in (
+        (rows[:-1], f"rank {rank} was to write 3 items and has written 2"),
+        ([*rows, (3, 0, 0, 1)], f"rank {rank} was to write 3 items and has written 4"),
+        ([*rows[:-1], (7, 0, 0, 1)], f"planned but not written: 'w.' on rank {rank}"),
+        ([(-1, 0, 0, 1), *rows[1:]], f"planned but not written: 'w.' on rank {rank}"),
+    ):
+        with pytest.raises(CommitError, match=reason):
+            columns_of(plan, [*good[:rank], pack_placed(bad), *good[rank + 1 :]], names)
 
 
 # -- ranks that do not fit together ------------------------------------------------------------------------

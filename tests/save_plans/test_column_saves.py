@@ -13,6 +13,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from support.ranks import run_ranks
 from support.states import digest, emptied, random_tensor, sharded_state
+from torch.distributed._shard import sharded_tensor
+from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
@@ -21,7 +23,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import ckpt
 from ckpt.errors import SaveFailed
 from ckpt.ranks.first_rank import FirstRank
-from ckpt.torch_private import StridedShard
+from ckpt.save_plans.local import set_up_in_one_pass
+from ckpt.torch_private import Shard as LocalShard
+from ckpt.torch_private import StridedShard, set_local_shards
 
 
 def mesh_state(seed: int = 0) -> dict[str, Any]:
@@ -85,6 +89,29 @@ def _saves_what_dcp_saves(rank: int, root: str) -> None:
 
 def _stock_load(state: dict[str, Any], url: str) -> None:
     dcp.load(state, storage_reader=dcp.FileSystemReader(url))
+
+
+def test_nested_shards_are_found_as_dcp_does() -> None:
+    run_ranks(1, _finds_nested_shards)
+
+
+def _finds_nested_shards(rank: int) -> None:
+    spec = ChunkShardingSpec(dim=0, placements=["rank:0/cpu"])
+    nested, inner = sharded_tensor.rand(spec, 3, 4), sharded_tensor.rand(spec, 3, 4)
+    metadata = nested.local_shards()[0].metadata
+    set_local_shards(nested, [LocalShard(inner, metadata)])
+    for state in ({"a": {"b": [torch.ones(2), 3]}}, {"a": {"w": nested}, "b": torch.ones(2)}):
+        dcp_s, ours = DefaultSavePlanner(), DefaultSavePlanner()
+        dcp_s.set_up_planner(state)
+        with set_up_in_one_pass(ours):
+            ours.set_up_planner(state)
+        assert ours.flatten_sharded_tensors
+        assert (list(ours.state_dict), ours.mappings) == (list(dcp_s.state_dict), dcp_s.mappings)
+    shard = ours.state_dict["a.w"].local_shards()[0]
+    assert shard.tensor is inner.local_shards()[0].tensor
+    with pytest.raises(ValueError, match="duplicated"), set_up_in_one_pass(ours):
+        ours.set_up_planner({"a": {"b": 1}, "a.b": 2})
+    assert ours.flatten_sharded_tensors
 
 
 def test_changes_between_saves(tmp_path: Path) -> None:

@@ -196,6 +196,11 @@ def _process_groups_and_sharded_tensors(rank: int) -> None:
     torch_private.set_local_shards(sharded, [torch_private.Shard(whole, metadata)])
     assert isinstance(sharded, torch_private.ShardedTensor)
     assert sharded.local_shards()[0].tensor is whole
+    nested = copy.copy(sharded_tensor.rand(spec, 3, 4))
+    torch_private.set_local_shards(nested, [torch_private.Shard(sharded, metadata)])
+    flat = torch_private.flatten_sharded_tensors({"nested": nested, "whole": whole})
+    assert flat["whole"] is whole
+    assert flat["nested"].local_shards()[0].tensor is whole
 
 
 def test_a_planner_says_whether_it_caches_plans() -> None:

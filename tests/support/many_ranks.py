@@ -20,13 +20,14 @@ from torch.distributed.checkpoint.metadata import (
 
 from ckpt.backends.registry import open_store
 from ckpt.format.names import rank_directory
+from ckpt.save_plans.receipt_messages import RankReceipt
 from ckpt.stock.item_frame import frame
 from ckpt.transfer.buffer_pool import StagingPool
 from ckpt.transfer.file_body import BytesPayload
 from ckpt.writing.coordinator import Coordinator
 from ckpt.writing.layout import Entry
 from ckpt.writing.rank_files import RankFiles
-from ckpt.writing.receipts import RankReceipt, records_of
+from ckpt.writing.receipts import records_of
 from ckpt.writing.save_objects import SaveObjects
 
 ROWS, WIDTH = 2, 4

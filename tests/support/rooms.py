@@ -61,9 +61,7 @@ ROOMS: Mapping[str, Room] = {
     "ckpt.consistency.probes": Room(
         "what a storage really guarantees, measured", ("ckpt.errors", "ckpt.consistency", *_CONTRACT)
     ),
-    "ckpt.format": Room(
-        "what this library stores: names, records, index", (*_FLOOR, "ckpt.backends.wrapper")
-    ),
+    "ckpt.format": Room("what this library stores: names, records, index", _FLOOR),
     "ckpt.ranks": Room(
         "ranks agree, are missed, and give up in time",
         (*_FLOOR, "ckpt.backends.wrapper", "ckpt.backends.cancellable_reads"),
@@ -73,6 +71,10 @@ ROOMS: Mapping[str, Room] = {
     ),
     "ckpt.stock": Room("what stock PyTorch stores, read without running code", (*_FLOOR, "ckpt.format")),
     "ckpt.transfer": Room("bytes between memory and stores", (*_FLOOR, "ckpt.format")),
+    "ckpt.siblings": Room(
+        "objects of the checkpoints beside one, which it names",
+        (*_FLOOR, "ckpt.backends.wrapper", "ckpt.format"),
+    ),
     "ckpt.dcp_storage": Room(
         "what DCP's writer and reader have in common",
         (*_FLOOR, "ckpt.settings", "ckpt.transfer", "ckpt.ranks", _REGISTRY),
@@ -93,6 +95,7 @@ ROOMS: Mapping[str, Room] = {
             "ckpt.backends.wrapper",
             "ckpt.dcp_storage",
             "ckpt.format",
+            "ckpt.siblings",
             "ckpt.stock",
             "ckpt.transfer",
             "ckpt.ranks",
@@ -116,6 +119,7 @@ ROOMS: Mapping[str, Room] = {
             *_FLOOR,
             "ckpt.dcp_storage",
             "ckpt.format",
+            "ckpt.siblings",
             "ckpt.stock",
             "ckpt.transfer",
             "ckpt.ranks",
@@ -130,6 +134,7 @@ ROOMS: Mapping[str, Room] = {
             "ckpt.backends.wrapper",
             _REGISTRY,
             "ckpt.format",
+            "ckpt.siblings",
             "ckpt.stock",
             "ckpt.transfer",
             "ckpt.writing",
@@ -143,6 +148,7 @@ ROOMS: Mapping[str, Room] = {
             _REGISTRY,
             "ckpt.backends.wrapper",
             "ckpt.format",
+            "ckpt.save_plans.receipt_messages",
             "ckpt.stock",
             "ckpt.transfer",
             "ckpt.ranks",
@@ -202,6 +208,7 @@ ROOMS: Mapping[str, Room] = {
             _REGISTRY,
             "ckpt.draining",
             "ckpt.format",
+            "ckpt.siblings",
             "ckpt.ranks",
             "ckpt.reading",
             "ckpt.tools.gc",
@@ -351,6 +358,7 @@ ROOMS: Mapping[str, Room] = {
             "ckpt.backends.wrapper",
             _REGISTRY,
             "ckpt.format",
+            "ckpt.siblings",
             "ckpt.transfer",
             "ckpt.reading",
             "ckpt.writing",

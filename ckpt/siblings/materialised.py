@@ -11,7 +11,7 @@ from ckpt.consistency.checksums import crc64nvme, crc_text
 from ckpt.consistency.digests import DIGEST_BYTES, PROBE_BYTES
 from ckpt.errors import ConfigurationError, IntegrityError, NotFound
 from ckpt.format.records import CommitRecord, ManifestRef, RankManifest
-from ckpt.format.sibling_objects import SiblingObjects
+from ckpt.siblings.sibling_objects import SiblingObjects
 
 
 def as_ranks(record: CommitRecord) -> Iterator[tuple[ManifestRef, int]]:

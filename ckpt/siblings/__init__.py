@@ -1,0 +1,1 @@
+"""Objects of the checkpoints beside one, which it names."""
