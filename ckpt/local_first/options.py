@@ -19,6 +19,8 @@ class LocalTier:
         drain_timeout_s: how long `CheckpointManager.close` waits for what is not durable yet.
         copies: 1 keeps what each node has also on another node's disk, so that one lost node loses nothing.
         failure_domain: what fails together with this node, such as the name of its rack: the copies are in another one.
+        answer_timeout_s: how long a restore waits for the durable place to tell what it has, where the nodes have a whole
+            checkpoint.
 
     Raises:
         ConfigurationError: a number makes no sense.
@@ -30,13 +32,15 @@ class LocalTier:
     drain_timeout_s: float = 600.0
     copies: int = 0
     failure_domain: str = ""
+    answer_timeout_s: float = 15.0
 
     def __post_init__(self) -> None:
         if self.keep < 1:
             raise ConfigurationError(f"LocalTier(keep=...) must be at least 1, not {self.keep}")
         if self.budget_bytes is not None and self.budget_bytes <= 0:
             raise ConfigurationError(f"LocalTier(budget_bytes=...) must be positive, not {self.budget_bytes}")
-        if not self.drain_timeout_s >= 0:
-            raise ConfigurationError("LocalTier(drain_timeout_s=...) must not be negative")
+        for name in ("drain_timeout_s", "answer_timeout_s"):
+            if not getattr(self, name) >= 0:
+                raise ConfigurationError(f"LocalTier({name}=...) must not be negative")
         if self.copies not in (0, 1):
             raise ConfigurationError(f"LocalTier(copies=...) is 0 or 1, not {self.copies}")

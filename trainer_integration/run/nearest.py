@@ -6,11 +6,12 @@ import logging
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.distributed.checkpoint.planner import LoadPlanner
 
 from ckpt.errors import StorageError
+from ckpt.local_first.far_place import Asked, FarPlace
 from ckpt.local_first.holdings import Holding, completed_by, holdings
 from ckpt.local_first.loading import load_near
 from ckpt.ranks.group import Ranks
@@ -20,6 +21,8 @@ from ckpt.trainer_integration.run.search import Choice, Search
 from ckpt.trainer_integration.run.tier import Tier
 
 _logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Nearest:
@@ -38,14 +41,17 @@ class Nearest:
         What is near is tried before what is durable of the same step; what only some of the nodes have counts if
         the durable place has the rest.
         """
+        first = Asked(search.next) if ranks.rank == 0 else None  # while the nodes tell what they have
         found = [] if step == "best" else holdings(self._tier.folder.path, ranks)
         found = [each for each in found if isinstance(step, str) or each.step == step]
         partly = next((n for n, each in enumerate(found) if not each.is_whole), None)
         if partly is not None and not any(each.is_whole for each in found[:partly]):
             far = self._history.url(found[partly].path)
-            if completed_by(found[partly], self._tier.folder.path, far, self._history.storage_options, ranks):
+            ask = self._tier.far.ask if any(each.is_whole for each in found) else _call
+            options = self._history.storage_options
+            if completed_by(found[partly], self._tier.folder.path, far, options, ranks, ask=ask):
                 found[partly] = replace(found[partly], is_completed=True)
-        return _Merged(search, found, ranks.rank).next
+        return _Merged(search, first, found, self._tier.far).next
 
     def load(
         self,
@@ -69,8 +75,11 @@ _PLACES = ("node", "neighbours", "durable")
 class _Merged:
     """Two searches as one, on the first rank."""
 
-    def __init__(self, search: Search, found: list[Holding], rank: int) -> None:
-        self._search, self._rank = search, rank
+    def __init__(
+        self, search: Search, first: Asked[Choice | None] | None, found: list[Holding], far: FarPlace
+    ) -> None:
+        self._search, self._far = search, far
+        self._asked = first
         self._near = deque(found)
         self._all = {(each.path, each.id): each for each in found}
         self._durable: deque[Choice] = deque()
@@ -101,14 +110,20 @@ class _Merged:
         return durable
 
     def _peek(self) -> Choice | None:
+        """Return the next one that is durable; None also if that is not known in time, and the nodes have one."""
         while not self._durable and not self._is_over:
+            asked = self._asked = self._asked or Asked(self._search.next)
+            can_do_without = any(near.is_whole or near.is_completed for near in self._near)
             try:
-                choice = self._search.next()
+                choice = self._far.wait(asked) if can_do_without else asked.answer()
             except StorageError as error:
-                if not any(near.is_whole or near.is_completed for near in self._near):
+                if not can_do_without:
                     raise
-                _logger.warning("the durable place gives no answer, what the nodes have is taken: %s", error)
+                _logger.warning("the durable place cannot be asked, what the nodes have is taken: %s", error)
+                if not asked.is_answered():
+                    return None  # it is asked again if nothing of that can be loaded
                 choice = None
+            self._asked = None
             if choice is None:
                 self._is_over = True
             else:
@@ -120,6 +135,10 @@ def _comes_first(near: Holding, durable: Choice | None) -> bool:
     if durable is None or durable.is_lost:
         return True
     return (near.step, near.created_at_s) >= (durable.step, durable.candidate.created_at_s or 0.0)
+
+
+def _call(question: Callable[[], T]) -> T:
+    return question()
 
 
 def _added(some: list[int], others: list[int]) -> list[int]:

@@ -109,6 +109,7 @@ def restore(
         if nearest is not None and choice.near is not None:
             shown = nearest.shown(choice)
         if fault is None:
+            figures["search_s"] = time.monotonic() - began_s
             loaded, fault = _unless_damaged(lambda: attempt(history.url(choice.path), choice), ranks)
             if loaded is not None and fault is None:
                 saves.go_on_from(choice.step, choice.path, choice.candidate.created_at_s)

@@ -13,12 +13,14 @@ from typing import Any
 
 import msgspec
 
+from ckpt.api import place_of
 from ckpt.backends.registry import open_store
 from ckpt.backends.wrapper import PrefixStore
 from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.format.records import read_commit
 from ckpt.format.run_record import RunCheckpoint
 from ckpt.local_first.drain_process import DrainProcess, DrainState, read_status
+from ckpt.local_first.far_place import FarPlace
 from ckpt.local_first.folder import RunFolder
 from ckpt.local_first.options import LocalTier
 from ckpt.local_first.partners import Node, meet, share_of, shared_domains, sources_of, undurable
@@ -33,6 +35,8 @@ from ckpt.trainer_integration.run.history import History
 _logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.5
+_FIRST_LOOK_S = 10.0
+"""When the process is started that carries, unless a save or the end of a restore is sooner: a restore needs the cores."""
 
 Tell = Callable[..., None]
 WhenDurable = Callable[[RunCheckpoint, DrainState, bool], None]
@@ -71,13 +75,14 @@ class Tier:
         self.history = History(self.folder.path, None)
         self._options = options
         self.sources: tuple[int, ...] | None = None
+        self.far = FarPlace(place_of(root), options.answer_timeout_s)
         self._process = (
             DrainProcess(self.folder.path, {"durable": root, "keep_local": options.keep, **config})
             if self.is_leader
             else None
         )
         self._seen: dict[str, tuple[str, str]] = {}
-        self._stop, self._looked = threading.Event(), threading.Lock()
+        self._stop, self._looked, self._begun = threading.Event(), threading.Lock(), threading.Event()
         self._watch: threading.Thread | None = None
         self.saved: dict[str, RunCheckpoint] = {}
         self.unwanted: list[str] = []
@@ -138,6 +143,7 @@ class Tier:
 
         def run() -> None:
             failure = ""
+            self._begun.wait(_FIRST_LOOK_S)
             while True:
                 try:
                     self.look(when_durable, tell)
@@ -150,6 +156,10 @@ class Tier:
 
         self._watch = threading.Thread(target=run, name="ckpt-tier", daemon=True)
         self._watch.start()
+
+    def begin(self) -> None:
+        """Begin to carry now, if that has not begun."""
+        self._begun.set()
 
     def look(self, when_durable: WhenDurable, tell: Tell) -> None:
         """Look once."""
@@ -271,6 +281,7 @@ class Tier:
     def finish(self) -> None:
         """Let the process carry what is there, and end by itself."""
         self._stop.set()
+        self._begun.set()
         if self._watch is not None:
             self._watch.join()
         if self._process is not None:
