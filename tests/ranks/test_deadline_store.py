@@ -21,8 +21,8 @@ from ckpt.backends.registry import open_store
 from ckpt.backends.wrapper import PrefixStore, WrappedStore
 from ckpt.consistency import environment
 from ckpt.consistency.environment import Environment
-from ckpt.errors import ConfigurationError, StorageError, StorageUnavailable
 from ckpt.draining.unfinished import NoNote
+from ckpt.errors import ConfigurationError, StorageError, StorageUnavailable
 from ckpt.ranks.deadline_store import DeadlineStore
 from ckpt.ranks.progress import Progress
 
