@@ -42,6 +42,7 @@ _NODES = 4
 _PLACES = ("node", "neighbours", "durable")
 _STEP_S = 0.05
 _SAVE_EVERY = 20
+_SLOW_ROUNDS = 2
 
 
 def main() -> None:
@@ -192,8 +193,9 @@ def _rank(
         times["same files"].append(_loaded(arguments, same))
         times["nearest"].append(_restored(arguments, endpoint, near))
         times["one node lost"].append(_restored(arguments, endpoint, _lost(near, rank)))
-        times["200 MB/s"].append(_restored(arguments, endpoint, None))
         times["80 ms"].append(_restored(arguments, far, near))
+        if number < _SLOW_ROUNDS:
+            times["200 MB/s"].append(_restored(arguments, endpoint, None))
         if number == 0:
             times["no answer"].append(_restored(arguments, endpoint, near, dead=True, preflight=True))
     if rank == 0:
@@ -249,12 +251,14 @@ def _print(
     arguments: argparse.Namespace, times: Mapping[str, list[Mapping[str, float]]], saves: list[Event]
 ) -> None:
     print(f"restore of {arguments.megabytes} MB by {_NODES} ranks, medians of {arguments.rounds}:")
+    # The least of each is what the machine can do when nobody else uses it.
+    least = {name: min(each["total_s"] for each in all) for name, all in times.items()}
     totals = {name: statistics.median(each["total_s"] for each in all) for name, all in times.items()}
     for name, all in times.items():
-        text = f"{totals[name]:.3f} s"
+        text = f"{totals[name]:.3f} s, the least {least[name]:.3f} s"
         if "search_s" in all[0]:
             search_s = statistics.median(each["search_s"] for each in all)
-            load_s = statistics.median(each["total_s"] - each["search_s"] for each in all)
+            load_s = statistics.median(each["load_s"] - each["search_s"] for each in all)
             text += f", search {search_s:.3f} s, load {load_s:.3f} s ({totals['same files'] / load_s:.2f} x)"
         if "node_bytes" in all[0]:
             text += "; read " + ", ".join(
@@ -265,7 +269,8 @@ def _print(
     ratio = statistics.median(same["total_s"] / near["total_s"] for same, near in pairs)
     print(
         f"nearest: {totals['200 MB/s'] / totals['nearest']:.1f} x faster than 200 MB/s, "
-        f"{totals['same files'] / totals['nearest']:.2f} x loading the same files, in pairs {ratio:.2f} x"
+        f"{totals['same files'] / totals['nearest']:.2f} x loading the same files, in pairs {ratio:.2f} x, "
+        f"of the least {least['same files'] / least['nearest']:.2f} x"
     )
     near_saves = [event.values for event in saves if event.kind == "local"]
     write_s = statistics.median(values["local_s"] for values in near_saves)
