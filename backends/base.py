@@ -31,8 +31,7 @@ from ckpt.backends.options import redact_url, scrub, take_options
 from ckpt.errors import AlreadyExists, ConfigurationError, IntegrityError, NotFound
 
 __all__ = [
-    "Capabilities", "Condition", "ObjectStat", "PutMode", "RawRequests", "Store",
-    "UploadNote",
+    "Capabilities", "Condition", "ObjectStat", "PutMode", "RawRequests", "Store", "UploadNote",
     # for stores: what they get, give and check
     "Body", "BodyError", "BytesBody", "CheckedBody", "Part", "body_errors_unchanged", "open_part",
     "Read", "Reads", "fill", "remaining",

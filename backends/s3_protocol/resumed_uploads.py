@@ -35,6 +35,10 @@ class _Noted(msgspec.Struct, frozen=True, kw_only=True):
     checksums: bool
 
 
+class _Differs(Exception):
+    """A part that the server has is not that of the body."""
+
+
 _decoder = msgspec.json.Decoder(_Noted)  # made once, before there are threads
 
 
@@ -87,7 +91,9 @@ def take_up(s3: S3Requests, key: str, body: Body, note: UploadNote, *, checksums
         return None
     upload: Upload | None = None
     try:
-        if (noted.size_bytes, noted.checksums) == (body.nbytes, checksums) and _is_size(noted.part_size_bytes):
+        if (noted.size_bytes, noted.checksums) == (body.nbytes, checksums) and _is_size(
+            noted.part_size_bytes
+        ):
             upload = _checked(s3, key, body, noted)
     except BaseException as error:
         if not may_pass(error):
@@ -121,44 +127,47 @@ def _checked(s3: S3Requests, key: str, body: Body, noted: _Noted) -> Upload | No
         return None
     if any(not 0 <= (number - 1) * size < body.nbytes for number in listed):
         return None
-    futures: dict[int, Future[bool | None]] = {}
+    futures: list[Future[dict[str, Any] | None]] = []
     try:
         for number, part in listed.items():
-            futures[number] = s3.submit(key, _is_part, body, (number - 1) * size, size, part)
-        wait(futures.values())
-        is_part = {number: future.result() for number, future in futures.items()}
-    finally:
-        for future in futures.values():
-            future.cancel()
-        wait(futures.values())
-    if False in is_part.values():
+            futures.append(s3.submit(key, _entry, body, (number - 1) * size, noted, part))
+        wait(futures)
+        entries = [future.result() for future in futures]
+    except _Differs:
         return None
-    names = ("PartNumber", "ETag", *(("ChecksumCRC64NVME",) if noted.checksums else ()))
-    there = {
-        number: {name: listed[number][name] for name in names if name in listed[number]}
-        for number, is_same in is_part.items()
-        if is_same and all(name in listed[number] for name in names)
-    }
+    finally:
+        for future in futures:
+            future.cancel()
+        wait(futures)
+    there = {entry["PartNumber"]: entry for entry in entries if entry is not None}
     return Upload(
         noted.upload_id, size, noted.checksums, there, sum(int(listed[number]["Size"]) for number in there)
     )
 
 
-def _is_part(body: Body, start: int, size: int, listed: Mapping[str, Any]) -> bool | None:
-    """Tell whether a part that the server has is that of `body`; None if it says too little to tell."""
-    stop = min(start + size, body.nbytes)
+def _entry(body: Body, start: int, noted: _Noted, listed: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the entry of a part that the server has; None if it says too little of it. Raises _Differs."""
+    stop = min(start + noted.part_size_bytes, body.nbytes)
     if int(listed.get("Size") or -1) != stop - start:
-        return False
+        raise _Differs
     crc, etag = listed.get("ChecksumCRC64NVME"), etag_of(listed) or ""
+    entry = {"PartNumber": int(listed["PartNumber"]), "ETag": listed.get("ETag")}
     with body.part(start, stop) as part:
-        if crc is not None and part.crc64nvme is not None:
-            return bool(crc == encode_crc(part.crc64nvme))
-        if not _MD5.fullmatch(etag):
+        own = None if part.crc64nvme is None else encode_crc(part.crc64nvme)
+        if noted.checksums:
+            entry["ChecksumCRC64NVME"] = own
+        if crc is not None and own is not None:
+            is_same = crc == own
+        elif _MD5.fullmatch(etag):
+            digest = hashlib.md5(usedforsecurity=False)
+            for buffer in part.buffers:
+                digest.update(buffer)
+            is_same = digest.hexdigest() == etag
+        else:
             return None
-        digest = hashlib.md5(usedforsecurity=False)
-        for buffer in part.buffers:
-            digest.update(buffer)
-        return digest.hexdigest() == etag
+    if not is_same:
+        raise _Differs
+    return entry
 
 
 def _is_size(part_size_bytes: int) -> bool:

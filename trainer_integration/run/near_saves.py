@@ -55,7 +55,7 @@ class NearSaves(Saves):
         super().go_on_from(step, path, created_at_s)
         self._newest = None
         self._tier.go_on_from(step)
-        self._tier.begin()
+        self._tier.begun.set()
 
     # -- saves ---------------------------------------------------------------------------------------------
 
@@ -64,7 +64,7 @@ class NearSaves(Saves):
     ) -> Future[Any]:
         """Begin an upload to the place that all ranks choose; each node hears what is not wanted any more."""
         tier, url = self._tier, self.history.url(checkpoint.path)
-        tier.begin()
+        tier.begun.set()
         offer, self._given_up = (not tier.has_room(), self._given_up), []
         is_full, given_up = self._ranks.join(offer, _either)
         tier.drop(given_up)

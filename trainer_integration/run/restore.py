@@ -100,8 +100,7 @@ def restore(
         return planner
 
     figures: dict[str, float] = {}
-    passed_over: list[PassedOver] = []
-    stock: list[str] = []  # of those passed over
+    passed_over, stock = list[PassedOver](), list[str]()  # of these, those of another program
     search, is_error = Search(step, saves), False
     find_next = search.next if nearest is None else nearest.merged(search, step, ranks)
     while (choice := ranks.from_first(find_next)) is not None:

@@ -82,7 +82,8 @@ class Tier:
             else None
         )
         self._seen: dict[str, tuple[str, str]] = {}
-        self._stop, self._looked, self._begun = threading.Event(), threading.Lock(), threading.Event()
+        self._stop, self._looked = threading.Event(), threading.Lock()
+        self.begun = threading.Event()  # set it to have the process carry from now on
         self._watch: threading.Thread | None = None
         self.saved: dict[str, RunCheckpoint] = {}
         self.unwanted: list[str] = []
@@ -143,7 +144,7 @@ class Tier:
 
         def run() -> None:
             failure = ""
-            self._begun.wait(_FIRST_LOOK_S)
+            self.begun.wait(_FIRST_LOOK_S)
             while True:
                 try:
                     self.look(when_durable, tell)
@@ -156,10 +157,6 @@ class Tier:
 
         self._watch = threading.Thread(target=run, name="ckpt-tier", daemon=True)
         self._watch.start()
-
-    def begin(self) -> None:
-        """Begin to carry now, if that has not begun."""
-        self._begun.set()
 
     def look(self, when_durable: WhenDurable, tell: Tell) -> None:
         """Look once."""
@@ -281,7 +278,7 @@ class Tier:
     def finish(self) -> None:
         """Let the process carry what is there, and end by itself."""
         self._stop.set()
-        self._begun.set()
+        self.begun.set()
         if self._watch is not None:
             self._watch.join()
         if self._process is not None:
