@@ -64,7 +64,7 @@ def notes(local: Path) -> list[str]:
 def is_whole(server: StrictS3) -> bool:
     loaded = {"large": torch.zeros(15 * MIB)}
     ckpt.load(loaded, f"{DURABLE}/step-1", no_dist=True, storage_options=server.options)
-    return digest(loaded["large"]) == digest(random_tensor(15 * MIB, seed=1))
+    return bool(digest(loaded["large"]) == digest(random_tensor(15 * MIB, seed=1)))
 
 
 def key_of(server: StrictS3) -> str:

@@ -248,7 +248,7 @@ def _leased() -> int:
 def _memory_in_use(rank: int, folder: str, copies: int) -> list[int]:
     """Return how many states are staged when copies are made, and when the save is local."""
     found: list[int] = []
-    make_copies = saving.copy_from_partners
+    make_copies = partners.copy_from_partners
 
     def look(*args: Any) -> Any:
         found.append(_leased())
