@@ -4,7 +4,8 @@
 
 1. Steps: a trainer saves every 20 steps to `local=`, and 5 MB/s are carried behind it; then the server gives no
    answer for some time (its process is stopped), then goes on. Steps per second with saves against those without,
-   in turns; resident memory after a local write; which checkpoints became durable, in which order.
+   in turns; resident memory after a local write; which checkpoints became durable, in which order. How long a save
+   stops the steps, the first too, in turns with a copy of the same state and with saves without `local=`.
 2. Restore: four ranks with a folder each as their node's disk, against `ckpt.load` of the same files through one folder
    that all ranks see, and against a server that sends 200 MB/s. In turns, medians; of that the search for the newest
    checkpoint. The same with one node lost, behind 80 ms of latency, and (once) with a server that gives no answer.
@@ -55,14 +56,16 @@ def main() -> None:
     parser.add_argument(
         "--saves", type=int, default=4, help="before the restores, every second one with copies"
     )
-    parser.add_argument("--only", choices=("steps", "restore"))
+    parser.add_argument("--only", choices=("steps", "stalls", "restore"))
     arguments = parser.parse_args()
     folder = tempfile.mkdtemp()
     try:
-        if arguments.only != "restore":
+        if arguments.only in (None, "stalls"):
+            _stalls(arguments, f"{folder}/stalls")
+        if arguments.only in (None, "steps"):
             with sink(keep=True) as endpoint:
                 _steps(arguments, f"{folder}/steps", endpoint)
-        if arguments.only != "steps":
+        if arguments.only in (None, "restore"):
             with (
                 sink(keep=True, bytes_per_s=200_000_000) as endpoint,
                 link(urlsplit(endpoint.url).port or 80, latency_s=0.08) as port,
@@ -110,16 +113,45 @@ def _steps(arguments: argparse.Namespace, folder: str, endpoint: Endpoint) -> No
     local = [event.step for event in events if event.kind == "local"]
     print(f"local: {len(local)}; durable, in this order: {durable}; the last local ones: {local[-3:]}")
     print(f"in order: {durable == sorted(durable, key=lambda each: each or 0)}")
+
+
+def _stalls(arguments: argparse.Namespace, folder: str) -> None:
+    """Stop the steps for saves, with `local=` and without, and copy the same state, in turns."""
+    torch.set_num_threads(1)
+    state = {f"layer.{n}": torch.rand(arguments.megabytes * 250_000 // 8) for n in range(8)}
     copied = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
-    times = []
-    for _ in range(5):
-        began_s = time.perf_counter()
-        for name, tensor in state.items():
-            copied[name].copy_(tensor)
-        times.append(time.perf_counter() - began_s)
-    stalls = [event.values["stall_s"] for event in events if event.kind == "staged"]
-    ratio = statistics.median(stalls[1:]) / statistics.median(times)
-    print(f"a save stops the steps for {statistics.median(stalls[1:]) * 1e3:.1f} ms, {ratio:.2f} x memcpy")
+    events: dict[str, list[Event]] = {"local=": [], "without": []}
+    copies: list[float] = []
+    with contextlib.ExitStack() as stack:
+        managers = {
+            name: stack.enter_context(
+                ckpt.CheckpointManager(
+                    f"{folder}/{name}/durable",
+                    save=1,
+                    keep=1,
+                    local=f"{folder}/{name}/local" if name == "local=" else None,
+                    events=[events[name].append],
+                )
+            )
+            for name in events
+        }
+        for step in range(1, 3 + 2 * arguments.rounds):
+            for manager in managers.values():
+                manager.step(step, state)
+                manager.wait_durable()
+            began_s = time.perf_counter()
+            for name, tensor in state.items():
+                copied[name].copy_(tensor)
+            copies.append(time.perf_counter() - began_s)
+    memcpy_s = statistics.median(copies)
+    for name, told in events.items():
+        first, *others = [event.values["stall_s"] for event in told if event.kind == "staged"]
+        ratios = [stall / copy for stall, copy in zip(others, copies[1:], strict=True)]
+        print(
+            f"{name:>8}: a save of {arguments.megabytes} MB stops the steps for {statistics.median(others) * 1e3:.0f} ms, "
+            f"{statistics.median(ratios):.2f} x memcpy ({memcpy_s * 1e3:.0f} ms), of the least {min(others) / min(copies):.2f} x; "
+            f"the first {first * 1e3:.0f} ms, {first / memcpy_s:.2f} x"
+        )
 
 
 def _phase(
