@@ -172,7 +172,7 @@ class Tier:
                 return
             for path, state in read_status(self.folder.path).items():
                 known = (state.id, state.state + state.reason)
-                if self._seen.get(path) != known:
+                if self._seen.get(path) != known and _is_of_now(self.folder.url(path), state):
                     self._follow(path, state, when_durable, tell)
                     self._seen[path] = known
 
@@ -320,3 +320,11 @@ def tier_of(
     }
     root = history.root if "://" in history.root else os.path.abspath(history.root)
     return Tier(options, root, job, uploads.ranks.rank, is_local=local is not None, config=config)
+
+
+def _is_of_now(url: str, state: DrainState) -> bool:
+    """Tell whether a state is not that of an earlier save of the same step."""
+    with contextlib.suppress(CheckpointError), contextlib.closing(open_store(url)) as store:
+        commit = read_commit(store)
+        return commit is None or commit.record.id == state.id
+    return True
