@@ -4,6 +4,7 @@ VENV ?= .venv
 RUN := $(VENV)/bin
 
 PEERS := benchmarks/.venv-peers
+DOCS := website/.venv
 
 # The fault campaign: how often each class of faults is drawn, and from which seed on.
 ROUNDS ?= 5
@@ -17,7 +18,7 @@ RANKS := (ranks or server) and not (smoke or long or integration)
 LONG := (long or hypothesis) and not integration
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-ranks test-long test-integration test-adapters test-faults wheel demo bench bench-adapters bench-full check format lock clean
+.PHONY: help test test-ranks test-long test-integration test-adapters test-faults wheel demo docs bench bench-adapters bench-full check format lock clean
 
 help:  ## Print this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -55,6 +56,9 @@ wheel: $(VENV)/ready  ## Build the wheel and the sdist into dist/, and use both 
 demo: $(VENV)/ready  ## Train, kill, resume and verify, before your eyes.
 	$(RUN)/python tests/project/demo.py
 
+docs: $(DOCS)/ready  ## Build the documentation site into build/website/site; a warning or a broken link is an error.
+	$(DOCS)/bin/python -m website
+
 bench: $(VENV)/ready $(PEERS)/ready  ## Measure against stock PyTorch and the peers.
 	$(RUN)/python -m benchmarks
 
@@ -85,6 +89,12 @@ $(PEERS)/ready: benchmarks/peers.txt
 	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --requirement benchmarks/peers.txt
 	touch $@
 
+# The tools that build the site share no dependency with the library: they only read its source.
+$(DOCS)/ready: website/requirements.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check --requirement website/requirements.txt
+	touch $@
+
 # The newest versions that agree with each other, for every Python we support. torch's local version suffix
 # (+cpu) is left out: which build is installed is the machine's choice.
 COMPILE := uv pip compile --quiet --universal --python-version 3.10 --no-annotate --no-header \
@@ -99,6 +109,7 @@ lock: $(VENV)/ready  ## Take the newest versions that agree with each other into
 	$(RUN)/$(COMPILE) benchmarks/peers.in | sed -E $(NO_TORCH) > benchmarks/peers.new
 	echo 'torch==2.13.0' >> benchmarks/peers.new
 	sort -o benchmarks/peers.txt benchmarks/peers.new && rm benchmarks/peers.new
+	$(RUN)/$(COMPILE) website/requirements.in > website/requirements.txt
 
 clean:  ## Remove the environments and all that was built.
-	rm -rf $(VENV) $(PEERS) tests/adapters/.venvs benchmarks/.scratch build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis demo-run test-faults.json
+	rm -rf $(VENV) $(PEERS) $(DOCS) tests/adapters/.venvs benchmarks/.scratch build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis demo-run test-faults.json

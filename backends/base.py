@@ -10,8 +10,10 @@ from __future__ import annotations
 import enum
 import math
 import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -308,8 +310,28 @@ def check_key(key: str) -> str:
     return key
 
 
+def delete_in_batches(
+    keys: Sequence[str], delete: Callable[[Sequence[str]], None], *, batch: int, threads: int
+) -> None:
+    """Delete `batch` keys at a time, in threads if there are more. An error lets no further ones begin."""
+    batches = [keys[start : start + batch] for start in range(0, len(keys), batch)]
+    if len(batches) <= 1:
+        for only in batches:
+            delete(only)
+        return
+    with ThreadPoolExecutor(threads, thread_name_prefix="ckpt-delete") as pool:
+        for _ in pool.map(delete, batches):
+            pass
+
+
+_SHORT = 255
+_PLAIN_KEY = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*(?:/[A-Za-z0-9_-][A-Za-z0-9_.-]*)*")
+
+
 def is_key(key: str) -> bool:
     """Tell whether `key` can name an object. Other names in a listing are not this library's."""
+    if len(key) <= _SHORT and _PLAIN_KEY.fullmatch(key):  # nearly all
+        return True
     if not key or "\\" in key or "\0" in key:
         return False
     try:

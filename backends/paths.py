@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 from collections.abc import Iterator
 
 from ckpt.errors import ConfigurationError
 
+# A directory may allow making files and forbid looking; and some file systems cannot fsync a
+# directory. Names in it are durable or not, whatever we do.
+_CANNOT_SYNC = (errno.EACCES, errno.EPERM, errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
 _MOUNTS = "/proc/self/mountinfo"
 
 LOCAL_TYPES = frozenset(
@@ -93,6 +97,16 @@ def list_way_to(path: str) -> None:
             os.listdir(each)
         except OSError:
             return
+
+
+def fsync_directory(path: str) -> None:
+    """Make the names in a directory durable, if its file system can."""
+    try:
+        with closing_fd(os.open(path, os.O_RDONLY | os.O_DIRECTORY)) as fd:
+            os.fsync(fd)
+    except OSError as error:
+        if error.errno not in _CANNOT_SYNC:
+            raise
 
 
 def files_below(top: str) -> Iterator[tuple[str, os.DirEntry[str]]]:

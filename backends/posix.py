@@ -27,6 +27,7 @@ from ckpt.backends.base import (
     Store,
     check_kept,
     check_key,
+    delete_in_batches,
     is_key,
     part_size_bytes,
 )
@@ -49,6 +50,7 @@ __all__ = ["PosixStore"]
 
 _READ_THROUGH_BYTES = 2 << 20
 _IOV_MAX = 1024
+_FEW_KEYS = 256
 _TEMPORARY = re.compile(r"^\.(.+)\.[0-9a-f]{16}\.ckpt-tmp$")
 
 _ERRORS: Mapping[type[StorageError], tuple[int, ...]] = {
@@ -58,9 +60,6 @@ _ERRORS: Mapping[type[StorageError], tuple[int, ...]] = {
     StorageFull: (errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
     StorageUnavailable: (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN),
 }
-# A directory may allow making files and forbid looking; and some file systems cannot fsync a
-# directory. Names in it are durable or not, whatever we do.
-_CANNOT_SYNC = (errno.EACCES, errno.EPERM, errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
@@ -167,6 +166,10 @@ class PosixStore(Store):
                         yield _stat(key, entry.stat(follow_symlinks=False))
 
     def delete(self, keys: Iterable[str]) -> None:
+        # In threads: a shared file system takes its time for each.
+        delete_in_batches([*keys], self._delete, batch=_FEW_KEYS, threads=self.threads)
+
+    def _delete(self, keys: Iterable[str]) -> None:
         for key in keys:
             path = self._path(key)
             # Not the name itself: a link is removed, never its target.
@@ -228,7 +231,7 @@ class PosixStore(Store):
             with contextlib.suppress(FileExistsError):
                 os.mkdir(path)
         if self._fsync:
-            _fsync_directory(parent)
+            paths.fsync_directory(parent)
 
     def _make_names_durable(self, directory: str) -> None:
         """Make the names in a directory durable, and the first time its own.
@@ -236,14 +239,14 @@ class PosixStore(Store):
         Who made it may have died before it did that, or never do it. Above the root, that is done
         with the first file directly in it: a commit record, and not the files of every rank.
         """
-        _fsync_directory(directory)
+        paths.fsync_directory(directory)
         if directory in self._durable:
             return
         parents = paths.parents_on_device(directory)
         if directory != self._root:
             parents = (parent for parent in parents if paths.is_within(parent, self._real_root))
         for parent in parents:
-            _fsync_directory(parent)
+            paths.fsync_directory(parent)
         self._durable.add(directory)
 
     def _path(self, key: str) -> str:
@@ -388,12 +391,3 @@ def _read_all(fd: int, offset: int, buffers: Sequence[memoryview], read: Read | 
             break
         pending, total = remaining(pending, got), total + got
     return total
-
-
-def _fsync_directory(path: str) -> None:
-    try:
-        with paths.closing_fd(os.open(path, os.O_RDONLY | os.O_DIRECTORY)) as fd:
-            os.fsync(fd)
-    except OSError as error:
-        if error.errno not in _CANNOT_SYNC:
-            raise

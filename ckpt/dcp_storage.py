@@ -18,6 +18,7 @@ from ckpt.ranks.group import check_timeout
 from ckpt.ranks.heartbeat import Limits
 from ckpt.ranks.progress import Progress
 from ckpt.settings import settings_for
+from ckpt.transfer.bandwidth import wait_for_turn
 from ckpt.transfer.buffer_pool import DEFAULT_MEMORY_BUDGET_BYTES, StagingPool
 
 
@@ -50,7 +51,7 @@ class DcpStorage:
         self.interrupt: BaseException | None = None
         self._wrap: Callable[[Store], Store] | None = None
         self._open(url)
-        self._rank = 0
+        self._rank, self._size = 0, 1
 
     def use(self, progress: Progress, wrap: Callable[[Store], Store] | None = None) -> None:
         """Report to `progress` from now on, and wrap each store: for callers inside this library."""
@@ -96,6 +97,9 @@ class DcpStorage:
         self._bare = open_store(url, self._storage_options, threads=self._threads)
         self._url, self._store = os.fspath(url), self._guarded(self._bare)
         self._files_per_rank = settings_for(url).files_per_rank
+
+    def _wait_for_turn(self) -> None:
+        wait_for_turn(self._store, self._rank, self._size)
 
     def _guarded(self, store: Store) -> Store:
         guarded = DeadlineStore(store, self.progress, self._limit_s, own_memory=self._own_memory)

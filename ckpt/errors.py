@@ -22,6 +22,8 @@ CheckpointError
 ├── SaveFailed                a save failed on one rank or more (`failures`: rank -> error)
 └── LoadFailed                a load failed on one rank or more (`failures`: rank -> error)
 
+docs/troubleshooting.md says what to do about each.
+
 Errors cross process boundaries, so they hold plain values only: `args` is the message, the context
 are attributes (`url`, `key`, `rank`, `start`, `stop`), and pickling keeps them all.
 """

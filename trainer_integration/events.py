@@ -112,7 +112,12 @@ def _line(event: Event) -> str:
     if event.kind == "durable":
         again = f", {values['retries']:.0f} requests were sent again" if values["retries"] else ""
         size, took, waited = _size(values["size_bytes"]), values["upload_s"], values["stall_s"]
+        if "carry_s" in values:  # it has been local before
+            return f"{step}durable: {_size(values['sent_bytes'])} sent by the first node, in {values['carry_s']:.2f} s"
         return f"{step}saved: {size} in {took:.2f} s, training waited {waited:.2f} s{again}"
+    if event.kind in ("local", "fallback"):
+        size, took, waited = _size(values["size_bytes"]), values["local_s"], values["stall_s"]
+        return f"{step}{event.kind}: {size} in {took:.2f} s, training waited {waited:.2f} s"
     if event.kind == "staged":
         return f"{step}staged in {values['stall_s']:.2f} s"
     if event.kind == "restored" and step:

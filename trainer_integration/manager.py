@@ -106,21 +106,22 @@ class CheckpointManager:
         options["memory_budget_bytes"] = memory_budget_bytes
         self._load_options = {**options, "process_group": process_group}
         save_options = {**options, "max_bandwidth_bytes_per_s": max_bandwidth_bytes_per_s}
-        save_options["stock_metadata_max_bytes"] = checked_max_bytes(stock_metadata_max_bytes)
         self._ranks = Ranks(process_group, no_dist=False, purpose="manager")
         self._is_closed, self._needs_preflight = False, preflight
-        job = self._ranks.from_first(lambda: secrets.token_hex(8))
 
-        def prepare() -> tuple[SaveRule, Saves]:
+        def prepare() -> tuple[SaveRule, KeepRule | None, Uploads, History]:
+            save_options["stock_metadata_max_bytes"] = checked_max_bytes(stock_metadata_max_bytes)
             patterns = _checked(on_busy, on_failure, references, frozen, tables)
             save_rule, keep_rule = saving.as_rule(save), keeping.as_rule(keep)
             uploads = Uploads(async_mode, self._ranks, process_group, save_options, patterns, tables)
-            history = History(os.fspath(root), storage_options)
-            tier = tier_of(local, fallback, history, job, uploads)
-            return save_rule, saves_for(self._ranks, uploads, history, keep_rule, Events(events), tier)
+            return save_rule, keep_rule, uploads, History(os.fspath(root), storage_options)
 
-        made = _described(root, tables, fallback, local)
-        save_rule, self._saves = same_outcome(self._ranks, made, prepare)
+        made, tier = _described(root, tables, fallback, local), None
+        save_rule, keep_rule, uploads, history = same_outcome(self._ranks, made, prepare)
+        if local is not None or fallback is not None:  # on all ranks alike, as it was described
+            job = self._ranks.from_first(lambda: secrets.token_hex(8))
+            tier = same_outcome(self._ranks, made, lambda: tier_of(local, fallback, history, job, uploads))
+        self._saves = saves_for(self._ranks, uploads, history, keep_rule, Events(events), tier)
         self._saves.start()
         self._decisions = Decisions(save_rule, self._ranks, self._saves, max_undurable_s)
 
@@ -235,8 +236,7 @@ class CheckpointManager:
 
         Raises SaveFailed if it failed, or is not durable in time, on any rank.
         """
-        failure = self._saves.wait_durable(timeout_s)
-        if failure is not None:
+        if (failure := self._saves.wait_durable(timeout_s)) is not None:
             raise failure
         return self.durable_step
 

@@ -18,6 +18,13 @@ from ckpt.backends.s3_protocol.errors import is_unreachable, text_of
 _logger = logging.getLogger(__name__)
 
 _LONGEST_PAUSE_S = 4.0
+_THROTTLED = frozenset(
+    {"SlowDown", "SlowDownRead", "SlowDownWrite", "Throttling", "ThrottlingException", "TooManyRequests",
+     "RequestLimitExceeded", "429"}
+)  # fmt: skip
+_THROTTLED_ATTEMPTS = 4
+"""Times `max_attempts`: a server that asks for fewer requests works, and thousands of ranks may have asked at once."""
+_LONGEST_THROTTLED_PAUSE_S = 20.0
 _ONE_OUTAGE_S = 60.0
 """Failures that lie further apart do not belong together."""
 
@@ -46,6 +53,7 @@ class Retries:
         self._on_retry = current_policy.get().on_retry
         self._lock = threading.Lock()
         self._outage: _Outage | None = None
+        self._throttled_at_s = -math.inf
 
     def __reduce__(self) -> tuple[type[Retries], tuple[str, int, float]]:
         return Retries, (self._url, self._max_attempts, self._timeout_s)
@@ -53,15 +61,12 @@ class Retries:
     def watch(self, client: Any, secrets: Callable[[], list[str]]) -> None:
         """Follow the requests of a client; `secrets` are not to be told."""
 
-        def judge(attempts: int, response: Any, caught_exception: Exception | None, **_: Any) -> float | None:
+        def judge(
+            attempts: int, response: Any, caught_exception: Exception | None, operation: Any, **_: Any
+        ) -> float | None:
             if caught_exception is not None:
                 return self._judge(attempts, caught_exception, secrets)
-            status = response[0].status_code
-            if status < 500 and status not in (408, 429):
-                self._outage = None
-            else:
-                self._note_failure(f"the server answered {status}", unreachable=False)
-            return None
+            return self._judge_reply(attempts, *response, is_head=operation.name.startswith("Head"))
 
         def note(request: Any, **_: Any) -> None:
             if request.context["retries"]["attempt"] > 1:
@@ -97,6 +102,24 @@ class Retries:
             raise error
         pause_s = min(_LONGEST_PAUSE_S, 0.5 * 2.0 ** (attempts - 1)) * random.uniform(0.5, 1)
         return min(pause_s, left_s)
+
+    def _judge_reply(self, attempts: int, reply: Any, parsed: Any, *, is_head: bool) -> float | None:
+        """Return the pause before the next try, or None to leave that to the SDK."""
+        status = reply.status_code
+        if status < 500 and status not in (408, 429):
+            self._outage = None
+            return None
+        code = str((parsed.get("Error") or {}).get("Code") or status)
+        is_throttled = code in _THROTTLED or status == 429
+        if is_throttled:
+            self._throttled_at_s = time.monotonic()
+        elif is_head and status == 503:  # which has no body that says why
+            is_throttled = time.monotonic() - self._throttled_at_s < _ONE_OUTAGE_S
+        about = "asks for fewer requests" if is_throttled else "answered"
+        self._note_failure(f"the server {about} {f'({code})' if is_throttled else status}", unreachable=False)
+        if not is_throttled or attempts >= _THROTTLED_ATTEMPTS * self._max_attempts:
+            return None
+        return random.uniform(0, min(_LONGEST_THROTTLED_PAUSE_S, 0.5 * 2.0 ** min(attempts, 8)))
 
     def _note_failure(self, reason: str, *, unreachable: bool) -> _Outage:
         now_s, outage = time.monotonic(), self._outage

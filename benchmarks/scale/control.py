@@ -92,6 +92,11 @@ class _Counting:
         self.counts["keys"] += len(keys)
         return list(self.inner.multi_get(keys))
 
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        self.counts["compare_set"] += 1
+        self.counts["keys"] += 1
+        return bytes(self.inner.compare_set(key, expected, desired))
+
 
 @dataclass(frozen=True)
 class Costs:
@@ -128,12 +133,12 @@ def measure_costs(store: _Store, count: int = 4096) -> Costs:
             client.set(key, beat)
 
     set_us = cost(say, count)
-    question_us = cost(lambda: [client.multi_get(keys[:1]) for _ in range(count)], count)
+    question_us = cost(lambda: [client.compare_set(keys[0], "?", "?") for _ in range(count)], count)
     rounds = [keys[start : start + 64] for start in range(0, count, 64)]
     key_us = cost(lambda: [client.multi_get(some) for _ in range(4) for some in rounds], 4 * count)
     clients = [store.connect() for _ in range(_CLIENTS)]
     return Costs(
-        set_us, question_us, key_us, statistics.median(_spread_us(store, clients, beat) for _ in range(3))
+        set_us, question_us, key_us, statistics.median(_spread_us(store, clients, beat) for _ in range(5))
     )
 
 
@@ -146,7 +151,7 @@ def _spread_us(store: _Store, clients: Sequence[dist.TCPStore], beat: str, sprea
         time.sleep(max(0.0, began_s + number / beats_per_s - time.perf_counter()))
         client = clients[number % len(clients)]
         client.set(f"ckpt/beat/foreground/0/{number % len(clients)}", beat)
-        client.multi_get(["ckpt/beat/foreground/0/0"])
+        client.compare_set("ckpt/beat/foreground/0/0", "?", "?")
     return 1e6 * (store.cpu_s() - began_cpu_s) / count
 
 
@@ -223,9 +228,8 @@ class Trial:
 
 
 def share_of_a_core(size: int, costs: Costs, limits: Limits) -> float:
-    """Return what heartbeats take of a core of the store: a beat, a question, and a key for the first rank's round."""
-    each_us = costs.spread_us + costs.key_us
-    return size * each_us * 1e-6 / limits.period_s
+    """Return what heartbeats take of a core of the store: a beat and a question of each, and the first rank's rounds."""
+    return size * 1e-6 * (costs.spread_us / limits.period_s + costs.key_us / limits.first_period_s)
 
 
 def cost_of_a_roll_call_s(size: int, costs: Costs, limits: Limits) -> float:

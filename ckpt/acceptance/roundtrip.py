@@ -175,6 +175,7 @@ def roundtrip(
         phase: `both`, `save` (which keeps the checkpoint), `load` (of a kept one), or `plan`, which
             computes what each rank would save and writes nothing.
         keep: do not remove the checkpoint.
+        seed: of the values, which are computed from it, the name and the place.
         progress: called with `saving` or `loading`, the bytes moved so far and those in all.
 
     Raises:

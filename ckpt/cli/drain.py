@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import signal
 import sys
 import threading
@@ -101,9 +102,21 @@ def drain(
             states[drained.path] = drained.state
             _print(output, drained)
         if not states and not output.as_json:
-            output.print("no checkpoints")
+            output.print(f"no checkpoints directly below {shown(local)}{_runs_below(local)}")
         if {"waiting", "failed"} & {*states.values()}:
             raise typer.Exit(EXIT_PROBLEM)
+
+
+def _runs_below(local: str) -> str:
+    """Name a run's folder, if there are some below: `CheckpointManager(local=...)` makes one for each run."""
+    from ckpt.local_first.folder import durable_of
+
+    with contextlib.suppress(OSError):
+        for name in sorted(os.listdir(local)):
+            durable = durable_of(os.path.join(local, name))
+            if durable is not None:
+                return f"; {shown(name)} is the folder of the run {shown(durable)}"
+    return ""
 
 
 def _print(output: Output, drained: Drained) -> None:

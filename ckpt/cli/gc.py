@@ -18,7 +18,7 @@ from ckpt.cli.options import (
     parse_quantity,
     parse_storage_options,
 )
-from ckpt.cli.printing.output import age, command, count, shown, size
+from ckpt.cli.printing.output import MAX_LINES, age, command, count, shown, size
 
 
 def gc(
@@ -59,11 +59,12 @@ def gc(
             output.json({"root": url, "dry_run": dry_run, "freed_bytes": garbage.freed_bytes, **facts})
             return
         rows = [("checkpoint", "leftover", "bytes", "age")]
-        for item in garbage.items:
+        for item in garbage.items[:MAX_LINES]:
             nbytes = "upload" if item.unfinished and not item.size_bytes else size(item.size_bytes)
             rows.append((item.place or ".", item.key, nbytes, age(item.age_s)))
         if garbage.items:
             output.print_columns(rows, names=1, right=[2, 3])
+            output.print_hidden(len(garbage.items) - MAX_LINES)
         for place in garbage.restored:
             output.print(f"{shown(place or '.')}: .metadata restored to the committed one")
         for place, reason in garbage.skipped.items():

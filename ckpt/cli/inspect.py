@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +12,7 @@ import typer
 import ckpt
 from ckpt.cli.options import Json, StorageOptions, Url, parse_storage_options
 from ckpt.cli.printing.outline import Row, natural, outline, pattern
-from ckpt.cli.printing.output import Output, command, count, shown, size, table, tags_text
+from ckpt.cli.printing.output import MAX_LINES, Output, command, count, shown, size, table, tags_text
 from ckpt.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -30,6 +30,10 @@ _MAX_DEEP_ROWS = 2000
 _MAX_VALUES = 256
 """Values that are read, of all rows together."""
 _MAX_TEXTS = 3
+_FEW_SLICES = 4
+"""Of each of many tensors."""
+_LINES_AROUND = 4
+"""The slices of a tensor."""
 _MAX_SLICES = 1 << 15
 """Of one tensor: more than any job has ranks, and than anybody reads."""
 _COMMIT_FACTS = ("id", "created_at", "library", "torch", "world_size", "data_bytes", "tags")
@@ -46,7 +50,7 @@ def inspect(
         typer.Option(metavar="N", min=1, help="Open N levels of names, not only what fits one screen."),
     ] = None,
     everything: Annotated[
-        bool, typer.Option("--all", help="Show every name and file, and fold nothing.")
+        bool, typer.Option("--all", help="Show every name, file and slice, and fold nothing.")
     ] = False,
     storage_options: StorageOptions = None,
     json: Json = False,
@@ -71,7 +75,7 @@ def inspect(
         if output.as_json:
             output.json(_as_json(inspection, chosen))
         elif chosen is not None:
-            _print_slices(output, sorted(chosen, key=lambda info: natural(info.fqn)))
+            _print_slices(output, sorted(chosen, key=lambda info: natural(info.fqn)), everything)
 
 
 def _as_json(inspection: Inspection, chosen: Sequence[TensorInfo] | None) -> dict[str, Any]:
@@ -224,10 +228,14 @@ def _facts(inspection: Inspection) -> Table:
     return facts
 
 
-def _print_slices(output: Output, chosen: Iterable[TensorInfo]) -> None:
-    for info in chosen:
+def _print_slices(output: Output, chosen: Sequence[TensorInfo], everything: bool) -> None:
+    most = _MAX_SLICES if everything else max(_FEW_SLICES, MAX_LINES // max(1, len(chosen)))
+    ends = itertools.accumulate(min(info.chunks, most) + _LINES_AROUND for info in chosen)
+    fitting = max(1, sum(end <= MAX_LINES + 2 * _LINES_AROUND for end in ends))
+    tensors = chosen if everything else chosen[:fitting]
+    for info in tensors:
         rows = [("rank", "slice", "file", "bytes")]
-        for each in itertools.islice(info.slices(), _MAX_SLICES):
+        for each in itertools.islice(info.slices(), most):
             spans = ", ".join(f"{o}:{o + n}" for o, n in zip(each.offsets, each.sizes, strict=True))
             rank = "?" if each.rank is None else str(each.rank)
             rows.append((rank, f"[{spans}]", each.file, f"{each.offset}-{each.offset + each.length}"))
@@ -235,6 +243,10 @@ def _print_slices(output: Output, chosen: Iterable[TensorInfo]) -> None:
         summary = f"{info.dtype} {shape}, {size(info.nbytes)}, {shown(info.sharding)}"
         output.print(f"[bold]{shown(info.fqn)}[/]  {summary}")
         output.print_columns(rows, names=2, right=[0])
+        if info.chunks > most:
+            output.print(f"... and {info.chunks - most:,} more slices")
         output.print("")
-        if info.chunks > _MAX_SLICES:
-            output.print(f"... and {info.chunks - _MAX_SLICES:,} more slices")
+    if len(tensors) < len(chosen):
+        output.print(f"... and {count(len(chosen) - len(tensors), 'more tensor')}")
+    if not everything and (len(tensors) < len(chosen) or any(info.chunks > most for info in tensors)):
+        output.print("[dim]--all shows all of them[/]")

@@ -11,7 +11,7 @@ import typer
 import ckpt
 from ckpt.backends.options import redact_url
 from ckpt.cli.options import DryRun, Json, StorageOptions, Url, parse_storage_options
-from ckpt.cli.printing.output import EXIT_PROBLEM, command, count, printable, shown, size
+from ckpt.cli.printing.output import EXIT_PROBLEM, MAX_LINES, command, count, printable, shown, size
 from ckpt.errors import CheckpointError, NotFound
 
 
@@ -41,7 +41,8 @@ def rm(
             output.json({**vars(removed), "dry_run": dry_run})
             return
         if dry_run:
-            output.print(*map(shown, removed.keys))
+            output.print(*map(shown, removed.keys[:MAX_LINES]))
+            output.print_hidden(len(removed.keys) - MAX_LINES)
         verb = "would remove" if dry_run else "removed"
         amount = f"{count(len(removed.keys), 'object')}, {size(removed.data_bytes)}"
         output.print(f"{verb} {shown(removed.url)}: {amount}")

@@ -10,12 +10,10 @@ import typer
 
 import ckpt
 from ckpt.cli.options import Json, StorageOptions, Threads, Url, parse_storage_options
-from ckpt.cli.printing.output import EXIT_PROBLEM, Output, age, command, count, shown, size, table
+from ckpt.cli.printing.output import EXIT_PROBLEM, MAX_LINES, Output, age, command, count, shown, size, table
 
 if TYPE_CHECKING:
     from ckpt.tools.findings import Damage, Stray, Verification
-
-_MAX_LINES = 100
 
 
 def verify(
@@ -50,8 +48,8 @@ def verify(
 
 def _print(output: Output, result: Verification) -> None:
     damages = len(result.damages) + result.damages_omitted
-    output.print(*(f"[bold red]damaged:[/] {_line(damage)}" for damage in result.damages[:_MAX_LINES]))
-    output.print_hidden(damages - _MAX_LINES)
+    output.print(*(f"[bold red]damaged:[/] {_line(damage)}" for damage in result.damages[:MAX_LINES]))
+    output.print_hidden(damages - MAX_LINES)
     output.print(*(f"[yellow]warning:[/] {_line(warning)}" for warning in result.warnings))
     if result.strays is None and result.checked_files:  # else no record could be read
         output.print(
@@ -95,7 +93,7 @@ def _line(damage: Damage) -> str:
 
 def _print_strays(output: Output, strays: list[Stray]) -> None:
     rows = table("stray", ">bytes", ">age", "")
-    for stray in strays[:_MAX_LINES]:
+    for stray in strays[:MAX_LINES]:
         origin = "left by a save" if stray.ours else "not written by this library"
         rows.add_row(
             shown(stray.key),
@@ -104,5 +102,5 @@ def _print_strays(output: Output, strays: list[Stray]) -> None:
             "unfinished upload" if stray.unfinished else origin,
         )
     output.print(rows)
-    output.print_hidden(len(strays) - _MAX_LINES)
+    output.print_hidden(len(strays) - MAX_LINES)
     output.print(f"{count(len(strays), 'stray')}: not needed by the checkpoint, and harmless")

@@ -102,9 +102,9 @@ def convert(
         config_from: a model's folder, whose small files (`config.json`, the tokenizer) a folder of
             safetensors gets; default: those in the source's own folder. With the source's options.
         max_shard_bytes: of one safetensors file in a folder.
-        overwrite: replace a checkpoint of this library, one file, or, in other formats, the files
-            of an interrupted conversion.
+        overwrite: replace a checkpoint of this library, one file, or the files of an interrupted conversion.
         storage_options: of the source; of both, without `destination_options`.
+        threads: parallel transfers of this rank.
         progress: called with the bytes that this rank has sent so far, and will send in all.
         timeout_s: all ranks fail within it, and say why, if a rank or a storage stops.
 

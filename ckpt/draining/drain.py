@@ -107,6 +107,9 @@ def drain(
     Args:
         local: a run's folder on this node. Its checkpoints are the folders directly below it.
         durable: the run's folder in the durable place. Checkpoints have the same names there.
+        storage_options: of the durable place, by name, as for a save there.
+        threads: parallel transfers.
+        max_bandwidth_bytes_per_s: the most that is sent; default: no limit.
         newest: of those that are not durable yet, carry only the newest so many; default all.
         keep_local: remove from `local` what is durable, but for the newest so many; default: remove nothing.
         follow: look for more every `poll_s` seconds; else carry what is there.

@@ -18,9 +18,12 @@ from typing import Any
 
 import msgspec
 
+from ckpt.backends.registry import open_store
+from ckpt.backends.wrapper import PrefixStore
 from ckpt.draining.carry import Share
 from ckpt.draining.drain import NOT_SENT, Drained, State, drain
 from ckpt.errors import CheckpointError, ConfigurationError
+from ckpt.format.records import read_commit
 from ckpt.local_first.folder import durable_of
 
 _logger = logging.getLogger(__name__)
@@ -29,6 +32,7 @@ STATUS, LOG = "ckpt-drain.json", "ckpt-drain.log"
 _OWNER, _LOCK = ".ckpt-drain.owner", ".ckpt-drain.lock"
 _MAX_LOG_BYTES = 16 << 20
 _MAX_STATUS_BYTES = 64 << 20
+_MAX_OWNER_BYTES = 64
 _LOOK_S = 0.3
 _POLL_S = 0.5
 _GRACE_S = 25.0
@@ -64,8 +68,30 @@ def read_status(folder: str) -> dict[str, DrainState]:
         return {}
 
 
+def current_status(folder: str) -> dict[str, DrainState]:
+    """Return the same, without what was said of an earlier save in a folder that has been saved into again."""
+    states = read_status(folder)
+    with contextlib.suppress(CheckpointError), contextlib.closing(open_store(folder)) as store:
+        for path, state in [*states.items()]:
+            with contextlib.suppress(CheckpointError):
+                commit = read_commit(PrefixStore(store, path))
+                if commit is not None and commit.record.id != state.id:
+                    del states[path]
+    return states
+
+
 _started: list[subprocess.Popen[bytes]] = []
 """Those that may outlive what has started them: Python warns of one that nothing refers to."""
+
+
+def _let_go_in_child() -> None:
+    """Close the pipes: while a worker of the data loader has one, the process does not hear that the trainer ended."""
+    for process in _started:
+        if process.stdin is not None:
+            process.stdin.close()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)
 
 
 class DrainProcess:
@@ -136,6 +162,7 @@ class DrainProcess:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "ckpt.local_first.drain_process", self._folder],
                 stdin=subprocess.PIPE,
+                bufsize=0,  # a child of a fork closes it, and has no lock to wait for
                 stdout=log,
                 stderr=log,
                 env=environ,
@@ -147,8 +174,9 @@ class DrainProcess:
         self._began_s = time.monotonic()
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):  # it has ended: the next look tells
-            self._process.stdin.write(len(self._config).to_bytes(8, "little") + self._config)
-            self._process.stdin.flush()
+            left = len(self._config).to_bytes(8, "little") + self._config
+            while left:
+                left = left[self._process.stdin.write(left) :]
 
 
 def main() -> None:
@@ -158,10 +186,11 @@ def main() -> None:
     config = pickle.loads(sys.stdin.buffer.read(int.from_bytes(sys.stdin.buffer.read(8), "little")))
     finish, stop = threading.Event(), threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: _end_soon(finish, stop))
-    token = secrets.token_hex(8)
-    _write(os.path.join(folder, _OWNER), token.encode())
+    owner, status = _File(os.path.join(folder, _OWNER)), _File(os.path.join(folder, STATUS))
+    before, token = owner.read(), secrets.token_hex(8).encode()
+    owner.write(token)
     threading.Thread(target=_wait_for_end, args=[finish], daemon=True).start()
-    threading.Thread(target=_wait_for_successor, args=[folder, token, stop], daemon=True).start()
+    threading.Thread(target=_look, args=[owner, {b"", before, token}, stop, status], daemon=True).start()
     with open(os.path.join(folder, _LOCK), "ab") as lock:
         while not stop.is_set():
             try:
@@ -169,19 +198,25 @@ def main() -> None:
                 break
             except BlockingIOError:  # the one before is told to end
                 stop.wait(_LOOK_S)
+        else:
+            return  # nothing is this process's to say
         try:
-            _carry(folder, config, finish, stop)
+            _carry(folder, config, finish, stop, status)
         except CheckpointError as error:
             _logger.error("%s", error)
             sys.exit(1)
 
 
-def _carry(folder: str, config: Mapping[str, Any], finish: threading.Event, stop: threading.Event) -> None:
+def _carry(
+    folder: str, config: Mapping[str, Any], finish: threading.Event, stop: threading.Event, status: _File
+) -> None:
     known = read_status(folder)  # of the processes before this one
     _logger.info("carrying %s to %s", folder, durable_of(folder))
     settled: dict[str, tuple[str, State]] = {}
     for name, was in known.items():
-        if was.state == "durable" or (was.state == "waiting" and was.reason not in NOT_SENT):
+        # With a share this process may have to send what the one before had not to.
+        has_sent = was.state == "waiting" and was.reason not in NOT_SENT and config.get("share") is None
+        if was.state == "durable" or has_sent:
             settled[name] = was.id, "durable" if was.state == "durable" else "waiting"
     for drained in drain(
         folder, follow=True, poll_s=_POLL_S, settled=settled, finish=finish, stop=stop, **config
@@ -190,7 +225,8 @@ def _carry(folder: str, config: Mapping[str, Any], finish: threading.Event, stop
         known[drained.path] = _state(drained)
         there = {name for name in known if os.path.isdir(os.path.join(folder, name))}
         known = {name: state for name, state in known.items() if name in there}
-        _write(os.path.join(folder, STATUS), msgspec.json.encode(_Status(checkpoints=known)))
+        status.write(msgspec.json.encode(_Status(checkpoints=known)))
+    status.try_again()
 
 
 def _state(drained: Drained) -> DrainState:
@@ -207,19 +243,20 @@ def _state(drained: Drained) -> DrainState:
 def _wait_for_end(finish: threading.Event) -> None:
     """Wait until the trainer closes the pipe, or is gone."""
     with contextlib.suppress(OSError):
-        while sys.stdin.buffer.read(1):
+        while os.read(
+            sys.stdin.fileno(), 1
+        ):  # a reader with a buffer has a lock, for which Python aborts at the end
             pass
     finish.set()
 
 
-def _wait_for_successor(folder: str, token: str, stop: threading.Event) -> None:
+def _look(owner: _File, known: set[bytes], stop: threading.Event, status: _File) -> None:
     """Stop when a later process takes over: a trainer that was started again has its own."""
-    path = os.path.join(folder, _OWNER)
     while not stop.is_set():
         time.sleep(_LOOK_S)
-        with contextlib.suppress(OSError), open(path, "rb") as file:
-            if file.read(64) not in (b"", token.encode()):
-                stop.set()
+        status.try_again()
+        if owner.read() not in known:
+            stop.set()
 
 
 def _end_soon(finish: threading.Event, stop: threading.Event) -> None:
@@ -231,11 +268,43 @@ def _end_soon(finish: threading.Event, stop: threading.Event) -> None:
         timer.start()
 
 
-def _write(path: str, data: bytes) -> None:
-    beside = f"{path}.{os.getpid()}"
-    with open(beside, "wb") as file:
-        file.write(data)
-    os.replace(beside, path)
+class _File:
+    """A small file on a disk that may be full, which is no reason to end: what is carried makes room on it."""
+
+    def __init__(self, path: str) -> None:
+        self._path, self._unwritten = path, b""
+        self._lock = threading.Lock()
+
+    def read(self) -> bytes:
+        with contextlib.suppress(OSError), open(self._path, "rb") as file:
+            return file.read(_MAX_OWNER_BYTES)
+        return b""
+
+    def write(self, data: bytes) -> None:
+        """Write it, now or when `try_again` is called."""
+        with self._lock:
+            self._unwritten = data
+            try:
+                self._replace()
+            except OSError as error:
+                _logger.warning("%s cannot be written yet: %s", self._path, error)
+
+    def try_again(self) -> None:
+        with self._lock, contextlib.suppress(OSError):
+            self._replace()
+
+    def _replace(self) -> None:
+        if self._unwritten:
+            beside = f"{self._path}.{os.getpid()}"
+            try:
+                with open(beside, "wb") as file:
+                    file.write(self._unwritten)
+                os.replace(beside, self._path)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.unlink(beside)
+                raise
+            self._unwritten = b""
 
 
 if __name__ == "__main__":

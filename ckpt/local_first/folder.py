@@ -10,6 +10,7 @@ import os
 import re
 import secrets
 import time
+import weakref
 
 from ckpt.backends.registry import normal_url, open_store
 from ckpt.errors import ConfigurationError, StorageError
@@ -58,6 +59,7 @@ class RunFolder:
         self.path = os.path.join(root, run_key(self.durable))
         self.is_leader, self.holder = False, ""
         self._lock: int | None = None
+        _all.add(self)
         try:
             os.makedirs(self.path, exist_ok=True)
             self._mark()
@@ -100,12 +102,16 @@ class RunFolder:
                 if time.monotonic() > deadline_s:  # until then it may be one of ours that has not signed yet
                     os.close(lock)
                     text = f"another job ({holder or 'unknown'}) saves to {self.path}: give each run a root of its own"
+                    if holder.split(" ")[1:3] == ["pid", str(os.getpid())]:
+                        text = f"a manager of this process that was not closed saves to {self.path}: close it first"
                     raise ConfigurationError(text) from None
                 time.sleep(0.05)
                 continue
             self.holder = f"{job} pid {os.getpid()} {secrets.token_hex(4)}"  # pids of containers can be equal
-            os.ftruncate(lock, 0)
-            os.pwrite(lock, self.holder.encode(), 0)
+            os.pwrite(
+                lock, self.holder.encode(), 0
+            )  # on a disk that is full, what is there can still be replaced
+            os.ftruncate(lock, len(self.holder.encode()))
             self._lock, self.is_leader = lock, True
             return
 
@@ -113,6 +119,7 @@ class RunFolder:
         """Let go of the folder."""
         lock, self._lock = self._lock, None
         if lock is not None:
+            fcntl.flock(lock, fcntl.LOCK_UN)  # a child of another fork may have it, too
             os.close(lock)
 
     def __del__(self) -> None:
@@ -132,6 +139,20 @@ class RunFolder:
             raise ConfigurationError(f"{self.path} holds checkpoints of another run, {durable}: move it away")
 
 
+_all: weakref.WeakSet[RunFolder] = weakref.WeakSet()
+
+
+def _let_go_in_child() -> None:
+    """Close the locks: a worker of the data loader that lives longer must not hold a folder for a job that is gone."""
+    for folder in [*_all]:
+        lock, folder._lock = folder._lock, None
+        if lock is not None:
+            os.close(lock)
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)
+
+
 def run_key(durable: str) -> str:
     """Name the folder of a run by its durable place: readable, and another one for each run."""
     name = _WORD.sub("-", durable.rstrip("/").rpartition("/")[2])[:60] or "run"
@@ -144,7 +165,7 @@ def durable_of(folder: str) -> str | None:
         with open(os.path.join(folder, MARKER), encoding="utf-8") as file:
             found = json.loads(file.read(_MAX_BYTES))
         return str(found["durable"]) if found["format"] == _FORMAT else None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

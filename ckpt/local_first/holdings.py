@@ -18,6 +18,7 @@ from ckpt.format.names import ObjectName, is_our_name, rank_directory, split_pat
 from ckpt.format.records import CommitRecord, ManifestRef, StoredCommit, read_commit
 from ckpt.format.run_record import RunRecord, read_run
 from ckpt.format.sibling_objects import SiblingObjects
+from ckpt.local_first.drain_process import read_status
 from ckpt.ranks.group import Ranks
 from ckpt.reading.checkpoint import ReadSettings, read_listed
 from ckpt.reading.latest import created_at_s, newest_first
@@ -40,6 +41,7 @@ class Holding:
         wanted: how many manifests there are.
         owner: the first rank that has the commit record and the index; None if none has both.
         is_completed: the durable place has what the nodes lack.
+        was_durable: a node's process has said that it became durable.
     """
 
     step: int
@@ -50,6 +52,7 @@ class Holding:
     wanted: int
     owner: int | None
     is_completed: bool = False
+    was_durable: bool = False
 
     @property
     def is_whole(self) -> bool:
@@ -66,7 +69,10 @@ def holdings(root: str, ranks: Ranks) -> list[Holding]:
     own: dict[tuple[str, str], Holding] = {}
     try:
         with contextlib.closing(open_store(root)) as store:
-            own = {(each.path, each.id): each for each in _of_node(store, ranks.rank)}
+            states = read_status(root)
+            done = {(path, each.id) for path, each in states.items() if each.state == "durable"}
+            for each in _of_node(store, ranks.rank):
+                own[each.path, each.id] = replace(each, was_durable=(each.path, each.id) in done)
     except Exception as error:  # a node without its disk does without; the others have theirs
         _logger.warning("what %s holds cannot be found out: %s", root, error)
     found = ranks.join(own, _joined)
@@ -138,7 +144,12 @@ def _joined(
             both[key] = other
         else:
             owners = [owner for owner in (known.owner, other.owner) if owner is not None]
-            both[key] = replace(known, here=known.here | other.here, owner=min(owners, default=None))
+            both[key] = replace(
+                known,
+                here=known.here | other.here,
+                owner=min(owners, default=None),
+                was_durable=known.was_durable or other.was_durable,
+            )
     return both
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from types import UnionType
 
 from ckpt.errors import ConfigurationError
 
@@ -35,12 +36,27 @@ class LocalTier:
     answer_timeout_s: float = 15.0
 
     def __post_init__(self) -> None:
-        if self.keep < 1:
-            raise ConfigurationError(f"LocalTier(keep=...) must be at least 1, not {self.keep}")
-        if self.budget_bytes is not None and self.budget_bytes <= 0:
-            raise ConfigurationError(f"LocalTier(budget_bytes=...) must be positive, not {self.budget_bytes}")
+        if not _is_number(self.keep, int) or self.keep < 1:
+            raise ConfigurationError(f"LocalTier(keep=...) must be at least 1, not {self.keep!r}")
+        if self.budget_bytes is not None and (
+            not _is_number(self.budget_bytes, int | float) or self.budget_bytes <= 0
+        ):
+            raise ConfigurationError(
+                f"LocalTier(budget_bytes=...) must be a positive number of bytes, not {self.budget_bytes!r}"
+            )
         for name in ("drain_timeout_s", "answer_timeout_s"):
-            if not getattr(self, name) >= 0:
-                raise ConfigurationError(f"LocalTier({name}=...) must not be negative")
+            seconds = getattr(self, name)
+            if not _is_number(seconds, int | float) or not seconds >= 0:
+                raise ConfigurationError(
+                    f"LocalTier({name}=...) must be a number of seconds, not {seconds!r}"
+                )
         if self.copies not in (0, 1):
-            raise ConfigurationError(f"LocalTier(copies=...) is 0 or 1, not {self.copies}")
+            raise ConfigurationError(f"LocalTier(copies=...) is 0 or 1, not {self.copies!r}")
+        if not isinstance(self.failure_domain, str):
+            raise ConfigurationError(
+                f"LocalTier(failure_domain=...) must be a str, not {self.failure_domain!r}"
+            )
+
+
+def _is_number(value: object, kind: type | UnionType) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)

@@ -7,9 +7,11 @@ import os
 import shutil
 
 from ckpt.backends.registry import open_store
+from ckpt.consistency.commit import COMMIT_KEY
 from ckpt.errors import CheckpointError
 from ckpt.format.run_record import read_run
-from ckpt.local_first.drain_process import read_status
+from ckpt.local_first.drain_process import current_status
+from ckpt.tools.gc import collect_garbage
 from ckpt.tools.remove import remove
 
 _MARGIN = 1.05
@@ -18,12 +20,17 @@ _MARGIN = 1.05
 def has_room(folder: str, budget_bytes: int | None) -> bool:
     """Tell whether a run's folder has room for one checkpoint more like the largest that it has.
 
-    What the run has given up, and what is durable, is removed for it, the oldest first. Raises OSError.
+    What the run has given up, and what is durable, is removed for it, the oldest first; before that, what saves have
+    left that were killed. So no save may be under way. Raises OSError.
     """
     names = [entry.name for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)]
+    for name in names:
+        if not os.path.exists(os.path.join(folder, name, COMMIT_KEY)):
+            with contextlib.suppress(CheckpointError):
+                collect_garbage(os.path.join(folder, name), grace_s=0.0, depth=0)
     sizes = {name: _size_bytes(os.path.join(folder, name)) for name in sorted(names)}
     needed = int(max(sizes.values(), default=0) * _MARGIN)
-    states, given_up = read_status(folder), _given_up(folder)
+    states, given_up = current_status(folder), _given_up(folder)
     spare = [path for path in sizes if path in states and states[path].state == "durable"]
     spare = [path for path in sizes if path in given_up] + spare
     while needed > _free_bytes(folder, budget_bytes, sum(sizes.values())):

@@ -24,8 +24,8 @@ from ckpt.ranks.roll_call import Answer, Cause, RollCall, long_form, short_form
 _GROUP = 64
 """How many beats are asked for at a time: who has sent none yet is found without asking for each."""
 
-_BEAT_COST_S = 1.8e-3
-"""Beats of so many ranks in so much longer periods take 2.5 % of a core of the store (measured)."""
+_BEAT_COST_S = 3e-3
+"""Beats of so many ranks in so much longer periods take 1.5 % of a core of the store (measured)."""
 
 _ROLL_CALL_COST_S = 1e-4
 """As long as a roll call lasts, they may take a third of it."""
@@ -46,7 +46,8 @@ class Limits:
         stall_s: after so long a storage operation without progress, or a silent rank, is given up.
         stuck_s: after so long without progress, the others give up a rank that is alive.
         roll_call_s: for the ranks to answer when contact is lost; twice that while some are late.
-        period_s: between two beats; more than 3 s from 1,700 ranks on.
+        period_s: between two beats; more than 3 s from 1,000 ranks on.
+        first_period_s: the same for the first rank, which listens to all, and so misses one sooner.
         roll_call_period_s: the same during a roll call.
     """
 
@@ -55,10 +56,11 @@ class Limits:
         self.stall_s = 0.6 * timeout_s
         self.stuck_s = 0.7 * timeout_s
         shortest_s = min(3.0, timeout_s / 30)
-        self.period_s = max(shortest_s, min(_BEAT_COST_S * size, timeout_s / 20))
+        self.period_s = max(shortest_s, min(_BEAT_COST_S * size, timeout_s / 12))
+        self.first_period_s = max(shortest_s, self.period_s / 3)
         self.roll_call_period_s = max(shortest_s / 4, min(_ROLL_CALL_COST_S * size, self.period_s / 4))
         # Who has not noticed the loss hears of it within a period.
-        self.roll_call_s = min(max(10.0, 2.5 * self.period_s), 0.15 * timeout_s)
+        self.roll_call_s = min(max(10.0, 1.25 * self.period_s), 0.15 * timeout_s)
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,7 @@ class Watch:
         self._outcome: list[Any] | None = None
         self._roll_call: RollCall | None = None
         self._judges = judges_of(self.size)
+        self._own_period_s = self.limits.period_s if self.rank else self.limits.first_period_s
         self._signed_in = self._talking = self._gone = False
         self._listened_at_s = self._newest_at_s = -1.0
         self._clock = _Clock(2 * self.limits.period_s)
@@ -250,7 +253,9 @@ class Watch:
         is_over = now_s - since_s >= (limit_s if is_quiet else 2 * limit_s)
         if not is_heard and not is_over:
             return
-        own = Answer(True, str(self.progress), failure=self._failure, cause=self._cause)
+        own = Answer(
+            True, str(self.progress), _stuck_s(self.progress, self.limits), self._failure, self._cause
+        )
         self._outcome = short_form(answers | {self.rank: own}, is_complete=is_heard or is_quiet)
 
     def _is_silent(self, rank: int) -> bool:
@@ -281,9 +286,8 @@ class Watch:
                 self._news.set()
                 if self._outcome is not None and self._roll_call is None:
                     continue  # to tell it
-                is_asking = self._asked_at_s is not None
-                period_s = self.limits.roll_call_period_s if is_asking else self.limits.period_s
-                environment.wait(self._wake, period_s)
+                calm = self._asked_at_s is None
+                environment.wait(self._wake, self._own_period_s if calm else self.limits.roll_call_period_s)
                 self._wake.clear()
         except Exception as error:
             self._gone = True
@@ -308,19 +312,17 @@ class Watch:
             self._listened_at_s = began_at_s
 
     def _listen_to(self, connection: Connection, ranks: Sequence[int], is_asking: bool) -> None:
-        keys = _existing(connection, {self._key(rank): rank for rank in ranks})
-        if not keys:
-            return
-        now_s = self._clock.now_s()
-        for rank, text in zip(keys.values(), connection.store.multi_get([*keys]), strict=True):
-            beat = _Beat(*json.loads(text))
+        keys = {self._key(rank): rank for rank in ranks}
+        texts, now_s = connection.read([*keys]), self._clock.now_s()
+        for key, text in texts.items():
+            rank, beat = keys[key], _Beat(*json.loads(text))
             if beat.call != self.call:
                 continue
             was_alive = self._answer(rank).is_alive
             if is_asking:
                 self._first_since_asked.setdefault(rank, beat)
                 if beat.roll_call is not None and self._roll_call is None and rank in self._judges:
-                    self._roll_call = _told(beat.roll_call, beat, rank, self.size)
+                    self._roll_call = _told(beat.roll_call, beat, rank, self.limits, self.size)
             if rank not in self._heard or beat != self._heard[rank][0]:
                 self._heard[rank] = (beat, now_s)
             if is_asking and not was_alive and self._answer(rank).is_alive:
@@ -348,24 +350,19 @@ def _answer(beat: _Beat | None, first: _Beat | None, limits: Limits) -> Answer:
         return Answer(False)
     # The first may be older than the question; a second, different one is not.
     is_alive = beat.failure is not None or (first is not None and beat != first)
-    is_stuck = not beat.is_waiting and beat.idle_s > limits.stall_s
-    return Answer(is_alive, beat.doing, beat.idle_s if is_stuck else 0.0, beat.failure, beat.cause)
+    return Answer(is_alive, beat.doing, _stuck_s(beat, limits), beat.failure, beat.cause)
 
 
-def _told(outcome: list[Any], beat: _Beat, rank: int, size: int) -> RollCall:
+def _stuck_s(rank: _Beat | Progress, limits: Limits) -> float:
+    """Return the time without progress in work of its own, if that is long."""
+    return rank.idle_s if not rank.is_waiting and rank.idle_s > limits.stall_s else 0.0
+
+
+def _told(outcome: list[Any], beat: _Beat, rank: int, limits: Limits, size: int) -> RollCall:
     """Return the outcome of the roll call of another rank, who also speaks for itself."""
     roll_call = long_form(outcome, size)
-    own_words = Answer(True, beat.doing, failure=beat.failure, cause=beat.cause)
+    own_words = Answer(True, beat.doing, _stuck_s(beat, limits), beat.failure, beat.cause)
     return RollCall({**roll_call.answers, rank: own_words}, roll_call.is_complete)
-
-
-def _existing(connection: Connection, keys: dict[str, int]) -> dict[str, int]:
-    """Return the keys that exist: asking for the value of another one would wait for it."""
-    new = [key for key in keys if key not in connection.known]
-    if new and not connection.store.check(new):
-        new = [key for key in new if connection.store.check([key])]
-    connection.known.update(new)
-    return {key: rank for key, rank in keys.items() if key in connection.known}
 
 
 class _Clock:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -21,6 +22,24 @@ class Connection:
     store: Any
     known: set[str] = field(default_factory=set)
 
+    def read(self, keys: Sequence[str]) -> dict[str, bytes]:
+        """Return the values of those keys that exist: asking for another one would wait for it."""
+        if len(keys) == 1:
+            # The cheapest way for the store: it returns the value, changes nothing, and does not wait.
+            value = self.store.compare_set(keys[0], _NO_VALUE, _NO_VALUE)
+            return {} if value == _NO_VALUE.encode() else {keys[0]: value}
+        existing = self._existing(keys)
+        return dict(zip(existing, self.store.multi_get(existing), strict=True)) if existing else {}
+
+    def _existing(self, keys: Sequence[str]) -> list[str]:
+        new = [key for key in keys if key not in self.known]
+        if new and not self.store.check(new):
+            new = [key for key in new if self.store.check([key])]
+        self.known.update(new)
+        return [key for key in keys if key in self.known]
+
+
+_NO_VALUE = "?"
 
 _connections: weakref.WeakKeyDictionary[Any, tuple[int, Connection]] = weakref.WeakKeyDictionary()
 """By store, with the process that made it: a forked one needs its own. A store ends with its process group."""

@@ -138,6 +138,7 @@ class CheckpointReader(DcpStorage, StorageReader):
         self.progress.begin("loading")
         with self._errors_named():
             try:
+                self._wait_for_turn()
                 self._read(plan, planner)
             finally:
                 if self._replicas is not None:
@@ -171,6 +172,7 @@ class CheckpointReader(DcpStorage, StorageReader):
     def use_ranks(self, ranks: Ranks, *, read_once: bool) -> None:
         """Report to the ranks of a load; with `read_once`, those that want the same read it once."""
         self.use(ranks.progress)
+        self._size = ranks.size
         is_local = "://" not in self.checkpoint_id
         self._replicas = Replicas(ranks, is_local=is_local) if self._flag("read_once", read_once) else None
 

@@ -98,6 +98,7 @@ def copy(
             the commit.
         materialise: give the copy of a checkpoint that names bytes of others those bytes too, so that
             it stands alone. Else it names them in the same way, and they must be beside it.
+        threads: parallel transfers.
         progress: called with the data bytes done so far and those in all.
 
     Raises:

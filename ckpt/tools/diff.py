@@ -95,6 +95,7 @@ def diff(
     tensors were equal when they were saved, without reading.
 
     Args:
+        a, b: the places of the two.
         storage_options: for `a`; for both, unless there are `b_storage_options`.
         full: read both all the same, so that damage is an error.
         progress: called with the bytes of elements compared so far and those in all.

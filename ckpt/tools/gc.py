@@ -101,6 +101,8 @@ def collect_garbage(
     """Remove the leftovers of interrupted saves at and below `root`, and no other files.
 
     Args:
+        storage_options: of the root, by name, as for a save there.
+        dry_run: list what would go, and remove nothing.
         grace_s: seconds since an object was written until it counts as a leftover. Choose it longer
             than any save takes.
         depth: levels of folders below the root to search.

@@ -167,6 +167,10 @@ def inspect(
 ) -> Inspection:
     """Describe the contents of the checkpoint at `url`, or of anybody's safetensors model. Reads its records, no data.
 
+    Args:
+        storage_options: of the place, by name, as for a save there.
+        visibility_timeout_s: how long to wait for what storage may show late, as for `ckpt.load`.
+
     Raises:
         NotFound, NotCommitted: there is no checkpoint.
         IntegrityError, FormatError, UnsafeContent: a record is damaged, unknown or unsafe.

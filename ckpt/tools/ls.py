@@ -77,6 +77,8 @@ def list_checkpoints(
     """List the checkpoints at and below `root`, by folder, then step, then age.
 
     Args:
+        storage_options: of the root, by name, as for a save there.
+        threads: folders that are looked at in parallel.
         depth: levels of folders below the root to search.
 
     Raises:

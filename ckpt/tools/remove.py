@@ -52,6 +52,10 @@ def remove(
     A checkpoint of which others name bytes is not removed. One that may be referred to is removed
     slowly where storage shows writes late (two minutes), so that no save that refers to it goes unseen.
 
+    Args:
+        storage_options: of the place, by name, as for a save there.
+        dry_run: say what would go, and remove nothing.
+
     Raises:
         StillReferred: other checkpoints, or a save that is running, name its bytes.
         NotFound, NotCommitted: there is no checkpoint of this library.

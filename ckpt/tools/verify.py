@@ -71,6 +71,7 @@ def verify(
     Damages are in the result; they raise no error.
 
     Args:
+        storage_options: of the place, by name, as for a save there.
         quick: read records only, no data; compare sizes.
         threads: number of parallel reads.
         progress: called with the data bytes checked so far and those in all.

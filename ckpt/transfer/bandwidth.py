@@ -1,14 +1,22 @@
-"""Cap the bandwidth of checkpoint traffic, to leave room for the training's own."""
+"""Cap the bandwidth of checkpoint traffic, and spread the first requests of thousands of ranks."""
 
 from __future__ import annotations
 
 import threading
 import time
 
+from ckpt.backends.base import Store
+from ckpt.consistency import environment
 from ckpt.errors import ConfigurationError
 
 MIN_BANDWIDTH_BYTES_PER_S = 1_000_000
 _BURST_S = 0.05
+
+_FEW_RANKS = 1000
+_REQUESTS_PER_S = 3500
+"""The least that Amazon S3 promises for a prefix: writes. Of more it refuses some, which have to be sent again."""
+_SPREAD = 0.6180339887498949
+"""Multiples of it, without their integers, fill an interval evenly."""
 
 
 class Pacer:
@@ -37,3 +45,14 @@ class Pacer:
             self._next_at_s = start_s + nbytes / self._bytes_per_s
         if start_s > now_s:
             time.sleep(start_s - now_s)
+
+
+def wait_for_turn(store: Store, rank: int, size: int) -> None:
+    """Wait until it is this rank's turn to begin, if it is one of thousands at a bucket: some seconds at most."""
+    if size > _FEW_RANKS and store.capabilities.parallel_parts:
+        environment.sleep(turn_s(rank, size))
+
+
+def turn_s(rank: int, size: int) -> float:
+    """Return how long a rank waits."""
+    return rank * _SPREAD % 1 * size / _REQUESTS_PER_S

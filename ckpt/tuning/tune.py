@@ -103,6 +103,7 @@ def tune(
     `url` that is removed at the end, also after an error or Ctrl-C. What a save may do is enough.
 
     Args:
+        storage_options: of the place, by name, as for a save there.
         seconds: about how long it may take.
         max_trials: ends the search before that; the defaults are a trial too.
         megabytes: size of the state, in MiB; by default so that a few dozen trials fit into the time.

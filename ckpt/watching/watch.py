@@ -55,6 +55,8 @@ def watch(
     whose `.metadata` or index of a model, for other programs, is not there yet waits a minute for it.
 
     Args:
+        storage_options: of the root, by name, as for a save there.
+        threads: folders that are looked at in parallel.
         cursor: a file, or URL, that remembers what is done. A checkpoint is done when the loop
             comes back for the next one: one during which the program was killed comes again.
         after: yield no checkpoint of this step or an earlier one.

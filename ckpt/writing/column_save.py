@@ -65,7 +65,7 @@ def save_columns(
     attempts = _Attempts(writer, ranks.rank)
     local: Local | CheckpointError | None = None
     if isinstance(inner, DefaultSavePlanner) and plans_like_dcp(inner):
-        local, failure = attempts.run(lambda: _local(state_dict, writer, planner, inner, carrier, ranks.rank))
+        local, failure = attempts.run(lambda: _local(state_dict, writer, planner, inner, carrier, ranks))
         local = local or failure
     try:
         agreed = agree(first_rank, PLANS, local, carrier)
@@ -80,12 +80,14 @@ def _local(
     planner: SavePlanner,
     inner: DefaultSavePlanner,
     carrier: CarryingPlanner | None,
-    rank: int,
+    ranks: Ranks,
 ) -> Local:
     """Plan what this rank holds."""
     with no_gc():  # it flattens the state
-        planner.set_up_planner(state_dict, storage_meta=writer.storage_meta(), is_coordinator=rank == 0)
-    writer.set_up_storage_writer(rank == 0, rank=rank, use_collectives=True, numbered=True)
+        planner.set_up_planner(state_dict, storage_meta=writer.storage_meta(), is_coordinator=ranks.rank == 0)
+    writer.set_up_storage_writer(
+        ranks.rank == 0, rank=ranks.rank, size=ranks.size, use_collectives=True, numbered=True
+    )
     structure = PLANS.memory.structure(inner, refuse_unstorable)
     verdict = b"" if carrier is None else carrier.verdict(structure.items)
     writer.look()

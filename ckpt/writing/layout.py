@@ -175,11 +175,14 @@ def _resolve_tensor(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
         )
     planned = (item.tensor_data.properties.dtype, item.tensor_data.chunk.sizes)
     if (tensor.dtype, tensor.shape) != planned:
-        raise CheckpointError(
-            f"{fqn!r} was planned as {planned[0]} {tuple(planned[1])} but is {tensor.dtype} {tuple(tensor.shape)}; "
+        advice = (
             "a planner with enable_plan_caching does not notice that a dtype changed, and all planners of its class "
             "share the plan: turn it off"
         )
+        if tensor.dtype == planned[0]:
+            advice = "the local tensor of a DTensor must have the size that its placements give it"
+        text = f"{fqn!r} was planned as {planned[0]} {tuple(planned[1])} but is {tensor.dtype} {tuple(tensor.shape)}"
+        raise CheckpointError(f"{text}; {advice}")
     if tensor.device.type == "meta":
         raise CheckpointError(f"{fqn!r} is on the meta device and has no values to save")
     return tensor

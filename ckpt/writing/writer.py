@@ -136,7 +136,8 @@ class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
                 "finished, and the checkpoint could be torn",
                 url=self.checkpoint_id,
             )
-        self._rank, self._numbered = kwargs.get("rank") or 0, kwargs.get("numbered", False)
+        self._rank, self._size = kwargs.get("rank") or 0, kwargs.get("size", 1)
+        self._numbered = kwargs.get("numbered", False)
         self._objects = SaveObjects(self._rank)
         self._coordinator = None
         self._began_at_s = {"plan_s": environment.monotonic()}
@@ -174,6 +175,7 @@ class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
         self._began_at_s["write_s"] = environment.monotonic()
         with self._errors_named():
             try:
+                self._wait_for_turn()
                 if self._coordinator is None and not self._is_model:
                     # Not before the coordinator has looked: a save that it refuses leaves nothing.
                     self._store.prepare(rank_directory(self._rank))

@@ -113,6 +113,66 @@ def test_staged_local_durable(tmp_path: Path) -> None:
     ]
 
 
+class _Sending(Log):
+    """A listener that sends in the background, as those that talk to a server."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[Event] = []
+
+    def __call__(self, event: Event) -> None:
+        self.append(event)
+
+    def flush(self) -> None:
+        self.sent += self
+
+
+def test_what_becomes_durable_at_the_end_is_sent(tmp_path: Path) -> None:
+    log = _Sending()
+    with ckpt.CheckpointManager(
+        tmp_path / "durable", save=1, local=tmp_path / "local", preflight=False, events=[log]
+    ) as manager:
+        manager.step(1, state_of(1))
+    assert "durable" in [event.kind for event in log.sent]
+
+
+def test_a_rule_that_fails_tells_nothing_twice(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(keeping.KeepRule):
+        def keeps(self, checkpoints: Any, now_s: float) -> dict[int, str]:
+            raise ValueError("a mistake")
+
+    with caplog.at_level(logging.INFO):
+        log = train(tmp_path, range(1, 3), keep=Broken())
+    assert [(each, log.steps(each)) for each in ("local", "durable")] == [
+        ("local", [1, 2]),
+        ("durable", [1, 2]),
+    ]
+    assert "step 2 local: 1.2 MB in" in caplog.text
+    assert "step 2 durable: 1.2 MB sent" in caplog.text
+
+
+@pytest.mark.long
+def test_no_wait_for_a_record_that_cannot_be_written(tmp_path: Path) -> None:
+    """The store gives no answer any more when a checkpoint has just become durable."""
+    is_dead = threading.Event()
+    with strict_s3() as server, fault_proxy(server) as proxy:
+
+        def rule(call: Call) -> int | str:
+            return "stall" if is_dead.is_set() and "ckpt-run" in call.key else "pass"
+
+        proxy.rule, log = rule, Log()
+        local = ckpt.LocalTier(tmp_path / "local", drain_timeout_s=1.0)
+        more: dict[str, Any] = {"storage_options": proxy.options, "preflight": False, "local": local}
+        with ckpt.CheckpointManager("s3://bucket/run", save=1, events=[log.append], **more) as manager:
+            manager.step(1, state_of(1))
+            manager.wait_durable(PATIENCE_S)
+            is_dead.set()
+            began_s = time.monotonic()
+            manager.step(2, state_of(2))
+            assert manager.wait_durable(8.0) == 2
+        assert time.monotonic() - began_s < PATIENCE_S  # a request alone waits for longer
+
+
 def test_ls_tells_what_is_durable(tmp_path: Path) -> None:
     train(tmp_path, range(1, 3))
     run = local_of(tmp_path)
@@ -125,6 +185,12 @@ def test_ls_tells_what_is_durable(tmp_path: Path) -> None:
     ]
     listed = json.loads(CliRunner().invoke(app, ["ls", str(tmp_path / "local"), "--json"]).output)
     assert sorted(each["state"] for each in listed["checkpoints"]) == ["durable", "durable", "local"]
+
+
+def test_a_drain_of_the_wrong_folder_says_which_one_is_meant(tmp_path: Path) -> None:
+    train(tmp_path, range(1, 2))
+    output = CliRunner().invoke(app, ["drain", str(tmp_path / "local"), str(tmp_path / "durable")]).output
+    assert f"{local_of(tmp_path).name} is the folder of the run" in output.replace("\n", "")
 
 
 def test_restore_reads_nothing_from_afar(tmp_path: Path) -> None:
@@ -150,6 +216,7 @@ def test_what_is_damaged_and_not_durable_is_passed_over(tmp_path: Path, fault: s
     train(tmp_path, range(1, 3))
     shutil.rmtree(tmp_path / "durable" / "step-00000002")
     (tmp_path / "durable" / "ckpt-run.json").unlink()
+    (local_of(tmp_path) / STATUS).unlink()
     file = data_file(local_of(tmp_path) / "step-00000002")
     if fault == "damaged":
         flip(file, 600_000)
@@ -165,6 +232,7 @@ def test_what_is_damaged_and_not_durable_is_passed_over(tmp_path: Path, fault: s
 def test_a_run_that_only_a_lost_node_has_is_no_new_run(tmp_path: Path) -> None:
     train(tmp_path, range(1, 2))
     shutil.rmtree(tmp_path / "durable")
+    (local_of(tmp_path) / STATUS).unlink()
     data_file(local_of(tmp_path) / "step-00000001").unlink()
     with pytest.raises(LoadFailed, match="the nodes have 0 of its 1 parts, and it is not durable"):
         restored(tmp_path)
@@ -174,9 +242,37 @@ def test_a_local_checkpoint_that_is_newer_comes_first(tmp_path: Path) -> None:
     train(tmp_path, range(1, 3))
     shutil.rmtree(tmp_path / "durable" / "step-00000002")
     (tmp_path / "durable" / "ckpt-run.json").unlink()
+    (local_of(tmp_path) / STATUS).unlink()
     step, log = restored(tmp_path)
     assert step == 2
     assert log.of("restored").values["durable_bytes"] == 0
+
+
+def test_what_was_removed_does_not_come_back(tmp_path: Path) -> None:
+    """Who removes a checkpoint from the root, or all of them, to go on from an earlier one does not get it from a node."""
+    train(tmp_path, range(1, 3))
+    ckpt.remove(tmp_path / "durable" / "step-00000002")
+    step, log = restored(tmp_path)
+    assert step == 1
+    assert {*log.steps("passed_over")} == {2}
+    state = state_of(0)
+    with manager_of(tmp_path, Log()) as manager:
+        assert manager.restore(state, step=2)
+    assert int(state["step"]) == 2
+    shutil.rmtree(tmp_path / "durable")
+    with pytest.raises(LoadFailed, match=r"is not in .*durable any more: .* restore\(step=2\) takes it"):
+        restored(tmp_path)
+
+
+def test_an_older_one_of_the_nodes_does_not_come_before_a_durable_one(tmp_path: Path) -> None:
+    train(tmp_path, range(1, 4))
+    for path in ("durable/step-00000003", f"{local_of(tmp_path)}/step-00000003"):
+        shutil.rmtree(tmp_path / path)
+    shutil.copytree(tmp_path / "durable" / "step-00000001", local_of(tmp_path) / "step-00000001")
+    shutil.rmtree(local_of(tmp_path) / "step-00000002")
+    step, log = restored(tmp_path)
+    assert step == 2
+    assert log.steps("passed_over") == [3]
 
 
 def test_a_durable_checkpoint_that_is_newer_comes_first(tmp_path: Path) -> None:
@@ -219,9 +315,27 @@ def test_two_runs_share_a_folder(tmp_path: Path) -> None:
 
 def test_two_jobs_of_one_run_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckpt.local_first.folder._PATIENCE_S", 0.2)
-    with manager_of(tmp_path, Log()), pytest.raises(ConfigurationError, match=r"another job .* saves to"):
+    with (
+        manager_of(tmp_path, Log()),
+        pytest.raises(ConfigurationError, match="this process that was not closed saves to"),
+    ):
         manager_of(tmp_path, Log())
+    with manager_of(tmp_path, Log()):
+        lock = local_of(tmp_path) / ".ckpt-job.lock"
+        lock.write_text(lock.read_text().replace(f"pid {os.getpid()}", "pid 1"))
+        with pytest.raises(ConfigurationError, match=r"another job .* pid 1 .* saves to"):
+            manager_of(tmp_path, Log())
     manager_of(tmp_path, Log()).close()
+
+
+def test_a_root_below_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    with ckpt.CheckpointManager("~/run", save=1, local="~/local", preflight=False) as manager:
+        manager.step(1, state_of(1))
+        assert manager.wait_durable(PATIENCE_S) == 1
+    assert ckpt.verify(tmp_path / "home" / "run" / "step-00000001").ok
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
 
 
 def test_bad_arguments(tmp_path: Path) -> None:
@@ -233,7 +347,16 @@ def test_bad_arguments(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigurationError, match=text):
             manager_of(tmp_path, Log(), **wrong)
-    for tier in ({"keep": 0}, {"budget_bytes": 0}, {"drain_timeout_s": -1.0}):
+    for tier in (
+        {"keep": 0},
+        {"keep": "3"},
+        {"budget_bytes": 0},
+        {"budget_bytes": "5GB"},
+        {"drain_timeout_s": -1.0},
+        {"drain_timeout_s": None},
+        {"copies": 2},
+        {"failure_domain": 7},
+    ):
         with pytest.raises(ConfigurationError, match="LocalTier"):
             ckpt.LocalTier(tmp_path, **tier)
 
@@ -272,6 +395,36 @@ def test_what_is_durable_makes_room(tmp_path: Path) -> None:
             manager.wait_durable(PATIENCE_S)
     assert log.steps("local") == [1, 2, 3, 4, 5]
     assert len([*local_of(tmp_path).glob("step-*")]) == 2
+
+
+def test_what_was_saved_again_makes_no_room(tmp_path: Path) -> None:
+    """The process has said of a folder that it is durable; what was saved into it since is not."""
+    tier = ckpt.LocalTier(tmp_path / "local", keep=9, budget_bytes=4_000_000, drain_timeout_s=0)
+    with dead_store() as (_, options, dead):
+        log = Log()
+        more: dict[str, Any] = {"storage_options": options, "preflight": False, "on_failure": "continue"}
+        with ckpt.CheckpointManager(
+            "s3://bucket/run", save=1, local=tier, events=[log.append], **more
+        ) as manager:
+            manager.step(1, state_of(1))
+            manager.step(2, state_of(2))
+            manager.wait_durable(PATIENCE_S)
+            dead.set()
+            assert manager.restore(state_of(0), step=1)
+            for step in (2, 3, 4, 5):
+                manager.step(step, state_of(step))
+    assert log.steps("not_local") == [5]
+    assert {path.parent.name[-1] for path in local_of(tmp_path).glob("step-*/commit.json")} == {"2", "3", "4"}
+
+
+def test_what_a_killed_save_has_left_is_removed(tmp_path: Path) -> None:
+    train(tmp_path, range(1, 2))
+    left = local_of(tmp_path) / "step-00000007"
+    shutil.copytree(local_of(tmp_path) / "step-00000001", left)
+    (left / "commit.json").unlink()
+    (left / "notes.txt").write_text("not ours")
+    train(tmp_path, range(2, 3))
+    assert [path.name for path in left.rglob("*") if path.is_file()] == ["notes.txt"]
 
 
 def test_no_room_is_no_reason_to_stop(tmp_path: Path) -> None:
@@ -314,6 +467,29 @@ def test_a_disk_that_fills_up(tmp_path: Path, small_disk: Path) -> None:
     assert restored(tmp_path)[0] == 2
 
 
+def test_a_disk_without_any_room_is_carried(tmp_path: Path, small_disk: Path) -> None:
+    with dead_store() as (_, options, dead):
+        log = Log()
+        with ckpt.CheckpointManager(
+            "s3://bucket/run",
+            save=1,
+            local=ckpt.LocalTier(small_disk / "local", keep=1),
+            storage_options=options,
+            preflight=False,
+            events=[log.append],
+        ) as manager:
+            dead.set()
+            manager.step(1, state_of(1))
+            manager.step(2, state_of(2))
+            log.wait_for("local", 2)
+            with contextlib.suppress(OSError), (small_disk / "filler").open("wb", buffering=0) as filler:
+                while True:
+                    filler.write(bytes(4096))
+            dead.clear()
+            assert manager.wait_durable(PATIENCE_S) == 2
+    assert log.steps("durable") == [1, 2]
+
+
 # -- the process -------------------------------------------------------------------------------------------
 
 _TRAINER = """
@@ -326,6 +502,36 @@ with ckpt.CheckpointManager(root, save=1, local=local, preflight=False) as manag
         manager._saves.settle()
     os.kill(os.getpid(), 9)
 """
+
+
+_TRAINER_WITH_A_CHILD = """
+import multiprocessing, sys, time
+import torch, ckpt
+if __name__ == "__main__":
+    root, local = sys.argv[1:3]
+    for step in (1, 2):
+        with ckpt.CheckpointManager(root, save=1, local=local, preflight=False) as manager:
+            manager.step(step, {"x": torch.ones(9)})
+            manager.wait_durable(60)
+            child = multiprocessing.get_context("fork").Process(target=time.sleep, args=[600], daemon=True)
+            child.start()  # as a data loader's worker that stays
+            began_s = time.monotonic()
+        print(time.monotonic() - began_s)
+"""
+
+
+def test_a_child_of_a_fork_holds_up_nothing(tmp_path: Path) -> None:
+    """The children have the trainer's open files, among them the pipe to the process, and the lock."""
+    command = [
+        sys.executable,
+        "-c",
+        _TRAINER_WITH_A_CHILD,
+        str(tmp_path / "durable"),
+        str(tmp_path / "local"),
+    ]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.split()) == 2
 
 
 def test_the_process_outlives_the_trainer(tmp_path: Path) -> None:
@@ -348,6 +554,23 @@ def test_a_process_that_dies_is_started_again(tmp_path: Path) -> None:
         manager.step(2, state_of(2))
         assert manager.wait_durable(PATIENCE_S) == 2
     assert "ended with -9" in log.of("drain_failed").reason
+
+
+def test_a_process_that_may_not_write_says_so(tmp_path: Path) -> None:
+    with strict_s3() as server, fault_proxy(server) as proxy:
+        log = Log()
+        more: dict[str, Any] = {"storage_options": proxy.options, "preflight": False}
+        local = ckpt.LocalTier(tmp_path / "local", drain_timeout_s=0)
+        with ckpt.CheckpointManager(
+            "s3://bucket/run", save=1, local=local, events=[log.append], **more
+        ) as manager:
+            proxy.rule = lambda call: 403
+            manager.step(1, state_of(1))
+            log.wait_for("drain_failed")
+    assert "ended with 1" in log.of("drain_failed").reason
+    text = (local_of(tmp_path) / "ckpt-drain.log").read_text()
+    assert "check the credentials" in text
+    assert "Fatal Python error" not in text
 
 
 def test_what_cannot_become_durable_is_told(tmp_path: Path) -> None:

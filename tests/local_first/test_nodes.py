@@ -56,7 +56,7 @@ def _restore(rank: int, world: int, folder: str, nodes: str) -> tuple[int, dict[
     with ckpt.CheckpointManager(
         f"{folder}/durable",
         save=1,
-        local=f"{folder}/node{nodes[rank]}",
+        local=ckpt.LocalTier(f"{folder}/node{nodes[rank]}", drain_timeout_s=10),
         preflight=False,
         events=[events.append],
     ) as manager:
@@ -93,9 +93,16 @@ def data_bytes(folder: Path, rank: int) -> int:
 
 
 def remove_durable(folder: Path, *steps: int) -> None:
+    """Have checkpoints be as before they were durable."""
     (folder / "durable/ckpt-run.json").unlink()
     for step in steps:
         shutil.rmtree(folder / f"durable/step-{step:08}")
+    forget_durable(folder)
+
+
+def forget_durable(folder: Path) -> None:
+    for status in folder.glob("node*/*/ckpt-drain.json"):
+        status.unlink()
 
 
 def test_all_nodes_alive(trained: Path) -> None:
@@ -146,7 +153,7 @@ def test_the_durable_place_completes_it(trained: Path) -> None:
     for name in (".metadata", "commit.json", "rank-00000", "rank-00002", "rank-00003"):
         path = trained / "durable/step-00000002" / name
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-    (trained / "durable/ckpt-run.json").unlink()
+    remove_durable(trained)
     step, read = restored(trained)
     assert step == 2
     assert 0 < read["durable_bytes"] <= 1.02 * data_bytes(trained, 1)
@@ -154,6 +161,7 @@ def test_the_durable_place_completes_it(trained: Path) -> None:
 
 def test_nothing_durable_is_needed(trained: Path) -> None:
     shutil.rmtree(trained / "durable")
+    forget_durable(trained)
     assert restored(trained)[0] == 2
 
 
@@ -273,6 +281,27 @@ def test_memory_is_free_when_the_local_write_ends(tmp_path: Path, copies: int) -
     first, second = run_ranks(2, _memory_in_use, str(tmp_path), copies)
     assert first == [0] * (1 + copies)  # events are the first rank's
     assert second == [0] * copies
+
+
+def test_a_node_is_lost_for_which_the_others_wait(tmp_path: Path) -> None:
+    """They have sent what is theirs, and say so; what only a copy has is missing, and nobody has given it up."""
+    assert run_ranks(4, _train_with_copies, 4, str(tmp_path), "0123", [1, 2]) == [2] * 4
+    lost_bytes = data_bytes(tmp_path, 1)
+    shutil.rmtree(tmp_path / "node1")
+    shutil.rmtree(tmp_path / "durable/step-00000002/rank-00001")
+    for name in ("step-00000002/commit.json", "step-00000002/.metadata", "ckpt-run.json"):
+        (tmp_path / "durable" / name).unlink()
+    for path in tmp_path.glob("node*/*/ckpt-drain.json"):
+        status = json.loads(path.read_text())
+        status["checkpoints"]["step-00000002"] |= {"state": "waiting", "reason": "a file is not there"}
+        path.write_text(json.dumps(status))
+    run_ranks(4, _train_with_copies, 4, str(tmp_path), "0123", [])
+    found = [
+        json.loads(path.read_text())["checkpoints"]["step-00000002"]
+        for path in sorted(tmp_path.glob("node[023]/*/ckpt-drain.json"))
+    ]
+    assert ckpt.verify(tmp_path / "durable/step-00000002").ok
+    assert [each["sent_bytes"] for each in found] == [0, lost_bytes, 0]
 
 
 def _train_where_a_disk_is_full(rank: int, folder: str) -> list[str]:

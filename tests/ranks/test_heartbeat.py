@@ -6,12 +6,16 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from ckpt.consistency import environment
 from ckpt.ranks.heartbeat import Limits, Watch, judges_of
 from ckpt.ranks.progress import Progress
+from ckpt.ranks.rendezvous import Connection
 from ckpt.ranks.roll_call import Answer, Cause, RollCall
 from ckpt.testing.choices import Seeded
 from ckpt.testing.virtual_time import Process, VirtualTime
@@ -46,6 +50,14 @@ class Rendezvous:
         self._request("multi_get")
         self.read_keys += len(keys)
         return [self.values[key] for key in keys]
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        self._request("compare_set")
+        self.read_keys += 1
+        value = self.values.get(key, expected.encode())
+        if value == expected.encode() and key in self.values:
+            self.values[key] = value = desired.encode()
+        return value
 
     def _request(self, name: str) -> None:
         self.requests[name] += 1
@@ -95,9 +107,9 @@ class Rank:
 
 
 class Job:
-    def __init__(self, size: int, timeout_s: float = 100.0, seed: int = 0) -> None:
+    def __init__(self, size: int, timeout_s: float = 100.0, seed: int = 0, *, beats_of: int = 1) -> None:
         self.time, self.store = VirtualTime(Seeded(seed)), Rendezvous()
-        self.size, self.limits = size, Limits(timeout_s)
+        self.size, self.limits = size, Limits(timeout_s, beats_of)
         with environment.replaced(self.time):
             self.ranks = [Rank(self, number) for number in range(size)]
 
@@ -458,6 +470,24 @@ def test_in_a_roll_call_one_rank_asks_all_and_the_others_ask_few(size: int) -> N
     assert job.store.read_keys <= (1 + 4) * size * rounds  # of all by all it would be the square
 
 
+@pytest.mark.parametrize("kind", ["tcp", "file", "prefix"])
+def test_a_question_neither_waits_nor_changes_anything(kind: str, tmp_path: Path) -> None:
+    store: dist.Store
+    if kind == "file":
+        store = dist.FileStore(str(tmp_path / "store"), 1)
+    else:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        store = dist.PrefixStore("job", store) if kind == "prefix" else store
+    store.set_timeout(timedelta(seconds=5))
+    connection = Connection(store)
+    assert connection.read(["beat/7"]) == {}
+    assert not store.check(["beat/7"])
+    store.set("beat/7", "alive")
+    assert connection.read(["beat/7"]) == {"beat/7": b"alive"}
+    assert connection.read(["beat/6", "beat/7"]) == {"beat/7": b"alive"}
+    assert store.get("beat/7") == b"alive"
+
+
 def test_no_thread_stays() -> None:
     job = Job(3)
     job.run(*[lambda rank: environment.sleep(50.0)] * 3)
@@ -479,15 +509,85 @@ def test_a_rank_that_cannot_give_up_says_so(caplog: pytest.LogCaptureFixture) ->
     assert "rank 1 has never been heard of" in record.message
 
 
-def test_limits_fit_into_the_timeout() -> None:
-    for timeout_s in (1.0, 8.0, 600.0, 7 * 86400.0):
-        limits = Limits(timeout_s)
-        missed_s = max(limits.stall_s, limits.stuck_s) + 3 * limits.period_s
-        assert missed_s + limits.roll_call_s <= timeout_s
-    for size in (2, 1_000, 16_384):
-        limits = Limits(600.0, size)
-        missed_s = max(limits.stall_s, limits.stuck_s) + 3 * limits.period_s
-        assert missed_s + limits.roll_call_s <= 600.0
-        assert 2.5 * limits.period_s <= limits.roll_call_s
+@pytest.mark.parametrize("size", [1, 2, 1_000, 4_096, 16_384, 100_000])
+@pytest.mark.parametrize("timeout_s", [1.0, 8.0, 600.0, 7 * 86400.0])
+def test_limits_fit_into_the_timeout(timeout_s: float, size: int) -> None:
+    limits = Limits(timeout_s, size)
+    missed_s = max(limits.stall_s, limits.stuck_s) + limits.period_s + limits.first_period_s
+    until_all_hear_s = limits.period_s + limits.roll_call_s / 2
+    assert missed_s + max(limits.roll_call_s, until_all_hear_s) + limits.roll_call_period_s <= timeout_s
+    assert limits.roll_call_s >= 1.25 * limits.period_s
+
+
+def test_beats_are_rarer_with_many_ranks() -> None:
     assert Limits(600.0, 1_000).period_s == 3.0
+    assert Limits(600.0, 16_384).period_s > 40.0
     assert Limits(1.0).period_s == pytest.approx(1 / 30)
+
+
+# -- with the rare beats of thousands of ranks, of which a few are here ------------------------------------
+
+
+@pytest.mark.parametrize("gone", [[0], [5], [0, 2], [0, 2, 4, 6], [1, 3, 5, 7]])
+@pytest.mark.parametrize("how", ["stopped", "stuck"])
+@pytest.mark.parametrize("seed", range(3))
+def test_rare_beats_name_the_dead_in_time(gone: list[int], how: str, seed: int) -> None:
+    _name_the_dead(8, gone, how, seed)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("gone", [[5], [0], [0, 16, 33], [*range(8, 16)]])
+def test_rare_beats_name_the_dead_of_more_ranks_in_time(gone: list[int]) -> None:
+    _name_the_dead(64, gone, "stopped", seed=1)
+
+
+def _name_the_dead(size: int, gone: list[int], how: str, seed: int) -> None:
+    job = Job(size, 600.0, seed, beats_of=16_384)
+    began_s = 3.3 * job.limits.period_s
+    named_at_s: dict[int, float] = {}
+
+    def goes(rank: Rank) -> None:
+        rank.progress.begin("writing c")
+        rank.sleep(began_s)
+        if how == "stopped":
+            job.stop(rank.number)
+            environment.sleep(40 * HOUR_S)
+        else:
+            rank.progress.begin("writing d")
+            rank.sleep(HOUR_S)
+            rank.call_roll()
+
+    def loses(rank: Rank) -> None:
+        waits(rank)
+        named_at_s[rank.number] = environment.monotonic()
+
+    job.run(*(goes if number in gone else loses for number in range(size)))
+    assert len(named_at_s) == size - len(gone)
+    assert max(named_at_s.values()) - began_s <= 600.0
+    for number in named_at_s:
+        roll_call = job.ranks[number].roll_call
+        assert roll_call is not None
+        assert roll_call.is_complete
+        if how == "stopped":
+            blamed = [rank for rank, answer in roll_call.answers.items() if not answer.is_alive]
+        else:
+            blamed = [rank for rank, answer in roll_call.answers.items() if answer.stuck_s]
+        assert sorted(blamed) == gone
+
+
+def test_rare_beats_call_the_roll_of_the_living_whenever_each_notices() -> None:
+    """One rank notices at once, the others with their next questions."""
+    job = Job(8, 600.0, beats_of=16_384)
+
+    def notices(rank: Rank) -> None:
+        rank.sleep(100.0)
+        if rank.number == 3:
+            rank.call_roll()
+        else:
+            waits(rank)
+
+    job.run(*[notices] * 8)
+    for rank in job.ranks:
+        assert rank.roll_call is not None
+        assert rank.roll_call.is_complete
+        assert all(answer.is_alive for answer in rank.roll_call.answers.values())

@@ -13,7 +13,7 @@ from support.http_core import Handler, http_server
 from support.servers import free_port, refusing_port
 from support.strict_s3 import StrictS3
 
-from ckpt.backends.base import Store
+from ckpt.backends.base import Store, put_bytes
 from ckpt.backends.registry import open_store
 from ckpt.backends.retries import Retry, retry_policy
 from ckpt.errors import ConfigurationError, NotFound, StorageUnavailable
@@ -112,9 +112,49 @@ def test_other_failures_are_told_too(server: StrictS3) -> None:
     retries: list[Retry] = []
     with retry_policy(unreachable_timeout_s=5, on_retry=retries.append):
         store = open_store("s3://bucket/x", server.options)
-    with contextlib.closing(store), pytest.raises(NotFound):
-        store.stat("k")
-    assert [(retry.reason, retry.unreachable) for retry in retries] == [("the server answered 503", False)]
+    with contextlib.closing(store):
+        put_bytes(store, "k", b"1")
+    reason = "the server asks for fewer requests (SlowDown)"
+    assert [(retry.reason, retry.unreachable) for retry in retries] == [(reason, False)]
+
+
+@pytest.mark.parametrize("refusal", [(503, "SlowDown"), (429, "TooManyRequests"), (503, "SlowDownWrite")])
+def test_a_server_that_asks_for_fewer_requests_gets_more_time(
+    server: StrictS3, clock: SkippingClock, refusal: tuple[int, str]
+) -> None:
+    server.rule = lambda request: refusal if len(server.requests) < 8 else "pass"
+    with contextlib.closing(open_store("s3://bucket/x", {**server.options, "max_attempts": 2})) as store:
+        put_bytes(store, "k", b"1")
+        assert store.retries == 7
+        server.requests.clear()
+        server.rule = lambda request: refusal
+        with pytest.raises(StorageUnavailable, match=refusal[1]):
+            put_bytes(store, "k", b"2")
+    assert len(server.requests) == 8
+    assert clock.skipped_s <= 2 * 0.5 * 2**8
+
+
+def test_a_head_has_no_body_that_says_why(server: StrictS3) -> None:
+    """So it counts as asked for fewer requests if others just were, and else as another failure."""
+    server.rule = lambda request: (503, "SlowDown")
+    with contextlib.closing(open_store("s3://bucket/x", {**server.options, "max_attempts": 2})) as store:
+        with pytest.raises(StorageUnavailable):
+            store.stat("k")
+        assert len(server.requests) == 2
+        with pytest.raises(StorageUnavailable):
+            put_bytes(store, "k", b"1")
+        server.requests.clear()
+        with pytest.raises(StorageUnavailable):
+            store.stat("k")
+        assert len(server.requests) == 8
+
+
+def test_a_server_that_does_not_work_gets_no_more_time(server: StrictS3) -> None:
+    server.rule = lambda request: (503, "ServiceUnavailable")
+    store = open_store("s3://bucket/x", {**server.options, "max_attempts": 2})
+    with contextlib.closing(store), pytest.raises(StorageUnavailable):
+        put_bytes(store, "k", b"1")
+    assert len(server.requests) == 2
 
 
 def test_a_listener_stays_in_its_process() -> None:

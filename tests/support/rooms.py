@@ -204,6 +204,7 @@ ROOMS: Mapping[str, Room] = {
             "ckpt.format",
             "ckpt.ranks",
             "ckpt.reading",
+            "ckpt.tools.gc",
             "ckpt.tools.remove",
             "ckpt.transfer",
             "ckpt.writing",

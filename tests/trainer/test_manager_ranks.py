@@ -139,6 +139,17 @@ def test_a_rank_that_cannot_make_a_manager(tmp_path: Path) -> None:
         assert "endpoint_url" in text
 
 
+def _one_rank_has_a_wrong_number(rank: int, root: str) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        ckpt.CheckpointManager(root, save=1, stock_metadata_max_bytes=-rank)
+    return str(caught.value)
+
+
+def test_a_rank_with_a_wrong_number(tmp_path: Path) -> None:
+    for text in run_ranks(2, _one_rank_has_a_wrong_number, str(tmp_path), timeout_s=60):
+        assert "rank 1: stock_metadata_max_bytes must be" in text
+
+
 def _save_through_faults(rank: int, root: str, mode: Any, options: dict[str, Any]) -> list[Event]:
     """Three saves, in which each rank has 12 MiB of its own."""
     events: list[Event] = []

@@ -190,9 +190,13 @@ class Saves:
             flight, self._flight = self._flight, None
             return None if flight is None else flight.future.exception()
         finally:
+            self._end()
             self._uploads.close()
             self.history.close()
             self._events.flush()
+
+    def _end(self) -> None:
+        """End what goes on beside the saves; events are told until then."""
 
     def check_root(self, nbytes: int) -> int | None:
         """Try the run's root out; return its free bytes, if they are known. Raises as `check_place`."""
@@ -264,7 +268,7 @@ class Saves:
 
     def _committed(self, flight: Flight, committed: Any, took_s: float) -> bool:
         """Note and report a checkpoint that is durable; tell whether it is in the run's record, by this rank."""
-        step, is_recorded = flight.checkpoint.step, True
+        step, path, is_recorded = flight.checkpoint.step, flight.checkpoint.path, True
         self.durable_at_s = self.undurable_since_s = time.monotonic()
         self.durable_step = step
         if self._ranks.rank != 0:
@@ -276,7 +280,6 @@ class Saves:
             _logger.warning(
                 "step %d is durable, but could not be noted in the run's record: %s", step, failure
             )
-        path = flight.checkpoint.path
         figures = figures_of(committed) | {"upload_s": took_s, "stall_s": flight.stall_s}
         self.tell("durable", step, path, self.history.shown(path), **figures)
         return is_recorded

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import time
@@ -26,7 +25,7 @@ from ckpt.trainer_integration.run.tier import Tier
 
 _logger = logging.getLogger(__name__)
 
-_LOOK_S, _ASK_S = 0.2, 5.0
+_LOOK_S, _ASK_S, _LAST_LOOK_S = 0.2, 5.0, 5.0
 
 
 class NearSaves(Saves):
@@ -55,7 +54,7 @@ class NearSaves(Saves):
         super().go_on_from(step, path, created_at_s)
         self._newest = None
         self._tier.go_on_from(step)
-        self._tier.begun.set()
+        self._tier.begin()
 
     # -- saves ---------------------------------------------------------------------------------------------
 
@@ -64,7 +63,7 @@ class NearSaves(Saves):
     ) -> Future[Any]:
         """Begin an upload to the place that all ranks choose; each node hears what is not wanted any more."""
         tier, url = self._tier, self.history.url(checkpoint.path)
-        tier.begun.set()
+        tier.begin()
         offer, self._given_up = (not tier.has_room(), self._given_up), []
         is_full, given_up = self._ranks.join(offer, _either)
         tier.drop(given_up)
@@ -102,8 +101,10 @@ class NearSaves(Saves):
             _logger.warning(text, checkpoint.step, tier.history.place, failure)
         if self._ranks.rank == 0:
             tier.saved[checkpoint.path] = checkpoint
-            with contextlib.suppress(CheckpointError):
+            try:
                 self._given_up = tier.give_up(self.keep, self.history.known(), checkpoint)
+            except Exception:
+                _logger.exception("nothing is given up")
         figures = figures_of(committed.metadata) | {"local_s": took_s, "stall_s": flight.stall_s}
         if (copied := committed.copied) is not None:
             figures["copy_s"] = copied.took_s
@@ -117,28 +118,33 @@ class NearSaves(Saves):
     def _is_durable(self, checkpoint: RunCheckpoint, state: DrainState, is_own: bool) -> None:
         """Follow up, on the first rank, a checkpoint that was carried; `is_own`: this process has saved it."""
         step, path = checkpoint.step, checkpoint.path
+        if is_own and (self._newest is None or self._newest.step <= step):
+            self._newest, self.durable_step = checkpoint, step
+            self.durable_at_s = self.undurable_since_s = time.monotonic()
+        is_recorded = True
         try:
             if is_own or self.history.examine(path).id == state.id:  # else it was removed since
                 self.history.add(checkpoint, is_own=is_own)
         except GONE:
             return
         except CheckpointError as failure:
+            is_recorded = False  # nothing is removed now: others may have pinned it
             text = "step %d is durable, but could not be noted in the run's record: %s"
             _logger.warning(text, step, failure)
-            return
         if not is_own:
             return
-        if self._newest is None or self._newest.step <= step:
-            self._newest, self.durable_step = checkpoint, step
-            self.durable_at_s = self.undurable_since_s = time.monotonic()
         figures = {"carry_s": state.took_s, "sent_bytes": float(state.sent_bytes)}
         self.tell("durable", step, path, self.history.shown(path), **figures)
-        if self.keep is not None:
-            self._retire(self.keep, self._newest)
+        if self.keep is not None and self._newest is not None and is_recorded:
+            try:
+                self._retire(self.keep, self._newest)
+            except Exception:
+                _logger.exception("removing old checkpoints failed")
 
-    def _look(self) -> None:
-        """Ask, on any rank, what has become durable."""
-        self._tier.look(self._is_durable, self.tell)
+    def _look(self, until_s: float) -> None:
+        """Ask, on any rank, what has become durable; the first one has followed it up then, if it could in time."""
+        if self._ranks.rank == 0:
+            self._tier.wait_looked(until_s)
         durable = {path: step for path, step in self._near.items() if self._tier.is_durable(path)}
         if self._ranks.rank != 0 and durable:
             self.durable_step = max(durable.values())
@@ -153,7 +159,7 @@ class NearSaves(Saves):
         def look() -> tuple[list[str], bool]:
             until_s = min(deadline_s, time.monotonic() + _ASK_S)
             while True:
-                self._look()
+                self._look(until_s)
                 left = [checkpoint.path for checkpoint in self._tier.waiting()]
                 if not left or time.monotonic() >= until_s:
                     return left, time.monotonic() >= deadline_s
@@ -162,7 +168,7 @@ class NearSaves(Saves):
         while True:
             left, is_late = self._ranks.from_first(look)
             if not left:
-                self._look()
+                self._look(deadline_s)
                 self.durable_step = self._ranks.from_first(lambda: self.durable_step)
                 return None
             failed = self._ranks.join(self._tier.failed(), _both)
@@ -183,20 +189,15 @@ class NearSaves(Saves):
             self.hurries = True
             self.tell("not_durable", None, f"the time to end is up: {late}")
 
-    def close(self) -> BaseException | None:
-        """Wait as `Saves.close`, and until all is durable; the processes go on by themselves when the time is up."""
-        try:
-            return super().close()
-        finally:
-            self._end(0.0 if self.hurries else self._tier.drain_timeout_s)
-
-    def _end(self, timeout_s: float) -> None:
+    def _end(self) -> None:
+        """Wait until all is durable; the processes go on by themselves when the time is up."""
+        timeout_s = 0.0 if self.hurries else self._tier.drain_timeout_s
         tier, deadline_s, left = self._tier, time.monotonic() + timeout_s, list[int]()
         if self._ranks.rank == 0:  # it notes what becomes durable, so its process ends last
             while (left := tier.undurable()) and time.monotonic() < deadline_s:
-                self._look()
+                self._look(deadline_s)
                 time.sleep(_LOOK_S)
-            self._look()
+            self._look(max(deadline_s, time.monotonic() + _LAST_LOOK_S))
         tier.finish()
         while not left and not tier.ended() and time.monotonic() < deadline_s:
             time.sleep(_LOOK_S)

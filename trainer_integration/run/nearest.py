@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from torch.distributed.checkpoint.planner import LoadPlanner
 
-from ckpt.errors import StorageError
+from ckpt.errors import CheckpointError, NotCommitted, NotFound, StorageError
 from ckpt.local_first.far_place import Asked, FarPlace
 from ckpt.local_first.holdings import Holding, completed_by, holdings
 from ckpt.local_first.loading import load_near
@@ -51,7 +51,9 @@ class Nearest:
             options = self._history.storage_options
             if completed_by(found[partly], self._tier.folder.path, far, options, ranks, ask=ask):
                 found[partly] = replace(found[partly], is_completed=True)
-        return _Merged(search, first, found, self._tier.far).next
+        if isinstance(step, int):  # asked for, whatever has become of it in the durable place
+            found = [replace(each, was_durable=False) for each in found]
+        return _Merged(search, first, found, self._history, self._tier.far).next
 
     def load(
         self,
@@ -76,27 +78,40 @@ class _Merged:
     """Two searches as one, on the first rank."""
 
     def __init__(
-        self, search: Search, first: Asked[Choice | None] | None, found: list[Holding], far: FarPlace
+        self,
+        search: Search,
+        first: Asked[Choice | None] | None,
+        found: list[Holding],
+        history: History,
+        far: FarPlace,
     ) -> None:
-        self._search, self._far = search, far
-        self._asked = first
+        self._search, self._asked, self._history, self._far = search, first, history, far
         self._near = deque(found)
         self._all = {(each.path, each.id): each for each in found}
         self._durable: deque[Choice] = deque()
-        self._is_over = False
+        self._is_over = self._has_failed = False
 
     def next(self) -> Choice | None:
         """Return the next checkpoint to try; None if there is no other."""
-        durable = self._peek()
+        self._peek()
+        durable = next((choice for choice in self._durable if not choice.is_lost), None)
         while self._near and _comes_first(self._near[0], durable):
             near = self._near.popleft()
             is_durable = durable is not None and (durable.path, durable.candidate.id) == (near.path, near.id)
+            if near.was_durable and not is_durable and self._is_removed(near):
+                fault = (
+                    f"it has been durable, and is not in {self._history.place} any more: if it is wanted all the same, "
+                    f"restore(step={near.step}) takes it from the nodes"
+                )
+                return Choice(near.step, near.path, Candidate(fault), near=near, is_durable=False)
             if near.is_whole or near.is_completed:
                 candidate = Candidate(created_at_s=near.created_at_s, id=near.id)
                 return Choice(near.step, near.path, candidate, near=near, is_durable=is_durable)
             if not is_durable:
                 fault = f"the nodes have {near.here.bit_count()} of its {near.wanted} parts, and it is not durable"
                 return Choice(near.step, near.path, Candidate(fault), near=near, is_durable=False)
+        if self._durable and self._durable[0] is not durable:  # what is lost is told before it
+            return self._durable.popleft()
         if durable is None:
             return None
         known = self._all.pop((durable.path, durable.candidate.id or ""), None)
@@ -106,12 +121,22 @@ class _Merged:
             and not (known.is_whole or known.is_completed)
         ):
             return durable._replace(near=known)  # the rest is read from there; and if that fails, all of it
-        self._durable.popleft()
-        return durable
+        return self._durable.popleft()
 
-    def _peek(self) -> Choice | None:
-        """Return the next one that is durable; None also if that is not known in time, and the nodes have one."""
-        while not self._durable and not self._is_over:
+    def _is_removed(self, near: Holding) -> bool:
+        """Tell whether a checkpoint is not in the durable place any more, as that says itself."""
+        try:
+            if not self._has_failed:
+                self._far.ask(lambda: self._history.examine(near.path))
+        except (NotCommitted, NotFound):
+            return True
+        except CheckpointError as error:
+            _logger.warning("whether step %d is still durable cannot be found out: %s", near.step, error)
+        return False
+
+    def _peek(self) -> None:
+        """Find the next durable checkpoint, and those before it that are lost; not if the nodes can do without."""
+        while not (self._durable and not self._durable[-1].is_lost) and not self._is_over:
             asked = self._asked = self._asked or Asked(self._search.next)
             can_do_without = any(near.is_whole or near.is_completed for near in self._near)
             try:
@@ -120,19 +145,19 @@ class _Merged:
                 if not can_do_without:
                     raise
                 _logger.warning("the durable place cannot be asked, what the nodes have is taken: %s", error)
+                self._has_failed = True
                 if not asked.is_answered():
-                    return None  # it is asked again if nothing of that can be loaded
+                    return  # it is asked again if nothing of that can be loaded
                 choice = None
             self._asked = None
             if choice is None:
                 self._is_over = True
             else:
                 self._durable.append(choice)
-        return self._durable[0] if self._durable else None
 
 
 def _comes_first(near: Holding, durable: Choice | None) -> bool:
-    if durable is None or durable.is_lost:
+    if durable is None:
         return True
     return (near.step, near.created_at_s) >= (durable.step, durable.candidate.created_at_s or 0.0)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import threading
 import time
@@ -14,12 +15,12 @@ from typing import Any
 import msgspec
 
 from ckpt.api import place_of
-from ckpt.backends.registry import open_store
+from ckpt.backends.registry import normal_url, open_store
 from ckpt.backends.wrapper import PrefixStore
 from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.format.records import read_commit
 from ckpt.format.run_record import RunCheckpoint
-from ckpt.local_first.drain_process import DrainProcess, DrainState, read_status
+from ckpt.local_first.drain_process import DrainProcess, DrainState, current_status, read_status
 from ckpt.local_first.far_place import FarPlace
 from ckpt.local_first.folder import RunFolder
 from ckpt.local_first.options import LocalTier
@@ -34,12 +35,61 @@ from ckpt.trainer_integration.run.history import History
 
 _logger = logging.getLogger(__name__)
 
-_LOOK_S = 0.5
+_LOOK_S, _JOIN_S = 0.5, 5.0
 _FIRST_LOOK_S = 10.0
-"""When the process is started that carries, unless a save or the end of a restore is sooner: a restore needs the cores."""
+"""When to look first, unless a save or the end of a restore is sooner: a restore needs the cores, and the process that
+carries takes some when it starts."""
 
 Tell = Callable[..., None]
 WhenDurable = Callable[[RunCheckpoint, DrainState, bool], None]
+
+
+class _Watch:
+    """Calls `look` now and then in a thread of its own, and soon when somebody waits for it."""
+
+    def __init__(self, look: Callable[[], None]) -> None:
+        self._look, self._is_closed, self._asked = look, False, threading.Event()
+        self._lock, self._waiting, self._has_begun = threading.Lock(), list[threading.Event](), False
+        self._thread = threading.Thread(target=self._run, name="ckpt-tier", daemon=True)
+        self._thread.start()
+
+    def begin(self) -> None:
+        """Look now, if it has not looked yet."""
+        if not self._has_begun:
+            self._asked.set()
+
+    def wait_looked(self, until_s: float) -> None:
+        looked = threading.Event()
+        with self._lock:
+            self._waiting.append(looked)
+            self._asked.set()
+        looked.wait(max(0.0, min(until_s - time.monotonic(), threading.TIMEOUT_MAX)))
+
+    def close(self) -> None:
+        """End it; what a store holds up ends by itself."""
+        self._is_closed = True
+        self._asked.set()
+        self._thread.join(_JOIN_S)
+
+    def _run(self) -> None:
+        failure = ""
+        self._asked.wait(_FIRST_LOOK_S)
+        self._has_begun = True
+        while True:
+            with self._lock:
+                self._asked.clear()
+                waiting, self._waiting = self._waiting, []
+            try:
+                self._look()
+            except Exception as error:
+                if failure != str(error):  # once, and not twice a second
+                    _logger.exception("looking after local checkpoints failed")
+                failure = str(error)
+            for looked in waiting:
+                looked.set()
+            self._asked.wait(_LOOK_S)
+            if self._is_closed:
+                return
 
 
 class Tier:
@@ -82,9 +132,8 @@ class Tier:
             else None
         )
         self._seen: dict[str, tuple[str, str]] = {}
-        self._stop, self._looked = threading.Event(), threading.Lock()
-        self.begun = threading.Event()  # set it to have the process carry from now on
-        self._watch: threading.Thread | None = None
+        self._watch: _Watch | None = None
+        self._resumed_at: float = math.inf
         self.saved: dict[str, RunCheckpoint] = {}
         self.unwanted: list[str] = []
 
@@ -141,40 +190,33 @@ class Tier:
         """Keep the process running that carries checkpoints; on the first rank follow what becomes of them."""
         if not self.is_leader and self._rank != 0:
             return
+        self._watch = _Watch(lambda: self._look(when_durable, tell))
 
-        def run() -> None:
-            failure = ""
-            self.begun.wait(_FIRST_LOOK_S)
-            while True:
-                try:
-                    self.look(when_durable, tell)
-                except Exception as error:
-                    if failure != str(error):  # once, and not twice a second
-                        _logger.exception("looking after local checkpoints failed")
-                    failure = str(error)
-                if self._stop.wait(_LOOK_S):
-                    return
+    def begin(self) -> None:
+        """Begin to carry now, if that has not begun."""
+        if self._watch is not None:
+            self._watch.begin()
 
-        self._watch = threading.Thread(target=run, name="ckpt-tier", daemon=True)
-        self._watch.start()
+    def wait_looked(self, until_s: float) -> None:
+        """Wait for the watch to look once more, until a time of `time.monotonic`: a store may hold it up for long."""
+        if self._watch is not None:
+            self._watch.wait_looked(until_s)
 
-    def look(self, when_durable: WhenDurable, tell: Tell) -> None:
-        """Look once."""
-        with self._looked:
-            while self.unwanted:
-                with contextlib.suppress(CheckpointError):
-                    remove(self.folder.url(self.unwanted.pop()))
-            if self._process is not None and (self.is_local or self._has_any()):
-                news = self._process.look()
-                if news is not None:
-                    tell("drain_failed", None, news)
-            if self._rank != 0:
-                return
-            for path, state in read_status(self.folder.path).items():
-                known = (state.id, state.state + state.reason)
-                if self._seen.get(path) != known and _is_of_now(self.folder.url(path), state):
-                    self._follow(path, state, when_durable, tell)
-                    self._seen[path] = known
+    def _look(self, when_durable: WhenDurable, tell: Tell) -> None:
+        while self.unwanted:
+            with contextlib.suppress(CheckpointError):
+                remove(self.folder.url(self.unwanted.pop()))
+        if self._process is not None and (self.is_local or self._has_any()):
+            news = self._process.look()
+            if news is not None:
+                tell("drain_failed", None, news)
+        if self._rank != 0:
+            return
+        for path, state in current_status(self.folder.path).items():
+            known = (state.id, state.state + state.reason)
+            if self._seen.get(path) != known:
+                self._follow(path, state, when_durable, tell)
+                self._seen[path] = known
 
     def _has_any(self) -> bool:
         with contextlib.suppress(OSError), os.scandir(self.folder.path) as entries:
@@ -183,6 +225,8 @@ class Tier:
 
     def _follow(self, path: str, state: DrainState, when_durable: WhenDurable, tell: Tell) -> None:
         own = self.saved.get(path)
+        if own is not None and current_status(self.folder.path).get(path) != state:
+            return  # it has been saved again since that was said
         self.history.look_again()
         checkpoint = own or next((old for old in self.history.durable() if old.path == path), None)
         if checkpoint is None:
@@ -212,12 +256,12 @@ class Tier:
 
     def failed(self) -> dict[str, str]:
         """List checkpoints of this node that cannot become durable, by their folders, and why."""
-        states = read_status(self.folder.path).items()
+        states = current_status(self.folder.path).items()
         return {path: state.reason for path, state in states if state.state == "failed"}
 
     def is_durable(self, path: str) -> bool:
         """Tell whether a checkpoint of this node has become durable, as the process last said."""
-        return (state := read_status(self.folder.path).get(path)) is not None and state.state == "durable"
+        return (state := current_status(self.folder.path).get(path)) is not None and state.state == "durable"
 
     def undurable(self) -> list[int]:
         """List the steps that this node has, and that can still become durable."""
@@ -235,6 +279,8 @@ class Tier:
         self.history.look_again()
         with contextlib.closing(open_store(self.folder.path)) as store:
             for checkpoint in self.history.durable():
+                if checkpoint.step > self._resumed_at and checkpoint.path not in self.saved:
+                    continue  # it is given up with the next one, and may lack what a lost node had
                 state = status.get(checkpoint.path)
                 with contextlib.suppress(CheckpointError):
                     commit = read_commit(PrefixStore(store, checkpoint.path))
@@ -255,7 +301,7 @@ class Tier:
         """
         if keep is None:
             return []
-        status = read_status(self.folder.path)
+        status = current_status(self.folder.path)
         self.history.look_again()
         done = {path for path, state in status.items() if state.state != "waiting"}
         waiting = [each for each in self.history.durable() if each.path not in done]
@@ -271,16 +317,15 @@ class Tier:
     def go_on_from(self, step: int) -> None:
         """Give up, with the next checkpoint, those that were saved after `step`."""
         self.saved.clear()
+        self._resumed_at = step
         self.history.go_on_from(step)
 
     # -- the end -------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
         """Let the process carry what is there, and end by itself."""
-        self._stop.set()
-        self.begun.set()
         if self._watch is not None:
-            self._watch.join()
+            self._watch.close()
         if self._process is not None:
             self._process.finish()
 
@@ -318,13 +363,6 @@ def tier_of(
     config = {
         key: uploads.options[key] for key in ("storage_options", "threads", "max_bandwidth_bytes_per_s")
     }
-    root = history.root if "://" in history.root else os.path.abspath(history.root)
+    root = normal_url(history.root)
+    root = root if "://" in root else os.path.abspath(root)
     return Tier(options, root, job, uploads.ranks.rank, is_local=local is not None, config=config)
-
-
-def _is_of_now(url: str, state: DrainState) -> bool:
-    """Tell whether a state is not that of an earlier save of the same step."""
-    with contextlib.suppress(CheckpointError), contextlib.closing(open_store(url)) as store:
-        commit = read_commit(store)
-        return commit is None or commit.record.id == state.id
-    return True

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
+from ckpt import errors
 from ckpt.errors import (
     AlreadyExists,
     CheckpointError,
@@ -33,6 +34,9 @@ if TYPE_CHECKING:  # rich takes longer to import than most commands take to run
 
 EXIT_FINE, EXIT_PROBLEM, EXIT_USAGE, EXIT_MISSING, EXIT_STORAGE = range(5)
 EXIT_INTERRUPTED = 130
+
+MAX_LINES = 24
+"""Of a kind of thing, however many there are: what else there is to say fits the same screen."""
 
 _PATIENCE_S = 12.0
 """How long a server that cannot be reached is tried again."""
@@ -312,6 +316,11 @@ def exit_code(error: CheckpointError) -> int:
     return EXIT_PROBLEM
 
 
+def _public_name(error: CheckpointError) -> str:
+    """Return the name under which docs/troubleshooting.md explains an error."""
+    return next(kind.__name__ for kind in type(error).__mro__ if kind.__name__ in errors.__all__)
+
+
 def _fail(output: Output, kind: str, text: str, code: int, error: CheckpointError | None = None) -> NoReturn:
     text = " ".join(text.split())[:2000]
     if output.as_json:
@@ -319,6 +328,7 @@ def _fail(output: Output, kind: str, text: str, code: int, error: CheckpointErro
         if error is not None:
             facts |= {"url": error.url, "key": error.key, "start": error.start, "stop": error.stop}
         output.json({"error": facts, "exit_code": code})
-    line = f"[bold red]error:[/] {shown(text)}"
+    found_by = "" if error is None else f" [dim]\\[{_public_name(error)}][/]"
+    line = f"[bold red]error:[/] {shown(text)}{found_by}"
     _console(sys.stderr).print(line, highlight=False, soft_wrap=True)
     raise typer.Exit(code) from None
