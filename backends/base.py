@@ -33,7 +33,7 @@ from ckpt.backends.options import redact_url, scrub, take_options
 from ckpt.errors import AlreadyExists, ConfigurationError, IntegrityError, NotFound
 
 __all__ = [
-    "Capabilities", "Condition", "ObjectStat", "PutMode", "RawRequests", "Store",
+    "Capabilities", "Condition", "ObjectStat", "PutMode", "RawRequests", "Store", "UploadNote",
     # for stores: what they get, give and check
     "Body", "BodyError", "BytesBody", "CheckedBody", "Part", "body_errors_unchanged", "open_part",
     "Read", "Reads", "fill", "remaining",
@@ -68,6 +68,7 @@ class Capabilities:
         cross_client_visibility: every other client sees at once what one client wrote.
         visible_is_durable: what any client sees is durable, also if its put failed or got no answer.
         parallel_parts: parts of one object can be in flight at the same time, and gain from it.
+        resumes_uploads: another process can go on with the put of a large object (`put_resumable`).
         verifies_checksums: the store itself refuses bytes that do not match the checksum sent
             along.
         max_object_size_bytes, max_parts, min_part_size_bytes, max_part_size_bytes: limits of one
@@ -80,6 +81,7 @@ class Capabilities:
     cross_client_visibility: bool = False
     visible_is_durable: bool = False
     parallel_parts: bool = False
+    resumes_uploads: bool = False
     verifies_checksums: bool = False
     max_object_size_bytes: int = 1 << 62
     max_parts: int = 10_000
@@ -102,6 +104,17 @@ class ObjectStat:
     size_bytes: int
     version: str | None = None
     modified_at_s: float | None = None
+
+
+class UploadNote(Protocol):
+    """Remembers the unfinished upload of one object for the next process, in the store's own words. Raises nothing."""
+
+    def read(self) -> bytes | None:
+        """Return what was written; None if nothing is known, or another process uses it."""
+
+    def write(self, data: bytes) -> None: ...
+
+    def clear(self) -> None: ...
 
 
 class Condition(enum.Enum):
@@ -225,6 +238,20 @@ class Store(ABC):
         it was begun or last written to, if known. Those it answers False for stay. Without it, all
         are aborted.
         """
+
+    def put_resumable(
+        self, key: str, body: Body, note: UploadNote, *, mode: PutMode = PutMode.OVERWRITE
+    ) -> int:
+        """Put as `put` does, and go on with the upload that `note` remembers; return the bytes that were there.
+
+        A part that is there is used only if it has the size, and a checksum, of that part of the body; else the
+        upload is aborted, and another one begun. No upload is touched but that of the note.
+
+        A failure that may pass (StorageUnavailable, StorageError itself, an interrupt) leaves the upload and the
+        note; any other neither.
+        """
+        self.put(key, body, mode=mode)
+        return 0
 
     @property
     def reads(self) -> Reads | None:

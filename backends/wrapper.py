@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from ckpt.backends.base import Capabilities, ObjectStat, PutMode, RawRequests, Store, exists
+from ckpt.backends.base import Capabilities, ObjectStat, PutMode, RawRequests, Store, UploadNote, exists
 from ckpt.backends.bodies import Body
 from ckpt.backends.cancellable_reads import Reads
 from ckpt.errors import CheckpointError
@@ -38,6 +38,11 @@ class WrappedStore(Store):
 
     def put(self, key: str, body: Body, *, mode: PutMode = PutMode.OVERWRITE) -> None:
         self._inner.put(key, body, mode=mode)
+
+    def put_resumable(
+        self, key: str, body: Body, note: UploadNote, *, mode: PutMode = PutMode.OVERWRITE
+    ) -> int:
+        return self._inner.put_resumable(key, body, note, mode=mode)
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
         self._inner.read_into(key, offset, buffers)
@@ -99,6 +104,11 @@ class PrefixStore(WrappedStore):
 
     def put(self, key: str, body: Body, *, mode: PutMode = PutMode.OVERWRITE) -> None:
         self._call(key, lambda name: self._inner.put(name, body, mode=mode))
+
+    def put_resumable(
+        self, key: str, body: Body, note: UploadNote, *, mode: PutMode = PutMode.OVERWRITE
+    ) -> int:
+        return self._call(key, lambda name: self._inner.put_resumable(name, body, note, mode=mode))
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
         self._call(key, lambda name: self._inner.read_into(name, offset, buffers))

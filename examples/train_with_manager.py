@@ -47,6 +47,7 @@ def main() -> None:
         options.root,
         save=saving.every_steps(options.save_every) | saving.last_step() | saving.on_preemption(grace_s=25),
         keep=keeping.last(2) | keeping.every_steps(1000),
+        local=options.local_folder,
         max_undurable_s=3600,
         events=[JsonLines(options.events)] if options.events else [],
     ) as manager:
@@ -137,6 +138,7 @@ def arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--root", required=True, help="where the run's checkpoints go: a folder or URL")
+    parser.add_argument("--local-folder", help="a folder on this node's own disk, where saves go first")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--save-every", type=int, default=20)
     parser.add_argument("--width", type=int, default=128)

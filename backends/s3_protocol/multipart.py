@@ -12,24 +12,40 @@ from datetime import datetime, timedelta, timezone
 from email.utils import parsedate_to_datetime
 from typing import Any
 
-from ckpt.backends.base import check_kept
+from ckpt.backends.base import UploadNote, check_kept
 from ckpt.backends.bodies import Body
 from ckpt.backends.s3_protocol.errors import Malformed, UploadGone
 from ckpt.backends.s3_protocol.requests import S3Requests, encode_crc, etag_of
+from ckpt.backends.s3_protocol.resumed_uploads import Upload, may_pass, take_up, try_to_abort
 from ckpt.errors import AccessDenied, StorageError, StorageUnavailable
 
 
-def put_in_parts(s3: S3Requests, key: str, body: Body, part_size_bytes: int, *, create: bool) -> None:
-    """Put an object in parts. On any failure the upload is aborted.
+def put_in_parts(
+    s3: S3Requests,
+    key: str,
+    body: Body,
+    part_size_bytes: int,
+    *,
+    create: bool,
+    note: UploadNote | None = None,
+) -> int:
+    """Put an object in parts; return the bytes that were there, of an upload that `note` remembers.
+
+    On any failure the upload is aborted; with a `note` only on one that does not pass by itself.
 
     Raises:
         IntegrityError: the store kept another number of bytes.
         UploadGone, Conflict: nothing is left of the upload; begin again.
     """
     checksums = s3.sends_checksums and body.has_checksums
-    upload_id = begin_upload(s3, key, checksums=checksums)
+    upload = None if note is None else take_up(s3, key, body, note, checksums=checksums)
+    if upload is None:
+        upload = Upload(begin_upload(s3, key, checksums=checksums), part_size_bytes, checksums)
+        if note is not None:
+            note.write(upload.noted(s3, key, body))
+    upload_id = upload.id
     try:
-        parts = _send_parts(s3, key, body, part_size_bytes, upload_id)
+        parts = _send_parts(s3, key, body, upload)
         crc = body.crc64nvme() if checksums else None
         try:
             try:
@@ -44,12 +60,18 @@ def put_in_parts(s3: S3Requests, key: str, body: Body, part_size_bytes: int, *, 
             settled = isinstance(error, StorageError) and error.settled
             if settled or not _is_ours(s3, key, body.nbytes, parts, crc):
                 raise
-    except BaseException:
-        _try_to_abort(s3, key, upload_id)
+    except BaseException as error:
+        if note is None or not may_pass(error):
+            try_to_abort(s3, key, upload_id)
+            if note is not None:
+                note.clear()
         raise
+    if note is not None:
+        note.clear()
     with contextlib.suppress(AccessDenied, StorageUnavailable):
         # The put was acknowledged; that nobody may or can look changes nothing.
         check_kept(s3.stat(key).size_bytes, body.nbytes, url=s3.url, key=key)
+    return upload.there_bytes
 
 
 def begin_upload(s3: S3Requests, key: str, *, checksums: bool) -> str:
@@ -76,7 +98,7 @@ def _abort_twins(s3: S3Requests, key: str, upload_id: str, took_s: float) -> Non
                 begun = upload.get("Initiated")
                 is_twin = upload.get("Key") == s3.prefix + key and upload["UploadId"] != upload_id
                 if is_twin and begun is not None and begun >= since:
-                    _try_to_abort(s3, key, upload["UploadId"])
+                    try_to_abort(s3, key, upload["UploadId"])
 
 
 def _server_time(reply: Mapping[str, Any]) -> datetime | None:
@@ -87,29 +109,26 @@ def _server_time(reply: Mapping[str, Any]) -> datetime | None:
     return sent if sent.tzinfo is not None else sent.replace(tzinfo=timezone.utc)
 
 
-def _try_to_abort(s3: S3Requests, key: str, upload_id: str) -> None:
-    # The error that brought us here is the one to report, and `abandon` finds the rest.
-    with contextlib.suppress(StorageError, UploadGone):
-        s3.abort_upload(key, upload_id, UploadGone)
-
-
-def _send_parts(s3: S3Requests, key: str, body: Body, size: int, upload_id: str) -> list[dict[str, Any]]:
-    stop = threading.Event()
+def _send_parts(s3: S3Requests, key: str, body: Body, upload: Upload) -> list[dict[str, Any]]:
+    """Send the parts that are not there; return the entries of all."""
+    stop, size = threading.Event(), upload.part_size_bytes
 
     def send(number: int, start: int) -> dict[str, Any]:
         if stop.is_set():
             raise StorageError("not sent: another part failed", url=s3.url, key=key)
         with body.part(start, min(start + size, body.nbytes)) as part:
-            return s3.send_part(key, part, upload_id, number)
+            return s3.send_part(key, part, upload.id, number)
 
     futures: list[Future[dict[str, Any]]] = []
     try:
         for number, start in enumerate(range(0, body.nbytes, size), 1):
-            futures.append(s3.submit(key, send, number, start))
+            if number not in upload.parts:
+                futures.append(s3.submit(key, send, number, start))
         done, _ = wait(futures, return_when=FIRST_EXCEPTION)
         for future in done:
             future.result()  # raises what a part failed with
-        return [future.result() for future in futures]
+        sent = {part["PartNumber"]: part for part in (future.result() for future in futures)}
+        return [part for _, part in sorted({**upload.parts, **sent}.items())]
     finally:
         # No part may still be on its way when the upload is completed or aborted.
         stop.set()

@@ -102,6 +102,13 @@ class S3Requests(S3Connection):
         with self.translated(key, "abort the upload", *signals):
             self.client.abort_multipart_upload(Bucket=self.bucket, Key=self.prefix + key, UploadId=upload_id)
 
+    def parts(self, key: str, upload_id: str) -> Iterator[Mapping[str, Any]]:
+        """List the parts of an upload that the server has."""
+        with self.translated(key, "list the parts", UploadGone, NotImplementedByServer, harmless=True):
+            pages = self.client.get_paginator("list_parts")
+            for page in pages.paginate(**self.object(key), UploadId=upload_id):
+                yield from page.get("Parts", ())
+
     def upload_pages(self, prefix: str) -> Iterator[Any]:
         """Yield the pages of a listing of unfinished uploads."""
         with contextlib.suppress(UploadGone):  # rclone's answer if there is none

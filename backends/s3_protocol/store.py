@@ -22,6 +22,7 @@ from ckpt.backends.base import (
     PutMode,
     RawRequests,
     Store,
+    UploadNote,
     check_key,
     delete_in_batches,
     is_key,
@@ -36,6 +37,7 @@ from ckpt.backends.s3_protocol.errors import Conflict, NotImplementedByServer, U
 from ckpt.backends.s3_protocol.multipart import begin_upload, put_in_parts
 from ckpt.backends.s3_protocol.options import MAX_PART_SIZE_BYTES
 from ckpt.backends.s3_protocol.requests import S3Requests, stat_of
+from ckpt.backends.s3_protocol.resumed_uploads import drop
 from ckpt.errors import AlreadyExists, NotFound, StorageUnavailable
 
 _DELETE_BATCH = 1000
@@ -65,6 +67,7 @@ class S3ApiStore(Store):
             cross_client_visibility=True,
             visible_is_durable=True,
             parallel_parts=True,
+            resumes_uploads=True,
             max_object_size_bytes=5 << 40,
             min_part_size_bytes=5 << 20,
             max_part_size_bytes=MAX_PART_SIZE_BYTES,
@@ -75,30 +78,41 @@ class S3ApiStore(Store):
         return self._s3.retries.count
 
     def put(self, key: str, body: Body, *, mode: PutMode = PutMode.OVERWRITE) -> None:
+        self._put_any(key, body, mode, None)
+
+    def put_resumable(
+        self, key: str, body: Body, note: UploadNote, *, mode: PutMode = PutMode.OVERWRITE
+    ) -> int:
+        try:
+            return self._put_any(key, body, mode, note)
+        except AlreadyExists:
+            drop(self._s3, key, note)
+            raise
+
+    def _put_any(self, key: str, body: Body, mode: PutMode, note: UploadNote | None) -> int:
         create, s3 = mode is PutMode.CREATE, self._s3
         size = part_size_bytes(body.nbytes, s3.options["part_size_bytes"], self.capabilities)
         if create and not (s3.condition is Condition.HONOURED and body.nbytes <= size):
             # The condition is sent all the same, but some servers ignore it, at least for parts.
             refuse_existing(self, key)
         try:
-            self._put(key, body, size, create and s3.condition is not Condition.REFUSED)
+            return self._put(key, body, size, create and s3.condition is not Condition.REFUSED, note)
         except NotImplementedByServer:
             # Then look, and write without. Not atomic, and the capabilities say so.
             s3.condition = Condition.REFUSED
             refuse_existing(self, key)
-            self._put(key, body, size, create=False)
+            return self._put(key, body, size, False, note)
         finally:
             forget_listings(self.url, [key])
 
-    def _put(self, key: str, body: Body, size: int, create: bool) -> None:
+    def _put(self, key: str, body: Body, size: int, create: bool, note: UploadNote | None) -> int:
         for attempt in itertools.count(1):
             try:
                 if body.nbytes > size:
-                    put_in_parts(self._s3, key, body, size, create=create)
-                    return
+                    return put_in_parts(self._s3, key, body, size, create=create, note=note)
                 with body.part(0, body.nbytes) as part:
                     self._s3.put(key, part, create=create)
-                return
+                return 0
             except (UploadGone, Conflict) as error:
                 # The server forgot the upload, as some do in a restart; or another conditional
                 # write of this key was in flight, and S3 wants ours begun anew. Either way nothing
@@ -108,6 +122,7 @@ class S3ApiStore(Store):
                     raise StorageUnavailable(text, url=self.url, key=key) from error
                 self._s3.retries.note(str(error))
             time.sleep(0.2 * 2**attempt * random.random())
+        raise AssertionError
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
         pending = [buffer for buffer in buffers if buffer.nbytes]

@@ -12,8 +12,9 @@ import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from ckpt.backends.base import PutMode, Store, exists
+from ckpt.backends.base import PutMode, Store, UploadNote, exists
 from ckpt.backends.bodies import Body, CheckedBody, Part
+from ckpt.draining.unfinished import Unfinished
 from ckpt.errors import (
     AlreadyExists,
     CommitConflict,
@@ -69,7 +70,7 @@ class Carried:
     """What became of a checkpoint.
 
     Attributes:
-        sent_bytes, found_bytes: of data files that this process has sent, and that were there before.
+        sent_bytes, found_bytes: of data files, that this process has sent, and that were there before, also as parts.
         lacks: the first object that the durable place still lacks, and why it is not committed; None if it is.
         was_there: it was committed there before.
         is_gone: what was sent there is not there any more.
@@ -119,6 +120,7 @@ class Carrier:
     stop: threading.Event = field(default_factory=threading.Event)
     progress: ReportBytes = no_report
     share: Share | None = None
+    unfinished: Unfinished = field(default_factory=lambda: Unfinished(None))
 
     def carry(self, source: Store, destination: Store, *, was_sent: bool = False) -> Carried:
         """Send the objects that are here and not there; commit if all are there then.
@@ -173,10 +175,10 @@ class Carrier:
         sizes = {stat.key: stat.size_bytes for stat in destination.list()}
         pool = StagingPool(_BUDGET_BYTES)
 
-        def count(file: StoredFile, *, sent: bool) -> None:
+        def count(file: StoredFile, there_bytes: int) -> None:
             with lock:
-                done.sent_bytes += file.size_bytes if sent else 0
-                done.found_bytes += 0 if sent else file.size_bytes
+                done.sent_bytes += file.size_bytes - there_bytes
+                done.found_bytes += there_bytes
                 self.progress(done.sent_bytes + done.found_bytes, record.data_bytes)
 
         def check() -> None:
@@ -186,12 +188,13 @@ class Carrier:
         def send(file: StoredFile) -> None:
             check()
             if sizes.get(file.key) == file.size_bytes:
-                count(file, sent=False)
+                count(file, file.size_bytes)
                 return
             checked = VerifiedBody(source, file, pool, check, at_once)
             body = checked if self.pacer is None else _PacedBody(checked, self.pacer)
-            put_once(destination, file.key, body)
-            count(file, sent=True)
+            folder = source.url.rpartition("/")[2]
+            with self.unfinished.note(folder, destination.url, file.key) as note:
+                count(file, put_once(destination, file.key, body, note))
 
         def send_small(ref: ObjectRef) -> None:
             if sizes.get(ref.path) != ref.size_bytes:
@@ -236,10 +239,16 @@ def files_of(ref: ManifestRef, manifest: RankManifest) -> list[StoredFile]:
     return files
 
 
-def put_once(destination: Store, key: str, body: Body) -> None:
-    """Put an object that another process may put at the same time. Raises StorageError, IntegrityError."""
+def put_once(destination: Store, key: str, body: Body, note: UploadNote | None = None) -> int:
+    """Put an object that another process may put at the same time; return the bytes that were there.
+
+    Raises StorageError, IntegrityError.
+    """
     try:
+        if note is not None:
+            return destination.put_resumable(key, body, note, mode=PutMode.CREATE)
         destination.put(key, body, mode=PutMode.CREATE)
+        return 0
     except AlreadyExists:
         size_bytes = destination.stat(key).size_bytes
         if size_bytes != body.nbytes:
@@ -247,6 +256,7 @@ def put_once(destination: Store, key: str, body: Body) -> None:
                 f"has {size_bytes} bytes, {body.nbytes} are to be there: remove it, or drain to another place"
             )
             raise IntegrityError(text, url=destination.url, key=key) from None
+        return size_bytes
 
 
 def _show(destination: Store, commit: StoredCommit) -> None:

@@ -19,6 +19,7 @@ from ckpt.backends.wrapper import PrefixStore
 from ckpt.consistency import environment
 from ckpt.consistency.patience import patiently
 from ckpt.draining.carry import NO_BASE, Carrier, Share
+from ckpt.draining.unfinished import Unfinished
 from ckpt.errors import (
     AccessDenied,
     AlreadyExists,
@@ -137,7 +138,7 @@ def drain(
     drainer = _Drainer(
         from_store,
         to_store,
-        Carrier(pacer, event, progress or no_report, share),
+        Carrier(pacer, event, progress or no_report, share, Unfinished(from_store.directory)),
         event,
         newest,
         keep_local,
@@ -227,6 +228,7 @@ class _Drainer:
             if drained is not None:
                 yield drained
         self._make_room(there)
+        self.carrier.unfinished.forget_but([each.path for each in there])
         paths = {each.path for each in there}
         self.settled = {path: seen for path, seen in self.settled.items() if path in paths}
         self.again = defaultdict(_Again, {path: each for path, each in self.again.items() if path in paths})

@@ -169,6 +169,8 @@ class DrainProcess:
                 start_new_session=True,  # what ends the trainer by its process group does not end it
             )
         _started.append(self._process)
+        with contextlib.suppress(OSError):  # already while it starts
+            os.setpriority(os.PRIO_PROCESS, self._process.pid, _NICENESS)
         self._began_s = time.monotonic()
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):  # it has ended: the next look tells
@@ -182,8 +184,6 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     folder = sys.argv[1]
     config = pickle.loads(sys.stdin.buffer.read(int.from_bytes(sys.stdin.buffer.read(8), "little")))
-    with contextlib.suppress(OSError):
-        os.nice(_NICENESS)
     finish, stop = threading.Event(), threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: _end_soon(finish, stop))
     owner, status = _File(os.path.join(folder, _OWNER)), _File(os.path.join(folder, STATUS))

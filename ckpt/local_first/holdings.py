@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -191,9 +191,18 @@ class Records:
 
 
 def completed_by(
-    holding: Holding, root: str, far: str, storage_options: Mapping[str, Any] | None, ranks: Ranks
+    holding: Holding,
+    root: str,
+    far: str,
+    storage_options: Mapping[str, Any] | None,
+    ranks: Ranks,
+    *,
+    ask: Callable[[Callable[[], bool]], bool],
 ) -> bool:
-    """Tell, on all ranks, whether what the nodes lack of a checkpoint was carried to `far` before. All ranks call it."""
+    """Tell, on all ranks, whether what the nodes lack of a checkpoint was carried to `far` before. All ranks call it.
+
+    `ask` is given what reads the durable place, and may give up on it.
+    """
     if holding.owner is None:
         return False
     try:
@@ -210,7 +219,7 @@ def completed_by(
         return all(not ref.owner and _is_here(ref, sizes, of_model=record.is_model) for ref in missing)
 
     try:
-        return ranks.from_first(look)
+        return ranks.from_first(lambda: ask(look))
     except CheckpointError as error:
         _logger.warning(
             "step %d is not whole on the nodes, and not in the durable place: %s", holding.step, error

@@ -20,6 +20,8 @@ class LocalTier:
         drain_timeout_s: how long `CheckpointManager.close` waits for what is not durable yet.
         copies: 1 keeps what each node has also on another node's disk, so that one lost node loses nothing.
         failure_domain: what fails together with this node, such as the name of its rack: the copies are in another one.
+        answer_timeout_s: how long a restore waits for the durable place to tell what it has, where the nodes have a whole
+            checkpoint.
 
     Raises:
         ConfigurationError: a number makes no sense.
@@ -31,6 +33,7 @@ class LocalTier:
     drain_timeout_s: float = 600.0
     copies: int = 0
     failure_domain: str = ""
+    answer_timeout_s: float = 15.0
 
     def __post_init__(self) -> None:
         if not _is_number(self.keep, int) or self.keep < 1:
@@ -41,10 +44,12 @@ class LocalTier:
             raise ConfigurationError(
                 f"LocalTier(budget_bytes=...) must be a positive number of bytes, not {self.budget_bytes!r}"
             )
-        if not _is_number(self.drain_timeout_s, int | float) or not self.drain_timeout_s >= 0:
-            raise ConfigurationError(
-                f"LocalTier(drain_timeout_s=...) must be a number of seconds, not {self.drain_timeout_s!r}"
-            )
+        for name in ("drain_timeout_s", "answer_timeout_s"):
+            seconds = getattr(self, name)
+            if not _is_number(seconds, int | float) or not seconds >= 0:
+                raise ConfigurationError(
+                    f"LocalTier({name}=...) must be a number of seconds, not {seconds!r}"
+                )
         if self.copies not in (0, 1):
             raise ConfigurationError(f"LocalTier(copies=...) is 0 or 1, not {self.copies!r}")
         if not isinstance(self.failure_domain, str):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from ckpt.backends.base import Condition, ObjectStat, PutMode, RawRequests, Store
+from ckpt.backends.base import Condition, ObjectStat, PutMode, RawRequests, Store, UploadNote
 from ckpt.backends.bodies import Body, Part
 from ckpt.backends.wrapper import WrappedStore
 from ckpt.consistency import environment
@@ -62,6 +62,15 @@ class DeadlineStore(WrappedStore):
             self._inner.put(key, _ReportingBody(body, operation, self._progress), mode=mode)
 
         self.run("writing", key, work, body.nbytes)
+
+    def put_resumable(
+        self, key: str, body: Body, note: UploadNote, *, mode: PutMode = PutMode.OVERWRITE
+    ) -> int:
+        def work(operation: Operation) -> int:
+            reporting = _ReportingBody(body, operation, self._progress)
+            return self._inner.put_resumable(key, reporting, note, mode=mode)
+
+        return self.run("writing", key, work, body.nbytes)
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
         cancel = None if self._reads is None else self._reads.cancel

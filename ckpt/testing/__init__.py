@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from ckpt.backends.bodies import CheckedBody
 from ckpt.testing.place_tests import PlaceTests
+from ckpt.testing.resume_tests import ResumeTests
 from ckpt.testing.transfer_tests import TransferTests
 
 __all__ = ["CheckedBody", "StoreTests"]
 
 
-class StoreTests(TransferTests, PlaceTests):
+class StoreTests(TransferTests, ResumeTests, PlaceTests):
     """The conformance suite of `ckpt.backends.base.Store`, for pytest.
 
     A store's author subclasses it and runs it:

@@ -375,9 +375,9 @@ def test_stopped(local: Path, server: StrictS3, to_server: dict[str, Any]) -> No
     assert outcomes(done) == [("step-1", "waiting"), ("step-2", "waiting")]
     assert {each.reason for each in done} == {"stopped before it was durable"}
     assert not [name for name in server.objects if name.endswith("commit.json")]
-    assert not server.uploads
     server.rule = lambda request: "pass"
     assert {each.state for each in ckpt.drain(local, DURABLE, **to_server)} == {"durable"}
+    assert not server.uploads
 
 
 def _drain(local: str, options: dict[str, Any]) -> None:

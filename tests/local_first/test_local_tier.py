@@ -689,6 +689,49 @@ def test_a_restart_while_the_store_gives_no_answer(tmp_path: Path) -> None:
         assert log.steps("durable")[-1] == 3
 
 
+def test_a_restore_does_not_wait_for_a_store_that_gives_no_answer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not one that refuses: a request gets no answer at all, and the SDK would wait for it for minutes."""
+    with strict_s3() as server, fault_proxy(server) as proxy:
+        tier = ckpt.LocalTier(tmp_path / "local", drain_timeout_s=0.0, answer_timeout_s=0.5)
+        more: dict[str, Any] = {"storage_options": proxy.options, "local": tier}
+        with ckpt.CheckpointManager("s3://bucket/run", save=1, **more) as manager:
+            manager.step(1, state_of(1))
+            manager.wait_durable(PATIENCE_S)
+        proxy.rule = lambda call: "stall"
+        log, state = Log(), state_of(0)
+        manager = ckpt.CheckpointManager("s3://bucket/run", save=1, events=[log.append], **more)
+        found = manager.restore(state)
+        assert found is not None
+        assert found.step == int(state["step"]) == 1
+        assert log.of("restored").values["durable_bytes"] == 0
+        assert (
+            "checkpoints stay local until the durable place answers: s3://bucket/run: no answer"
+            in caplog.text
+        )
+        assert "what the nodes have is taken: s3://bucket/run: no answer within 0.5 s" in caplog.text
+        manager._saves.hurries = True
+        proxy.rule = lambda call: "pass"
+        manager.close()
+
+
+def test_without_a_whole_checkpoint_the_durable_place_is_waited_for(tmp_path: Path) -> None:
+    with strict_s3() as server, fault_proxy(server) as proxy:
+        tier = ckpt.LocalTier(tmp_path / "local", answer_timeout_s=0.0)
+        more: dict[str, Any] = {"storage_options": proxy.options, "local": tier, "preflight": False}
+        with ckpt.CheckpointManager("s3://bucket/run", save=1, **more) as manager:
+            manager.step(1, state_of(1))
+            manager.wait_durable(PATIENCE_S)
+        shutil.rmtree(tmp_path / "local")
+        proxy.rule = lambda call: "delay"
+        state = state_of(0)
+        with ckpt.CheckpointManager("s3://bucket/run", save=1, **more) as manager:
+            found = manager.restore(state)
+        assert found is not None
+        assert found.step == int(state["step"]) == 1
+
+
 # -- fallback ----------------------------------------------------------------------------------------------
 
 

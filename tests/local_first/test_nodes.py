@@ -20,9 +20,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import ckpt
 from ckpt.errors import LoadFailed, StorageFull
-from ckpt.local_first import partners
+from ckpt.local_first import partners, saving
 from ckpt.local_first.partners import Node, share_of, sources_of
 from ckpt.trainer_integration.events import Event
+from ckpt.writing.stager import COMMON_MEMORY
 
 ROWS, COLUMNS = 2048, 256
 
@@ -244,6 +245,42 @@ def test_a_node_is_replaced_while_there_are_copies(tmp_path: Path) -> None:
         parts_bytes[2] + parts_bytes[1],
         parts_bytes[3],
     ]
+
+
+def _leased() -> int:
+    """Count the states that are staged in memory."""
+    COMMON_MEMORY._take_back()
+    return COMMON_MEMORY._in_use
+
+
+def _memory_in_use(rank: int, folder: str, copies: int) -> list[int]:
+    """Return how many states are staged when copies are made, and when the save is local."""
+    found: list[int] = []
+    make_copies = partners.copy_from_partners
+
+    def look(*args: Any) -> Any:
+        found.append(_leased())
+        return make_copies(*args)
+
+    def look_too(event: Event) -> None:
+        if event.kind == "local":
+            found.append(_leased())
+
+    vars(saving)["copy_from_partners"] = look
+    tier = ckpt.LocalTier(f"{folder}/node{rank}", copies=copies)
+    more: dict[str, Any] = {"preflight": False, "events": [look_too]}
+    with ckpt.CheckpointManager(f"{folder}/durable", save=1, local=tier, **more) as manager:
+        manager.step(1, state_of(2, 1))
+        assert manager.wait_durable(60) == 1
+    return found
+
+
+@pytest.mark.parametrize("copies", [0, 1])
+def test_memory_is_free_when_the_local_write_ends(tmp_path: Path, copies: int) -> None:
+    """The copies on other nodes, too, are made from the disk."""
+    first, second = run_ranks(2, _memory_in_use, str(tmp_path), copies)
+    assert first == [0] * (1 + copies)  # events are the first rank's
+    assert second == [0] * copies
 
 
 def test_a_node_is_lost_for_which_the_others_wait(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from ckpt.backends.registry import open_store
 from ckpt.backends.wrapper import PrefixStore, WrappedStore
 from ckpt.consistency import environment
 from ckpt.consistency.environment import Environment
+from ckpt.draining.unfinished import NoNote
 from ckpt.errors import ConfigurationError, StorageError, StorageUnavailable
 from ckpt.ranks.deadline_store import DeadlineStore
 from ckpt.ranks.progress import Progress
@@ -29,6 +30,7 @@ LIMIT_S = 0.2
 
 BOUNDED: dict[str, Callable[[Store], object]] = {
     "put": lambda store: store.put("k", BytesBody(b"x")),
+    "put_resumable": lambda store: store.put_resumable("k", BytesBody(b"x"), NoNote()),
     "read_into": lambda store: store.read_into("k", 0, [memoryview(bytearray(1))]),
     "stat": lambda store: store.stat("k"),
     "list": lambda store: list(store.list()),
@@ -251,7 +253,7 @@ class Recording:
 
     def __getattr__(self, name: str) -> Any:
         def note(*arguments: Any, **options: Any) -> Any:
-            self.calls.append((name, *arguments))
+            self.calls.append((name, *(each for each in arguments if not isinstance(each, NoNote))))
             return iter(())
 
         return note
@@ -287,6 +289,7 @@ def test_a_prefix_is_put_before_every_key() -> None:
     assert (store.threads, store.part_size_bytes) == (3, 5)
     body, buffers = BytesBody(b"x"), [memoryview(bytearray(1))]
     store.put("k", body)
+    store.put_resumable("k", body, NoNote())
     store.read_into("k", 5, buffers)
     with pytest.raises(TypeError):  # the answer is not an ObjectStat
         store.stat("k")
@@ -300,6 +303,7 @@ def test_a_prefix_is_put_before_every_key() -> None:
     assert store.raw_requests() is None
     assert [call for call in inner.calls if call[0] != "delete"] == [
         ("put", "a/b/k", body),
+        ("put_resumable", "a/b/k", body),
         ("read_into", "a/b/k", 5, buffers),
         ("stat", "a/b/k"),
         ("list", "a/b/p"),

@@ -28,6 +28,24 @@ def pod_of_job() -> dict[str, Any]:
     return spec
 
 
+LOCAL_FIRST = ("emptydir", "hostpath", "claim")
+
+
+def job_with_disk(name: str) -> dict[str, Any]:
+    """Return the plain Job with a disk of the node, as kustomize patches it."""
+    job = copy.deepcopy(documents("job.yaml")["Job"])
+    for change in yaml.safe_load((FOLDER / "local-first" / f"{name}.yaml").read_text()):
+        assert change["op"] == "add"
+        *path, last = change["path"].removeprefix("/").split("/")
+        place: Any = job
+        for step in path:
+            place = place[int(step)] if isinstance(place, list) else place[step]
+        assert isinstance(place, list)
+        assert last == "-"
+        place.append(change["value"])
+    return job
+
+
 def pod_of_acceptance() -> dict[str, Any]:
     """Return the pod template's spec of the Job that tries new storage."""
     spec: dict[str, Any] = documents("acceptance.yaml")["Job"]["spec"]["template"]["spec"]

@@ -44,9 +44,12 @@ class Request:
         if "uploads" in self.query:
             return "CreateMultipartUpload" if self.method == "POST" else "ListMultipartUploads"
         if "uploadId" in self.query:
-            return {"PUT": "UploadPart", "POST": "CompleteMultipartUpload", "DELETE": "AbortMultipartUpload"}[
-                self.method
-            ]
+            return {
+                "GET": "ListParts",
+                "PUT": "UploadPart",
+                "POST": "CompleteMultipartUpload",
+                "DELETE": "AbortMultipartUpload",
+            }[self.method]
         if "delete" in self.query:
             return "DeleteObjects"
         return f"{self.method.capitalize()}Object"
@@ -57,6 +60,7 @@ class Upload:
     name: str
     began_s: float
     parts: dict[int, bytes] = field(default_factory=dict)
+    checksums: dict[int, str] = field(default_factory=dict)
 
 
 Rule = Callable[[Request], str | tuple[int, str]]
@@ -279,9 +283,25 @@ class _Handler(Handler):
 
     def _UploadPart(self, request: Request, body: bytes, action: str) -> Reply:
         upload = self._upload(request)
-        self._verify(request, body)
-        upload.parts[int(request.query["partNumber"])] = body
+        number = int(request.query["partNumber"])
+        upload.checksums[number] = self._verify(request, body)
+        upload.parts[number] = body
         return 200, {"etag": _etag(body)}, b""
+
+    def _ListParts(self, request: Request, body: bytes, action: str) -> Reply:
+        """Pages of two parts each."""
+        upload, after = self._upload(request), int(request.query.get("part-number-marker") or 0)
+        left = [number for number in sorted(upload.parts) if number > after]
+        listed = ""
+        for number in left[:2]:
+            data, checksum = upload.parts[number], upload.checksums[number]
+            listed += f"<Part><PartNumber>{number}</PartNumber><Size>{len(data)}</Size>"
+            listed += f"<ETag>{escape(_etag(data))}</ETag>"
+            listed += f"<ChecksumCRC64NVME>{checksum}</ChecksumCRC64NVME>" if checksum else ""
+            listed += "</Part>"
+        cut = f"<IsTruncated>{str(len(left) > 2).lower()}</IsTruncated>"
+        cut += f"<NextPartNumberMarker>{left[1]}</NextPartNumberMarker>" if len(left) > 2 else ""
+        return 200, {}, f"<ListPartsResult>{cut}{listed}</ListPartsResult>".encode()
 
     def _CompleteMultipartUpload(self, request: Request, body: bytes, action: str) -> Reply:
         state, upload = self.state, self._upload(request)

@@ -14,6 +14,7 @@ import msgspec
 
 from ckpt.api import place_of
 from ckpt.backends.registry import open_store
+from ckpt.backends.wrapper import PrefixStore
 from ckpt.errors import (
     CheckpointError,
     FormatError,
@@ -121,8 +122,7 @@ class History:
 
     def examine(self, path: str) -> Candidate:
         """Look at a checkpoint. Raises NotFound, NotCommitted or CommitConflict if it is gone."""
-        with contextlib.closing(open_store(self.url(path), self.storage_options)) as store:
-            return examine(store)
+        return examine(PrefixStore(self._store, path))
 
     def go_on_from(self, step: int) -> None:
         """Give up, with the next checkpoint, those that were saved after `step`."""

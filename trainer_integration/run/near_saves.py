@@ -56,6 +56,7 @@ class NearSaves(Saves):
         super().go_on_from(step, path, created_at_s, is_durable=is_durable)
         self._newest, self._near = None, {} if is_durable else {path: step}
         self._tier.go_on_from(step)
+        self._tier.begin()
 
     # -- saves ---------------------------------------------------------------------------------------------
 
@@ -64,6 +65,7 @@ class NearSaves(Saves):
     ) -> Future[Any]:
         """Begin an upload to the place that all ranks choose; each node hears what is not wanted any more."""
         tier, url = self._tier, self.history.url(checkpoint.path)
+        tier.begin()
         offer, self._given_up = (not tier.has_room(), self._given_up), []
         is_full, given_up = self._ranks.join(offer, _either)
         tier.drop(given_up)
@@ -78,8 +80,9 @@ class NearSaves(Saves):
 
     def check_root(self, needed_bytes: int) -> int | None:
         """Try the run's root out; while it gives no answer, checkpoints wait near."""
+        check = super().check_root
         try:
-            return super().check_root(needed_bytes)
+            return self._tier.far.ask(lambda: check(needed_bytes))
         except StorageUnavailable as error:
             _logger.warning("checkpoints stay %s until the durable place answers: %s", self._tier.name, error)
             return None

@@ -6,11 +6,12 @@ import logging
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.distributed.checkpoint.planner import LoadPlanner
 
 from ckpt.errors import CheckpointError, NotCommitted, NotFound, StorageError
+from ckpt.local_first.far_place import Asked, FarPlace
 from ckpt.local_first.holdings import Holding, completed_by, holdings
 from ckpt.local_first.loading import load_near
 from ckpt.ranks.group import Ranks
@@ -20,6 +21,8 @@ from ckpt.trainer_integration.run.search import Choice, Search
 from ckpt.trainer_integration.run.tier import Tier
 
 _logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Nearest:
@@ -38,19 +41,21 @@ class Nearest:
         What is near is tried before what is durable of the same step; what only some of the nodes have counts if
         the durable place has the rest.
         """
+        first = Asked(search.next) if ranks.rank == 0 else None  # while the nodes tell what they have
         found = [] if step == "best" else holdings(self._tier.folder.path, ranks)
         found = [each for each in found if isinstance(step, str) or each.step == step]
+        ask = self._tier.far.ask if any(each.is_whole for each in found) else _call
         for number, each in enumerate(found):
             if each.is_whole:
                 break
-            far = self._history.url(each.path)
-            if completed_by(each, self._tier.folder.path, far, self._history.storage_options, ranks):
+            far, options = self._history.url(each.path), self._history.storage_options
+            if completed_by(each, self._tier.folder.path, far, options, ranks, ask=ask):
                 found[number] = replace(each, is_completed=True)
                 break
         if isinstance(step, int):  # asked for, whatever has become of it in the durable place
             found = [replace(each, was_durable=False) for each in found]
         given_up = ranks.join(self._tier.given_up(), frozenset.union)
-        return _Merged(search, found, self._history, given_up).next
+        return _Merged(search, first, found, self._history, self._tier.far, given_up).next
 
     def load(
         self,
@@ -77,11 +82,13 @@ class _Merged:
     def __init__(
         self,
         search: Search,
+        first: Asked[Choice | None] | None,
         found: list[Holding],
         history: History,
+        far: FarPlace,
         given_up: frozenset[tuple[str, float]],
     ) -> None:
-        self._search, self._history = search, history
+        self._search, self._asked, self._history, self._far = search, first, history, far
         self._given_up, self._last = given_up, list[Choice]()
         self._tried: Choice | None = None
         self._near = deque(found)
@@ -134,7 +141,7 @@ class _Merged:
     def _became_durable(self, tried: Choice) -> Candidate | None:
         """Look whether one that could not be read became durable meanwhile: the nodes may make room of it then."""
         try:
-            candidate = self._history.examine(tried.path)
+            candidate = self._far.ask(lambda: self._history.examine(tried.path))
         except CheckpointError:
             return None
         return candidate if candidate.id == tried.candidate.id and candidate.fault is None else None
@@ -143,7 +150,7 @@ class _Merged:
         """Tell whether a checkpoint is not in the durable place any more, as that says itself."""
         try:
             if not self._has_failed:
-                self._history.examine(near.path)
+                self._far.ask(lambda: self._history.examine(near.path))
         except (NotCommitted, NotFound):
             return True
         except CheckpointError as error:
@@ -151,15 +158,21 @@ class _Merged:
         return False
 
     def _peek(self) -> None:
-        """Find the next durable checkpoint, and those before it that are lost."""
+        """Find the next durable checkpoint, and those before it that are lost; not if the nodes can do without."""
         while not (self._durable and not self._durable[-1].is_lost) and not self._is_over:
+            asked = self._asked = self._asked or Asked(self._search.next)
+            can_do_without = any(near.is_whole or near.is_completed for near in self._near)
             try:
-                choice = self._search.next()
+                choice = self._far.wait(asked) if can_do_without else asked.answer()
             except StorageError as error:
-                if not any(near.is_whole or near.is_completed for near in self._near):
+                if not can_do_without:
                     raise
-                _logger.warning("the durable place gives no answer, what the nodes have is taken: %s", error)
-                choice, self._has_failed = None, True
+                _logger.warning("the durable place cannot be asked, what the nodes have is taken: %s", error)
+                self._has_failed = True
+                if not asked.is_answered():
+                    return  # it is asked again if nothing of that can be loaded
+                choice = None
+            self._asked = None
             if choice is None:
                 self._is_over = True
                 self._durable.extend(self._last)
@@ -173,6 +186,10 @@ def _comes_first(near: Holding, durable: Choice | None) -> bool:
     if durable is None:
         return True
     return (near.step, near.created_at_s) >= (durable.step, durable.candidate.created_at_s or 0.0)
+
+
+def _call(question: Callable[[], T]) -> T:
+    return question()
 
 
 def _added(some: list[int], others: list[int]) -> list[int]:

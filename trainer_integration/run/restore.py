@@ -100,8 +100,7 @@ def restore(
         return planner
 
     figures: dict[str, float] = {}
-    passed_over: list[PassedOver] = []
-    stock: list[str] = []  # of those passed over
+    passed_over, stock = list[PassedOver](), list[str]()  # of these, those of another program
     search, is_error = Search(step, saves), False
     find_next = search.next if nearest is None else nearest.merged(search, step, ranks)
     while (choice := ranks.from_first(find_next)) is not None:
@@ -109,6 +108,7 @@ def restore(
         if nearest is not None and choice.near is not None:
             shown = nearest.shown(choice)
         if fault is None:
+            figures["search_s"] = time.monotonic() - began_s
             loaded, fault = _unless_damaged(lambda: attempt(history.url(choice.path), choice), ranks)
             if loaded is not None and fault is None:
                 saved_at_s, is_durable = choice.candidate.created_at_s, choice.is_durable

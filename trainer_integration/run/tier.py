@@ -14,12 +14,14 @@ from typing import Any
 
 import msgspec
 
+from ckpt.api import place_of
 from ckpt.backends.registry import normal_url, open_store
 from ckpt.backends.wrapper import PrefixStore
 from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.format.records import read_commit
 from ckpt.format.run_record import RunCheckpoint
 from ckpt.local_first.drain_process import DrainProcess, DrainState, current_status, read_status
+from ckpt.local_first.far_place import FarPlace
 from ckpt.local_first.folder import RunFolder
 from ckpt.local_first.options import LocalTier
 from ckpt.local_first.partners import Node, meet, share_of, shared_domains, sources_of, undurable
@@ -34,6 +36,9 @@ from ckpt.trainer_integration.run.history import History
 _logger = logging.getLogger(__name__)
 
 _LOOK_S, _JOIN_S = 0.5, 5.0
+_FIRST_LOOK_S = 10.0
+"""When to look first, unless a save or the end of a restore is sooner: a restore needs the cores, and the process that
+carries takes some when it starts."""
 
 Tell = Callable[..., None]
 WhenDurable = Callable[[RunCheckpoint, DrainState, bool], None]
@@ -44,9 +49,14 @@ class _Watch:
 
     def __init__(self, look: Callable[[], None]) -> None:
         self._look, self._is_closed, self._asked = look, False, threading.Event()
-        self._lock, self._waiting = threading.Lock(), list[threading.Event]()
+        self._lock, self._waiting, self._has_begun = threading.Lock(), list[threading.Event](), False
         self._thread = threading.Thread(target=self._run, name="ckpt-tier", daemon=True)
         self._thread.start()
+
+    def begin(self) -> None:
+        """Look now, if it has not looked yet."""
+        if not self._has_begun:
+            self._asked.set()
 
     def wait_looked(self, until_s: float) -> None:
         looked = threading.Event()
@@ -63,6 +73,8 @@ class _Watch:
 
     def _run(self) -> None:
         failure = ""
+        self._asked.wait(_FIRST_LOOK_S)
+        self._has_begun = True
         while True:
             with self._lock:
                 self._asked.clear()
@@ -113,6 +125,7 @@ class Tier:
         self.history = History(self.folder.path, None)
         self._options = options
         self.sources: tuple[int, ...] | None = None
+        self.far = FarPlace(place_of(root), options.answer_timeout_s)
         self._process = (
             DrainProcess(self.folder.path, {"durable": root, "keep_local": options.keep, **config})
             if self.is_leader
@@ -177,8 +190,12 @@ class Tier:
         """Keep the process running that carries checkpoints; on the first rank follow what becomes of them."""
         if not self.is_leader and self._rank != 0:
             return
-
         self._watch = _Watch(lambda: self._look(when_durable, tell))
+
+    def begin(self) -> None:
+        """Begin to carry now, if that has not begun."""
+        if self._watch is not None:
+            self._watch.begin()
 
     def wait_looked(self, until_s: float) -> None:
         """Wait for the watch to look once more, until a time of `time.monotonic`: a store may hold it up for long."""

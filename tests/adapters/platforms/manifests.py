@@ -15,8 +15,10 @@ import pydantic
 import pytest
 from support.manifests import (
     FOLDER,
+    LOCAL_FIRST,
     documents,
     environment,
+    job_with_disk,
     pod_of_acceptance,
     pod_of_job,
     pod_of_trainjob,
@@ -28,7 +30,7 @@ from ckpt.trainer_integration import saving
 from ckpt.trainer_integration.events import Event
 from ckpt.trainer_integration.sinks.trainjob import TrainJobStatus
 
-FILES = sorted(path.name for path in FOLDER.glob("*.yaml"))
+FILES = sorted(path.name for path in FOLDER.glob("*.yaml") if path.name != "kustomization.yaml")
 TRAINER = {"TrainJob", "TrainingRuntime"}
 TRAININGS = {"Job": pod_of_job, "TrainJob": pod_of_trainjob}
 PODS = {**TRAININGS, "acceptance": pod_of_acceptance}
@@ -108,6 +110,11 @@ def check_kubernetes(type_name: str, value: Any, where: str) -> None:
 def test_manifests_have_the_fields_of_the_published_models(name: str) -> None:
     for document in documents(name).values():
         check(document)
+
+
+@pytest.mark.parametrize("name", LOCAL_FIRST)
+def test_a_job_with_a_disk_of_the_node(name: str) -> None:
+    check(job_with_disk(name))
 
 
 def changed(name: str, kind: str, change: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
