@@ -120,6 +120,7 @@ def simulated_nodes(world: Nodes, simulation: Simulation) -> Iterator[None]:
                 (folder, "os", files),
                 (drain_process, "os", files),
                 (tier, "_LOOK_S", 30.0),
+                (tier, "_FIRST_LOOK_S", 0.0),  # what a restore needs of the cores is nothing here
                 (near_saves, "_LOOK_S", 30.0),
                 (near_saves, "_ASK_S", 120.0),
                 (drain_process, "_POLL_S", 40.0),
