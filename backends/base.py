@@ -15,14 +15,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
 
 from ckpt.backends.bodies import (
     Body,
     BodyError,
     BytesBody,
     CheckedBody,
+    Condition,
     Part,
+    RawRequests,
+    UploadNote,
     body_errors_unchanged,
     fill,
     open_part,
@@ -104,56 +106,6 @@ class ObjectStat:
     size_bytes: int
     version: str | None = None
     modified_at_s: float | None = None
-
-
-class UploadNote(Protocol):
-    """Remembers the unfinished upload of one object for the next process, in the store's own words. Raises nothing."""
-
-    def read(self) -> bytes | None:
-        """Return what was written; None if nothing is known, or another process uses it."""
-
-    def write(self, data: bytes) -> None: ...
-
-    def clear(self) -> None: ...
-
-
-class Condition(enum.Enum):
-    """How a server treats "only if absent"."""
-
-    HONOURED = "honoured"
-    REFUSED = "refused"
-    IGNORED = "ignored"
-
-
-class RawRequests(Protocol):
-    """Single requests to a server, for probes; keys are those of the store, errors `ckpt.errors`.
-
-    Nothing is checked before, and nothing replaces a request that is refused.
-    """
-
-    bucket_url: str
-    """Endpoint and bucket: for all keys in it, the server answers alike."""
-
-    def put(self, key: str, body: Body, *, create: bool = False, part_size_bytes: int | None = None) -> bool:
-        """Put an object, in parts if their size is given; False if the server cannot.
-
-        Raises AlreadyExists with `create`, if the server says so.
-        """
-
-    def learn(self, condition: Condition | None) -> None:
-        """Have the store act on this measurement from now on; None: it could not be measured."""
-
-    def begin(self, key: str) -> str:
-        """Begin an upload in parts; returns its id."""
-
-    def send_part(self, key: str, upload_id: str, number: int, body: Body) -> None:
-        """Send one part."""
-
-    def uploads(self, key: str) -> list[str]:
-        """List the ids of the unfinished uploads of `key`."""
-
-    def abort(self, key: str, upload_id: str) -> None:
-        """Abort an upload."""
 
 
 class Store(ABC):

@@ -1,8 +1,9 @@
-"""Bodies: bytes on their way into a store; and helpers for the buffers that reads fill."""
+"""Bodies: bytes on their way into a store; how single requests and unfinished uploads take them; buffers that reads fill."""
 
 from __future__ import annotations
 
 import contextlib
+import enum
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -48,6 +49,56 @@ class Body(Protocol):
 
     def crc64nvme(self) -> int | None:
         """Return the checksum of the whole body, known once every part has been opened."""
+
+
+class UploadNote(Protocol):
+    """Remembers the unfinished upload of one object for the next process, in the store's own words. Raises nothing."""
+
+    def read(self) -> bytes | None:
+        """Return what was written; None if nothing is known, or another process uses it."""
+
+    def write(self, data: bytes) -> None: ...
+
+    def clear(self) -> None: ...
+
+
+class Condition(enum.Enum):
+    """How a server treats "only if absent"."""
+
+    HONOURED = "honoured"
+    REFUSED = "refused"
+    IGNORED = "ignored"
+
+
+class RawRequests(Protocol):
+    """Single requests to a server, for probes; keys are those of the store, errors `ckpt.errors`.
+
+    Nothing is checked before, and nothing replaces a request that is refused.
+    """
+
+    bucket_url: str
+    """Endpoint and bucket: for all keys in it, the server answers alike."""
+
+    def put(self, key: str, body: Body, *, create: bool = False, part_size_bytes: int | None = None) -> bool:
+        """Put an object, in parts if their size is given; False if the server cannot.
+
+        Raises AlreadyExists with `create`, if the server says so.
+        """
+
+    def learn(self, condition: Condition | None) -> None:
+        """Have the store act on this measurement from now on; None: it could not be measured."""
+
+    def begin(self, key: str) -> str:
+        """Begin an upload in parts; returns its id."""
+
+    def send_part(self, key: str, upload_id: str, number: int, body: Body) -> None:
+        """Send one part."""
+
+    def uploads(self, key: str) -> list[str]:
+        """List the ids of the unfinished uploads of `key`."""
+
+    def abort(self, key: str, upload_id: str) -> None:
+        """Abort an upload."""
 
 
 class BytesBody:
