@@ -17,7 +17,7 @@ import torch
 
 from ckpt.backends.base import Capabilities, ObjectStat, Store
 from ckpt.consistency import environment
-from ckpt.errors import CheckpointError, NotFound, StorageError
+from ckpt.errors import CheckpointError, NotFound, StorageError, Truncated
 from ckpt.format.names import ObjectName, owned_path, split_path
 from ckpt.format.records import ObjectRef
 from ckpt.local_first.near_store import OnceStore, ReadOnlyStore
@@ -46,10 +46,11 @@ _FAREWELL = -1
 _SIZE = -1
 """Where the bytes begin, of a request for the object's size."""
 
-_GONE = 2
-"""The outcome of a read: 1 if it worked, 0 if not, or this if the object was removed."""
 
 _ASK, _FIRST_ANSWER = 0, 2
+_FAILED, _READ, _ENDS, _GONE = range(4)
+"""How an answer went. `_ENDS`: the file ends before the bytes that are asked for; `_GONE`: it was removed meanwhile."""
+
 _ANSWERS = (MAX_TAGS - _FIRST_ANSWER) // 2
 
 
@@ -172,7 +173,7 @@ class Neighbours:
     def fetch(self, key: str, offset: int, memory: memoryview) -> Callable[[], None]:
         """Begin to read bytes of an object that another node has; call what is returned to wait for them.
 
-        Raises NotFound if none has it; the wait raises StorageError if it could not read them.
+        Raises NotFound if none has it; the wait also raises Truncated, and StorageError if it could not be read.
         """
         holder, messages = self._holder.get(_stem(key)), self._messages
         if holder is None or messages is None:
@@ -195,10 +196,7 @@ class Neighbours:
                 settled()
             except (RuntimeError, ConnectionError) as error:
                 raise self._lost(holder, key, error) from error
-            if status.item() == _GONE:
-                raise NotFound(f"rank {holder} does not have it any more", url=self._here.url, key=key)
-            if not status.item():
-                raise StorageError(f"rank {holder} could not read it", url=self._here.url, key=key)
+            _check_outcome(int(status.item()), holder, self._here.url, key)
             self._ranks.progress.moved()
 
         return wait
@@ -277,17 +275,16 @@ class _Answers:
             _logger.debug("no more answers to other nodes: %s", error)
 
     def _answer(self, rank: int, key: str, offset: int, nbytes: int, tag: int) -> None:
-        memory, worked = torch.zeros(nbytes, dtype=torch.uint8), 1
+        memory, outcome = torch.zeros(nbytes, dtype=torch.uint8), _READ
         try:
             self._read(key, offset, memory_of(memory))
-        except NotFound:  # room was made meanwhile
-            worked = _GONE
         except Exception as error:
-            _logger.warning("rank %d asked for %s, which could not be read: %s", rank, key, error)
-            worked = 0
+            outcome = _outcome_of(error)
+            if outcome != _GONE:  # room was made meanwhile
+                _logger.warning("rank %d asked for %s, which could not be read: %s", rank, key, error)
         try:
             sent = self._messages.begin_send(memory, rank, tag)
-            self._messages.send(torch.tensor([worked]), rank, tag + 1)
+            self._messages.send(torch.tensor([outcome]), rank, tag + 1)
             sent()
         except Exception as error:
             _logger.debug("rank %d was not answered: %s", rank, error)
@@ -329,6 +326,22 @@ def _request(rank: int, offset: int, nbytes: int, tag: int, key: str) -> torch.T
         torch.frombuffer(bytearray(encoded), dtype=torch.uint8) if encoded else 0
     )
     return request
+
+
+def _outcome_of(error: Exception) -> int:
+    if isinstance(error, Truncated):
+        return _ENDS
+    return _GONE if isinstance(error, NotFound) else _FAILED
+
+
+def _check_outcome(outcome: int, holder: int, url: str, key: str) -> None:
+    """Raise the error of an answer that has none of the bytes: with damage another checkpoint may be tried."""
+    if outcome == _ENDS:
+        raise Truncated(f"ends too soon on the disk of rank {holder}", url=url, key=key)
+    if outcome == _GONE:
+        raise NotFound(f"rank {holder} does not have it any more", url=url, key=key)
+    if outcome != _READ:
+        raise StorageError(f"rank {holder} could not read it", url=url, key=key)
 
 
 def _stem(path: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -181,6 +182,15 @@ def test_a_damaged_file_on_another_node(trained: Path) -> None:
     step, read = restored(trained, "1230")
     assert step == 2
     assert 0 < read["durable_bytes"] <= 2 * (1 << 19)
+
+
+def test_a_file_that_is_too_short_on_another_node(trained: Path) -> None:
+    """It is damage, as on the own disk: what is not durable is passed over."""
+    for file in trained.glob("node*/*/step-00000002/rank-00000/*.distcp"):
+        os.truncate(file, file.stat().st_size - 1000)
+    assert restored(trained, "1230")[0] == 2
+    remove_durable(trained, 2)
+    assert restored(trained, "1230")[0] == 1
 
 
 def test_a_stale_node(trained: Path) -> None:

@@ -80,6 +80,7 @@ def test_seeded_schedules() -> None:
 SEEDS_THAT_FAILED = {
     "what another node has committed meanwhile was taken for the checkpoint that is replaced": 36,
     "a node carries what its partner had to carry before, and took it for removed": 4,
+    "a file that is too short on another node was no damage, and no older checkpoint was tried": 20460,
 }
 
 
