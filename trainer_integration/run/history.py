@@ -122,7 +122,8 @@ class History:
 
     def examine(self, path: str) -> Candidate:
         """Look at a checkpoint. Raises NotFound, NotCommitted or CommitConflict if it is gone."""
-        return examine(PrefixStore(self._store, path))
+        is_folder = self._store.directory is not None  # which may be a link to one elsewhere
+        return examine(open_store(self.url(path)) if is_folder else PrefixStore(self._store, path))
 
     def go_on_from(self, step: int) -> None:
         """Give up, with the next checkpoint, those that were saved after `step`."""
@@ -270,13 +271,7 @@ class History:
         """Put what this process has saved, given up and changed into a record."""
         known = {**self._found, **{old.path: old for old in record.checkpoints}}
         by_path = {path: self._as_past(old) for path, old in known.items()}
-        for path, own in self._own.items():
-            # A later entry is that of another process, which has saved the same step. But clocks go back: one that
-            # was given up, and is another save, is of the past.
-            old = by_path.get(path)
-            is_past = old is not None and old.superseded and old.saved_at_s != own.saved_at_s
-            if old is None or is_past or old.saved_at_s < own.saved_at_s:
-                by_path[path] = own
+        by_path |= {path: own for path, own in self._own.items() if _is_newest(own, by_path.get(path))}
         for change in self._changes:
             changed = map(change, by_path.values())
             by_path = {new.path: new for new in changed if new is not None}
@@ -294,6 +289,15 @@ class History:
     def _as_past(self, checkpoint: RunCheckpoint) -> RunCheckpoint:
         given_up = self._own and checkpoint.step > self._resumed_at and checkpoint.path not in self._own
         return msgspec.structs.replace(checkpoint, superseded=True) if given_up else checkpoint
+
+
+def _is_newest(own: RunCheckpoint, old: RunCheckpoint | None) -> bool:
+    """Tell whether a save of this process takes the place of what is on record of its folder."""
+    # A later entry is that of another process, which has saved the same step. But clocks go back: one that was given
+    # up, and is another save, is of the past.
+    if old is None or old.saved_at_s < own.saved_at_s:
+        return True
+    return old.superseded and old.saved_at_s != own.saved_at_s
 
 
 def _warn_of_unusable(error: CheckpointError) -> None:

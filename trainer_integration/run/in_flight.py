@@ -242,9 +242,7 @@ class Saves:
                 self._clear(flight)
             else:  # the save was waited for, removals need not be
                 try:
-                    threading.Thread(
-                        target=self._clear, args=[flight], name="ckpt-retire", daemon=True
-                    ).start()
+                    threading.Thread(target=self._clear, args=[flight], name="ckpt-keep", daemon=True).start()
                 except RuntimeError:  # Python is ending
                     self._clear(flight)
 
@@ -280,9 +278,8 @@ class Saves:
             self.history.add(flight.checkpoint)
         except CheckpointError as failure:
             is_recorded = False  # nothing is removed now: others may have pinned it
-            _logger.warning(
-                "step %d is durable, but could not be noted in the run's record: %s", step, failure
-            )
+            text = "step %d is durable, but could not be noted in the run's record: %s"
+            _logger.warning(text, step, failure)
         figures = figures_of(committed) | {"upload_s": took_s, "stall_s": flight.stall_s}
         self.tell("durable", step, path, self.history.shown(path), **figures)
         return is_recorded

@@ -104,9 +104,8 @@ def restore(
     search, is_error = Search(step, saves), False
     find_next = search.next if nearest is None else nearest.merged(search, step, ranks)
     while (choice := ranks.from_first(find_next)) is not None:
-        shown, fault = history.shown(choice.path), choice.candidate.fault
-        if nearest is not None and choice.near is not None:
-            shown = nearest.shown(choice)
+        fault = choice.candidate.fault
+        shown = history.shown(choice.path) if nearest is None else nearest.shown(choice)
         if fault is None:
             figures["search_s"] = time.monotonic() - began_s
             loaded, fault = _unless_damaged(lambda: attempt(history.url(choice.path), choice), ranks)

@@ -206,7 +206,7 @@ class Tier:
         while self.unwanted:
             with contextlib.suppress(CheckpointError):
                 remove(self.folder.url(self.unwanted.pop()))
-        if self._process is not None and (self.is_local or self._has_any()):
+        if self._process is not None and (self.is_local or _has_folders(self.folder.path)):
             news = self._process.look()
             if news is not None:
                 tell("drain_failed", None, news)
@@ -217,11 +217,6 @@ class Tier:
             if self._seen.get(path) != known:
                 self._follow(path, state, when_durable, tell)
                 self._seen[path] = known
-
-    def _has_any(self) -> bool:
-        with contextlib.suppress(OSError), os.scandir(self.folder.path) as entries:
-            return any(entry.is_dir(follow_symlinks=False) for entry in entries)
-        return False
 
     def _follow(self, path: str, state: DrainState, when_durable: WhenDurable, tell: Tell) -> None:
         own = self.saved.get(path)
@@ -346,6 +341,12 @@ class Tier:
         """Release the folder."""
         self.history.close()
         self.folder.release()
+
+
+def _has_folders(path: str) -> bool:
+    with contextlib.suppress(OSError), os.scandir(path) as entries:
+        return any(entry.is_dir(follow_symlinks=False) for entry in entries)
+    return False
 
 
 def tier_of(
