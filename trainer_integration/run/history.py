@@ -123,7 +123,8 @@ class History:
     def examine(self, path: str) -> Candidate:
         """Look at a checkpoint. Raises NotFound, NotCommitted or CommitConflict if it is gone."""
         is_folder = self._store.directory is not None  # which may be a link to one elsewhere
-        return examine(open_store(self.url(path)) if is_folder else PrefixStore(self._store, path))
+        own = open_store(self.url(path), self.storage_options) if is_folder else None
+        return examine(own or PrefixStore(self._store, path))
 
     def go_on_from(self, step: int) -> None:
         """Give up, with the next checkpoint, those that were saved after `step`."""
