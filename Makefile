@@ -10,6 +10,9 @@ DOCS := website/.venv
 ROUNDS ?= 5
 SEED ?= 0
 
+# Tests start some hundred processes: without compiled files each would compile all that it imports.
+unexport PYTHONDONTWRITEBYTECODE
+
 PYTEST := $(RUN)/python -m pytest -n auto --maxprocesses 4
 
 # The tiers of the tests: what a test uses says where it belongs (tests/support/tiers.py).
@@ -18,21 +21,21 @@ RANKS := (ranks or server) and not (smoke or long or integration)
 LONG := (long or hypothesis) and not integration
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-ranks test-long test-integration test-adapters test-faults wheel demo docs bench bench-adapters bench-full check format lock clean
+.PHONY: help test test-ranks test-long test-integration test-adapters test-browser test-faults wheel demo docs screens bench bench-adapters bench-full check format lock clean
 
 help:  ## Print this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 test: $(VENV)/ready  ## Touch every promise once: what to run between two edits (3 minutes).
-	$(PYTEST) --dist worksteal --ignore tests/integration --ignore tests/adapters -m '$(QUICK)'
+	$(PYTEST) --dist worksteal --ignore tests/integration --ignore tests/adapters --ignore tests/browser -m '$(QUICK)'
 
 test-ranks: $(VENV)/ready  ## Run the other tests with several ranks, or with moto as S3 server.
-	$(PYTEST) --dist worksteal --ignore tests/integration --ignore tests/adapters -m '$(RANKS)'
+	$(PYTEST) --dist worksteal --ignore tests/integration --ignore tests/adapters --ignore tests/browser -m '$(RANKS)'
 
 # 10,000 schedules of a lying storage, kills at every request, a round of all faults, whole trainings;
 # and all of Hypothesis's examples, of which the other tiers draw a twentieth.
 test-long: $(VENV)/ready  ## Run what takes minutes: kills, deadlines in real time, all schedules and examples.
-	HYPOTHESIS_PROFILE=full $(PYTEST) --dist worksteal --ignore tests/integration --ignore tests/adapters -m '$(LONG)'
+	HYPOTHESIS_PROFILE=full $(PYTEST) --dist worksteal --ignore tests/integration --ignore tests/adapters --ignore tests/browser -m '$(LONG)'
 
 # Tests of one system share its server, so one worker runs them all (loadgroup, which does not survive a crash).
 INSTALL ?= tests/integration/install.sh
@@ -48,6 +51,12 @@ HOSTS ?=
 test-adapters: $(VENV)/ready  ## Run the law of the adapters, inside the frameworks that people train with (HOSTS=ray: one).
 	$(PYTEST) --dist loadgroup tests/adapters -k '$(HOSTS)'
 
+# Pages, in a real browser: what it needs comes from Debian, npm and PyPI, and only here.
+BROWSER_INSTALL ?= tests/browser/install.sh
+test-browser: $(VENV)/browser  ## Open what `ckpt report` writes in Chromium, which it installs (root, apt, npm): numbers, keyboard, axe-core.
+	$(BROWSER_INSTALL)
+	$(RUN)/python -m pytest tests/browser
+
 wheel: $(VENV)/ready  ## Build the wheel and the sdist into dist/, and use both in clean environments.
 	rm -rf dist
 	$(RUN)/python -m build --no-isolation --outdir dist
@@ -59,14 +68,17 @@ demo: $(VENV)/ready  ## Train, kill, resume and verify, before your eyes.
 docs: $(DOCS)/ready  ## Build the documentation site into build/website/site; a warning or a broken link is an error.
 	$(DOCS)/bin/python -m website
 
+screens: $(VENV)/ready  ## Draw what the command shows, for the documentation, from its real output.
+	PYTHONPATH=tests $(RUN)/python -m website.screens
+
 bench: $(VENV)/ready $(PEERS)/ready  ## Measure against stock PyTorch and the peers.
 	$(RUN)/python -m benchmarks
 
 bench-adapters: $(VENV)/ready  ## Compare saves through the adapters with those of the frameworks.
 	PYTHONPATH=tests $(RUN)/python -m adapters.overhead
 
-bench-full: $(VENV)/ready $(PEERS)/ready  ## Measure at full size.
-	$(RUN)/python -m benchmarks --full
+bench-full: $(VENV)/ready $(PEERS)/ready  ## Measure at full size; write docs/results.md and the README's chart.
+	$(RUN)/python -m benchmarks --full --docs docs
 
 check: $(VENV)/ready  ## Lint, check the format, check the types.
 	$(RUN)/ruff check .
@@ -81,6 +93,10 @@ $(VENV)/ready: pyproject.toml constraints.txt tests/requirements.txt
 	$(PYTHON) -m venv $(VENV)
 	$(RUN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
 		--requirement tests/requirements.txt --editable '.[all,bench,dev,tune]'
+	touch $@
+
+$(VENV)/browser: $(VENV)/ready tests/browser/requirements.txt
+	$(RUN)/python -m pip install --quiet --disable-pip-version-check --requirement tests/browser/requirements.txt
 	touch $@
 
 # The peers' SDKs may need other versions than ours: an environment of their own, all of it pinned.
@@ -112,4 +128,4 @@ lock: $(VENV)/ready  ## Take the newest versions that agree with each other into
 	$(RUN)/$(COMPILE) website/requirements.in > website/requirements.txt
 
 clean:  ## Remove the environments and all that was built.
-	rm -rf $(VENV) $(PEERS) $(DOCS) tests/adapters/.venvs benchmarks/.scratch build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis demo-run test-faults.json
+	rm -rf $(VENV) $(PEERS) $(DOCS) tests/adapters/.venvs benchmarks/.scratch build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis tests/browser/node_modules demo-run test-faults.json

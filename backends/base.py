@@ -215,6 +215,11 @@ class Store(ABC):
         """The number of requests sent again because they failed; 0 if the store cannot tell."""
         return 0
 
+    @property
+    def keeps_versions(self) -> bool:
+        """True once a delete by this store has left the bytes behind, as an old version that is paid for."""
+        return False
+
     def raw_requests(self) -> RawRequests | None:
         """Return single requests to the server; None if the operations show all there is."""
         return None
@@ -331,10 +336,21 @@ def put_bytes(store: Store, key: str, data: bytes, *, mode: PutMode = PutMode.OV
     store.put(key, CheckedBody(data), mode=mode)
 
 
+_REPORTED_BYTES = 8 << 20
+"""What is read between two reports."""
+
+
 def read_bytes(
-    store: Store, key: str, *, size_bytes: int | None = None, max_bytes: int = 1 << 30
+    store: Store,
+    key: str,
+    *,
+    size_bytes: int | None = None,
+    max_bytes: int = 1 << 30,
+    moved: Callable[[int], None] | None = None,
 ) -> bytearray:
     """Read a whole small object; its size is checked before memory is allocated.
+
+    `moved` is called with the bytes of each part that has arrived.
 
     Raises IntegrityError if it is not `size_bytes`, or over `max_bytes`.
     """
@@ -348,8 +364,12 @@ def read_bytes(
             f"holds {size} bytes, more than the {max_bytes} such an object may have", url=store.url, key=key
         )
     data = bytearray(size)
-    if size:
-        store.read_into(key, 0, [memoryview(data)])
+    part_bytes = max(1, size) if moved is None else _REPORTED_BYTES
+    for start in range(0, size, part_bytes):
+        part = memoryview(data)[start : start + part_bytes]
+        store.read_into(key, start, [part])
+        if moved is not None:
+            moved(part.nbytes)
     return data
 
 

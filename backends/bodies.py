@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import enum
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from awscrt.checksums import crc64nvme
 
@@ -99,6 +99,15 @@ class RawRequests(Protocol):
 
     def abort(self, key: str, upload_id: str) -> None:
         """Abort an upload."""
+
+    def setting(self, name: str) -> Mapping[str, Any]:
+        """Read the bucket's `versioning`, `object_lock`, `lifecycle`, `encryption` or (COS) `protection`; empty if none.
+
+        The words are those of S3's replies, as its SDK gives them. Raises StorageError if the server does not say.
+        """
+
+    def name_of(self, key: str) -> str:
+        """Return the name of the object at `key` in its bucket."""
 
 
 class BytesBody:

@@ -162,8 +162,11 @@ class PosixStore(Store):
             for path, entry in paths.files_below(top):
                 key = self._key(path)
                 if key.startswith(prefix) and is_key(key) and not _TEMPORARY.match(entry.name):
-                    with contextlib.suppress(FileNotFoundError):
-                        yield _stat(key, entry.stat(follow_symlinks=False))
+                    try:
+                        facts = entry.stat(follow_symlinks=False)
+                    except FileNotFoundError:
+                        continue
+                    yield _stat(key, facts)
 
     def delete(self, keys: Iterable[str]) -> None:
         # In threads: a shared file system takes its time for each.

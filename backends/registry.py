@@ -6,7 +6,6 @@ import functools
 import os
 import pkgutil
 from collections.abc import Callable, Mapping
-from importlib.metadata import entry_points
 from typing import Any
 
 from ckpt.backends.base import Store
@@ -120,6 +119,14 @@ def _factory(scheme: str) -> StoreFactory:
     if scheme in _factories:
         factory = _factories[scheme]
         return pkgutil.resolve_name(factory) if isinstance(factory, str) else factory
+    return _installed(scheme)
+
+
+@functools.cache
+def _installed(scheme: str) -> StoreFactory:
+    """Find who serves a scheme; once, as the search goes through all packages that are installed."""
+    from importlib.metadata import entry_points  # with email, zipfile and more, which most do not need
+
     for entry_point in entry_points(group=ENTRY_POINT_GROUP, name=scheme):
         return entry_point.load()  # type: ignore[no-any-return]
     _refuse_unknown(scheme)
@@ -133,9 +140,11 @@ def _refuse_unknown(scheme: str) -> None:
     from ckpt.backends.fsspec_connection import known_protocols
 
     known = known_protocols(scheme)
-    own = sorted({*_factories, *(plugin.name for plugin in entry_points(group=ENTRY_POINT_GROUP))})
     for name in scheme.removeprefix("fsspec+").split("::"):
         if name not in known:
+            from importlib.metadata import entry_points
+
+            own = sorted({*_factories, *(plugin.name for plugin in entry_points(group=ENTRY_POINT_GROUP))})
             raise ConfigurationError(
                 f"{name}:// is not known{nearest(name, own) or nearest(name, known)}; known are {', '.join(own)}, "
                 "and the protocols of fsspec: gs, abfs, hdfs, sftp, http, ..."

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckpt.backends.s3_protocol.options import client_settings, take_s3_options, with_shared_models
+from ckpt.backends.s3_protocol.renewed_credentials import RenewingProviders
 from ckpt.backends.s3_protocol.requests import S3Requests
 from ckpt.backends.s3_protocol.store import S3ApiStore
 from ckpt.errors import ConfigurationError
@@ -24,7 +25,11 @@ class S3Store(S3ApiStore):
         profile, region, endpoint_url: as in boto3; `AWS_PROFILE`, `AWS_REGION`, `AWS_ENDPOINT_URL`
             work too.
         client_kwargs, config_kwargs: passed on to `Session.client` and `botocore.config.Config`.
-        s3_additional_kwargs: passed on with every object written (`ServerSideEncryption`, ...).
+        s3_additional_kwargs: arguments of the SDK's methods, sent with each request that takes them:
+            encryption (`ServerSideEncryption`, `SSEKMSKeyId`, `SSECustomerKey`, ...), `Tagging`,
+            `ObjectLockMode`, `StorageClass`, `ExpectedBucketOwner`, ... `SSECustomerKey` is 32
+            bytes, as bytes or in base64.
+        requester_pays: pay for the requests to a bucket of others (`RequestPayer`).
         part_size_bytes: size of multipart parts, raised for large objects (default 32 to
             64 MiB, by the number of threads).
         max_attempts, connect_timeout_s, read_timeout_s: bound every request.
@@ -51,8 +56,9 @@ def _make_client(options: Mapping[str, Any], threads: int) -> Any:
     settings = client_settings(options, threads)
     if options["anon"]:
         settings["signature_version"] = UNSIGNED
+    core = with_shared_models(botocore.session.get_session())
     session = boto3.Session(
-        botocore_session=with_shared_models(botocore.session.get_session()),
+        botocore_session=core,
         aws_access_key_id=options["key"],
         aws_secret_access_key=options["secret"],
         aws_session_token=options["token"],
@@ -67,4 +73,8 @@ def _make_client(options: Mapping[str, Any], threads: int) -> Any:
         "region_name": session.region_name or "us-east-1",
         **options["client_kwargs"],
     }
-    return session.client("s3", **arguments)
+    providers = RenewingProviders(core)
+    client = session.client("s3", **arguments)
+    if providers.found is not None:  # else they were given
+        providers.found.watch(client, options["max_attempts"])
+    return client

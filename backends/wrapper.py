@@ -36,6 +36,10 @@ class WrappedStore(Store):
     def retries(self) -> int:
         return self._inner.retries
 
+    @property
+    def keeps_versions(self) -> bool:
+        return self._inner.keeps_versions
+
     def put(self, key: str, body: Body, *, mode: PutMode = PutMode.OVERWRITE) -> None:
         self._inner.put(key, body, mode=mode)
 
@@ -151,7 +155,8 @@ class PrefixStore(WrappedStore):
         return self._prefix + prefix if prefix else self.path
 
     def _relative(self, stat: ObjectStat) -> ObjectStat:
-        return replace(stat, key=stat.key.removeprefix(self._prefix))
+        key = stat.key.removeprefix(self._prefix)
+        return ObjectStat(key, stat.size_bytes, stat.version, stat.modified_at_s)
 
     def _call(self, key: str, operation: Callable[[str], T]) -> T:
         name = self._prefix + key

@@ -56,6 +56,10 @@ def main() -> int:
         settings["seconds"] = round(time.monotonic() - started_s)
         _write(results, cases, output)
         _draw(results, cases, output)
+    if arguments.docs is not None:
+        from benchmarks.report.publish import publish  # with matplotlib, an extra
+
+        publish(results, arguments.docs)
     console.print(Markdown(bars_table(judge(results))))
     console.print(f"{settings['seconds']} s; results are in {output}")
     return 0
@@ -72,6 +76,9 @@ def _arguments() -> argparse.Namespace:
         "--scratch", type=Path, default=ROOT / "benchmarks" / ".scratch",
         help="folder for checkpoints on files, emptied before and after: the file system that is measured",
     )  # fmt: skip
+    parser.add_argument(
+        "--docs", type=Path, metavar="DIR", help="write results.md and the README's chart here too"
+    )
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
     return parser.parse_args()
 

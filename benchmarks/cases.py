@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from benchmarks.run.states import EMPTY, ONE_GB, SMALL_TENSORS, STALL, StateSpec
+from benchmarks.run.states import DAMAGED, EMPTY, ONE_GB, SMALL_TENSORS, STALL, StateSpec
 
 __all__ = ["CASES", "Case", "Column", "Entry"]
 
@@ -169,6 +169,36 @@ _META_SPLIT = Entry(
 )  # fmt: skip
 
 
+_RAW = "its bytes alone: an object per tensor, 8 at a time, no metadata, no checksum, no commit"
+_OBSTORE = Entry("obstore, raw", "obstore", f"floor of a compiled client; {_RAW}", peer=True)
+_S3DLIO = Entry("s3dlio, raw", "s3dlio", _RAW, peer=True)
+_RUNAI = Entry(
+    "runai-model-streamer", "runai", "8 safetensors files, concurrency 8; copied into the tensors", peer=True
+)
+_S3_RAW = (_OBSTORE, _S3DLIO)
+_COPIED_IN = "copied into the tensors"
+_SAFETENSORS = Entry("safetensors", "safetensors", f"save_file, load_file; {_COPIED_IN}", peer=True)
+_TORCH_FILE = Entry("torch.save, torch.load", "torch_files", f"weights_only; {_COPIED_IN}")
+_TORCH_MMAP = Entry(
+    "torch.load, mmap",
+    "torch_files",
+    f"weights_only, mmap=True; {_COPIED_IN}",
+    options={"mmap": True},
+    written_by="torch.save, torch.load",
+)
+_FAST = Entry(
+    "fastsafetensors", "fastsafetensors", f"4 shards, 4 threads; CPU, nogds; {_COPIED_IN}", peer=True
+)
+_FAST_FSYNC = replace(_FAST, options={"fsync": True}, note="4 shards, 4 threads; fsync=True")
+_ORBAX = Entry("Orbax", "orbax", f"StandardCheckpointer of numpy arrays, defaults; {_COPIED_IN}", peer=True)
+_META_DIRECT = Entry(
+    "torch_checkpointing, direct I/O", "torch_checkpointing", "an item per tensor, 4 threads, its default: direct I/O",
+    peer=True, threads=4, options={"direct": True},
+)  # fmt: skip
+_FILE_PEERS = (_TORCH_FILE, _SAFETENSORS, _FAST, _ORBAX)
+_FILE_LOADERS = (_TORCH_FILE, _TORCH_MMAP, _SAFETENSORS, _FAST, _RUNAI, _ORBAX)
+
+
 def _stock(fsync: bool) -> tuple[Entry, ...]:
     return tuple(
         Entry(
@@ -233,23 +263,40 @@ def _metadata(ranks: int, *, full_only: bool = False) -> Case:
 
 CASES = (
     Case("s3-save", "S3 save, 1 GB in 60 tensors, http, to an endpoint that drops it", "save",
-         (_SOCKETS, _SOCKETS_CRC, _OURS, _OURS_OFF, *_S3_PEERS), _S3, ONE_GB, "sink"),
+         (_SOCKETS, _SOCKETS_CRC, _OURS, _OURS_OFF, *_S3_RAW, *_S3_PEERS), _S3, ONE_GB, "sink"),
     Case("s3-load", "S3 load, verified, 1 GB in 60 tensors, http, from memory", "load",
-         (_SOCKETS, replace(_SOCKETS_CRC, written_by="plain sockets"), _OURS, _OURS_UNVERIFIED, *_S3_READERS),
+         (_SOCKETS, replace(_SOCKETS_CRC, written_by="plain sockets"), _OURS, _OURS_UNVERIFIED, *_S3_RAW, _RUNAI,
+          *_S3_READERS),
          _S3, ONE_GB, "keep", "prepare"),
     Case("s3-save-tls", "S3 save over TLS, 1 GB in 60 tensors: what checksums cost", "save",
-         (_SOCKETS, _OURS, _OURS_OFF), _S3, ONE_GB, "tls"),
+         (_SOCKETS, _SOCKETS_CRC, _OURS, _OURS_OFF, *_S3_RAW, _S3_PEERS[0]), _S3, ONE_GB, "tls"),
     Case("s3-load-tls", "S3 load over TLS, 1 GB in 60 tensors", "load",
-         (_SOCKETS, _OURS, _OURS_UNVERIFIED), _S3, ONE_GB, "tls-keep", "prepare", full_only=True),
+         (_SOCKETS, replace(_SOCKETS_CRC, written_by="plain sockets"), _OURS, _OURS_UNVERIFIED, *_S3_RAW, _RUNAI,
+          _S3_READERS[0]), _S3, ONE_GB, "tls-keep", "prepare", full_only=True),
     Case("rclone-load", "S3 load, verified, 1 GB in 60 tensors, from `rclone serve s3`", "load",
          (_OURS, *_S3_READERS), _FILES, ONE_GB, "rclone", "prepare", full_only=True),
     Case("posix-save", "POSIX save without fsync, 1 GB in 60 tensors", "save",
-         (_WRITE, _WRITE_CRC, _OURS_NO_FSYNC, *_stock(False), replace(_META, full_only=True), _META_SPLIT), _FILES, ONE_GB),
+         (_WRITE, _WRITE_CRC, _OURS_NO_FSYNC, *_stock(False), replace(_META, full_only=True), _META_SPLIT,
+          replace(_META_DIRECT, full_only=True), *_FILE_PEERS), _FILES, ONE_GB),
     Case("posix-save-fsync", "POSIX save with fsync, 1 GB in 60 tensors", "save",
-         (_WRITE_FSYNC, _OURS, *_stock(True)), _FILES, ONE_GB),
+         (_WRITE_FSYNC, _OURS, *_stock(True), _FAST_FSYNC), _FILES, ONE_GB),
     Case("posix-load", "POSIX load, verified, warm, 1 GB in 60 tensors", "load",
-         (_READINTO, replace(_READINTO_CRC, written_by="readinto"), _OURS, Entry("stock", "stock", "FileSystemReader"), _META, replace(_META_SPLIT, full_only=True)),
+         (_READINTO, replace(_READINTO_CRC, written_by="readinto"), _OURS, Entry("stock", "stock", "FileSystemReader"), _META, replace(_META_SPLIT, full_only=True),
+          *_FILE_LOADERS),
          _FILES, ONE_GB, prepare="prepare"),
+    Case("posix-load-cold", "POSIX load, verified, cold: nothing in the page cache, 1 GB in 60 tensors", "load_cold",
+         (_READINTO, replace(_READINTO, name="O_DIRECT", note="floor: past the page cache", written_by="readinto",
+                             options={"direct": True}),
+          _OURS, Entry("stock", "stock", "FileSystemReader"), _META, *_FILE_LOADERS),
+         _FILES, ONE_GB, prepare="prepare"),
+    Case("damage-files", "One byte of the largest file is flipped: is the load refused?", "load_damaged",
+         (_OURS, Entry("stock", "stock", "FileSystemReader"), _META, *_FILE_LOADERS),
+         (Column("refused", "refused (1) or loaded wrong (0)", 0),), DAMAGED, rounds=1),
+    Case("damage-s3", "The same in a bucket", "load_damaged",
+         (_OURS, _RUNAI, Entry("FsspecReader + s3fs", "fsspec", _FSSPEC_NOTE, peer=True),
+          Entry("s3torchconnector", "s3torchconnector", _S3TC_NOTE, peer=True),
+          Entry("multi-storage-client", "msc", "defaults", peer=True)),
+         (Column("refused", "refused (1) or loaded wrong (0)", 0),), DAMAGED, "keep", rounds=1),
     Case("small-tensors", "POSIX save of 20,000 tensors of 4 KB, no fsync", "save",
          (Entry("planner alone", "stock", "floor: DefaultSavePlanner, no storage", job="plan_save"),
           _OURS_NO_FSYNC, *(replace(entry, full_only=entry.threads > 1) for entry in _stock(False)),

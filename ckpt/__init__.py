@@ -17,12 +17,17 @@ if TYPE_CHECKING:
     from ckpt import embeddings, errors
     from ckpt.acceptance.roundtrip import roundtrip
     from ckpt.api import async_save, load, save
+    from ckpt.content.checks import Checks
     from ckpt.conversion.convert import convert
     from ckpt.dcp_hook import install, uninstall
     from ckpt.draining.drain import drain
     from ckpt.local_first.options import LocalTier
+    from ckpt.provenance.check import verify_signed
+    from ckpt.provenance.export import sign_export
+    from ckpt.provenance.sign import sign
     from ckpt.reading.reader import CheckpointReader
     from ckpt.references.frozen import frozen
+    from ckpt.scrubbing.scrub import scrub
     from ckpt.tools.copy import copy
     from ckpt.tools.diff import diff
     from ckpt.tools.doctor import doctor
@@ -34,6 +39,7 @@ if TYPE_CHECKING:
     from ckpt.trainer_integration.manager import CheckpointManager
     from ckpt.tuning.tune import tune
     from ckpt.watching.watch import watch
+    from ckpt.writing.background import SaveFuture
     from ckpt.writing.stager import Stager
     from ckpt.writing.writer import CheckpointWriter
 
@@ -43,7 +49,9 @@ __all__ = [
     "CheckpointManager",
     "CheckpointReader",
     "CheckpointWriter",
+    "Checks",
     "LocalTier",
+    "SaveFuture",
     "Stager",
     "async_save",
     "collect_garbage",
@@ -62,18 +70,24 @@ __all__ = [
     "remove",
     "roundtrip",
     "save",
+    "scrub",
+    "sign",
+    "sign_export",
     "tune",
     "uninstall",
     "verify",
+    "verify_signed",
     "watch",
 ]
 
 # Imported when first used: `import ckpt` itself loads neither torch nor any SDK.
 _HOMES = {
     "CheckpointManager": "ckpt.trainer_integration.manager",
+    "Checks": "ckpt.content.checks",
     "LocalTier": "ckpt.local_first.options",
     "CheckpointReader": "ckpt.reading.reader",
     "CheckpointWriter": "ckpt.writing.writer",
+    "SaveFuture": "ckpt.writing.background",
     "Stager": "ckpt.writing.stager",
     "async_save": "ckpt.api",
     "collect_garbage": "ckpt.tools.gc",
@@ -90,9 +104,13 @@ _HOMES = {
     "remove": "ckpt.tools.remove",
     "roundtrip": "ckpt.acceptance.roundtrip",
     "save": "ckpt.api",
+    "scrub": "ckpt.scrubbing.scrub",
+    "sign": "ckpt.provenance.sign",
+    "sign_export": "ckpt.provenance.export",
     "tune": "ckpt.tuning.tune",
     "uninstall": "ckpt.dcp_hook",
     "verify": "ckpt.tools.verify",
+    "verify_signed": "ckpt.provenance.check",
     "watch": "ckpt.watching.watch",
 }
 

@@ -9,7 +9,8 @@ CheckpointError
 │   ├── StorageFull           disk full or quota reached
 │   └── StorageUnavailable    no answer, or server errors, after all retries
 ├── IntegrityError            stored bytes are not the bytes that were saved
-│   └── Truncated             an object is shorter than it must be
+│   ├── Truncated             an object is shorter than it must be
+│   └── DigestMismatch        it is not the checkpoint that is expected, by its digest
 ├── FormatError               a record cannot be understood (or a newer version wrote it)
 ├── UnsafeContent             reading it would run code from the checkpoint, or leave its place
 ├── NotCommitted              the place holds no committed checkpoint
@@ -18,6 +19,7 @@ CheckpointError
 │   ├── BaseGone              what the save refers to was removed or replaced meanwhile
 │   ├── CommitConflict        another save committed at this place meanwhile
 │   └── CommitUnknown         the reply was lost: the commit may or may not have happened
+├── WrongContent              a check of what is saved has refused the save
 ├── StillReferred             other checkpoints name its bytes: it was neither removed nor replaced
 ├── SaveFailed                a save failed on one rank or more (`failures`: rank -> error)
 └── LoadFailed                a load failed on one rank or more (`failures`: rank -> error)
@@ -47,6 +49,7 @@ __all__ = [
     "StorageUnavailable",
     "IntegrityError",
     "Truncated",
+    "DigestMismatch",
     "FormatError",
     "UnsafeContent",
     "NotCommitted",
@@ -55,6 +58,7 @@ __all__ = [
     "BaseGone",
     "CommitConflict",
     "CommitUnknown",
+    "WrongContent",
     "StillReferred",
     "SaveFailed",
     "LoadFailed",
@@ -152,6 +156,20 @@ class Truncated(IntegrityError):
     """An object is shorter than it must be."""
 
 
+class DigestMismatch(IntegrityError):
+    """A checkpoint is not the one that is expected.
+
+    Attributes:
+        expected, found: digests of commit records, `sha256:...`; `found` is empty where there is no such record.
+    """
+
+    def __init__(
+        self, message: str, *, expected: str = "", found: str = "", **context: Unpack[_Context]
+    ) -> None:
+        super().__init__(message, **context)
+        self.expected, self.found = expected, found
+
+
 class FormatError(CheckpointError):
     """A record cannot be understood, or a newer version of the format wrote it."""
 
@@ -190,6 +208,21 @@ class CommitConflict(CommitError):
 
 class CommitUnknown(CommitError):
     """The commit may or may not have happened, or not for stock readers. Its data stays."""
+
+
+class WrongContent(CheckpointError):
+    """A check of what is saved has refused the save. What was committed before still loads.
+
+    Attributes:
+        check: its name, as in `ckpt.Checks`.
+        tensors: some of those concerned.
+    """
+
+    def __init__(
+        self, message: str, *, check: str = "", tensors: Sequence[str] = (), **context: Unpack[_Context]
+    ) -> None:
+        super().__init__(message, **context)
+        self.check, self.tensors = check, tuple(tensors)
 
 
 class StillReferred(CheckpointError):

@@ -6,6 +6,7 @@ objects. It guards against damage, not against forgery.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 
 from awscrt import checksums
@@ -27,21 +28,30 @@ def crc_text(crc: int) -> str:
 def block_crcs(
     buffers: Iterable[memoryview],
     block_size_bytes: int,
-    see: Callable[[int, memoryview], None] | None = None,
+    see: Callable[[int, memoryview, int], None] | None = None,
+    cuts: Sequence[int] = (),
+    *,
+    see_whole: bool = True,
 ) -> list[int]:
     """Return the CRC of every block of the bytes in `buffers`, which start at a block's start.
 
-    `see` is shown each piece, and where it begins, right after it was read: none is of two blocks or buffers.
+    `see` is shown each piece right after it was read: where it begins, its bytes and its CRC. None is of two blocks or
+    buffers, or goes beyond one of `cuts`, which are in order. It may leave out whole blocks, whose CRCs are returned.
     """
     crcs: list[int] = []
     crc, missing, position = 0, block_size_bytes, 0
+    ends = iter([*cuts, math.inf])
+    end = next(ends)
     for buffer in buffers:
         start = 0
         while start < buffer.nbytes:
-            piece = buffer[start : start + missing]
-            crc = crc64nvme(piece, crc)
-            if see is not None:
-                see(position, piece)
+            while end <= position:
+                end = next(ends)
+            piece = buffer[start : start + int(min(missing, end - position))]
+            own = crc64nvme(piece)
+            crc = own if missing == block_size_bytes else joined(crc, own, piece.nbytes)
+            if see is not None and (see_whole or piece.nbytes < block_size_bytes):
+                see(position, piece, own)
             start += piece.nbytes
             position += piece.nbytes
             missing -= piece.nbytes
@@ -51,6 +61,11 @@ def block_crcs(
     if missing != block_size_bytes:
         crcs.append(crc)
     return crcs
+
+
+def joined(crc: int, following: int, nbytes: int) -> int:
+    """Return the CRC of bytes with the CRC `crc` and `nbytes` more with the CRC `following`."""
+    return int(checksums.combine_crc64nvme(crc, following, nbytes))
 
 
 def combine_blocks(crcs: Sequence[int], nbytes: int, block_size_bytes: int) -> int:

@@ -11,7 +11,9 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from ckpt.api import place_of
+from ckpt.collective import place_of
+from ckpt.consistency.block_digests import checked_algorithm
+from ckpt.content.checks import Checks, Level
 from ckpt.embeddings.saving import Tables
 from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.local_first.options import LocalTier
@@ -100,17 +102,21 @@ class CheckpointManager:
         memory_budget_bytes: int | None = None,
         max_bandwidth_bytes_per_s: float | None = None,
         stock_metadata_max_bytes: int | None = DEFAULT_MAX_BYTES,
+        checks: Checks | Level | None = None,
+        block_digests: str | None = None,
     ) -> None:
         self._on_busy, self._on_failure, self._tables = on_busy, on_failure, tables
         options: dict[str, Any] = {"storage_options": storage_options, "threads": threads}
         options["memory_budget_bytes"] = memory_budget_bytes
         self._load_options = {**options, "process_group": process_group}
-        save_options = {**options, "max_bandwidth_bytes_per_s": max_bandwidth_bytes_per_s}
+        options["max_bandwidth_bytes_per_s"] = max_bandwidth_bytes_per_s
         self._ranks = Ranks(process_group, no_dist=False, purpose="manager")
         self._is_closed, self._needs_preflight = False, preflight
 
         def prepare() -> tuple[SaveRule, KeepRule | None, Uploads, History]:
-            save_options["stock_metadata_max_bytes"] = checked_max_bytes(stock_metadata_max_bytes)
+            kinds = {"checks": Checks.of(checks), "block_digests": checked_algorithm(block_digests)}
+            limit = checked_max_bytes(stock_metadata_max_bytes)
+            save_options = {**options, **kinds, "stock_metadata_max_bytes": limit}
             patterns = _checked(on_busy, on_failure, references, frozen, tables)
             save_rule, keep_rule = saving.as_rule(save), keeping.as_rule(keep)
             uploads = Uploads(async_mode, self._ranks, process_group, save_options, patterns, tables)
@@ -135,35 +141,31 @@ class CheckpointManager:
         rng: bool = True,
         trusted_objects: Collection[str] = (),
         read_once: bool = True,
+        expect: str | None = None,
         **parts: Any,
     ) -> Restored | None:
         """Load a checkpoint into parts, or a state dict, in place, on any number of ranks.
 
         Args:
-            step: `latest-valid` is the newest durable checkpoint that passes its checks. Newer ones
-                that do not, or that only the run's record lists, are reported. `best` is that of
-                the keep rule `best`. A number is that step.
-            initial: where to begin from if the run has no checkpoint of its own: any that `ckpt.load`
-                reads, of stock PyTorch too. It goes with `latest-valid`.
+            step: `latest-valid` is the newest durable checkpoint that passes its checks. Newer ones that do not, or that
+                only the run's record lists, are reported. `best` is that of the keep rule. A number is that step.
+            initial: where to begin if the run has no checkpoint yet, with `latest-valid`: any that `ckpt.load` reads.
             strict: keys that the checkpoint lacks, or that are left over, are an error.
             read_once: replicas read what they share once, as in `ckpt.load`.
+            expect: the digest of the checkpoint, `sha256:...`. Another one that is chosen is refused, as by `ckpt.load`.
 
-        Returns:
-            The step, URL and state that were loaded; None if `latest-valid` is none, on record neither.
+        Returns the step, URL and state that were loaded; None if `latest-valid` is none, on record neither.
 
         Raises:
             NotFound: the checkpoint asked for does not exist.
-            LoadFailed: checkpoints exist, or the run's record lists some, but none can be loaded; or
-                keys or shapes do not fit.
-            CheckpointError: as `ckpt.load`.
+            LoadFailed: checkpoints exist, or are on record, but none can be loaded; or keys or shapes do not fit.
         """
         self._check_open()
         self._settle()  # the save in flight is the newest one, or a step to be given up
         checked, wanted = self._checked(state, parts, rng), step if isinstance(step, str) else _number(step)
         options = {**self._load_options, "trusted_objects": trusted_objects, "read_once": read_once}
-        return restore(
-            checked, wanted, initial, self._ranks, self._saves, strict=strict, load_options=options
-        )
+        where = initial, self._ranks, self._saves
+        return restore(checked, wanted, *where, strict=strict, expect=expect, load_options=options)
 
     def step(
         self,

@@ -68,8 +68,8 @@ PAGES: Mapping[str, ReferencePage] = {
         "Called on all ranks. `url` is a path or URL ([places and options](../storage.md)), sizes are in bytes, "
         "times in seconds. Tensors keep shape and dtype; a load fills the tensors that you pass, in place.",
         (
-            "ckpt.save", "ckpt.load", "ckpt.async_save", "ckpt.frozen", "ckpt.install", "ckpt.uninstall",
-            "ckpt.CheckpointWriter", "ckpt.CheckpointReader", "ckpt.Stager",
+            "ckpt.save", "ckpt.load", "ckpt.async_save", "ckpt.SaveFuture", "ckpt.frozen", "ckpt.install", "ckpt.uninstall",
+            "ckpt.CheckpointWriter", "ckpt.CheckpointReader", "ckpt.Stager", "ckpt.Checks",
         ),
     ),
     "manager": ReferencePage(
@@ -94,9 +94,13 @@ PAGES: Mapping[str, ReferencePage] = {
         (
             "ckpt.list_checkpoints", "ckpt.tools.ls.ListedCheckpoint",
             "ckpt.inspect", "ckpt.tools.inspect.Inspection", "ckpt.tools.inspect.TensorInfo",
-            "ckpt.tools.inspect.ObjectInfo", "ckpt.tools.inspect.SliceInfo",
+            "ckpt.tools.inspect.ObjectInfo", "ckpt.tools.inspect.SliceInfo", "ckpt.tools.inspect.RankInfo",
             "ckpt.verify", "ckpt.tools.findings.Verification", "ckpt.tools.findings.Damage",
-            "ckpt.tools.findings.Stray",
+            "ckpt.tools.findings.Stray", "ckpt.consistency.sampling.Sampled",
+            "ckpt.scrub", "ckpt.scrubbing.scrub.Scrubbed", "ckpt.scrubbing.scrub.ScrubbedCheckpoint",
+            "ckpt.scrubbing.mending.Mended",
+            "ckpt.sign", "ckpt.provenance.sign.Signature", "ckpt.sign_export", "ckpt.provenance.export.SignedExport",
+            "ckpt.verify_signed", "ckpt.provenance.check.SignedVerification", "ckpt.provenance.check.CheckedSignature",
             "ckpt.diff", "ckpt.tools.diff.Comparison", "ckpt.tools.diff.Difference",
             "ckpt.convert", "ckpt.conversion.convert.Converted",
             "ckpt.copy", "ckpt.tools.findings.Copied",

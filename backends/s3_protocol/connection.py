@@ -13,16 +13,24 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckpt.backends.base import check_key
 from ckpt.backends.options import redact_url, scrub_error
-from ckpt.backends.s3_protocol.errors import CREDENTIAL_ERRORS, Conflict, Refusal, Signal, text_of
+from ckpt.backends.s3_protocol.errors import (
+    CREDENTIAL_ERRORS,
+    Conflict,
+    Refusal,
+    Signal,
+    note_refused_tries,
+    text_of,
+)
 from ckpt.backends.s3_protocol.http_bodies import send_whole_buffers
 from ckpt.backends.s3_protocol.options import check_options, split_bucket_url
+from ckpt.backends.s3_protocol.request_arguments import secrets_of, send_arguments
 from ckpt.backends.s3_protocol.retries import Retries
 from ckpt.errors import AccessDenied, CheckpointError, ConfigurationError, StorageError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_CARRIED = re.compile(r"(?<=Credential=)[^/,]+|(?<=[Bb]earer )\S+|(?<=AWS )[^:]+")
+CARRIED = re.compile(r"(?<=Credential=)[^/,]+|(?<=[Bb]earer )\S+|(?<=AWS )[^:]+")
 """The key's id, or the token, in an `Authorization` header."""
 _MAX_SENT_SECRETS = 8
 _SECRET_NAMES = re.compile("key|secret|token|password", re.IGNORECASE)
@@ -48,7 +56,7 @@ class S3Connection:
         self.retries = Retries(self.url, options["max_attempts"], options["unreachable_timeout_s"])
         self._make_client = make_client
         self._sent_secrets: tuple[str, ...] = ()
-        self._opened: tuple[Any, ThreadPoolExecutor] | None = None
+        self._opened: tuple[int, Any, ThreadPoolExecutor] | None = None
         self._lender: Self | None = None
         self._lock = threading.Lock()
 
@@ -69,8 +77,8 @@ class S3Connection:
             return
         with self._lock:
             opened, self._opened = self._opened, None
-        if opened is not None:
-            client, pool = opened
+        if opened is not None and opened[0] == os.getpid():
+            _, client, pool = opened
             pool.shutdown(wait=True)
             client.close()
 
@@ -82,14 +90,16 @@ class S3Connection:
         if self._lender is not None:
             return self._lender._open()
         with self._lock:
-            if self._opened is None:
+            # A fork has neither the threads nor a right to the connections of the process that it comes from.
+            if self._opened is None or self._opened[0] != os.getpid():
                 pool = ThreadPoolExecutor(self.threads, thread_name_prefix="ckpt-s3")
-                self._opened = self._new_client(), pool
-            return self._opened
+                self._opened = os.getpid(), self._new_client(), pool
+            return self._opened[1:]
 
     def _new_client(self) -> Any:
         try:
             client = self._make_client(self.options, self.threads)
+            send_arguments(client, self.options)
         except CheckpointError:
             raise
         except Exception as error:
@@ -97,13 +107,15 @@ class S3Connection:
             shown, cause = scrub_error(error, text_of(error), self.secrets())
             raise kind(f"cannot use these options: {shown}", url=self.url) from cause
         client.meta.events.register("before-send.s3", send_whole_buffers)
+        client.meta.events.register_first("needs-retry.s3.HeadBucket", _look_for_no_region)
         client.meta.events.register("request-created.s3", self._note_secrets)
+        client.meta.events.register("response-received.s3", note_refused_tries)
         self.retries.watch(client, self.secrets)
         return client
 
     def _note_secrets(self, request: Any, **_: Any) -> None:
         """Note the credentials that a signed request carries: they may be of the SDK's own chain."""
-        carried = _CARRIED.findall(request.headers.get("Authorization") or "")
+        carried = CARRIED.findall(request.headers.get("Authorization") or "")
         if token := request.headers.get("X-Amz-Security-Token"):
             carried.append(token)
         if not set(carried) <= set(self._sent_secrets):
@@ -158,4 +170,13 @@ class S3Connection:
         given = [*self.options.items(), *self.options["client_kwargs"].items()]
         given += [item for item in os.environ.items() if item[0].startswith(("AWS_", "IBM_", "COS_"))]
         named = [value for name, value in given if isinstance(value, str) and _SECRET_NAMES.search(name)]
-        return [*named, *(self._lender or self)._sent_secrets]
+        return [*named, *secrets_of(self.options), *(self._lender or self)._sent_secrets]
+
+
+def _look_for_no_region(response: Any, request_dict: Mapping[str, Any], **_: Any) -> None:
+    """Stop botocore from asking for a bucket's region in order to ask for its region, on and on.
+
+    A proxy or a web server that redirects all requests, to https say, names none.
+    """
+    if response is not None and "x-amz-bucket-region" not in response[0].headers:
+        request_dict["context"].get("s3_redirect", {})["redirected"] = True

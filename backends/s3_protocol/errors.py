@@ -7,6 +7,9 @@ on one.
 from __future__ import annotations
 
 import re
+import time
+from collections.abc import Mapping
+from email.utils import parsedate_to_datetime
 from typing import Any
 
 from ckpt.backends.options import redact_url
@@ -41,6 +44,10 @@ class Replaced(Signal):
     """The object is not the one that was being read."""
 
 
+class NoSetting(Signal):
+    """The bucket has no such setting: the server knows it, and says so."""
+
+
 CREDENTIAL_ERRORS = frozenset(
     {"NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "TokenRetrievalError",
      "UnauthorizedSSOTokenError", "SSOTokenLoadError", "NoAuthTokenError", "MetadataRetrievalError"}
@@ -48,15 +55,53 @@ CREDENTIAL_ERRORS = frozenset(
 
 _NOT_FOUND = frozenset({"NoSuchKey", "NoSuchBucket", "404", "NotFound"})
 _DENIED = frozenset(
-    {"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken",
+    {"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "ExpiredTokenException", "InvalidToken",
      "RequestTimeTooSkewed", "401", "403", "Forbidden", "AllAccessDisabled", "AccountProblem"}
 )  # fmt: skip
+_REFUSED = frozenset({401, 403, 451})
+"""451 is what IBM COS answers where an object is under retention."""
+_ADVICE = {
+    "RequestTimeTooSkewed": "set this machine's clock",
+    **dict.fromkeys(
+        ("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"),
+        "the credentials have expired: renew them (those of a profile, a credential_process or a role are looked "
+        "for anew, those in storage_options and in environment variables are not)",
+    ),
+    "InvalidObjectState": "the object was moved to an archive class: restore it there first, and take away the lifecycle "
+    "rule that moves checkpoints",
+    **dict.fromkeys(
+        ("PermanentRedirect", "TemporaryRedirect", "AuthorizationHeaderMalformed", "301", "307",
+         "IllegalLocationConstraintException"),
+        "the bucket is in another region, or at another endpoint: set region, or endpoint_url",
+    ),
+    "407": "the proxy asks for credentials: give them in HTTPS_PROXY, or list the host in NO_PROXY",
+}  # fmt: skip
+"""By the server's code."""
+_LOCKED = "the object is under object lock: it can go when its retention has ended"
+_LOCK_WORDS = re.compile(r"\b(object lock|WORM|retention|legal hold)\b", re.IGNORECASE)
+"""In what a server says of a delete."""
+_NOT_GRANTED = re.compile(r"not authorized to perform:? (\w+:\w+)")
+_ADVICE_BY_TEXT = (
+    (re.compile("(Content-MD5|x-amz-checksum).* required", re.IGNORECASE),
+     "leave out the option checksum: objects under lock need one"),
+    (re.compile(r"\bKMS\b|kms:", re.IGNORECASE),
+     "check the key of KMS, and that the credentials may use it (kms:GenerateDataKey, kms:Decrypt)"),
+    (re.compile("encryption", re.IGNORECASE),
+     "another encryption is asked for: see s3_additional_kwargs (SSECustomerKey, ServerSideEncryption)"),
+)  # fmt: skip
+"""By the server's message, the first that fits."""
+_LARGEST_SKEW_S = 15 * 60
+"""S3 refuses what is signed with a time further off."""
 _FULL = frozenset({"EntityTooLarge", "InsufficientStorage", "507", "XMinioStorageFull"})
 _UNSUPPORTED = frozenset({"NotImplemented", "501", "MethodNotAllowed", "XNotImplemented"})
 # Some of them come with a 4xx status.
 _TRANSIENT = frozenset(
     {"RequestTimeout", "RequestTimeoutException", "SlowDown", "Throttling", "ThrottlingException",
      "TooManyRequests", "RequestLimitExceeded", "InternalError", "ServiceUnavailable", "503"}
+)  # fmt: skip
+_NO_SETTING = frozenset(
+    {"ObjectLockConfigurationNotFoundError", "NoSuchLifecycleConfiguration",
+     "ServerSideEncryptionConfigurationNotFoundError"}
 )  # fmt: skip
 # The SDK itself refuses these: nothing was sent.
 _UNSENT = frozenset({"ParamValidationError", "NoCredentialsError"})
@@ -65,6 +110,34 @@ _UNREACHABLE = frozenset(
     {"EndpointConnectionError", "ConnectTimeoutError", "ProxyConnectionError", "SSLError"}
 )
 _URL = re.compile(r"https?://[^\s\"'<>]*")
+
+
+_REFUSED_TRIES = "CkptRefusedTries"
+
+
+def _is_transient(status: int, code: str) -> bool:
+    return status >= 500 or status in (408, 429) or code in _TRANSIENT
+
+
+def _is_refused(status: int, code: str) -> bool:
+    """Tell whether a server that answers so has done nothing, and will not."""
+    return 400 <= status < 500 and status != 409 and not _is_transient(status, code)
+
+
+def note_refused_tries(
+    response_dict: Mapping[str, Any] | None,
+    parsed_response: dict[str, Any] | None,
+    context: dict[str, Any],
+    **_: Any,
+) -> None:
+    """Note in a reply how many tries before it were refused: it settles the request if all were."""
+    if response_dict is None or parsed_response is None:
+        return
+    before = context.get(_REFUSED_TRIES, 0)
+    parsed_response.setdefault("ResponseMetadata", {})[_REFUSED_TRIES] = before
+    code = str((parsed_response.get("Error") or {}).get("Code") or "")
+    if _is_refused(int(response_dict["status_code"]), code):
+        context[_REFUSED_TRIES] = before + 1
 
 
 class Refusal:
@@ -79,6 +152,11 @@ class Refusal:
         self.code = str(inner.get("Code") or "")
         self.status = int(about.get("HTTPStatusCode") or 0)
         self.retries: int | None = about.get("RetryAttempts")
+        self._refused_tries = int(about.get(_REFUSED_TRIES) or 0)
+        self._message = str(inner.get("Message") or "")
+        headers = about.get("HTTPHeaders") or {}
+        self._date = str(headers.get("date") or "")
+        self._location = redact_url(str(headers.get("location") or ""))
         self.text = text_of(error)
         if is_reply:
             kind = self.code or self.status or type(error).__name__
@@ -91,19 +169,21 @@ class Refusal:
 
     @property
     def settled(self) -> bool:
-        """Tell whether nothing was sent, or the server refused the one request that was."""
+        """Tell whether nothing was sent, or the server refused all that was."""
         if type(self.error).__name__ in _UNSENT:
             return True
-        return 400 <= self.status < 500 and self.status != 409 and not self._transient and self.retries == 0
+        return _is_refused(self.status, self.code) and self.retries == self._refused_tries
 
     @property
     def _transient(self) -> bool:
-        return self.status >= 500 or self.status in (408, 429) or self.code in _TRANSIENT
+        return _is_transient(self.status, self.code)
 
     def signal(self) -> type[Signal]:
         """Choose the signal for callers that act upon this; `Signal` itself if there is none."""
         if self.code == "NoSuchUpload":
             return UploadGone
+        if self.code in _NO_SETTING:
+            return NoSetting
         if self.code == "MalformedXML":
             return Malformed
         if self.status in (405, 501) or self.code in _UNSUPPORTED:
@@ -125,11 +205,7 @@ class Refusal:
         # Some servers answer 403 to a request over a quota.
         if self.status == 507 or self.code in _FULL or "Quota" in self.code:
             return StorageFull
-        if (
-            self.status in (401, 403)
-            or self.code in _DENIED
-            or type(self.error).__name__ in CREDENTIAL_ERRORS
-        ):
+        if self.status in _REFUSED or self.code in _DENIED or type(self.error).__name__ in CREDENTIAL_ERRORS:
             return AccessDenied
         if self._transient or is_connection_error(self.error):
             return StorageUnavailable
@@ -141,12 +217,55 @@ class Refusal:
             return f"exists already ({self.code or self.status})"
         if self.is_about_bucket:
             return f"there is no bucket named {bucket!r}"
-        advice = ""
+        advice = self._advice(kind, action)
+        return f"cannot {action}: {self.text}{'; ' if advice else ''}{advice}"
+
+    def _advice(self, kind: type[StorageError], action: str) -> str:
+        skew_s = self._skew_s()
+        if self.status == 403 and abs(skew_s) > _LARGEST_SKEW_S:
+            direction = "ahead of" if skew_s > 0 else "behind"
+            return f"this machine's clock is {abs(skew_s) / 60:.0f} minutes {direction} the server's: set it"
+        if 300 <= self.status < 400 and self._location:
+            return f"it is at {self._location}: set region, or endpoint_url"
+        if advice := _ADVICE.get(self.code) or _ADVICE.get(str(self.status)):
+            return advice
+        missing = _NOT_GRANTED.search(self._message)
+        if missing and "explicit deny" not in self._message:  # which no grant overrules
+            return f"grant {missing[1]} to the credentials"
+        if self.status == 451 or (action == "delete" and self.status < 500 and self._speaks_of_lock):
+            return _LOCKED
+        if 400 <= self.status < 500:
+            for pattern, advice in _ADVICE_BY_TEXT:
+                if pattern.search(f"{self.code} {self._message}"):
+                    return advice
+        if self.status == 400 and action == "stat":  # a reply to HEAD, which says no more
+            return (
+                "have the credentials expired, is the bucket in another region, or was it stored with a customer's key "
+                "(SSECustomerKey in s3_additional_kwargs)?"
+            )
+        if kind is AccessDenied and action in ("put", "start a multipart upload"):
+            return (
+                "check the credentials and their permissions, and whether the bucket asks for encryption, tags or a "
+                "lock (s3_additional_kwargs)"
+            )
+        if kind is AccessDenied and action == "delete":
+            return "check the credentials and their permissions, and whether the object is under object lock"
         if kind is AccessDenied:
-            advice = "; check the credentials and their permissions"
-        elif is_unreachable(self.error):
-            advice = "; check the endpoint, and that the server is up"
-        return f"cannot {action}: {self.text}{advice}"
+            return "check the credentials and their permissions"
+        if is_unreachable(self.error):
+            return "check the endpoint, the proxy if there is one, and that the server is up"
+        return ""
+
+    @property
+    def _speaks_of_lock(self) -> bool:
+        return _LOCK_WORDS.search(f"{self.code} {self._message}") is not None
+
+    def _skew_s(self) -> float:
+        """Return by how much this machine's clock is ahead of the server's; 0 if it does not say."""
+        try:
+            return time.time() - parsedate_to_datetime(self._date).timestamp()
+        except (TypeError, ValueError):
+            return 0.0
 
 
 def is_connection_error(error: Exception) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 from ckpt.backends.base import check_key, transfer_size_bytes
 from ckpt.backends.options import redact_url, take_options
 from ckpt.backends.retries import current_policy
+from ckpt.backends.s3_protocol.request_arguments import check_arguments
 from ckpt.errors import ConfigurationError
 
 MAX_PART_SIZE_BYTES = 5 << 30
@@ -59,6 +60,7 @@ def take_s3_options(
         "unreachable_timeout_s": float(current_policy.get().unreachable_timeout_s),
         "checksum": "crc64nvme",
         "s3_additional_kwargs": {},
+        "requester_pays": False,
         "client_kwargs": {},
         "config_kwargs": {},
         **more_defaults,
@@ -106,6 +108,7 @@ def check_options(options: Mapping[str, Any]) -> None:
         raise ConfigurationError("key and secret belong together: give both or none")
     if options["checksum"] not in ("crc64nvme", "none"):
         raise ConfigurationError(f"checksum must be 'crc64nvme' or 'none', not {options['checksum']!r}")
+    check_arguments(options)
 
 
 @functools.cache

@@ -14,6 +14,7 @@ from ckpt.backends.s3_protocol.connection import S3Connection
 from ckpt.backends.s3_protocol.errors import (
     Conflict,
     Malformed,
+    NoSetting,
     NotImplementedByServer,
     RangeRefused,
     Replaced,
@@ -24,6 +25,16 @@ from ckpt.backends.s3_protocol.http_bodies import PartReader, RawBody
 from ckpt.errors import AccessDenied, CheckpointError, NotFound, StorageError, StorageUnavailable, Truncated
 
 _REFUSALS = (NotImplementedByServer, Conflict)
+_SETTINGS = {
+    "versioning": ("get_bucket_versioning", b"VersioningConfiguration"),
+    "object_lock": ("get_object_lock_configuration", b"ObjectLockConfiguration"),
+    "lifecycle": ("get_bucket_lifecycle_configuration", b"LifecycleConfiguration"),
+    "encryption": ("get_bucket_encryption", b"ServerSideEncryptionConfiguration"),
+    "protection": ("get_bucket_protection_configuration", b"ProtectionConfiguration"),
+}
+"""The SDK's methods that read a bucket's settings, and the documents that answer; each SDK lacks one."""
+_ANSWERED_BY = "CkptDocument"
+_MAX_DOCUMENT_START = 500
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
 
 
@@ -33,10 +44,12 @@ class S3Requests(S3Connection):
     Attributes:
         condition: how the server treats "only if absent", once that is known.
         lists_checksums: False once the server refused a list of parts with checksums.
+        keeps_versions: True once a delete left an old version behind.
     """
 
     condition: Condition | None = None
     lists_checksums = True
+    keeps_versions = False
 
     @property
     def sends_checksums(self) -> bool:
@@ -49,7 +62,6 @@ class S3Requests(S3Connection):
                 Body=PartReader(part),
                 ContentLength=part.nbytes,
                 **self._checksum(part),
-                **self.options["s3_additional_kwargs"],
                 **_condition(create),
             )
 
@@ -59,7 +71,6 @@ class S3Requests(S3Connection):
             reply = self.client.create_multipart_upload(
                 **self.object(key),
                 **({"ChecksumAlgorithm": "CRC64NVME", "ChecksumType": "FULL_OBJECT"} if checksums else {}),
-                **self.options["s3_additional_kwargs"],
             )
             return str(reply["UploadId"]), bool(reply["ResponseMetadata"].get("RetryAttempts"))
 
@@ -154,6 +165,28 @@ class S3Requests(S3Connection):
             raise problem
         return body, etag or new_etag
 
+    def setting(self, name: str) -> Mapping[str, Any]:
+        """Read a setting of the bucket, as S3 describes it; empty if there is none."""
+        shown = name.replace("_", " ")
+        unknown = StorageError(f"the server, or its SDK, knows no {shown} of buckets", url=self.url)
+        method, document = _SETTINGS[name]
+        if not hasattr(self.client, method):
+            raise unknown
+        operation = self.client.meta.method_to_api_mapping[method]
+        event = f"after-call.s3.{operation}"
+        self.client.meta.events.register(event, _keep_document, unique_id=f"ckpt {operation}")
+        try:
+            with self.translated("", f"read the bucket's {shown}", NotImplementedByServer, NoSetting):
+                reply: dict[str, Any] = getattr(self.client, method)(Bucket=self.bucket)
+        except NoSetting:
+            return {}
+        except NotImplementedByServer as error:
+            raise unknown from error
+        # A server that ignores the question answers it with a listing, say.
+        if document not in reply.pop(_ANSWERED_BY, b""):
+            raise unknown
+        return reply
+
     def head(self, key: str, **arguments: Any) -> Mapping[str, Any]:
         with self.translated(key, "stat"):
             reply: Mapping[str, Any] = self.client.head_object(**self.object(key), **arguments)
@@ -178,7 +211,8 @@ class S3Requests(S3Connection):
 
     def delete(self, key: str) -> None:
         with contextlib.suppress(NotFound), self.translated(key, "delete"):
-            self.client.delete_object(**self.object(key))
+            if self.client.delete_object(**self.object(key)).get("DeleteMarker"):
+                self.keeps_versions = True
 
     def delete_batch(self, keys: Sequence[str]) -> bool:
         """Delete objects in one request; return False if the server cannot, or not for all."""
@@ -198,6 +232,10 @@ class S3Requests(S3Connection):
         if not self.sends_checksums or part.crc64nvme is None:
             return {}
         return {"ChecksumCRC64NVME": encode_crc(part.crc64nvme)}
+
+
+def _keep_document(http_response: Any, parsed: dict[str, Any], **_: Any) -> None:
+    parsed[_ANSWERED_BY] = http_response.content[:_MAX_DOCUMENT_START]
 
 
 def _condition(create: bool) -> dict[str, str]:

@@ -16,6 +16,7 @@ import msgspec
 from ckpt.backends.base import MIB, UploadNote
 from ckpt.backends.bodies import Body
 from ckpt.backends.s3_protocol.errors import NotImplementedByServer, UploadGone
+from ckpt.backends.s3_protocol.request_arguments import hides_digests
 from ckpt.backends.s3_protocol.requests import S3Requests, encode_crc, etag_of
 from ckpt.errors import StorageError, StorageUnavailable
 
@@ -130,7 +131,7 @@ def _checked(s3: S3Requests, key: str, body: Body, noted: _Noted) -> Upload | No
     futures: list[Future[dict[str, Any] | None]] = []
     try:
         for number, part in listed.items():
-            futures.append(s3.submit(key, _entry, body, (number - 1) * size, noted, part))
+            futures.append(s3.submit(key, _entry, s3, body, (number - 1) * size, noted, part))
         wait(futures)
         entries = [future.result() for future in futures]
     except _Differs:
@@ -145,7 +146,9 @@ def _checked(s3: S3Requests, key: str, body: Body, noted: _Noted) -> Upload | No
     )
 
 
-def _entry(body: Body, start: int, noted: _Noted, listed: Mapping[str, Any]) -> dict[str, Any] | None:
+def _entry(
+    s3: S3Requests, body: Body, start: int, noted: _Noted, listed: Mapping[str, Any]
+) -> dict[str, Any] | None:
     """Return the entry of a part that the server has; None if it says too little of it. Raises _Differs."""
     stop = min(start + noted.part_size_bytes, body.nbytes)
     if int(listed.get("Size") or -1) != stop - start:
@@ -158,7 +161,7 @@ def _entry(body: Body, start: int, noted: _Noted, listed: Mapping[str, Any]) -> 
             entry["ChecksumCRC64NVME"] = own
         if crc is not None and own is not None:
             is_same = crc == own
-        elif _MD5.fullmatch(etag):
+        elif _MD5.fullmatch(etag) and not hides_digests(s3.options):
             digest = hashlib.md5(usedforsecurity=False)
             for buffer in part.buffers:
                 digest.update(buffer)

@@ -11,8 +11,9 @@ import copy
 import itertools
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
+from typing import Any
 
 from ckpt.backends.base import (
     MIB,
@@ -76,6 +77,10 @@ class S3ApiStore(Store):
     @property
     def retries(self) -> int:
         return self._s3.retries.count
+
+    @property
+    def keeps_versions(self) -> bool:
+        return self._s3.keeps_versions
 
     def put(self, key: str, body: Body, *, mode: PutMode = PutMode.OVERWRITE) -> None:
         self._put_any(key, body, mode, None)
@@ -250,6 +255,12 @@ class _RawRequests:
 
     def abort(self, key: str, upload_id: str) -> None:
         self._s3.abort_upload(key, upload_id)
+
+    def setting(self, name: str) -> Mapping[str, Any]:
+        return self._s3.setting(name)
+
+    def name_of(self, key: str) -> str:
+        return self._s3.prefix + key
 
     @contextlib.contextmanager
     def _upload_found(self, key: str) -> Iterator[None]:

@@ -30,8 +30,15 @@ _MODULES = {
         "benchmarks.contenders.torch_checkpointing_manager:TorchCheckpointing",
         ("torch_checkpointing",),
     ),
-    "sockets": ("benchmarks.contenders.floor_sockets:Sockets", ()),
-    "files": ("benchmarks.contenders.floor_files:Files", ()),
+    "safetensors": ("benchmarks.contenders.safetensors_files:Safetensors", ("safetensors",)),
+    "torch_files": ("benchmarks.contenders.torch_files:TorchFiles", ("torch",)),
+    "fastsafetensors": ("benchmarks.contenders.fastsafetensors_files:FastSafetensors", ("fastsafetensors",)),
+    "runai": ("benchmarks.contenders.runai_streamer:RunaiStreamer", ("runai-model-streamer",)),
+    "orbax": ("benchmarks.contenders.orbax_checkpoint:Orbax", ("orbax-checkpoint", "tensorstore", "jax")),
+    "obstore": ("benchmarks.contenders.obstore_raw:Obstore", ("obstore",)),
+    "s3dlio": ("benchmarks.contenders.s3dlio_raw:S3dlio", ("s3dlio",)),
+    "sockets": ("benchmarks.contenders.floors.sockets:Sockets", ()),
+    "files": ("benchmarks.contenders.floors.files:Files", ()),
 }  # fmt: skip
 
 

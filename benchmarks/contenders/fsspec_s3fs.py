@@ -29,7 +29,7 @@ class FsspecS3fs(ThroughDcp):
             "key": ACCESS_KEY,
             "secret": SECRET_KEY,
             "endpoint_url": self.settings.endpoint.url,
-            "client_kwargs": {"region_name": REGION},
+            "client_kwargs": {"region_name": REGION, "verify": self.settings.endpoint.certificate},
             "config_kwargs": {
                 "max_pool_connections": 50,
                 "request_checksum_calculation": "when_required",

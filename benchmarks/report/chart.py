@@ -1,13 +1,10 @@
 """Draw the README's chart from a run's results, for light and dark pages.
 
-    python -m benchmarks.report.chart benchmarks/results/results.json docs
-
 It needs the cases s3-save, s3-load, posix-save and posix-load.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +15,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.report.results import Results
 
-__all__ = ["draw_chart", "main"]
+__all__ = ["draw_chart"]
 
 _OURS = "ckpt-storage"
 
@@ -40,6 +37,7 @@ _PANELS = (
         {
             _OURS: ["ours"],
             "s3torchconnector": ["s3torchconnector", "s3torchconnector, 4 threads"],
+            "s3dlio, bytes alone": ["s3dlio, raw"],
             "multi-storage-client": ["multi-storage-client"],
             "FsspecWriter + s3fs": ["FsspecWriter + s3fs", "FsspecWriter + s3fs, 4 threads"],
         },
@@ -50,6 +48,8 @@ _PANELS = (
         {
             f"{_OURS}, verified": ["ours"],
             "s3torchconnector": ["s3torchconnector"],
+            "s3dlio, bytes alone": ["s3dlio, raw"],
+            "runai-model-streamer": ["runai-model-streamer"],
             "multi-storage-client": ["multi-storage-client"],
             "FsspecReader + s3fs": ["FsspecReader + s3fs"],
         },
@@ -61,6 +61,9 @@ _PANELS = (
             _OURS: ["ours"],
             "stock PyTorch": _STOCK,
             "torch_checkpointing": ["torch_checkpointing", "torch_checkpointing, 4 threads"],
+            "safetensors": ["safetensors"],
+            "fastsafetensors": ["fastsafetensors"],
+            "Orbax": ["Orbax"],
         },
     ),
     _Panel(
@@ -70,6 +73,10 @@ _PANELS = (
             f"{_OURS}, verified": ["ours"],
             "stock PyTorch": ["stock"],
             "torch_checkpointing": ["torch_checkpointing"],
+            "safetensors": ["safetensors"],
+            "fastsafetensors": ["fastsafetensors"],
+            "runai-model-streamer": ["runai-model-streamer"],
+            "Orbax": ["Orbax"],
         },
     ),
 )
@@ -100,7 +107,7 @@ def draw_chart(results: Results, folder: Path) -> list[Path]:
     mpl.rcParams.update({"font.size": 10, "svg.fonttype": "none", "svg.hashsalt": "ckpt"})
     files = []
     for theme in _THEMES:
-        figure = Figure(figsize=(10, 4), layout="constrained")
+        figure = Figure(figsize=(10, 5.5), layout="constrained")
         for axis, panel in zip(figure.subplots(2, 2).flat, _PANELS, strict=True):
             _bars(axis, panel, results, theme)
         path = folder / f"speed-{theme.name}.svg"
@@ -131,15 +138,3 @@ def _gb_per_s(results: Results, case: str, entries: Sequence[str]) -> float | No
     """Return the fastest median of some settings."""
     medians = [results.median(case, entry, "gb_per_s") for entry in entries]
     return max((median for median in medians if median is not None), default=None)
-
-
-def main() -> int:
-    """Draw the chart of a results file into a folder."""
-    source, folder = Path(sys.argv[1]), Path(sys.argv[2])
-    for path in draw_chart(Results.read(source), folder):
-        print(path)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

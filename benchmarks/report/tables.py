@@ -1,4 +1,4 @@
-"""Write the Markdown report: the bars, a table per case, the machine and the versions."""
+"""Write the Markdown report: the bars, those that are missed first, a table per case, the machine and the versions."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _HEAD = """# Benchmark results
 
 Medians, with the least and the most of all rounds in brackets. CPU seconds are those of the client process, all
 threads; "extra peak" is resident memory beyond what the process held, tensors included, when the clock started.
-How to read this is explained in [the suite's README](../README.md).
+How to read this is explained in [the suite's README]({readme}).
 """
 
 
-def report(results: Results, cases: Sequence[Case]) -> str:
-    """Write the whole report."""
-    parts = [_HEAD, _about(results), "## Bars\n", bars_table(judge(results))]
+def report(results: Results, cases: Sequence[Case], readme: str = "../README.md") -> str:
+    """Write the whole report, with a link to the suite's README."""
+    parts = [_HEAD.format(readme=readme), _about(results), "## Bars\n", bars_table(judge(results))]
     for case in cases:
         if case.name in results.outcomes:
             parts += [f"## {case.title}\n", _case_table(case, results), _notes(case, results)]
@@ -29,7 +29,7 @@ def report(results: Results, cases: Sequence[Case]) -> str:
 
 def bars_table(verdicts: Sequence[Verdict]) -> str:
     rows = []
-    for verdict in verdicts:
+    for verdict in sorted(verdicts, key=lambda verdict: (verdict.met is not False, verdict.met is None)):
         bar = verdict.bar
         measured = "not measured" if verdict.value is None else f"{verdict.value:.2f} {bar.unit}"
         bound = f"{'at most' if bar.at_most else 'at least'} {bar.bound:g} {bar.unit}"

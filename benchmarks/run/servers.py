@@ -94,8 +94,9 @@ def sink(
     if bytes_per_s is not None:
         command += ["--bytes-per-s", str(bytes_per_s)]
     if tls_folder is not None:
-        certificate = str(_certificate(tls_folder))
-        command += ["--certificate", certificate]
+        own, authority = _certificates(tls_folder)
+        certificate = str(authority)
+        command += ["--certificate", str(own)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT)
     try:
         assert process.stdout is not None
@@ -147,30 +148,43 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
         process.stdout.close()
 
 
-def _certificate(folder: Path) -> Path:
-    """Make a certificate for 127.0.0.1 that signs itself, with its key, in one PEM file."""
+def _certificates(folder: Path) -> tuple[Path, Path]:
+    """Make a certificate for 127.0.0.1 with its key in one PEM file, and that of who signed it: some clients take no other."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "127.0.0.1")])
     now = datetime.datetime.now(datetime.timezone.utc)
-    certificate = (
-        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(days=1))
-        .not_valid_after(now + datetime.timedelta(days=30))
-        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-        .add_extension(
-            x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False
+
+    def signed(
+        name: str,
+        issuer: str,
+        key: ec.EllipticCurvePrivateKey,
+        by: ec.EllipticCurvePrivateKey,
+        *,
+        is_ca: bool,
+    ) -> bytes:
+        builder = (
+            x509.CertificateBuilder(
+                x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, issuer)]),
+                x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)]),
+                key.public_key(),
+                x509.random_serial_number(),
+            )
+            .not_valid_before(now - datetime.timedelta(days=1))
+            .not_valid_after(now + datetime.timedelta(days=30))
+            .add_extension(x509.BasicConstraints(ca=is_ca, path_length=None), critical=True)
         )
-        .sign(key, hashes.SHA256())
+        if not is_ca:
+            names = [x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
+            builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
+        return builder.sign(by, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+
+    key, signer = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
+    own, authority = folder / "certificate.pem", folder / "authority.pem"
+    authority.write_bytes(signed("benchmark authority", "benchmark authority", signer, signer, is_ca=True))
+    plain = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
-    path = folder / "certificate.pem"
-    path.write_bytes(
-        key.private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        )
-        + certificate.public_bytes(serialization.Encoding.PEM)
-    )
-    return path
+    own.write_bytes(plain + signed("127.0.0.1", "benchmark authority", key, signer, is_ca=False))
+    return own, authority

@@ -24,6 +24,8 @@ JOBS = {
     "prepare": "benchmarks.jobs.transfer:prepare",
     "save": "benchmarks.jobs.transfer:save",
     "load": "benchmarks.jobs.transfer:load",
+    "load_cold": "benchmarks.jobs.transfer:load_cold",
+    "load_damaged": "benchmarks.jobs.transfer:load_damaged",
     "plan_save": "benchmarks.jobs.planner:plan_save",
     "async_save": "benchmarks.jobs.stall:async_save",
     "steps": "benchmarks.jobs.steps:steps",

@@ -11,6 +11,7 @@ all have written, and loads, are simulated by `benchmarks.scale.simulate`.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import re
 import resource
@@ -34,6 +35,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ckpt.acceptance.models import MODELS, Parameter
 from ckpt.gc_pause import no_gc
+from ckpt.ranks.tree import FAN
 from ckpt.save_plans.exchange import Local, Plans, agree
 from ckpt.save_plans.local import Structure, set_up_in_one_pass
 
@@ -159,9 +161,13 @@ class AllRanks:
         self.answers: list[bytes] = []
         self.waiting_s = 0.0
 
-    def gather_numbers(self, number: int) -> list[int]:
-        self.received["numbers"] = 8 * self.size
-        return [number, *[self.head] * (self.size - 1)]
+    def decide(self, number: int, join: Callable[[int, int], int], decide: Callable[[int], int]) -> int:
+        children = min(FAN, self.size - 1)
+        self.received["numbers"] = 8 * children
+        return decide(functools.reduce(join, [number, *[self.head] * children]))
+
+    def join(self, value: T, join: Callable[[T, T], T]) -> T:
+        return value
 
     def first_number(self, number: int) -> int:
         return number
@@ -233,7 +239,8 @@ def measure(model: str, text: str, ranks: int) -> dict[str, Any]:
         "first_mib": round(memory_mib, 1),
         "received_bytes": first_bytes,
         "answered_bytes": all_ranks.sent_bytes,
-        "later_bytes_per_rank": all_ranks.received["numbers"] / layout.size,
+        "later_bytes_of_a_message": 8,
+        "later_bytes_to_rank_0": all_ranks.received["numbers"],
         "most_bytes_of_a_rank": int(plan.loads.max()),
         "mean_bytes_of_a_rank": float(plan.loads.mean()),
     }
@@ -251,9 +258,10 @@ def _later(plans: Plans, state: dict[str, Any], all_ranks: AllRanks) -> dict[str
 
 def structure_of(plans: Plans, state: dict[str, Any]) -> Structure:
     planner = DefaultSavePlanner()
-    with no_gc(), set_up_in_one_pass(planner):  # as `save_columns` does
-        planner.set_up_planner(state, is_coordinator=True)
-    return plans.memory.structure(planner, lambda items: None)
+    with no_gc():  # as `save_columns` does
+        with set_up_in_one_pass(planner):
+            planner.set_up_planner(state, is_coordinator=True)
+        return plans.memory.structure(planner, lambda items: None)
 
 
 def main() -> None:

@@ -122,7 +122,7 @@ def _rank(
         if name == "load":
             ckpt.load(state, url, storage_options=options)
         else:
-            ckpt.save(state, url, storage_options=options)
+            ckpt.save(state, url, storage_options=options, checks="off")  # as in the simulation
         dist.barrier()
         if rank == 0:
             seen[name].append(Measured(dict(phases.counts), _requests(endpoint), requests.counts))

@@ -238,10 +238,14 @@ def _first_rank_of(job: Simulation) -> type[FirstRank]:
         """The first rank, whose partners are made up."""
 
         _step = -1
-        _sizes: list[int] | None = None
+        _sizes: Sequence[int] = ()
+
+        def decide(self, number: int, join: Callable[[int, int], int], decide: Callable[[int], int]) -> int:
+            self._step = super().decide(number, join, decide)
+            return self._step
 
         def gather_numbers(self, number: int) -> list[int] | None:
-            wire.numbers = [number] * self.size if self._sizes is None else self._sizes
+            wire.numbers = self._sizes
             return super().gather_numbers(number)
 
         def first_number(self, number: int) -> int:
@@ -255,7 +259,7 @@ def _first_rank_of(job: Simulation) -> type[FirstRank]:
             try:
                 return super().gather_bytes(data)
             finally:
-                self._sizes = None
+                self._sizes = ()
 
         def scatter_bytes(self, values: Sequence[bytes] | None) -> bytes:
             if self._step == _ANSWER:
@@ -278,6 +282,11 @@ def _tree_of(job: Simulation) -> type[Tree]:
                     message = len(data).to_bytes(8, "little") + data
                     job.wire.sent_in_tree[child] = message.ljust(1024, b"\0")
             return super().join(value, join, tag)
+
+        def decide(self, number: int, join: Callable[[int, int], int], decide: Callable[[int], int]) -> int:
+            for child in self._children:
+                job.wire.sent_in_tree[child] = number.to_bytes(8, "little", signed=True)
+            return super().decide(number, join, decide)
 
     return OneTree
 

@@ -5,6 +5,7 @@ replies.
 from __future__ import annotations
 
 import mmap
+import re
 import socket
 import ssl
 from collections.abc import Sequence
@@ -59,6 +60,7 @@ class Connection:
         head, self._ahead = self._ahead[:end].decode("latin-1"), self._ahead[end + 4 :]
         first, *lines = head.split("\r\n")
         method, target, _ = first.split(" ", 2)
+        target = re.sub(r"^https?://[^/]*", "", target)  # some clients send the whole address
         path, _, query = target.partition("?")
         headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
         return Request(method, unquote(path), dict(parse_qsl(query, keep_blank_values=True)), headers)

@@ -26,9 +26,8 @@ from ckpt.backends.registry import open_store
 from ckpt.consistency.commit import proves_no_commit
 from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.format.names import is_our_name
-from ckpt.tools.gc import remove_folders
 from ckpt.tools.preflight import check_place
-from ckpt.tools.remove import remove
+from ckpt.tools.remove import remove, remove_folders
 from ckpt.writing.writer import CheckpointWriter
 
 _logger = logging.getLogger(__name__)

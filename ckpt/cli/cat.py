@@ -10,14 +10,21 @@ import typer
 
 from ckpt.cli.options import Json, StorageOptions, Url, parse_storage_options
 from ckpt.cli.printing.outline import natural
-from ckpt.cli.printing.output import Output, command, shown
+from ckpt.cli.printing.output import Output, command
 from ckpt.errors import ConfigurationError
+from ckpt.words import shown
 
 if TYPE_CHECKING:
     from ckpt.reading.slices import OpenCheckpoint
 
 _MAX_VALUES = 1024
 _MAX_NAMES = 20
+
+EXAMPLES = """
+ckpt cat runs/step-100 'model.head.weight[:10, -1]'
+ckpt cat runs/step-100 '*.lr'
+ckpt cat runs/step-100 model.head.weight --npy head.npy
+"""
 
 
 def cat(
@@ -45,7 +52,11 @@ def cat(
         from ckpt.format.columns import ObjectRow
         from ckpt.reading.slices import OpenCheckpoint
 
-        with OpenCheckpoint(url, parse_storage_options(storage_options), models=True) as checkpoint:
+        options = parse_storage_options(storage_options)
+        with (
+            output.progress("reading records") as progress,
+            OpenCheckpoint(url, options, models=True, report=progress) as checkpoint,
+        ):
             names = checkpoint.names
             if name not in names:
                 group = fnmatch.filter(names, name) if "*" in name or "?" in name else []
@@ -106,11 +117,13 @@ def _show_tensor(output: Output, checkpoint: OpenCheckpoint, name: str, stats: b
     }  # fmt: skip
     title = f"{dtype} {tuple(selection.shape)}"
     if npy is not None:
-        tensor_values.write_npy(checkpoint, selection, npy)
+        with output.progress("writing") as progress:
+            tensor_values.write_npy(checkpoint, selection, npy, progress)
         facts["npy"] = npy
         lines = [f"{title} written to {npy}"]
     elif stats or math.prod(selection.lengths) > _MAX_VALUES:
-        statistics = tensor_values.statistics(checkpoint, selection)
+        with output.progress("reading") as progress:
+            statistics = tensor_values.statistics(checkpoint, selection, progress)
         facts["statistics"] = {key: _for_json(value) for key, value in vars(statistics).items()}
         numbers = facts["statistics"].items()
         lines = [title, *(f"{key:<6}{'-' if value is None else value}" for key, value in numbers)]
@@ -120,7 +133,7 @@ def _show_tensor(output: Output, checkpoint: OpenCheckpoint, name: str, stats: b
         array = tensor_values.read(checkpoint, selection)
         # A few bytes of records can list no elements in any number of rows.
         facts["values"] = _for_json(array.tolist()) if array.size else []
-        text = np.array2string(array, threshold=_MAX_VALUES + 1, max_line_width=100)
+        text = np.array2string(array, threshold=_MAX_VALUES + 1, max_line_width=min(100, output.width))
         lines = [title, *text.split("\n")]
     if output.as_json:
         output.json(facts)

@@ -14,14 +14,16 @@ import typer
 import ckpt
 from ckpt.cli.options import (
     DestinationOptions,
+    Expect,
     Json,
     SourceOptions,
     Threads,
     parse_quantity,
     parse_storage_options,
 )
-from ckpt.cli.printing.output import Output, command, count, shown, sigterm_as_ctrl_c, size
+from ckpt.cli.printing.output import Output, command, sigterm_as_ctrl_c
 from ckpt.errors import ConfigurationError
+from ckpt.words import count, shown, size
 
 if TYPE_CHECKING:
     from ckpt.conversion.convert import Converted
@@ -37,6 +39,8 @@ _MAX_NAMES = 5
 _MAX_PARTS = 100
 
 
+_CONTENT = "What is converted"
+
 _Source = Annotated[
     str,
     typer.Argument(
@@ -50,19 +54,33 @@ _To = Annotated[
     ),
 ]
 _Dtype = Annotated[
-    str | None, typer.Option(metavar="DTYPE", help="Convert floating-point weights to this: bfloat16, ...")
+    str | None,
+    typer.Option(
+        metavar="DTYPE",
+        help="Convert floating-point weights to this: bfloat16, ...",
+        rich_help_panel=_CONTENT,
+    ),
 ]
 _Include = Annotated[
-    list[str] | None, typer.Option(metavar="GLOB", help="Convert only these names. Can be repeated.")
+    list[str] | None,
+    typer.Option(metavar="GLOB", help="Convert only these names. Can be repeated.", rich_help_panel=_CONTENT),
 ]
 _Exclude = Annotated[
-    list[str] | None, typer.Option(metavar="GLOB", help="Leave out these names. Can be repeated.")
+    list[str] | None,
+    typer.Option(metavar="GLOB", help="Leave out these names. Can be repeated.", rich_help_panel=_CONTENT),
 ]
 _Rename = Annotated[
     list[str] | None,
-    typer.Option(metavar="REGEX=NEW", help=r"Replace a part of all names: '^model\.='. Can be repeated."),
+    typer.Option(
+        metavar="REGEX=NEW",
+        help=r"Replace a part of all names: '^model\.='. Can be repeated.",
+        rich_help_panel=_CONTENT,
+    ),
 ]
-_WeightsOnly = Annotated[bool, typer.Option("--weights-only", help="Leave out optimizer state and objects.")]
+_WeightsOnly = Annotated[
+    bool,
+    typer.Option("--weights-only", help="Leave out optimizer state and objects.", rich_help_panel=_CONTENT),
+]
 _ConfigFrom = Annotated[
     str | None,
     typer.Option(
@@ -79,6 +97,15 @@ _Overwrite = Annotated[
     ),
 ]
 
+EXAMPLES = r"""
+ckpt convert runs/step-100 model.safetensors --weights-only
+ckpt convert runs/step-100 hf/ --to safetensors --rename '^model\.='
+ckpt convert runs/step-100 for-dcp --to dcp
+ckpt convert model.pt s3://bucket/start
+torchrun --nproc-per-node 4 --no-python \
+  ckpt convert runs/step-100 exported --to safetensors
+"""
+
 
 def convert(
     source: _Source,
@@ -92,6 +119,7 @@ def convert(
     config_from: _ConfigFrom = None,
     max_shard_size: _MaxShardSize = "5GB",
     overwrite: _Overwrite = False,
+    expect: Expect = None,
     threads: Threads = None,
     storage_options: SourceOptions = None,
     dst_storage_options: DestinationOptions = None,
@@ -135,6 +163,7 @@ def convert(
                 destination_options=dst_options,
                 threads=threads,
                 progress=progress,
+                expect=expect,
             )
         if not is_first:
             return

@@ -8,8 +8,14 @@ from typing import Annotated
 import typer
 
 import ckpt
-from ckpt.cli.options import DestinationOptions, Json, SourceOptions, Threads, parse_storage_options
-from ckpt.cli.printing.output import command, count, shown, size
+from ckpt.cli.options import DestinationOptions, Expect, Json, SourceOptions, Threads, parse_storage_options
+from ckpt.cli.printing.output import command
+from ckpt.words import count, shown, size
+
+EXAMPLES = """
+ckpt cp runs/step-100 s3://bucket/keep/step-100
+ckpt cp s3://bucket/run/step-100 step-100 --materialise
+"""
 
 
 def cp(
@@ -21,6 +27,7 @@ def cp(
     materialise: Annotated[
         bool, typer.Option("--materialise", help="Copy the bytes too that SRC names in other checkpoints.")
     ] = False,
+    expect: Expect = None,
     threads: Threads = None,
     storage_options: SourceOptions = None,
     dst_storage_options: DestinationOptions = None,
@@ -48,6 +55,7 @@ def cp(
                 materialise=materialise,
                 threads=threads,
                 progress=progress,
+                expect=expect,
             )
         if output.as_json:
             output.json(vars(done))

@@ -14,7 +14,8 @@ import typer
 import ckpt
 from ckpt.cli.options import Json, parse_storage_options, storage_options_of
 from ckpt.cli.printing.outline import Row, outline, pattern
-from ckpt.cli.printing.output import EXIT_PROBLEM, Output, command, count, size
+from ckpt.cli.printing.output import EXIT_PROBLEM, Output, command
+from ckpt.words import count, size
 
 if TYPE_CHECKING:
     from ckpt.tools.diff import Comparison, Difference
@@ -22,6 +23,11 @@ if TYPE_CHECKING:
 _MAX_ROWS = 36
 _MAX_TEXTS = 3
 _SIGNS = {"only_a": "-", "only_b": "+"}
+
+EXAMPLES = """
+ckpt diff runs/step-100 runs/step-200
+ckpt diff runs/step-100 s3://bucket/keep/step-100 --full
+"""
 
 
 def diff(
@@ -73,7 +79,7 @@ def _print(output: Output, result: Comparison, everything: bool) -> None:
         for name, row in top.lines():
             sign, *cells = ("", "", "", "", "") if row is None else _cells(row)
             rows.append((sign, name, *cells))
-        output.print_columns(rows, names=1, right=[3, 4, 5])
+        output.print_columns(rows, names=1, right=[3, 4, 5], optional=3)
         output.print("")
     output.print(_verdict(result))
     if not everything and result.differences and len(rows) <= len(result.differences):

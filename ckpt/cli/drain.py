@@ -7,29 +7,29 @@ import dataclasses
 import os
 import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from types import FrameType
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 import ckpt
 from ckpt.cli.options import (
-    SIZE_UNITS,
+    RATE_UNITS,
     TIME_UNITS,
+    JsonLines,
     Threads,
     parse_quantity,
     parse_storage_options,
     storage_options_of,
 )
-from ckpt.cli.printing.output import EXIT_PROBLEM, Output, command, shown, size
+from ckpt.cli.printing.output import EXIT_PROBLEM, Output, command
+from ckpt.words import shown, size
 
 if TYPE_CHECKING:
     from ckpt.draining.drain import Drained
+    from ckpt.draining.ending import Grace
 
 _COLORS = {"durable": "green", "waiting": "yellow", "failed": "red", "left out": "cyan"}
-_RATES = {f"{unit}/s": factor for unit, factor in SIZE_UNITS.items()}
 
 _Newest = Annotated[
     int | None,
@@ -46,8 +46,16 @@ _Outage = Annotated[str, typer.Option(metavar="TIME", help="How long DURABLE may
 _Grace = Annotated[
     str, typer.Option(metavar="TIME", help="After SIGTERM, carry what fits in this time: 25s, 5m.")
 ]
+_AnyRoot = Annotated[
+    bool,
+    typer.Option("--any-root", help="LOCAL is of a run with another root: carry to DURABLE all the same."),
+]
 _Options = Annotated[list[str] | None, storage_options_of("DURABLE's storage")]
-_JsonLines = Annotated[bool, typer.Option("--json", help="Print one JSON object a checkpoint, in a line.")]
+
+EXAMPLES = """
+ckpt drain /nvme/run s3://bucket/run
+ckpt drain /nvme/run s3://bucket/run --follow --keep-local 2
+"""
 
 
 def drain(
@@ -60,9 +68,10 @@ def drain(
     poll: _Poll = "2s",
     outage: _Outage = "1h",
     grace: _Grace = "25s",
+    any_root: _AnyRoot = False,
     threads: Threads = None,
     storage_options: _Options = None,
-    json: _JsonLines = False,
+    json: JsonLines = False,
 ) -> None:
     """Carry checkpoints from a node's own disk to the durable place.
 
@@ -71,12 +80,11 @@ def drain(
     not sent again. On several nodes, each with its own ranks' files, run it on each.
     """
     interrupted = "What was sent stays; the same command goes on where this one stopped."
-    finish, stop = threading.Event(), threading.Event()
+    states: dict[str, str] = {}
     with (
         command(json, if_interrupted=interrupted) as output,
-        _ending(finish, stop, _seconds("--grace", grace)),
+        _ending(_seconds("--grace", grace), lambda: _print_left(output, local, durable, states)) as ending,
     ):
-        states: dict[str, str] = {}
         bar: list[Callable[[int, int], None]] = []
         checkpoints = ckpt.drain(
             local,
@@ -89,8 +97,9 @@ def drain(
             poll_s=_seconds("--poll", poll),
             outage_s=_seconds("--outage", outage),
             threads=threads,
-            finish=finish,
-            stop=stop,
+            any_root=any_root,
+            finish=ending.finish,
+            stop=ending.stop,
             progress=lambda done, total: bar[-1](done, total),
         )
         while True:
@@ -109,7 +118,7 @@ def drain(
 
 def _runs_below(local: str) -> str:
     """Name a run's folder, if there are some below: `CheckpointManager(local=...)` makes one for each run."""
-    from ckpt.local_first.folder import durable_of
+    from ckpt.draining.marker import durable_of
 
     with contextlib.suppress(OSError):
         for name in sorted(os.listdir(local)):
@@ -132,22 +141,27 @@ def _print(output: Output, drained: Drained) -> None:
     sys.stdout.flush()
 
 
+def _print_left(output: Output, local: str, durable: str, states: Mapping[str, str]) -> None:
+    """Say which checkpoints wait, of those that nothing was said about."""
+    from ckpt.draining.drain import STOPPED, Drained
+
+    for each in ckpt.list_checkpoints(local, depth=1):
+        if each.state == "committed" and each.path not in states:
+            url = f"{durable.rstrip('/')}/{each.path}"
+            _print(output, Drained(each.path, each.step, url, "waiting", STOPPED))
+
+
 @contextlib.contextmanager
-def _ending(finish: threading.Event, stop: threading.Event, grace_s: float) -> Iterator[None]:
+def _ending(grace_s: float, last_words: Callable[[], None]) -> Iterator[Grace]:
     """After SIGTERM carry what is there for `grace_s` seconds at most."""
-    timer = threading.Timer(grace_s, stop.set)
-    timer.daemon = True
+    from ckpt.draining.ending import Grace
 
-    def end(_: int, __: FrameType | None) -> None:
-        if not finish.is_set():
-            finish.set()
-            timer.start()
-
-    before = signal.signal(signal.SIGTERM, end)
+    grace = Grace(grace_s, last_words)
+    before = signal.signal(signal.SIGTERM, lambda *_: grace.begin())
     try:
-        yield
+        yield grace
     finally:
-        timer.cancel()
+        grace.end()
         signal.signal(signal.SIGTERM, before)
 
 
@@ -156,4 +170,4 @@ def _seconds(option: str, text: str) -> float:
 
 
 def _rate(text: str | None) -> float | None:
-    return None if text is None else parse_quantity("--max-bandwidth", text, _RATES, "200MB/s or 1GiB/s")
+    return None if text is None else parse_quantity("--max-bandwidth", text, RATE_UNITS, "200MB/s or 1GiB/s")

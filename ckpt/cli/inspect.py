@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import ckpt
-from ckpt.cli.options import Json, StorageOptions, Url, parse_storage_options
+from ckpt.cli.options import Expect, Json, StorageOptions, Url, parse_storage_options
 from ckpt.cli.printing.outline import Row, natural, outline, pattern
-from ckpt.cli.printing.output import MAX_LINES, Output, command, count, shown, size, table, tags_text
+from ckpt.cli.printing.output import MAX_LINES, Output, command, table
 from ckpt.errors import CheckpointError
+from ckpt.words import count, shown, size, tags_text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     _Row = Row[TensorInfo | ObjectInfo]
 
-_MAX_ROWS = 28
+_MAX_ROWS = 27
 """What fits one screen together with the facts below it."""
 _MAX_DEEP_ROWS = 2000
 _MAX_VALUES = 256
@@ -37,6 +38,12 @@ _LINES_AROUND = 4
 _MAX_SLICES = 1 << 15
 """Of one tensor: more than any job has ranks, and than anybody reads."""
 _COMMIT_FACTS = ("id", "created_at", "library", "torch", "world_size", "data_bytes", "tags")
+
+EXAMPLES = """
+ckpt inspect runs/step-100
+ckpt inspect s3://bucket/run/step-100 --depth 3
+ckpt inspect runs/step-100 --tensor '*.lm_head.weight'
+"""
 
 
 def inspect(
@@ -52,6 +59,7 @@ def inspect(
     everything: Annotated[
         bool, typer.Option("--all", help="Show every name, file and slice, and fold nothing.")
     ] = False,
+    expect: Expect = None,
     storage_options: StorageOptions = None,
     json: Json = False,
 ) -> None:
@@ -65,10 +73,16 @@ def inspect(
         if tensor is None and not output.as_json:
             from ckpt.reading.slices import OpenCheckpoint
 
-            with OpenCheckpoint(url, options, wait_for_data=False, models=True) as checkpoint:
+            with (
+                output.progress("reading records") as progress,
+                OpenCheckpoint(
+                    url, options, wait_for_data=False, models=True, report=progress, expect=expect
+                ) as checkpoint,
+            ):
                 _print(output, checkpoint, depth, everything)
             return
-        inspection = ckpt.inspect(url, storage_options=options)
+        with output.progress("reading records") as progress:
+            inspection = ckpt.inspect(url, storage_options=options, progress=progress, expect=expect)
         chosen = None
         if tensor is not None:
             chosen = [info for fqn, info in inspection.tensors.items() if fnmatchcase(fqn, tensor)]
@@ -85,11 +99,14 @@ def _as_json(inspection: Inspection, chosen: Sequence[TensorInfo] | None) -> dic
         "url": inspection.url,
         "format": inspection.format,
         "version": inspection.version,
+        "digest": inspection.digest or None,
         "commit": None if commit is None else {name: getattr(commit, name) for name in _COMMIT_FACTS},
         "parameters": inspection.parameters,
         "stored_bytes": inspection.stored_bytes,
         "referred_bytes": 0 if commit is None else commit.carried_bytes,
         "stock_readers": commit is None or commit.is_for_stock,
+        "seconds": inspection.seconds,
+        "ranks": [vars(each) for each in inspection.ranks],
         "bases": [] if commit is None else [_base(base) for base in commit.owners.values()],
         "bytes_by_dtype": inspection.bytes_by_dtype(),
         "bytes_by_part": inspection.bytes_by_part(),
@@ -110,6 +127,7 @@ def _tensor(info: TensorInfo, *, with_slices: bool) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "fqn": info.fqn, "shape": list(info.shape), "dtype": info.dtype, "part": info.part,
         "nbytes": info.nbytes, "chunks": info.chunks, "sharding": info.sharding,
+        "referred_bytes": info.referred_bytes,
     }  # fmt: skip
     if with_slices:
         facts["slices"] = [vars(each) for each in itertools.islice(info.slices(), _MAX_SLICES)]
@@ -142,6 +160,8 @@ def _print(output: Output, checkpoint: OpenCheckpoint, depth: int | None, everyt
         output.print_columns(files, right=[1, 2])
         output.print("")
     output.print(_facts(inspection))
+    if inspection.digest:
+        output.print(f"digest {inspection.digest}")  # no column of a table takes it in 80 characters
     if problem:
         output.print(f"[yellow]values are not shown:[/] {shown(problem)}")
     if not everything and len(lines) < len(entries):
@@ -207,7 +227,11 @@ def _facts(inspection: Inspection) -> Table:
     else:
         facts.add_row("format", f"ckpt-storage, version {commit.version}")
         facts.add_row("committed", f"{shown(commit.created_at)}, id {shown(commit.id)}")
-        world = count(commit.world_size, "rank")
+        if commit.block_digests:
+            facts.add_row(
+                "fixed", f"every byte, by {shown(commit.block_digests.algorithm)} and the digest below"
+            )
+        world = count(commit.world_size, "rank") + _times(inspection)
         facts.add_row("written by", f"{world}, {shown(commit.library)}, torch {shown(commit.torch)}")
         if not commit.is_for_stock:
             facts.add_row("stock PyTorch", "no .metadata, left out as too large (`ckpt convert --to dcp`)")
@@ -226,6 +250,15 @@ def _facts(inspection: Inspection) -> Table:
         if listed := ", ".join(f"{shown(name)} {size(nbytes)}" for name, nbytes in by.items() if nbytes):
             facts.add_row(title, listed)
     return facts
+
+
+def _times(inspection: Inspection) -> str:
+    """Say how long the save took, and which rank took longest; nothing if it did not say."""
+    if not inspection.seconds:
+        return ""
+    text = f" in {sum(inspection.seconds.values()):.2f} s"
+    timed = [(each.write_s, each.rank) for each in inspection.ranks if each.write_s is not None]
+    return f"{text} (slowest: rank {max(timed)[1]})" if len(timed) > 1 else text
 
 
 def _print_slices(output: Output, chosen: Sequence[TensorInfo], everything: bool) -> None:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import ckpt
 from ckpt.cli.options import Depth, Json, Root, StorageOptions, parse_storage_options
-from ckpt.cli.printing.output import age, command, shown, size, tags_text
+from ckpt.cli.printing.output import command
+from ckpt.words import age, shown, size, tags_text
 
 if TYPE_CHECKING:
     from ckpt.tools.ls import ListedCheckpoint
@@ -17,6 +18,12 @@ _COLORS = {
     "committed": "green", "durable": "green", "local": "cyan", "incomplete": "yellow", "foreign": "cyan", "damaged": "red", "unreadable": "red",
 }  # fmt: skip
 _HEADING = ("", "checkpoint", "step", "state", "size", "age", "ranks", "tags")
+
+EXAMPLES = """
+ckpt ls runs
+ckpt ls s3://bucket/run
+ckpt ls runs --json | jq -r '.checkpoints[] | select(.latest).url'
+"""
 
 
 def ls(root: Root, depth: Depth = 3, storage_options: StorageOptions = None, json: Json = False) -> None:
@@ -28,7 +35,8 @@ def ls(root: Root, depth: Depth = 3, storage_options: StorageOptions = None, jso
     """
     with command(json) as output:
         options = parse_storage_options(storage_options)
-        checkpoints = ckpt.list_checkpoints(root, storage_options=options, depth=depth)
+        with output.progress("listing") as progress:
+            checkpoints = ckpt.list_checkpoints(root, storage_options=options, depth=depth, progress=progress)
         if output.as_json:
             root_url = _root_url(checkpoints, root)
             listed = [vars(each) | {"state": _state(each, root)} for each in checkpoints]
@@ -41,6 +49,7 @@ def ls(root: Root, depth: Depth = 3, storage_options: StorageOptions = None, jso
             [_HEADING, *(_cells(each, root) for each in checkpoints)],
             names=1,
             right=[2, 4, 5, 6],
+            optional=3,
             colors=_COLORS,
         )
         for each in checkpoints:
@@ -63,7 +72,7 @@ def _cells(each: ListedCheckpoint, root: str) -> tuple[str, ...]:
 
 def _state(each: ListedCheckpoint, root: str) -> str:
     """Tell the state of a checkpoint, and in the folder of a run on a node's disk whether it is durable."""
-    from ckpt.local_first.folder import durable_of
+    from ckpt.draining.marker import durable_of
 
     folder, name = os.path.split(os.path.join(root, each.path) if each.path else root.rstrip("/"))
     if each.state != "committed" or "://" in root or durable_of(folder) is None:

@@ -11,11 +11,14 @@ import typer
 
 from ckpt.errors import ConfigurationError
 
+SHARED = "Storage and output"
+"""The group of `--help` for options that most commands have."""
+
 
 def storage_options_of(storage: str, name: str = "--storage-options") -> Any:
     """Declare the option for the storage options of one argument."""
     text = f"Option of {storage}. Repeat it, or give a JSON object."
-    return typer.Option(name, metavar="KEY=VALUE|JSON", help=text)
+    return typer.Option(name, metavar="KEY=VALUE", help=text, rich_help_panel=SHARED)
 
 
 def url_of(place: str) -> Any:
@@ -30,15 +33,36 @@ Depth = Annotated[
 ]
 Threads = Annotated[
     int | None,
-    typer.Option(metavar="N", min=1, help="Parallel transfers; by default twice the cores, 8 to 16."),
+    typer.Option(
+        metavar="N",
+        min=1,
+        help="Parallel transfers; by default twice the cores, 8 to 16.",
+        rich_help_panel=SHARED,
+    ),
 ]
 StorageOptions = Annotated[list[str] | None, storage_options_of("the storage")]
 SourceOptions = Annotated[
     list[str] | None, storage_options_of("SRC's storage, and of DST's unless it has its own")
 ]
 DestinationOptions = Annotated[list[str] | None, storage_options_of("DST's storage", "--dst-storage-options")]
+Expect = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DIGEST",
+        help="The checkpoint's digest, sha256:...; anything else is refused (docs/provenance.md).",
+    ),
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be removed, and remove nothing.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object; docs/cli.md lists its fields.")]
+Json = Annotated[
+    bool,
+    typer.Option(
+        "--json", help="Print one JSON object; docs/cli.md lists its fields.", rich_help_panel=SHARED
+    ),
+]
+JsonLines = Annotated[
+    bool,
+    typer.Option("--json", help="Print one JSON object a checkpoint, in a line.", rich_help_panel=SHARED),
+]
 
 
 def parse_storage_options(
@@ -90,10 +114,13 @@ SIZE_UNITS = {
 }
 """For `parse_quantity`: bytes."""
 
+RATE_UNITS = {f"{unit}/s": factor for unit, factor in SIZE_UNITS.items()}
+"""For `parse_quantity`: bytes in a second."""
+
 
 def parse_quantity(option: str, text: str, units: Mapping[str, float], examples: str) -> float:
     """Parse a number with one of `units`, in lower case. Raises ConfigurationError."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z/%]*)", text.strip().lower())
     if match is None or match[2] not in units:
         raise ConfigurationError(f"{option}: {text!r} is not understood; write {examples}")
     return float(match[1]) * units[match[2]]

@@ -17,8 +17,9 @@ from ckpt.cli.options import (
     parse_quantity,
     parse_storage_options,
 )
-from ckpt.cli.printing.output import Output, command, shown
+from ckpt.cli.printing.output import Output, command
 from ckpt.errors import ConfigurationError
+from ckpt.words import shown
 
 if TYPE_CHECKING:
     from ckpt.planning.models import Model
@@ -33,6 +34,14 @@ _RATES = {
 }  # fmt: skip
 _TABLE = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*x\s*(\d+)", re.IGNORECASE)
 
+_MODEL, _CLUSTER, _SAVES, _PRICES, _TABLES = (
+    "The model",
+    "The cluster",
+    "The saves",
+    "Prices",
+    "Tables of embeddings",
+)
+
 _Models = Annotated[
     list[str] | None,
     typer.Argument(
@@ -41,58 +50,110 @@ _Models = Annotated[
         "By default t5-11b, gpt-22b, gpt-175b and gpt-1t.",
     ),
 ]
-_Ranks = Annotated[int, typer.Option(metavar="N", min=1, help="Number of ranks.")]
+_Ranks = Annotated[int, typer.Option(metavar="N", min=1, help="Number of ranks.", rich_help_panel=_CLUSTER)]
 _Mesh = Annotated[
-    str, typer.Option(metavar="MESH", help="fsdp, hsdp2xfsdp4, tp8xpp16xfsdp, tp8xpp64xdp32, ...")
+    str,
+    typer.Option(
+        metavar="MESH", help="fsdp, hsdp2xfsdp4, tp8xpp16xfsdp, tp8xpp64xdp32, ...", rich_help_panel=_CLUSTER
+    ),
 ]
-_RanksPerNode = Annotated[int, typer.Option(metavar="N", min=1, help="Ranks of one machine.")]
-_Dtype = Annotated[str, typer.Option(metavar="DTYPE", help="bf16, fp16, fp32, fp64 or fp8.")]
+_RanksPerNode = Annotated[
+    int, typer.Option(metavar="N", min=1, help="Ranks of one machine.", rich_help_panel=_CLUSTER)
+]
+_Dtype = Annotated[
+    str, typer.Option(metavar="DTYPE", help="bf16, fp16, fp32, fp64 or fp8.", rich_help_panel=_MODEL)
+]
 _Optimizer = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
         help="none, sgd or adamw (default); of a table none, rowwise-adagrad (default), adagrad or adam.",
+        rich_help_panel=_MODEL,
     ),
 ]
-_OptimizerDtype = Annotated[str, typer.Option(metavar="DTYPE", help="Of the optimizer's states.")]
-_MasterWeights = Annotated[
-    bool, typer.Option("--master-weights", help="The optimizer keeps the weights once more.")
+_OptimizerDtype = Annotated[
+    str, typer.Option(metavar="DTYPE", help="Of the optimizer's states.", rich_help_panel=_MODEL)
 ]
-_NodeBandwidth = Annotated[str, typer.Option(metavar="RATE", help="Network of a machine.")]
-_StoreBandwidth = Annotated[str, typer.Option(metavar="RATE", help="Of the whole store.")]
+_MasterWeights = Annotated[
+    bool,
+    typer.Option(
+        "--master-weights", help="The optimizer keeps the weights once more.", rich_help_panel=_MODEL
+    ),
+]
+_NodeBandwidth = Annotated[
+    str, typer.Option(metavar="RATE", help="Network of a machine.", rich_help_panel=_CLUSTER)
+]
+_StoreBandwidth = Annotated[
+    str, typer.Option(metavar="RATE", help="Of the whole store.", rich_help_panel=_CLUSTER)
+]
 _CopyBandwidth = Annotated[
-    str, typer.Option(metavar="RATE", help="Of a machine, from its accelerators into its memory.")
+    str,
+    typer.Option(
+        metavar="RATE", help="Of a machine, from its accelerators into its memory.", rich_help_panel=_CLUSTER
+    ),
 ]
 _Mtbf = Annotated[
     str | None,
     typer.Option(
-        metavar="TIME", help="Mean time between failures of a machine; by default 264d, as Llama 3's."
+        metavar="TIME",
+        help="Mean time between failures of a machine; by default 264d, as Llama 3's.",
+        rich_help_panel=_CLUSTER,
     ),
 ]
-_Downtime = Annotated[str, typer.Option(metavar="TIME", help="From a failure until the processes load.")]
+_Downtime = Annotated[
+    str,
+    typer.Option(metavar="TIME", help="From a failure until the processes load.", rich_help_panel=_CLUSTER),
+]
 _Control = Annotated[
     str,
-    typer.Option(metavar="TIME", help="What else a save stops the work for: planning, messages of ranks."),
+    typer.Option(
+        metavar="TIME",
+        help="What else a save stops the work for: planning, messages of ranks.",
+        rich_help_panel=_SAVES,
+    ),
 ]
 _Interval = Annotated[
     str | None,
     typer.Option(
-        metavar="TIME", help="Work between two saves: 10m, 2h. By default the best; for tables 30m."
+        metavar="TIME",
+        help="Work between two saves: 10m, 2h. By default the best; for tables 30m.",
+        rich_help_panel=_SAVES,
     ),
 ]
-_Keep = Annotated[int, typer.Option(metavar="N", min=1, help="Checkpoints that stay.")]
-_Sync = Annotated[bool, typer.Option("--sync", help="Saves stop the work until they are durable.")]
+_Keep = Annotated[
+    int, typer.Option(metavar="N", min=1, help="Checkpoints that stay.", rich_help_panel=_SAVES)
+]
+_Sync = Annotated[
+    bool, typer.Option("--sync", help="Saves stop the work until they are durable.", rich_help_panel=_SAVES)
+]
 _RankThreads = Annotated[
-    int, typer.Option(metavar="N", min=1, help="Parallel transfers of a rank; they set the size of parts.")
+    int,
+    typer.Option(
+        metavar="N",
+        min=1,
+        help="Parallel transfers of a rank; they set the size of parts.",
+        rich_help_panel=_SAVES,
+    ),
 ]
 _Store = Annotated[
-    str, typer.Option(metavar="NAME", help="Whose prices: aws-s3, gcs, ibm-cos, none, or one of --prices.")
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="Whose prices: aws-s3, gcs, ibm-cos, none, or one of --prices.",
+        rich_help_panel=_PRICES,
+    ),
 ]
 _PriceFile = Annotated[
-    str | None, typer.Option(metavar="FILE", help="TOML to use in the place of the built-in prices.")
+    str | None,
+    typer.Option(
+        metavar="FILE", help="TOML to use in the place of the built-in prices.", rich_help_panel=_PRICES
+    ),
 ]
 _ShowPrices = Annotated[
-    bool, typer.Option("--show-prices", help="Print the built-in prices, for you to edit.")
+    bool,
+    typer.Option(
+        "--show-prices", help="Print the built-in prices, for you to edit.", rich_help_panel=_PRICES
+    ),
 ]
 _Plot = Annotated[
     str | None,
@@ -100,12 +161,29 @@ _Plot = Annotated[
 ]
 _Table = Annotated[
     str | None,
-    typer.Option(metavar="ROWSxWIDTH", help="Plan a table of embeddings instead, such as 1e9x64."),
+    typer.Option(
+        metavar="ROWSxWIDTH",
+        help="Plan a table of embeddings instead, such as 1e9x64.",
+        rich_help_panel=_TABLES,
+    ),
 ]
 _Touched = Annotated[
-    str, typer.Option(metavar="LIST", help="Of a table: per cent of the rows that change between saves.")
+    str,
+    typer.Option(
+        metavar="LIST",
+        help="Of a table: per cent of the rows that change between saves.",
+        rich_help_panel=_TABLES,
+    ),
 ]
-_NodeMemory = Annotated[str, typer.Option(metavar="SIZE", help="Memory of a machine, for tables.")]
+_NodeMemory = Annotated[
+    str, typer.Option(metavar="SIZE", help="Memory of a machine, for tables.", rich_help_panel=_CLUSTER)
+]
+
+EXAMPLES = """
+ckpt plan gpt-175b --ranks 4096 --mesh tp8xpp16xfsdp
+ckpt plan 70B --interval 10m --plot useful.svg
+ckpt plan --table 1e9x64 --ranks 8 --touched 0.1,1,10
+"""
 
 
 def plan(
@@ -159,13 +237,14 @@ def plan(
             threads=threads, keep=keep, is_async=not sync, prices=prices_of(store, prices),
             interval_s=None if interval is None else _time("--interval", interval),
         )  # fmt: skip
-        if table is not None:
-            described = table, dtype, "rowwise-adagrad" if optimizer is None else optimizer
-            _plan_table(output, described, cluster, touched, node_memory)
-            return
-        states = "adamw" if optimizer is None else optimizer, optimizer_dtype, master_weights
-        chosen = _models(models or _MODELS, dtype, *states, storage_options)
-        _plan_models(output, chosen, cluster, plot)
+        with output.working("planning"):
+            if table is not None:
+                described = table, dtype, "rowwise-adagrad" if optimizer is None else optimizer
+                _plan_table(output, described, cluster, touched, node_memory)
+                return
+            states = "adamw" if optimizer is None else optimizer, optimizer_dtype, master_weights
+            chosen = _models(models or _MODELS, dtype, *states, storage_options)
+            _plan_models(output, chosen, cluster, plot)
 
 
 def _plan_models(output: Output, models: Sequence[Model], cluster: Cluster, plot: str | None) -> None:
@@ -238,11 +317,7 @@ def _plot(path: str, model: Model, cluster: Cluster) -> None:
 
 
 def _rate(option: str, text: str) -> float:
-    match = re.fullmatch(r"([^a-zA-Z]*)(.*)", text.strip())
-    unit = match[2].lower() if match is not None else ""
-    if unit not in _RATES:
-        raise ConfigurationError(f"{option}: {text!r} is not understood; write 5GB/s or 100Gbit/s")
-    return parse_quantity(option, match[1] if match else "", {"": _RATES[unit]}, "5GB/s or 100Gbit/s")
+    return parse_quantity(option, text, _RATES, "5GB/s or 100Gbit/s")
 
 
 def _time(option: str, text: str) -> float:

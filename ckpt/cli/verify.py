@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 import ckpt
-from ckpt.cli.options import Json, StorageOptions, Threads, Url, parse_storage_options
-from ckpt.cli.printing.output import EXIT_PROBLEM, MAX_LINES, Output, age, command, count, shown, size, table
+from ckpt.cli.options import Expect, Json, StorageOptions, Threads, Url, parse_quantity, parse_storage_options
+from ckpt.cli.printing.output import EXIT_PROBLEM, MAX_LINES, Output, command, table
+from ckpt.errors import ConfigurationError
+from ckpt.words import age, count, shown, size
 
 if TYPE_CHECKING:
+    from ckpt.consistency.sampling import Sampled
     from ckpt.tools.findings import Damage, Stray, Verification
+
+_SHARES = {"": 1.0, "%": 0.01}
+
+EXAMPLES = """
+ckpt verify runs/step-100
+ckpt verify s3://bucket/run/step-100 --quick
+ckpt verify s3://bucket/run/step-100 --sample 5%
+ckpt verify s3://bucket/run --signed --key public.pem --memory seen.json
+"""
 
 
 def verify(
@@ -21,6 +34,34 @@ def verify(
     quick: Annotated[
         bool, typer.Option("--quick", help="Check records and file sizes only; read no data.")
     ] = False,
+    sample: Annotated[
+        str | None,
+        typer.Option(metavar="SHARE", help="Read this share of the blocks, drawn evenly: 5%, 0.01."),
+    ] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=0, help="Draw the blocks that a --sample with this seed has drawn."),
+    ] = None,
+    signed: Annotated[
+        bool,
+        typer.Option("--signed", help="Check signatures too, of URL or of all checkpoints in it, by --key."),
+    ] = False,
+    key: Annotated[
+        str | None, typer.Option(metavar="KEY", help="The public key of the signatures, a PEM file.")
+    ] = None,
+    not_before: Annotated[
+        int | None, typer.Option(metavar="STEP", help="The step that the newest signed one has at least.")
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE", help="Remember what is signed, and find what was put back or taken away."
+        ),
+    ] = None,
+    run: Annotated[
+        str | None, typer.Option(metavar="ID", help="The run that all signed ones must be of.")
+    ] = None,
+    expect: Expect = None,
     threads: Threads = None,
     storage_options: StorageOptions = None,
     json: Json = False,
@@ -28,16 +69,30 @@ def verify(
     """Check every byte and every record of a checkpoint.
 
     Also checks that the stored slices cover every tensor, and lists objects that do not belong to
-    the checkpoint. Of a stock PyTorch checkpoint it checks sizes, coverage and the CRCs in the
-    files; of a safetensors model of another program, which has no checksums, the index, headers and
-    sizes. Changes nothing.
+    the checkpoint. With --sample it reads some of the blocks, and says how probably damage was missed.
+
+    Of a stock PyTorch checkpoint it checks sizes, coverage and the CRCs in the files; of a safetensors
+    model of another program, which has no checksums, the index, headers and sizes. Changes nothing.
     """
     with command(json, if_interrupted="Nothing was changed; verify starts over.") as output:
-        options = parse_storage_options(storage_options)
-        with output.progress("verifying") as progress:
-            result = ckpt.verify(
-                url, storage_options=options, quick=quick, threads=threads, progress=progress
+        more: dict[str, Any] = {
+            "storage_options": parse_storage_options(storage_options), "quick": quick, "threads": threads
+        }  # fmt: skip
+        of_signed = {"run": run, "not_before": not_before, "memory": memory}
+        if key is not None and signed:
+            if (expect, sample, seed) != (None, None, None):
+                raise ConfigurationError(
+                    "--signed goes with neither --expect, as a signature names one checkpoint too, nor --sample and --seed"
+                )
+            _verify_signed(output, url, key, {**more, **of_signed})
+            return
+        if key is not None or signed or any(value is not None for value in of_signed.values()):
+            raise ConfigurationError(
+                "--signed needs --key, and --key, --run, --not-before and --memory need --signed"
             )
+        more["sample"] = None if sample is None else parse_quantity("--sample", sample, _SHARES, "5% or 0.05")
+        with output.progress("verifying") as progress:
+            result = ckpt.verify(url, seed=seed, progress=progress, expect=expect, **more)
         if output.as_json:
             output.json({**dataclasses.asdict(result), "ok": result.ok})
         else:
@@ -46,11 +101,24 @@ def verify(
             raise typer.Exit(EXIT_PROBLEM)
 
 
+def _verify_signed(output: Output, url: str, key: str, more: dict[str, Any]) -> None:
+    from ckpt.cli.signing.verified import as_json, print_signed
+
+    with output.progress("verifying") as progress:
+        result = ckpt.verify_signed(url, key, progress=progress, **more)
+    if output.as_json:
+        output.json(as_json(result))
+    else:
+        print_signed(output, result)
+    if not result.ok:
+        raise typer.Exit(EXIT_PROBLEM)
+
+
 def _print(output: Output, result: Verification) -> None:
     damages = len(result.damages) + result.damages_omitted
-    output.print(*(f"[bold red]damaged:[/] {_line(damage)}" for damage in result.damages[:MAX_LINES]))
+    output.print(*(f"[bold red]damaged:[/] {damage_line(damage)}" for damage in result.damages[:MAX_LINES]))
     output.print_hidden(damages - MAX_LINES)
-    output.print(*(f"[yellow]warning:[/] {_line(warning)}" for warning in result.warnings))
+    output.print(*(f"[yellow]warning:[/] {damage_line(warning)}" for warning in result.warnings))
     if result.strays is None and result.checked_files:  # else no record could be read
         output.print(
             "the storage did not list the folder, so objects that do not belong here were not looked for"
@@ -71,6 +139,8 @@ def _print(output: Output, result: Verification) -> None:
             f"stock PyTorch cannot read it: .metadata was left out as too large, and not checked; "
             f"`ckpt convert {shown(result.url)} DST --to dcp` makes a checkpoint with one"
         )
+    if result.sample is not None:
+        _print_sample(output, result.sample)
     amount = count(result.checked_files, "file")
     amount += (
         ", sizes and records only" if result.quick else f", {size(result.checked_bytes)} read and compared"
@@ -79,7 +149,26 @@ def _print(output: Output, result: Verification) -> None:
     output.print(f"{verdict} {shown(result.url)} ({amount})")
 
 
-def _line(damage: Damage) -> str:
+def _print_sample(output: Output, sample: Sampled) -> None:
+    if sample.read_blocks == sample.blocks:
+        output.print(f"read all of {count(sample.blocks, 'block')}: there are few")
+        return
+    output.print(
+        f"read {sample.read_blocks:,} of {count(sample.blocks, 'block')}, drawn with --seed {sample.seed}; damage of 1 % of "
+        f"the blocks is missed with a probability of at most {_chance(sample.missed_percent)}, of one block "
+        f"{_chance(sample.missed_one)}"
+    )
+
+
+def _chance(probability: float) -> str:
+    """Write a probability for people, rounded up: it is a limit."""
+    if probability >= 0.001:
+        return f"{math.ceil(probability * 1000) / 10:g} %"
+    return "0" if probability == 0 else f"{probability * 100:.0e} %"
+
+
+def damage_line(damage: Damage) -> str:
+    """Write a damage for people, with what it touches."""
     parts = [shown(damage.key)] if damage.key else []
     if damage.start is not None and damage.stop is not None:
         parts.append(f"bytes {damage.start}-{damage.stop}")

@@ -10,9 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from ckpt.cli.options import TIME_UNITS, Root, StorageOptions, parse_quantity, parse_storage_options
-from ckpt.cli.printing.output import EXIT_PROBLEM, Output, age, command, count, printable, shown, size
+from ckpt.cli.options import (
+    TIME_UNITS,
+    JsonLines,
+    Root,
+    StorageOptions,
+    parse_quantity,
+    parse_storage_options,
+)
+from ckpt.cli.printing.output import EXIT_PROBLEM, Output, command
 from ckpt.errors import ConfigurationError
+from ckpt.words import age, count, printable, shown, size
 
 if TYPE_CHECKING:
     from ckpt.watching.command import Command, Execution
@@ -21,36 +29,63 @@ if TYPE_CHECKING:
 
 _STDERR = 2
 
+_COMMAND, _WHICH = "A command for each", "Which checkpoints, until when"
+
 _Exec = Annotated[
     str | None,
     typer.Option(
         "--exec",
         metavar="COMMAND",
         help="Run this for each checkpoint, one at a time; {url}, {path}, {step} and {id} are replaced.",
+        rich_help_panel=_COMMAND,
     ),
 ]
 _Cursor = Annotated[
     str | None,
-    typer.Option(metavar="FILE", help="Remember here (a path or URL) what is done, and go on from there."),
+    typer.Option(
+        metavar="FILE",
+        help="Remember here (a path or URL) what is done, and go on from there.",
+        rich_help_panel=_WHICH,
+    ),
 ]
-_After = Annotated[int | None, typer.Option(metavar="STEP", help="Pass over this step and earlier ones.")]
+_After = Annotated[
+    int | None,
+    typer.Option(metavar="STEP", help="Pass over this step and earlier ones.", rich_help_panel=_WHICH),
+]
 _SkipExisting = Annotated[
-    bool, typer.Option("--skip-existing", help="Pass over what is there, unless there is a cursor.")
+    bool,
+    typer.Option(
+        "--skip-existing", help="Pass over what is there, unless there is a cursor.", rich_help_panel=_WHICH
+    ),
 ]
 _SkipToLatest = Annotated[
-    bool, typer.Option("--skip-to-latest", help="Of several that wait, take the last one only.")
+    bool,
+    typer.Option(
+        "--skip-to-latest", help="Of several that wait, take the last one only.", rich_help_panel=_WHICH
+    ),
 ]
-_Once = Annotated[bool, typer.Option("--once", help="Take what is there, and end.")]
-_Timeout = Annotated[str | None, typer.Option(metavar="TIME", help="End when nothing new came for so long.")]
+_Once = Annotated[bool, typer.Option("--once", help="Take what is there, and end.", rich_help_panel=_WHICH)]
+_Timeout = Annotated[
+    str | None,
+    typer.Option(metavar="TIME", help="End when nothing new came for so long.", rich_help_panel=_WHICH),
+]
 _Retries = Annotated[
-    int, typer.Option(metavar="N", min=0, max=100, help="Try a command that fails N times again.")
+    int,
+    typer.Option(
+        metavar="N", min=0, max=100, help="Try a command that fails N times again.", rich_help_panel=_COMMAND
+    ),
 ]
 _ExecTimeout = Annotated[
-    str | None, typer.Option(metavar="TIME", help="End a command that takes longer; it has failed.")
+    str | None,
+    typer.Option(
+        metavar="TIME", help="End a command that takes longer; it has failed.", rich_help_panel=_COMMAND
+    ),
 ]
 _OnFailure = Annotated[
     Literal["stop", "continue"],
-    typer.Option(help="When the last try failed: stop, or go on with the next checkpoint."),
+    typer.Option(
+        help="When the last try failed: stop, or go on with the next checkpoint.", rich_help_panel=_COMMAND
+    ),
 ]
 _Poll = Annotated[str, typer.Option(metavar="TIME", help="Time between two looks: 10s, 5m.")]
 _Lag = Annotated[
@@ -58,7 +93,12 @@ _Lag = Annotated[
     typer.Option(metavar="TIME", help="How long the storage may take to show what was written."),
 ]
 _Outage = Annotated[str, typer.Option(metavar="TIME", help="How long the storage may give no answer.")]
-_JsonLines = Annotated[bool, typer.Option("--json", help="Print one JSON object a checkpoint, in a line.")]
+
+EXAMPLES = """
+ckpt watch s3://bucket/run
+ckpt watch runs --cursor eval.cursor --exec 'python eval.py {url}'
+ckpt watch runs --once --skip-to-latest --json
+"""
 
 
 def watch(
@@ -77,7 +117,7 @@ def watch(
     lag: _Lag = None,
     outage: _Outage = "1h",
     storage_options: StorageOptions = None,
-    json: _JsonLines = False,
+    json: JsonLines = False,
 ) -> None:
     """Follow a run: print each new checkpoint, or run a command for it.
 
@@ -125,7 +165,11 @@ def _follow(watcher: Watcher, runs: Command | None, output: Output, *, stops: bo
     sys.stderr.write(f"watching {printable(watcher.url)}\n")
     failures = 0
     with contextlib.closing(watcher.checkpoints()) as checkpoints:
-        for checkpoint in checkpoints:
+        while True:
+            with output.working("waiting"):
+                checkpoint = next(checkpoints, None)
+            if checkpoint is None:
+                break
             execution = None if runs is None else runs.run(checkpoint, watcher.is_there)
             has_failed = execution is not None and execution.outcome == "failed"
             failures += has_failed

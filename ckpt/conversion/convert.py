@@ -17,6 +17,7 @@ import torch
 
 from ckpt.backends.options import redact_url
 from ckpt.backends.registry import normal_url
+from ckpt.consistency.expected import checked_expect
 from ckpt.conversion.checkpoint_target import CheckpointTarget, StockCheckpointTarget
 from ckpt.conversion.endpoints import Endpoint, open_configuration, open_destination, open_source
 from ckpt.conversion.formats import Format
@@ -86,53 +87,53 @@ def convert(
     threads: int | None = None,
     progress: ReportBytes | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
+    expect: str | None = None,
 ) -> Converted:
     """Convert a checkpoint (of this library or stock DCP), `torch.save` file or safetensors model.
 
-    Memory stays under 1 GiB a process. With a process group, the ranks share the files; a single
-    file is written by the first rank alone. The output appears when it is complete.
+    Memory stays under 1 GiB a process. With a process group, the ranks share the files; a single file is written by the
+    first rank alone. The output appears when it is complete.
 
     Args:
-        to: `ckpt`, `dcp`, `torch` (one file) or `safetensors` (a file of that ending, or a folder
-            as transformers write it). Default: by the name of `destination`; `ckpt` for a folder.
+        to: `ckpt`, `dcp`, `torch` (one file) or `safetensors` (a file of that ending, or a folder as transformers write
+            it). Default: by the name of `destination`; `ckpt` for a folder.
         dtype: of all weights that are floating-point numbers. Optimizer state keeps its own.
         include, exclude: globs over names.
         rename: regular expressions and replacements, one after the other, for every name.
         weights_only: leave out optimizer state, and anything else that by its name is not a weight.
-        config_from: a model's folder, whose small files (`config.json`, the tokenizer) a folder of
-            safetensors gets; default: those in the source's own folder. With the source's options.
-        max_shard_bytes: of one safetensors file in a folder.
+        config_from: a model's folder, whose small files (`config.json`, the tokenizer) a folder of safetensors gets;
+            default: those in the source's own folder. With the source's options.
+        max_shard_bytes: of a safetensors file in a folder.
         overwrite: replace a checkpoint of this library, one file, or the files of an interrupted conversion.
         storage_options: of the source; of both, without `destination_options`.
-        threads: parallel transfers of this rank.
-        progress: called with the bytes that this rank has sent so far, and will send in all.
+        threads, progress: parallel transfers of this rank; called with the bytes it has sent so far, and will send.
         timeout_s: all ranks fail within it, and say why, if a rank or a storage stops.
+        expect: the digest of the source, a checkpoint, `sha256:...`; anything else is refused.
 
     Raises:
         NotFound, NotCommitted: there is nothing to convert at the source.
-        IntegrityError, FormatError, UnsafeContent: the source is damaged, unknown, or not safe.
+        IntegrityError, FormatError, UnsafeContent: the source is damaged, unknown, not safe, or not as expected.
         AlreadyExists: the destination exists.
         ConfigurationError: an argument is wrong, or the new format cannot hold a tensor.
         StorageError: a storage refused, or could not be reached.
     """
     if max_shard_bytes < 1:
         raise ConfigurationError(f"max_shard_bytes must be at least 1, not {max_shard_bytes}")
-    new_dtype = None if dtype is None else weight_dtype(dtype)
     included, excluded = globs_of("include", include), globs_of("exclude", exclude)
+    new_dtype = None if dtype is None else weight_dtype(dtype)
     rules = Rules(included, excluded, tuple(rename), weights_only, new_dtype)
     ranks = Ranks(process_group, no_dist=no_dist, purpose="conversion", timeout_s=check_timeout(timeout_s))
     guard = functools.partial(DeadlineStore, progress=ranks.progress, limit_s=Limits(timeout_s).stall_s)
     stack = contextlib.ExitStack()
     to_options = storage_options if destination_options is None else destination_options
     ends = _Ends(
-        Endpoint(normal_url(source), storage_options, guard, stack),
+        Endpoint(normal_url(source), storage_options, guard, stack, expect=checked_expect(expect)),
         Endpoint(normal_url(destination), to_options, guard, stack, threads),
         None if config_from is None else Endpoint(normal_url(config_from), storage_options, guard, stack),
     )
     call = f"conversion to {ends.destination.name or redact_url(ends.destination.url)}"
-    prepare = functools.partial(
-        _target, ends, to, rules, ranks, call, overwrite, max_shard_bytes, progress or no_report
-    )
+    more = overwrite, max_shard_bytes, progress or no_report
+    prepare = functools.partial(_target, ends, to, rules, ranks, call, *more)
     with contextlib.closing(ranks), stack, _one_error(ranks):
         target = ranks.together(call, prepare)
         return _result(target, target.run())

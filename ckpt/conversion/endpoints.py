@@ -41,6 +41,7 @@ class Endpoint:
     Attributes:
         guard: wraps each store; closing the wrapper closes the store.
         stack: closes all that was opened.
+        expect: the digest of the checkpoint that is read; anything else is refused.
     """
 
     url: str = field(repr=False)  # it may carry a password
@@ -48,6 +49,7 @@ class Endpoint:
     guard: Callable[[Store], Store]
     stack: contextlib.ExitStack
     threads: int | None = None
+    expect: str | None = None
 
     @property
     def name(self) -> str:
@@ -95,12 +97,12 @@ def open_source(endpoint: Endpoint) -> TensorSource:
     with contextlib.ExitStack() as looking:
         location = dataclasses.replace(endpoint, stack=looking).open_existing()
         threads = looking.enter_context(thread_pool(location.folder.threads, "ckpt-read"))
-        model = _open_model(location, threads)
+        model = None if endpoint.expect else _open_model(location, threads)
         if model is not None:
             endpoint.stack.push(looking.pop_all())
             return model
     # Where nothing is, this says best what is missing.
-    checkpoint = OpenCheckpoint(endpoint.url, endpoint.options, guard=endpoint.guard)
+    checkpoint = OpenCheckpoint(endpoint.url, endpoint.options, guard=endpoint.guard, expect=endpoint.expect)
     return CheckpointSource(endpoint.stack.enter_context(checkpoint))
 
 

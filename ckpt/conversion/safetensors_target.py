@@ -17,7 +17,8 @@ from ckpt.conversion.source import CONFIG_KEY
 from ckpt.conversion.target import FileTarget, Written, end_to_end
 from ckpt.errors import ConfigurationError, StorageError
 from ckpt.format.dtypes import dtype_name
-from ckpt.format.model_index import MODEL_INDEX_KEY, SINGLE_MODEL_KEY, encode_model_index
+from ckpt.format.model_index import encode_model_index
+from ckpt.format.names import MODEL_INDEX_KEY, SINGLE_MODEL_KEY
 from ckpt.stock.safetensors_format import DTYPES, METADATA, encode_header
 from ckpt.transfer.file_body import BytesPayload
 from ckpt.writing.layout import pack

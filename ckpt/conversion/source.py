@@ -16,8 +16,8 @@ import torch
 
 from ckpt.backends.base import ObjectStat, Store
 from ckpt.errors import CommitConflict
+from ckpt.format.elements import StoredTensor
 from ckpt.format.fqns import Path
-from ckpt.format.stored_tensor import StoredTensor
 from ckpt.transfer.boxes import flat_boxes
 from ckpt.transfer.buffer_pool import MIN_MEMORY_BUDGET_BYTES, StagingPool
 from ckpt.transfer.fetcher import Fetcher, StoredFile

@@ -14,7 +14,7 @@ import torch
 from ckpt.backends.base import ObjectStat, Store
 from ckpt.conversion.source import FileSource, Location, Region, TensorFacts
 from ckpt.errors import CheckpointError, ConfigurationError, FormatError, UnsafeContent
-from ckpt.format.stored_tensor import StoredTensor
+from ckpt.format.elements import StoredTensor
 from ckpt.stock.item_archive import check_archive
 from ckpt.stock.item_files import PagedFile
 from ckpt.stock.payload_finder import is_plain_tensor, load_meta

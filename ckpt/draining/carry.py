@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from ckpt.backends.base import PutMode, Store, UploadNote, exists
 from ckpt.backends.bodies import Body, CheckedBody, Part
@@ -23,6 +24,8 @@ from ckpt.errors import (
     FormatError,
     IntegrityError,
     NotCommitted,
+    NotFound,
+    StorageUnavailable,
 )
 from ckpt.format.names import ObjectName, rank_directory
 from ckpt.format.records import CommitRecord, ManifestRef, ObjectRef, RankManifest, StoredCommit, read_commit
@@ -34,7 +37,7 @@ from ckpt.transfer.bandwidth import Pacer
 from ckpt.transfer.buffer_pool import StagingPool
 from ckpt.transfer.fetcher import StoredFile, at_once
 from ckpt.transfer.relay_bodies import VerifiedBody, check_wanted
-from ckpt.transfer.reports import ReportBytes, no_report
+from ckpt.transfer.reports import FileReports, ReportBytes, no_report
 from ckpt.transfer.threads import run_all, workers
 from ckpt.writing.coordinator import Coordinator
 from ckpt.writing.save_objects import SaveObjects
@@ -70,17 +73,18 @@ class Carried:
     """What became of a checkpoint.
 
     Attributes:
-        sent_bytes, found_bytes: of data files, that this process has sent, and that were there before, also as parts.
+        sent_bytes: of data files, that this process has sent.
         lacks: the first object that the durable place still lacks, and why it is not committed; None if it is.
         was_there: it was committed there before.
         is_gone: what was sent there is not there any more.
+        was_replaced: another save is committed at the source than the one that was to be carried.
     """
 
     sent_bytes: int = 0
-    found_bytes: int = 0
     lacks: str | None = None
     was_there: bool = False
     is_gone: bool = False
+    was_replaced: bool = False
 
 
 @dataclass(frozen=True)
@@ -122,24 +126,41 @@ class Carrier:
     share: Share | None = None
     unfinished: Unfinished = field(default_factory=lambda: Unfinished(None))
 
-    def carry(self, source: Store, destination: Store, *, was_sent: bool = False) -> Carried:
+    def carry(
+        self,
+        source: Store,
+        destination: Store,
+        *,
+        commit_id: str | None = None,
+        was_sent: bool = False,
+        was_removed: Callable[[], bool] = lambda: False,
+    ) -> Carried:
         """Send the objects that are here and not there; commit if all are there then.
 
-        What `was_sent` before and is gone is not sent again: it was committed and removed, or given up.
+        Args:
+            commit_id: carry no other save: the order in which they are carried is that of those that were seen.
+            was_sent: what is gone of it is not sent again: it was committed and removed, or given up.
+            was_removed: tells, once it is not committed there, whether it was: requests of that removal may still be carried out.
 
         Raises:
             NotCommitted, NotFound: no checkpoint is committed at the source, or it was removed meanwhile.
             IntegrityError, FormatError: the source is damaged; nothing that is damaged was sent.
             CommitConflict: another save, which is later, is committed at the destination.
             AlreadyExists: another program's checkpoint is there.
-            StorageError: a storage refused, or could not be reached.
+            StorageError: a storage refused, or could not be reached; also if an earlier save was committed meanwhile.
         """
         commit = read_commit(source)
         if commit is None:
             raise NotCommitted("no checkpoint is committed here", url=source.url)
-        record, before = commit.record, read_commit(destination)
+        record = commit.record
+        if commit_id not in (None, record.id):
+            return Carried(was_replaced=True)
+        before = read_commit(destination)
         if before == commit:
-            _show(destination, commit)
+            try:
+                _show(destination, commit)
+            except NotFound:  # a late put brought back the record of one that was removed
+                return Carried(is_gone=True)
             return Carried(was_there=True)
         _check_later(record, before, destination)
         coordinator = Coordinator(destination, SaveObjects())
@@ -151,9 +172,22 @@ class Carrier:
             check_beside(destination, record)
         except ConfigurationError:
             return Carried(lacks=NO_BASE)
-        if was_sent and self._is_gone(record, source, destination):
+        if was_removed() or (was_sent and self._is_gone(record, source, destination)):
             return Carried(is_gone=True)
-        return self._carry(commit, source, destination, coordinator)
+        try:
+            done = self._send(commit, source, destination)
+            done.is_gone = (
+                done.lacks is None and was_removed()
+            )  # meanwhile, after another node had committed it
+            if done.lacks is None and not done.is_gone:
+                self._commit(commit, destination, coordinator)
+            return done
+        except CommitConflict:
+            # Another node has committed meanwhile. If that was an earlier save, this one still replaces it.
+            _check_later(record, read_commit(destination), destination)
+            raise StorageUnavailable(
+                "an earlier save was committed here meanwhile", url=destination.url
+            ) from None
 
     def _is_gone(self, record: CommitRecord, source: Store, destination: Store) -> bool:
         """Tell whether an object of this node that was sent is missing there."""
@@ -168,18 +202,15 @@ class Carrier:
         refs = record.own_manifests
         return [ref for ref in refs if self.share is None or self.share.has(record, ref)]
 
-    def _carry(
-        self, commit: StoredCommit, source: Store, destination: Store, coordinator: Coordinator
-    ) -> Carried:
+    def _send(self, commit: StoredCommit, source: Store, destination: Store) -> Carried:
         record, done, lock, failed = commit.record, Carried(), threading.Lock(), threading.Event()
         sizes = {stat.key: stat.size_bytes for stat in destination.list()}
-        pool = StagingPool(_BUDGET_BYTES)
+        pool, reports = StagingPool(_BUDGET_BYTES), FileReports(self.progress, record.data_bytes)
 
         def count(file: StoredFile, there_bytes: int) -> None:
             with lock:
                 done.sent_bytes += file.size_bytes - there_bytes
-                done.found_bytes += there_bytes
-                self.progress(done.sent_bytes + done.found_bytes, record.data_bytes)
+            reports.whole(file.key, file.size_bytes)
 
         def check() -> None:
             check_wanted(self.stop)
@@ -190,7 +221,7 @@ class Carrier:
             if sizes.get(file.key) == file.size_bytes:
                 count(file, file.size_bytes)
                 return
-            checked = VerifiedBody(source, file, pool, check, at_once)
+            checked = VerifiedBody(source, file, pool, check, at_once, partial(reports.part, file.key))
             body = checked if self.pacer is None else _PacedBody(checked, self.pacer)
             folder = source.url.rpartition("/")[2]
             with self.unfinished.note(folder, destination.url, file.key) as note:
@@ -212,8 +243,6 @@ class Carrier:
             send_small(record.described_by)
         check_wanted(self.stop)
         done.lacks = missing_object(destination, record)
-        if done.lacks is None:
-            self._commit(commit, destination, coordinator)
         return done
 
     def _commit(self, commit: StoredCommit, destination: Store, coordinator: Coordinator) -> None:

@@ -7,7 +7,6 @@ import logging
 import math
 import os
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -18,7 +17,9 @@ from ckpt.backends.registry import open_store
 from ckpt.backends.wrapper import PrefixStore
 from ckpt.consistency import environment
 from ckpt.consistency.patience import patiently
-from ckpt.draining.carry import NO_BASE, Carrier, Share
+from ckpt.draining.carry import NO_BASE, Carried, Carrier, Share
+from ckpt.draining.folder_lock import held
+from ckpt.draining.marker import check_owner, marker_of, runs_of
 from ckpt.draining.unfinished import Unfinished
 from ckpt.errors import (
     AccessDenied,
@@ -28,14 +29,15 @@ from ckpt.errors import (
     CommitConflict,
     CommitError,
     ConfigurationError,
+    FormatError,
+    IntegrityError,
     NotFound,
     StillReferred,
     StorageError,
     StorageFull,
 )
 from ckpt.format.records import read_commit
-from ckpt.format.run_record import read_run
-from ckpt.tools.ls import step_of_commit
+from ckpt.format.run_record import RunRecord, read_run
 from ckpt.tools.remove import remove
 from ckpt.transfer.bandwidth import Pacer
 from ckpt.transfer.reports import ReportBytes, no_report
@@ -95,6 +97,7 @@ def drain(
     finish: threading.Event | None = None,
     stop: threading.Event | None = None,
     progress: ReportBytes | None = None,
+    any_root: bool = False,
     settled: Mapping[str, tuple[str, State]] | None = None,
     share: Share | None = None,
 ) -> Generator[Drained, None, None]:
@@ -117,11 +120,12 @@ def drain(
         stop: set it to have it end soon, whatever is left.
         outage_s: how long the durable place may give no answer before that is an error.
         progress: called with the data bytes of a checkpoint that are there, and those of all that are here.
+        any_root: carry also what is of another run than `durable`, by the marker of its folder and the ids of the runs.
         settled: the id and state of checkpoints that an earlier call has settled, by their folders.
         share: of the files that are here, those to carry, where other nodes have copies of the others; default all.
 
     Raises:
-        ConfigurationError: an argument is wrong.
+        ConfigurationError: an argument is wrong, or `local` is the folder of a run with another root.
         AccessDenied, StorageFull: at once; other errors of storage once they last longer than `outage_s`.
     """
     for name, number in (("newest", newest), ("keep_local", keep_local)):
@@ -134,6 +138,7 @@ def drain(
     to_store = open_store(durable, storage_options, threads=threads)
     if from_store.url == to_store.url:
         raise ConfigurationError("local and durable are the same place", url=to_store.url)
+    check_owner(None if any_root else from_store.directory, durable)
     event = stop or threading.Event()
     drainer = _Drainer(
         from_store,
@@ -143,7 +148,8 @@ def drain(
         newest,
         keep_local,
         outage_s,
-        dict(settled or {}),
+        any_root,
+        settled=dict(settled or {}),
     )
     return drainer.run(follow, finish or threading.Event(), poll_s)
 
@@ -160,6 +166,7 @@ class _Local:
     step: int | None
     created_at: str
     bases: frozenset[str] = frozenset()
+    run: str = ""
     problem: str = ""
 
     @property
@@ -188,6 +195,10 @@ class _Drainer:
     newest: int | None
     keep_local: int | None
     outage_s: float
+    any_root: bool = False
+    durable_run: str | None = None
+    """The id of the run in the durable place, as it was at first."""
+
     settled: dict[str, tuple[str, State]] = field(default_factory=dict)
     """The commit that was seen in each folder, and what became of it."""
 
@@ -253,8 +264,8 @@ class _Drainer:
                 commit = read_commit(PrefixStore(self.local, path))
                 if commit is not None:
                     made = commit.record
-                    step = step_of_commit(made, path)
-                    yield _Local(path, made.id, step, made.created_at, frozenset(made.owners))
+                    step = made.step(path)
+                    yield _Local(path, made.id, step, made.created_at, frozenset(made.owners), made.run_id)
             except CheckpointError as error:
                 yield _Local(path, "", None, "", problem=str(error))
 
@@ -270,12 +281,12 @@ class _Drainer:
     def _drain(self, each: _Local) -> Drained | None:
         """Carry a checkpoint; None if it is gone, or waits as before."""
         source, destination = PrefixStore(self.local, each.path), PrefixStore(self.durable, each.path)
-        began_s = time.monotonic()
+        began_s = environment.monotonic()
         if each.problem:
             return self._failed(each, each.problem)
         try:
             carried = patiently(
-                lambda: self.carrier.carry(source, destination, was_sent=self._state(each) == "waiting"),
+                lambda: self._carry(each, source, destination),
                 outage_s=self.outage_s,
                 stop=self.stop,
                 passing=_PASSING,
@@ -290,6 +301,8 @@ class _Drainer:
                 raise
             return self._failed(each, str(error))
         self.sent_bytes[each.id] += carried.sent_bytes
+        if carried.was_replaced:  # the next round sees it in its place
+            return None
         if carried.is_gone:
             self.settled[each.path] = each.id, "left out"
             return self._told(each, "left out", "it was removed there")
@@ -302,8 +315,30 @@ class _Drainer:
             self.told[each.path] = carried.lacks
             return self._told(each, "waiting", carried.lacks)
         self.settled[each.path] = each.id, "durable"
-        took_s = 0.0 if carried.was_there else time.monotonic() - began_s
+        took_s = 0.0 if carried.was_there else environment.monotonic() - began_s
         return self._told(each, "durable", took_s=took_s)
+
+    def _carry(self, each: _Local, source: Store, destination: Store) -> Carried:
+        if each.run and not self.any_root:
+            self._check_run(each)
+        return self.carrier.carry(
+            source,
+            destination,
+            commit_id=each.id,
+            was_sent=self._state(each) == "waiting",
+            was_removed=lambda: each.id in _record_of(self.durable).removed,
+        )
+
+    def _check_run(self, each: _Local) -> None:
+        """Raise CommitConflict if a checkpoint is not of the run of the durable place; if that has none, of this folder."""
+        if self.durable_run is None:
+            self.durable_run = _record_of(self.durable).run
+        runs = frozenset({self.durable_run} - {""})
+        if not runs and self.local.directory is not None and marker_of(self.local.directory) is not None:
+            runs = runs_of(self.local) or frozenset({"none yet"})
+        if runs and not runs & {"", each.run}:
+            text = f"it is of another run ({each.run}) than {self.durable.url} ({', '.join(runs)}): it stays here"
+            raise CommitConflict(text)
 
     def _failed(self, each: _Local, reason: str) -> Drained:
         self.settled[each.path] = each.id, "failed"
@@ -331,12 +366,21 @@ class _Drainer:
             # What was left out may be needed until a newer one is durable.
             if states[number] != "durable" and not (states[number] == "left out" and number < newest_durable):
                 continue
+            folder = f"{self.local.directory or self.local.url}/{each.path}"
             try:
-                commit = read_commit(PrefixStore(self.local, each.path))
-                if commit is None or commit.record.id != each.id:
-                    continue  # saved again meanwhile
-                remove(f"{self.local.directory or self.local.url}/{each.path}")
+                with held(folder) as is_free:  # else it is being saved again
+                    commit = read_commit(PrefixStore(self.local, each.path))
+                    if is_free and commit is not None and commit.record.id == each.id:
+                        remove(folder)
             except StillReferred:
                 continue  # a later one names its bytes: it goes with that
             except CheckpointError as error:
                 _logger.warning("%s could not be removed from this node: %s", each.path, error)
+
+
+def _record_of(durable: Store) -> RunRecord:
+    """Read what the durable place has of the run; nothing if its record is damaged. Raises StorageError."""
+    try:
+        return read_run(durable) or RunRecord()
+    except (IntegrityError, FormatError):
+        return RunRecord()

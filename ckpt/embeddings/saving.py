@@ -12,7 +12,8 @@ from typing import Any
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 
-from ckpt.api import (
+from ckpt.arguments import check_arguments, values_of
+from ckpt.collective import (
     background,
     place_of,
     prepare_save,
@@ -20,7 +21,6 @@ from ckpt.api import (
     stager,
     writer_for,
 )
-from ckpt.arguments import check_arguments, values_of
 from ckpt.embeddings.chain import Costs, first_to_merge
 from ckpt.embeddings.cut import Cut
 from ckpt.embeddings.gate import UpdateGate

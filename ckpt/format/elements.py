@@ -1,14 +1,20 @@
-"""Show stored elements as numbers of numpy, which lacks some of torch's dtypes."""
+"""Describe a tensor as it lies in a file; show its elements as numbers of numpy, which lacks some of torch's dtypes."""
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ckpt.errors import ConfigurationError
 from ckpt.format.dtypes import item_bytes
+
+if TYPE_CHECKING:
+    import torch
 
 Elements = npt.NDArray[Any]
 
@@ -83,3 +89,28 @@ def _float8(mantissa_bits: int, bias: int, nan: tuple[int, ...], infinite: tuple
     values[list(nan)] = np.nan
     values[sign == 1] *= -1
     return values
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A dense tensor in a file.
+
+    Attributes:
+        first_byte: where in the file element (0, 0, ...) is.
+        dtype, shape, strides: as of a torch tensor; strides in elements, positive.
+    """
+
+    first_byte: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @staticmethod
+    def row_major(first_byte: int, dtype: torch.dtype, shape: Sequence[int]) -> StoredTensor:
+        """Describe a tensor without gaps, its last dimension nearest."""
+        strides = [math.prod(shape[dimension + 1 :]) for dimension in range(len(shape))]
+        return StoredTensor(first_byte, dtype, tuple(shape), tuple(strides))
+
+    @property
+    def payload_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize

@@ -16,11 +16,9 @@ from ckpt.consistency.seal import seal_json
 from ckpt.errors import FormatError
 from ckpt.format.columns import Columns, ObjectRow
 from ckpt.format.dtypes import item_bytes
+from ckpt.format.names import INDEX_SUFFIX, MODEL_INDEX_KEY, SINGLE_MODEL_KEY
 
-INDEX_SUFFIX = ".safetensors.index.json"
 SUFFIXES = (".safetensors", INDEX_SUFFIX)
-MODEL_INDEX_KEY = f"model{INDEX_SUFFIX}"
-SINGLE_MODEL_KEY = "model.safetensors"
 MAX_INDEX_BYTES = 64 << 20
 
 _PAGE_KEYS = 1000

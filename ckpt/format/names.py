@@ -9,7 +9,7 @@ from ckpt.backends.base import is_key
 
 _RANK = r"rank-([0-9]{5}|[1-9][0-9]{5,})"
 _TOKEN = r"([0-9a-f]{16})"
-_NAME = re.compile(rf"{_RANK}/{_TOKEN}(?:-(0|[1-9][0-9]*)\.(distcp|pin)|\.(json|index|metadata|probe))")
+_NAME = re.compile(rf"{_RANK}/{_TOKEN}(?:-(0|[1-9][0-9]*)\.(distcp|pin)|\.(json|index|metadata|probe|sig))")
 _MODEL_FILE = rf"model-{_TOKEN}-([0-9]{{5,9}})-of-([0-9]{{5,9}})\.safetensors"
 _MODEL_NAME = re.compile(_MODEL_FILE)
 _RANK_DIRECTORY = re.compile(_RANK)
@@ -19,8 +19,19 @@ _PLACE_AND_KEY = re.compile(rf"(?:(.*)/)?({_RANK}/[^/]+|{_MODEL_FILE}|\.metadata
 _OWNER = re.compile(r"\.\./([^/]*)/(.*)", re.DOTALL)
 _SIBLING = re.compile(r"[\w.=+@, -]+")
 
+_NAMED_STEP = re.compile(r"(?:.*[^a-zA-Z])?step[-_=]?(\d{1,18})(?!\d).*")
+_LAST_NUMBER = re.compile(r"(?:.*[-_=. ])?(?:checkpoint|ckpt|epoch|iter)?(\d{1,18})(?:\.[a-z]+)?")
+
 MODEL_PREFIX = "model-"
 """How the names of a model's files begin; those of this library go on with a token."""
+
+INDEX_SUFFIX = ".safetensors.index.json"
+MODEL_INDEX_KEY = f"model{INDEX_SUFFIX}"
+SINGLE_MODEL_KEY = "model.safetensors"
+"""How transformers names the files of a model."""
+
+SCRUB_KEY = "ckpt-scrub.json"
+"""At a root: what of it was checked when. It belongs to no checkpoint."""
 
 DATA_KEY_IN_BYTES = re.compile(rf"{_RANK}/{_TOKEN}-[0-9]+\.distcp".encode())
 """Finds the name of a data file of ours in a pickle without decoding it."""
@@ -34,8 +45,8 @@ class ObjectName:
         rank: the rank that wrote it; of a model's file that whose manifest lists it.
         token: 16 hexadecimal digits that only this rank's part of this save has.
         kind: `distcp` (data), `safetensors` (a model's data), `json` (manifest), `index`, `metadata`
-            (its predecessor), `probe`, or `pin`, whose token is that of the save that refers to this
-            checkpoint.
+            (its predecessor), `sig` (a signature of the commit), `probe`, or `pin`, whose token is that
+            of the save that refers to this checkpoint.
         number: of a data file or pin, counted from 0; None for the other kinds.
     """
 
@@ -47,7 +58,7 @@ class ObjectName:
     @staticmethod
     def parse(key: str) -> ObjectName | None:
         """Parse a key; None if it is not a name that this library gives."""
-        if (match := _MODEL_NAME.fullmatch(key)) is not None:
+        if key.startswith(MODEL_PREFIX) and (match := _MODEL_NAME.fullmatch(key)) is not None:
             return ObjectName(0, match[1], "safetensors", int(match[2]) - 1)
         match = _NAME.fullmatch(key)
         if match is None:
@@ -91,6 +102,11 @@ def manifest_key(rank: int, token: str) -> str:
 def index_key(rank: int, token: str) -> str:
     """Name the index."""
     return f"{rank_directory(rank)}/{token}.index"
+
+
+def signature_key(described_by: str) -> str:
+    """Name the signature of the commit whose index is at `described_by`."""
+    return f"{described_by.rpartition('.')[0]}.sig"
 
 
 def probe_key(rank: int, token: str) -> str:
@@ -161,3 +177,10 @@ def split_place(key: str) -> tuple[str, str] | None:
 def last_segment(url: str) -> str:
     """Name a checkpoint's folder: the same on all ranks, however each sees the storage."""
     return url.rstrip("/").rpartition("/")[2]
+
+
+def step_of(path: str) -> int | None:
+    """Parse the step in a folder's name (`100`, `epoch=3-step=100`, `step_4_ckp`); None if there is none."""
+    name = path.rstrip("/").rpartition("/")[2]
+    match = _NAMED_STEP.fullmatch(name) or _LAST_NUMBER.fullmatch(name)
+    return int(match[1]) if match else None

@@ -6,20 +6,21 @@ import array
 import functools
 import operator
 import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 import msgspec
-import numpy as np
 
 from ckpt.backends.base import Store, is_key
-from ckpt.consistency import environment
-from ckpt.consistency.commit import COMMIT_KEY, is_foreign, read_commit_bytes
+from ckpt.consistency import block_digests
+from ckpt.consistency.commit import COMMIT_KEY, read_commit_bytes
 from ckpt.consistency.digests import DIGEST_BYTES, PROBE_BYTES
 from ckpt.consistency.seal import is_sealed_json, seal_json, unseal_json
 from ckpt.errors import FormatError
-from ckpt.format.names import ObjectName, data_key, is_path, is_sibling, model_key, split_path
+from ckpt.format.figures import BlockDigests, PartContent, Timings
+from ckpt.format.names import ObjectName, data_key, is_path, is_sibling, model_key, split_path, step_of
 
 FORMAT_NAME = "ckpt-storage"
 FORMAT_VERSION = 2
@@ -37,11 +38,12 @@ _TOKEN = re.compile("[0-9a-f]{16}")
 
 
 class ObjectRef(msgspec.Struct, frozen=True, kw_only=True):
-    """An object that the commit names, with its checksum."""
+    """An object that the commit names, with its checksum, and its digest in hexadecimal digits if all have one."""
 
     path: str
     size_bytes: int
     crc64nvme: str
+    digest: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class ManifestRef(ObjectRef, frozen=True, kw_only=True):
@@ -71,10 +73,8 @@ class BaseRef(msgspec.Struct, frozen=True, kw_only=True):
     """An earlier checkpoint whose stored bytes a checkpoint names.
 
     Attributes:
-        path: `../NAME`, its folder beside that of the checkpoint.
-        id: that of its commit.
-        data_bytes: of its own data files.
-        carried_bytes: of those, the bytes of the items that are named.
+        path, id: `../NAME`, its folder beside that of the checkpoint; that of its commit.
+        data_bytes, carried_bytes: of its own data files; of those, of the items that are named.
     """
 
     path: str
@@ -91,11 +91,12 @@ class BaseRef(msgspec.Struct, frozen=True, kw_only=True):
 class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
     """`commit.json`, which makes a save a checkpoint.
 
-    `index` describes the contents; `metadata` did in format version 1. `layout` is "safetensors" for
-    a model in files of that kind (version 3); else the data files hold `torch.save` items. `referable`
-    and `bases` are of version 4: others may refer to it; what it refers to. Of a base, it lists the
-    manifests whose items it names; `data_bytes` are those of its own files. `stock_metadata` is False
-    if `.metadata` for stock readers was left out on purpose.
+    `index` describes the contents; `metadata` did in format version 1. `layout` is "safetensors" for a model in files of
+    that kind (version 3); else the data files hold `torch.save` items. `referable` and `bases` are of version 4: others
+    may refer to it; what it refers to. Of a base, it lists the manifests whose items it names; `data_bytes` are those of
+    its own files. `stock_metadata` is False if `.metadata` for stock readers was left out on purpose. `run` is the id of
+    the run that saved it. `content` is what the next save is compared with, by the parts of the state. With
+    `block_digests` all that it names has digests.
     """
 
     format: str = FORMAT_NAME
@@ -114,6 +115,15 @@ class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
     referable: bool | msgspec.UnsetType = msgspec.UNSET
     bases: list[BaseRef] | msgspec.UnsetType = msgspec.UNSET
     stock_metadata: bool | msgspec.UnsetType = msgspec.UNSET
+    timings: Timings | msgspec.UnsetType = msgspec.UNSET
+    run: str | msgspec.UnsetType = msgspec.UNSET
+    content: dict[str, PartContent] | msgspec.UnsetType = msgspec.UNSET
+    block_digests: BlockDigests | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def run_id(self) -> str:
+        """The id of the run that saved it; empty if it names none."""
+        return self.run or ""
 
     @property
     def is_for_stock(self) -> bool:
@@ -166,17 +176,26 @@ class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
     def has_index(self) -> bool:
         return isinstance(self.index, ObjectRef)
 
+    def step(self, path: str) -> int | None:
+        """Return the step of a checkpoint: its tag, else the number in the name of its folder."""
+        step = self.tags.get("step", "")
+        return int(step) if step.isdecimal() and len(step) < 19 else step_of(path)
+
 
 class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A data file; `blocks` packs the CRC64NVME of each block as 8 bytes, little endian."""
+    """A data file; `blocks` packs the CRC64NVME of each block as 8 bytes, little endian, `digests` 32 bytes of each."""
 
     path: str
     size_bytes: int
     blocks: bytes
+    digests: bytes | msgspec.UnsetType = msgspec.UNSET
 
     def block_crcs(self) -> Sequence[int]:
         """Unpack `blocks`."""
-        return array.array("Q", np.frombuffer(self.blocks, dtype="<u8").astype(np.uint64).tobytes())
+        crcs = array.array("Q", self.blocks)
+        if sys.byteorder == "big":
+            crcs.byteswap()
+        return crcs
 
 
 class ItemRecord(msgspec.Struct, frozen=True, array_like=True):
@@ -236,6 +255,11 @@ _COMMIT = msgspec.json.Decoder(CommitRecord)
 _MANIFEST = msgspec.json.Decoder(RankManifest)
 
 
+def is_run_id(text: str) -> bool:
+    """Tell whether a text can be the id of a run."""
+    return _TOKEN.fullmatch(text) is not None
+
+
 def encode(record: CommitRecord | RankManifest) -> bytes:
     """Encode a record, sealed with its checksum."""
     return seal_json(msgspec.json.encode(record))
@@ -275,14 +299,6 @@ def read_commit(store: Store) -> StoredCommit | None:
     return None if raw is None else StoredCommit(raw, store.url)
 
 
-def await_commit(store: Store, timeout_s: float) -> StoredCommit | None:
-    """Read the commit record; storage that may lag is given `timeout_s` to show it."""
-    backoff = environment.Backoff(timeout_s, first_pause_s=0.25)
-    while (commit := read_commit(store)) is None and not backoff.is_over and not is_foreign(store):
-        backoff.pause()
-    return commit
-
-
 def _decode(
     decoder: msgspec.json.Decoder[Record],
     check: Callable[[Record], None],
@@ -314,6 +330,7 @@ def _check_commit(commit: CommitRecord) -> None:
             f"its data files have the layout {commit.layout[:40]!r}, which this library does not know"
         )
     _check_key(commit.described_by.path)
+    _require(not commit.run or is_run_id(commit.run), "an impossible run")
     for ref in commit.refs:
         _require(ref.size_bytes >= 0, "a negative size")
     ranks = [(ref.owner, ref.rank) for ref in commit.manifests]
@@ -355,6 +372,8 @@ def _check_manifest(manifest: RankManifest) -> None:
         _check_key(file.path)
         blocks = -(-file.size_bytes // block)
         _require(file.size_bytes >= 0 and len(file.blocks) == 8 * blocks, "a wrong number of blocks")
+        digests = file.digests is msgspec.UNSET or len(file.digests) == block_digests.DIGEST_BYTES * blocks
+        _require(digests, "a wrong number of block digests")
     ends = [0] * len(manifest.files)
     for item in sorted(manifest.items, key=operator.attrgetter("offset")):
         _require(0 <= item.file < len(manifest.files), "an item in no file")

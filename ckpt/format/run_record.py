@@ -6,12 +6,17 @@ says.
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
 import msgspec
 
 from ckpt.backends.base import Store, is_key, put_bytes
+from ckpt.consistency import environment
 from ckpt.consistency.commit import read_record_bytes
 from ckpt.consistency.seal import seal_json, unseal_json
 from ckpt.errors import FormatError
+from ckpt.format.records import is_run_id
 
 RUN_KEY = "ckpt-run.json"
 _FORMAT = "ckpt-storage-run"
@@ -46,12 +51,38 @@ class RunStart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of `ckpt-run.json`: checkpoints by step, starts by time."""
+    """The content of `ckpt-run.json`: checkpoints by step, starts by time.
+
+    `run` is the id of the run, if it has one; `removed` the ids of the last commits that were removed.
+    """
 
     format: str = _FORMAT
     version: int = 1
     checkpoints: list[RunCheckpoint] = []
     starts: list[RunStart] = []
+    run: str = ""
+    removed: list[str] = []
+
+
+@dataclass(frozen=True)
+class RunStamp:
+    """How a save of a run is marked.
+
+    Attributes:
+        run: the id of the run, which tells its checkpoints from those of others; empty: it is not known.
+        not_before_s: the earliest time since 1970 for the save, whatever the clock says.
+    """
+
+    run: str = ""
+    not_before_s: float = -math.inf
+
+
+NO_STAMP = RunStamp()
+
+
+def new_run_id() -> str:
+    """Draw the id of a run."""
+    return environment.token()
 
 
 _decoder = msgspec.json.Decoder(RunRecord)  # made once, before there are threads
@@ -73,6 +104,8 @@ def read_run(store: Store) -> RunRecord | None:
     if record.format != _FORMAT or record.version != 1:
         advice = "a newer version of this library wrote it; upgrade this one"
         raise FormatError(advice, url=store.url, key=RUN_KEY)
+    if record.run and not is_run_id(record.run):
+        raise FormatError("names an impossible run", url=store.url, key=RUN_KEY)
     for checkpoint in record.checkpoints:
         path, step = checkpoint.path, checkpoint.step
         if "/" in path or not is_key(path) or not 0 <= step < 1 << 62:

@@ -14,12 +14,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
 from ckpt.errors import CheckpointError
 from ckpt.load_plans.local import planned_by_columns
+from ckpt.ranks.failures import StepFailed
 from ckpt.ranks.group import Ranks, portable
 from ckpt.ranks.many_failures import some_of
 from ckpt.ranks.progress import Progress
@@ -44,6 +44,10 @@ class Reader(Protocol):
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan: ...
 
     def check_identities(self, identities: Collection[str]) -> None: ...
+
+    def wants_little(self, plan: LoadPlan) -> bool: ...
+
+    def read_alone(self) -> None: ...
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Any: ...
 
@@ -88,6 +92,7 @@ class Told:
         keeps_dcp: one of them has a planner with a global step of its own.
         identities: the checkpoints that they opened; few.
         bits: of an `AskingPlanner`; those of all ranks are combined by or.
+        wants_little: each of them reads so little that they need not look for what several want.
         failed: how many of them failed.
         failures: some of these, by rank.
     """
@@ -95,6 +100,7 @@ class Told:
     keeps_dcp: bool = False
     identities: frozenset[str] = frozenset()
     bits: tuple[int, ...] = ()
+    wants_little: bool = True
     failed: int = 0
     failures: Mapping[int, Failure] = field(default_factory=dict)
 
@@ -105,17 +111,10 @@ class Told:
             tuple(
                 some | others for some, others in itertools.zip_longest(self.bits, other.bits, fillvalue=0)
             ),
+            self.wants_little and other.wants_little,
             self.failed + other.failed,
             _some({**self.failures, **other.failures}),
         )
-
-
-class StepFailed(CheckpointException):
-    """A step of a load failed, on all ranks; `count` ranks did, and `failures` has some of them."""
-
-    def __init__(self, step: str, failures: Mapping[int, Failure], count: int) -> None:
-        super().__init__(step, {rank: (each.error, each.stack) for rank, each in sorted(failures.items())})
-        self.count = count
 
 
 def load_planned(
@@ -165,6 +164,8 @@ class _Load:
                 self._reader.rewind()
             return None
         self._judge(told)
+        if told.wants_little:
+            self._reader.read_alone()
         return plan
 
     def read(self, plan: LoadPlan) -> None:
@@ -182,6 +183,7 @@ class _Load:
         told = Told(
             identities=frozenset([identity] if isinstance(identity, str) else []),
             bits=() if self._asking is None else self._asking.bits_asked(),
+            wants_little=self._reader.wants_little(plan),
         )
         # DCP finishes plans after the global step. Here no rank may fail between that and its reads,
         # in which the others wait for it.
@@ -194,7 +196,7 @@ class _Load:
             if self._asking is not None:
                 self._asking.judge_all(told.bits)
         except CheckpointError as error:
-            raise StepFailed("plan", {0: Failure.of(error, 0)}, 1) from None
+            raise StepFailed("plan", {0: portable(error, 0)}, 1) from None
 
     def _attempt(self, work: Callable[[], T]) -> tuple[T | None, Told]:
         """Return a result, and the failure that all ranks are told."""
@@ -215,7 +217,9 @@ class _Load:
             raise RuntimeError("the ranks gave up their process group")
         told = self._ranks.join(told, Told.join)
         if told.failed:
-            raise StepFailed(step, told.failures, told.failed)
+            errors = {rank: each.error for rank, each in told.failures.items()}
+            stacks = {rank: each.stack for rank, each in told.failures.items()}
+            raise StepFailed(step, errors, told.failed, stacks)
         return told
 
 

@@ -22,9 +22,10 @@ from ckpt.backends.registry import open_store
 from ckpt.backends.wrapper import PrefixStore
 from ckpt.draining.carry import Share
 from ckpt.draining.drain import NOT_SENT, Drained, State, drain
+from ckpt.draining.ending import Grace
+from ckpt.draining.marker import durable_of
 from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.format.records import read_commit
-from ckpt.local_first.folder import durable_of
 
 _logger = logging.getLogger(__name__)
 
@@ -54,6 +55,9 @@ class DrainState(msgspec.Struct, frozen=True, kw_only=True):
 class _Status(msgspec.Struct, frozen=True, kw_only=True):
     version: int = 1
     checkpoints: dict[str, DrainState] = {}
+    problem: str = ""
+    problem_began_s: float = 0.0
+    """When the process was started that ended by the problem, since 1970, by the clock of the one that started it."""
 
 
 _decoder = msgspec.json.Decoder(_Status)  # made once, before there are threads
@@ -61,11 +65,21 @@ _decoder = msgspec.json.Decoder(_Status)  # made once, before there are threads
 
 def read_status(folder: str) -> dict[str, DrainState]:
     """Return what became of the checkpoints in a run's folder on this node, by their folders."""
+    return dict(_status(folder).checkpoints)
+
+
+def problem_since(folder: str, since_s: float) -> str:
+    """Return why a process ended that was started since a time, in seconds since 1970; empty if none did."""
+    status = _status(folder)
+    return status.problem if status.problem_began_s >= since_s else ""
+
+
+def _status(folder: str) -> _Status:
     try:
         with open(os.path.join(folder, STATUS), "rb") as file:
-            return dict(_decoder.decode(file.read(_MAX_STATUS_BYTES)).checkpoints)
+            return _decoder.decode(file.read(_MAX_STATUS_BYTES))
     except (OSError, ValueError):
-        return {}
+        return _Status()
 
 
 def current_status(folder: str) -> dict[str, DrainState]:
@@ -80,8 +94,15 @@ def current_status(folder: str) -> dict[str, DrainState]:
     return states
 
 
-_started: list[subprocess.Popen[bytes]] = []
-"""Those that may outlive what has started them: Python warns of one that nothing refers to."""
+class _Lasting(subprocess.Popen[bytes]):
+    """A process that may outlive what has started it."""
+
+    def __del__(self) -> None:
+        """Do nothing: Python's own warns of one that still runs, and that is what it is for."""
+
+
+_started: list[_Lasting] = []
+"""Those that run, as far as it is known: they are waited for here, and their pipes are let go of in a fork."""
 
 
 def _let_go_in_child() -> None:
@@ -108,7 +129,7 @@ class DrainProcess:
         except Exception as error:
             text = f"local= passes storage_options to another process, and they cannot be pickled: {error}"
             raise ConfigurationError(text) from None
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: _Lasting | None = None
         _started[:] = [process for process in _started if process.poll() is None]
         self._began_s, self._pause_s = 0.0, _FIRST_PAUSE_S
 
@@ -154,13 +175,18 @@ class DrainProcess:
 
     def _start(self) -> None:
         self.finish()
-        environ = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+        environ = os.environ | {
+            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+            "OPENBLAS_NUM_THREADS": "1",  # numpy would start one for each core, which the trainer has use for
+        }
         with contextlib.suppress(OSError):
             if os.path.getsize(self.log) > _MAX_LOG_BYTES:
                 os.replace(self.log, f"{self.log}.1")
         with open(self.log, "ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "ckpt.local_first.drain_process", self._folder],
+            # Its own clock would tell when it was ready: later than a save that came after its start.
+            began = repr(time.time())
+            self._process = _Lasting(
+                [sys.executable, "-m", "ckpt.local_first.drain_process", began, self._folder],
                 stdin=subprocess.PIPE,
                 bufsize=0,  # a child of a fork closes it, and has no lock to wait for
                 stdout=log,
@@ -180,12 +206,13 @@ class DrainProcess:
 
 
 def main() -> None:
-    """Carry what is in the folder that the command line names, by the arguments on standard input."""
+    """Carry what is in a folder, by the arguments on standard input; the command line has it and the time of the start."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    folder = sys.argv[1]
+    began_s, folder = float(sys.argv[1]), sys.argv[2]
     config = pickle.loads(sys.stdin.buffer.read(int.from_bytes(sys.stdin.buffer.read(8), "little")))
-    finish, stop = threading.Event(), threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: _end_soon(finish, stop))
+    grace = Grace(_GRACE_S, lambda: _logger.warning("ended while the durable place gave no answer"))
+    finish, stop = grace.finish, grace.stop
+    signal.signal(signal.SIGTERM, lambda *_: grace.begin())
     owner, status = _File(os.path.join(folder, _OWNER)), _File(os.path.join(folder, STATUS))
     before, token = owner.read(), secrets.token_hex(8).encode()
     owner.write(token)
@@ -204,7 +231,11 @@ def main() -> None:
             _carry(folder, config, finish, stop, status)
         except CheckpointError as error:
             _logger.error("%s", error)
+            told = _Status(checkpoints=read_status(folder), problem=str(error), problem_began_s=began_s)
+            status.write(msgspec.json.encode(told))
             sys.exit(1)
+        finally:
+            grace.end()
 
 
 def _carry(
@@ -257,15 +288,6 @@ def _look(owner: _File, known: set[bytes], stop: threading.Event, status: _File)
         status.try_again()
         if owner.read() not in known:
             stop.set()
-
-
-def _end_soon(finish: threading.Event, stop: threading.Event) -> None:
-    """After SIGTERM carry what fits in the time that is left before SIGKILL."""
-    if not finish.is_set():
-        finish.set()
-        timer = threading.Timer(_GRACE_S, stop.set)
-        timer.daemon = True
-        timer.start()
 
 
 class _File:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import json
 import logging
 import os
 import re
@@ -12,15 +11,17 @@ import secrets
 import time
 import weakref
 
-from ckpt.backends.registry import normal_url, open_store
+from ckpt.backends.registry import normal_url
+from ckpt.draining.marker import identity_of, mark
 from ckpt.errors import ConfigurationError, StorageError
 
 _logger = logging.getLogger(__name__)
 
-MARKER = "ckpt-local.json"
 _LOCK = ".ckpt-job.lock"
-_FORMAT = "ckpt-storage-local"
 _PATIENCE_S = 10.0
+_LEASE_S = 120.0
+"""How long a file system over a network may keep the lock of a node that has died: NFS takes 90 s."""
+
 _MAX_BYTES = 1 << 16
 _NETWORK = re.compile(r"nfs\d?|lustre|gpfs|beegfs|ceph|cifs|smb\d?|9p|glusterfs|afs|fuse\..*|virtiofs")
 _WORD = re.compile(r"[^A-Za-z0-9_.-]+")
@@ -49,9 +50,7 @@ class RunFolder:
             raise ConfigurationError(
                 f"local= is a folder of this node, not a URL: {text.partition('://')[0]}://..."
             )
-        store = open_store(durable)
-        self.durable = store.url
-        store.close()
+        self.durable = identity_of(durable)
         root = os.path.abspath(text.removeprefix("file://"))
         inside = os.path.abspath(self.durable.removeprefix("file://")) if "://" not in self.durable else None
         if inside is not None and os.path.commonpath([root, inside]) in (root, inside):
@@ -62,11 +61,15 @@ class RunFolder:
         _all.add(self)
         try:
             os.makedirs(self.path, exist_ok=True)
-            self._mark()
+            mark(self.path, self.durable)
         except OSError as error:
             raise StorageError(
                 f"the folder for local checkpoints cannot be made: {error}", url=root
             ) from error
+
+    def mark(self, run: str) -> None:
+        """Note the id of the run. Raises OSError."""
+        mark(self.path, self.durable, run)
 
     def url(self, path: str) -> str:
         """Return the place of a checkpoint."""
@@ -83,13 +86,29 @@ class RunFolder:
                 source,
             )
 
-    def hold(self, job: str) -> None:
+    def hold_if_possible(self, job: str) -> None:
+        """Hold a folder that other nodes see too, if its file system has locks.
+
+        A node that has died may keep its lock for as long as its lease lasts. Raises as `hold`.
+        """
+        try:
+            self.hold(job, patience_s=_LEASE_S)
+        except OSError as error:
+            _logger.warning(
+                "%s has no locks (%s): nothing keeps a second job of this run from carrying from it",
+                self.path,
+                error,
+            )
+
+    def hold(self, job: str, *, patience_s: float | None = None) -> None:
         """Hold the folder for `job` until this process ends; several processes of one job may.
 
-        Raises ConfigurationError if another job holds it.
+        Raises ConfigurationError if another job holds it, and does not let go of it within `patience_s`.
         """
+        is_own = any(other.path == self.path and other._lock is not None for other in _all)
+        patience_s = _PATIENCE_S if patience_s is None or is_own else patience_s
         lock = os.open(os.path.join(self.path, _LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        deadline_s = time.monotonic() + _PATIENCE_S
+        deadline_s = time.monotonic() + patience_s
         while True:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -107,6 +126,9 @@ class RunFolder:
                     raise ConfigurationError(text) from None
                 time.sleep(0.05)
                 continue
+            except OSError:
+                os.close(lock)
+                raise
             self.holder = f"{job} pid {os.getpid()} {secrets.token_hex(4)}"  # pids of containers can be equal
             os.pwrite(
                 lock, self.holder.encode(), 0
@@ -125,18 +147,6 @@ class RunFolder:
     def __del__(self) -> None:
         if getattr(self, "_lock", None) is not None:
             self.release()
-
-    def _mark(self) -> None:
-        """Note whose folder this is. Raises ConfigurationError if it is another run's."""
-        path = os.path.join(self.path, MARKER)
-        durable = durable_of(self.path)
-        if durable is None:
-            beside = f"{path}.{os.getpid()}"
-            with open(beside, "w", encoding="utf-8") as file:
-                json.dump({"format": _FORMAT, "version": 1, "durable": self.durable}, file)
-            os.replace(beside, path)
-        elif durable != self.durable:
-            raise ConfigurationError(f"{self.path} holds checkpoints of another run, {durable}: move it away")
 
 
 _all: weakref.WeakSet[RunFolder] = weakref.WeakSet()
@@ -157,16 +167,6 @@ def run_key(durable: str) -> str:
     """Name the folder of a run by its durable place: readable, and another one for each run."""
     name = _WORD.sub("-", durable.rstrip("/").rpartition("/")[2])[:60] or "run"
     return f"{name}-{hashlib.sha256(durable.rstrip('/').encode()).hexdigest()[:12]}"
-
-
-def durable_of(folder: str) -> str | None:
-    """Return the durable place of the run whose local folder this is; None if it is none."""
-    try:
-        with open(os.path.join(folder, MARKER), encoding="utf-8") as file:
-            found = json.loads(file.read(_MAX_BYTES))
-        return str(found["durable"]) if found["format"] == _FORMAT else None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None
 
 
 def mount_of(path: str) -> tuple[str, str]:

@@ -13,6 +13,7 @@ from ckpt.backends.base import PutMode, Store, put_bytes
 from ckpt.backends.registry import open_store
 from ckpt.backends.wrapper import PrefixStore
 from ckpt.consistency.commit import COMMIT_KEY
+from ckpt.draining.marker import runs_of
 from ckpt.errors import AlreadyExists, CheckpointError, NotFound, StorageError
 from ckpt.format.names import ObjectName, is_our_name, rank_directory, split_path
 from ckpt.format.records import CommitRecord, ManifestRef, StoredCommit, read_commit
@@ -40,8 +41,9 @@ class Holding:
         here: the manifests, by number, whose objects all are on some node's disk, as the bits of an integer.
         wanted: how many manifests there are.
         owner: the first rank that has the commit record and the index; None if none has both.
-        is_completed: the durable place has what the nodes lack.
+        is_completed: the durable place has what the nodes lack, if that `is_judged`.
         was_durable: a node's process has said that it became durable.
+        run: the id of the run that saved it; empty if it names none.
     """
 
     step: int
@@ -52,7 +54,9 @@ class Holding:
     wanted: int
     owner: int | None
     is_completed: bool = False
+    is_judged: bool = False
     was_durable: bool = False
+    run: str = ""
 
     @property
     def is_whole(self) -> bool:
@@ -64,23 +68,44 @@ class Holding:
         return self.step, self.created_at_s, self.id
 
 
-def holdings(root: str, ranks: Ranks) -> list[Holding]:
-    """List what all nodes together have of the run in their folders `root`, the newest first. All ranks call it."""
+def holdings(root: str, ranks: Ranks) -> tuple[list[Holding], frozenset[str]]:
+    """List what all nodes together have in their folders `root`, the newest first, and the runs that these name (`runs_of`).
+
+    All ranks call it.
+    """
     own: dict[tuple[str, str], Holding] = {}
+    runs = frozenset[str]()
     try:
         with contextlib.closing(open_store(root)) as store:
             states = read_status(root)
             done = {(path, each.id) for path, each in states.items() if each.state == "durable"}
-            for each in _of_node(store, ranks.rank):
+            record = _run_of(store)
+            runs = runs_of(store)
+            for each in _of_node(store, record, ranks.rank):
                 own[each.path, each.id] = replace(each, was_durable=(each.path, each.id) in done)
     except Exception as error:  # a node without its disk does without; the others have theirs
         _logger.warning("what %s holds cannot be found out: %s", root, error)
-    found = ranks.join(own, _joined)
-    return sorted(found.values(), key=lambda each: each.order, reverse=True)
+    found, runs = ranks.join(
+        (own, runs), lambda some, others: (_joined(some[0], others[0]), some[1] | others[1])
+    )
+    return sorted(found.values(), key=lambda each: each.order, reverse=True), runs - {""} or runs
 
 
-def _of_node(store: Store, rank: int) -> Iterator[Holding]:
-    record = _run_of(store)
+def holdings_of(root: str, path: str, ranks: Ranks) -> list[Holding]:
+    """List what all nodes together have of the folder `path`, the newest save first. All ranks call it."""
+    own: dict[tuple[str, str], Holding] = {}
+    try:
+        with contextlib.closing(open_store(root)) as store:
+            folder = PrefixStore(store, path)
+            if (commit := read_commit(folder)) is not None:
+                each = _holding(folder, commit.record, 0, path, ranks.rank)
+                own[path, each.id] = each
+    except Exception as error:  # as above
+        _logger.warning("what %s holds of %s cannot be found out: %s", root, path, error)
+    return sorted(ranks.join(own, _joined).values(), key=lambda each: each.order, reverse=True)
+
+
+def _of_node(store: Store, record: RunRecord, rank: int) -> Iterator[Holding]:
     for step, path in newest_first(store.folders(), record)[:_MAX_STEPS]:
         folder = PrefixStore(store, path)
         try:
@@ -123,7 +148,8 @@ def _holding(store: Store, record: CommitRecord, step: int, path: str, rank: int
     described = record.described_by
     has_records = sizes[""].get(described.path) == described.size_bytes
     made_s = created_at_s(record) or 0.0
-    return Holding(step, path, record.id, made_s, here, len(record.manifests), rank if has_records else None)
+    owner = rank if has_records else None
+    return Holding(step, path, record.id, made_s, here, len(record.manifests), owner, run=record.run_id)
 
 
 def _is_here(ref: ManifestRef, sizes: Mapping[str, int], *, of_model: bool) -> bool:
@@ -239,9 +265,9 @@ def _delete_replaced(store: Store, before: StoredCommit) -> None:
 def shared(ranks: Ranks, owner: int, store: Store, commit_id: str | None = None) -> Records:
     """Return on all ranks the records that the rank `owner` reads. All ranks call it. Raises its error on all.
 
-    With a `commit_id` any other rank's node will do that has the same ones, if those of `owner` are damaged.
+    With a `commit_id` they are those of that commit, and any other rank's node will do, if `owner` has not got them.
     """
-    records, failure = _read_on(ranks, store, None, reads=ranks.rank == owner)
+    records, failure = _read_on(ranks, store, commit_id, reads=ranks.rank == owner)
     if records is None and commit_id is not None:
         records, _ = _read_on(ranks, store, commit_id, reads=True)
     if records is None:

@@ -3,25 +3,70 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch.distributed.checkpoint.planner import LoadPlanner
 
-from ckpt.api import load_by, place_of
-from ckpt.backends.base import Store
+from ckpt.backends.base import Capabilities, ObjectStat, Store
 from ckpt.backends.registry import open_store
+from ckpt.collective import load_by, place_of
+from ckpt.errors import FormatError, IntegrityError, NotFound, NotVisible, StorageError, Truncated
+from ckpt.format.names import ObjectName, split_path
 from ckpt.format.records import StoredCommit
 from ckpt.local_first.holdings import Holding, shared
-from ckpt.local_first.near_store import NearStore
-from ckpt.local_first.neighbours import Neighbours, NeighbourStore
+from ckpt.local_first.near_store import NearStore, ReadOnlyStore
+from ckpt.local_first.neighbours import Neighbours, NeighbourStore, stem_of
 from ckpt.ranks.group import DEFAULT_TIMEOUT_S, Ranks
 from ckpt.reading.checkpoint import Checkpoint, ReadSettings
 from ckpt.reading.reader import CheckpointReader
 
+_logger = logging.getLogger(__name__)
+
 _SETTINGS = ReadSettings(visibility_timeout_s=0.0)
+_OF_A_PLACE = (IntegrityError, FormatError, StorageError, Truncated, NotVisible)
+"""Errors of the bytes at a place, as all ranks see them: at another one they may be there."""
+
+
+class _Without(ReadOnlyStore):
+    """A store without some files, which are damaged in it."""
+
+    def __init__(self, inner: Store, stems: Collection[str]) -> None:
+        self.url, self.threads, self._inner, self._stems = inner.url, inner.threads, inner, stems
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._inner.capabilities
+
+    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        self._check(key)
+        self._inner.read_into(key, offset, buffers)
+
+    def stat(self, key: str) -> ObjectStat:
+        self._check(key)
+        return self._inner.stat(key)
+
+    def list(self, prefix: str = "") -> Iterator[ObjectStat]:
+        return self._inner.list(prefix)
+
+    def parent(self) -> Store:
+        return self._inner.parent()
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def _check(self, key: str) -> None:
+        if self._stems and _is_of_rank(key) and stem_of(key) in self._stems:
+            raise NotFound("it is damaged here", url=self.url, key=key)
+
+
+def _is_of_rank(key: str) -> bool:
+    """Tell whether an object is a rank's manifest or data; the records of a checkpoint are read on any node."""
+    name = ObjectName.parse(split_path(key)[1])
+    return name is not None and (name.is_data or name.kind == "json")
 
 
 class NearReader(CheckpointReader):
@@ -34,9 +79,11 @@ class NearReader(CheckpointReader):
         ranks: Ranks,
         *,
         storage_options: Mapping[str, Any] | None,
+        distrusted: Collection[tuple[int, str]] = (),
         **options: Any,
     ) -> None:
         self._far, self._far_options, self._ranks = far, storage_options, ranks
+        self._distrusted = distrusted
         super().__init__(near, visibility_timeout_s=0.0, **options)
         self.use(ranks.progress)
         self._replicas = self._neighbours
@@ -49,12 +96,23 @@ class NearReader(CheckpointReader):
         read.update({"durable": for_all, "neighbours": -for_all})
         return read
 
+    def failed_places(self) -> set[tuple[int, str]]:
+        """List the ranks whose disks had files of this load damaged or not at all, and the stems of these files."""
+        own, source_of = self._ranks.rank, self._neighbours.source_of
+        damaged = {(layer, key) for key in self._neighbours.damaged for layer in ("node", "neighbours")}
+        places = {
+            (own if layer == "node" else source_of(key), stem_of(key))
+            for layer, key in self.near_store.failed | damaged
+            if layer != "durable" and _is_of_rank(key)
+        }
+        return {(rank, stem) for rank, stem in places if rank is not None}
+
     def _open(self, url: str | os.PathLike[str]) -> None:
         near = open_store(url, threads=self._threads)
         far = None if self._far is None else open_store(self._far, self._far_options, threads=self._threads)
-        self._neighbours = Neighbours(self._ranks, near, far)
+        self._neighbours = Neighbours(self._ranks, near, far, distrusted=self._distrusted)
         layers: list[tuple[str, Store]] = [
-            ("node", near),
+            ("node", _Without(near, {stem for rank, stem in self._distrusted if rank == self._ranks.rank})),
             ("neighbours", NeighbourStore(self._neighbours, near)),
         ]
         if far is not None:
@@ -70,8 +128,9 @@ def load_near(
     root: str,
     far: str | None,
     *,
-    planner: LoadPlanner,
+    planner: LoadPlanner | None,
     process_group: Any = None,
+    no_dist: bool = False,
     read_once: bool = True,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     **options: Any,
@@ -79,7 +138,8 @@ def load_near(
     """Load a checkpoint as `ckpt.load` does, from wherever it is nearest; return the bytes read, by place.
 
     What one place lacks, or has damaged, is read from the next. A node that has no records of the
-    checkpoint is given them first.
+    checkpoint is given them first. Where that is not enough, as the only other place is another node's copy, all ranks
+    begin anew, and ask that.
 
     Args:
         holding: what the nodes have of it, the same on all ranks.
@@ -88,10 +148,12 @@ def load_near(
 
     Raises as `ckpt.load`.
     """
-    near = os.path.join(root, holding.path)
+    near, distrusted = os.path.join(root, holding.path), frozenset[tuple[int, str]]()
+    readers: list[NearReader] = []
 
     def make_reader(ranks: Ranks) -> NearReader:
-        return NearReader(near, far, ranks, timeout_s=timeout_s, **options)
+        readers[:] = [NearReader(near, far, ranks, timeout_s=timeout_s, distrusted=distrusted, **options)]
+        return readers[0]
 
     def open_together(reader: NearReader, ranks: Ranks) -> bytes:
         ranks.progress.wait_for("a rank to read the records of the checkpoint")
@@ -103,6 +165,16 @@ def load_near(
             key = commit.record.described_by.path
             return Checkpoint(store, _SETTINGS, commit, key, records.described, is_shared=True).share()
 
-    with contextlib.closing(Ranks(process_group, no_dist=False, timeout_s=timeout_s)) as ranks:
-        reader = load_by(state_dict, place_of(near), planner, make_reader, ranks, open_together)
-    return reader.read_bytes
+    while True:
+        with contextlib.closing(Ranks(process_group, no_dist=no_dist, timeout_s=timeout_s)) as ranks:
+            try:
+                return load_by(
+                    state_dict, place_of(near), planner, make_reader, ranks, open_together
+                ).read_bytes
+            except _OF_A_PLACE as error:  # the same on all ranks
+                known = distrusted
+                failed = readers[0].failed_places() if readers else set[tuple[int, str]]()
+                distrusted |= ranks.join(failed, lambda some, others: some | others)
+                if distrusted == known or ranks.size == 1:
+                    raise
+                _logger.warning("loading again, with other nodes' copies of what is damaged: %s", error)

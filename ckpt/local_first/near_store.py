@@ -51,6 +51,7 @@ class NearStore(ReadOnlyStore):
 
     Attributes:
         read_bytes: that were read, by the name of the layer.
+        failed: layers that could not give an object, or gave it damaged, and its key; the first few thousand.
     """
 
     def __init__(self, layers: Sequence[tuple[str, Store]]) -> None:
@@ -62,6 +63,7 @@ class NearStore(ReadOnlyStore):
         self.threads = max(store.threads for _, store in layers)
         self.part_size_bytes = farthest.part_size_bytes
         self.read_bytes: Counter[str] = Counter()
+        self.failed: set[tuple[str, str]] = set()
         self._asked: OrderedDict[tuple[str, int, int], int] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -74,20 +76,23 @@ class NearStore(ReadOnlyStore):
         asked = (key, offset, nbytes)
         with self._lock:
             skipped = self._asked.pop(asked, 0)
-        order = self._layers[skipped % len(self._layers) :] + self._layers[: skipped % len(self._layers)]
+            if skipped:
+                self._note(self._layers[skipped - 1][0], key)
+        first = skipped % len(self._layers)
+        order = self._layers[first:] + self._layers[:first]
 
         def read(number: int, name: str, store: Store) -> None:
             store.read_into(key, offset, buffers)
             with self._lock:
                 self.read_bytes[name] += nbytes
-                self._asked[asked] = (skipped + number + 1) % len(self._layers)
+                self._asked[asked] = (skipped + number) % len(self._layers) + 1
                 if len(self._asked) > _REMEMBERED:
                     self._asked.popitem(last=False)
 
-        self._first(order, read)
+        self._first(key, order, read)
 
     def stat(self, key: str) -> ObjectStat:
-        return self._first(self._layers, lambda _, __, store: store.stat(key))
+        return self._first(key, self._layers, lambda _, __, store: store.stat(key))
 
     def list(self, prefix: str = "") -> Iterator[ObjectStat]:
         seen: set[str] = set()
@@ -107,13 +112,21 @@ class NearStore(ReadOnlyStore):
         for _, store in self._layers:
             store.close()
 
-    def _first(self, order: Sequence[tuple[str, Store]], operation: Callable[[int, str, Store], T]) -> T:
+    def _note(self, layer: str, key: str) -> None:
+        if len(self.failed) < _REMEMBERED:
+            self.failed.add((layer, key))
+
+    def _first(
+        self, key: str, order: Sequence[tuple[str, Store]], operation: Callable[[int, str, Store], T]
+    ) -> T:
         """Return what the first layer returns that has the object; raise the error that tells most."""
         failure: StorageError | Truncated | None = None
         for number, (name, store) in enumerate(order):
             try:
                 return operation(number, name, store)
             except (StorageError, Truncated) as error:
+                with self._lock:
+                    self._note(name, key)
                 if failure is None or isinstance(failure, NotFound):
                     failure = error
         assert failure is not None
@@ -189,3 +202,20 @@ def _cut(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
         end = min(stop, (start // size + 1) * size)
         yield start, end
         start = end
+
+
+def windows(offset: int, buffers: Sequence[memoryview], size: int) -> Iterator[tuple[int, list[memoryview]]]:
+    """Cut a read at the same bytes of the file for all ranks: where each window begins, and its memory."""
+    pieces: list[memoryview] = []
+    begin = offset
+    for buffer in buffers:
+        while buffer.nbytes:
+            room = size - offset % size
+            piece, buffer = buffer[:room], buffer[room:]
+            pieces.append(piece)
+            offset += piece.nbytes
+            if piece.nbytes == room:
+                yield begin, pieces
+                pieces, begin = [], offset
+    if pieces:
+        yield begin, pieces

@@ -10,26 +10,35 @@ from __future__ import annotations
 import itertools
 import logging
 import zlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 
 import torch
 
 from ckpt.backends.base import Capabilities, ObjectStat, Store
 from ckpt.consistency import environment
-from ckpt.errors import CheckpointError, NotFound, StorageError, Truncated
+from ckpt.errors import CheckpointError, IntegrityError, NotFound, StorageError
 from ckpt.format.names import ObjectName, owned_path, split_path
 from ckpt.format.records import ObjectRef
-from ckpt.local_first.near_store import OnceStore, ReadOnlyStore
+from ckpt.local_first.answers import (
+    ANSWERS,
+    ASK,
+    FAREWELL,
+    FIRST_ANSWER,
+    SIZE,
+    Answers,
+    check_outcome,
+    request_of,
+)
+from ckpt.local_first.near_store import OnceStore, ReadOnlyStore, windows
 from ckpt.ranks.group import Ranks
-from ckpt.ranks.messages import MAX_TAGS, Messages
+from ckpt.ranks.messages import Messages
 from ckpt.reading.parcels import Parcel
 from ckpt.reading.read_once import Wanted
 from ckpt.siblings.sibling_objects import SiblingObjects
 from ckpt.transfer.buffer_pool import StagingPool
 from ckpt.transfer.fetcher import Fetcher
 from ckpt.transfer.tensor_memory import memory_of, tensor_over
-from ckpt.transfer.threads import workers
 
 _logger = logging.getLogger(__name__)
 
@@ -38,38 +47,43 @@ _AT_ONCE = 4
 _MAX_HOLDERS = 16
 """Ranks that are known to have one file: of more, the others are not asked."""
 
-_KEY_BYTES = 1024
-_WORDS = 4 + _KEY_BYTES // 8
-"""Of a request: the rank that asks, where the bytes begin, how many (or _FAREWELL), the tag of the answer; the key."""
+_PLACES = 3
+"""Where an object may be: what is asked for again, as it was damaged, comes from the next one."""
 
-_FAREWELL = -1
-_SIZE = -1
-"""Where the bytes begin, of a request for the object's size."""
-
-
-_ASK, _FIRST_ANSWER = 0, 2
-_FAILED, _READ, _ENDS, _GONE = range(4)
-"""How an answer went. `_ENDS`: the file ends before the bytes that are asked for; `_GONE`: it was removed meanwhile."""
-
-_ANSWERS = (MAX_TAGS - _FIRST_ANSWER) // 2
+_PASSED_ON_BYTES = 256 << 10
+"""Manifests of so many bytes in all, that ranks lack, are told with who has them: each rank waits for one message less."""
 
 
 class Neighbours:
     """The ranks of a load, each of which can read what lies on the other nodes' disks.
 
-    Stands where `read_once.Replicas` does: ranks that want the same ask the one that has it.
+    Stands where `read_once.Replicas` does: ranks that want the same ask the one that has it. `damaged` are the
+    manifests that this rank has read damaged.
 
     Args:
         ranks: of the load, over a group of this library's own.
         here: the checkpoint on this node's disk.
         far: the checkpoint in the durable place; None if it is not there.
         work: what the ranks do with what they ask for, for texts.
+        distrusted: ranks on whose disks files are damaged or missing, and their stems (`stem_of`), the same on all ranks.
     """
 
-    def __init__(self, ranks: Ranks, here: Store, far: Store | None, *, work: str = "loading") -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        here: Store,
+        far: Store | None,
+        *,
+        work: str = "loading",
+        distrusted: Collection[tuple[int, str]] = (),
+    ) -> None:
         self._ranks, self._here, self._work = ranks, SiblingObjects(here), work
+        self._distrusted = {stem for rank, stem in distrusted if rank == ranks.rank}
         self._far = None if far is None else OnceStore(SiblingObjects(far))
         self._holder: dict[str, int] = {}
+        self._passed_on: dict[str, tuple[int, bytes]] = {}
+        self._passed_by: dict[str, int] = {}
+        self.damaged: set[str] = set()
         self._have_asked = False
         self._messages: Messages | None = None
         self._tags = itertools.count()
@@ -81,7 +95,18 @@ class Neighbours:
     ) -> list[bytearray]:
         """Find out who has the files of these manifests; return the manifests. All ranks call it, or `leave`."""
         self._ask(refs)
-        return list(threads.map(read, refs))
+
+        def read_undamaged(ref: ObjectRef) -> bytearray:
+            for left in reversed(range(_PLACES)):
+                try:
+                    return read(ref)
+                except IntegrityError:
+                    self.damaged.add(ref.path)
+                    if not left:
+                        raise
+            raise AssertionError
+
+        return list(threads.map(read_undamaged, refs))
 
     def read(
         self,
@@ -102,7 +127,7 @@ class Neighbours:
             return
         self._ranks.progress.wait_for("other nodes to hear that this rank has read")
         for holder in sorted({*self._holder.values()} - {messages.rank}):
-            messages.send(_request(messages.rank, 0, _FAREWELL, 0, ""), holder, _ASK)
+            messages.send(request_of(messages.rank, 0, FAREWELL, 0, ""), holder, ASK)
 
     # -- who has what --------------------------------------------------------------------------------------
 
@@ -112,19 +137,26 @@ class Neighbours:
         self._have_asked = True
         self._ranks.progress.wait_for("all ranks to tell which files they lack")
         try:
-            self._agree({ref.path for ref in refs})
+            self._agree({ref.path: ref.size_bytes for ref in refs})
         except BaseException as error:
             if not isinstance(error, Exception):
                 self._ranks.roll_call(error)
             raise
         self._ranks.progress.begin(self._work)
 
-    def _agree(self, paths: Collection[str]) -> None:
+    def _agree(self, sizes: Mapping[str, int]) -> None:
         rank = self._ranks.rank
-        wanted = self._ranks.join({path: [rank] for path in paths if not self._has(path)}, _joined)
+        lacked = {path: size for path, size in sizes.items() if not self._has(path)}
+        wanted, size_bytes = self._ranks.join(({path: [rank] for path in lacked}, lacked), _joined_with_sizes)
         if not wanted:
             return
-        holders = self._ranks.join({path: [rank] for path in wanted if self._has(path)}, _some)
+        own = {path: [rank] for path in wanted if self._has(path)}
+        passed_on: dict[str, tuple[int, bytes]] = {}
+        if sum(size_bytes.values()) <= _PASSED_ON_BYTES:  # each would else be asked for, by all that want it
+            passed_on = {
+                path: (rank, data) for path in own if (data := self._bytes_of(path, size_bytes[path]))
+            }
+        holders, self._passed_on = self._ranks.join((own, passed_on), _some_with_bytes)
         asking = set[int]()
         for path, askers in wanted.items():
             having = holders.get(path, [])
@@ -133,7 +165,7 @@ class Neighbours:
             for asker in askers if having else ():
                 holder = having[asker % len(having)]
                 if asker == rank:
-                    self._holder[_stem(path)] = holder
+                    self._holder[stem_of(path)] = holder
                 if holder == rank != asker:
                     asking.add(asker)
         if asking or self._holder:
@@ -141,7 +173,7 @@ class Neighbours:
         if asking:
             messages = self._messages
             assert messages is not None
-            environment.start_thread(lambda: _Answers(messages, self._read).run(asking), "ckpt-near")
+            environment.start_thread(lambda: Answers(messages, self._read).run(asking), "ckpt-near")
 
     def _read(self, key: str, offset: int, memory: memoryview) -> None:
         """Read for another rank, or what this one reads for all."""
@@ -149,19 +181,41 @@ class Neighbours:
             store: Store = self._here
             if self._far is not None and not self._has(key):
                 store = self._far
-            if offset == _SIZE:
+            if offset == SIZE:
                 memory[:] = store.stat(key).size_bytes.to_bytes(8, "little")
             else:
                 store.read_into(key, offset, [memory])
         finally:
             self._ranks.progress.moved()
 
+    def _bytes_of(self, path: str, size_bytes: int) -> bytes:
+        data = bytearray(size_bytes)
+        try:
+            self._here.read_into(path, 0, [memoryview(data)])
+        except CheckpointError:  # who asks for it hears more
+            return b""
+        return bytes(data)
+
     @property
     def far_bytes(self) -> int:
         """How many bytes this rank has read from the durable place for all that want them."""
         return 0 if self._far is None else self._far.read_bytes
 
+    def holder_of(self, key: str) -> int | None:
+        """Return the rank that this one asks for an object; None if no other node has it."""
+        return self._holder.get(stem_of(key))
+
+    def source_of(self, key: str) -> int | None:
+        """Return the rank whose bytes of an object this one was given first: who passed them on, or was asked."""
+        return self._passed_by.get(key, self.holder_of(key))
+
+    def known_size(self, key: str) -> int | None:
+        """Return the size of what has been passed on, and not read yet."""
+        return len(self._passed_on[key][1]) if key in self._passed_on else None
+
     def _has(self, path: str) -> bool:
+        if stem_of(path) in self._distrusted:
+            return False
         try:
             self._here.stat(path)
         except (StorageError, CheckpointError):
@@ -175,18 +229,22 @@ class Neighbours:
 
         Raises NotFound if none has it; the wait also raises Truncated, and StorageError if it could not be read.
         """
-        holder, messages = self._holder.get(_stem(key)), self._messages
+        holder, messages = self.holder_of(key), self._messages
         if holder is None or messages is None:
             raise NotFound("no other node has it", url=self._here.url, key=key)
         if holder == messages.rank:
             self._read(key, offset, memory)
             return lambda: None
-        tag = _FIRST_ANSWER + 2 * (next(self._tags) % _ANSWERS)
+        passed_by, data = self._passed_on.pop(key, (holder, b""))  # once: what is asked for again was damaged
+        if offset == 0 and len(data) == memory.nbytes:
+            memory[:], self._passed_by[key] = data, passed_by
+            return lambda: None
+        tag = FIRST_ANSWER + 2 * (next(self._tags) % ANSWERS)
         status = torch.zeros(1, dtype=torch.int64)
         try:
             received = messages.receive(tensor_over(memory), holder, tag)
             settled = messages.receive(status, holder, tag + 1)
-            messages.send(_request(messages.rank, offset, memory.nbytes, tag, key), holder, _ASK)
+            messages.send(request_of(messages.rank, offset, memory.nbytes, tag, key), holder, ASK)
         except RuntimeError as error:
             raise self._lost(holder, key, error) from error
 
@@ -196,7 +254,7 @@ class Neighbours:
                 settled()
             except (RuntimeError, ConnectionError) as error:
                 raise self._lost(holder, key, error) from error
-            _check_outcome(int(status.item()), holder, self._here.url, key)
+            check_outcome(int(status.item()), holder, self._here.url, key)
             self._ranks.progress.moved()
 
         return wait
@@ -221,7 +279,7 @@ class NeighbourStore(ReadOnlyStore):
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
         begun: list[Callable[[], None]] = []
         try:
-            for start, pieces in _windows(offset, buffers):
+            for start, pieces in windows(offset, buffers, _WINDOW_BYTES):
                 if len(begun) == _AT_ONCE:
                     begun.pop(0)()
                 begun.append(self._fetch(key, start, pieces))
@@ -245,66 +303,14 @@ class NeighbourStore(ReadOnlyStore):
         return wait
 
     def stat(self, key: str) -> ObjectStat:
+        if (known := self._neighbours.known_size(key)) is not None:
+            return ObjectStat(key, known)
         size = torch.zeros(1, dtype=torch.int64)
-        self._neighbours.fetch(key, _SIZE, memory_of(size))()
+        self._neighbours.fetch(key, SIZE, memory_of(size))()
         return ObjectStat(key, int(size.item()))
 
     def list(self, prefix: str = "") -> Iterator[ObjectStat]:
         return iter(())
-
-
-class _Answers:
-    """Answers what other ranks ask, until all have said farewell."""
-
-    def __init__(self, messages: Messages, read: Callable[[str, int, memoryview], None]) -> None:
-        self._messages, self._read = messages, read
-
-    def run(self, asking: set[int]) -> None:
-        try:
-            with workers(_AT_ONCE, "ckpt-answer") as threads:
-                while asking:
-                    request = torch.zeros(_WORDS, dtype=torch.int64)
-                    self._messages.receive_any(request, _ASK)
-                    rank, offset, nbytes, tag = request[:4].tolist()
-                    if nbytes == _FAREWELL:
-                        asking.discard(rank)
-                        continue
-                    key = request[4:].numpy().tobytes().rstrip(b"\0").decode()
-                    threads.submit(self._answer, rank, key, offset, nbytes, tag)
-        except Exception as error:  # the group is broken: all ranks hear of that where they wait
-            _logger.debug("no more answers to other nodes: %s", error)
-
-    def _answer(self, rank: int, key: str, offset: int, nbytes: int, tag: int) -> None:
-        memory, outcome = torch.zeros(nbytes, dtype=torch.uint8), _READ
-        try:
-            self._read(key, offset, memory_of(memory))
-        except Exception as error:
-            outcome = _outcome_of(error)
-            if outcome != _GONE:  # room was made meanwhile
-                _logger.warning("rank %d asked for %s, which could not be read: %s", rank, key, error)
-        try:
-            sent = self._messages.begin_send(memory, rank, tag)
-            self._messages.send(torch.tensor([outcome]), rank, tag + 1)
-            sent()
-        except Exception as error:
-            _logger.debug("rank %d was not answered: %s", rank, error)
-
-
-def _windows(offset: int, buffers: Sequence[memoryview]) -> Iterator[tuple[int, list[memoryview]]]:
-    """Cut a read at the same bytes of the file for all ranks: where each window begins, and its memory."""
-    pieces: list[memoryview] = []
-    begin = offset
-    for buffer in buffers:
-        while buffer.nbytes:
-            room = _WINDOW_BYTES - offset % _WINDOW_BYTES
-            piece, buffer = buffer[:room], buffer[room:]
-            pieces.append(piece)
-            offset += piece.nbytes
-            if piece.nbytes == room:
-                yield begin, pieces
-                pieces, begin = [], offset
-    if pieces:
-        yield begin, pieces
 
 
 def _wait_for_all(begun: Sequence[Callable[[], None]]) -> None:
@@ -318,33 +324,7 @@ def _wait_for_all(begun: Sequence[Callable[[], None]]) -> None:
         raise failure
 
 
-def _request(rank: int, offset: int, nbytes: int, tag: int, key: str) -> torch.Tensor:
-    request = torch.zeros(_WORDS, dtype=torch.int64)
-    request[:4] = torch.tensor([rank, offset, nbytes, tag])
-    encoded = key.encode()
-    request[4:].view(torch.uint8)[: len(encoded)] = (
-        torch.frombuffer(bytearray(encoded), dtype=torch.uint8) if encoded else 0
-    )
-    return request
-
-
-def _outcome_of(error: Exception) -> int:
-    if isinstance(error, Truncated):
-        return _ENDS
-    return _GONE if isinstance(error, NotFound) else _FAILED
-
-
-def _check_outcome(outcome: int, holder: int, url: str, key: str) -> None:
-    """Raise the error of an answer that has none of the bytes: with damage another checkpoint may be tried."""
-    if outcome == _ENDS:
-        raise Truncated(f"ends too soon on the disk of rank {holder}", url=url, key=key)
-    if outcome == _GONE:
-        raise NotFound(f"rank {holder} does not have it any more", url=url, key=key)
-    if outcome != _READ:
-        raise StorageError(f"rank {holder} could not read it", url=url, key=key)
-
-
-def _stem(path: str) -> str:
+def stem_of(path: str) -> str:
     """Name what a manifest and its data files have in common: they lie on one disk."""
     owner, key = split_path(path)
     name = ObjectName.parse(key)
@@ -358,5 +338,18 @@ def _joined(some: dict[str, list[int]], others: dict[str, list[int]]) -> dict[st
     return both
 
 
-def _some(some: dict[str, list[int]], others: dict[str, list[int]]) -> dict[str, list[int]]:
-    return {path: ranks[:_MAX_HOLDERS] for path, ranks in _joined(some, others).items()}
+_Named = dict[str, list[int]]
+_PassedOn = dict[str, tuple[int, bytes]]
+
+
+def _joined_with_sizes(
+    some: tuple[_Named, dict[str, int]], others: tuple[_Named, dict[str, int]]
+) -> tuple[_Named, dict[str, int]]:
+    return _joined(some[0], others[0]), some[1] | others[1]
+
+
+def _some_with_bytes(
+    some: tuple[_Named, _PassedOn], others: tuple[_Named, _PassedOn]
+) -> tuple[_Named, _PassedOn]:
+    holders = {path: ranks[:_MAX_HOLDERS] for path, ranks in _joined(some[0], others[0]).items()}
+    return holders, others[1] | some[1]

@@ -6,10 +6,13 @@ import contextlib
 import os
 import shutil
 
+from ckpt.backends.base import Store
 from ckpt.backends.registry import open_store
+from ckpt.backends.wrapper import PrefixStore
 from ckpt.consistency.commit import COMMIT_KEY
 from ckpt.errors import CheckpointError
-from ckpt.format.run_record import read_run
+from ckpt.format.records import read_commit
+from ckpt.format.run_record import RunRecord, read_run
 from ckpt.local_first.drain_process import current_status
 from ckpt.tools.gc import collect_garbage
 from ckpt.tools.remove import remove
@@ -46,9 +49,16 @@ def has_room(folder: str, budget_bytes: int | None) -> bool:
 def _given_up(folder: str) -> set[str]:
     """Find the folders of checkpoints that are not wanted any more."""
     with contextlib.suppress(CheckpointError), contextlib.closing(open_store(folder)) as store:
-        record = read_run(store)
-        return {each.path for each in record.checkpoints if each.superseded} if record else set()
+        record = read_run(store) or RunRecord()
+        paths = [each.path for each in record.checkpoints if each.superseded]
+        return {path for path in paths if not _is_foreign(PrefixStore(store, path), record.run)}
     return set()
+
+
+def _is_foreign(store: Store, run: str) -> bool:
+    """Tell whether a checkpoint of another run lies where this one has saved."""
+    commit = read_commit(store)
+    return commit is not None and run != "" and commit.record.run_id not in ("", run)
 
 
 def _free_bytes(folder: str, budget_bytes: int | None, used_bytes: int) -> int:

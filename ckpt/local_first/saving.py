@@ -11,10 +11,13 @@ from typing import Any
 
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlanner
 
-from ckpt.api import background, place_of, prepare_save, save_values
 from ckpt.backends.registry import open_store
+from ckpt.collective import background, place_of, prepare_save, save_values
+from ckpt.draining.folder_lock import held
 from ckpt.errors import ConfigurationError, SaveFailed, StorageError
+from ckpt.format.run_record import NO_STAMP, RunStamp
 from ckpt.local_first.holdings import shared
 from ckpt.local_first.partners import Copied, copy_from_partners
 from ckpt.ranks.failures import same_failure
@@ -22,6 +25,9 @@ from ckpt.ranks.group import DEFAULT_TIMEOUT_S, Purpose, Ranks
 from ckpt.writing.writer import CheckpointWriter
 
 _logger = logging.getLogger(__name__)
+
+_PATIENCE_S = 30.0
+"""For one that is being removed; that takes a moment."""
 
 _FALLS_BACK = (StorageError,)
 """Errors of a place after which the next place is tried; any other would come again there."""
@@ -34,13 +40,17 @@ class Place:
     Attributes:
         options: of `CheckpointWriter`.
         on_nodes: each node has a folder of this name of its own.
+        holds: it is a folder of this node, which this rank holds meanwhile, so that nobody removes what was there before.
         sources: the ranks of which this one keeps copies, on another node than theirs; None: no rank keeps any.
+        stamp: of the run.
     """
 
     url: str
     options: Mapping[str, Any]
     on_nodes: bool = False
+    holds: bool = False
     sources: tuple[int, ...] | None = None
+    stamp: RunStamp = NO_STAMP
 
 
 @dataclass(frozen=True)
@@ -61,29 +71,36 @@ class Saved:
 
 def save_to_first(
     state_dict: dict[str, Any],
-    places: list[Place],
+    choose: Callable[[Ranks], list[Place]],
     *,
     process_group: Any,
     is_async: bool,
+    no_dist: bool = False,
+    planner: SavePlanner | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> Future[Saved]:
-    """Save to the first of `places` that takes it; with `is_async` copy the state, and save behind the trainer.
+    """Save to the first place that takes it; with `is_async` copy the state, and save behind the trainer.
 
     All ranks try the same places: the next one when storage refused one of them on any rank, and it is sure that
     nothing was committed there.
+
+    Args:
+        choose: returns the places, when the save before this one has ended; all ranks call it.
 
     Raises as `ckpt.save`; the future as that.
     """
 
     def prepare() -> Callable[[], Saved]:
         purpose: Purpose = "background" if is_async else "foreground"
-        ranks = Ranks(process_group, no_dist=False, purpose=purpose, timeout_s=DEFAULT_TIMEOUT_S)
+        ranks = Ranks(process_group, no_dist=no_dist, purpose=purpose, timeout_s=timeout_s)
         with contextlib.ExitStack() as stack:
             stack.callback(ranks.close)
+            places = choose(ranks)
             writer, values = prepare_save(
-                state_dict, places[0].url, None, None, lambda: _writer(places[0]), ranks, copy=is_async
+                state_dict, places[0].url, planner, None, lambda: _writer(places[0]), ranks, copy=is_async
             )
             stack.pop_all()
-        return lambda: _save(values, writer, places, ranks, is_copy=is_async)
+        return lambda: _save(values, writer, places, planner or DefaultSavePlanner(), ranks, is_copy=is_async)
 
     if is_async:
         return background.start(prepare)
@@ -97,14 +114,21 @@ def _copied(place: Place, ranks: Ranks) -> Copied | None:
 
 
 def _writer(place: Place) -> CheckpointWriter:
-    return CheckpointWriter(place.url, **place.options)
+    writer = CheckpointWriter(place.url, **place.options)
+    writer.stamp = place.stamp
+    return writer
 
 
 def _save(
-    values: dict[str, Any], writer: CheckpointWriter, places: list[Place], ranks: Ranks, *, is_copy: bool
+    values: dict[str, Any],
+    writer: CheckpointWriter,
+    places: list[Place],
+    planner: SavePlanner,
+    ranks: Ranks,
+    *,
+    is_copy: bool,
 ) -> Saved:
     failures: list[SaveFailed] = []
-    planner = DefaultSavePlanner()
     try:
         with contextlib.closing(ranks):
             for number, place in enumerate(places):
@@ -124,20 +148,24 @@ def _save(
         _let_go(values if is_copy else {}, planner)
 
 
-def _let_go(values: dict[str, Any], planner: DefaultSavePlanner) -> None:
+def _let_go(values: dict[str, Any], planner: SavePlanner) -> None:
     """Free the copy of a state."""
     values.clear()
-    planner.state_dict = {}  # it would keep the copy until its next save
+    if isinstance(planner, DefaultSavePlanner):
+        planner.state_dict = {}  # it would keep the copy until its next save
 
 
 def _save_to(
-    place: Place, writer: CheckpointWriter, values: dict[str, Any], planner: DefaultSavePlanner, ranks: Ranks
+    place: Place, writer: CheckpointWriter, values: dict[str, Any], planner: SavePlanner, ranks: Ranks
 ) -> Metadata:
-    metadata = save_values(values, writer, planner, ranks)
-    if place.on_nodes:
-        with same_failure(SaveFailed, writer.checkpoint_id, ranks):
-            share_commit(place, ranks)
-    return metadata
+    with held(place.url, _PATIENCE_S) if place.holds else contextlib.nullcontext(True) as is_free:
+        if not is_free:
+            _logger.warning("%s is held by another process for more than %g s", place.url, _PATIENCE_S)
+        metadata = save_values(values, writer, planner, ranks)
+        if place.on_nodes:
+            with same_failure(SaveFailed, writer.checkpoint_id, ranks):
+                share_commit(place, ranks)
+        return metadata
 
 
 def _next_writer(place: Place, ranks: Ranks) -> CheckpointWriter:

@@ -22,7 +22,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 from ckpt.backends.bodies import CheckedBody
-from ckpt.consistency.checksums import BLOCK_SIZE_BYTES, crc_text
+from ckpt.consistency.block_digests import FileBlockDigests
+from ckpt.consistency.checksums import BLOCK_SIZE_BYTES
 from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.format.columns import Columns
 from ckpt.format.dtypes import dtype_name
@@ -57,6 +58,7 @@ from ckpt.transfer.tensor_memory import plain
 from ckpt.transfer.threads import run_all, workers
 from ckpt.transfer.tied_tensors import tied_names
 from ckpt.writing.layout import resolved_tensor
+from ckpt.writing.rank_files import block_digests_of, file_record, manifest_ref
 from ckpt.writing.receipts import PlacedItem, pack_items, records_of
 from ckpt.writing.writer import RECEIPT, CheckpointWriter
 
@@ -89,6 +91,7 @@ class ModelWriter(CheckpointWriter):
         self._max_shard_bytes = max_shard_bytes
         self._ranks: Ranks | None = None
         self._messages: Messages | None = None
+        self._file_digests: dict[int, FileBlockDigests | None] = {}
         self._tied: dict[str, str] = {}
         self._layout = ModelLayout((), {})
 
@@ -151,7 +154,10 @@ class ModelWriter(CheckpointWriter):
         """Put the files that this rank owns, as many at a time as the store gains from."""
         pace = None if self._pacer is None else self._pacer.wait
         own = [n for n, file in enumerate(self._layout.files) if file.rank == self._rank]
-        bodies = {n: FileBody(exchange.items(n), self._pool, exchange.check, pace) for n in own}
+        items = {n: exchange.items(n) for n in own}
+        self._file_digests = {n: block_digests_of(self.block_digests, items[n]) for n in own}
+        sees = {n: None if digests is None else digests.see for n, digests in self._file_digests.items()}
+        bodies = {n: FileBody(items[n], self._pool, exchange.check, pace, sees[n]) for n in own}
         self._objects.add(*(self._layout.files[number].key for number in own))
 
         def put(number: int) -> None:
@@ -168,22 +174,25 @@ class ModelWriter(CheckpointWriter):
         for number, body in bodies.items():
             file = self._layout.files[number]
             items += _items_of(file, len(records))
-            records.append(FileRecord(path=file.key, size_bytes=body.nbytes, blocks=body.blocks()))
+            records.append(file_record(file.key, body, self._file_digests[number]))
         placed = [PlacedItem(i.fqn, tuple(i.offsets or ()), 0, i.file, i.offset, i.length) for i in items]
         names = [record.path for record in records]
         packed, place = pack_items(placed), last_segment(self._url)
-        return _ModelReceipt(self._rank, place, None, names, packed, self._retries(), records, items)
+        return _ModelReceipt(
+            self._rank, place, None, names, packed, self._retries(), records=records, manifest_items=items
+        )
 
     def _records(
         self, planned: Metadata | CentralPlan, receipts: Sequence[RankReceipt], world_size: int
     ) -> tuple[Columns, CommitRecord]:
         """Describe whole tensors, and put the one manifest of all files."""
+        facts: dict[str, Any] = {"save_id": self._objects.token, "tags": self._tags}
         columns, record = records_of(
-            self._described(), receipts, save_id=self._objects.token, world_size=world_size, tags=self._tags
+            self._described(), receipts, world_size, block_digests=self.block_digests, **facts
         )
         ref = self._put_manifest([receipt for receipt in receipts if isinstance(receipt, _ModelReceipt)])
-        facts = {"version": MODEL_VERSION, "layout": "safetensors", "manifests": [ref]}
-        return columns, msgspec.structs.replace(record, data_bytes=ref.data_bytes, **facts)
+        new = {"version": MODEL_VERSION, "layout": "safetensors", "manifests": [ref]}
+        return columns, msgspec.structs.replace(record, data_bytes=ref.data_bytes, **new)
 
     def _described(self) -> Metadata:
         described: dict[str, Any] = {}
@@ -210,18 +219,10 @@ class ModelWriter(CheckpointWriter):
             items=items,
         )
         key = manifest_key(self._rank, self._objects.token)
-        body = CheckedBody(encode(manifest))
+        encoded = encode(manifest)
         self._objects.add(key)
-        self._store.put(key, body)
-        return ManifestRef(
-            path=key,
-            size_bytes=body.nbytes,
-            crc64nvme=crc_text(body.crc64nvme()),
-            rank=self._rank,
-            files=len(files),
-            items=len(items),
-            data_bytes=sum(file.size_bytes for file in files),
-        )
+        self._store.put(key, CheckedBody(encoded))
+        return manifest_ref(key, encoded, manifest, self.block_digests)
 
 
 def shard_bytes(size: int | str | None) -> int:

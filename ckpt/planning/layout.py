@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckpt.errors import ConfigurationError
+from ckpt.format.runs import MANY_CHUNKS
 from ckpt.planning.models import Model
 
 Numbers = NDArray[np.float64]
@@ -95,6 +96,7 @@ class Layout:
         file_bytes, items: what one position of the mesh writes, all its replicas together, as it is stored.
             Slices that several ranks hold are written once, and spread over these ranks.
         shared_items: slices that a rank holds, and other tensor-parallel ranks too.
+        regular: tensors whose slices the index holds as runs; `rows`: slices of all others.
     """
 
     mesh: Mesh
@@ -102,6 +104,8 @@ class Layout:
     file_bytes: Numbers
     items: Numbers
     shared_items: Numbers
+    regular: int
+    rows: float
 
     @property
     def writers(self) -> Numbers:
@@ -129,6 +133,7 @@ def layout_of(model: Model, mesh: Mesh) -> Layout:
             f"the mesh has {mesh.pp} pipeline stages, and {model.name} only {blocks} layers"
         )
     held, stored, items, shared = (np.zeros((mesh.pp, mesh.fsdp, mesh.tp)) for _ in range(4))
+    regular, rows = 0, 0.0
     kinds = Counter(
         (tensor.shape, tensor.item_bytes, tensor.tp_dim, tensor.block * mesh.pp // blocks)
         for tensor in model.tensors
@@ -141,7 +146,12 @@ def layout_of(model: Model, mesh: Mesh) -> Layout:
         stored[stage] += exists * np.ceil(framed / ALIGNMENT_BYTES) * ALIGNMENT_BYTES / copies
         items[stage] += exists / copies
         shared[stage] += exists * (copies > 1)
-    return Layout(mesh, held, stored, items, shared)
+        slices = float((elements > 0).sum()) / copies
+        if slices >= MANY_CHUNKS and copies == 1:
+            regular += count
+        else:
+            rows += count * slices
+    return Layout(mesh, held, stored, items, shared, regular, rows)
 
 
 def _elements(shape: tuple[int, ...], tp_dim: int | None, mesh: Mesh) -> tuple[Numbers, int]:

@@ -55,9 +55,13 @@ class Requests:
 
 # Bytes of records, as they were measured (docs/planning.md).
 _MANIFEST_BYTES, _MANIFEST_ITEM_BYTES, _MANIFEST_BLOCK_BYTES = 240, 50, 32 / 3
-_INDEX_BYTES, _INDEX_TENSOR_BYTES, _INDEX_FILE_BYTES, _INDEX_ROW_BYTES = 270, 31, 36, 0.5
+_INDEX_BYTES, _INDEX_TENSOR_BYTES, _INDEX_FILE_BYTES, _INDEX_ROW_BYTES = 270, 27, 38, 0.5
+_INDEX_NAMES, _INDEX_REGULAR_BYTES = 3, 17
 _STOCK_BYTES, _STOCK_TENSOR_BYTES, _STOCK_ROW_BYTES = 212, 130, 130
 _COMMIT_BYTES, _COMMIT_RANK_BYTES = 350, 145
+
+_MAX_STOCK_BYTES = 256 << 20
+"""Of a `.metadata`: a larger one is left out."""
 
 _MAX_FILE_BYTES = 128 << 30
 _WINDOW_BYTES = 4 << 30
@@ -75,7 +79,7 @@ class Stored:
         rank_bytes: of the data file of a rank that writes, [pp, fsdp, tp].
         writers: ranks that write; `files`: the data files that they make on a file system.
         items: stored slices of tensors.
-        index_bytes, stock_bytes: of the index and of `.metadata`, which are part of `record_bytes`.
+        index_bytes, stock_bytes: of the index and of `.metadata` (0: left out), which are part of `record_bytes`.
     """
 
     data_bytes: float
@@ -93,8 +97,8 @@ class Stored:
 
     @property
     def objects(self) -> int:
-        """A data file and a manifest of each rank; index, commit record, `.metadata`."""
-        return 2 * self.writers + 3
+        """A data file and a manifest of each rank; index, commit record, and `.metadata` unless it is left out."""
+        return 2 * self.writers + 2 + (self.stock_bytes > 0)
 
 
 def stored(model: Model, layout: Layout, *, threads: int) -> Stored:
@@ -105,9 +109,11 @@ def stored(model: Model, layout: Layout, *, threads: int) -> Stored:
     name_bytes = sum(len(tensor.fqn) for tensor in model.tensors)
     manifests = writers * _MANIFEST_BYTES + data_bytes / BLOCK_SIZE_BYTES * _MANIFEST_BLOCK_BYTES
     manifests += items * (_MANIFEST_ITEM_BYTES + name_bytes / len(model.tensors))
-    index: float = _INDEX_BYTES + name_bytes + len(model.tensors) * _INDEX_TENSOR_BYTES
-    index += writers * _INDEX_FILE_BYTES + items * _INDEX_ROW_BYTES
+    index: float = _INDEX_BYTES + _INDEX_NAMES * name_bytes + len(model.tensors) * _INDEX_TENSOR_BYTES
+    index += writers * _INDEX_FILE_BYTES + layout.rows * _INDEX_ROW_BYTES
+    index += layout.regular * _INDEX_REGULAR_BYTES
     stock = _STOCK_BYTES + len(model.tensors) * _STOCK_TENSOR_BYTES + items * _STOCK_ROW_BYTES
+    stock = stock_bytes_written(stock)
     commit = _COMMIT_BYTES + writers * _COMMIT_RANK_BYTES
     per_rank = np.clip(rank_bytes // _MIN_FILE_BYTES, 1, threads)
     return Stored(
@@ -137,11 +143,25 @@ def save_requests(layout: Layout, what: Stored, *, part_bytes: int) -> Requests:
     files = np.ceil(what.rank_bytes / _MAX_FILE_BYTES)
     puts, gets = put_requests(what.rank_bytes / np.maximum(files, 1), part_bytes)
     writers = layout.writers
-    index_puts, index_gets = put_requests(what.index_bytes, part_bytes)
-    stock_puts, stock_gets = put_requests(what.stock_bytes, part_bytes)
+    of_ranks = Requests(
+        puts=float(((files * puts + 1) * writers).sum()), gets=float((files * gets * writers).sum())
+    )
+    return of_ranks + record_requests(what.index_bytes, what.stock_bytes, part_bytes)
+
+
+def stock_bytes_written(stock_bytes: float) -> float:
+    """Return how much of a `.metadata` of so many bytes is written: one that is too large is left out."""
+    return stock_bytes if stock_bytes <= _MAX_STOCK_BYTES else 0
+
+
+def record_requests(index_bytes: float, stock_bytes: float, part_bytes: int) -> Requests:
+    """Count the requests for index, commit record and `.metadata`; in the place of one that is left out an older one is deleted."""
+    records = [put_requests(nbytes, part_bytes) for nbytes in (index_bytes, stock_bytes) if nbytes]
+    is_left_out = not stock_bytes
     return Requests(
-        puts=float(((files * puts + 1) * writers).sum() + index_puts + stock_puts) + 1,
-        gets=float((files * gets * writers).sum() + index_gets + stock_gets) + 4,
+        puts=sum(float(puts) for puts, _ in records) + 1,
+        gets=sum(float(gets) for _, gets in records) + 4 + is_left_out,
+        deletes=int(is_left_out),
     )
 
 

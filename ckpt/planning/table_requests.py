@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from ckpt.planning.layout import ALIGNMENT_BYTES, FRAME_BYTES
-from ckpt.planning.requests import Requests, put_requests
+from ckpt.planning.requests import Requests, put_requests, record_requests, stock_bytes_written
 from ckpt.planning.tables import ID_BYTES, Table, TableSave
 
 _ENTRY_INDEX_BYTES, _ENTRY_STOCK_BYTES, _ENTRY_MANIFEST_BYTES = 180, 380, 100
@@ -21,7 +21,7 @@ class TableEntries:
     Attributes:
         count: of a whole chain, which every checkpoint of it lists.
         written: by the last save.
-        index_bytes, stock_bytes: of the index, and of `.metadata`.
+        index_bytes, stock_bytes: of the index, and of `.metadata` (0: left out).
     """
 
     count: int
@@ -34,7 +34,8 @@ def table_entries(table: Table, saves: list[TableSave], ranks: int) -> TableEntr
     """Count the entries of a chain, of which `saves` made the generations, in order."""
     each = [_generation_entries(table, save, ranks) for save in saves]
     count = sum(each) + ranks
-    return TableEntries(count, each[-1] + ranks, count * _ENTRY_INDEX_BYTES, count * _ENTRY_STOCK_BYTES)
+    stock_bytes = stock_bytes_written(count * _ENTRY_STOCK_BYTES)
+    return TableEntries(count, each[-1] + ranks, count * _ENTRY_INDEX_BYTES, stock_bytes)
 
 
 def _generation_entries(table: Table, save: TableSave, ranks: int) -> int:
@@ -63,15 +64,11 @@ def table_save_requests(table: Table, saves: list[TableSave], ranks: int, part_b
     """
     entries = table_entries(table, saves, ranks)
     puts, gets = put_requests(saves[-1].nbytes / ranks, part_bytes)
-    records = [put_requests(nbytes, part_bytes) for nbytes in (entries.index_bytes, entries.stock_bytes)]
     bases = len(saves) - 1
-    return Requests(
-        puts=ranks * (float(puts) + 1) + sum(float(put) for put, _ in records) + 1 + bases,
-        gets=ranks * float(gets)
-        + sum(float(get) for _, get in records)
-        + 4
-        + (2 * bases + 1 if bases else 0),
+    of_ranks = Requests(
+        puts=ranks * (float(puts) + 1) + bases, gets=ranks * float(gets) + (2 * bases + 1 if bases else 0)
     )
+    return of_ranks + record_requests(entries.index_bytes, entries.stock_bytes, part_bytes)
 
 
 def table_restore_requests(table: Table, saves: list[TableSave], ranks: int, request_bytes: int) -> Requests:

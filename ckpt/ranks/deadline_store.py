@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -199,7 +199,10 @@ class DeadlineStore(WrappedStore):
                 if not isinstance(error, Exception):  # an interrupt: the store itself works
                     environment.wait(done, _GRACE * self._limit_s)
                 raise
-            return outcome.result()
+            try:
+                return outcome.result()
+            finally:
+                outcome = Future()  # the other and its error would keep what all calling frames hold
 
     def _raise_if_given_up(self, key: str, *, settled: bool) -> None:
         if self._progress.refusal is not None:
@@ -241,6 +244,12 @@ class _BoundedRequests:
 
     def abort(self, key: str, upload_id: str) -> None:
         self._run("aborting an upload of", key, lambda _: self._inner.abort(key, upload_id))
+
+    def setting(self, name: str) -> Mapping[str, Any]:
+        return self._run("reading settings", "", lambda _: self._inner.setting(name))
+
+    def name_of(self, key: str) -> str:
+        return self._inner.name_of(key)
 
 
 class _ReportingBody:

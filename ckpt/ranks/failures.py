@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Protocol, TypeGuard, TypeVar
+from traceback import StackSummary
+from typing import Any, Protocol, TypeGuard, TypeVar
 
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -16,6 +17,26 @@ from ckpt.ranks.many_failures import some_of
 _TRACEBACKS = 2
 
 T = TypeVar("T")
+
+
+class StepFailed(CheckpointException):
+    """A step of a save or load failed, on all ranks.
+
+    Attributes:
+        count: how many ranks failed; `failures` has some of them.
+    """
+
+    def __init__(
+        self,
+        step: str,
+        failures: Mapping[int, BaseException],
+        count: int,
+        stacks: Mapping[int, StackSummary] | None = None,
+    ) -> None:
+        stacks = stacks or {}
+        wrapped = {rank: (failures[rank], stacks.get(rank, StackSummary())) for rank in sorted(failures)}
+        super().__init__(step, wrapped)
+        self.count = count
 
 
 class Interrupted(Protocol):
@@ -35,16 +56,19 @@ def load_error(error: CheckpointException, place: str) -> CheckpointError:
     first = failures[min(failures)]
     if is_specific(first):
         return first
-    count = int(getattr(error, "count", len(failures)))  # of thousands it has some
-    message = summary("load", failures, count=count)
-    return LoadFailed(message, url=place, failures=some_of(failures), failed_ranks=count)
+    return LoadFailed(**_details("load", error, place))
 
 
-def save_error(failures: Mapping[int, BaseException], place: str) -> SaveFailed:
+def save_error(error: CheckpointException, place: str) -> SaveFailed:
     """Return an error that names all that failed."""
-    return SaveFailed(
-        summary("save", failures), url=place, failures=some_of(failures), failed_ranks=len(failures)
-    )
+    return SaveFailed(**_details("save", error, place))
+
+
+def _details(call: str, error: CheckpointException, place: str) -> dict[str, Any]:
+    failures = failures_of(error)
+    count = error.count if isinstance(error, StepFailed) else len(failures)
+    message = summary(call, failures, count=count)
+    return {"message": message, "url": place, "failures": some_of(failures), "failed_ranks": count}
 
 
 def failures_of(error: CheckpointException) -> dict[int, BaseException]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -23,8 +24,21 @@ class FirstRank:
 
     def __init__(self, ranks: Ranks) -> None:
         ranks.connect()
-        self._ranks, self._group = ranks, ranks.group
+        self._ranks, self._group, self._tree = ranks, ranks.group, ranks.tree
         self.rank, self.size = ranks.rank, ranks.size
+
+    def decide(self, number: int, join: Callable[[int, int], int], decide: Callable[[int], int]) -> int:
+        """Return on all ranks what `decide` on the first one makes of their joined numbers; it must not raise."""
+        if self.size == 1:
+            return decide(number)
+        if self._tree is not None:
+            return self._tree.decide(number, join, decide)
+        numbers = self._gather_objects(number)
+        return self.broadcast(0 if numbers is None else decide(functools.reduce(join, numbers)))
+
+    def join(self, value: T, join: Callable[[T, T], T]) -> T:
+        """Return what all ranks' values join to, on all ranks."""
+        return self._ranks.join(value, join) if self._tree is None else self._tree.join(value, join)
 
     def gather_numbers(self, number: int) -> list[int] | None:
         """Return every rank's `number`, in order, on the first rank."""

@@ -86,6 +86,7 @@ class Ranks:
     Attributes:
         progress: what this rank is doing now.
         is_own_group: the group is gloo's, and of this library's own.
+        tree: of the ranks; None over the caller's group.
         call: number of this call among those of its purpose and ranks, the same on all ranks.
     """
 
@@ -106,7 +107,7 @@ class Ranks:
         self._name: _Name = (purpose, tuple(self._members))
         self._longest_wait = _MANAGER_WAIT if purpose == "manager" else LONGEST_WAIT
         self.is_own_group = False
-        self._tree: Tree | None = None
+        self.tree: Tree | None = None
         # Asked now: a program may end its process group while a save still runs.
         self.rank = 0 if self.no_dist else dist.get_rank(process_group)
         self._global_rank = 0 if self.no_dist else dist.get_rank()
@@ -163,7 +164,7 @@ class Ranks:
         answer: Future[list[int]] = Future()
         if self.size > 1:
             self.connect()
-        tree = self._tree
+        tree = self.tree
         if tree is None:  # over the caller's group, collectives must have one order
             answer.set_result(self.most(values))
             return answer
@@ -233,7 +234,7 @@ class Ranks:
             return value
         self.connect()
         return (
-            functools.reduce(join, self.gather(value)) if self._tree is None else self._tree.join(value, join)
+            functools.reduce(join, self.gather(value)) if self.tree is None else self.tree.join(value, join)
         )
 
     def roll_call(self, error: BaseException) -> RollCall | None:
@@ -262,7 +263,7 @@ class Ranks:
         if group is None or not self.is_own_group:
             return
         # First those with whom it is connected: to others a connection would have to be made.
-        neighbours = [] if self._tree is None else self._tree.neighbours
+        neighbours = [] if self.tree is None else self.tree.neighbours
         for other in dict.fromkeys([*neighbours, *range(self.size)]):
             if other == self.rank:
                 continue
@@ -280,7 +281,7 @@ class Ranks:
             own = self._own_group()
             if own is not None:
                 self.group, self.is_own_group = own, True
-                self._tree = Tree(own, self.rank, self.size, self._longest_wait)
+                self.tree = Tree(own, self.rank, self.size, self._longest_wait)
             self._connected = True
             if self._watch is not None:
                 self._watch.start()
@@ -314,7 +315,7 @@ class Ranks:
         _own_groups.pop(self._name, None)
         _broken.add(self._name)
         groups = [self.group]
-        self.group, self.is_own_group, self._tree = None, False, None
+        self.group, self.is_own_group, self.tree = None, False, None
         let_go(groups, error, max(1.0, self._limits.period_s))
 
 

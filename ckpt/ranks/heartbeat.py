@@ -129,13 +129,13 @@ class Watch:
         """Tell the others of this rank's failure, and return their answers; None if the store is gone.
 
         The first rank that lives asks, in its thread that talks; its beat tells all others.
-        With many ranks on a store or on cores that cannot serve them in time, those who live are
-        late too. So nobody is missed before a whole round of questions, begun after half of the
-        time in which nobody new answered, has brought nobody new either.
+        With many ranks on a store or on cores that cannot serve them in time, those who live are late too. So nobody is
+        missed before a whole round of questions, begun after half of the time without a new answer, brings none either.
         """
         self._clock.tick()
         asked_at_s = self._clock.now_s()
-        self._cause, self._failure = cause, failure
+        if self._cause != "watch" or cause == "own":  # else the closed connections are this watch's own doing
+            self._cause, self._failure = cause, failure
         self._ask()
         self._talk()
         limit_s, slept_s = self.limits.roll_call_s, 0.0
@@ -153,7 +153,7 @@ class Watch:
             environment.sleep(tick_s)
             slept_s += tick_s
             self._clock.tick()
-        return self._outcome_for(asked_at_s, Answer(True, failure=failure, cause=cause))
+        return self._outcome_for(asked_at_s, Answer(True, failure=self._failure, cause=self._cause))
 
     def _outcome_for(self, asked_at_s: float, own: Answer) -> RollCall | None:
         roll_call = self._roll_call

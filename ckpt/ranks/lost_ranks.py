@@ -60,10 +60,11 @@ def lost(call: str, ranks: Ranks, error: Exception) -> tuple[str, dict[int, Base
         return f"the {call} failed: rank {_names(silent)}{count} {_SILENT}{last} ({cause})", some_of(failures)
     if failures:
         return summary(call, failures), some_of(failures)
-    for rank, answer in answers.items():  # it was this rank that the others gave up
-        if rank != ranks.rank and answer.cause == "watch":
-            cause = f"rank {rank} says: {answer.failure}"
-            break
+    if ranks.progress.given_up is None:  # it was this rank that the others gave up
+        says = (
+            f"rank {rank} says: {each.failure}" for rank, each in answers.items() if each.cause == "watch"
+        )
+        cause = next(says, cause)
     return f"the {call} failed: {cause}", failures
 
 

@@ -52,6 +52,25 @@ class Tree:
             self._send(value, child, tag)
         return value
 
+    def decide(self, number: int, join: Callable[[int, int], int], decide: Callable[[int], int]) -> int:
+        """Return what the first rank decides when it has joined the numbers of all: in messages of eight bytes."""
+        for child in self._children:
+            number = join(number, self._take_number(child))
+        if self._parent is None:
+            number = decide(number)
+        else:
+            self._put_number(number, self._parent)
+            number = self._take_number(self._parent)
+        for child in self._children:
+            self._put_number(number, child)
+        return number
+
+    def _put_number(self, number: int, rank: int) -> None:
+        self._put(bytearray(number.to_bytes(_LENGTH_BYTES, "little", signed=True)), rank, 0)
+
+    def _take_number(self, rank: int) -> int:
+        return int.from_bytes(self._take(_LENGTH_BYTES, rank, 0), "little", signed=True)
+
     def _send(self, value: object, rank: int, tag: int) -> None:
         data = pickle.dumps(value)
         message = len(data).to_bytes(_LENGTH_BYTES, "little") + data

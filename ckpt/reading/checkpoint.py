@@ -12,19 +12,22 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from ckpt.backends.base import Store, is_key, read_bytes
+from ckpt.consistency.block_digests import digest_of
 from ckpt.consistency.checksums import crc64nvme, crc_text
 from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY
 from ckpt.consistency.digests import StoredDigest
+from ckpt.consistency.expected import check_expected
 from ckpt.consistency.seal import unseal_pickle
 from ckpt.consistency.visibility import when_visible
 from ckpt.errors import CommitConflict, FormatError, IntegrityError, Truncated, UnsafeContent
 from ckpt.format.columns import Columns
+from ckpt.format.elements import StoredTensor
 from ckpt.format.index import decode_index
-from ckpt.format.model_index import INDEX_SUFFIX
-from ckpt.format.names import ObjectName, manifest_key, owned_path, split_path
+from ckpt.format.names import INDEX_SUFFIX, ObjectName, manifest_key, owned_path, split_path
 from ckpt.format.records import (
     MAX_METADATA_BYTES,
     CommitRecord,
+    FileRecord,
     ItemRecord,
     ObjectRef,
     RankManifest,
@@ -32,10 +35,10 @@ from ckpt.format.records import (
     decode_manifest,
     read_commit,
 )
-from ckpt.format.stored_tensor import StoredTensor
 from ckpt.siblings.sibling_objects import SiblingObjects
 from ckpt.transfer.fetcher import StoredFile
 from ckpt.transfer.manifest_sizes import manifest_bytes
+from ckpt.transfer.reports import Tally
 
 if TYPE_CHECKING:  # what only looks into a checkpoint does not wait for torch
     import torch
@@ -58,10 +61,22 @@ class ReadSettings:
         verify: check blocks against their checksums.
         visibility_timeout_s: how long to wait for an object that must exist but is not visible yet;
             None: 60 s on storage that may lag, else 5 s.
+        tally: told of the bytes of index and manifests to read, and as they are read.
+        expect: the digest of the checkpoint; no other is opened.
+        digests: check the digests of blocks and records too, if it has any. What is expected is so checked.
     """
 
     verify: bool = True
     visibility_timeout_s: float | None = None
+    tally: Tally | None = None
+    expect: str | None = None
+    digests: bool = False
+
+    def algorithm(self, commit: CommitRecord | None) -> str | None:
+        """Return the algorithm of the digests that are to be checked."""
+        if commit is None or not commit.block_digests or not (self.digests or self.expect):
+            return None
+        return commit.block_digests.algorithm
 
     def timeout_s(self, store: Store) -> float:
         """Return how long to wait for an object of this store."""
@@ -99,7 +114,12 @@ class Checkpoint:
         """`is_shared`: another rank has decoded this metadata already; `columns`: this one has, and these are they."""
         self.settings = settings
         self.stored_commit, self.metadata_key, self.metadata_bytes = commit, metadata_key, metadata
+        if settings.expect is not None:
+            check_expected(settings.expect, None if commit is None else commit.raw, store.url)
         self.commit: CommitRecord | None = None if commit is None else commit.record
+        self._algorithm = settings.algorithm(self.commit)
+        if self._algorithm is not None and self.commit is not None:
+            check_root(self.commit, store.url)
         refers = self.commit is not None and bool(self.commit.owners)
         self.store = SiblingObjects(store) if refers else store
         self._described = columns or self._decode(is_shared)
@@ -184,6 +204,8 @@ class Checkpoint:
             return
         keys = sorted(set(map(self._manifest_key, missing)))
         refs = [self._refs[key] for key in keys]
+        if self.settings.tally is not None:
+            self.settings.tally.expect(sum(ref.size_bytes for ref in refs))
         read = self._read_listed
         found = threads.map(read, refs) if read_all is None else read_all(refs, read, threads)
         for key, data in zip(keys, found, strict=True):
@@ -192,8 +214,9 @@ class Checkpoint:
             paths = [owned_path(owner, file.path) for file in manifest.files]
             for path, file in zip(paths, manifest.files, strict=True):
                 if self.settings.verify:
-                    block = manifest.block_size_bytes
-                    stored = StoredFile(path, file.size_bytes, block, file.block_crcs())
+                    stored = stored_file(
+                        path, file, manifest.block_size_bytes, self._algorithm, self.store.url
+                    )
                 else:
                     stored = StoredFile(path, file.size_bytes)
                 self._files[path] = stored
@@ -304,15 +327,43 @@ def read_listed(store: Store, settings: ReadSettings, ref: ObjectRef, commit: St
 
     Raises IntegrityError, NotVisible (in time), or CommitConflict if another save has replaced it.
     """
+    moved = None if settings.tally is None else settings.tally.add
 
     def read() -> bytearray:
-        return read_bytes(store, ref.path, size_bytes=ref.size_bytes, max_bytes=MAX_METADATA_BYTES)
+        return read_bytes(
+            store, ref.path, size_bytes=ref.size_bytes, max_bytes=MAX_METADATA_BYTES, moved=moved
+        )
 
     data = _when_visible(read, store, settings, commit)
     if crc_text(crc64nvme(data)) != ref.crc64nvme:
         message = "the stored bytes do not match their checksum"
         raise IntegrityError(message, url=store.url, key=ref.path, start=0, stop=len(data))
+    algorithm = settings.algorithm(commit.record)
+    if algorithm is not None and digest_of(algorithm, data).hex() != ref.digest:
+        message = (
+            "the stored bytes do not match their digest, though their checksum: they were forged, or replaced"
+        )
+        raise IntegrityError(message, url=store.url, key=ref.path, start=0, stop=len(data))
     return data
+
+
+def check_root(commit: CommitRecord, url: str) -> None:
+    """Raise IntegrityError or FormatError unless the root in a record is that of the digests of all that it names."""
+    assert commit.block_digests
+    if commit.block_digests.root_of([ref.digest for ref in commit.refs]) != commit.block_digests.root:
+        message = "the root of its digests is not that of what it names"
+        raise IntegrityError(message, url=url, key=COMMIT_KEY)
+
+
+def stored_file(path: str, file: FileRecord, block: int, algorithm: str | None, url: str) -> StoredFile:
+    """Make what a reader needs of a data file, with its digests if they are to be checked. Raises FormatError."""
+    if algorithm is None:
+        return StoredFile(path, file.size_bytes, block, file.block_crcs())
+    if not isinstance(file.digests, bytes):
+        raise FormatError(
+            "the commit says that blocks have digests, this file's have none", url=url, key=path
+        )
+    return StoredFile(path, file.size_bytes, block, file.block_crcs(), algorithm, file.digests)
 
 
 def _when_visible(

@@ -12,8 +12,9 @@ from typing import Any
 from ckpt.backends.base import Store
 from ckpt.backends.registry import open_store
 from ckpt.errors import AccessDenied, NotCommitted, NotFound
-from ckpt.format.records import await_commit, read_commit
+from ckpt.format.records import read_commit
 from ckpt.reading.checkpoint import ReadSettings
+from ckpt.reading.latest import await_commit
 from ckpt.reading.slices import OpenCheckpoint
 
 _AHEAD_BYTES = 1 << 20

@@ -25,7 +25,7 @@ from ckpt.errors import (
     UnsafeContent,
 )
 from ckpt.format.names import DATA_KEY_IN_BYTES, ObjectName, owned_path
-from ckpt.format.records import CommitRecord, ManifestRef, ObjectRef, StoredCommit, await_commit, read_commit
+from ckpt.format.records import CommitRecord, ManifestRef, ObjectRef, StoredCommit, read_commit
 from ckpt.format.run_record import RunRecord
 from ckpt.siblings.sibling_objects import SiblingObjects
 from ckpt.transfer.threads import in_order, workers
@@ -34,6 +34,14 @@ _NAME = re.compile(r"step-(\d{1,18})(?:\.again)?")
 _HEAD_BYTES = 4 << 20
 _PATIENCE_S = 60.0
 """How long storage that may lag has to show what is there."""
+
+
+def await_commit(store: Store, timeout_s: float) -> StoredCommit | None:
+    """Read the commit record; storage that may lag is given `timeout_s` to show it."""
+    backoff = environment.Backoff(timeout_s, first_pause_s=0.25)
+    while (commit := read_commit(store)) is None and not backoff.is_over and not is_foreign(store):
+        backoff.pause()
+    return commit
 
 
 @dataclass(frozen=True)
@@ -45,12 +53,14 @@ class Candidate:
         is_foreign: another program wrote it, such as stock PyTorch.
         created_at_s: seconds since 1970, by the clock of the process that wrote it.
         id: of its commit.
+        run: the id of the run that saved it; empty if it names none.
     """
 
     fault: str | None = None
     is_foreign: bool = False
     created_at_s: float | None = None
     id: str | None = None
+    run: str = ""
 
 
 def newest_first(folders: Iterable[str], record: RunRecord) -> list[tuple[int, str]]:
@@ -80,7 +90,7 @@ def examine(store: Store) -> Candidate:
         if commit is not None:
             record = commit.record
             fault = _fault(store, commit, patience_s)
-            return Candidate(fault, created_at_s=created_at_s(record), id=record.id)
+            return Candidate(fault, created_at_s=created_at_s(record), id=record.id, run=record.run_id)
         if is_stock(store):
             return Candidate("it was not written by this library", is_foreign=True)
     except (IntegrityError, FormatError, UnsafeContent) as error:

@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, Read
 from ckpt.errors import CheckpointError, FormatError
 from ckpt.format.columns import packed
 from ckpt.format.dcp_view import Chunks
+from ckpt.format.elements import StoredTensor
 from ckpt.format.records import ItemRecord, ObjectRef
-from ckpt.format.stored_tensor import StoredTensor
 from ckpt.reading.checkpoint import Checkpoint
 from ckpt.reading.coverage import check_coverage, filled_boxes
 from ckpt.reading.parcels import Parcel, TensorParcel, WholeParcel

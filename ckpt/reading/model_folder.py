@@ -12,10 +12,10 @@ from ckpt.consistency.checksums import crc64nvme, crc_text
 from ckpt.errors import ConfigurationError, FormatError
 from ckpt.format.columns import Columns, ObjectRow, TensorColumns
 from ckpt.format.dtypes import dtype_name
+from ckpt.format.elements import StoredTensor
 from ckpt.format.fqns import natural
 from ckpt.format.index import check_columns, encode_index
-from ckpt.format.model_index import INDEX_SUFFIX
-from ckpt.format.stored_tensor import StoredTensor
+from ckpt.format.names import INDEX_SUFFIX
 from ckpt.reading.checkpoint import Checkpoint, ReadSettings
 from ckpt.reading.no_checkpoint import has_parts_of_save
 from ckpt.stock.safetensors_files import ModelFiles, check_index, model_files, read_header

@@ -10,8 +10,15 @@ from ckpt.backends.base import Store, exists, read_bytes
 from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY
 from ckpt.consistency.seal import is_sealed_json
 from ckpt.errors import NotCommitted, NotFound, StorageError, UnsafeContent
-from ckpt.format.model_index import MAX_INDEX_BYTES, MODEL_INDEX_KEY
-from ckpt.format.names import MODEL_PREFIX, is_our_name, is_rank_directory, last_segment, split_place
+from ckpt.format.model_index import MAX_INDEX_BYTES
+from ckpt.format.names import (
+    MODEL_INDEX_KEY,
+    MODEL_PREFIX,
+    is_our_name,
+    is_rank_directory,
+    last_segment,
+    split_place,
+)
 from ckpt.format.run_record import RUN_KEY
 
 _MAX_KEYS = 1000  # one page of a listing of S3

@@ -17,8 +17,9 @@ from ckpt.errors import (
 )
 from ckpt.format.model_index import find_models
 from ckpt.format.names import is_data_key
-from ckpt.format.records import MAX_METADATA_BYTES, await_commit, read_commit
+from ckpt.format.records import MAX_METADATA_BYTES, read_commit
 from ckpt.reading.checkpoint import Checkpoint, ReadSettings, read_listed
+from ckpt.reading.latest import await_commit
 from ckpt.reading.no_checkpoint import no_checkpoint
 
 _OPEN_ATTEMPTS = 3
@@ -44,6 +45,8 @@ def open_checkpoint(store: Store, settings: ReadSettings) -> Checkpoint:
             break
         try:
             ref = commit.record.described_by
+            if settings.tally is not None:
+                settings.tally.expect(ref.size_bytes)
             metadata = read_listed(store, settings, ref, commit)
             return Checkpoint(store, settings, commit, ref.path, bytes(metadata))
         except (IntegrityError, CommitConflict):

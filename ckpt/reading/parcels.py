@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ckpt.format.stored_tensor import StoredTensor
+from ckpt.format.elements import StoredTensor
 from ckpt.transfer.boxes import flat_boxes, span
 from ckpt.transfer.fetcher import StoredFile
 from ckpt.transfer.pieces import MemorySink, Piece, frame_pieces

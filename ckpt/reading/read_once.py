@@ -39,7 +39,7 @@ from ckpt.transfer.threads import in_order, workers
 
 _logger = logging.getLogger(__name__)
 
-_MIN_BYTES = 1 << 20
+MIN_BYTES = 1 << 20
 """Less is read sooner than it is passed on."""
 
 _MAX_CLASSES = 64
@@ -76,9 +76,13 @@ class Replicas:
     """
 
     def __init__(self, ranks: Ranks, *, is_local: bool) -> None:
-        self._ranks, self._have_asked, self._have_told = ranks, False, False
+        self._ranks, self._have_asked, self._have_told, self._is_off = ranks, False, False, False
         self._is_local = is_local
         self._node = zlib.crc32(socket.gethostname().encode()) if is_local else ranks.rank
+
+    def turn_off(self) -> None:
+        """Let each rank read for itself; all ranks call it."""
+        self._is_off = True
 
     def records(
         self, refs: Sequence[ObjectRef], read: Callable[[ObjectRef], bytearray], threads: Executor
@@ -161,7 +165,7 @@ class Replicas:
 
     def _are_possible(self) -> bool:
         """Tell, the same on all ranks, whether something can be passed on; the first call is asked of all."""
-        if self._ranks.size == 1 or not self._ranks.is_own_group:
+        if self._is_off or self._ranks.size == 1 or not self._ranks.is_own_group:
             return False
         group = self._ranks.group
         if self._is_local and group not in _nodes:
@@ -204,7 +208,7 @@ class Replicas:
         for members, names in self._find(digests()):
             shared = {number: parcel for name in names for number, parcel in offers[name].items()}
             parcels = [shared[number] for number in sorted(shared)]
-            if sum(parcel.nbytes for parcel in parcels) < _MIN_BYTES:
+            if sum(parcel.nbytes for parcel in parcels) < MIN_BYTES:
                 continue
             try:
                 _Exchange(self._ranks, members, parcels, fetcher, pool, threads).run()

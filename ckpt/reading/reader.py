@@ -16,15 +16,20 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from ckpt.consistency.commit import COMMIT_KEY
+from ckpt.consistency.expected import checked_expect
+from ckpt.content.memory import note_loaded
 from ckpt.dcp_storage import DcpStorage
 from ckpt.errors import CheckpointError, CommitConflict, ConfigurationError
 from ckpt.ranks.group import DEFAULT_TIMEOUT_S, Ranks
 from ckpt.reading.checkpoint import Checkpoint, ReadSettings
 from ckpt.reading.loader import Loader, SharedReads
 from ckpt.reading.opening import open_checkpoint, open_loadable, open_rank_local
-from ckpt.reading.read_once import Replicas
+from ckpt.reading.read_once import MIN_BYTES, Replicas
 from ckpt.transfer.threads import workers
 from ckpt.transfer.tied_tensors import tied_names
+
+_FEW_RANKS, _FEW_ITEMS, _FEW_FILES = 64, 64, 2
+"""Of a load whose ranks may each read for themselves; items and files of a rank."""
 
 
 class CheckpointReader(DcpStorage, StorageReader):
@@ -44,6 +49,7 @@ class CheckpointReader(DcpStorage, StorageReader):
             they are, which runs code of whoever wrote the checkpoint. All others load with
             `weights_only=True`.
         timeout_s: for the storage operations of this rank, as for `CheckpointWriter`.
+        expect: the digest of the checkpoint, `sha256:...`; anything else is refused with DigestMismatch.
 
     Raises:
         ConfigurationError: an argument is wrong.
@@ -60,13 +66,20 @@ class CheckpointReader(DcpStorage, StorageReader):
         memory_budget_bytes: int | None = None,
         trusted_objects: Collection[str] = (),
         timeout_s: float | None = DEFAULT_TIMEOUT_S,
+        expect: str | None = None,
     ) -> None:
         if visibility_timeout_s is not None and not (
             isinstance(visibility_timeout_s, int | float) and visibility_timeout_s >= 0
         ):
             text = f"visibility_timeout_s must not be negative, but a number: {visibility_timeout_s!r:.100}"
             raise ConfigurationError(text)
-        self._settings = ReadSettings(self._flag("verify", verify), visibility_timeout_s)
+        if expect is not None and not verify:
+            raise ConfigurationError(
+                "expect= is a check of all that is read: it does not go with verify=False"
+            )
+        self._settings = ReadSettings(
+            self._flag("verify", verify), visibility_timeout_s, expect=checked_expect(expect)
+        )
         self._trusted_objects = check_trusted(trusted_objects)
         super().__init__(url, storage_options, threads, memory_budget_bytes, timeout_s)
         # The rank whose part is open, of a checkpoint that was saved without collectives.
@@ -191,6 +204,27 @@ class CheckpointReader(DcpStorage, StorageReader):
             name: value for name, value in values.items() if name in stored or tied.get(name) not in stored
         }
 
+    def wants_little(self, plan: LoadPlan) -> bool:
+        """Tell whether a plan reads so little, from so few files, that asking who wants the same takes longer."""
+        checkpoint = self._checkpoint
+        if checkpoint is None or checkpoint.commit is None:
+            return False
+        if self._size > _FEW_RANKS or len(plan.items) > _FEW_ITEMS:
+            return False
+        infos = [checkpoint.metadata.storage_data.get(item.storage_index) for item in plan.items]
+        known = [info for info in infos if info is not None]
+        files = {info.relative_path for info in known}
+        return (
+            len(known) == len(infos)
+            and len(files) <= _FEW_FILES
+            and sum(info.length for info in known) < MIN_BYTES
+        )
+
+    def read_alone(self) -> None:
+        """Ask no other rank who wants the same; all ranks call it, if all want little."""
+        if isinstance(self._replicas, Replicas):
+            self._replicas.turn_off()
+
     def check_identities(self, identities: Collection[str]) -> None:
         """Raise CommitConflict if the ranks opened several checkpoints."""
         if len(identities) > 1:
@@ -233,6 +267,7 @@ class CheckpointReader(DcpStorage, StorageReader):
         with workers(self._store.threads, "ckpt-read") as threads:
             loader = Loader(checkpoint, planner, self._pool, threads, self._trusted_objects, self._replicas)
             loader.run(plan.items)
+        note_loaded(checkpoint.store.url, checkpoint.commit)
         if torch.accelerator.is_available():
             # Other threads have queued copies.
             torch.accelerator.synchronize()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import difflib
 import functools
 import heapq
@@ -17,6 +18,7 @@ import numpy as np
 
 from ckpt.backends.base import Store
 from ckpt.backends.registry import open_store
+from ckpt.consistency.expected import checked_expect
 from ckpt.errors import ConfigurationError, FormatError, NotFound, UnsafeContent
 from ckpt.format.columns import Columns, ObjectRow, TensorColumns
 from ckpt.format.dtypes import is_quantized, item_bytes
@@ -28,6 +30,7 @@ from ckpt.stock.item_files import MemoryFile
 from ckpt.stock.plain_objects import plain_value
 from ckpt.transfer.boxes import tiling_fault
 from ckpt.transfer.buffer_pool import MIN_MEMORY_BUDGET_BYTES, StagingPool
+from ckpt.transfer.reports import Report, Tally
 from ckpt.transfer.threads import thread_pool
 
 if TYPE_CHECKING:
@@ -56,19 +59,25 @@ class OpenCheckpoint(contextlib.AbstractContextManager["OpenCheckpoint"]):
         guard: Callable[[Store], Store] = lambda store: store,
         wait_for_data: bool = True,
         models: bool = False,
+        report: Report | None = None,
+        expect: str | None = None,
     ) -> None:
         """`wait_for_data`: wait also for data that is not visible yet, not for the records only.
 
-        `models`: open a folder of safetensors files of any program too.
+        `models`: open a folder of safetensors files of any program too. `report`: called with the bytes of index and
+        manifests that were read, and those known to be read. `expect`: the digest that it must have.
         """
         self.store: Store = guard(open_store(url, storage_options))
         self.threads = thread_pool(self.store.threads, "ckpt-read")
         self.parts: list[Checkpoint] = []
         try:
-            self.parts = open_parts(self.store, ReadSettings(), models=models)
+            settings = ReadSettings(
+                tally=None if report is None else Tally(report), expect=checked_expect(expect)
+            )
+            self.parts = open_parts(self.store, settings, models=models)
             if not wait_for_data:
                 for part in self.parts:
-                    part.settings = ReadSettings(visibility_timeout_s=0.0)
+                    part.settings = dataclasses.replace(settings, visibility_timeout_s=0.0)
             self._columns = [part.columns for part in self.parts]
         except BaseException:
             self.close()

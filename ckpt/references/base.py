@@ -85,10 +85,13 @@ class Base:
     _root: Store
 
     @staticmethod
-    def open(store: Store, name: str, shared: bytes | None = None) -> Base:
+    def open(
+        store: Store, name: str, shared: bytes | None = None, *, block_digests: str | None = None
+    ) -> Base:
         """Open the base in the folder `name` beside the root of `store`, or adopt what another rank `share`d.
 
-        Raises what opening it raises; ConfigurationError if it is not there to be referred to.
+        Raises what opening it raises; ConfigurationError if it is not there to be referred to, or has not the
+        `block_digests` that all bytes of the save are to have.
         """
         root = store.parent()
         try:
@@ -101,6 +104,11 @@ class Base:
             if record is None or not record.is_referable:
                 raise ConfigurationError(
                     "the base was not saved to be referred to: save it with digests=True (or a base of its own)",
+                    url=beside.url,
+                )
+            if block_digests not in (None, record.block_digests.algorithm if record.block_digests else ""):
+                raise ConfigurationError(
+                    f'the base was not saved with block_digests="{block_digests}": save everything anew, once',
                     url=beside.url,
                 )
             if _split(store.directory or store.url)[1] in record.owners:

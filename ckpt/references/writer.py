@@ -11,6 +11,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
 
+from ckpt.content.replicas import Difference
 from ckpt.errors import (
     BaseGone,
     CheckpointError,
@@ -72,7 +73,7 @@ class ReferringWriter(CheckpointWriter):
             try:
                 if self._unfit is not None:
                     raise self._unfit
-                self._base = Base.open(self._store, self._base_name)
+                self._base = Base.open(self._store, self._base_name, block_digests=self.block_digests)
                 return self._base.share() if ranks.size > 1 else b""
             except UNFIT as error:
                 if self._request.required:
@@ -151,9 +152,13 @@ class ReferringWriter(CheckpointWriter):
         return {**super().__getstate__(), "_base": None, "_planner": None}
 
     def commit(
-        self, planned: Metadata | CentralPlan, receipts: Sequence[RankReceipt], world_size: int
+        self,
+        planned: Metadata | CentralPlan,
+        receipts: Sequence[RankReceipt],
+        world_size: int,
+        differences: Sequence[Difference] = (),
     ) -> Metadata:
-        described = super().commit(planned, receipts, world_size)
+        described = super().commit(planned, receipts, world_size, differences)
         if self._coordinator is not None and self._coordinator.committed is not None:
             Base.remember(*self._coordinator.committed)
         return described

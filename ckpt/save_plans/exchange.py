@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import enum
-import pickle
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,6 +16,7 @@ from ckpt.errors import CheckpointError
 from ckpt.gc_pause import no_gc
 from ckpt.ranks.first_rank import FirstRank
 from ckpt.ranks.group import RanksFailed
+from ckpt.ranks.many_failures import Outcome
 from ckpt.save_plans.central import CentralPlan
 from ckpt.save_plans.local import Memory, Message, Structure, decode_message
 from ckpt.save_plans.sections import Section, decode_section, split_digests
@@ -37,7 +37,8 @@ class _Step(enum.IntEnum):
     LEAVE = 5
 
 
-_UNKNOWN, _FAILED, _FOREIGN = -1, -2, -3
+_UNKNOWN, _FOREIGN, _FAILED = -1, -2, -3
+"""What a rank says if it knows no plan: of several ranks the lowest number tells what all do."""
 
 
 class Carrier(Protocol):
@@ -104,19 +105,14 @@ def agree(
     """
     known = plans.memory.plan(local.structure, local.verdict) if isinstance(local, Local) else None
     head = _FOREIGN if local is None else _FAILED if isinstance(local, CheckpointError) else _UNKNOWN
-    heads = ranks.gather_numbers(head if known is None else known[0])
-    coordinator = None if heads is None else _Coordinator(ranks.size, plans, carrier, local)
-    step = _Step.GO
-    if coordinator is not None:
-        assert heads is not None
-        step = coordinator.first(heads)
+    coordinator = _Coordinator(ranks.size, plans, carrier, local) if ranks.rank == 0 else None
+    first = _never if coordinator is None else coordinator.first
+    step = _Step(ranks.decide(head if known is None else known[0], _joined, first))
     while True:
-        step = _Step(ranks.first_number(int(step)))
         if step is _Step.LEAVE:
             return None
         if step is _Step.FAIL:
-            failures = _failures(ranks, local, coordinator)
-            raise RanksFailed(failures, count=len(failures))
+            raise _failures(ranks, local, coordinator)
         assert isinstance(local, Local)  # a rank that failed, or plans in its own way, had all stop at once
         if step is _Step.GO:
             assert known is not None
@@ -134,6 +130,15 @@ def agree(
             items = _chosen(local.structure, bits)
             plans.memory.remember(local.structure, local.verdict, number, items)
             return Agreed(items, None if coordinator is None else coordinator.plan)
+        step = _Step(ranks.first_number(int(step)))
+
+
+def _joined(some: int, others: int) -> int:
+    return some if some == others else min(some, others, _UNKNOWN)
+
+
+def _never(number: int) -> int:
+    raise AssertionError("only the first rank decides")
 
 
 def _message(local: Local, *, with_contents: bool) -> bytes:
@@ -162,12 +167,12 @@ def _chosen(structure: Structure, bits: bytes) -> list[WriteItem]:
 
 def _failures(
     ranks: FirstRank, local: Local | CheckpointError | None, coordinator: _Coordinator | None
-) -> Mapping[int, CheckpointError]:
-    """Tell all ranks all failures."""
+) -> RanksFailed:
+    """Tell all ranks how many failed, and why."""
     own = coordinator.failure if coordinator is not None and coordinator.failure is not None else local
-    told = ranks.gather_bytes(pickle.dumps(own) if isinstance(own, CheckpointError) else b"")
-    failures = {rank: data for rank, data in enumerate(told or ()) if data}
-    return {rank: pickle.loads(data) for rank, data in ranks.broadcast(failures).items()}
+    outcome = Outcome.of(ranks.rank, "save", own if isinstance(own, CheckpointError) else None)
+    outcome = ranks.join(outcome, Outcome.join)
+    return RanksFailed(outcome.failures, count=outcome.failed)
 
 
 class _Coordinator:
@@ -185,14 +190,14 @@ class _Coordinator:
         self.plan: CentralPlan | None = None
         self.failure: CheckpointError | None = None
 
-    def first(self, heads: Sequence[int]) -> _Step:
-        """Look at what all ranks say first."""
-        if _FAILED in heads:
+    def first(self, head: int) -> _Step:
+        """Look at what all ranks say first, joined."""
+        if head == _FAILED:
             return _Step.FAIL
-        if _FOREIGN in heads:
+        if head == _FOREIGN:
             return _Step.LEAVE
-        known = self._plans.central.get(heads[0])
-        if known is None or any(head != heads[0] for head in heads):
+        known = self._plans.central.get(head)
+        if known is None:
             return _Step.TELL
         self._messages, self._sections = list(known.messages), known.contents()
         return self._try(lambda: self._plan(known))

@@ -31,6 +31,7 @@ from ckpt.torch_private import (
     caches_plans,
     flatten_sharded_tensors,
     local_tensor,
+    plain_attributes,
     spec_of,
 )
 
@@ -112,16 +113,22 @@ class Memory:
     ) -> Structure:
         """Describe what a planner that was set up plans on this rank; `check` may refuse it."""
         with no_gc():
-            signature = _signature(planner)
+            known = self._alike(planner)
+            if known is not None:
+                return known
+            return self.keep(describe(planner, check), _signature(planner), planner.mappings)
+
+    def _alike(self, planner: DefaultSavePlanner) -> Structure | None:
+        """Return the structure of a state that looked the same.
+
+        What is noted for that is freed when this returns, while the collector pauses: it would go through all of it.
+        """
+        signature = _signature(planner) if self._known else None
         with self._lock:
-            for known in self._known.values():
-                if (
-                    signature is not None
-                    and known.signature == signature
-                    and known.mappings == planner.mappings
-                ):
+            for known in self._known.values() if signature is not None else ():
+                if known.signature == signature and known.mappings == planner.mappings:
                     return known.structure
-        return self.keep(describe(planner, check), signature, planner.mappings)
+        return None
 
     def keep(
         self,
@@ -207,24 +214,25 @@ def _signature(planner: DefaultSavePlanner) -> list[Any] | None:
     and would then still be equal to what was noted.
     """
     seen: list[Any] = [planner.flatten_state_dict, planner.dedup_save_to_lowest_rank, torch.is_grad_enabled()]
-    for name, value in planner.state_dict.items():
-        kind = type(value)
-        if kind is DTensor:
-            local, spec = local_tensor(value), spec_of(value)
-            if type(local) not in _PLAIN or hasattr(local, _OWN_ITEMS):
+    with plain_attributes():
+        for name, value in planner.state_dict.items():
+            kind = type(value)
+            if kind is DTensor:
+                local, spec = local_tensor(value), spec_of(value)
+                if type(local) not in _PLAIN or hasattr(local, _OWN_ITEMS):
+                    return None
+                seen += (
+                    kind, name, value.shape, spec.mesh, spec.placements, value.requires_grad,
+                    local.dtype, local.layout, local.requires_grad,
+                )  # fmt: skip
+            elif kind in _PLAIN:
+                if hasattr(value, _OWN_ITEMS):
+                    return None
+                seen += (kind, name, value.dtype, value.shape, value.requires_grad, value.layout)
+            elif isinstance(value, torch.Tensor) or hasattr(value, _OWN_ITEMS):
                 return None
-            seen.append((
-                name, value.shape, spec.mesh, spec.placements, value.requires_grad,
-                local.dtype, local.layout, local.requires_grad,
-            ))  # fmt: skip
-        elif kind in _PLAIN:
-            if hasattr(value, _OWN_ITEMS):
-                return None
-            seen.append((name, value.dtype, value.shape, value.requires_grad, value.layout))
-        elif isinstance(value, torch.Tensor) or hasattr(value, _OWN_ITEMS):
-            return None
-        else:
-            seen.append(name)
+            else:
+                seen += (None, name)
     return seen
 
 

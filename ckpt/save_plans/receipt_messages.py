@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from ckpt.errors import CheckpointError
+from ckpt.format.figures import pack_ms, unpack_ms
 from ckpt.format.names import ObjectName, data_key, manifest_key
 from ckpt.format.records import ManifestRef
 from ckpt.ranks.first_rank import FirstRank
@@ -33,6 +34,8 @@ class RankReceipt:
         files: the names of its data files.
         items: the items in them, packed (objects would take seconds to unpickle), by number if they have one.
         retries: requests that it has sent again so far in this save.
+        write_ms: from its plan to the end of its last put.
+        content: what it has seen of its content (`ckpt.content.rank_content`); empty if it did not look.
     """
 
     rank: int
@@ -41,6 +44,8 @@ class RankReceipt:
     files: list[str]
     items: bytes
     retries: int = 0
+    write_ms: int = 0
+    content: bytes = b""
 
 
 class ReceiptStep(enum.IntEnum):
@@ -59,6 +64,7 @@ class _Written(msgspec.Struct, frozen=True, array_like=True):
     crc64nvme: str
     items: int
     data_bytes: int
+    digest: bytes = b""
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True):
@@ -67,6 +73,7 @@ class _Message(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         written: None if there was nothing to write.
         layout: where the items are, or the digest of that.
+        write_ms: packed.
         failure: the pickled error of a rank that failed.
     """
 
@@ -75,7 +82,9 @@ class _Message(msgspec.Struct, frozen=True, array_like=True):
     retries: int
     written: _Written | None
     layout: bytes
+    write_ms: bytes = b""
     failure: bytes = b""
+    content: bytes = b""
 
 
 _MESSAGE = msgspec.msgpack.Decoder(_Message)  # made once, before there are threads
@@ -101,33 +110,37 @@ class Layouts:
 def message_of(receipt: RankReceipt | CheckpointError, *, with_layout: bool) -> bytes:
     """Make what a rank sends first."""
     if isinstance(receipt, CheckpointError):
-        return msgspec.msgpack.encode(_Message(0, "", 0, None, b"", pickle.dumps(receipt)))
+        return msgspec.msgpack.encode(_Message(0, "", 0, None, b"", failure=pickle.dumps(receipt)))
     written = None
     if (manifest := receipt.manifest) is not None:
         name = ObjectName.parse(manifest.path)
         assert name is not None
         assert receipt.files == [data_key(receipt.rank, name.token, n) for n in range(manifest.files)]
         sizes = manifest.size_bytes, manifest.crc64nvme, manifest.items, manifest.data_bytes
-        written = _Written(name.token, manifest.files, *sizes)
+        written = _Written(name.token, manifest.files, *sizes, digest=bytes.fromhex(manifest.digest or ""))
     layout = receipt.items if with_layout else digest_of([receipt.items])
-    return msgspec.msgpack.encode(_Message(receipt.rank, receipt.place, receipt.retries, written, layout))
+    figures = receipt.retries, written, layout, pack_ms(receipt.write_ms)
+    message = _Message(receipt.rank, receipt.place, *figures, content=receipt.content)
+    return msgspec.msgpack.encode(message)
 
 
 def _receipt_of(message: _Message) -> RankReceipt:
     rank, written = message.rank, message.written
+    figures = message.retries, sum(unpack_ms(message.write_ms)), message.content
     if written is None:
-        return RankReceipt(rank, message.place, None, [], message.layout, message.retries)
+        return RankReceipt(rank, message.place, None, [], message.layout, *figures)
     manifest = ManifestRef(
         path=manifest_key(rank, written.token),
         size_bytes=written.size_bytes,
         crc64nvme=written.crc64nvme,
+        digest=written.digest.hex() or msgspec.UNSET,
         rank=rank,
         files=written.files,
         items=written.items,
         data_bytes=written.data_bytes,
     )
     files = [data_key(rank, written.token, number) for number in range(written.files)]
-    return RankReceipt(rank, message.place, manifest, files, message.layout, message.retries)
+    return RankReceipt(rank, message.place, manifest, files, message.layout, *figures)
 
 
 class Receipts:
@@ -174,6 +187,11 @@ class Receipts:
                 if digest_of([layout]) != receipt.items:
                     raise CheckpointError("sent another layout than it told of", rank=receipt.rank)
                 self._layouts[receipt.items] = layout
+
+    @property
+    def contents(self) -> list[bytes]:
+        """What the ranks have seen of their content."""
+        return [each.content for each in self._receipts]
 
     def all(self) -> list[RankReceipt]:
         """Return the receipts, by rank."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ckpt.errors import FormatError
-from ckpt.format.stored_tensor import StoredTensor
+from ckpt.format.elements import StoredTensor
 from ckpt.stock.item_archive import check_archive, is_stored_as_it_is
 from ckpt.stock.item_files import PagedFile, ReadAt
 from ckpt.torch_private import checkpoint_offset

@@ -9,13 +9,8 @@ from dataclasses import dataclass
 
 from ckpt.backends.base import ObjectStat, Store, read_bytes
 from ckpt.errors import ConfigurationError, FormatError, Truncated
-from ckpt.format.model_index import (
-    INDEX_SUFFIX,
-    MAX_INDEX_BYTES,
-    find_models,
-    parse_model_index,
-)
-from ckpt.format.names import ObjectName
+from ckpt.format.model_index import MAX_INDEX_BYTES, find_models, parse_model_index
+from ckpt.format.names import INDEX_SUFFIX, ObjectName
 from ckpt.stock.safetensors_format import LENGTH_BYTES, Header, header_bytes, parse_header
 
 _MAX_INDICES = 100

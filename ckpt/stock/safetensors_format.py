@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from ckpt.format.elements import StoredTensor
 from ckpt.format.model_index import strict_json
-from ckpt.format.stored_tensor import StoredTensor
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 32 << 20

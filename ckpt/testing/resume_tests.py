@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import secrets
 import threading
 import time
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ import pytest
 from ckpt.backends.base import MIB, PutMode, Store
 from ckpt.backends.bodies import CheckedBody, Part
 from ckpt.errors import AlreadyExists, IntegrityError, StorageUnavailable
-from ckpt.testing.store_contract import StoreUnderTest
+from ckpt.testing.store_contract import StoreUnderTest, noise
 
 __all__ = ["ResumeTests"]
 
@@ -72,14 +71,14 @@ class ResumeTests(StoreUnderTest):
     """Reached by the parts that are sent before a failure."""
 
     def test_a_resumable_put_is_a_put(self, store: Store) -> None:
-        data, note = secrets.token_bytes(self.large_bytes), _Note()
+        data, note = noise(self.large_bytes), _Note()
         assert store.put_resumable("k", CheckedBody(data), note) == 0
         assert (self.raw_get(store, "k"), note.data, self.raw_pending(store)) == (data, None, 0)
         with pytest.raises(AlreadyExists):
             store.put_resumable("k", CheckedBody(b"x"), note, mode=PutMode.CREATE)
 
     def test_a_put_goes_on_where_it_failed(self, store: Store) -> None:
-        data, note = secrets.token_bytes(self.large_bytes), _Note()
+        data, note = noise(self.large_bytes), _Note()
         self._break_off(store, data, note)
         assert self.raw_get(store, "k") is None
         if not store.capabilities.resumes_uploads:
@@ -89,7 +88,7 @@ class ResumeTests(StoreUnderTest):
         assert (there_bytes > 0) == store.capabilities.resumes_uploads
 
     def test_parts_of_other_bytes_are_not_used(self, store: Store) -> None:
-        data, note = secrets.token_bytes(self.large_bytes), _Note()
+        data, note = noise(self.large_bytes), _Note()
         self._break_off(store, data, note)
         other = bytes([data[0] ^ 1]) + data[1:]
         assert store.put_resumable("k", _Counting(other), note) == 0
@@ -97,7 +96,7 @@ class ResumeTests(StoreUnderTest):
 
     def test_a_note_that_is_damaged_is_none(self, store: Store) -> None:
         for damage in (b"", b"{}", b"\xff", None):
-            data, note = secrets.token_bytes(self.large_bytes), _Note()
+            data, note = noise(self.large_bytes), _Note()
             self._break_off(store, data, note)
             note.data = damage
             assert store.put_resumable("k", _Counting(data), note) == 0
@@ -105,7 +104,7 @@ class ResumeTests(StoreUnderTest):
 
     def test_a_failure_that_does_not_pass_leaves_nothing(self, store: Store) -> None:
         note = _Note()
-        body = _Counting(secrets.token_bytes(self.large_bytes), self.good_bytes, IntegrityError("damaged"))
+        body = _Counting(noise(self.large_bytes), self.good_bytes, IntegrityError("damaged"))
         with pytest.raises(IntegrityError):
             store.put_resumable("k", body, note)
         assert (self.raw_get(store, "k"), note.data, self.raw_pending(store)) == (None, None, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -12,9 +13,16 @@ import pytest
 
 from ckpt.backends.base import MIB, Store
 
-__all__ = ["StoreUnderTest", "run_all"]
+__all__ = ["StoreUnderTest", "noise", "run_all"]
 
 T = TypeVar("T")
+
+_NOISE = secrets.token_bytes(MIB + 7)
+
+
+def noise(nbytes: int) -> bytes:
+    """Return bytes of which no two calls, and no two parts, return the same, for less time than random ones take."""
+    return (secrets.token_bytes(32) + _NOISE * (nbytes // len(_NOISE) + 1))[:nbytes]
 
 
 class StoreUnderTest(ABC):

@@ -7,7 +7,7 @@ import math
 import os
 import re
 import reprlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,8 @@ from ckpt.format.elements import Elements, stored_dtype, values_of
 from ckpt.reading.slices import GROWTH_SLACK_BYTES, OpenCheckpoint
 from ckpt.tools.inspect import SMALL_ELEMENTS
 from ckpt.transfer.boxes import Box, boxes_of, tiling_fault
+
+Progress = Callable[[int, int], None]
 
 _MAX_ELEMENTS = 1 << 22
 _MAX_SHOWN = 20_000
@@ -125,7 +127,9 @@ def _named_values(name: str, elements: Elements, dtype: str) -> Elements:
         raise ConfigurationError(f"{name[:200]!r}: {error.message}") from None
 
 
-def _regions(checkpoint: OpenCheckpoint, selection: Selection) -> Iterator[tuple[Box, Elements]]:
+def _regions(
+    checkpoint: OpenCheckpoint, selection: Selection, progress: Progress
+) -> Iterator[tuple[Box, Elements]]:
     """Yield boxes of the slice and their values, in bounded memory; every element once."""
     entry = checkpoint.tensor(selection.name)
     if math.prod(selection.lengths) * item_bytes(entry.dtype) > GROWTH_SLACK_BYTES:
@@ -140,16 +144,22 @@ def _regions(checkpoint: OpenCheckpoint, selection: Selection) -> Iterator[tuple
     fault = tiling_fault([relative(chunk) for chunk in chunks], selection.lengths)
     if fault is not None:
         raise FormatError(f"{selection.name[:200]!r}: {fault}", url=checkpoint.store.url)
+    done_bytes, total_bytes = 0, math.prod(selection.lengths) * item_bytes(entry.dtype)
     for box in boxes_of(entry, selection.offsets, end, _MAX_ELEMENTS):
         lengths = [stop - start for start, stop in zip(*box, strict=True)]
         yield relative(box), _values(checkpoint, selection.name, box[0], lengths)
+        done_bytes += math.prod(lengths) * item_bytes(entry.dtype)
+        progress(done_bytes, total_bytes)
 
 
-def statistics(checkpoint: OpenCheckpoint, selection: Selection) -> Statistics:
-    """Compute statistics of a slice of any size, in bounded memory."""
+def statistics(checkpoint: OpenCheckpoint, selection: Selection, progress: Progress) -> Statistics:
+    """Compute statistics of a slice of any size, in bounded memory.
+
+    `progress` is called with the bytes done so far and those in all.
+    """
     result = Statistics()
     total, finite_count = 0.0, 0
-    for _, values in _regions(checkpoint, selection):
+    for _, values in _regions(checkpoint, selection, progress):
         result.count += values.size
         if values.dtype.kind == "c":
             with np.errstate(invalid="ignore", over="ignore"):
@@ -205,8 +215,11 @@ class _Text(reprlib.Repr):
         return super().repr_instance(x, level)
 
 
-def write_npy(checkpoint: OpenCheckpoint, selection: Selection, path: str) -> None:
-    """Write a slice to a `.npy` file, which appears when it is complete. Raises ConfigurationError."""
+def write_npy(checkpoint: OpenCheckpoint, selection: Selection, path: str, progress: Progress) -> None:
+    """Write a slice to a `.npy` file, which appears when it is complete. Raises ConfigurationError.
+
+    `progress` is called with the bytes done so far and those in all.
+    """
     stored = checkpoint.tensor(selection.name).dtype
     dtype = _named_values(selection.name, np.empty(0, stored_dtype(stored)), stored).dtype
     temporary = f"{path}.{environment.token()}.tmp"
@@ -217,7 +230,7 @@ def write_npy(checkpoint: OpenCheckpoint, selection: Selection, path: str) -> No
         else:
             target = np.lib.format.open_memmap(temporary, mode="w+", dtype=dtype, shape=selection.shape)
             undropped = target.reshape(selection.lengths)
-            for (begin, end), values in _regions(checkpoint, selection):
+            for (begin, end), values in _regions(checkpoint, selection, progress):
                 undropped[tuple(slice(a, b) for a, b in zip(begin, end, strict=True))] = values
             target.flush()
             del target, undropped

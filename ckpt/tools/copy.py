@@ -23,8 +23,10 @@ import msgspec
 from ckpt.backends.base import PutMode, Store, exists, read_bytes
 from ckpt.backends.bodies import Body, CheckedBody
 from ckpt.backends.registry import open_store
+from ckpt.consistency.block_digests import digest_of
 from ckpt.consistency.checksums import crc64nvme, crc_text
 from ckpt.consistency.commit import proves_no_commit
+from ckpt.consistency.expected import checked_expect
 from ckpt.errors import (
     AlreadyExists,
     CheckpointError,
@@ -52,7 +54,7 @@ from ckpt.format.records import (
     encode,
     read_commit,
 )
-from ckpt.reading.checkpoint import Checkpoint, ReadSettings
+from ckpt.reading.checkpoint import Checkpoint, ReadSettings, stored_file
 from ckpt.reading.opening import open_checkpoint, open_parts
 from ckpt.siblings.materialised import as_ranks, check_beside, needed
 from ckpt.tools.copy_claims import CopyClaims
@@ -60,9 +62,8 @@ from ckpt.tools.findings import Copied, Damage
 from ckpt.tools.gc import DEFAULT_GRACE_S, stems_of, time_of
 from ckpt.tools.record_checks import IndexedItems, each_manifest, items_by_file, read_manifest
 from ckpt.transfer.buffer_pool import StagingPool
-from ckpt.transfer.fetcher import StoredFile
 from ckpt.transfer.relay_bodies import RunReader, VerifiedBody, check_wanted
-from ckpt.transfer.reports import ReportBytes, no_report
+from ckpt.transfer.reports import FileReports, ReportBytes, no_report
 from ckpt.transfer.threads import in_order, workers
 from ckpt.writing.coordinator import Coordinator
 from ckpt.writing.save_objects import SaveObjects
@@ -85,21 +86,21 @@ def copy(
     materialise: bool = False,
     threads: int | None = None,
     progress: ReportBytes | None = None,
+    expect: str | None = None,
 ) -> Copied:
     """Copy a checkpoint; `destination` becomes a checkpoint when all of it is there.
 
-    Every block is checked against its checksum before it is sent. Called again after an
-    interruption, it sends only the missing files. A stock checkpoint is copied file by file, its
-    `.metadata` last.
+    Every block is checked against its checksum before it is sent. Called again after an interruption, it sends only the
+    missing files. A stock checkpoint is copied file by file, its `.metadata` last.
 
     Args:
         storage_options: for the source; for both, unless there are `destination_options`.
-        overwrite: replace another checkpoint of this library, which stays at the destination until
-            the commit.
-        materialise: give the copy of a checkpoint that names bytes of others those bytes too, so that
-            it stands alone. Else it names them in the same way, and they must be beside it.
+        overwrite: replace another checkpoint of this library, which stays at the destination until the commit.
+        materialise: give the copy of a checkpoint that names bytes of others those bytes too, so that it stands alone.
+            Else it names them in the same way, and they must be beside it.
         threads: parallel transfers.
         progress: called with the data bytes done so far and those in all.
+        expect: the digest of the source, `sha256:...`; anything else is refused. The copy has one of its own.
 
     Raises:
         NotFound, NotCommitted: there is no checkpoint at the source.
@@ -115,7 +116,7 @@ def copy(
     ):
         if from_store.url == to_store.url:
             raise ConfigurationError("source and destination are the same place", url=to_store.url)
-        parts = open_parts(from_store, ReadSettings())
+        parts = open_parts(from_store, ReadSettings(expect=checked_expect(expect)))
         if parts[0].commit is None:
             from ckpt.tools.copy_stock import copy_stock
 
@@ -164,9 +165,10 @@ class _CheckpointCopy:
     ) -> None:
         assert checkpoint.stored_commit is not None
         source = checkpoint.store
-        self._from, self._to, self._checkpoint, self._progress = source, destination, checkpoint, progress
+        self._from, self._to, self._checkpoint = source, destination, checkpoint
         self._stored_commit = checkpoint.stored_commit
         self._commit = self._stored_commit.record
+        self._reports = FileReports(progress, self._commit.data_bytes)
         self._materialise = materialise and bool(self._commit.owners)
         ranks = as_ranks(self._commit)
         self._ranks = {ref.path: rank for ref, rank in ranks if self._materialise or not ref.owner}
@@ -230,6 +232,7 @@ class _CheckpointCopy:
             "version": FORMAT_VERSION,
             "referable": msgspec.UNSET,
             "bases": msgspec.UNSET,
+            "timings": msgspec.UNSET,  # of other ranks
             "manifests": manifests,
             "world_size": max(self._ranks.values(), default=0) + 1,
             "data_bytes": sum(ref.data_bytes for ref in manifests),
@@ -247,7 +250,7 @@ class _CheckpointCopy:
 
     def _manifests(self) -> Iterator[tuple[ManifestRef, RankManifest]]:
         """Yield the manifests of the copy, with the paths of the source."""
-        read = partial(read_manifest, self._from, ReadSettings(), self._stored_commit)
+        read = partial(read_manifest, self._from, self._checkpoint.settings, self._stored_commit)
         refs = [ref for ref in self._commit.manifests if ref.path in self._ranks]
         for ref, manifest in each_manifest(self._from, refs, read):
             if not ref.owner:
@@ -311,6 +314,7 @@ class _CheckpointCopy:
                     self._paths[file.path] = rank.key(number)
                     if number in rank.kept:
                         self._done.count(file.size_bytes, sent=False)
+                        self._reports.whole(file.path, file.size_bytes)
                 missing = [number for number in range(len(manifest.files)) if number not in rank.kept]
                 rank.missing = len(missing)
                 if not missing:
@@ -347,15 +351,18 @@ class _CheckpointCopy:
 
     def _is_right(self, rank: _RankCopy, number: int, threads: Executor | None = None) -> bool:
         record, block = rank.manifest.files[number], rank.manifest.block_size_bytes
-        stored = StoredFile(rank.key(number), record.size_bytes, block, record.block_crcs())
+        algorithm = self._checkpoint.settings.algorithm(self._commit)
+        stored = stored_file(rank.key(number), record, block, algorithm, self._to.url)
         return self._reader.matches(stored, threads)
 
     def _send(self, file: _FileCopy) -> _FileCopy:
         rank, number = file
         record, block = rank.manifest.files[number], rank.manifest.block_size_bytes
         when_visible = self._checkpoint.when_visible
-        source = StoredFile(record.path, record.size_bytes, block, record.block_crcs())
-        body = VerifiedBody(self._from, source, self._pool, partial(check_wanted, self._stop), when_visible)
+        algorithm = self._checkpoint.settings.algorithm(self._commit)
+        source = stored_file(record.path, record, block, algorithm, self._from.url)
+        wanted, sent = partial(check_wanted, self._stop), partial(self._reports.part, record.path)
+        body = VerifiedBody(self._from, source, self._pool, wanted, when_visible, sent)
         self._put(rank.key(number), body, lambda: self._is_right(rank, number))
         self._has_sent = True
         return file
@@ -371,8 +378,9 @@ class _CheckpointCopy:
 
     def _count(self, file: _FileCopy) -> None:
         rank, number = file
-        self._done.count(rank.manifest.files[number].size_bytes, sent=True)
-        self._progress(self._done.sent_bytes + self._done.kept_bytes, self._commit.data_bytes)
+        record = rank.manifest.files[number]
+        self._done.count(record.size_bytes, sent=True)
+        self._reports.whole(record.path, record.size_bytes)
         rank.missing -= 1
         if rank.missing == 0:
             self._put_manifest(rank)
@@ -380,10 +388,10 @@ class _CheckpointCopy:
     def _put_manifest(self, rank: _RankCopy) -> None:
         key, data = manifest_key(rank.ref.rank, rank.token), rank.encode()
         self._put(key, CheckedBody(data), lambda: self._holds(key, data))
-        checksum = crc_text(crc64nvme(data))
-        self._refs.append(
-            msgspec.structs.replace(rank.ref, path=key, size_bytes=len(data), crc64nvme=checksum)
-        )
+        checks: dict[str, str] = {"crc64nvme": crc_text(crc64nvme(data))}
+        if self._commit.block_digests:
+            checks["digest"] = digest_of(self._commit.block_digests.algorithm, data).hex()
+        self._refs.append(msgspec.structs.replace(rank.ref, path=key, size_bytes=len(data), **checks))
 
 
 def _content(manifest: RankManifest) -> tuple[Any, ...]:

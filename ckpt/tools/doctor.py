@@ -14,7 +14,7 @@ from ckpt.backends.base import Capabilities, Store
 from ckpt.backends.options import options_dict
 from ckpt.backends.registry import normal_url, open_store
 from ckpt.consistency import environment
-from ckpt.consistency.probes import access, files, races, requests, speed, visibility
+from ckpt.consistency.probes import access, bucket, files, races, requests, speed, visibility
 from ckpt.consistency.probes.clients import CLEANING_LIMIT_S, Client, ProcessClient
 from ckpt.consistency.probes.examine import Finding, Probe, Subject, Verdict, examine
 from ckpt.errors import ConfigurationError, NotFound
@@ -142,6 +142,7 @@ def _probes(wait_s: float) -> list[Probe]:
         Probe("checksums sent along", requests.checksums),
         Probe("uploads in parts", requests.limits),
         Probe("unfinished uploads", requests.uploads),
+        Probe("bucket settings", bucket.settings, needs=frozenset()),
         Probe("clock", speed.clock),
         Probe("latency", speed.latency),
         Probe("throughput", speed.throughput),

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from ckpt.backends.base import ObjectStat, Store
+from ckpt.consistency.sampling import Sampled
 from ckpt.errors import CheckpointError, StorageError
 from ckpt.format.names import is_our_name
 from ckpt.writing.pins import is_pin
@@ -85,9 +86,13 @@ class Verification:
         strays: objects that do not belong to the checkpoint, and do no harm; None if the storage
             did not list them.
         checked_files, checked_bytes: data files checked, and bytes of them read and compared.
+        digest: that of the commit record, which names the checkpoint: `sha256:...`.
+        block_digests: the algorithm of the digests that were checked too; None where there are none, or they cannot be
+            computed here.
         stock_readers: False if `.metadata` for stock PyTorch was left out on purpose, and not checked.
         unchecked_items: items without CRCs: of a stock checkpoint saved so, or transformed; all of a
             safetensors model.
+        sample: what was drawn, and can have been missed, if not all blocks were to be read.
     """
 
     url: str
@@ -102,6 +107,9 @@ class Verification:
     checked_bytes: int = 0
     unchecked_items: int = 0
     stock_readers: bool = True
+    sample: Sampled | None = None
+    digest: str | None = None
+    block_digests: str | None = None
 
     @property
     def ok(self) -> bool:

@@ -1,7 +1,7 @@
 """Remove the leftovers of interrupted saves: `ckpt.collect_garbage`.
 
 An object is removed if only this library gives such names, if no commit of its checkpoint lists it
-or anything of its token, and if it is older than a grace period. A save that runs longer than that
+or anything of its token, and if it is older than a grace period; so is a commit of which nothing is there. A save that runs longer than that
 looks like an interrupted one. A model without a commit stays if other programs can read it.
 
 On storage that lags, a commit may exist and not be seen yet. So all folders are looked at, then
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -23,12 +23,12 @@ from ckpt.backends.wrapper import PrefixStore
 from ckpt.consistency import environment
 from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY, is_foreign
 from ckpt.consistency.storage_clock import storage_now
-from ckpt.errors import CheckpointError, FormatError, NotFound, StorageError
-from ckpt.format.model_index import MODEL_INDEX_KEY
+from ckpt.errors import AccessDenied, CheckpointError, FormatError, NotFound, StorageError
 from ckpt.format.names import (
+    MODEL_INDEX_KEY,
+    SCRUB_KEY,
     ObjectName,
     is_our_name,
-    is_rank_directory,
     probe_key,
     rank_directory,
     split_place,
@@ -36,6 +36,8 @@ from ckpt.format.names import (
 from ckpt.format.records import CommitRecord, StoredCommit, read_commit
 from ckpt.tools.findings import find_uploads
 from ckpt.tools.ls import find_folders
+from ckpt.tools.remove import delete_counted, remove_folders
+from ckpt.transfer.reports import Report, Tally, no_report
 from ckpt.writing.pins import GRACE_S, PinReader, is_pin, wait_for_pins
 from ckpt.writing.stock_metadata import is_anothers, put_stock_metadata, stock_key, stock_metadata_of
 
@@ -71,6 +73,7 @@ class Garbage:
             or removed if the commit has none.
         skipped: folders in which nothing was removed, and why.
         referred: folders in which objects of a checkpoint that is gone stay, and who refers to them.
+        keeps_versions: the storage keeps what was deleted as old versions, which are paid for.
         models: folders with a model that has lost its commit record, or was about to get it: other programs can read
             it, and it stays.
     """
@@ -82,6 +85,7 @@ class Garbage:
     skipped: dict[str, str] = field(default_factory=dict)
     referred: dict[str, list[str]] = field(default_factory=dict)
     models: list[str] = field(default_factory=list)
+    keeps_versions: bool = False
 
     @property
     def freed_bytes(self) -> int:
@@ -97,6 +101,7 @@ def collect_garbage(
     depth: int = 3,
     dry_run: bool = False,
     uncommitted_models: bool = False,
+    progress: Report | None = None,
 ) -> Garbage:
     """Remove the leftovers of interrupted saves at and below `root`, and no other files.
 
@@ -107,35 +112,48 @@ def collect_garbage(
             than any save takes.
         depth: levels of folders below the root to search.
         uncommitted_models: remove `Garbage.models` too.
+        progress: called with the folders looked at and those found, then with the checkpoints searched, then with
+            the leftovers removed and those to remove. `noun` of both numbers says which, `size_bytes` how large.
 
     Raises:
         NotFound: the root is empty, or does not exist.
         StorageError: the storage refused, or could not be reached.
     """
+    report = progress or no_report
     with contextlib.closing(open_store(root, storage_options)) as store:
         base = os.fspath(root).rstrip("/")
         garbage = Garbage(store.url)
         ours: set[str] = set()
         leftovers: list[_OldObjects] = []
-        folders = list(find_folders(store, depth=depth))
+        folders = list(find_folders(store, depth=depth, report=report))
         if not folders and next(iter(store.list()), None) is None and not find_uploads(store, 1):
             raise NotFound("there is nothing here", url=store.url)
         collector = _Collector(garbage, store, grace_s, dry_run, uncommitted_models)
+        searched = Tally(report, "checkpoint")
+        searched.expect(len(folders))
         for folder, listed in folders:
             if listed.state in ("damaged", "unreadable"):
                 garbage.skipped[listed.path] = f"its commit record cannot be read: {listed.problem}"
             elif listed.state != "foreign":
                 ours.add(listed.path)
                 leftovers += collector.look(folder)
+            searched.add(1)
         if leftovers and not dry_run and not store.capabilities.cross_client_visibility:
             wait_for_pins(store)  # twice as long as a commit record takes to be seen
+        removed = Tally(report, "object")
+        for old in leftovers:
+            removed.expect(len(old.stats), sum(stat.size_bytes for stat in old.stats))
         for old in leftovers:
             # As a store of its own, which refuses a link that leads out of the folder, into another
             # checkpoint.
             url = f"{base}/{old.path}" if old.path else root
             with contextlib.closing(open_store(url, storage_options)) as own:
-                collector.clean(own, old)
+                collector.clean(own, old, removed)
+                garbage.keeps_versions |= own.keeps_versions
+        if all(listed.state == "incomplete" for _, listed in folders):
+            collector.remove_scrub_record()
         collector.abandon(store, ours)
+        garbage.keeps_versions |= store.keeps_versions
         for path in () if dry_run else {item.place for item in garbage.items}:
             remove_folders(PrefixStore(store, path))
     return garbage
@@ -194,6 +212,8 @@ class _Collector:
             self.garbage.young += len(left) - len(old)
             if commit is None and not self.uncommitted_models:
                 old = self._without_models(folder, [stat.key for stat in listed], old)
+            if commit is not None and COMMIT_KEY in records and _is_hollow(listed, kept):
+                old += filter(self._is_old, records.values())
             if old or self._lacks_metadata(commit, records):
                 yield _OldObjects(folder.path, commit, old)
 
@@ -217,15 +237,17 @@ class _Collector:
             self.garbage.models.append(folder.path)
         return left
 
-    def clean(self, store: Store, old: _OldObjects) -> None:
+    def clean(self, store: Store, old: _OldObjects, tally: Tally) -> None:
         """Remove leftovers, unless a save was committed or wrote there meanwhile."""
         with self._skipping(old.path):
             commit = read_commit(store)
             if commit != old.commit:
                 self.garbage.skipped[old.path] = "a save was committed meanwhile"
                 return
-            self._record(store, commit)
-            if commit is not None:
+            record, is_hollow = self._record(store, commit), any(stat.key == COMMIT_KEY for stat in old.stats)
+            if is_hollow and not _is_hollow(store.list(), stems_of(record)):
+                return
+            if commit is not None and not is_hollow:
                 key = stock_key(commit.record)
                 metadata = self._old_metadata(store, key, commit)
                 if metadata is not None or not exists(store, key):
@@ -235,8 +257,15 @@ class _Collector:
             # A save may have put its pin since, and have seen the commit record before that went.
             pins = [stat for stat in store.list(f"{rank_directory(0)}/") if is_pin(stat.key)]
             going = self._unreferred(store, old.path, [s for s in going if not is_pin(s.key)], pins)
+            sizes = {stat.key: stat.size_bytes for stat in going}
             if not self.dry_run:
-                store.delete([stat.key for stat in going])
+                try:
+                    delete_counted(store, sizes, tally)
+                except AccessDenied as error:  # object lock, say: the other folders are not locked for that
+                    self.garbage.skipped[old.path] = f"some of it may not be deleted: {error.message}"
+                    return
+            left = [stat for stat in old.stats if self.dry_run or stat.key not in sizes]
+            tally.add(len(left), sum(stat.size_bytes for stat in left))
             for stat in going:
                 self._note(old.path, stat)
 
@@ -279,6 +308,16 @@ class _Collector:
             return None
         of_model = commit is not None and commit.record.is_model
         return stat if self._is_old(stat) and not is_anothers(store, key, of_model=of_model) else None
+
+    def remove_scrub_record(self) -> None:
+        """Remove what scrubs have noted at a root that holds no checkpoint any more."""
+        with contextlib.suppress(NotFound):
+            if not self._is_old(stat := self.store.stat(SCRUB_KEY)):
+                self.garbage.young += 1
+                return
+            if not self.dry_run:
+                self.store.delete([SCRUB_KEY])
+            self._note("", stat)
 
     def abandon(self, store: Store, ours: set[str]) -> None:
         """Abort uploads and remove temporary files whose names are this library's."""
@@ -332,6 +371,12 @@ class _Collector:
             put_stock_metadata(store, commit, expected)
 
 
+def _is_hollow(stats: Iterable[ObjectStat], stems: Collection[str]) -> bool:
+    """Tell whether nothing is there that a commit lists: a put that came late brought back a record that was removed."""
+    names = filter(None, (ObjectName.parse(stat.key) for stat in stats))
+    return not any(name.stem in stems for name in names if name.kind not in ("probe", "sig"))
+
+
 def _is_of_model(key: str) -> bool:
     name = ObjectName.parse(key)
     return key == MODEL_INDEX_KEY or (name is not None and name.kind == "safetensors")
@@ -347,14 +392,6 @@ def time_of(store: Store) -> float:
     now_s = storage_now(store, probe_key(0, environment.token()))
     remove_folders(store)
     return environment.now() if now_s is None else now_s
-
-
-def remove_folders(store: Store) -> None:
-    """Remove the folders of ranks, and then the checkpoint's own, where nothing is left in them."""
-    for name in store.folders():
-        if is_rank_directory(name):
-            store.remove_empty(name)
-    store.remove_empty()
 
 
 def stems_of(record: CommitRecord | None) -> set[str]:

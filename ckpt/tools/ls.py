@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,17 +18,14 @@ from ckpt.backends.registry import open_store
 from ckpt.backends.wrapper import PrefixStore
 from ckpt.consistency.commit import STOCK_METADATA_KEY
 from ckpt.errors import AccessDenied, CheckpointError, NotFound, StorageError
-from ckpt.format.model_index import MODEL_INDEX_KEY
-from ckpt.format.names import MODEL_PREFIX, is_our_name, is_rank_directory
+from ckpt.format.names import MODEL_INDEX_KEY, MODEL_PREFIX, is_our_name, is_rank_directory, step_of
 from ckpt.format.records import CommitRecord, read_commit
 from ckpt.format.run_record import RunRecord, read_run
 from ckpt.reading.latest import created_at_s, is_stock, missing_object, newest_first
 from ckpt.tools.findings import find_uploads
+from ckpt.transfer.reports import Report, Tally, no_report
 from ckpt.transfer.threads import in_order, workers
-from ckpt.writing.stock_metadata import is_anothers
 
-_NAMED_STEP = re.compile(r"(?:.*[^a-zA-Z])?step[-_=]?(\d{1,18})(?!\d).*")
-_LAST_NUMBER = re.compile(r"(?:.*[-_=. ])?(?:checkpoint|ckpt|epoch|iter)?(\d{1,18})(?:\.[a-z]+)?")
 _MAX_DEPTH = 8
 _MAX_UPLOADS = 100_000
 
@@ -48,6 +44,7 @@ class ListedCheckpoint:
             are still being written.
         created_at_s: seconds since 1970, by the clock of the process that wrote it.
         referred_bytes: what it names in others beside it, `bases`.
+        save_s: how long its save took until the commit, if it says; `retries`, the requests sent again meanwhile.
         latest: it is the latest in its folder, the run, of those with all objects in their sizes; of
             the run of a `CheckpointManager` that which its restore tries first.
     """
@@ -64,6 +61,8 @@ class ListedCheckpoint:
     problem: str | None = None
     referred_bytes: int | None = None
     bases: tuple[str, ...] = ()
+    save_s: float | None = None
+    retries: int = 0
     latest: bool = False
 
 
@@ -73,29 +72,42 @@ def list_checkpoints(
     storage_options: Mapping[str, Any] | None = None,
     depth: int = 3,
     threads: int | None = None,
+    progress: Report | None = None,
 ) -> list[ListedCheckpoint]:
     """List the checkpoints at and below `root`, by folder, then step, then age.
+
+    `pandas.DataFrame(ckpt.list_checkpoints(root))` makes a table of them.
 
     Args:
         storage_options: of the root, by name, as for a save there.
         threads: folders that are looked at in parallel.
         depth: levels of folders below the root to search.
+        progress: called with the folders looked at so far and those found, and then with the runs whose latest
+            checkpoint is known; `noun` of both numbers says which.
 
     Raises:
         NotFound: the root is empty, or does not exist.
         StorageError: the storage refused, or could not be reached.
     """
+    report = progress or no_report
     with contextlib.closing(open_store(root, storage_options, threads=threads)) as store:
-        checkpoints = [listed for _, listed in find_folders(store, depth=depth)]
+        checkpoints = [listed for _, listed in find_folders(store, depth=depth, report=report)]
         if not checkpoints and next(iter(store.list()), None) is None:
             raise NotFound("there is nothing here", url=store.url)
         runs: dict[str | None, list[ListedCheckpoint]] = {}
         for listed in sorted(checkpoints, key=_age_order):
             runs.setdefault(_run_of(listed.path), []).append(listed)
+        tally = Tally(report, "run")
+        tally.expect(len(runs))
+
+        def look(run: tuple[str | None, list[ListedCheckpoint]]) -> str | None:
+            path = _latest(store, *run)
+            tally.add(1)
+            return path
+
         with workers(store.threads, "ckpt-ls") as pool:
-            latest = set(
-                in_order(pool, lambda of: _latest(store, *of), runs.items(), ahead=4 * store.threads)
-            )
+            found = in_order(pool, look, runs.items(), ahead=4 * store.threads)
+            latest = set(found)
         return [
             replace(listed, latest=listed.path in latest)
             for run in sorted(runs, key=lambda run: (run is not None, run or ""))
@@ -142,10 +154,21 @@ def _is_whole(folder: Store) -> bool:
         return False
 
 
-def find_folders(store: Store, *, depth: int) -> Iterator[tuple[PrefixStore, ListedCheckpoint]]:
-    """Find every folder at or below the root that holds a checkpoint, or the start of one."""
+def find_folders(
+    store: Store, *, depth: int, report: Report
+) -> Iterator[tuple[PrefixStore, ListedCheckpoint]]:
+    """Find every folder at or below the root that holds a checkpoint, or the start of one.
+
+    Reports the folders that were looked at, and those that are known.
+    """
+    tally = Tally(report, "folder")
 
     def look(path: str) -> tuple[PrefixStore, ListedCheckpoint | None, list[str]]:
+        found = look_into(path)
+        tally.add(1)
+        return found
+
+    def look_into(path: str) -> tuple[PrefixStore, ListedCheckpoint | None, list[str]]:
         folder = PrefixStore(store, path)
         names: list[str] = []
         try:
@@ -164,6 +187,7 @@ def find_folders(store: Store, *, depth: int) -> Iterator[tuple[PrefixStore, Lis
     with workers(store.threads, "ckpt-ls") as threads:
         for _ in range(min(depth, _MAX_DEPTH) + 1):
             below: list[str] = []
+            tally.expect(len(level))
             for folder, listed, names in in_order(threads, look, level, ahead=4 * store.threads):
                 if listed is not None:
                     yield folder, listed
@@ -201,7 +225,11 @@ def _classify(folder: PrefixStore, names: Iterable[str]) -> ListedCheckpoint | N
 
 def _has_own_index(folder: Store) -> bool:
     """Tell whether there is the index of a model of this library, which may have lost its commit."""
-    return exists(folder, MODEL_INDEX_KEY) and not is_anothers(folder, MODEL_INDEX_KEY)
+    if not exists(folder, MODEL_INDEX_KEY):
+        return False
+    from ckpt.writing.stock_metadata import is_anothers  # with numpy, and this is rare
+
+    return not is_anothers(folder, MODEL_INDEX_KEY)
 
 
 def _begins_model(folder: PrefixStore) -> bool:
@@ -213,10 +241,11 @@ def _begins_model(folder: PrefixStore) -> bool:
 
 
 def _committed(base: ListedCheckpoint, record: CommitRecord) -> ListedCheckpoint:
+    timings = record.timings or None
     return replace(
         base,
         state="committed",
-        step=step_of_commit(record, base.path or base.url),
+        step=record.step(base.path or base.url),
         size_bytes=record.data_bytes,
         referred_bytes=record.carried_bytes,
         bases=tuple(record.owners),
@@ -224,6 +253,8 @@ def _committed(base: ListedCheckpoint, record: CommitRecord) -> ListedCheckpoint
         world_size=record.world_size,
         id=record.id,
         tags=record.tags,
+        save_s=None if timings is None else sum(timings.coordinator_ms) / 1000,
+        retries=0 if timings is None else sum(number for _, number in timings.retries),
     )
 
 
@@ -236,16 +267,3 @@ def _summed(folder: Store, base: ListedCheckpoint, unfinished: Iterable[ObjectSt
         if stat.modified_at_s is not None:
             newest = max(newest or 0.0, stat.modified_at_s)
     return replace(base, size_bytes=size, created_at_s=newest)
-
-
-def step_of_commit(record: CommitRecord, path: str) -> int | None:
-    """Return the step of a checkpoint: its tag, else the number in the folder's name."""
-    step = record.tags.get("step", "")
-    return int(step) if step.isdecimal() and len(step) < 19 else step_of(path)
-
-
-def step_of(path: str) -> int | None:
-    """Parse the step in a folder's name (`100`, `epoch=3-step=100`, `step_4_ckp`); None if there is none."""
-    name = path.rstrip("/").rpartition("/")[2]
-    match = _NAMED_STEP.fullmatch(name) or _LAST_NUMBER.fullmatch(name)
-    return int(match[1]) if match else None

@@ -10,7 +10,7 @@ from typing import Any
 from ckpt.backends.base import PutMode, Store, put_bytes, read_bytes
 from ckpt.backends.registry import open_store
 from ckpt.consistency import environment
-from ckpt.errors import AlreadyExists, IntegrityError, StorageError, StorageFull
+from ckpt.errors import AccessDenied, AlreadyExists, IntegrityError, StorageError, StorageFull
 
 
 def check_place(
@@ -59,7 +59,10 @@ def _try_out(store: Store) -> None:
         action = "delete"
         _remove(store, folder, key)
     except StorageError as error:
-        raise type(error)(f"trying to {action}: {error.message}", url=store.url, key=error.key) from error
+        text = f"trying to {action}: {error.message}"
+        if action == "delete" and isinstance(error, AccessDenied):
+            text += "; if a lock is meant to forbid it, pass preflight=False to the manager"
+        raise type(error)(text, url=store.url, key=error.key) from error
 
 
 def _create_again(store: Store, key: str) -> None:

@@ -1,35 +1,45 @@
-"""Compare a checkpoint's records: index with manifests, chunks with tensors and `.metadata`."""
+"""Compare a checkpoint's records: index with manifests, chunks with tensors and `.metadata`; choose what is read of files."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import numpy as np
 
 from ckpt.backends.base import Store, exists, read_bytes
+from ckpt.consistency.block_digests import checked_algorithm, digest_of
+from ckpt.consistency.checksums import crc64nvme
 from ckpt.consistency.commit import STOCK_METADATA_KEY
+from ckpt.consistency.sampling import BlockSample
 from ckpt.consistency.seal import is_sealed_json, unseal_json, unseal_pickle
-from ckpt.errors import FormatError, IntegrityError, NotFound, UnsafeContent
+from ckpt.errors import ConfigurationError, FormatError, IntegrityError, NotFound, UnsafeContent
 from ckpt.format.columns import Columns, Integers, ObjectRow
 from ckpt.format.dtypes import item_bytes
-from ckpt.format.model_index import MAX_INDEX_BYTES, MODEL_INDEX_KEY, sealed_model_index
-from ckpt.format.names import owned_path, split_path
+from ckpt.format.model_index import MAX_INDEX_BYTES, sealed_model_index
+from ckpt.format.names import MODEL_INDEX_KEY, SINGLE_MODEL_KEY, owned_path, split_path
 from ckpt.format.records import (
     MAX_METADATA_BYTES,
     CommitRecord,
+    FileRecord,
     ItemRecord,
     ManifestRef,
     RankManifest,
     StoredCommit,
     decode_manifest,
 )
-from ckpt.reading.checkpoint import ReadSettings, read_listed
+from ckpt.reading.checkpoint import Checkpoint, ReadSettings, check_root, read_listed
 from ckpt.tools.findings import Damage
 from ckpt.transfer.boxes import tiling_fault
+from ckpt.transfer.fetcher import StoredFile
+from ckpt.transfer.relay_bodies import RUN_BYTES, Range, runs
+from ckpt.transfer.reports import ReportBytes, no_report
 from ckpt.transfer.threads import in_order, workers
 from ckpt.writing.stock_metadata import encode_stock_metadata, is_anothers, stock_columns
 
@@ -37,6 +47,9 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
 T = TypeVar("T")
+
+MIN_SAMPLE_BYTES = 16 << 20
+"""So much is read of any checkpoint, however small the share that is asked for."""
 
 _MAX_NAMED = 100
 _REMEDY = "unless a save is running, `ckpt gc` writes the right one"
@@ -54,6 +67,37 @@ def read_manifest(
         return manifest
     files = [msgspec.structs.replace(file, path=owned_path(ref.owner, file.path)) for file in manifest.files]
     return msgspec.structs.replace(manifest, files=files)
+
+
+def checkable(commit: CommitRecord, *, must: bool) -> str | None:
+    """Return the algorithm of a checkpoint's digests; None if it has none, or they cannot be computed here.
+
+    Raises ConfigurationError if they `must` be and cannot.
+    """
+    if not commit.block_digests:
+        return None
+    try:
+        return checked_algorithm(commit.block_digests.algorithm)
+    except ConfigurationError:
+        if must:
+            raise
+        return None
+
+
+def check_digests(store: Store, commit: CommitRecord, checkpoint: Checkpoint | None) -> list[Damage]:
+    """Check the root of a commit's digests, and that of its index, if it could be read."""
+    damages: list[Damage] = []
+    try:
+        check_root(commit, store.url)
+    except (FormatError, IntegrityError) as error:
+        damages.append(Damage.of_error("record", error))
+    ref = commit.described_by
+    if commit.block_digests and checkpoint is not None:
+        digest = digest_of(commit.block_digests.algorithm, checkpoint.metadata_bytes)
+        if digest.hex() != ref.digest:
+            message = "the stored bytes do not match their digest, though their checksum: they were forged"
+            damages.append(Damage("record", message, ref.path))
+    return damages
 
 
 def each_manifest(
@@ -81,6 +125,80 @@ def item_columns(columns: Columns) -> Integers:
         count = places.shape[1]
         items.append(np.vstack([places, np.full(count, number), np.arange(count)]))
     return np.concatenate(items, axis=1)
+
+
+by_offset = attrgetter("offset")
+
+
+@dataclass
+class DataFile:
+    """A data file under check: its record, its checksums, and its items, sorted by offset."""
+
+    record: FileRecord
+    block_size_bytes: int
+    crcs: Sequence[int]
+    items: list[ItemRecord]
+    stored: StoredFile
+
+    def fault(self, start: int, data: memoryview) -> str | None:
+        """Say what is wrong with a block; None if nothing is."""
+        if crc64nvme(data) != self.crcs[start // self.block_size_bytes]:
+            return "the stored bytes do not match their checksum"
+        if self.stored.forged_blocks(start, [data]):
+            return "the stored bytes do not match their digest, though their checksum: they were forged"
+        return None
+
+    def fqns(self, start: int, stop: int) -> list[str]:
+        """List the names whose bytes are in `[start, stop)`."""
+        first = max(0, bisect_right(self.items, start, key=by_offset) - 1)
+        touched = self.items[first : bisect_left(self.items, stop, key=by_offset)]
+        return [item.fqn for item in touched if item.offset + item.length > start]
+
+    def damage(self, kind: str, message: str, start: int, stop: int) -> Damage:
+        return Damage.of(kind, message, self.record.path, start, stop, fqns=self.fqns(start, stop))
+
+
+def whole_file(file: FileRecord, block_size_bytes: int) -> Iterable[Range]:
+    """Choose all of a file."""
+    return runs(file.size_bytes, block_size_bytes)
+
+
+def no_data(file: FileRecord, block_size_bytes: int) -> Iterable[Range]:
+    """Choose nothing of a file."""
+    return ()
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What to read of a checkpoint's data, and whom to tell.
+
+    Attributes:
+        ranges: chooses ranges of whole blocks in a file, given the size of its blocks.
+        sample: draws them instead.
+        only_blocks: refuse what has no blocks with checksums: checkpoints of other programs.
+        strays: look for objects that do not belong there.
+        passed: called with the bytes of each range, in order, when it has been checked, and whether it is damaged;
+            for other checks with 0 bytes.
+        progress: called with the data bytes that were compared so far, and those in all.
+    """
+
+    ranges: Callable[[FileRecord, int], Iterable[Range]] = whole_file
+    sample: BlockSample | None = None
+    only_blocks: bool = False
+    strays: bool = True
+    passed: Callable[[int, bool], object] = no_report
+    progress: ReportBytes = no_report
+
+    def of(self, total_bytes: int) -> Choice:
+        """Return what this means for a checkpoint of so many bytes: of a small one, a larger share is drawn."""
+        if self.sample is None:
+            return self
+        sample = self.sample.at_least(MIN_SAMPLE_BYTES, total_bytes)
+
+        def drawn(file: FileRecord, block_size_bytes: int) -> Iterable[Range]:
+            return sample.ranges(file.size_bytes, block_size_bytes, RUN_BYTES)
+
+        return replace(self, sample=sample, ranges=drawn)
 
 
 class IndexedItems:
@@ -190,7 +308,11 @@ def check_stock_metadata(
     Returns damages, and warnings: it is written after the commit, so it may not be there yet.
     """
     if commit.is_model:
-        return _check_model_index(store, columns)
+        damages, warnings = _check_model_index(store, columns)
+        if exists(store, SINGLE_MODEL_KEY):
+            message = "of another program, and transformers reads it in the place of this model; remove it"
+            warnings.append(Damage("stock_metadata", message, SINGLE_MODEL_KEY))
+        return damages, warnings
     key, kind = STOCK_METADATA_KEY, "stock_metadata"
     if not commit.is_for_stock:
         is_stale = exists(store, key)

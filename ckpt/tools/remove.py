@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +14,16 @@ from ckpt.backends.registry import open_store
 from ckpt.consistency import environment
 from ckpt.consistency.commit import COMMIT_KEY, is_foreign
 from ckpt.errors import CommitConflict, NotCommitted, NotFound
-from ckpt.format.names import MODEL_PREFIX, is_our_name
+from ckpt.format.names import MODEL_PREFIX, SCRUB_KEY, is_our_name, is_rank_directory, signature_key
 from ckpt.format.records import CommitRecord, ManifestRef, StoredCommit, read_commit
-from ckpt.tools.gc import remove_folders
+from ckpt.transfer.reports import Report, Tally, no_report
+from ckpt.transfer.threads import run_all, workers
 from ckpt.writing.pins import PinReader, Referrers, release_bases, wait_for_pins
 from ckpt.writing.stock_metadata import follow_commit, is_anothers, stock_key
+
+_SLICE = 250
+"""Objects between two reports: a request on S3, and what a store of files deletes in one thread."""
+_MAX_THREADS = 8
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,7 @@ class Removed:
         data_bytes: size of the data files, by the commit record.
         kept: objects that stay, as `referrers` came to refer to them while it was being removed;
             `collect_garbage` removes them when those are gone.
+        keeps_versions: the storage keeps what was deleted as old versions, which are paid for.
     """
 
     url: str
@@ -38,10 +44,15 @@ class Removed:
     data_bytes: int
     kept: tuple[str, ...] = ()
     referrers: tuple[str, ...] = ()
+    keeps_versions: bool = False
 
 
 def remove(
-    url: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None, dry_run: bool = False
+    url: str | os.PathLike[str],
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    dry_run: bool = False,
+    progress: Report | None = None,
 ) -> Removed:
     """Remove the checkpoint at `url`: `.metadata`, the commit record, then all that it lists.
 
@@ -55,6 +66,8 @@ def remove(
     Args:
         storage_options: of the place, by name, as for a save there.
         dry_run: say what would go, and remove nothing.
+        progress: called with the objects removed so far and those to remove; `size_bytes` of both numbers is
+            their size by the commit record, which knows that of a rank's files together.
 
     Raises:
         StillReferred: other checkpoints, or a save that is running, name its bytes.
@@ -63,17 +76,24 @@ def remove(
         CommitConflict: another save was committed there meanwhile.
         StorageError: the storage refused, or could not be reached.
     """
-    return remove_and_tell(url, lambda: None, storage_options=storage_options, dry_run=dry_run)
+    return remove_within(
+        url,
+        lambda _: contextlib.nullcontext(),
+        storage_options=storage_options,
+        dry_run=dry_run,
+        progress=progress,
+    )
 
 
-def remove_and_tell(
+def remove_within(
     url: str | os.PathLike[str],
-    when_gone: Callable[[], None],
+    going: Callable[[str], contextlib.AbstractContextManager[None]],
     *,
     storage_options: Mapping[str, Any] | None = None,
     dry_run: bool = False,
+    progress: Report | None = None,
 ) -> Removed:
-    """Do the same, and call `when_gone` once the commit record is: what follows may wait for long."""
+    """Do the same, and remove the commit record within `going`, to which its id is told; the rest may take long."""
     with contextlib.closing(open_store(url, storage_options)) as store:
         commit = read_commit(store)
         if commit is None or not commit.is_ours:
@@ -81,7 +101,8 @@ def remove_and_tell(
         record = commit.record
         now = environment.now if dry_run else None
         PinReader(store, now=now).refuse(record, "it was not removed")
-        keys = [key for key in _listed(store, record) if is_our_name(key)]
+        sizes = {key: nbytes for key, nbytes in _listed(store, record) if is_our_name(key)}
+        keys = [*sizes]
         kept: list[str] = []
         referrers = Referrers()
         stock = [] if is_anothers(store, stock_key(record), of_model=record.is_model) else [stock_key(record)]
@@ -90,20 +111,26 @@ def remove_and_tell(
             if read_commit(store) != commit:
                 text = "another save was committed here meanwhile; nothing was removed"
                 raise CommitConflict(text, url=store.url, key=COMMIT_KEY)
-            store.delete(stock)  # also if it is not there: storage that lags may not show it yet
-            store.delete([COMMIT_KEY])
-            when_gone()
+            tally = Tally(progress or no_report, "object")
+            tally.expect(len(sizes), sum(sizes.values()))
+            with going(record.id):
+                store.delete(stock)  # also if it is not there: storage that lags may not show it yet
+                store.delete([COMMIT_KEY])
             referrers = _late_referrers(store, record)
             kept = [key for key in keys if referrers.hold(key)]
             keys = [key for key in keys if not referrers.hold(key)] + referrers.dead
-            store.delete(keys)
+            beside = [SCRUB_KEY, *filter(is_our_name, [signature_key(record.described_by.path)])]
+            delete_counted(store, {key: sizes.get(key, 0) for key in (*keys, *beside)}, tally)
+            tally.add(len(kept), sum(sizes[key] for key in kept))
             release_bases(store, record)
             if exists(store, stock_key(record)):  # put meanwhile, by a save that had stalled before that
                 follow_commit(store, commit)
             remove_folders(store)
         gone = (*visible, COMMIT_KEY, *keys)
         names = tuple(referrers.names()) if kept else ()
-        return Removed(store.url, record.id, gone, record.data_bytes, tuple(kept), names)
+        return Removed(
+            store.url, record.id, gone, record.data_bytes, tuple(kept), names, store.keeps_versions
+        )
 
 
 def _late_referrers(store: Store, record: CommitRecord) -> Referrers:
@@ -126,18 +153,46 @@ def _nothing_to_remove(store: Store, commit: StoredCommit | None) -> NotFound | 
     return NotCommitted(text, url=store.url)
 
 
-def _listed(store: Store, record: CommitRecord) -> list[str]:
-    """List all objects of a checkpoint but the commit record, data first: no manifest needs to be read."""
+def _listed(store: Store, record: CommitRecord) -> list[tuple[str, int]]:
+    """List all objects of a checkpoint but the commit record, data first: no manifest needs to be read.
+
+    With the size of each; of a rank's files only the sum is known, and each has its share.
+    """
     manifests = record.own_manifests
     files = itertools.chain.from_iterable(_files_of(store, record, ref) for ref in manifests)
-    return [*files, *(ref.path for ref in manifests), record.described_by.path]
+    return [*files, *((ref.path, ref.size_bytes) for ref in (*manifests, record.described_by))]
 
 
-def _files_of(store: Store, record: CommitRecord, ref: ManifestRef) -> list[str]:
+def _files_of(store: Store, record: CommitRecord, ref: ManifestRef) -> list[tuple[str, int]]:
     keys = ref.data_keys(of_model=record.is_model)
     if keys is not None:
-        return keys
+        return [(key, ref.data_bytes // len(keys)) for key in keys]
     # The record is damaged or forged: a listing finds what is there by the names.
     stem = ref.path.removesuffix(".json")
     prefix = MODEL_PREFIX + stem.rpartition("/")[2] if record.is_model else stem
-    return [stat.key for stat in store.list(f"{prefix}-")]
+    return [(stat.key, stat.size_bytes) for stat in store.list(f"{prefix}-")]
+
+
+def remove_folders(store: Store) -> None:
+    """Remove the folders of ranks, and then the checkpoint's own, where nothing is left in them."""
+    for name in store.folders():
+        if is_rank_directory(name):
+            store.remove_empty(name)
+    store.remove_empty()
+
+
+def delete_counted(store: Store, sizes: Mapping[str, int], tally: Tally) -> None:
+    """Delete objects, given by key with their sizes, and count them; one that is not there is fine.
+
+    Raises as the store does, and begins no more then.
+    """
+    keys = [*sizes]
+    slices = [keys[start : start + _SLICE] for start in range(0, len(keys), _SLICE)]
+
+    def work(part: Sequence[str]) -> None:
+        store.delete(part)
+        tally.add(len(part), sum(sizes[key] for key in part))
+
+    threads = min(store.threads, _MAX_THREADS, max(1, len(slices)))
+    with workers(threads, "ckpt-delete") as pool:
+        run_all(pool, work, slices)

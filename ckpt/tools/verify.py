@@ -4,55 +4,64 @@ from __future__ import annotations
 
 import contextlib
 import os
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
-from ckpt.backends.base import Store
+from ckpt.backends.base import Store, exists
 from ckpt.backends.registry import open_store
 from ckpt.consistency import environment
-from ckpt.consistency.checksums import block_crcs, crc64nvme
+from ckpt.consistency.checksums import block_crcs
 from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY
+from ckpt.consistency.expected import checked_expect, commit_digest
+from ckpt.consistency.sampling import BlockSample
 from ckpt.consistency.visibility import when_visible
 from ckpt.errors import (
     CommitConflict,
+    ConfigurationError,
     FormatError,
     IntegrityError,
     NotCommitted,
     NotFound,
     NotVisible,
+    StorageUnavailable,
     Truncated,
     UnsafeContent,
 )
 from ckpt.format.model_index import find_models
-from ckpt.format.names import split_path
-from ckpt.format.records import FileRecord, ItemRecord, ManifestRef, RankManifest, StoredCommit, read_commit
+from ckpt.format.names import SCRUB_KEY, signature_key, split_path
+from ckpt.format.records import ManifestRef, RankManifest, StoredCommit, read_commit
 from ckpt.reading.checkpoint import Checkpoint, ReadSettings
 from ckpt.reading.opening import open_parts
 from ckpt.siblings.sibling_objects import SiblingObjects
 from ckpt.tools.findings import Damage, Verification, find_strays
 from ckpt.tools.record_checks import (
+    Choice,
+    DataFile,
     IndexedItems,
+    by_offset,
     check_coverage_of,
+    check_digests,
     check_stock_metadata,
+    checkable,
     each_manifest,
     items_by_file,
+    no_data,
     read_manifest,
 )
 from ckpt.transfer.buffer_pool import MIN_MEMORY_BUDGET_BYTES, StagingPool
-from ckpt.transfer.relay_bodies import RUN_BYTES
+from ckpt.transfer.fetcher import StoredFile
 from ckpt.transfer.reports import ReportBytes, no_report
 from ckpt.transfer.threads import in_order, workers
 from ckpt.writing.stock_metadata import stock_key
 
 _MAX_UNKNOWN_ITEMS = 1 << 16
+_MAX_UNREADABLE = 64  # blocks: more are no bad sectors, but a storage that does not answer
 
-Checked = tuple[list[Damage], int]
-"""Damages, and the number of bytes that were compared."""
+Checked = tuple[list[Damage], int, int]
+"""Damages, the number of bytes that were compared, and of those that need no further look."""
 
 
 def verify(
@@ -60,8 +69,11 @@ def verify(
     *,
     storage_options: Mapping[str, Any] | None = None,
     quick: bool = False,
+    sample: float | None = None,
+    seed: int | None = None,
     threads: int | None = None,
     progress: ReportBytes | None = None,
+    expect: str | None = None,
 ) -> Verification:
     """Check every byte and record of the checkpoint at `url`; look for strays.
 
@@ -73,31 +85,58 @@ def verify(
     Args:
         storage_options: of the place, by name, as for a save there.
         quick: read records only, no data; compare sizes.
+        sample: read this share of the blocks (0.05: one out of each twenty that follow one another), at least
+            16 MiB; `Verification.sample` says what that can have missed. All records are checked as ever.
+        seed: draws the blocks, by default at random; the same seed draws the same blocks again.
         threads: number of parallel reads.
         progress: called with the data bytes checked so far and those in all.
+        expect: the digest of the checkpoint, `sha256:...`; another one is damage.
 
     Raises:
         NotFound, NotCommitted: there is no checkpoint.
         CommitConflict: another save replaced it meanwhile.
+        ConfigurationError: `sample` is no share, or this is no checkpoint of this library, whose blocks alone can be
+            drawn.
         StorageError: the storage refused, or could not be reached.
     """
+    choice = Choice(progress=progress or no_report)
+    if quick:
+        choice = replace(choice, ranges=no_data)
+    if sample is not None or seed is not None:
+        choice = replace(choice, sample=_sample(sample, seed, quick=quick), only_blocks=True)
     with (
         contextlib.closing(open_store(url, storage_options, threads=threads)) as store,
         workers(store.threads, "ckpt-verify") as pool,
     ):
-        return _verify(store, pool, quick, progress or no_report)
+        return verify_store(store, pool, choice, expect=checked_expect(expect))
 
 
-def _verify(store: Store, threads: Executor, quick: bool, progress: ReportBytes) -> Verification:
+def _sample(sample: float | None, seed: int | None, *, quick: bool) -> BlockSample:
+    if sample is None or quick:
+        raise ConfigurationError("a seed needs a sample, and a quick check reads no data to sample")
+    if not 0 < sample <= 1:  # as is NaN
+        raise ConfigurationError(f"sample must be above 0 and at most 1 (0.05: 5 %), not {sample!r:.100}")
+    return BlockSample.of(sample, int(environment.token()[:8], 16) if seed is None else seed)
+
+
+def verify_store(
+    store: Store, threads: Executor, choice: Choice, *, expect: str | None = None
+) -> Verification:
+    """Check what is at the store's root, and of its data what is chosen. Raises as `verify`."""
     prompt = store.capabilities.cross_client_visibility
-    settings = ReadSettings(visibility_timeout_s=0.0 if prompt else None)
+    settings = ReadSettings(visibility_timeout_s=0.0 if prompt else None, expect=expect)
+    quick = choice.ranges is no_data
     result = Verification(store.url, "ckpt-storage", quick)
     checkpoint: Checkpoint | None = None
     try:
         parts = open_parts(store, settings, models=True)
     except (NotFound, NotCommitted, IntegrityError, FormatError, UnsafeContent, NotVisible) as error:
         commit = read_commit(store)
-        if commit is None and (of_model := _verify_model(store, threads)) is not None:
+        if (
+            commit is None
+            and expect is None
+            and (of_model := _verify_model(store, threads, choice)) is not None
+        ):
             return of_model
         if isinstance(error, NotFound | NotCommitted):
             raise
@@ -115,21 +154,30 @@ def _verify(store: Store, threads: Executor, quick: bool, progress: ReportBytes)
     else:
         checkpoint = parts[0]
         commit = checkpoint.stored_commit
-        if checkpoint.is_model_folder and (of_model := _verify_model(store, threads)) is not None:
+        if checkpoint.is_model_folder and (of_model := _verify_model(store, threads, choice)) is not None:
             return of_model
         if commit is None:
+            _refuse_without_blocks(store, choice)
             from ckpt.tools.verify_stock import verify_stock
 
-            return verify_stock(store, parts, threads, quick=quick, progress=progress)
+            return verify_stock(store, parts, threads, quick=quick, progress=choice.progress)
     with contextlib.closing(SiblingObjects(store)) as everywhere:
-        _OwnCheck(everywhere, threads, settings, result, commit, checkpoint, progress).run()
+        choice = choice.of(commit.record.data_bytes + commit.record.carried_bytes)
+        _OwnCheck(everywhere, threads, settings, result, commit, checkpoint, choice).run()
     return result
 
 
-def _verify_model(store: Store, threads: Executor) -> Verification | None:
+def _refuse_without_blocks(store: Store, choice: Choice) -> None:
+    if choice.only_blocks:
+        text = "another program wrote this, without blocks to draw from: `ckpt verify` without --sample checks it"
+        raise ConfigurationError(text, url=store.url)
+
+
+def _verify_model(store: Store, threads: Executor, choice: Choice) -> Verification | None:
     keys = find_models(store)
     if not keys:
         return None
+    _refuse_without_blocks(store, choice)
     from ckpt.tools.verify_stock import verify_model  # torch is for who needs it
 
     return verify_model(store, threads, keys)
@@ -137,25 +185,6 @@ def _verify_model(store: Store, threads: Executor) -> Verification | None:
 
 class _UnreadBytes(Damage):
     """Bytes that could not be read: no news if their file is known to be missing or too short."""
-
-
-@dataclass
-class _File:
-    """A data file under check: its record, its checksums, and its items, sorted by offset."""
-
-    record: FileRecord
-    block_size_bytes: int
-    crcs: Sequence[int]
-    items: list[ItemRecord]
-
-    def fqns(self, start: int, stop: int) -> list[str]:
-        """List the names whose bytes are in `[start, stop)`."""
-        first = max(0, bisect_right(self.items, start, key=_offset) - 1)
-        touched = self.items[first : bisect_left(self.items, stop, key=_offset)]
-        return [item.fqn for item in touched if item.offset + item.length > start]
-
-    def damage(self, kind: str, message: str, start: int, stop: int) -> Damage:
-        return Damage.of(kind, message, self.record.path, start, stop, fqns=self.fqns(start, stop))
 
 
 @dataclass
@@ -168,25 +197,35 @@ class _OwnCheck:
     result: Verification
     stored_commit: StoredCommit
     checkpoint: Checkpoint | None  # None: the index is damaged
-    progress: ReportBytes
+    choice: Choice
     indexed: IndexedItems | None = None
     items: int = 0  # in the manifests
+    unreadable: int = 0  # blocks
     misfits: set[str] = field(default_factory=set)  # files that are missing or of another size
 
     def __post_init__(self) -> None:
         self.commit = self.stored_commit.record
         self.deadline_s = environment.monotonic() + self.settings.timeout_s(self.store)
         self.pool = StagingPool(MIN_MEMORY_BUDGET_BYTES)
-        self.known = {COMMIT_KEY, stock_key(self.commit), self.commit.described_by.path}
+        index = self.commit.described_by.path
+        self.known = {COMMIT_KEY, SCRUB_KEY, stock_key(self.commit), index, signature_key(index)}
+        self.algorithm = checkable(self.commit, must=self.settings.expect is not None)
+        self.result.block_digests = self.algorithm
 
     def run(self) -> None:
         self.result.id = self.commit.id
+        self.result.digest = commit_digest(self.stored_commit.raw)
+        if self.algorithm is not None:
+            self.result.extend(check_digests(self.store, self.commit, self.checkpoint))
         if self.checkpoint is not None:
             try:
                 self.indexed = IndexedItems(self.checkpoint.columns)
             except FormatError as error:
                 self.result.extend([Damage.of_error("record", error)])
-        for damages, nbytes in in_order(
+        total = self.commit.data_bytes + self.commit.carried_bytes
+        if self.choice.sample is not None:
+            total = int(total * self.choice.sample.fraction)
+        for damages, nbytes, passed_bytes in in_order(
             self.threads, lambda step: step(), self._steps(), ahead=4 * self.store.threads
         ):
             self._report(
@@ -195,11 +234,14 @@ class _OwnCheck:
                 if not (isinstance(damage, _UnreadBytes) and damage.key in self.misfits)
             )
             self.result.checked_bytes += nbytes
-            total = self.commit.data_bytes + self.commit.carried_bytes
-            self.progress(self.result.checked_bytes, max(total, self.result.checked_bytes))
+            self.choice.progress(self.result.checked_bytes, max(total, self.result.checked_bytes))
+            self.choice.passed(passed_bytes, bool(damages))
+        if self.choice.sample is not None:
+            self.result.sample = self.choice.sample.summary()
         if self.indexed is not None:
             self._check_index(self.indexed)
-        self.result.strays = find_strays(self.store, self.known)
+        if self.choice.strays:
+            self.result.strays = find_strays(self.store, self.known)
         if read_commit(self.store) != self.stored_commit:
             text = "this checkpoint was replaced or removed while it was being verified; verify again"
             raise CommitConflict(text, url=self.store.url, key=COMMIT_KEY)
@@ -250,7 +292,7 @@ class _OwnCheck:
                 yield from self._check_files(manifest)
 
     def _manifest(self, ref: ManifestRef) -> RankManifest | Damage:
-        settings = ReadSettings(visibility_timeout_s=self._remaining_s())
+        settings = ReadSettings(visibility_timeout_s=self._remaining_s(), digests=self.algorithm is not None)
         try:
             return read_manifest(self.store, settings, self.stored_commit, ref)
         except (IntegrityError, FormatError, UnsafeContent, NotVisible) as error:
@@ -267,18 +309,22 @@ class _OwnCheck:
                 if not items:
                     continue  # of another checkpoint not all is named
             self.known.add(record.path)
-            items.sort(key=_offset)
-            file = _File(record, manifest.block_size_bytes, record.block_crcs(), items)
+            items.sort(key=by_offset)
+            block, crcs = manifest.block_size_bytes, record.block_crcs()
+            algorithm = self.algorithm
+            if algorithm is not None and not isinstance(record.digests, bytes):
+                yield partial(_known, [Damage("record", "blocks have no digests", record.path)])
+                algorithm = None
+            stored = StoredFile(record.path, record.size_bytes, block, crcs, algorithm, record.digests or b"")
+            file = DataFile(record, block, crcs, items, stored)
             if self.indexed is not None:
                 yield partial(_known, self.indexed.compare(record.path, file.items))
             self.result.checked_files += 1
             yield partial(self._check_size, file)
-            if not self.result.quick:
-                step = max(RUN_BYTES // file.block_size_bytes, 1) * file.block_size_bytes
-                for start in range(0, record.size_bytes, step):
-                    yield partial(self._check_run, file, start, min(start + step, record.size_bytes))
+            for start, stop in self.choice.ranges(record, file.block_size_bytes):
+                yield partial(self._check_run, file, start, stop)
 
-    def _check_size(self, file: _File) -> Checked:
+    def _check_size(self, file: DataFile) -> Checked:
         path, expected = file.record.path, file.record.size_bytes
         try:
             size = when_visible(lambda: self.store.stat(path).size_bytes, timeout_s=self._remaining_s())
@@ -288,28 +334,29 @@ class _OwnCheck:
             damage = Damage.of_error("missing", error, file.fqns(0, expected))
         else:
             if size == expected:
-                return [], 0
+                return _known([])
             message = f"has {size} bytes, {expected} were written"
             damage = file.damage("size", message, min(size, expected), max(size, expected))
         self.misfits.add(path)
-        return [damage], 0
+        return _known([damage])
 
-    def _check_run(self, file: _File, start: int, stop: int) -> Checked:
+    def _check_run(self, file: DataFile, start: int, stop: int) -> Checked:
         path, block = file.record.path, file.block_size_bytes
         starts = range(start, stop, block)
         with self.pool.take(stop - start) as memory:
             read = partial(self.store.read_into, path, start, [memory])
             try:
                 when_visible(read, timeout_s=self._remaining_s())
-            except (Truncated, NotVisible, UnsafeContent):
-                return list(self._check_blocks(file, starts, stop, memory)), 0
+            except (Truncated, NotVisible, UnsafeContent, StorageUnavailable):
+                return list(self._check_blocks(file, starts, stop, memory)), 0, stop - start
             crcs = block_crcs([memory], block)
-            bad = [at for at, crc in zip(starts, crcs, strict=True) if crc != file.crcs[at // block]]
+            bad = {at for at, crc in zip(starts, crcs, strict=True) if crc != file.crcs[at // block]}
+            bad |= {block * number for number in file.stored.forged_blocks(start, [memory])}
             # Perhaps they were only damaged on the way: read them once more.
-            return list(self._check_blocks(file, bad, stop, memory)), stop - start
+            return list(self._check_blocks(file, sorted(bad), stop, memory)), stop - start, stop - start
 
     def _check_blocks(
-        self, file: _File, starts: Iterable[int], stop: int, memory: memoryview
+        self, file: DataFile, starts: Iterable[int], stop: int, memory: memoryview
     ) -> Iterator[Damage]:
         """Read blocks one by one; yield those that are damaged."""
         path = file.record.path
@@ -317,16 +364,19 @@ class _OwnCheck:
             end = min(start + file.block_size_bytes, stop)
             try:
                 self.store.read_into(path, start, [memory[: end - start]])
-            except (Truncated, NotFound, UnsafeContent):
+            except (Truncated, NotFound, UnsafeContent, StorageUnavailable) as error:
                 message = "the file exists, but these bytes cannot be read"
+                if isinstance(error, StorageUnavailable):  # a bad sector, unless the storage is out of reach
+                    self.unreadable += 1
+                    if self.unreadable > _MAX_UNREADABLE or not exists(self.store, path):
+                        raise
+                    message += f": {error.message}"
                 yield _UnreadBytes.of("missing", message, path, start, end, fqns=file.fqns(start, end))
                 continue
-            if crc64nvme(memory[: end - start]) != file.crcs[start // file.block_size_bytes]:
-                yield file.damage("checksum", "the stored bytes do not match their checksum", start, end)
-
-
-_offset = attrgetter("offset")
+            fault = file.fault(start, memory[: end - start])
+            if fault is not None:
+                yield file.damage("checksum", fault, start, end)
 
 
 def _known(damages: list[Damage]) -> Checked:
-    return damages, 0
+    return damages, 0, 0

@@ -31,7 +31,8 @@ from ckpt.errors import (
     UnsafeContent,
 )
 from ckpt.format.dtypes import dtype_name, is_quantized
-from ckpt.format.model_index import INDEX_SUFFIX, MAX_INDEX_BYTES, parse_model_index
+from ckpt.format.model_index import MAX_INDEX_BYTES, parse_model_index
+from ckpt.format.names import INDEX_SUFFIX
 from ckpt.reading.checkpoint import Checkpoint
 from ckpt.reading.loader import chunk_of
 from ckpt.reading.model_folder import check_models, describe_model

@@ -8,6 +8,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 
 from ckpt.backends.base import Store, transfer_size_bytes
+from ckpt.consistency.block_digests import DIGEST_BYTES, block_digests
 from ckpt.consistency.checksums import block_crcs
 from ckpt.errors import IntegrityError
 from ckpt.transfer.buffer_pool import StagingPool
@@ -36,12 +37,25 @@ def at_once(read: Callable[[], None]) -> None:
 
 @dataclass(frozen=True, eq=False)
 class StoredFile:
-    """A data file, and its blocks' checksums where they are known and to be verified."""
+    """A data file, and its blocks' checksums, and packed digests, where they are known and to be verified."""
 
     key: str
     size_bytes: int
     block_size_bytes: int = 1
     block_crcs: Sequence[int] | None = None
+    algorithm: str | None = None
+    digests: bytes = b""
+
+    def forged_blocks(self, start: int, buffers: Sequence[memoryview]) -> list[int]:
+        """List the blocks that have not their digest, of those in `buffers`, which begin at `start`."""
+        if self.algorithm is None:
+            return []
+        first = start // self.block_size_bytes
+        found = block_digests(self.algorithm, buffers, self.block_size_bytes)
+        begin = first * DIGEST_BYTES
+        expected = self.digests[begin : begin + DIGEST_BYTES * len(found)]
+        stored = (expected[DIGEST_BYTES * n : DIGEST_BYTES * (n + 1)] for n in range(len(found)))
+        return [first + n for n, (one, other) in enumerate(zip(found, stored, strict=True)) if one != other]
 
 
 def read_verified(
@@ -58,8 +72,9 @@ def read_verified(
     Returns the blocks' checksums; none if the file has none to verify. Raises IntegrityError, with
     `fault` as its text, if a block is damaged, also when it is read again.
     """
-    size = file.block_size_bytes
+    size, text = file.block_size_bytes, fault
     for attempt in range(1, _ATTEMPTS + 1):
+        fault = text  # the last attempt says what is wrong
         when_visible(lambda: store.read_into(file.key, start, buffers))
         if file.block_crcs is None:
             return []
@@ -67,7 +82,10 @@ def read_verified(
         numbered = enumerate(crcs, start // size)
         damaged = next((number for number, crc in numbered if crc != file.block_crcs[number]), None)
         if damaged is None:
-            return crcs
+            damaged = next(iter(file.forged_blocks(start, buffers)), None)
+            if damaged is None:
+                return crcs
+            fault = "the stored bytes do not match their digest, though their checksum: they were forged"
         begin, end = damaged * size, min((damaged + 1) * size, file.size_bytes)
         if attempt < _ATTEMPTS:  # perhaps they were only damaged on their way
             _logger.warning(

@@ -15,13 +15,13 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from ckpt.backends.bodies import Part
 from ckpt.consistency.checksums import BLOCK_SIZE_BYTES, block_crcs, combine_blocks
-from ckpt.consistency.digests import FileDigests
 from ckpt.errors import CheckpointError
 from ckpt.gc_pause import no_gc
 from ckpt.torch_private import changes_of
@@ -35,6 +35,20 @@ _COPY_BELOW_BYTES = 64 << 10
 """A run of bytes this short is cheaper to copy than to send as a buffer of its own."""
 
 _SPOT_BYTES = 64
+
+
+See = Callable[[int, memoryview, int], None]
+
+
+class Look(Protocol):
+    """Looks at a sample of the bytes of a file."""
+
+    @property
+    def cuts(self) -> Sequence[int]: ...
+
+    def note(self, position: int, nbytes: int, crc: int) -> None: ...
+
+    def look(self, position: int, buffers: Sequence[memoryview]) -> None: ...
 
 
 class Payload(ABC):
@@ -175,8 +189,9 @@ class FileItem:
 class FileBody:
     """The body of a data file (`ckpt.backends.base.Body`), which notes its blocks' checksums as it goes.
 
-    `check` is called before each part, and raises when the file is not wanted any more; `pace`
-    before bytes are sent (`ckpt.backends.base.Part`); `digests` sees all bytes.
+    `check` is called before each part, and raises when the file is not wanted any more; `pace` before bytes are sent
+    (`ckpt.backends.base.Part`); `see` with each piece of a block, right after it was read: where it begins, its bytes
+    and its checksum. `look` sees all bytes once for a sample, and has notes of pieces that end at its `cuts`.
     """
 
     has_checksums = True
@@ -187,11 +202,12 @@ class FileBody:
         pool: StagingPool,
         check: Callable[[], None] = lambda: None,
         pace: Callable[[int], None] | None = None,
-        digests: FileDigests | None = None,
+        see: See | None = None,
+        look: Look | None = None,
     ) -> None:
         self.nbytes = items[-1].offset + items[-1].length if items else 0
         self._items, self._pool, self._check, self._pace = items, pool, check, pace
-        self._digests = digests
+        self._see_piece, self._look = see, look
         self._offsets = [item.offset for item in items]
         self._crcs = array.array("Q", bytes(8 * -(-self.nbytes // BLOCK_SIZE_BYTES)))
 
@@ -203,9 +219,9 @@ class FileBody:
             scratch_bytes = _place(runs)
         with self._pool.take(scratch_bytes) as scratch:
             buffers, marks = _fill(runs, scratch)
-            crcs = block_crcs(buffers, BLOCK_SIZE_BYTES, self._see(start))
-            first = start // BLOCK_SIZE_BYTES
-            self._crcs[first : first + len(crcs)] = array.array("Q", crcs)
+            crcs = self._checksums(start, stop, buffers)
+            block = start // BLOCK_SIZE_BYTES
+            self._crcs[block : block + len(crcs)] = array.array("Q", crcs)
             try:
                 yield Part(buffers, combine_blocks(crcs, stop - start, BLOCK_SIZE_BYTES), self._pace)
             except Exception:  # the storage may have seen that the bytes do not match their checksum
@@ -216,12 +232,30 @@ class FileBody:
             if run.payload is not None:
                 run.payload.served(run.nbytes)
 
-    def _see(self, start: int) -> Callable[[int, memoryview], None] | None:
-        digests = self._digests
-        return None if digests is None else lambda position, piece: digests.see(start + position, piece)
+    def _checksums(self, start: int, stop: int, buffers: Sequence[memoryview]) -> list[int]:
+        """Compute those of the blocks of a part, and show its bytes to who wants to see them."""
+        see, look = self._see_piece, self._look
+        if look is None:
+            seeing = None if see is None else lambda position, piece, crc: see(start + position, piece, crc)
+            return block_crcs(buffers, BLOCK_SIZE_BYTES, seeing)
+
+        def both(position: int, piece: memoryview, crc: int) -> None:
+            if see is not None:
+                see(start + position, piece, crc)
+            look.note(start + position, piece.nbytes, crc)
+
+        first, last = bisect.bisect_right(look.cuts, start), bisect.bisect_left(look.cuts, stop)
+        cuts = [cut - start for cut in look.cuts[first:last]]
+        crcs = block_crcs(buffers, BLOCK_SIZE_BYTES, both, cuts, see_whole=see is not None)
+        look.look(start, buffers)
+        return crcs
 
     def crc64nvme(self) -> int:
         return combine_blocks(self._crcs, self.nbytes, BLOCK_SIZE_BYTES)
+
+    @property
+    def block_crcs(self) -> Sequence[int]:
+        return self._crcs
 
     def blocks(self) -> bytes:
         """Return the blocks' checksums as the manifest keeps them."""

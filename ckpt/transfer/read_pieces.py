@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ckpt.format.stored_tensor import StoredTensor
+from ckpt.format.elements import StoredTensor
 from ckpt.transfer.pieces import MemorySink, Piece, Sink, box_pieces
 from ckpt.transfer.tensor_memory import copy_elements, flat_pairs, has_memory_view, memory_of, tensor_over
 

@@ -14,10 +14,21 @@ from ckpt.consistency.checksums import block_crcs, combine_blocks
 from ckpt.errors import NotFound, StorageError, Truncated
 from ckpt.transfer.buffer_pool import StagingPool
 from ckpt.transfer.fetcher import StoredFile, WhenVisible, read_verified
+from ckpt.transfer.reports import no_report
 from ckpt.transfer.threads import in_order
 
 RUN_BYTES = 8 << 20
 """The bytes that are read at once to check a file."""
+
+Range = tuple[int, int]
+"""Bytes of a file, half open."""
+
+
+def runs(size_bytes: int, block_size_bytes: int, start: int = 0) -> Iterator[Range]:
+    """Cut a file, from the begin of a block on, into runs of whole blocks that are read at once."""
+    step = max(RUN_BYTES // block_size_bytes, 1) * block_size_bytes
+    for begin in range(start, size_bytes, step):
+        yield begin, min(begin + step, size_bytes)
 
 
 def check_wanted(stop: threading.Event) -> None:
@@ -30,7 +41,8 @@ def check_wanted(stop: threading.Event) -> None:
 class VerifiedBody:
     """A data file of another store, every block of which is checked before it is handed on.
 
-    `check` is called before each part; it raises when the file is not wanted any more.
+    `check` is called before each part; it raises when the file is not wanted any more. `sent` is called after
+    each part, with where it starts and stops.
     """
 
     store: Store
@@ -38,6 +50,7 @@ class VerifiedBody:
     pool: StagingPool
     check: Callable[[], None]
     when_visible: WhenVisible
+    sent: Callable[[int, int], None] = no_report
 
     has_checksums = True
 
@@ -58,6 +71,7 @@ class VerifiedBody:
             if (begin, end) != (start, stop):
                 crcs = block_crcs([buffer], block)
             yield Part([buffer], combine_blocks(crcs, buffer.nbytes, block))
+        self.sent(start, stop)
 
     def crc64nvme(self) -> int:
         assert self.file.block_crcs is not None
@@ -72,26 +86,32 @@ class RunReader:
     pool: StagingPool
 
     def matches(self, file: StoredFile, threads: Executor | None = None) -> bool:
-        """Tell whether every block of a file has its checksum; without `threads`, read in this one."""
+        """Tell whether every block of a file has its checksum, and its digest; without `threads`, read in this one."""
         expected, block = file.block_crcs, file.block_size_bytes
         assert expected is not None
-        step = max(RUN_BYTES // block, 1) * block
 
-        def fits(start: int) -> bool:
-            crcs = self.crcs(file.key, start, min(start + step, file.size_bytes), block)
-            first = start // block
-            return crcs == list(expected[first : first + len(crcs)]) != []
+        def fits(run: Range) -> bool:
+            start, stop = run
+            with self.pool.take(stop - start) as memory:
+                if not self._fills(file.key, start, memory):
+                    return False
+                crcs, first = block_crcs([memory], block), start // block
+                fits = crcs == list(expected[first : first + len(crcs)])
+                return fits and not file.forged_blocks(start, [memory])
 
-        starts = range(0, file.size_bytes, step)
+        todo = runs(file.size_bytes, block)
         if threads is None:
-            return all(map(fits, starts))
-        return all(in_order(threads, fits, starts, ahead=2 * self.store.threads))
+            return all(map(fits, todo))
+        return all(in_order(threads, fits, todo, ahead=2 * self.store.threads))
 
     def crcs(self, key: str, start: int, stop: int, block_size_bytes: int) -> list[int]:
         """Compute the checksums of the blocks in `[start, stop)`; none if the object ends before."""
         with self.pool.take(stop - start) as memory:
-            try:
-                self.store.read_into(key, start, [memory])
-            except (NotFound, Truncated):
-                return []
-            return block_crcs([memory], block_size_bytes)
+            return block_crcs([memory], block_size_bytes) if self._fills(key, start, memory) else []
+
+    def _fills(self, key: str, start: int, memory: memoryview) -> bool:
+        try:
+            self.store.read_into(key, start, [memory])
+            return True
+        except (NotFound, Truncated):
+            return False

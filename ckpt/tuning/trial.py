@@ -26,8 +26,7 @@ from ckpt.ranks.failures import failures_of, interrupts
 from ckpt.ranks.group import Ranks
 from ckpt.reading.reader import CheckpointReader
 from ckpt.settings import Settings, override
-from ckpt.tools.gc import remove_folders
-from ckpt.tools.remove import remove
+from ckpt.tools.remove import remove, remove_folders
 from ckpt.torch_private import load_state_dict
 from ckpt.writing.column_save import save_planned
 from ckpt.writing.writer import CheckpointWriter

@@ -15,12 +15,10 @@ from ckpt.backends.base import ObjectStat, Store, is_key
 from ckpt.backends.wrapper import PrefixStore
 from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY
 from ckpt.errors import AccessDenied, CheckpointError, FormatError, IntegrityError, NotFound, StorageError
-from ckpt.format.model_index import MODEL_INDEX_KEY
-from ckpt.format.names import is_rank_directory
+from ckpt.format.names import MODEL_INDEX_KEY, is_rank_directory, step_of
 from ckpt.format.records import CommitRecord, read_commit
 from ckpt.format.run_record import RUN_KEY, read_run
 from ckpt.reading.latest import created_at_s, is_stock
-from ckpt.tools.ls import step_of, step_of_commit
 from ckpt.transfer.threads import in_order, workers
 
 _logger = logging.getLogger(__name__)
@@ -209,7 +207,7 @@ def _described(folder: PrefixStore, record: CommitRecord) -> WatchedCheckpoint:
         path=folder.path,
         url=folder.url,
         id=record.id,
-        step=step_of_commit(record, folder.path or folder.url),
+        step=record.step(folder.path or folder.url),
         created_at_s=created_at_s(record),
         size_bytes=record.data_bytes,
         world_size=record.world_size,

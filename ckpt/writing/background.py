@@ -10,11 +10,43 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
+
+from torch.distributed.checkpoint.metadata import Metadata
 
 _logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+
+SaveState = Literal["staged", "local", "durable", "failed"]
+
+
+class SaveFuture(Future[Metadata]):
+    """A save that `ckpt.async_save` has begun: done when the checkpoint is durable, that is committed at its URL.
+
+    `result(timeout)` waits for at most `timeout` seconds, returns DCP's metadata, and raises what `ckpt.save`
+    would raise, or TimeoutError. It cannot be cancelled.
+
+    Args:
+        local: the save to the nodes' disks, if there is one.
+    """
+
+    def __init__(self, local: Future[Metadata] | None = None) -> None:
+        super().__init__()
+        self._local = local
+
+    @property
+    def local(self) -> Future[Metadata]:
+        """The save until it is committed on the nodes' disks; without `local=`, or without room there, at its URL."""
+        return self if self._local is None else self._local
+
+    @property
+    def state(self) -> SaveState:
+        """Where the save is, as this rank knows it: `staged`, `local`, `durable` or `failed`."""
+        if self.done():
+            return "durable" if self.exception() is None else "failed"
+        return "local" if self.local is not self and self.local.done() else "staged"
 
 
 class Background:
@@ -30,12 +62,15 @@ class Background:
         os.register_at_fork(after_in_child=self._forget)
         threading._register_atexit(self._wait_at_exit)  # type: ignore[attr-defined]
 
-    def start(self, prepare: Callable[[], Callable[[], T]]) -> Future[T]:
-        """Wait for the previous save, call `prepare`, and run the function it returns in a thread."""
+    def start(self, prepare: Callable[[], Callable[[], T]], future: Future[T] | None = None) -> Future[T]:
+        """Wait for the previous save, call `prepare`, and run the function it returns in a thread.
+
+        The `future` to use may be given.
+        """
         with self._lock:
             self._wait_for_previous()
             work = prepare()
-            future: Future[T] = Future()
+            future = Future() if future is None else future
             future.set_running_or_notify_cancel()
             threading.Thread(target=_run, args=([work], future), name="ckpt-async-save").start()
             self._running = future

@@ -14,6 +14,7 @@ import msgspec
 from ckpt.backends.base import Store, exists
 from ckpt.backends.bodies import CheckedBody
 from ckpt.consistency import environment
+from ckpt.consistency.block_digests import digest_of
 from ckpt.consistency.checksums import crc_text
 from ckpt.consistency.commit import (
     COMMIT_KEY,
@@ -23,6 +24,7 @@ from ckpt.consistency.commit import (
     publish,
 )
 from ckpt.consistency.conditional_create import learn_condition
+from ckpt.consistency.expected import commit_digest
 from ckpt.errors import (
     AlreadyExists,
     CheckpointError,
@@ -31,9 +33,18 @@ from ckpt.errors import (
     FormatError,
 )
 from ckpt.format.columns import Columns
+from ckpt.format.figures import BlockDigests, Timings
 from ckpt.format.index import check_columns, encode_index
-from ckpt.format.model_index import INDEX_SUFFIX, MODEL_INDEX_KEY, SINGLE_MODEL_KEY
-from ckpt.format.names import MODEL_PREFIX, index_key, is_our_name, probe_key
+from ckpt.format.names import (
+    INDEX_SUFFIX,
+    MODEL_INDEX_KEY,
+    MODEL_PREFIX,
+    SINGLE_MODEL_KEY,
+    index_key,
+    is_our_name,
+    probe_key,
+    signature_key,
+)
 from ckpt.format.records import (
     CommitRecord,
     ObjectRef,
@@ -69,6 +80,18 @@ def _is_referable(commit: StoredCommit) -> bool:
         return False
 
 
+def _with_root(record: CommitRecord, index: bytes) -> CommitRecord:
+    """Complete the digests of what a record names, if it is to have them: with that of its index, and the root."""
+    wanted = record.block_digests
+    if not wanted:
+        return record
+    algorithm = wanted.algorithm
+    ref = msgspec.structs.replace(record.described_by, digest=digest_of(algorithm, index).hex())
+    record = msgspec.structs.replace(record, index=ref)
+    root = wanted.root_of([ref.digest for ref in record.refs])
+    return msgspec.structs.replace(record, block_digests=BlockDigests(algorithm, root))
+
+
 class Coordinator:
     """Commit one save, on the coordinating rank."""
 
@@ -82,6 +105,11 @@ class Coordinator:
         self._confirm_s = confirm_s
         self.previous: StoredCommit | None = None
         self.committed: tuple[StoredCommit, bytes, Columns] | None = None
+
+    @property
+    def digest(self) -> str:
+        """The digest of what was committed, which names it; empty before."""
+        return "" if self.committed is None else commit_digest(self.committed[0].raw)
 
     def look(self, *, overwrite: bool, model: bool = False) -> None:
         """Raise AlreadyExists, before anything is written, if a checkpoint must not be replaced.
@@ -137,29 +165,32 @@ class Coordinator:
         )
 
     def commit(
-        self, columns: Columns, record: CommitRecord, *, check: Callable[[], None] = lambda: None
+        self,
+        columns: Columns,
+        record: CommitRecord,
+        *,
+        check: Callable[[], None] = lambda: None,
+        timings: Timings | None = None,
     ) -> None:
         """Write the index of `columns` and commit `record` with it.
 
-        `check` is called in between, and raises if the save must not be committed.
+        `check` is called in between, and raises if the save must not be committed. `timings` go into the record,
+        with how long this took.
 
         Raises:
             CommitError: nothing was committed (CommitUnknown: perhaps it was), and nothing replaced.
             ConfigurationError: the columns or the tags cannot be stored.
         """
+        began_at_s = environment.monotonic()
         with no_gc():
             encoded, stock_metadata = self._index(columns), encode_stock_metadata(record, columns)
             index = CheckedBody(encoded)
         key = index_key(self._objects.rank, self._objects.token)
         ref = ObjectRef(path=key, size_bytes=index.nbytes, crc64nvme=crc_text(index.crc64nvme()))
-        record = msgspec.structs.replace(record, id=self._objects.token, index=ref)
-        sealed = encode(record)
-        if len(sealed) > MAX_COMMIT_BYTES:
-            raise ConfigurationError(
-                f"the commit record would take {len(sealed):,} bytes, more than the {MAX_COMMIT_BYTES:,} that "
-                f"are read: make the tags smaller ({sum(map(len, record.tags.values())):,} characters)",
-                url=self._store.url,
-            )
+        record = _with_root(msgspec.structs.replace(record, id=self._objects.token, index=ref), encoded)
+        if timings is not None:
+            record = msgspec.structs.replace(record, timings=timings)
+        sealed = self._sealed(record)
         held = HeldBases(self._store, record)
         self._objects.add(key)
         try:
@@ -169,6 +200,11 @@ class Coordinator:
             with workers(min(self._store.threads, len(works)), "ckpt-commit") as threads:
                 run_all(threads, lambda work: work(), works)  # in any order: both are there before the commit
             check()
+            if timings is not None:
+                plan_ms, write_ms, _ = timings.coordinator_ms
+                index_ms = round(1000 * (environment.monotonic() - began_at_s))
+                timings = Timings.of(plan_ms, write_ms, index_ms, timings.ranks_ms, timings.retries)
+                sealed = self._sealed(msgspec.structs.replace(record, timings=timings))
             if self.previous is None:
                 learn_condition(self._store, probe_key(self._objects.rank, environment.token()))
             acknowledged = self._publish(sealed, stock_metadata, held)
@@ -182,6 +218,17 @@ class Coordinator:
         columns.encoded = encoded
         self.committed = StoredCommit(sealed, self._store.url), encoded, columns
         self._end(record, acknowledged)
+
+    def _sealed(self, record: CommitRecord) -> bytes:
+        """Encode a record. Raises ConfigurationError if it is larger than what is read."""
+        sealed = encode(record)
+        if len(sealed) > MAX_COMMIT_BYTES:
+            raise ConfigurationError(
+                f"the commit record would take {len(sealed):,} bytes, more than the {MAX_COMMIT_BYTES:,} that "
+                f"are read: make the tags smaller ({sum(map(len, record.tags.values())):,} characters)",
+                url=self._store.url,
+            )
+        return sealed
 
     def commit_as_is(self, commit: StoredCommit, stock_metadata: bytes | None) -> None:
         """Commit a record that is committed elsewhere, all objects of which are here under the same names.
@@ -255,7 +302,9 @@ class Coordinator:
                 return
             files = [ref.data_keys(of_model=commit.is_model) for ref in commit.own_manifests]
             data_keys = itertools.chain.from_iterable(keys or [] for keys in files)
-            keys = [*data_keys, *(ref.path for ref in commit.own_manifests), commit.described_by.path]
+            described_by = commit.described_by.path
+            keys = [*data_keys, *(ref.path for ref in commit.own_manifests)]
+            keys += [signature_key(described_by), described_by]
             referrers = Referrers()
             if commit.is_referable:
                 referrers = PinReader(self._store).look()

@@ -33,13 +33,14 @@ Chunk = tuple[str, torch.Size | None]
 
 @dataclass(frozen=True)
 class Entry:
-    """An item of the plan, framed; `is_plain`: the payload is dense row-major bytes."""
+    """An item of the plan, framed; `is_plain`: the payload is dense row-major bytes, those of a `dtype`."""
 
     index: MetadataIndex
     head: bytes
     payload: Payload
     tail: bytes
     is_plain: bool
+    dtype: torch.dtype | None = None
 
     @property
     def length(self) -> int:
@@ -88,7 +89,8 @@ def tensor_entries(
         except TypeError as error:
             raise CheckpointError(f"{item.index.fqn!r}: {error}") from error
         payload = _payload(planner, item, framed.payload_bytes)
-        entries.append(Entry(item.index, framed.head, payload, framed.tail, True))
+        dtype = item.tensor_data.properties.dtype
+        entries.append(Entry(item.index, framed.head, payload, framed.tail, True, dtype))
     return entries, [*objects, *others]
 
 

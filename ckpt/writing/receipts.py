@@ -23,8 +23,10 @@ from ckpt.consistency import environment
 from ckpt.errors import CommitError, ConfigurationError
 from ckpt.format.columns import Columns, Integers, ObjectRow, TensorColumns
 from ckpt.format.dtypes import dtype_name
+from ckpt.format.figures import BlockDigests, Timings
 from ckpt.format.planner_data import check_planner_data
 from ckpt.format.records import CommitRecord
+from ckpt.format.run_record import NO_STAMP, RunStamp
 from ckpt.format.runs import shortest
 from ckpt.save_plans.central import CentralPlan
 from ckpt.save_plans.file_layouts import pack_placed
@@ -65,12 +67,16 @@ def pack_numbered(items: Sequence[PlacedItem]) -> bytes:
 def records_of(
     planned: Metadata | CentralPlan,
     receipts: Sequence[RankReceipt],
+    world_size: int,
     *,
     save_id: str,
-    world_size: int,
     tags: Mapping[str, str],
+    stamp: RunStamp = NO_STAMP,
+    block_digests: str | None = None,
 ) -> tuple[Columns, CommitRecord]:
     """Make the columns and the commit record of a save that the receipts describe.
+
+    `block_digests` is the algorithm of those in the manifests; the commit adds their root.
 
     Raises:
         CommitError: the ranks have not written what was planned.
@@ -91,7 +97,8 @@ def records_of(
         columns = columns_of(planned, [each.items for each in receipts], [each.files for each in receipts])
     columns.save_id, columns.version = save_id, CURRENT_DCP_VERSION
     manifests = [receipt.manifest for receipt in receipts if receipt.manifest is not None]
-    created_at = datetime.datetime.fromtimestamp(environment.now(), datetime.timezone.utc)
+    created_at_s = max(environment.now(), stamp.not_before_s)
+    created_at = datetime.datetime.fromtimestamp(created_at_s, datetime.timezone.utc)
     return columns, CommitRecord(
         id=save_id,
         created_at=created_at.isoformat(timespec="seconds"),
@@ -101,6 +108,28 @@ def records_of(
         data_bytes=sum(manifest.data_bytes for manifest in manifests),
         manifests=sorted(manifests, key=lambda manifest: manifest.rank),
         tags=dict(tags),
+        run=stamp.run or msgspec.UNSET,
+        block_digests=BlockDigests(block_digests) if block_digests else msgspec.UNSET,
+    )
+
+
+def durations(began_at_s: Mapping[str, float]) -> dict[str, float]:
+    """Compute how long phases took that follow one another, in seconds; the last ends now."""
+    ended_at_s = [*began_at_s.values(), environment.monotonic()][1:]
+    return {name: end - begin for (name, begin), end in zip(began_at_s.items(), ended_at_s, strict=True)}
+
+
+def timings_of(began_at_s: Mapping[str, float], receipts: Sequence[RankReceipt]) -> Timings:
+    """Make the timings of a save whose commit begins; that of the index is not known yet."""
+    seconds = durations(began_at_s)
+    ordered = sorted(receipts, key=lambda receipt: receipt.rank)
+    sent_again = [(receipt.rank, receipt.retries) for receipt in ordered if receipt.retries]
+    return Timings.of(
+        plan_ms=round(1000 * seconds["plan_s"]),
+        write_ms=round(1000 * seconds.get("write_s", 0.0)),  # else this rank has written nothing
+        index_ms=0,
+        ranks_ms=[receipt.write_ms for receipt in ordered],
+        retries=sent_again,
     )
 
 
@@ -108,9 +137,9 @@ def _check_ranks(receipts: Sequence[RankReceipt], world_size: int) -> None:
     """Check that every rank has reported once, about the same save: DCP does not check."""
     ranks = sorted(receipt.rank for receipt in receipts)
     if ranks != list(range(world_size)):
-        missing = sorted(set(range(world_size)) - set(ranks))
+        missing = _some([str(rank) for rank in sorted(set(range(world_size)) - set(ranks))])
         raise CommitError(
-            f"nothing was committed: expected one report from each of {world_size} ranks; missing: {missing}"
+            f"nothing was committed: expected one report from each of {world_size:,} ranks; missing: {missing}"
         )
     places = sorted({receipt.place for receipt in receipts})
     if len(places) > 1:
@@ -144,8 +173,8 @@ def collect(metadata: Metadata, receipts: Iterable[RankReceipt]) -> Columns:
     missing = list(table.missing())
     if missing or unknown:
         raise CommitError(
-            f"nothing was committed: planned but not written: {_some(missing)}; "
-            f"written but not planned: {_some(unknown)}"
+            f"nothing was committed: planned but not written: {_some(sorted(missing))}; "
+            f"written but not planned: {_some(sorted(unknown))}"
         )
     return Columns(files=files, entries=table.entries(), planner_data=metadata.planner_data)
 
@@ -255,4 +284,4 @@ def _name(fqn: str, offsets: Sequence[int] | None) -> str:
 def _some(names: Sequence[str]) -> str:
     if not names:
         return "none"
-    return ", ".join(sorted(names)[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return ", ".join(names[:5]) + (f" and {len(names) - 5:,} more" if len(names) > 5 else "")

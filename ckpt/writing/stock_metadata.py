@@ -23,8 +23,8 @@ from ckpt.consistency.seal import is_sealed_json, seal_pickle
 from ckpt.errors import CheckpointError, ConfigurationError, FormatError, IntegrityError, NotFound, Truncated
 from ckpt.format.columns import Columns
 from ckpt.format.index import decode_index
-from ckpt.format.model_index import MAX_INDEX_BYTES, MODEL_INDEX_KEY, parse_model_index, sealed_model_index
-from ckpt.format.names import is_our_name, split_path
+from ckpt.format.model_index import MAX_INDEX_BYTES, parse_model_index, sealed_model_index
+from ckpt.format.names import MODEL_INDEX_KEY, is_our_name, split_path
 from ckpt.format.records import CommitRecord, StoredCommit, read_commit
 from ckpt.siblings.sibling_objects import SiblingObjects
 from ckpt.stock.metadata_writer import estimated_bytes, pickled_metadata

@@ -18,12 +18,19 @@ from typing import Any
 import msgspec
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from ckpt.consistency import environment
+from ckpt.consistency.block_digests import checked_algorithm
 from ckpt.consistency.commit import proves_no_commit
+from ckpt.content.checks import Checks, Level
+from ckpt.content.counters import counter_of, number_of
+from ckpt.content.gate import Gate
+from ckpt.content.memory import is_new, note_written
+from ckpt.content.parts import parts_of
+from ckpt.content.replicas import Difference
 from ckpt.dcp_storage import DcpStorage
 from ckpt.errors import CheckpointError, CommitUnknown, ConfigurationError
 from ckpt.format.columns import Columns
@@ -31,6 +38,7 @@ from ckpt.format.dcp_view import metadata_of
 from ckpt.format.index import check_count
 from ckpt.format.names import last_segment, rank_directory
 from ckpt.format.records import CommitRecord
+from ckpt.format.run_record import NO_STAMP
 from ckpt.gc_pause import no_gc
 from ckpt.ranks.group import DEFAULT_TIMEOUT_S
 from ckpt.save_plans.central import CentralPlan
@@ -42,7 +50,7 @@ from ckpt.transfer.bandwidth import Pacer
 from ckpt.writing.coordinator import Coordinator
 from ckpt.writing.layout import Chunk, Entry, pickled_entries, refuse_unstorable, spread, tensor_entries
 from ckpt.writing.rank_files import RankFiles
-from ckpt.writing.receipts import records_of
+from ckpt.writing.receipts import durations, records_of, timings_of
 from ckpt.writing.refused_objects import RefusedObjects
 from ckpt.writing.save_objects import SaveObjects
 from ckpt.writing.stager import COMMON_MEMORY, CommonStager
@@ -61,10 +69,14 @@ class SaveMeta(StorageMeta):
     Attributes:
         seconds: of the coordinator: `plan_s`, `write_s` (until all have written), `commit_s`.
         retries: requests to the storage that were sent again, by all ranks.
+        warnings: of the checks of its content.
+        digest: names the checkpoint: `ckpt.load(..., expect=digest)` loads this one or none.
     """
 
     seconds: dict[str, float] = field(default_factory=dict)
     retries: int = 0
+    warnings: list[str] = field(default_factory=list)
+    digest: str = ""
 
 
 class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
@@ -76,28 +88,27 @@ class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
     Args:
         url: a path, `s3://bucket/key`, `cos://bucket/key`, or any fsspec URL.
         storage_options: credentials, endpoint and settings of the store, as with fsspec and pandas.
-        overwrite: replace a checkpoint of this library at the same place; until the commit the old
-            one stays loadable. Otherwise that is an error; checkpoints of other programs are never
-            replaced.
-        threads: transfers at the same time; default that of `ckpt.toml` (docs/tuning.md), or by the number of
-            cores, 8 to 16.
+        overwrite: replace a checkpoint of this library at the same place; until the commit the old one stays
+            loadable. Otherwise that is an error; checkpoints of other programs are never replaced.
+        threads: transfers at the same time; default that of `ckpt.toml` (docs/tuning.md), or by the cores, 8 to 16.
         memory_budget_bytes: memory this rank may use beyond the tensors (default 256 MiB).
         max_bandwidth_bytes_per_s: the most that this rank sends, on average; None is no cap.
         tags: short texts kept in the commit record.
         stock_metadata_max_bytes: a `.metadata` for stock PyTorch that would be larger is left out (default 256
             MiB, some 2 million chunks); 0 never writes one, None always. `ckpt convert --to dcp` makes of
             such a checkpoint one for stock PyTorch. (Models in safetensors files have none.)
-        timeout_s: a storage operation of this rank that makes no progress for most of it is given
-            up, so that all ranks fail within it; None waits as long as the store does. (`ckpt.save`
-            watches the other ranks too.)
+        checks: of what is saved (`ckpt.Checks`), or one level for all: `"refuse"`, `"warn"`, `"off"`.
+        block_digests: keeps cryptographic digests of all bytes, `"blake3"` or `"sha256"` (docs/provenance.md).
+        timeout_s: a storage operation of this rank that makes no progress for most of it is given up, so that all
+            ranks fail within it; None waits as long as the store does. (`ckpt.save` watches the other ranks too.)
 
-    Raises:
-        ConfigurationError: an argument is wrong.
+    Raises ConfigurationError if an argument is wrong.
     """
 
     takes_columns = True
     """Whether a plan may say less than DCP's: which items to write, and no more."""
 
+    stamp = NO_STAMP  # of the run that it saves for
     _own_memory = True
     _is_model = False
 
@@ -113,7 +124,11 @@ class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
         tags: Mapping[str, str] | None = None,
         timeout_s: float | None = DEFAULT_TIMEOUT_S,
         stock_metadata_max_bytes: int | None = DEFAULT_MAX_BYTES,
+        checks: Checks | Level | None = None,
+        block_digests: str | None = None,
     ) -> None:
+        self.checks = Checks.of(checks)
+        self.block_digests = checked_algorithm(block_digests)
         self._tags = _checked_tags(tags)
         self._overwrite = self._flag("overwrite", overwrite)
         self._stock_metadata_max_bytes = checked_max_bytes(stock_metadata_max_bytes)
@@ -180,7 +195,7 @@ class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
                 if self._coordinator is None and not self._is_model:
                     # Not before the coordinator has looked: a save that it refuses leaves nothing.
                     self._store.prepare(rank_directory(self._rank))
-                results = self._write(plan, planner)
+                results = _timed(self._write(plan, planner), self._began_at_s["write_s"])
             except BaseException:
                 self.discard()
                 raise
@@ -210,27 +225,36 @@ class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
     # -- beyond DCP ----------------------------------------------------------------------------------------
 
     def commit(
-        self, planned: Metadata | CentralPlan, receipts: Sequence[RankReceipt], world_size: int
+        self,
+        planned: Metadata | CentralPlan,
+        receipts: Sequence[RankReceipt],
+        world_size: int,
+        differences: Sequence[Difference] = (),
     ) -> Metadata:
         """Commit what the ranks have written, on the coordinator; return DCP's view of it.
 
+        `differences` are those between replicas.
         After a failure the caller may `discard`, once the other ranks have been told: they would not wait for long.
         """
         self.progress.begin("committing")
         self._began_at_s["commit_s"] = environment.monotonic()
+        coordinator = self._coordinator
         with self._errors_named():
-            if self._coordinator is None:
+            if coordinator is None:
                 raise CheckpointError("finish was called on a rank that is not the coordinator")
             try:
                 with no_gc():
                     columns, record = self._records(planned, receipts, world_size)
+                    gate = Gate(self.checks, self._store.url, coordinator.previous)
+                    record = gate.passed(planned, columns, record, receipts, differences)
                     oversize = oversize_bytes(columns, record, self._stock_metadata_max_bytes)
                     if oversize is not None:
                         record = msgspec.structs.replace(record, stock_metadata=False)
                     described = metadata_of(columns)
-                self._coordinator.commit(columns, record)
+                coordinator.commit(columns, record, timings=timings_of(self._began_at_s, receipts))
+                gate.keep()
                 if oversize is not None:
-                    self._tell_left_out(oversize)
+                    _tell_left_out(self.checkpoint_id, oversize, self._stock_metadata_max_bytes)
             except CheckpointError:
                 raise
             except BaseException as error:  # proves nothing: no rank may delete its objects
@@ -240,16 +264,12 @@ class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
             described.storage_meta = SaveMeta(
                 self.checkpoint_id,
                 self._objects.token,
-                seconds=_durations(self._began_at_s),
+                seconds=durations(self._began_at_s),
                 retries=self._retries() + sum(r.retries for r in receipts if r.rank != self._rank),
+                warnings=gate.warnings,
+                digest=coordinator.digest,
             )
         return described
-
-    def _tell_left_out(self, size_bytes: int) -> None:
-        text = "%s has no .metadata for stock PyTorch: it would take about %s bytes, and stock_metadata_max_bytes is %s; "
-        text += "`ckpt convert %s DST --to dcp` makes a checkpoint with one"
-        limit = f"{self._stock_metadata_max_bytes:,}"
-        _logger.warning(text, self.checkpoint_id, f"{size_bytes:,}", limit, self.checkpoint_id)
 
     def discard(self) -> None:
         """Delete this rank's objects of the current save, which must surely not be committed."""
@@ -271,26 +291,20 @@ class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
             torch.accelerator.current_stream().synchronize()
         pace = None if self._pacer is None else self._pacer.wait
         files = RankFiles(self._store, self._objects, self._pool, pace, numbered=self._numbered)
-        objects: list[Entry] = []
-        objects_bytes = 0
         with no_gc():
             tensors, others = tensor_entries(plan.items, planner, self._known_plain())
-        refused = RefusedObjects()
-        for entry in pickled_entries(others, planner, refused.look):
-            # Pickled objects take memory of this library's: they are written batch by batch.
-            if objects and objects_bytes + entry.length > _OBJECT_BATCH_BYTES:
-                files.put([objects])
-                objects, objects_bytes = [], 0
-            objects.append(entry)
-            objects_bytes += entry.length
-        refused.warn(self.checkpoint_id)
+        objects = _put_pickled(files, others, planner, self.checkpoint_id)
         wanted = self._files_per_rank
         if wanted is None:
             wanted = 1 if self._store.capabilities.parallel_parts else self._store.threads
         first, *more = spread(tensors, wanted) or [[]]
-        files.digested = self._digested()
+        files.digested, files.block_digests = self._digested(), self.block_digests
+        if not self.checks.are_off:
+            _look_at_content(files, planner, others, self.checks, self._store.url)
         if objects or first:
             files.put([[*objects, *first], *more])
+        if files.parts_of is not None:
+            note_written(self._store.url)
         receipt = replace(files.finish(last_segment(self._url)), retries=self._retries())
         nbytes, seconds = files.data_bytes, time.monotonic() - started_s
         _logger.info(
@@ -310,18 +324,62 @@ class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
         self, planned: Metadata | CentralPlan, receipts: Sequence[RankReceipt], world_size: int
     ) -> tuple[Columns, CommitRecord]:
         """Make the columns and the commit record. Raises as `records_of`."""
-        return records_of(
-            planned, receipts, save_id=self._objects.token, world_size=world_size, tags=self._tags
-        )
+        facts: dict[str, Any] = {"save_id": self._objects.token, "tags": self._tags, "stamp": self.stamp}
+        return records_of(planned, receipts, world_size, block_digests=self.block_digests, **facts)
 
     def _retries(self) -> int:
         return self._store.retries - self._retries_before
 
 
-def _durations(began_at_s: Mapping[str, float]) -> dict[str, float]:
-    """Compute how long phases took that follow one another; the last ends now."""
-    ended_at_s = [*began_at_s.values(), environment.monotonic()][1:]
-    return {name: end - begin for (name, begin), end in zip(began_at_s.items(), ended_at_s, strict=True)}
+def _look_at_content(
+    files: RankFiles, planner: SavePlanner, objects: Sequence[WriteItem], checks: Checks, url: str
+) -> None:
+    """Have the files look at what they write: at all of it at first, else a sample meets an old infinity as a new one."""
+    paths = paths_of(planner)
+    files.parts_of = lambda fqns: parts_of(fqns, paths)
+    files.looks_at_all = checks.look_at == "all" or is_new(url)
+    indices = [item.index for item in objects if item.type == WriteItemType.BYTE_IO]
+    inner: Any = getattr(planner, "inner", planner)
+    for index, part in zip(indices, parts_of([index.fqn for index in indices], paths), strict=True):
+        name = counter_of(index.fqn, part)
+        if name is not None:
+            # A planner of the caller's may have no such lookup, or know the object by another name.
+            with contextlib.suppress(Exception):
+                if (value := number_of(inner.lookup_object(index))) is not None:
+                    files.counters.append((part, name, (value, index.fqn)))
+
+
+def _timed(results: Sequence[WriteResult], began_at_s: float) -> list[WriteResult]:
+    """Say in the receipts how long this rank took."""
+    write_ms = round(1000 * (environment.monotonic() - began_at_s))
+    return [replace(each, storage_data=replace(each.storage_data, write_ms=write_ms)) for each in results]
+
+
+def _put_pickled(files: RankFiles, items: Sequence[WriteItem], planner: SavePlanner, url: str) -> list[Entry]:
+    """Write pickled objects batch by batch, as they take memory of this library's; return the last batch, unwritten."""
+    objects: list[Entry] = []
+    objects_bytes = 0
+    refused = RefusedObjects()
+    for entry in pickled_entries(items, planner, refused.look):
+        if objects and objects_bytes + entry.length > _OBJECT_BATCH_BYTES:
+            files.put([objects])
+            objects, objects_bytes = [], 0
+        objects.append(entry)
+        objects_bytes += entry.length
+    refused.warn(url)
+    return objects
+
+
+def _tell_left_out(url: str, size_bytes: int, max_bytes: int | None) -> None:
+    text = "%s has no .metadata for stock PyTorch: it would take about %s bytes, and stock_metadata_max_bytes is %s; "
+    text += "`ckpt convert %s DST --to dcp` makes a checkpoint with one"
+    _logger.warning(text, url, f"{size_bytes:,}", f"{max_bytes:,}", url)
+
+
+def paths_of(planner: SavePlanner) -> Mapping[str, Any] | None:
+    """Return where each entry is in nested containers; None if the planner does not flatten them."""
+    inner = getattr(planner, "inner", planner)
+    return getattr(inner, "mappings", None) if getattr(inner, "flatten_state_dict", False) else None
 
 
 def _checked_tags(tags: Mapping[str, str] | None) -> dict[str, str]:

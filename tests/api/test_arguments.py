@@ -406,7 +406,7 @@ def test_registered_schemes() -> None:
 def test_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
     found = types.SimpleNamespace(load=lambda: lambda url, options, threads: PosixStore("/tmp/third-party"))
     monkeypatch.setattr(
-        "ckpt.backends.registry.entry_points",
+        "importlib.metadata.entry_points",
         lambda group, name: [found] if (group, name) == ("ckpt.backends", "third") else [],
     )
     assert open_store("third://x").url == "/tmp/third-party"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import logging
 import pickle
@@ -26,6 +27,12 @@ from ckpt.conversion.endpoints import Endpoint
 from ckpt.errors import CheckpointError, ConfigurationError
 
 TOKEN = "session-token-that-is-secret"
+CUSTOMER_KEY = b"a customer's key, 32 bytes long."
+IN_BASE64 = base64.b64encode(CUSTOMER_KEY).decode()
+
+
+def shows_the_key(text: str) -> bool:
+    return any(form in text for form in (IN_BASE64, CUSTOMER_KEY.decode(), CUSTOMER_KEY.hex()))
 
 
 @pytest.mark.parametrize("scheme", ["s3", "cos", "fsspec+s3"])
@@ -37,6 +44,8 @@ def test_a_whole_life(
     options = dict(server.options)
     if scheme == "s3":
         options["token"] = TOKEN
+    if not scheme.startswith("fsspec"):
+        options["s3_additional_kwargs"] = {"SSECustomerKey": CUSTOMER_KEY if scheme == "s3" else IN_BASE64}
     with caplog.at_level(logging.DEBUG, logger="ckpt"), fault_proxy(server) as proxy:
         options["endpoint_url"] = f"http://127.0.0.1:{proxy.port}"
         if scheme.startswith("fsspec"):
@@ -66,6 +75,9 @@ def test_a_whole_life(
             texts += [str(caught.value), repr(caught.value), repr(pickle.dumps(caught.value))]
             texts.append("".join(traceback.format_exception(caught.value)))
     assert server.objects
+    if not scheme.startswith("fsspec"):
+        sent = server.requests[0].headers
+        assert sent["x-amz-server-side-encryption-customer-key"] == IN_BASE64
     texts += [repr(data) for data in server.objects.values()]
     ours = [record.getMessage() for record in caplog.records if record.name.startswith("ckpt")]
     assert ours
@@ -74,6 +86,7 @@ def test_a_whole_life(
     for text in texts:
         assert SECRET_KEY not in text
         assert TOKEN not in text
+        assert not shows_the_key(text)
 
 
 def test_a_refused_api_key(server: StrictS3, iam: IamServer) -> None:
@@ -234,8 +247,10 @@ def test_servers_that_quote_credentials_of_the_sdk(
 @pytest.mark.parametrize("scheme", ["s3", "fsspec+s3"])
 def test_servers_that_quote_credentials(scheme: str) -> None:
     with strict_s3() as server:
-        server.rule = lambda request: (400, f"Bad-{SECRET_KEY}-{TOKEN}")
+        server.rule = lambda request: (400, f"Bad-{SECRET_KEY}-{TOKEN}-{IN_BASE64}-{CUSTOMER_KEY.decode()}")
         options = {name: server.options[name] for name in ("endpoint_url", "key", "secret")}
+        if scheme == "s3":
+            options["s3_additional_kwargs"] = {"SSECustomerKey": IN_BASE64}
         store = open_store(f"{scheme}://bucket/x", {**options, "token": TOKEN})
         with pytest.raises(CheckpointError) as caught:
             store.read_into("k", 0, [memoryview(bytearray(1))])
@@ -244,6 +259,7 @@ def test_servers_that_quote_credentials(scheme: str) -> None:
         with pytest.raises(CheckpointError) as caught:  # an answer that the store itself judges
             put_bytes(store, "k", b"data", mode=PutMode.CREATE)
         text += "".join(traceback.format_exception(caught.value)) + repr(pickle.dumps(caught.value))
+        assert scheme != "s3" or not shows_the_key(text)
         assert SECRET_KEY not in text
         assert TOKEN not in text
         store.close()

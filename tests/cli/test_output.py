@@ -12,7 +12,7 @@ from support.commands import run
 from support.servers import refusing_port
 
 import ckpt
-from ckpt.cli.printing.output import tags_text
+from ckpt.words import tags_text
 
 
 def test_a_server_out_of_reach_is_named_soon_and_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import threading
 import time
@@ -20,9 +21,13 @@ from support.states import digest, emptied, random_tensor
 from support.strict_s3 import Request, StrictS3
 
 import ckpt
+from ckpt.backends.registry import open_store
 from ckpt.consistency import environment
 from ckpt.draining.drain import Drained
+from ckpt.draining.folder_lock import held
 from ckpt.errors import AccessDenied, ConfigurationError, SaveFailed
+from ckpt.format.records import read_commit
+from ckpt.format.run_record import RunRecord, write_run
 from ckpt.writing.coordinator import Coordinator
 
 MIB = 1 << 20
@@ -133,6 +138,17 @@ def test_room_is_made_of_what_is_durable(local: Path, durable: Path) -> None:
     assert not (durable / "step-1" / "commit.json").exists()
 
 
+def test_what_is_being_saved_again_is_not_removed(local: Path, durable: Path) -> None:
+    for step in (1, 2):
+        save(local, step)
+    with held(str(local / "step-1")) as is_free:
+        assert is_free
+        list(ckpt.drain(local, durable, keep_local=1))
+        assert ckpt.verify(local / "step-1").ok
+    list(ckpt.drain(local, durable, keep_local=1))
+    assert [path.name for path in local.iterdir()] == ["step-2"]
+
+
 def test_a_step_that_was_saved_again(local: Path, durable: Path) -> None:
     """A run that went back saves a step anew: the later one replaces the earlier one, and never the other way."""
     save(local, 1, seed=5)
@@ -147,6 +163,39 @@ def test_a_step_that_was_saved_again(local: Path, durable: Path) -> None:
     (old,) = ckpt.drain(before, durable)
     assert (old.state, "a save that is later is committed here" in old.reason) == ("failed", True)
     assert holds(durable / "step-1", 6)
+
+
+def test_a_step_that_is_saved_again_meanwhile_waits_for_those_before_it(local: Path, durable: Path) -> None:
+    for step in (1, 3):
+        save(local, step)
+    drained = ckpt.drain(local, durable, follow=True, poll_s=0.05)
+    done = [next(drained)]
+    save(local, 2)
+    save(local, 3, seed=4)
+    done += [next(drained), next(drained)]
+    drained.close()
+    assert outcomes(done) == [(f"step-{step}", "durable") for step in (1, 2, 3)]
+    assert holds(durable / "step-3", 4)
+
+
+@pytest.mark.parametrize("when", ["before", "while it is sent"])
+def test_what_the_run_has_removed_is_not_committed(local: Path, durable: Path, when: str) -> None:
+    save(local, 1)
+    with contextlib.closing(open_store(local / "step-1")) as store:
+        commit = read_commit(store)
+    assert commit is not None
+    record = RunRecord(removed=[commit.record.id])
+
+    def remove(*_: int) -> None:
+        with contextlib.closing(open_store(durable)) as store:
+            write_run(store, record)
+
+    if when == "before":
+        remove()
+    (done,) = ckpt.drain(local, durable, progress=remove)
+    assert (done.state, done.reason) == ("left out", "it was removed there")
+    assert (sent := [path.name for path in durable.glob("step-1/*")]) == [] or when != "before"
+    assert "commit.json" not in sent
 
 
 def test_anothers_checkpoint_is_not_replaced(local: Path, durable: Path) -> None:
@@ -335,6 +384,7 @@ class _Clock(SkippingClock):
 # -- trouble -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_the_durable_place_gives_no_answer_for_a_while(
     local: Path, server: StrictS3, to_server: dict[str, Any]
 ) -> None:

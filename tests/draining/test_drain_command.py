@@ -50,13 +50,17 @@ def test_wrong_options(local: Path, tmp_path: Path, wrong: tuple[str, str]) -> N
     assert run("drain", local, tmp_path / "durable", *wrong).code == 2
 
 
-@pytest.mark.parametrize("in_time", [True, False])
-def test_sigterm_carries_what_fits(local: Path, server: StrictS3, in_time: bool) -> None:
+@pytest.mark.parametrize(
+    ("in_time", "blocked"), [(True, (503, "SlowDown")), (False, (503, "SlowDown")), (False, "stall")]
+)
+def test_sigterm_carries_what_fits(
+    local: Path, server: StrictS3, in_time: bool, blocked: str | tuple[int, str]
+) -> None:
     """After the signal what is committed is carried, for as long as the grace lasts; then it says what is left."""
     is_blocked = [True]
 
     def rule(request: Request) -> str | tuple[int, str]:
-        return (503, "SlowDown") if is_blocked[0] and request.method == "PUT" else "pass"
+        return blocked if is_blocked[0] and request.method == "PUT" else "pass"
 
     server.rule = rule
     script = Path(sys.executable).parent / "ckpt"

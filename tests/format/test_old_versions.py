@@ -6,6 +6,7 @@ A format change bumps the version, keeps the old folders, and adds a new one.
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import shutil
@@ -98,6 +99,17 @@ def test_a_kept_checkpoint_refers_to_another() -> None:
     assert stored["scalar"] == 3.5
 
 
+def test_a_kept_signature_is_still_right() -> None:
+    """Digests and signatures are no version of their own: who does not know them ignores them."""
+    name, public = f"ckpt-v{FORMAT_VERSION}-signed", DATA / f"ckpt-v{FORMAT_VERSION}-signed.pub.pem"
+    result = ckpt.verify_signed(DATA / name, public)
+    assert (result.ok, result.checkpoints[0].checked_bytes > 0) == (True, True)
+    digest = "sha256:d6403c5c8ece4008c83fa504daf2a171b08cdee2cf55978de231000f7f955b4f"
+    assert ckpt.verify(DATA / name, expect=digest).block_digests == "sha256"
+    record = decode_commit((DATA / name / "commit.json").read_bytes(), url="", key="")
+    assert record.version == FORMAT_VERSION
+
+
 def kept_model() -> dict[str, torch.Tensor]:
     state = kept_state()
     model: dict[str, torch.Tensor] = state["model"]
@@ -158,9 +170,14 @@ def test_the_records_are_what_the_specification_shows(tmp_path: Path) -> None:
     commit = json.loads((tmp_path / "commit.json").read_text())
     assert list(commit) == [
         "format", "version", "id", "created_at", "library", "torch", "world_size", "data_bytes",
-        "index", "manifests", "tags", "crc64nvme",
+        "index", "manifests", "tags", "timings", "content", "crc64nvme",
     ]  # fmt: skip
+    packed_ms, retries = commit["timings"]
+    assert (len(base64.b64decode(packed_ms)), retries) == (4 * (3 + 1), [])
     assert (commit["format"], commit["version"], commit["world_size"]) == ("ckpt-storage", 2, 1)
+    assert {name: [*part] for name, part in commit["content"].items()} == {
+        "": ["tensors", "elements", "names", "values", "looked_at"]
+    }
     (ref,) = commit["manifests"]
     assert list(ref) == ["path", "size_bytes", "crc64nvme", "rank", "files", "items", "data_bytes"]
     assert list(commit["index"]) == ["path", "size_bytes", "crc64nvme"]
@@ -221,10 +238,22 @@ def test_a_damaged_kept_checkpoint_does_not_load(tmp_path: Path) -> None:
         ckpt.load({"scalar": torch.tensor(0.0), "transposed": torch.zeros(5, 4)}, place)
 
 
+def _write_signed() -> None:
+    from support.signing import keys
+
+    name = f"ckpt-v{FORMAT_VERSION}-signed"
+    ckpt.save(kept_state(), name, block_digests="sha256", overwrite=False, no_dist=True)
+    private, public = keys(Path("."), name)  # which nobody keeps
+    print("wrote", name, ckpt.sign(name, private).digest)
+    private.unlink()
+    assert public.exists()
+
+
 def _write() -> None:
     warnings.simplefilter("ignore")
     DATA.mkdir(exist_ok=True)
     os.chdir(DATA)  # stock PyTorch stores the path it was given
+    _write_signed()
     base = f"ckpt-v{REFERENCE_VERSION}-base"
     ckpt.save({**kept_state(), "scalar": torch.tensor(3.5)}, base, digests=True, overwrite=False)
     ckpt.save(kept_state(), f"ckpt-v{REFERENCE_VERSION}", base=base, overwrite=False)

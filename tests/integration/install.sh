@@ -3,7 +3,7 @@
 set -eu
 
 packages="s3fs fuse3 ceph-mon ceph-mgr ceph-osd radosgw
-  swift swift-proxy swift-account swift-container swift-object memcached"
+  swift swift-proxy swift-account swift-container swift-object memcached softhsm2"
 
 missing=
 for package in $packages; do

@@ -14,7 +14,7 @@ from support.rooms import ROOT
 
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("pip")]
 
-_EXTRAS = ("s3", "cos", "fsspec", "data", "tune", "all", "testing", "bench", "dev")
+_EXTRAS = ("s3", "cos", "fsspec", "data", "tune", "sign", "pkcs11", "all", "testing", "bench", "dev")
 
 
 @pytest.fixture(scope="module")

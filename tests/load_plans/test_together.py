@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+import socket
 from collections.abc import Callable, Iterable
 from functools import partial, reduce
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest import mock
 
 import pytest
 import torch
@@ -24,10 +26,11 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import ckpt
 from ckpt.errors import AccessDenied, CheckpointError, CommitConflict, LoadFailed, UnsafeContent
-from ckpt.load_plans.together import Failure, StepFailed, Told
-from ckpt.ranks.failures import load_error
+from ckpt.load_plans.together import Failure, Told
+from ckpt.ranks.failures import StepFailed, load_error
 from ckpt.ranks.many_failures import MAX_FAILURES
 from ckpt.reading.checkpoint import Checkpoint
+from ckpt.reading.read_once import Replicas
 from ckpt.trainer_integration.run.strict_planner import NamingLoadPlanner
 
 PATCH = pytest.MonkeyPatch()
@@ -276,8 +279,27 @@ def test_failures_of_thousands_are_counted() -> None:
     joined = told(range(500)).join(told(range(500, 3000)))
     assert joined.failed == 3000
     assert len(joined.failures) == MAX_FAILURES
-    failed = StepFailed("plan", joined.failures, joined.failed)
+    errors = {rank: each.error for rank, each in joined.failures.items()}
+    failed = StepFailed("plan", errors, joined.failed)
     error = load_error(failed, "file:///c")
     assert isinstance(error, LoadFailed)
     assert error.failed_ranks == 3000
     assert "3,000 ranks in all" in str(error)
+
+
+def test_ranks_that_want_little_do_not_ask_each_other(tmp_path: Path) -> None:
+    asked = run_ranks(2, _asks, str(tmp_path))
+    assert asked == [[0, 3, 2]] * 2  # the first time also on how many nodes they are
+
+
+def _asks(rank: int, root: str) -> list[int]:
+    """Load little, much, and much on one rank alone; count the questions of this rank."""
+    counts = []
+    with mock.patch.object(socket, "gethostname", return_value=f"node{rank}"):
+        for number, elements in enumerate((8, 1 << 20, 1 << 20 if rank else 8)):
+            state = {f"w{rank}" if number == 2 else "w": torch.ones(elements)}
+            ckpt.save(state, f"{root}/{number}")
+            with mock.patch.object(Replicas, "_join", autospec=True, side_effect=Replicas._join) as join:
+                ckpt.load(state, f"{root}/{number}")
+            counts.append(join.call_count)
+    return counts

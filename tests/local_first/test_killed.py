@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,12 +21,17 @@ from ckpt.errors import CheckpointError
 
 RANKS = 2
 _TRAINER = """
-import sys, time
+import os, sys, threading, time
 import torch, torch.distributed as dist
 import ckpt
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+def end_with_the_test():
+    sys.stdin.read()  # until nobody can write to it any more
+    os._exit(3)
+
+threading.Thread(target=end_with_the_test, daemon=True).start()
 folder, port, rank, world = sys.argv[1], *map(int, sys.argv[2:5])
 tier = ckpt.LocalTier(f"{folder}/node{rank}", copies=int(sys.argv[6]))
 dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", port, is_master=False), rank=rank, world_size=world)
@@ -61,11 +67,22 @@ with ckpt.CheckpointManager(
 """
 
 
-def _start(folder: Path, port: int, steps: int, copies: bool) -> list[subprocess.Popen[str]]:
+@pytest.fixture
+def lifeline() -> Iterator[int]:
+    """Make a pipe from which trainers read: when the test is over, or its process is gone, they end."""
+    reads, writes = os.pipe()
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.close, reads)
+        stack.callback(os.close, writes)
+        yield reads
+
+
+def _start(folder: Path, port: int, steps: int, copies: bool, lifeline: int) -> list[subprocess.Popen[str]]:
     command = [sys.executable, "-c", _TRAINER, str(folder), str(port)]
     return [
         subprocess.Popen(
             [*command, str(rank), str(RANKS), str(steps), str(int(copies))],
+            stdin=lifeline,
             stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             text=True,
@@ -96,12 +113,12 @@ def _told(output: str, kind: str) -> list[int]:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("seed", "copies"), [(0, False), (1, False), (2, False), (3, True), (4, True)])
-def test_killed_at_any_moment(tmp_path: Path, seed: int, copies: bool) -> None:
+def test_killed_at_any_moment(tmp_path: Path, seed: int, copies: bool, lifeline: int) -> None:
     """With copies, a node is lost too from time to time."""
     chance, local, durable = random.Random(seed), 0, 0
     for _ in range(5):
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        ranks = _start(tmp_path, store.port, 10_000, copies)
+        ranks = _start(tmp_path, store.port, 10_000, copies, lifeline)
         assert ranks[0].stdout is not None
         first = ranks[0].stdout.readline()
         assert first.startswith("restored "), first
@@ -129,7 +146,7 @@ def test_killed_at_any_moment(tmp_path: Path, seed: int, copies: bool) -> None:
                 shutil.rmtree(tmp_path / f"node{chance.randrange(RANKS)}")
         _check_durable(tmp_path / "durable", durable)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks = _start(tmp_path, store.port, local + 3, copies)
+    ranks = _start(tmp_path, store.port, local + 3, copies, lifeline)
     output, _ = ranks[0].communicate(timeout=300)
     assert [rank.wait() for rank in ranks] == [0] * RANKS
     assert _told(output, "restored")[0] >= local
@@ -151,3 +168,19 @@ def _check_durable(root: Path, newest: int) -> None:
             assert found.ok or not (path / "commit.json").exists(), (path, found)
             steps.append(int(path.name.partition("-")[2]))
     assert max(steps) >= newest
+
+
+@pytest.mark.long
+def test_trainers_end_with_their_test(tmp_path: Path) -> None:
+    reads, writes = os.pipe()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = _start(tmp_path, store.port, 10_000, False, reads)
+    assert ranks[0].stdout is not None
+    assert ranks[0].stdout.readline().startswith("restored ")
+    os.close(writes)
+    ranks[0].stdout.read()
+    assert [rank.wait(30) for rank in ranks] == [3] * RANKS
+    for rank in ranks:
+        if rank.stdout is not None:
+            rank.stdout.close()
+    os.close(reads)

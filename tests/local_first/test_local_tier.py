@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import multiprocessing
 import os
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -20,6 +20,7 @@ import pytest
 import torch
 from support.commands import flip
 from support.proxy import Call, fault_proxy
+from support.ranks import exit_code_of
 from support.strict_s3 import StrictS3, strict_s3
 from typer.testing import CliRunner
 
@@ -83,6 +84,24 @@ def restored(folder: Path, **more: Any) -> tuple[int | None, Log]:
 def local_of(folder: Path, name: str = "local") -> Path:
     (run,) = (folder / name).iterdir()
     return run
+
+
+@pytest.fixture(scope="module")
+def _two_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    train(folder, range(1, 3))
+    return folder
+
+
+@pytest.fixture
+def trained(_two_steps: Path, tmp_path: Path) -> Path:
+    """A folder with a run of two steps that have become durable: a copy, as if it had been made there."""
+    shutil.copytree(_two_steps / "durable", tmp_path / "durable")
+    here, there = local_of(_two_steps), RunFolder(tmp_path / "local", tmp_path / "durable")
+    shutil.copytree(here, there.path, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".ckpt-job.lock"))
+    marker = Path(there.path) / "ckpt-local.json"
+    marker.write_text(json.dumps(json.loads(marker.read_text()) | {"durable": there.durable}))
+    return tmp_path
 
 
 def data_file(checkpoint: Path) -> Path:
@@ -158,6 +177,8 @@ def test_no_wait_for_a_record_that_cannot_be_written(tmp_path: Path) -> None:
     with strict_s3() as server, fault_proxy(server) as proxy:
 
         def rule(call: Call) -> int | str:
+            if call.method == "PUT" and call.key.endswith("step-00000002/commit.json"):
+                is_dead.set()
             return "stall" if is_dead.is_set() and "ckpt-run" in call.key else "pass"
 
         proxy.rule, log = rule, Log()
@@ -166,16 +187,14 @@ def test_no_wait_for_a_record_that_cannot_be_written(tmp_path: Path) -> None:
         with ckpt.CheckpointManager("s3://bucket/run", save=1, events=[log.append], **more) as manager:
             manager.step(1, state_of(1))
             manager.wait_durable(PATIENCE_S)
-            is_dead.set()
             began_s = time.monotonic()
             manager.step(2, state_of(2))
             assert manager.wait_durable(8.0) == 2
         assert time.monotonic() - began_s < PATIENCE_S  # a request alone waits for longer
 
 
-def test_ls_tells_what_is_durable(tmp_path: Path) -> None:
-    train(tmp_path, range(1, 3))
-    run = local_of(tmp_path)
+def test_ls_tells_what_is_durable(trained: Path) -> None:
+    run = local_of(trained)
     shutil.copytree(run / "step-00000002", run / "step-00000003")
     lines = CliRunner().invoke(app, ["ls", str(run)]).output.splitlines()
     assert [[word for word in line.split() if word in ("durable", "local")] for line in lines[1:]] == [
@@ -183,48 +202,45 @@ def test_ls_tells_what_is_durable(tmp_path: Path) -> None:
         ["durable"],
         ["local"],
     ]
-    listed = json.loads(CliRunner().invoke(app, ["ls", str(tmp_path / "local"), "--json"]).output)
+    listed = json.loads(CliRunner().invoke(app, ["ls", str(trained / "local"), "--json"]).output)
     assert sorted(each["state"] for each in listed["checkpoints"]) == ["durable", "durable", "local"]
 
 
-def test_a_drain_of_the_wrong_folder_says_which_one_is_meant(tmp_path: Path) -> None:
-    train(tmp_path, range(1, 2))
+def test_a_drain_of_the_wrong_folder_says_which_one_is_meant(trained: Path) -> None:
+    tmp_path = trained
     output = CliRunner().invoke(app, ["drain", str(tmp_path / "local"), str(tmp_path / "durable")]).output
     assert f"{local_of(tmp_path).name} is the folder of the run" in output.replace("\n", "")
 
 
-def test_restore_reads_nothing_from_afar(tmp_path: Path) -> None:
-    train(tmp_path, range(1, 3))
-    flip(data_file(tmp_path / "durable" / "step-00000002"), 600_000)  # nobody reads it
-    step, log = restored(tmp_path)
+def test_restore_reads_nothing_from_afar(trained: Path) -> None:
+    flip(data_file(trained / "durable" / "step-00000002"), 600_000)  # nobody reads it
+    step, log = restored(trained)
     assert step == 2
     values = log.of("restored").values
     assert values["durable_bytes"] == values["neighbours_bytes"] == 0
     assert values["node_bytes"] > 1_200_000
 
 
-def test_a_damaged_file_of_the_node_is_read_from_the_durable_place(tmp_path: Path) -> None:
-    train(tmp_path, range(1, 3))
-    flip(data_file(local_of(tmp_path) / "step-00000002"), 600_000)
-    step, log = restored(tmp_path)
+def test_a_damaged_file_of_the_node_is_read_from_the_durable_place(trained: Path) -> None:
+    flip(data_file(local_of(trained) / "step-00000002"), 600_000)
+    step, log = restored(trained)
     assert step == 2
     assert 0 < log.of("restored").values["durable_bytes"] < 1_210_000  # no more than the request that met it
 
 
 @pytest.mark.parametrize("fault", ["damaged", "missing", "cut"])
-def test_what_is_damaged_and_not_durable_is_passed_over(tmp_path: Path, fault: str) -> None:
-    train(tmp_path, range(1, 3))
-    shutil.rmtree(tmp_path / "durable" / "step-00000002")
-    (tmp_path / "durable" / "ckpt-run.json").unlink()
-    (local_of(tmp_path) / STATUS).unlink()
-    file = data_file(local_of(tmp_path) / "step-00000002")
+def test_what_is_damaged_and_not_durable_is_passed_over(trained: Path, fault: str) -> None:
+    shutil.rmtree(trained / "durable" / "step-00000002")
+    (trained / "durable" / "ckpt-run.json").unlink()
+    (local_of(trained) / STATUS).unlink()
+    file = data_file(local_of(trained) / "step-00000002")
     if fault == "damaged":
         flip(file, 600_000)
     elif fault == "missing":
         file.unlink()
     else:
         os.truncate(file, file.stat().st_size // 2)
-    step, log = restored(tmp_path)
+    step, log = restored(trained)
     assert step == 1
     assert log.steps("passed_over") == [2]
 
@@ -238,34 +254,35 @@ def test_a_run_that_only_a_lost_node_has_is_no_new_run(tmp_path: Path) -> None:
         restored(tmp_path)
 
 
-def test_a_local_checkpoint_that_is_newer_comes_first(tmp_path: Path) -> None:
-    train(tmp_path, range(1, 3))
-    shutil.rmtree(tmp_path / "durable" / "step-00000002")
-    (tmp_path / "durable" / "ckpt-run.json").unlink()
-    (local_of(tmp_path) / STATUS).unlink()
-    step, log = restored(tmp_path)
+def test_a_local_checkpoint_that_is_newer_comes_first(trained: Path) -> None:
+    shutil.rmtree(trained / "durable" / "step-00000002")
+    (trained / "durable" / "ckpt-run.json").unlink()
+    (local_of(trained) / STATUS).unlink()
+    step, log = restored(trained)
     assert step == 2
     assert log.of("restored").values["durable_bytes"] == 0
 
 
-def test_what_was_removed_does_not_come_back(tmp_path: Path) -> None:
+def test_what_was_removed_does_not_come_back(trained: Path) -> None:
     """Who removes a checkpoint from the root, or all of them, to go on from an earlier one does not get it from a node."""
-    train(tmp_path, range(1, 3))
-    ckpt.remove(tmp_path / "durable" / "step-00000002")
-    step, log = restored(tmp_path)
+    ckpt.remove(trained / "durable" / "step-00000002")
+    step, log = restored(trained)
     assert step == 1
     assert {*log.steps("passed_over")} == {2}
     state = state_of(0)
-    with manager_of(tmp_path, Log()) as manager:
+    with manager_of(trained, Log()) as manager:
         assert manager.restore(state, step=2)
     assert int(state["step"]) == 2
-    shutil.rmtree(tmp_path / "durable")
+    shutil.rmtree(trained / "durable")
     with pytest.raises(LoadFailed, match=r"is not in .*durable any more: .* restore\(step=2\) takes it"):
-        restored(tmp_path)
+        restored(trained)
 
 
-def test_an_older_one_of_the_nodes_does_not_come_before_a_durable_one(tmp_path: Path) -> None:
-    train(tmp_path, range(1, 4))
+def test_an_older_one_of_the_nodes_does_not_come_before_a_durable_one(
+    trained: Path,
+) -> None:
+    tmp_path = trained
+    train(tmp_path, range(3, 4))
     for path in ("durable/step-00000003", f"{local_of(tmp_path)}/step-00000003"):
         shutil.rmtree(tmp_path / path)
     shutil.copytree(tmp_path / "durable" / "step-00000001", local_of(tmp_path) / "step-00000001")
@@ -275,11 +292,10 @@ def test_an_older_one_of_the_nodes_does_not_come_before_a_durable_one(tmp_path: 
     assert log.steps("passed_over") == [3]
 
 
-def test_a_durable_checkpoint_that_is_newer_comes_first(tmp_path: Path) -> None:
-    train(tmp_path, range(1, 3))
-    ckpt.copy(tmp_path / "durable" / "step-00000002", tmp_path / "durable" / "step-00000009")
+def test_a_durable_checkpoint_that_is_newer_comes_first(trained: Path) -> None:
+    ckpt.copy(trained / "durable" / "step-00000002", trained / "durable" / "step-00000009")
     log, state = Log(), state_of(0)
-    with manager_of(tmp_path, log) as manager:
+    with manager_of(trained, log) as manager:
         found = manager.restore(state)
     assert found is not None
     assert found.url.endswith("durable/step-00000009")
@@ -399,7 +415,9 @@ def test_what_is_durable_makes_room(tmp_path: Path) -> None:
 
 def test_what_was_saved_again_makes_no_room(tmp_path: Path) -> None:
     """The process has said of a folder that it is durable; what was saved into it since is not."""
-    tier = ckpt.LocalTier(tmp_path / "local", keep=9, budget_bytes=4_000_000, drain_timeout_s=0)
+    tier = ckpt.LocalTier(
+        tmp_path / "local", keep=9, budget_bytes=4_000_000, drain_timeout_s=0, answer_timeout_s=0.5
+    )
     with dead_store() as (_, options, dead):
         log = Log()
         more: dict[str, Any] = {"storage_options": options, "preflight": False, "on_failure": "continue"}
@@ -492,51 +510,33 @@ def test_a_disk_without_any_room_is_carried(tmp_path: Path, small_disk: Path) ->
 
 # -- the process -------------------------------------------------------------------------------------------
 
-_TRAINER = """
-import os, sys, time
-import torch, ckpt
-root, local = sys.argv[1:3]
-with ckpt.CheckpointManager(root, save=1, local=local, preflight=False) as manager:
-    for step in range(1, 4):
-        manager.step(step, {"weights": torch.full((300_000,), float(step)), "step": torch.tensor(step)})
-        manager._saves.settle()
-    os.kill(os.getpid(), 9)
-"""
+
+def _train_and_die(folder: Path) -> None:
+    with manager_of(folder, Log()) as manager:
+        for step in range(1, 4):
+            manager.step(step, state_of(step))
+            manager._saves.settle()
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
-_TRAINER_WITH_A_CHILD = """
-import multiprocessing, sys, time
-import torch, ckpt
-if __name__ == "__main__":
-    root, local = sys.argv[1:3]
+def _train_with_children(folder: Path) -> None:
     for step in (1, 2):
-        with ckpt.CheckpointManager(root, save=1, local=local, preflight=False) as manager:
-            manager.step(step, {"x": torch.ones(9)})
-            manager.wait_durable(60)
+        with manager_of(folder, Log()) as manager:
+            manager.step(step, state_of(step))
+            manager.wait_durable(PATIENCE_S)
             child = multiprocessing.get_context("fork").Process(target=time.sleep, args=[600], daemon=True)
             child.start()  # as a data loader's worker that stays
-            began_s = time.monotonic()
-        print(time.monotonic() - began_s)
-"""
 
 
+@pytest.mark.smoke
 def test_a_child_of_a_fork_holds_up_nothing(tmp_path: Path) -> None:
     """The children have the trainer's open files, among them the pipe to the process, and the lock."""
-    command = [
-        sys.executable,
-        "-c",
-        _TRAINER_WITH_A_CHILD,
-        str(tmp_path / "durable"),
-        str(tmp_path / "local"),
-    ]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=PATIENCE_S)
-    assert done.returncode == 0, done.stderr
-    assert len(done.stdout.split()) == 2
+    assert exit_code_of(_train_with_children, tmp_path, timeout_s=PATIENCE_S) == 0
 
 
+@pytest.mark.smoke
 def test_the_process_outlives_the_trainer(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", _TRAINER, str(tmp_path / "durable"), str(tmp_path / "local")]
-    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    assert exit_code_of(_train_and_die, tmp_path) == -signal.SIGKILL
     deadline_s = time.monotonic() + PATIENCE_S
     while not (tmp_path / "durable" / "step-00000003" / "commit.json").exists():
         assert time.monotonic() < deadline_s, (local_of(tmp_path) / "ckpt-drain.log").read_text()
@@ -567,6 +567,8 @@ def test_a_process_that_may_not_write_says_so(tmp_path: Path) -> None:
             proxy.rule = lambda call: 403
             manager.step(1, state_of(1))
             log.wait_for("drain_failed")
+        process = manager._saves._tier._process  # type: ignore[attr-defined]
+        os.kill(process.pid, signal.SIGKILL)  # the one begun since would wait an hour for the server
     assert "ended with 1" in log.of("drain_failed").reason
     text = (local_of(tmp_path) / "ckpt-drain.log").read_text()
     assert "check the credentials" in text
@@ -665,6 +667,7 @@ def test_no_step_waits_for_a_store_that_gives_no_answer(tmp_path: Path) -> None:
         assert steps == {"step-00000006", "step-00000007"}
 
 
+@pytest.mark.long
 def test_a_restart_while_the_store_gives_no_answer(tmp_path: Path) -> None:
     with dead_store() as (_, options, dead):
         more: dict[str, Any] = {
@@ -716,6 +719,7 @@ def test_a_restore_does_not_wait_for_a_store_that_gives_no_answer(
         manager.close()
 
 
+@pytest.mark.long
 def test_without_a_whole_checkpoint_the_durable_place_is_waited_for(tmp_path: Path) -> None:
     with strict_s3() as server, fault_proxy(server) as proxy:
         tier = ckpt.LocalTier(tmp_path / "local", answer_timeout_s=0.0)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import Counter
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from support import simulated_plans
 from support.ranks import run_ranks
+from support.simulated_plans import placed_plan, placements_for, structure_of
 from support.strict_s3 import Request, StrictS3
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
@@ -22,6 +25,9 @@ from ckpt.acceptance.models import Parameter, gpt
 from ckpt.acceptance.plans import save_plans, shard_nbytes, shard_on
 from ckpt.acceptance.tasks import LoadTask, SaveTask, Setup
 from ckpt.embeddings import DenseRows, Tables, TableShard
+from ckpt.format.index import encode_index
+from ckpt.format.runs import TensorRuns
+from ckpt.planning import requests
 from ckpt.planning.layout import layout_of, parse_mesh
 from ckpt.planning.models import Model, Tensor
 from ckpt.planning.requests import Requests, remove_requests, restore_requests, save_requests, stored
@@ -30,6 +36,7 @@ from ckpt.planning.tables import chain_saves, table_of
 from ckpt.transfer import fetcher
 from ckpt.transfer.file_body import BytesPayload
 from ckpt.writing.layout import Entry, spread
+from ckpt.writing.stock_metadata import DEFAULT_MAX_BYTES
 
 PART_BYTES = 5 << 20
 """Of the strict server's options."""
@@ -74,6 +81,46 @@ def test_one_rank_and_parts(server: StrictS3, monkeypatch: pytest.MonkeyPatch) -
     assert counted(server) == restore_requests(layout, what, request_bytes=8 << 20)
     ckpt.remove("s3://bucket/one", storage_options=server.options)
     assert counted(server) == remove_requests(what)
+
+
+def test_a_checkpoint_without_metadata(server: StrictS3, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert requests._MAX_STOCK_BYTES == DEFAULT_MAX_BYTES
+    monkeypatch.setattr(requests, "_MAX_STOCK_BYTES", 0)
+    model = Model("one", "", 0, (Tensor("w", (1000, 1000), 4, 0, 0),))
+    layout = layout_of(model, parse_mesh("fsdp", 1))
+    what = stored(model, layout, threads=4)
+    _first_save(server)
+    ckpt.save(
+        {"w": torch.randn(1000, 1000)},
+        "s3://bucket/none",
+        storage_options=server.options,
+        stock_metadata_max_bytes=0,
+    )
+    assert counted(server) == save_requests(layout, what, part_bytes=PART_BYTES)
+    assert len(stored_at(server, "none")) == what.objects
+
+
+@pytest.mark.parametrize(
+    ("text", "mesh"), [("fsdp", (128,)), ("fsdp", (300,)), ("hsdp2xfsdp256", (2, 256))], ids=str
+)
+def test_index_of_many_ranks(text: str, mesh: tuple[int, ...]) -> None:
+    """Tensors of 256 slices and more are runs in the index, others rows; a state is nested, as that of a training."""
+    ranks = math.prod(mesh)
+    named = [
+        (f"{group}.{each.fqn}", each)
+        for each in gpt(256, 3, vocab=2048, positions=1024)
+        for group in ("model", "optimizer.exp_avg", "optimizer.exp_avg_sq")
+    ]
+    sharded = placements_for(mesh, [None, 0][-len(mesh) :])
+    held = [simulated_plans.Tensor(name, each.shape, sharded) for name, each in named]
+    structures = [structure_of(held, mesh, rank) for rank in range(ranks)]
+    _, columns = placed_plan(structures)
+    columns.save_id = "0" * 16
+    model = Model("gpt", "", 0, tuple(Tensor(name, each.shape, 4, None, 0) for name, each in named))
+    layout = layout_of(model, parse_mesh(text, ranks))
+    regular = sum(isinstance(each, TensorRuns) for each in columns.entries.values())
+    assert layout.regular == regular
+    assert stored(model, layout, threads=8).index_bytes == pytest.approx(len(encode_index(columns)), rel=0.1)
 
 
 @pytest.mark.parametrize("text", ["fsdp4", "hsdp2xfsdp2", pytest.param("tp2xfsdp2", marks=pytest.mark.long)])

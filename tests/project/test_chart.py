@@ -1,4 +1,4 @@
-"""The README's chart is drawn from measured results."""
+"""The page of results and the README's chart are written from measured results."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from benchmarks.run.task import Outcome
 
 def test_the_chart_shows_every_contender_and_its_speed(tmp_path: Path) -> None:
     from benchmarks.report.chart import draw_chart  # with matplotlib, which takes a second
+    from benchmarks.report.publish import publish
 
     results = Results({}, {})
     speeds = {
@@ -21,10 +22,16 @@ def test_the_chart_shows_every_contender_and_its_speed(tmp_path: Path) -> None:
     for case, entries in speeds.items():
         assert not draw_chart(results, tmp_path)
         for entry, speed in entries.items():
-            results.add(case, entry, Outcome({"gb_per_s": speed}))
+            results.add(case, entry, Outcome({"gb_per_s": speed, "wall_s": 1 / speed}))
+    results.add("posix-save", "safetensors", Outcome({"gb_per_s": 5.0, "wall_s": 0.2}))
     results.add("s3-load", "FsspecReader + s3fs", Outcome(error="it crashed"))
     results.write(tmp_path / "results.json")
-    light, dark = draw_chart(Results.read(tmp_path / "results.json"), tmp_path)
+    page, light, dark = publish(Results.read(tmp_path / "results.json"), tmp_path)
+    text = page.read_text()
+    assert "](../benchmarks/README.md)" in text
+    assert "| 3.25 |" in text
+    assert "it crashed" in text
+    assert text.index("**not met**") < text.index("| met |") < text.index("not measured")
     for text in (light.read_text(), dark.read_text()):
         for shown in ("ckpt-storage, verified", "s3torchconnector", "stock PyTorch", "torch_checkpointing"):
             assert shown in text

@@ -156,7 +156,7 @@ def test_benchmarks_explain_themselves_and_keep_peers_apart() -> None:
         "__main__.py",
         "contenders/ckpt_storage.py",
         "contenders/ckpt_manager.py",
-        "contenders/floor_checksums.py",
+        "contenders/floors/checksums.py",
     }
     for path in BENCHMARKS:
         name = path.relative_to(ROOT / "benchmarks").as_posix()

@@ -47,7 +47,7 @@ with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
 heavy = {"torch", "numpy", "msgspec", "boto3", "ibm_boto3", "fsspec", "s3fs", "safetensors"} & set(sys.modules)
 assert not heavy, heavy
 ours = {name for name in sys.modules if name.startswith("ckpt.") and not name.startswith("ckpt.cli")}
-assert ours <= {"ckpt.errors", "ckpt.backends", "ckpt.backends.options", "ckpt.backends.retries"}, ours
+assert ours <= {"ckpt.errors", "ckpt.backends", "ckpt.backends.options", "ckpt.backends.retries", "ckpt.transfer", "ckpt.transfer.reports", "ckpt.words"}, ours
 """
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -62,6 +62,8 @@ def test_commands_that_make_no_tensor_start_without_torch(tmp_path: Path) -> Non
     commands: list[tuple[int, list[str]]] = [
         (0, ["ls", str(tmp_path)]),
         (0, ["verify", place]),
+        (0, ["verify", place, "--sample", "5%"]),
+        (0, ["scrub", str(tmp_path / "run"), "--from", str(tmp_path), "--dry-run"]),
         (0, ["inspect", place, "--json"]),
         (0, ["inspect", place]),
         (0, ["cat", place, "model.w"]),
@@ -106,8 +108,8 @@ def test_the_version_is_that_of_the_package() -> None:
 
 def test_public_surface() -> None:
     assert ckpt.__all__ == [
-        "CheckpointManager", "CheckpointReader", "CheckpointWriter", "LocalTier", "Stager", "async_save", "collect_garbage", "convert", "copy", "diff", "doctor", "drain",
-        "embeddings", "errors", "frozen", "inspect", "install", "list_checkpoints", "load", "remove", "roundtrip", "save", "tune", "uninstall", "verify", "watch",
+        "CheckpointManager", "CheckpointReader", "CheckpointWriter", "Checks", "LocalTier", "SaveFuture", "Stager", "async_save", "collect_garbage", "convert", "copy", "diff", "doctor", "drain",
+        "embeddings", "errors", "frozen", "inspect", "install", "list_checkpoints", "load", "remove", "roundtrip", "save", "scrub", "sign", "sign_export", "tune", "uninstall", "verify", "verify_signed", "watch",
     ]  # fmt: skip
     assert dir(ckpt) == sorted(ckpt.__all__)
     for name in ckpt.__all__:
@@ -126,11 +128,12 @@ def test_signatures() -> None:
     assert (
         parameters(ckpt.CheckpointWriter)
         == "url, storage_options, overwrite, threads, memory_budget_bytes, max_bandwidth_bytes_per_s, tags, timeout_s, "
-        "stock_metadata_max_bytes"
+        "stock_metadata_max_bytes, checks, block_digests"
     )
     assert (
         parameters(ckpt.CheckpointReader)
-        == "url, storage_options, verify, visibility_timeout_s, threads, memory_budget_bytes, trusted_objects, timeout_s"
+        == "url, storage_options, verify, visibility_timeout_s, threads, memory_budget_bytes, trusted_objects, "
+        "timeout_s, expect"
     )
     assert ckpt.embeddings.__all__ == [
         "Column", "DenseRows", "RowStore", "TableShard", "Tables", "UpdateGate", "home_of"
@@ -141,16 +144,16 @@ def test_signatures() -> None:
     )
     for of_tables in (ckpt.embeddings.Tables.save, ckpt.embeddings.Tables.async_save):
         assert parameters(of_tables) == "self, state_dict, url, frozen, gate, options"
-    for save in (ckpt.save, ckpt.async_save):
+    for save, more in ((ckpt.save, ""), (ckpt.async_save, ", local")):
         assert (
             parameters(save)
             == f"{storage}, overwrite, planner, process_group, no_dist, threads, memory_budget_bytes, "
             "max_bandwidth_bytes_per_s, tags, timeout_s, format, max_shard_size, base, frozen, digests, "
-            "stock_metadata_max_bytes"
+            f"stock_metadata_max_bytes, checks, block_digests{more}"
         )
     assert (
         parameters(ckpt.load) == f"{storage}, verify, visibility_timeout_s, planner, process_group, no_dist, "
-        "threads, memory_budget_bytes, trusted_objects, timeout_s, read_once"
+        "threads, memory_budget_bytes, trusted_objects, timeout_s, read_once, local, expect"
     )
 
 

@@ -34,6 +34,7 @@ RUN = (
     "docs/only-what-changed.md",
     "docs/servable.md",
     "docs/start.md",
+    "docs/storage.md",
     "docs/trainer.md",
     "docs/trainers/dcp.md",
 )
@@ -41,6 +42,8 @@ RUN = (
 _QUICK = ("README.md", "docs/guides/from-torch-save.md")
 
 NOT_RUN = {
+    "docs/content.md": "the arguments of a call: tests/content runs the same",
+    "docs/provenance.md": "a bucket: tests/provenance runs the same",
     "docs/local-first.md": "the disk of a node: tests/local_first runs the same",
     "docs/tables.md": "RPC between trainers and servers: tests/embeddings and examples/recommender run the same",
     "docs/trainers/huggingface.md": "transformers and accelerate: `make test-adapters` runs the same",

@@ -64,7 +64,16 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return Path(os.environ["DIST"]).absolute()
     folder = tmp_path_factory.mktemp("built")
     skipped = shutil.ignore_patterns(
-        ".git", ".venv*", ".scratch", "results", "build", "dist", "*.egg-info", "__pycache__", ".*_cache"
+        ".git",
+        ".venv*",
+        ".scratch",
+        "results",
+        "build",
+        "dist",
+        "*.egg-info",
+        "__pycache__",
+        ".*_cache",
+        "node_modules",
     )
     shutil.copytree(ROOT, folder / "source", symlinks=True, ignore=skipped)
     for link in (folder / "source" / "ckpt").iterdir():
@@ -83,7 +92,10 @@ def test_the_wheel_holds_every_module(dist: Path) -> None:
         module.replace(".", "/") + (".py" if path.stem != "__init__" else "/__init__.py")
         for module, path in modules().items()
     }
-    assert names == expected | {"ckpt/py.typed", "ckpt/planning/prices.toml"}
+    pages = {f"ckpt/report/{path.name}" for path in (ROOT / "ckpt/report").iterdir() if path.suffix != ".py"}
+    pages.discard("ckpt/report/__pycache__")
+    assert {"ckpt/report/page.html", "ckpt/report/page.css", "ckpt/report/treemap.js"} <= pages
+    assert names == expected | pages | {"ckpt/py.typed", "ckpt/planning/prices.toml"}
 
 
 @pytest.mark.long

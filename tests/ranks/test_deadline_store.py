@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -50,11 +52,13 @@ BOUNDED_REQUESTS: dict[str, Callable[[RawRequests], object]] = {
     "send_part": lambda raw: raw.send_part("k", "id", 1, BytesBody(b"x")),
     "uploads": lambda raw: raw.uploads("k"),
     "abort": lambda raw: raw.abort("k", "id"),
+    "setting": lambda raw: raw.setting("lifecycle"),
 }
 NOT_BOUNDED = {
     "capabilities": "known without asking the storage",
     "reads": "a list in memory; whether there is one is asked once, when the store is wrapped",
     "retries": "a counter in memory",
+    "keeps_versions": "a flag in memory",
     "close": "waits for running operations, but not for those that were given up",
 }
 
@@ -94,7 +98,7 @@ def hung() -> Iterator[DeadlineStore]:
 
 def test_every_operation_is_bounded_or_named() -> None:
     assert operations_of(Store) == BOUNDED.keys() | NOT_BOUNDED.keys()
-    assert operations_of(RawRequests) == BOUNDED_REQUESTS.keys() | {"learn"}, "learning sends nothing"
+    assert operations_of(RawRequests) == BOUNDED_REQUESTS.keys() | {"learn", "name_of"}, "these send nothing"
 
 
 @pytest.mark.parametrize("operation", BOUNDED)
@@ -313,3 +317,24 @@ def test_a_prefix_is_put_before_every_key() -> None:
         ("abandon", "a/b/p"),
         ("remove_empty", "a/b"),
     ]
+
+
+def test_an_error_keeps_nothing_that_its_callers_hold() -> None:
+    store, held = DeadlineStore(MemoryStore("memory://errors"), Progress(), 60.0), threading.Event()
+    gone = weakref.ref(held)
+
+    def look(held: threading.Event) -> None:
+        try:
+            store.stat("missing")
+        except StorageError:
+            return
+        pytest.fail(f"nothing was missing; {held}")
+
+    gc.disable()
+    try:
+        look(held)
+        del held
+        assert gone() is None
+    finally:
+        gc.enable()
+        store.close()

@@ -202,6 +202,11 @@ def test_a_rank_that_does_not_get_on_is_named() -> None:
         assert rank.answers[1].is_alive
         assert rank.answers[1].stuck_s > job.limits.stall_s
         assert rank.answers[1].doing == "writing c"
+        # Why it gave up, and not that the connections closed, which was its own doing.
+        assert (rank.answers[0].cause, rank.answers[0].failure) == (
+            "watch",
+            f"lost contact: {job.ranks[0].progress.given_up}",
+        )
 
 
 def test_ranks_that_wait_for_each_other_are_noticed() -> None:
@@ -309,7 +314,8 @@ def test_who_was_stopped_and_goes_on_hears_of_it() -> None:
     job.run(long_wait, stop, long_wait)
     assert str(job.ranks[1].progress.given_up).startswith("rank 0 says: ")
     assert job.ranks[1].answers is not None
-    assert job.ranks[1].answers[0].cause == "connection"
+    says = job.ranks[1].answers[0]
+    assert (says.cause, says.failure) == ("watch", f"lost contact: {job.ranks[0].progress.given_up}")
 
 
 def test_the_last_words_of_a_dead_rank_are_no_sign_of_life() -> None:

@@ -105,6 +105,15 @@ def test_a_rank_that_the_others_gave_up_hears_why() -> None:
     assert not failures
 
 
+def test_a_rank_that_gave_another_up_says_why() -> None:
+    """Also if the other one goes on after all, and a third one repeats it."""
+    reason = "rank 2 has made no progress for 7 s: reading c/rank-00000/x.distcp"
+    repeats = Answer(True, failure="lost contact: rank 0 says: Connection closed", cause="watch")
+    message, failures = said({0: ME, 1: repeats, 2: Answer(True)}, given_up=reason)
+    assert message == f"the save failed: {reason}"
+    assert not failures
+
+
 def test_without_a_rendezvous_store_nobody_is_named() -> None:
     message, failures = said(None, given_up="rank 1 has never been heard of")
     assert message.endswith("does not answer (rank 1 has never been heard of)")

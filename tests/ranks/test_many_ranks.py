@@ -49,6 +49,9 @@ def _joins(rank: int) -> None:
     for nbytes in (1, 1000, 1015, 1016, 1017, 1 << 20):  # around the first message
         texts = trees[0].join({rank: chr(97 + rank) * nbytes}, lambda a, b: a | b)
         assert texts == {each: chr(97 + each) * nbytes for each in range(4)}
+    for numbers in ([5, 5, 5, 5], [-(1 << 62), 1 << 62, 0, -1]):
+        decided = trees[0].decide(numbers[rank], lambda a, b: a + b, lambda total: 3 * total - rank)
+        assert decided == 3 * sum(numbers)  # of the first rank
     with ThreadPoolExecutor(2) as threads:
         joined = threads.map(
             lambda tag: [trees[tag].join({(tag, n, rank)}, set.union, tag) for n in range(20)], (0, 1)

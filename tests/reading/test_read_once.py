@@ -27,7 +27,7 @@ import ckpt
 from ckpt.backends.base import MIB
 from ckpt.backends.posix import PosixStore
 from ckpt.errors import AccessDenied, IntegrityError, LoadFailed
-from ckpt.format.stored_tensor import StoredTensor
+from ckpt.format.elements import StoredTensor
 from ckpt.ranks.messages import Messages
 from ckpt.reading.parcels import TensorParcel, WholeParcel, cut_parts, part_bytes
 from ckpt.transfer.fetcher import StoredFile

@@ -26,6 +26,7 @@ from ckpt.format import index
 from ckpt.format.columns import TensorColumns
 from ckpt.format.runs import TensorRuns
 from ckpt.ranks.group import RanksFailed
+from ckpt.ranks.many_failures import MAX_FAILURES
 from ckpt.save_plans.central import CentralPlan
 from ckpt.save_plans.exchange import Agreed, Local, Plans, agree
 from ckpt.save_plans.file_layouts import pack_placed
@@ -294,7 +295,7 @@ def test_one_number_a_rank_from_the_second_save_on(size: int) -> None:
     again, unchanged = agreed_items(plans, structures)
     assert first == again
     assert "gather_bytes" in begun.calls
-    assert unchanged.calls == ["gather_numbers", "first_number"]
+    assert unchanged.calls == ["decide"]
     assert unchanged.sent_bytes == 8
 
 
@@ -323,6 +324,39 @@ def test_any_change_on_any_rank_is_planned_anew() -> None:
     only_one.append(structure_of([*tensors, Tensor("new", (2,))], mesh, 5))
     items, _ = agreed_items(plans, only_one)
     assert ("new", torch.Size([0])) in items[5]
+
+
+def test_failures_of_few_and_many_ranks_are_told_to_all() -> None:
+    structure = structure_of([Tensor("w", (8,))], (40,), 0)
+    for failing in ([7], list(range(3, 40))):
+        plans = [Plans() for _ in range(40)]
+
+        def run(ranks: ThreadRanks) -> Any:
+            known = plans[ranks.rank].memory.keep(structure)  # noqa: B023
+            local = CheckpointError(f"no {ranks.rank}", rank=ranks.rank) if ranks.rank in failing else None  # noqa: B023
+            return agree(ranks, plans[ranks.rank], local or Local(known, b""))  # type: ignore[arg-type]  # noqa: B023
+
+        for result in on_ranks(Rendezvous(40), run):
+            assert isinstance(result, RanksFailed)
+            assert result.count == len(failing)
+            assert {rank: error.message for rank, error in result.failures.items()} == {
+                rank: f"no {rank}" for rank in failing[:MAX_FAILURES]
+            }
+
+
+@pytest.mark.parametrize("knows", [None, "another"])
+def test_one_rank_that_does_not_know_the_plan_has_all_plan_anew(knows: str | None) -> None:
+    structures = [structure_of([Tensor("w", (8,)), Tensor("b", (2,))], (20,), rank) for rank in range(20)]
+    for at in (0, 1, 19):
+        plans = [Plans() for _ in range(20)]
+        agreed_items(plans, structures)
+        if knows is None:
+            plans[at].memory.clear()
+        else:
+            known = plans[at].memory.keep(structures[at])
+            plans[at].memory.remember(known, b"", 1, [])
+        _, rendezvous = agreed_items(plans, structures)
+        assert rendezvous.calls[:2] == ["decide", "gather_bytes"]
 
 
 def test_sections_that_are_known_are_not_sent_again() -> None:

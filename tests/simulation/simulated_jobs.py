@@ -1,6 +1,6 @@
 """Run training jobs on simulated storage, with ranks that crash, stall and come back.
 
-What is ours runs as it ships: `ckpt.api.save_values` with everything below it, and `CheckpointReader`. In
+What is ours runs as it ships: `ckpt.collective.save_values` with everything below it, and `CheckpointReader`. In
 DCP's place stands `_save_state_dict` below: the same steps, with collectives over simulated ranks.
 """
 
@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
-import ckpt.api
+import ckpt.collective
 from ckpt.backends import registry
 from ckpt.backends.base import Store
 from ckpt.consistency import environment
@@ -286,7 +286,7 @@ class Ours(Protocol):
         # Operations that can be given up run in threads of their own, which a simulation has not.
         writer = CheckpointWriter(url, threads=1, tags=tags, timeout_s=None)
         try:
-            ckpt.api.save_values(content, writer, None, Ranks(group, rank))  # type: ignore[arg-type]
+            ckpt.collective.save_values(content, writer, None, Ranks(group, rank))  # type: ignore[arg-type]
         except SaveFailed as error:
             if error.failures and all(proves_no_commit(failure) for failure in error.failures.values()):
                 raise SurelyFailed(str(error)) from error

@@ -15,7 +15,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future as DoneFuture
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -30,6 +30,9 @@ from ckpt.consistency import environment
 from ckpt.consistency.checksums import crc64nvme, crc_text
 from ckpt.consistency.commit import COMMIT_KEY
 from ckpt.consistency.seal import unseal_json
+from ckpt.draining import drain, marker
+from ckpt.draining.carry import Share
+from ckpt.draining.marker import MARKER
 from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.format.names import ObjectName
 from ckpt.format.records import (
@@ -41,15 +44,27 @@ from ckpt.format.records import (
     decode_manifest,
 )
 from ckpt.format.run_record import RUN_KEY, RunCheckpoint, RunRecord
-from ckpt.local_first import drain_process, folder, loading, near_store, neighbours, partners, room, saving
-from ckpt.local_first.folder import MARKER, RunFolder, run_key
+from ckpt.local_first import (
+    answers,
+    drain_process,
+    folder,
+    loading,
+    near_store,
+    neighbours,
+    node_tier,
+    partners,
+    room,
+    saving,
+    watch,
+)
+from ckpt.local_first.folder import RunFolder, run_key
 from ckpt.local_first.options import LocalTier
 from ckpt.testing.choices import Choices, Exhaustive, Seeded
 from ckpt.testing.simulated_objects import Version
 from ckpt.testing.simulator import World
 from ckpt.testing.virtual_time import Process
 from ckpt.trainer_integration import events, keeping
-from ckpt.trainer_integration.run import history, in_flight, near_saves, restore, tier
+from ckpt.trainer_integration.run import history, in_flight, near_saves, restore, shared_record, tier
 from ckpt.trainer_integration.run.history import History
 from ckpt.trainer_integration.run.in_flight import Flight
 from ckpt.trainer_integration.run.near_saves import NearSaves
@@ -107,30 +122,35 @@ def simulated_nodes(world: Nodes, simulation: Simulation) -> Iterator[None]:
                 (loading, "Ranks", next_ranks),
                 (ckpt.api, "Ranks", next_ranks),
                 (neighbours, "Messages", Messages),
-                (neighbours, "workers", one_thread),
+                (answers, "workers", one_thread),
                 (partners, "workers", one_thread),
                 (near_store, "Future", Future),
-                (history, "threading", Threading()),
-                (tier, "threading", Threading()),
+                (shared_record, "threading", Threading()),
+                (watch, "threading", Threading()),
                 (in_flight, "threading", Threading()),
                 (in_flight, "Flight", _flight),
                 (tier, "os", files),
                 (room, "os", files),
                 (room, "shutil", files),
                 (folder, "os", files),
+                (marker, "os", files),
                 (drain_process, "os", files),
-                (tier, "_LOOK_S", 30.0),
-                (tier, "_FIRST_LOOK_S", 0.0),  # what a restore needs of the cores is nothing here
+                (watch, "_LOOK_S", 30.0),
+                (watch, "_FIRST_LOOK_S", 0.0),  # what a restore needs of the cores is nothing here
                 (near_saves, "_LOOK_S", 30.0),
                 (near_saves, "_ASK_S", 120.0),
                 (drain_process, "_POLL_S", 40.0),
-                (tier, "RunFolder", _Folder),
-                (tier, "DrainProcess", functools.partial(_DrainProcess, simulation)),
-                *((module, "time", Clock) for module in (history, in_flight, near_saves, tier, restore)),
+                (node_tier, "RunFolder", _Folder),
+                *((module, "held", functools.partial(_held, world)) for module in (drain, saving, node_tier)),
+                (node_tier, "DrainProcess", functools.partial(_DrainProcess, simulation)),
+                *(
+                    (module, "time", Clock)
+                    for module in (history, shared_record, in_flight, near_saves, tier, watch, restore)
+                ),
                 *((module, "time", Clock) for module in (partners, events, drain_process)),
             ):
                 stack.enter_context(put(where, name, other))
-            for module in (folder, drain_process):
+            for module in (marker, drain_process):
                 stack.enter_context(put(module, "open", files.open, create=True))
             stack.enter_context(environment.replaced(world))
             yield
@@ -145,6 +165,26 @@ def _save_state_dict(state_dict: dict[str, torch.Tensor], *, process_group: Any,
     return simulated_jobs._save_state_dict(own, process_group=process_group, **more)  # type: ignore[arg-type]
 
 
+@contextlib.contextmanager
+def _held(world: Nodes, folder: str, patience_s: float = 0.0) -> Iterator[bool]:
+    """Stands for `folder_lock.held`: the end of a process lets go."""
+    process = this_process()
+
+    def is_free() -> bool:
+        holder = world.holders.get(folder)
+        return holder is None or holder.done or holder.crashed
+
+    if not world.wait_for(is_free, patience_s):
+        yield False
+        return
+    world.holders[folder] = process
+    try:
+        yield True
+    finally:
+        if world.holders.get(folder) is process:
+            del world.holders[folder]
+
+
 def _flight(checkpoint: RunCheckpoint, began_s: float) -> Flight:
     events: Any = {"durable": Event(), "booked": Event()}
     return Flight(checkpoint, began_s, **events)
@@ -153,7 +193,7 @@ def _flight(checkpoint: RunCheckpoint, began_s: float) -> Flight:
 class _Folder(RunFolder):
     """The folder of a run, on a node that one rank has for itself."""
 
-    def hold(self, job: str) -> None:
+    def hold(self, job: str, *, patience_s: float | None = None) -> None:
         self.is_leader, self.holder = True, f"{job} on {this_process().node}"
 
 
@@ -161,6 +201,7 @@ class _Folder(RunFolder):
 class _Carrier:
     """The process of a node that carries."""
 
+    share: Share | None = None
     process: Process | None = None
     finish: Event = field(default_factory=Event)
     stop: Event = field(default_factory=Event)
@@ -206,8 +247,8 @@ class _Uploads:
         self.ranks = ranks
 
     def begin_at(self, state: dict[str, Any], places: list[Any], tags: Mapping[str, str]) -> DoneFuture[Any]:
-        tagged = [saving.Place(p.url, {**p.options, "tags": tags}, p.on_nodes, p.sources) for p in places]
-        return saving.save_to_first(state, tagged, process_group=self.ranks, is_async=False)
+        tagged = [replace(place, options={**place.options, "tags": tags}) for place in places]
+        return saving.save_to_first(state, lambda _: tagged, process_group=self.ranks, is_async=False)
 
     def close(self) -> None:
         """Nothing is open."""
@@ -268,6 +309,7 @@ class Guard:
         self._simulation = simulation
         self.commits: Counter[str] = Counter()
         self.order: list[Save] = []
+        self.hollow: dict[str, Save] = {}
 
     def changed(self, world: World, name: str, before: Version | None, after: Version) -> None:
         if name.startswith("far/other/") or f"/{OTHER_RUN}" in name:
@@ -304,6 +346,11 @@ class Guard:
 
     def _durable(self, save: Save, place: str, after: Version) -> None:
         simulation = self._simulation
+        is_late = simulation.world.is_late
+        if is_late and save.was_durable and place not in self.hollow and not simulation.is_whole(place, save):
+            self.hollow[place] = save  # it was removed before its put was carried out
+            self.commits["came back alone"] += 1
+            return
         if not simulation.is_whole(place, save):
             raise Violation(f"{after.process} made {save} durable, of which objects are missing or others")
         self.commits["durable"] += 1
@@ -312,13 +359,15 @@ class Guard:
             "carrier"
         ):  # a full disk sends a save there
             for earlier in simulation.saves:
-                if earlier.step < save.step and simulation.should_be_first(earlier, save):
+                if earlier.step < save.step and simulation.should_be_first(earlier, save, after.process):
                     raise Violation(f"{after.process} made {save} durable before {earlier}")
         self.order.append(save)
 
     def _gone(self, save: Save, after: Version, is_far: bool) -> None:
         simulation = self._simulation
         if is_far:
+            if self.hollow.pop(f"{FAR_NAME}{save.path}", None) is save:
+                return
             if after.data is not None:
                 by = simulation.by_commit(after.data)
                 if by is None or by.number < save.number:
@@ -481,8 +530,13 @@ class Simulation:
         place = f"{FAR_NAME}{save.path}"
         return self.world.truth(f"{place}/{COMMIT_KEY}") == save.commit and self.is_whole(place, save)
 
-    def is_near(self, save: Save, nodes: Sequence[str], *, completed: bool = False) -> bool:
-        """Tell whether these nodes have all of a save, with the durable place if `completed`; no file is damaged."""
+    def is_near(
+        self, save: Save, nodes: Sequence[str], *, completed: bool = False, mended: bool = False
+    ) -> bool:
+        """Tell whether these nodes have all of a save, with the durable place if `completed`.
+
+        No file is damaged; if it may be `mended`, each file is undamaged on one of them.
+        """
         if save.commit is None:
             return False
         record, far = save.record, f"{FAR_NAME}{save.path}"
@@ -491,9 +545,12 @@ class Simulation:
         if not any(self._object(place, record.described_by) is not None for place in having):
             return False
         for ref in record.manifests:
-            named = [place for place in having if self._has_names(place, ref)]
-            if any(self._has_names(place, ref) and not self._has(place, ref) for place in places):
-                return False
+            if mended:
+                named = [place for place in having if self._has(place, ref)]
+            else:
+                named = [place for place in having if self._has_names(place, ref)]
+                if any(self._has_names(place, ref) and not self._has(place, ref) for place in places):
+                    return False
             if not named and not (completed and self._has(far, ref)):
                 return False
         return True
@@ -540,11 +597,23 @@ class Simulation:
             return True
         return self.given_up(save) and bool(later)
 
-    def should_be_first(self, save: Save, than: Save) -> bool:
-        """Tell whether a save should have become durable before another one."""
+    def should_be_first(self, save: Save, than: Save, by: Process) -> bool:
+        """Tell whether a save should have become durable before another one, which the carrier `by` has committed.
+
+        It does not wait for what other nodes are to carry.
+        """
         if save.commit is None or save.was_durable or save.number in self._damaged or self.given_up(save):
             return False
-        return self._leads_to(than, save) and self.is_near(save, self.all_nodes())
+        if not (self._leads_to(than, save) and self.is_near(save, self.all_nodes())):
+            return False
+        carrier = next(each for each in self._carriers[by.node] if each.process is by)
+        near, far = f"{by.node}/{RUN}/{save.path}", f"{FAR_NAME}{save.path}"
+        own = (
+            ref
+            for ref in save.record.manifests
+            if carrier.share is None or carrier.share.has(save.record, ref)
+        )
+        return any(self._has_names(near, ref) and not self._has(far, ref) for ref in own)
 
     def _leads_to(self, save: Save, ancestor: Save) -> bool:
         """Tell whether a save was made by a job that went on from another, or made that itself."""
@@ -562,7 +631,7 @@ class Simulation:
             was_removed = save.was_durable and not self.is_durable(save)  # it does not come back
             if save.commit is None or was_removed or self.given_up(save):
                 continue
-            if self.is_near(save, nodes):
+            if self.is_near(save, nodes, mended=True):
                 near.add(save.number)
             elif self.is_durable(save) or self.is_near(save, nodes, completed=True):
                 found.add(save.number)
@@ -573,7 +642,7 @@ class Simulation:
     def start_carrier(self, node: str, path: str, config: Mapping[str, Any]) -> _Carrier:
         """Start the process that carries from a node; one that runs there gives way."""
         carriers = self._carriers.setdefault(node, [])
-        before, carrier = [*carriers], _Carrier()
+        before, carrier = [*carriers], _Carrier(config.get("share"))
 
         def run() -> None:
             for earlier in before:
@@ -727,6 +796,8 @@ class Simulation:
         wanted = [self.saves[number - 1] for number in possible]
         wanted = [each for each in wanted if plan.step is None or each.step == plan.step]
         self.outcomes["restored nothing" if save is None else "restored"] += 1
+        if plan.step is None and save in self.guard.hollow.values():
+            raise Violation(f"restored {save}, of which the durable place has a record that came back alone")
         if error is not None:
             if wanted and is_calm:
                 raise Violation(f"nothing was restored ({error}), though {wanted} are there")
@@ -780,6 +851,8 @@ class Simulation:
             self.outcomes["nothing can be restored"] += 1
             return
         newest = self.saves[-1]
+        if hollow := self.guard.hollow:  # the retention after that save has looked for them
+            raise Violation(f"{hollow} have come back without their objects, and stay")
         if not self.is_durable(newest):
             raise Violation(f"{newest} did not become durable, though nothing went wrong any more")
         for save in self.saves:
@@ -831,7 +904,7 @@ class _Told:
 @functools.cache
 def _of_another_job() -> Mapping[str, bytes]:
     """Make what the first node of another job has on its disk, by names below the run's folder."""
-    other = Simulation(Seeded(0), {})
+    other = Simulation(Seeded(0), {}, copies=1)
     other.first_number = 1 << 14
     tokens = itertools.count(1 << 40)  # nobody draws what another has drawn
     other.world.token = lambda: f"{next(tokens):016x}"  # type: ignore[method-assign]

@@ -76,6 +76,7 @@ class Nodes(World):
         silences: when the durable place gives no answer, as pairs of begin and end.
         skew_s: by how much the clock of a node is wrong.
         room_bytes: of a disk, by node; default enough.
+        holders: who holds a folder of a disk, by its path.
         when_killed: called with each process that is killed.
         when_lost: called when a node is lost with its disk.
     """
@@ -86,6 +87,7 @@ class Nodes(World):
         self.silences: list[tuple[float, float]] = []
         self.skew_s: dict[str, float] = {}
         self.room_bytes: dict[str, int] = {}
+        self.holders: dict[str, Process] = {}
         self.used_bytes: defaultdict[str, int] = defaultdict(int)
         self._steps = 0
         self.when_lost: Callable[[], None] = lambda: None
@@ -540,7 +542,7 @@ class Ranks(product_group.Ranks):
         self.rank, self._global_rank, self._members = rank, rank, [*range(group.size)]
         self.group = simulated_jobs.Ranks(group, rank)
         self.progress = self.group.progress
-        self._timeout_s, self._tree, self._watch, self._connected = 600.0, None, None, True
+        self._timeout_s, self.tree, self._watch, self._connected = 600.0, None, None, True
         self.members = group
 
     def renewed(self) -> Ranks:

@@ -186,6 +186,8 @@ def _process_groups_and_sharded_tensors(rank: int) -> None:
     assert torch.equal(torch_private.local_tensor(tensor), whole)
     other = torch_private.dtensor_like(tensor, whole + 1)
     assert torch_private.spec_of(tensor) == torch_private.spec_of(other)
+    with torch_private.plain_attributes():
+        assert (tensor.shape, tensor.requires_grad) == (whole.shape, False)
     assert torch.equal(torch_private.local_tensor(other), whole + 1)
     assert (other.placements, other.device_mesh) == (tensor.placements, tensor.device_mesh)
 

@@ -8,6 +8,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 
+import pytest
 from support.strict_s3 import Request, StrictS3
 
 PROCESSES, THREADS, OBJECTS = 6, 4, 12
@@ -57,6 +58,7 @@ class TokenBucket:
             return 503, "SlowDown"
 
 
+@pytest.mark.long
 def test_a_burst_of_processes_gets_through(server: StrictS3) -> None:
     """With as many attempts as other failures get, 3, some of them would give up."""
     command = [sys.executable, "-c", CLIENT, server.endpoint_url]

@@ -38,7 +38,10 @@ def test_a_caller_gives_up_sooner(scheme: str, clock: SkippingClock) -> None:
         retry_policy(unreachable_timeout_s=5, on_retry=retries.append),
         refusing_port() as port,
         _open(scheme, port) as store,
-        pytest.raises(StorageUnavailable, match="check the endpoint, and that the server is up"),
+        pytest.raises(
+            StorageUnavailable,
+            match="check the endpoint, the proxy if there is one, and that the server is up",
+        ),
     ):
         store.stat("k")
     assert 3 <= len(retries) == store.retries < 7

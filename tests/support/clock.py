@@ -40,6 +40,12 @@ class SkippingClock(Environment):
 def skip_pauses_of_s3(monkeypatch: pytest.MonkeyPatch) -> SkippingClock:
     """Let the S3 stores, and the SDKs below them, repeat a request at once."""
     clock = SkippingClock()
-    for module in ("ckpt.backends.s3_protocol.store", "botocore.endpoint", "ibm_botocore.endpoint"):
+    own = "ckpt.backends.s3_protocol"
+    for module in (
+        f"{own}.store",
+        f"{own}.renewed_credentials",
+        "botocore.endpoint",
+        "ibm_botocore.endpoint",
+    ):
         monkeypatch.setattr(f"{module}.time", clock)
     return clock

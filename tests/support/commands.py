@@ -94,6 +94,7 @@ def run_on_terminal(*arguments: object, columns: int = 80, answer: str = "") -> 
         open(theirs, closefd=False) as typed,
         mock.patch.dict(os.environ, {"COLUMNS": str(columns), "TERM": "xterm"}),
         mock.patch.object(sys, "stdin", typed),
+        mock.patch("ckpt.cli.printing.progress._AFTER_S", 3600.0),  # no line comes and goes
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(out),
     ):
@@ -206,6 +207,20 @@ def edit_manifest(place: Path, edit: Callable[[dict[str, Any]], object]) -> None
         manifest = json.loads(unseal_json((place / ref["path"]).read_bytes(), url="", key=""))
         edit(manifest)
         edit_listed(place, ref, seal_json(json.dumps(manifest, separators=(",", ":")).encode()))
+
+    edit_commit(place, change)
+
+
+def with_files(place: Path, files: int, file_bytes: int) -> None:
+    """Let a checkpoint of one rank have so many files: a removal goes by the commit record, and opens no manifest."""
+
+    def change(record: dict[str, Any]) -> None:
+        (ref,) = record["manifests"]
+        ref |= {"files": files, "data_bytes": files * file_bytes}
+        record["data_bytes"] = files * file_bytes
+        stem = ref["path"].removesuffix(".json")
+        for number in range(files):
+            (place / f"{stem}-{number}.distcp").write_bytes(bytes(file_bytes))
 
     edit_commit(place, change)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.server
 import socket
+import ssl
 import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +18,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
     wbufsize = 1 << 16
+    tls: ssl.SSLContext | None = None
+
+    def setup(self) -> None:
+        if self.tls is not None:
+            self.request = self.tls.wrap_socket(self.request, server_side=True)
+        super().setup()
 
     def serve(self) -> None:
         raise NotImplementedError
@@ -76,12 +83,20 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def finish(self) -> None:
         with contextlib.suppress(OSError, ValueError):
             super().finish()
+        if self.tls is not None:
+            self.request.close()  # the server closes only what it was wrapped around
 
     def log_message(self, *_: Any) -> None:
         pass
 
 
 class _Server(http.server.ThreadingHTTPServer):
+    """On an address of IPv6 if that has a colon."""
+
+    def __init__(self, host: str, port: int, handler: type[Handler]) -> None:
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        super().__init__((host, port), handler)
+
     daemon_threads = True
     is_stopped = False
 
@@ -96,16 +111,19 @@ class _Server(http.server.ThreadingHTTPServer):
 
     def stop(self) -> None:
         self.is_stopped = True
-        socket.create_connection(("127.0.0.1", self.server_port)).close()
+        host, port = self.server_address[:2]
+        socket.create_connection((str(host), port)).close()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         pass  # connections are cut on purpose, and clients killed
 
 
 @contextlib.contextmanager
-def http_server(handler: type[Handler], *, port: int = 0, **attributes: Any) -> Iterator[int]:
+def http_server(
+    handler: type[Handler], *, port: int = 0, host: str = "127.0.0.1", **attributes: Any
+) -> Iterator[int]:
     """Serve with a handler that has these attributes until the end of the block, and yield the port."""
-    server = _Server(("127.0.0.1", port), type(handler.__name__, (handler,), attributes))
+    server = _Server(host, port, type(handler.__name__, (handler,), attributes))
     thread = threading.Thread(target=server.serve_until_stopped, daemon=True)
     thread.start()
     try:

@@ -208,11 +208,13 @@ def _rank(
 ) -> None:
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
+    os.environ["TORCH_DIST_INIT_BARRIER"] = "1"  # a rank that leaves while another connects makes that fail
     try:
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
         )
+        del os.environ["TORCH_DIST_INIT_BARRIER"]
         pipe.send((True, function(rank, *args)))
     except BaseException:
         pipe.send((False, traceback.format_exc()))

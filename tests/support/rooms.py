@@ -40,6 +40,8 @@ _REGISTRY = "ckpt.backends.registry"
 
 ROOMS: Mapping[str, Room] = {
     "ckpt.errors": Room("the error tree", ()),
+    "ckpt.words": Room("sizes, ages and names, written for people", ()),
+    "ckpt.notebook": Room("small tables as HTML", ("ckpt.words",)),
     "ckpt.gc_pause": Room("no garbage collection while many objects are made", ()),
     "ckpt.torch_private": Room("the private names of torch that are used", ()),
     "ckpt.settings": Room("ckpt.toml: how bytes move to each place", ("ckpt.errors",)),
@@ -87,9 +89,20 @@ ROOMS: Mapping[str, Room] = {
         "which stored chunks a rank reads, found by columns; the steps of a load",
         ("ckpt.errors", "ckpt.torch_private", "ckpt.format", "ckpt.ranks"),
     ),
+    "ckpt.content": Room(
+        "whether the content of a save can be right, told from few figures",
+        (
+            "ckpt.errors",
+            "ckpt.consistency.checksums",
+            "ckpt.format",
+            "ckpt.save_plans",
+            "ckpt.transfer.tensor_memory",
+        ),
+    ),
     "ckpt.writing": Room(
         "a save, from DCP's plan to the commit",
         (
+            "ckpt.content",
             "ckpt.save_plans",
             *_FLOOR,
             "ckpt.backends.wrapper",
@@ -116,6 +129,7 @@ ROOMS: Mapping[str, Room] = {
     "ckpt.reading": Room(
         "a load, from the commit to the last element",
         (
+            "ckpt.content.memory",
             *_FLOOR,
             "ckpt.dcp_storage",
             "ckpt.format",
@@ -129,6 +143,8 @@ ROOMS: Mapping[str, Room] = {
     "ckpt.tools": Room(
         "one file for each verb: ls, inspect, verify, copy, gc, ...",
         (
+            "ckpt.words",
+            "ckpt.notebook",
             *_FLOOR,
             "ckpt.consistency.probes",
             "ckpt.backends.wrapper",
@@ -159,6 +175,7 @@ ROOMS: Mapping[str, Room] = {
     "ckpt.references": Room(
         "only what changed: what a save takes over from an earlier one",
         (
+            "ckpt.content.replicas",
             *_FLOOR,
             "ckpt.backends.paths",
             "ckpt.backends.wrapper",
@@ -172,9 +189,10 @@ ROOMS: Mapping[str, Room] = {
         ),
     ),
     "ckpt.arguments": Room("what is easily mistaken in a call, refused", ("ckpt.errors",)),
-    "ckpt.api": Room(
-        "ckpt.save, ckpt.load, ckpt.async_save",
+    "ckpt.collective": Room(
+        "a save or a load begun on all ranks, carried out, failing alike",
         (
+            "ckpt.content.checks",
             *_FLOOR,
             "ckpt.arguments",
             "ckpt.dcp_storage",
@@ -187,12 +205,24 @@ ROOMS: Mapping[str, Room] = {
             "ckpt.references",
         ),
     ),
+    "ckpt.api": Room(
+        "ckpt.save, ckpt.load, ckpt.async_save",
+        (
+            "ckpt.content.checks",
+            "ckpt.errors",
+            "ckpt.collective",
+            "ckpt.local_first",
+            "ckpt.ranks",
+            "ckpt.reading",
+            "ckpt.writing",
+        ),
+    ),
     "ckpt.embeddings": Room(
         "tables of rows, saved by what changed, on any number of processes",
         (
             "ckpt.errors",
             "ckpt.arguments",
-            "ckpt.api",
+            "ckpt.collective",
             "ckpt.format",
             "ckpt.ranks",
             "ckpt.reading",
@@ -203,7 +233,7 @@ ROOMS: Mapping[str, Room] = {
         "saves on the nodes' own disks, carried behind the trainer, restored from the nearest",
         (
             *_FLOOR,
-            "ckpt.api",
+            "ckpt.collective",
             "ckpt.backends.wrapper",
             _REGISTRY,
             "ckpt.draining",
@@ -246,8 +276,11 @@ ROOMS: Mapping[str, Room] = {
     "ckpt.trainer_integration": Room(
         "the checkpoint manager, the training state, the data loader",
         (
+            "ckpt.consistency.block_digests",
+            "ckpt.content.checks",
             "ckpt.errors",
             "ckpt.api",
+            "ckpt.collective",
             "ckpt.embeddings",
             "ckpt.local_first.options",
             "ckpt.writing.stock_metadata",
@@ -264,10 +297,13 @@ ROOMS: Mapping[str, Room] = {
     "ckpt.trainer_integration.run": Room(
         "one run's saves: decide, upload, keep, restore",
         (
+            "ckpt.words",
+            "ckpt.notebook",
             "ckpt.arguments",
             "ckpt.errors",
             "ckpt.torch_private",
             "ckpt.api",
+            "ckpt.collective",
             "ckpt.embeddings",
             "ckpt.load_plans",
             "ckpt.local_first",
@@ -295,6 +331,7 @@ ROOMS: Mapping[str, Room] = {
         (
             *_FLOOR,
             "ckpt.api",
+            "ckpt.collective",
             "ckpt.dcp_hook",
             "ckpt.dcp_storage",
             _REGISTRY,
@@ -321,6 +358,7 @@ ROOMS: Mapping[str, Room] = {
             "ckpt.embeddings.chain",
             "ckpt.embeddings.shard",
             "ckpt.format.dtypes",
+            "ckpt.format.runs",
             "ckpt.tools.inspect",
         ),
     ),
@@ -337,6 +375,18 @@ ROOMS: Mapping[str, Room] = {
             "ckpt.writing",
             "ckpt.reading.reader",
             "ckpt.tools",
+        ),
+    ),
+    "ckpt.provenance": Room(
+        "who made a checkpoint, and whether it is still that one: signatures of commits",
+        (
+            *_FLOOR,
+            "ckpt.backends.wrapper",
+            _REGISTRY,
+            "ckpt.format",
+            "ckpt.reading",
+            "ckpt.tools",
+            "ckpt.transfer.reports",
         ),
     ),
     "ckpt.watching": Room(
@@ -365,13 +415,40 @@ ROOMS: Mapping[str, Room] = {
             "ckpt.tools",
         ),
     ),
+    "ckpt.scrubbing": Room(
+        "what is stored, checked again and again, and mended from a second place",
+        (
+            *_FLOOR,
+            _REGISTRY,
+            "ckpt.backends.wrapper",
+            "ckpt.format",
+            "ckpt.transfer",
+            "ckpt.reading",
+            "ckpt.draining.marker",
+            "ckpt.tools",
+        ),
+    ),
+    "ckpt.report": Room(
+        "a checkpoint or a run as one page to look at",
+        (
+            "ckpt.errors",
+            *_CONTRACT,
+            _REGISTRY,
+            "ckpt.format",
+            "ckpt.reading.checkpoint",
+            "ckpt.reading.opening",
+            "ckpt.tools",
+            "ckpt.transfer.reports",
+        ),
+    ),
     "ckpt.cli.printing": Room(
         "lines, columns, outlines and errors for people",
-        ("ckpt.errors", "ckpt.backends.retries", "ckpt.planning"),
+        ("ckpt.words", "ckpt.errors", "ckpt.backends.retries", "ckpt.planning", "ckpt.transfer.reports"),
     ),
     "ckpt.cli.measuring": Room(
         "commands that measure a storage",
         (
+            "ckpt.words",
             "ckpt",
             "ckpt.errors",
             "ckpt.cli.options",
@@ -382,13 +459,42 @@ ROOMS: Mapping[str, Room] = {
             "ckpt.tuning",
         ),
     ),
+    "ckpt.cli.signing": Room(
+        "commands about signatures",
+        (
+            "ckpt.words",
+            "ckpt",
+            "ckpt.errors",
+            "ckpt.cli.options",
+            "ckpt.cli.printing",
+            "ckpt.provenance",
+        ),
+    ),
+    "ckpt.cli.upkeep": Room(
+        "commands that keep what is stored sound, and small",
+        (
+            "ckpt.words",
+            "ckpt",
+            "ckpt.errors",
+            "ckpt.cli.options",
+            "ckpt.cli.printing",
+            "ckpt.cli.verify",
+            "ckpt.backends.options",
+            "ckpt.scrubbing",
+            "ckpt.tools",
+        ),
+    ),
     "ckpt.cli": Room(
         "the ckpt command, one file a verb",
         (
+            "ckpt.words",
             "ckpt",
             "ckpt.errors",
             "ckpt.cli.measuring",
             "ckpt.cli.printing",
+            "ckpt.cli.signing",
+            "ckpt.cli.upkeep",
+            "ckpt.consistency.sampling",
             "ckpt.draining",
             "ckpt.local_first",
             "ckpt.watching",
@@ -400,6 +506,7 @@ ROOMS: Mapping[str, Room] = {
             "ckpt.conversion",
             "ckpt.acceptance",
             "ckpt.planning",
+            "ckpt.report",
             "ckpt.tuning",
         ),
     ),
@@ -467,7 +574,13 @@ def mermaid() -> str:
     return "\n".join([*lines, "```"])
 
 
-_NOT_DRAWN = ("ckpt", "ckpt.errors", "ckpt.gc_pause", "ckpt.torch_private")  # the floor under all rooms
+_NOT_DRAWN = (
+    "ckpt",
+    "ckpt.errors",
+    "ckpt.gc_pause",
+    "ckpt.torch_private",
+    "ckpt.words",
+)  # the floor under all rooms
 
 
 def _drawn(name: str) -> str:

@@ -6,6 +6,7 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, TypeVar
 
 import numpy as np
@@ -16,10 +17,17 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from ckpt.format.columns import Columns
 from ckpt.format.dtypes import dtype_name
+from ckpt.format.names import data_key
+from ckpt.planning.layout import ALIGNMENT_BYTES, FRAME_BYTES
+from ckpt.save_plans.central import CentralPlan
+from ckpt.save_plans.exchange import _chosen
+from ckpt.save_plans.file_layouts import pack_placed
 from ckpt.save_plans.local import Structure, assemble
+from ckpt.save_plans.placing import columns_of
 from ckpt.save_plans.rules import WHOLE, Rule, box_at
-from ckpt.save_plans.sections import OBJECT, Held
+from ckpt.save_plans.sections import OBJECT, Held, decode_section
 
 T = TypeVar("T")
 
@@ -93,6 +101,25 @@ def placements_for(mesh: tuple[int, ...], dims: Sequence[int | None]) -> tuple[A
     return tuple(made)
 
 
+def placed_plan(structures: Sequence[Structure]) -> tuple[CentralPlan, Columns]:
+    """Plan, and make the columns of it when each rank has written one file, as `docs/format.md` lays it out."""
+    sections = {d: decode_section(c) for each in structures for d, c in each.contents.items()}
+    plan = CentralPlan([each.message for each in structures], sections)
+    packed, files = [], []
+    for rank, (structure, answer) in enumerate(zip(structures, plan.answers, strict=True)):
+        rows: list[tuple[int, int, int, int]] = []
+        end = 0
+        for each in _chosen(structure, answer):
+            assert each.tensor_data is not None
+            assert each.index.index is not None
+            length = FRAME_BYTES + 4 * each.tensor_data.chunk.sizes.numel()
+            rows.append((each.index.index, 0, end, length))
+            end += -(-length // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        packed.append(pack_placed(rows))
+        files.append([data_key(rank, f"{rank:016x}", 0)] if rows else [])
+    return plan, columns_of(plan, packed, files)
+
+
 class Rendezvous:
     """The collectives of threads that stand for ranks."""
 
@@ -122,10 +149,16 @@ class ThreadRanks:
             self._rendezvous.calls.append(call)
             self._rendezvous.sent_bytes += nbytes
 
-    def gather_numbers(self, number: int) -> list[int] | None:
-        self._count("gather_numbers", 8)
+    def decide(self, number: int, join: Callable[[int, int], int], decide: Callable[[int], int]) -> int:
+        self._count("decide", 8)
         values = self._rendezvous.all(self.rank, number)
-        return values if self.rank == 0 else None
+        decided = decide(reduce(join, values)) if self.rank == 0 else None
+        return int(self._rendezvous.all(self.rank, decided)[0])
+
+    def join(self, value: T, join: Callable[[T, T], T]) -> T:
+        self._count("join", 0)
+        values: list[T] = self._rendezvous.all(self.rank, value)
+        return reduce(join, values)
 
     def first_number(self, number: int) -> int:
         self._count("first_number", 0)

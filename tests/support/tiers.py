@@ -59,6 +59,7 @@ def mark_tiers(items: list[pytest.Item]) -> None:
             item.add_marker("server")
 
 
+@functools.cache
 def uses(function: Callable[..., Any], targets: frozenset[Any]) -> bool:
     """Tell whether a function names one of `targets`, itself or through functions of the tests."""
     return not targets.isdisjoint(_reached(_plain(function)))

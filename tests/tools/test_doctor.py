@@ -30,7 +30,7 @@ from ckpt.backends import memory
 from ckpt.backends.base import Capabilities, ObjectStat, PutMode
 from ckpt.backends.bodies import Body, BytesBody
 from ckpt.backends.memory import MemoryStore
-from ckpt.backends.registry import register
+from ckpt.backends.registry import _factories
 from ckpt.consistency.environment import Environment, replaced
 from ckpt.consistency.probes import examine, races, speed
 from ckpt.consistency.probes.examine import Finding, Verdict
@@ -329,10 +329,10 @@ class Bad(MemoryStore):
 def _bad_stores(clock: SkippingClock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Bad, "clock", clock, raising=False)
     monkeypatch.setattr(Bad, "blocked", [])
+    monkeypatch.setitem(_factories, "bad", Bad)
 
 
 def bad(place: str, how: str, **named: Any) -> Diagnosis:
-    register("bad", Bad)
     return ckpt.doctor(place.replace("memory://", "bad://"), storage_options={"how": how}, **named)
 
 

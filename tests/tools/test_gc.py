@@ -117,6 +117,22 @@ def test_leftovers_of_a_dead_first_save_are_removed(tmp_path: Path, has_metadata
 
 
 @pytest.mark.smoke
+@pytest.mark.parametrize("left", ["nothing", "metadata", "an object"])
+def test_a_commit_record_that_came_back_alone_goes(tmp_path: Path, left: str) -> None:
+    """Its put was carried out after `ckpt rm`; while something that it lists is there, nobody knows."""
+    place = tmp_path / "step-1"
+    save(place)
+    kept = {"nothing": ["commit.json"], "metadata": ["commit.json", ".metadata"]}
+    names = kept.get(left, [name for name in file_names(place) if not name.endswith(".distcp")])
+    for path in [path for path in place.rglob("*") if path.is_file()]:
+        if str(path.relative_to(place)) not in names:
+            path.unlink()
+    assert gc(tmp_path)["items"] == []  # it is young
+    make_old(tmp_path)
+    assert {item["key"] for item in gc(tmp_path)["items"]} == ({*names} if left != "an object" else set())
+    assert place.exists() is (left == "an object")
+
+
 def test_the_checkpoint_that_a_dead_save_was_to_replace_stays(tmp_path: Path) -> None:
     place = tmp_path / "latest"
     save(place)

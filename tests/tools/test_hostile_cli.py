@@ -75,6 +75,7 @@ def every_command(place: Path, good: Path) -> dict[str, Ran]:
         "ls": ("ls", place.parent),
         "inspect": ("inspect", place),
         "slices": ("inspect", place, "--json", "--tensor", "*"),
+        "report": ("report", place, "-o", "-"),
         "quick": ("verify", place, "--quick"),
         "verify": ("verify", place, "--json"),
         "cat": ("cat", place, "model.w[3:7, :2]"),

@@ -19,7 +19,7 @@ from support.servers import S3Server
 import ckpt
 from ckpt.backends.posix import PosixStore
 from ckpt.errors import AccessDenied, NotFound, StorageUnavailable
-from ckpt.tools.ls import step_of
+from ckpt.format.names import step_of
 
 
 def listed(root: object, *more: str) -> dict[str, dict[str, Any]]:

@@ -23,7 +23,8 @@ from support.servers import S3Server
 
 import ckpt
 from ckpt.backends.posix import PosixStore
-from ckpt.cli import rm
+from ckpt.cli.printing.output import Output
+from ckpt.cli.upkeep import rm
 from ckpt.errors import AccessDenied, NotCommitted
 from ckpt.tools.ls import ListedCheckpoint
 
@@ -81,7 +82,7 @@ def test_a_question_shows_no_password(tmp_path: Path, monkeypatch: pytest.Monkey
     for result in ([newest], AccessDenied("cannot list")):
         answer = Mock(side_effect=[result])
         monkeypatch.setattr("ckpt.list_checkpoints", answer)
-        assert not rm._agreed("sftp://me:hunter2@host/run/step-1", None)
+        assert not rm._agreed("sftp://me:hunter2@host/run/step-1", None, Output(as_json=False))
     asked = [call.args[0] for call in confirm.call_args_list]
     assert "the only one of 1 checkpoint" in asked[0]
     assert "may be the newest" in asked[1]

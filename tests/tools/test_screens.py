@@ -89,7 +89,7 @@ def test_requests_to_a_bucket(server: StrictS3) -> None:
     assert requests("inspect", url) <= 10
     assert requests("verify", "--quick", url) <= 3 * ranks + 20
     assert requests("rm", url) <= 15 + 2 * pages
-    assert len(server.sent("DeleteObjects")) == pages
+    assert len(server.sent("DeleteObjects")) == -(-objects // 250)  # so that it can be told how far it is
     assert not server.objects
 
 

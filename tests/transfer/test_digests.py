@@ -28,7 +28,7 @@ def written(tensors: list[torch.Tensor], *, seed: int = 0) -> list[StoredDigest]
         end += items[-1].length
         end += -end % 64
     digests = [PayloadDigest(item.payload_offset, item.payload.nbytes) for item in items]
-    body = FileBody(items, StagingPool(), digests=FileDigests(digests))
+    body = FileBody(items, StagingPool(), see=FileDigests(digests).see)
     starts = list(range(0, body.nbytes, _PART_BYTES))
     for start in random.Random(seed).sample(starts, len(starts)) + starts[:1]:
         with body.part(start, min(start + _PART_BYTES, body.nbytes)):

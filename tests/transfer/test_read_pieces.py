@@ -22,7 +22,7 @@ import ckpt.transfer.pieces
 from ckpt.backends.base import put_bytes
 from ckpt.backends.registry import open_store
 from ckpt.consistency.checksums import block_crcs
-from ckpt.format.stored_tensor import StoredTensor
+from ckpt.format.elements import StoredTensor
 from ckpt.transfer.array_pieces import array_pieces
 from ckpt.transfer.boxes import flat_boxes
 from ckpt.transfer.buffer_pool import StagingPool

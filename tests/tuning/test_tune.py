@@ -200,7 +200,7 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path, file: Path, number: signal.Signal
         def left() -> list[str]:
             return objects_of(endpoint) if options else [str(path) for path in tmp_path.rglob("*.distcp")]
 
-        command = [sys.executable, "-c", "import ckpt.cli.app; ckpt.cli.app.main()", "tune", place]
+        command = [sys.executable, "-c", "import ckpt.cli; ckpt.cli.main()", "tune", place]
         command += ["--seconds", "60", "--megabytes", "24", *options]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         try:

@@ -191,9 +191,7 @@ def test_wrong_usage(root: Path, arguments: list[str], text: str) -> None:
 @contextmanager
 def process_of(root: Path, *more: object) -> Iterator[subprocess.Popen[str]]:
     """Run the command in a process of its own, and end it in any case."""
-    program = (
-        "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL); from ckpt.cli.app import main; main()"
-    )
+    program = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL); from ckpt.cli import main; main()"
     words = [sys.executable, "-c", program, "watch", str(root), *map(str, more)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:

@@ -124,13 +124,13 @@ def _interrupted_rank(rank: int, url: str, where: str) -> str:
     if rank == 0 and where == "resolve_data":
         planner = Interrupted(where)
     elif rank == 0:
-        gather = FirstRank.gather_numbers
+        decide = FirstRank.decide
 
-        def gather_and_stop(self: Any, number: int) -> Any:
-            gather(self, number)
+        def decide_and_stop(*args: Any) -> Any:
+            decide(*args)
             ctrl_c()
 
-        FirstRank.gather_numbers = gather_and_stop  # type: ignore[method-assign]
+        FirstRank.decide = decide_and_stop  # type: ignore[assignment, method-assign]
     try:
         ckpt.save(state, url, planner=planner, timeout_s=30)
     except SaveFailed as failed:

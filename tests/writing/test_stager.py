@@ -113,7 +113,7 @@ def test_failed_saves_give_the_memory_back(tmp_path: Path) -> None:
 def test_memory_is_free_when_a_save_has_ended(tmp_path: Path) -> None:
     import gc
 
-    from ckpt.api import stager
+    from ckpt.collective import stager
     from ckpt.writing.staging_memory import Blocks
 
     blocks = stager._memory

@@ -26,6 +26,7 @@ from torch.distributed.fsdp import StateDictType
 from ckpt import api
 from ckpt.backends.base import exists, read_bytes
 from ckpt.backends.registry import open_store
+from ckpt.collective import place_of
 from ckpt.errors import ConfigurationError
 from ckpt.reading.foreign_files import ForeignFiles
 from ckpt.reading.reader import CheckpointReader
@@ -196,7 +197,7 @@ class Checkpointer:
                 moments = FSDP.optim_state_dict_to_load(model, optimizer, moments["optimizer_state"])
                 optimizer.load_state_dict(moments)
         self._load_loader(dataloader, place, step)
-        self.report(f"Checkpoint {api.place_of(place)} loaded")
+        self.report(f"Checkpoint {place_of(place)} loaded")
 
     def _load_loader(self, dataloader: Any, place: str, step: int) -> None:
         """Let the dataset take its state after `step`: that of the checkpoint, or of files that it keeps itself."""
@@ -214,7 +215,7 @@ class Checkpointer:
                 _take_state(dataset, folder, step, now=not in_workers)
             else:
                 self.report(
-                    f"There is no state of the loader in {folder or api.place_of(place)}: it is not set to step {step}."
+                    f"There is no state of the loader in {folder or place_of(place)}: it is not set to step {step}."
                 )
 
     def _fetch_loader_state(self, dataset: Any, place: str, folder: str) -> bool:

@@ -19,7 +19,7 @@ from ckpt.api import save
 from ckpt.backends.base import put_bytes
 from ckpt.backends.registry import normal_url, open_store
 from ckpt.errors import ConfigurationError, NotFound
-from ckpt.tools.ls import step_of
+from ckpt.format.names import step_of
 from ckpt.trainer_integration import keeping, saving
 from ckpt.trainer_integration.adapters.host import require_host
 from ckpt.trainer_integration.manager import CheckpointManager

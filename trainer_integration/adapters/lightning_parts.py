@@ -1,7 +1,6 @@
 """What the adapters of Lightning add to its classes, in whichever of its two packages they are.
 
-A checkpoint holds the tensors of model and optimizers by name, and `meta`: all the rest that the
-Trainer saves (loops, callbacks, hyperparameters), with placeholders where the tensors were.
+A checkpoint holds the tensors by name, and `meta`: all else that the Trainer saves, with placeholders in their place.
 """
 
 from __future__ import annotations
@@ -19,7 +18,8 @@ import torch
 from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from ckpt.api import async_save, load, place_of, save
+from ckpt.api import async_save, load, save
+from ckpt.collective import place_of
 from ckpt.errors import CheckpointError, ConfigurationError, LoadFailed, NotFound, UnsafeContent
 from ckpt.ranks.group import Ranks
 from ckpt.tools.ls import list_checkpoints

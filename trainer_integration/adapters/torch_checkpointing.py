@@ -33,10 +33,9 @@ from ckpt.errors import (
     NotFound,
     UnsafeContent,
 )
-from ckpt.format.names import is_rank_directory
+from ckpt.format.names import is_rank_directory, step_of
 from ckpt.reading.foreign_files import FileReader, ForeignFiles, ForeignPlaces
 from ckpt.stock.inert_unpickler import load_inert
-from ckpt.tools.ls import step_of
 from ckpt.tools.remove import remove
 from ckpt.torch_private import default_store
 from ckpt.trainer_integration.adapters.host import require_host

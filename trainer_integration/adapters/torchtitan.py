@@ -17,8 +17,9 @@ import torch
 
 from ckpt.api import load
 from ckpt.errors import ConfigurationError, LoadFailed, NotFound
+from ckpt.format.names import step_of
 from ckpt.ranks.group import Ranks
-from ckpt.tools.ls import list_checkpoints, step_of
+from ckpt.tools.ls import list_checkpoints
 from ckpt.trainer_integration.adapters.host import require_host
 from ckpt.trainer_integration.keeping import last
 from ckpt.trainer_integration.manager import CheckpointManager as Manager

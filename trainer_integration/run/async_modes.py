@@ -14,8 +14,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from ckpt.api import async_save, place_of, save
+from ckpt.api import async_save, save
 from ckpt.arguments import values_of
+from ckpt.collective import place_of
 from ckpt.embeddings.saving import Tables
 from ckpt.errors import CheckpointError, ConfigurationError, SaveFailed
 from ckpt.format.names import last_segment
@@ -89,7 +90,7 @@ class Uploads:
         """Stage `state` and begin its upload to the first of `places` that takes it. Raises as `begin`."""
         tagged = [replace(place, options={**place.options, "tags": tags}) for place in places]
         is_async = self.mode == "thread"
-        return save_to_first(state, tagged, process_group=self.process_group, is_async=is_async)
+        return save_to_first(state, lambda _: tagged, process_group=self.process_group, is_async=is_async)
 
     def close(self) -> None:
         self._stager.close()

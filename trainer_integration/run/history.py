@@ -5,46 +5,37 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
 
-from ckpt.api import place_of
 from ckpt.backends.registry import open_store
 from ckpt.backends.wrapper import PrefixStore
+from ckpt.collective import place_of
 from ckpt.errors import (
     CheckpointError,
-    FormatError,
-    IntegrityError,
     NotCommitted,
     NotFound,
     StillReferred,
     StorageError,
 )
-from ckpt.format.run_record import RunCheckpoint, RunRecord, RunStart, read_run, write_run
-from ckpt.reading.latest import Candidate, examine, newest_first
-from ckpt.tools.remove import remove_and_tell
+from ckpt.format.records import read_commit
+from ckpt.format.run_record import RunCheckpoint
+from ckpt.reading.latest import Candidate, created_at_s, examine, newest_first
+from ckpt.tools.remove import remove, remove_within
 from ckpt.trainer_integration.keeping import Best, KeepRule
+from ckpt.trainer_integration.run.shared_record import SharedRecord
+from ckpt.words import OLD_VERSIONS
 
 _logger = logging.getLogger(__name__)
 
-_MAX_STARTS = 1000
-_MAX_WRITES = 3
-"""How often to write a change that storage does not show: another process has just written too, or it lags."""
-_PRIOR_S = 86_400.0
-
-Change = Callable[[RunCheckpoint], RunCheckpoint | None]
-"""Return a checkpoint of the record as it shall be, None without it; twice is the same as once."""
+_MAX_LOOKS = 16
 
 
-class History:
+class History(SharedRecord):
     """Keep the run's record, and complete it from a listing; from any thread.
-
-    Other processes write the record too. So a change is made to what is stored now, and written until
-    storage shows it; what this process has saved is put back whenever it is missing.
 
     Attributes:
         place: the root as texts show it, without credentials.
@@ -55,15 +46,9 @@ class History:
     def __init__(self, root: str, storage_options: Mapping[str, Any] | None) -> None:
         self.root, self.storage_options = root.rstrip("/") or "/", storage_options
         self.place = place_of(self.root)
-        self._store = open_store(root, storage_options)
-        self._lock = threading.RLock()
-        self._known: RunRecord | None = None
-        self._changes: list[Change] = []  # that storage has not shown yet
-        self._has_failed = False
-        self._started_s, self._resumed_at = time.time(), math.inf
-        self._durable_at_s: float | None = None
-        self._own: dict[str, RunCheckpoint] = {}
-        self._found: dict[str, RunCheckpoint] = {}
+        super().__init__(root, storage_options)
+        self._others: set[str] = set()  # folders that hold none of the commits that were removed
+        self._told_of_versions = False
         self.unusable: set[str] = set()
         self.referred: frozenset[int] = frozenset()
 
@@ -93,22 +78,14 @@ class History:
             )
         return newest_first(names, self._record())
 
-    def look_again(self) -> None:
-        """Read the record anew when it is next needed: another process may have written it."""
-        with self._lock:
-            self._known = None
-
-    def durable(self) -> list[RunCheckpoint]:
-        """List the checkpoints that were committed and are not given up, by the record."""
-        return [checkpoint for checkpoint in self._record().checkpoints if not checkpoint.superseded]
-
-    def given_up(self) -> list[RunCheckpoint]:
-        """List those that were given up, by the record."""
-        return [checkpoint for checkpoint in self._record().checkpoints if checkpoint.superseded]
-
-    def known(self) -> list[RunCheckpoint]:
-        """List the same, but read no storage."""
-        return [old for old in (self._known or RunRecord()).checkpoints if not old.superseded]
+    def newest_s(self, step: int) -> float:
+        """Find when the newest checkpoints from `step` on were made, by the clocks of those who made them."""
+        made_s = -math.inf
+        for _, path in [each for each in self.candidates() if each[0] >= step][:_MAX_LOOKS]:
+            with contextlib.suppress(CheckpointError):
+                commit = read_commit(PrefixStore(self._store, path))
+                made_s = max(made_s, (created_at_s(commit.record) if commit else None) or made_s)
+        return made_s
 
     def at(self, step: int) -> list[tuple[int, str]]:
         """List `step` and the folders in which its checkpoint may be, the likeliest first."""
@@ -125,23 +102,6 @@ class History:
         is_folder = self._store.directory is not None  # which may be a link to one elsewhere
         own = open_store(self.url(path), self.storage_options) if is_folder else None
         return examine(own or PrefixStore(self._store, path))
-
-    def go_on_from(self, step: int) -> None:
-        """Give up, with the next checkpoint, those that were saved after `step`."""
-        self._resumed_at = step
-        self._own.clear()
-
-    def add(self, checkpoint: RunCheckpoint, *, is_own: bool = True) -> None:
-        """Remember a checkpoint that has been committed; one of an earlier process if it is not on record."""
-        with self._lock:
-            (self._own if is_own else self._found)[checkpoint.path] = checkpoint
-            self._durable_at_s = time.time()
-            self._write()
-
-    def change(self, change: Change) -> None:
-        """Change what is on record of the checkpoints."""
-        with self._lock:
-            self._write(change)
 
     def annotate(
         self, step: int, metrics: Mapping[str, float] | None = None, *, pinned: bool | None = None
@@ -163,13 +123,15 @@ class History:
     def retire(self, keep: KeepRule, newest: str) -> Iterator[tuple[RunCheckpoint, CheckpointError | None]]:
         """Remove checkpoints that no rule keeps, but not `newest`; yield each, and any error.
 
-        Those whose bytes others name stay, and are in `referred`, until those others are gone.
+        Those whose bytes others name stay, and are in `referred`, until those others are gone. What was removed
+        before, and has come back by a put that storage carried out late, is removed again.
         """
+        self._sweep()
         stay, referred = {newest}, dict[str, int]()
         while True:
             failure: CheckpointError | None = None
-            with contextlib.ExitStack() as until_gone:
-                until_gone.enter_context(self._lock)  # who pins it meanwhile finds it gone, or keeps it
+            with contextlib.ExitStack() as until_noted:
+                until_noted.enter_context(self._lock)  # who pins it meanwhile finds it gone, or keeps it
                 kept = self.kept(keep)
                 unkept = (old for old in self.durable() if old.step not in kept and old.path not in stay)
                 checkpoint = next(unkept, None)
@@ -177,7 +139,7 @@ class History:
                     self.referred = frozenset(referred.values())
                     return
                 try:
-                    self._remove(checkpoint, until_gone)
+                    self._remove(checkpoint, until_noted)
                     stay -= referred.keys()  # it may have been what refers to them
                     referred.clear()
                 except StillReferred:
@@ -198,118 +160,46 @@ class History:
     def close(self) -> None:
         self._store.close()
 
-    def mtbf_s(self) -> float:
-        """Estimate the mean time between failures: by this run's starts, and one assumed a day.
+    def _remove(self, checkpoint: RunCheckpoint, until_noted: contextlib.ExitStack) -> None:
+        """Remove a checkpoint, and close `until_noted` when the record says so: its objects may take minutes."""
 
-        One rank asks, while the others wait for what it decides, so this raises nothing.
-        """
-        known = self._known  # without the lock: a save that is being recorded must not hold up training
-        if known is None and not self._has_failed:
+        def forget(commit_id: str = "") -> None:
+            with until_noted, self._lock:
+                self._others.discard(checkpoint.path)
+                self.drop(checkpoint, commit_id)
+
+        @contextlib.contextmanager
+        def going(commit_id: str) -> Iterator[None]:
+            # Noted first: a process that carries it, and finds no commit, reads the record next.
+            forget(commit_id)
             try:
-                known = self._record()
-            except CheckpointError as error:
-                self._has_failed = True  # once is enough: at every step it would hold up training
-                _logger.warning("the run's record cannot be read, failures are not counted: %s", error)
-        return _mtbf_s([] if known is None else known.starts, self._started_s)
-
-    def _remove(self, checkpoint: RunCheckpoint, until_gone: contextlib.ExitStack) -> None:
-        """Remove a checkpoint, and close `until_gone` when it is one no more: its objects may take minutes."""
-        failures: list[CheckpointError] = []
-
-        def forget() -> None:
-            with until_gone, self._lock:
-                try:
-                    gone = (checkpoint.path, checkpoint.saved_at_s)
-                    self._write(lambda old: None if (old.path, old.saved_at_s) == gone else old)
-                except CheckpointError as error:  # the next write tries again
-                    failures.append(error)
+                yield
+            except StorageError:
+                self.put_back(checkpoint)  # the next retention tries again
+                raise
 
         try:
-            url = self.url(checkpoint.path)
-            remove_and_tell(url, forget, storage_options=self.storage_options)
+            removed = remove_within(self.url(checkpoint.path), going, storage_options=self.storage_options)
+            if removed.keeps_versions and not self._told_of_versions:
+                self._told_of_versions = True
+                _logger.warning("%s: %s", self.place, OLD_VERSIONS)
         except (NotFound, NotCommitted):  # somebody else has removed it, or replaced it by something not ours
             forget()
-        if failures:
-            raise failures[0]
 
-    def _record(self) -> RunRecord:
-        with self._lock:
-            if self._known is None:
-                try:
-                    stored = self._read()
-                except FormatError as error:
-                    _warn_of_unusable(error)
-                    stored = None
-                self._known = self._with_own(stored or RunRecord())
-            return self._known
-
-    def _read(self) -> RunRecord | None:
-        """Read the record; None without one, or if it is damaged. Raises FormatError, StorageError."""
+    def _sweep(self) -> None:
+        """Remove again commits that were removed, and that a late put has brought back without their objects."""
         try:
-            return read_run(self._store)
-        except IntegrityError as error:
-            _warn_of_unusable(error)
-            return None
-
-    def _write(self, change: Change | None = None) -> None:
-        """Write what this process has changed, with what others have written meanwhile.
-
-        Raises FormatError, and writes nothing, if a newer version of this library wrote the record.
-        """
-        if change is not None:
-            self._changes.append(change)
-        if self._known is not None:
-            self._known = self._with_own(self._known)  # also if storage fails; the next write has it too
-        for _ in range(_MAX_WRITES):
-            stored = self._read()
-            self._known = self._with_own(stored or self._known or RunRecord())
-            if self._known == (stored or RunRecord()):
-                self._changes.clear()
-                return
-            write_run(self._store, self._known)
-
-    def _with_own(self, record: RunRecord) -> RunRecord:
-        """Put what this process has saved, given up and changed into a record."""
-        known = {**self._found, **{old.path: old for old in record.checkpoints}}
-        by_path = {path: self._as_past(old) for path, old in known.items()}
-        by_path |= {path: own for path, own in self._own.items() if _is_newest(own, by_path.get(path))}
-        for change in self._changes:
-            changed = map(change, by_path.values())
-            by_path = {new.path: new for new in changed if new is not None}
-        self._own = {path: by_path[path] for path in self._own if path in by_path}
-        self._found = {path: by_path[path] for path in self._found if path in by_path}
-        starts = record.starts
-        if self._durable_at_s is not None:
-            own_start = RunStart(at_s=self._started_s, durable_at_s=self._durable_at_s)
-            starts = [start for start in starts if start.at_s != self._started_s] + [own_start]
-        return RunRecord(
-            checkpoints=sorted(by_path.values(), key=lambda old: (old.step, old.path)),
-            starts=sorted(starts, key=lambda start: start.at_s)[-_MAX_STARTS:],
-        )
-
-    def _as_past(self, checkpoint: RunCheckpoint) -> RunCheckpoint:
-        given_up = self._own and checkpoint.step > self._resumed_at and checkpoint.path not in self._own
-        return msgspec.structs.replace(checkpoint, superseded=True) if given_up else checkpoint
-
-
-def _is_newest(own: RunCheckpoint, old: RunCheckpoint | None) -> bool:
-    """Tell whether a save of this process takes the place of what is on record of its folder."""
-    # A later entry is that of another process, which has saved the same step. But clocks go back: one that was given
-    # up, and is another save, is of the past.
-    if old is None or old.saved_at_s < own.saved_at_s:
-        return True
-    return old.superseded and old.saved_at_s != own.saved_at_s
-
-
-def _warn_of_unusable(error: CheckpointError) -> None:
-    _logger.warning("the run's record cannot be used, its checkpoints are listed: %s", error)
-
-
-def _mtbf_s(starts: Sequence[RunStart], started_s: float) -> float:
-    """Estimate the mean time between failures from a run's starts, this one too."""
-    ran_s = sum(max(0.0, start.durable_at_s - start.at_s) for start in starts)
-    failures = sum(start.at_s != started_s for start in starts)
-    return (_PRIOR_S + ran_s) / (1 + failures)
+            removed, recorded = self._record().removed, {old.path for old in self._record().checkpoints}
+            folders = self.candidates() if removed else []
+            unknown = [path for _, path in folders if path not in recorded | self._others]
+            for path in unknown[-_MAX_LOOKS:]:
+                commit = read_commit(PrefixStore(self._store, path))
+                if commit is not None and commit.record.id in removed:
+                    remove(self.url(path), storage_options=self.storage_options)
+                elif commit is not None:
+                    self._others.add(path)
+        except CheckpointError as error:
+            _logger.warning("what removed checkpoints may have left cannot be looked for: %s", error)
 
 
 def plain_metrics(metrics: Mapping[str, float] | None) -> dict[str, float | None]:

@@ -7,11 +7,13 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 from ckpt.errors import CheckpointError, SaveFailed, StorageUnavailable
-from ckpt.format.run_record import RunCheckpoint
+from ckpt.format.run_record import RunCheckpoint, RunStamp, new_run_id
 from ckpt.local_first.drain_process import DrainState
+from ckpt.local_first.far_place import Asked
 from ckpt.local_first.saving import Saved
 from ckpt.ranks.group import Ranks
 from ckpt.trainer_integration.events import Events
@@ -21,11 +23,13 @@ from ckpt.trainer_integration.run.history import History
 from ckpt.trainer_integration.run.in_flight import Flight, Saves, figures_of
 from ckpt.trainer_integration.run.nearest import Nearest
 from ckpt.trainer_integration.run.search import GONE
-from ckpt.trainer_integration.run.tier import Tier
+from ckpt.trainer_integration.run.tier import Tier, note_run
 
 _logger = logging.getLogger(__name__)
 
 _LOOK_S, _ASK_S, _LAST_LOOK_S = 0.2, 5.0, 5.0
+_FIRST_ANSWER_S = 0.5
+"""How long the first save waits for the id of the run, if nothing was restored."""
 
 
 class NearSaves(Saves):
@@ -45,6 +49,7 @@ class NearSaves(Saves):
         self._given_up: list[str] = []
         self._near: dict[str, int] = {}
         self._newest: RunCheckpoint | None = None  # that is durable, of those that this process has saved
+        self._asked: Asked[object] | None = None
         self.nearest = Nearest(tier, history)
 
     def start(self) -> None:
@@ -56,6 +61,7 @@ class NearSaves(Saves):
         super().go_on_from(step, path, created_at_s, is_durable=is_durable)
         self._newest, self._near = None, {} if is_durable else {path: step}
         self._tier.go_on_from(step)
+        note_run(self._tier, self._ranks.from_first(self._run))
         self._tier.begin()
 
     # -- saves ---------------------------------------------------------------------------------------------
@@ -65,9 +71,11 @@ class NearSaves(Saves):
     ) -> Future[Any]:
         """Begin an upload to the place that all ranks choose; each node hears what is not wanted any more."""
         tier, url = self._tier, self.history.url(checkpoint.path)
+        run = self._run() if self._ranks.rank == 0 else ""
+        offer, self._given_up = (not tier.has_room(), self._given_up, run), []
+        is_full, given_up, run = self._ranks.join(offer, _either)
+        note_run(tier, run)
         tier.begin()
-        offer, self._given_up = (not tier.has_room(), self._given_up), []
-        is_full, given_up = self._ranks.join(offer, _either)
         tier.drop(given_up)
         for path in given_up:
             self._near.pop(path, None)
@@ -75,8 +83,23 @@ class NearSaves(Saves):
             self.tell(
                 "not_local", checkpoint.step, "a node has no room for it: it is saved to the durable place"
             )
+        stamp = RunStamp(run, self.nearest.seen_s + 1.0)  # commits count seconds
         places = tier.places(checkpoint.path, url, self._uploads.options, has_room=not is_full)
-        return self._uploads.begin_at(state, places, tags)
+        return self._uploads.begin_at(state, [replace(place, stamp=stamp) for place in places], tags)
+
+    def _run(self) -> str:
+        """Return, on the first rank, the id of the run; a new one if it is sure that there is none, empty if it is not."""
+        history = self.history
+        run = history.run or self.nearest.run or self._tier.history.stored_run()
+        if not run and not history.is_read and self._asked is None:
+            self._asked = Asked(history.durable)
+            self._asked.is_answered(_FIRST_ANSWER_S)  # else it is known for a later save
+            run = history.run
+        if not run and history.is_read:
+            run = new_run_id()
+        if run:
+            history.belong_to(run)
+        return run
 
     def check_root(self, needed_bytes: int) -> int | None:
         """Try the run's root out; while it gives no answer, checkpoints wait near."""
@@ -125,7 +148,7 @@ class NearSaves(Saves):
             self.durable_at_s = self.undurable_since_s = time.monotonic()
         is_recorded = True
         try:
-            if is_own or self.history.examine(path).id == state.id:  # else it was removed since
+            if is_own or self._is_there(path, state.id):  # else it was removed since
                 self.history.add(checkpoint, is_own=is_own)
         except GONE:
             return
@@ -134,7 +157,8 @@ class NearSaves(Saves):
             text = "step %d is durable, but could not be noted in the run's record: %s"
             _logger.warning(text, step, failure)
         if not is_own:
-            if path == self.base and self.durable_step is None:  # it was restored from the nodes
+            is_base = path == self.base and path not in self._tier.saved  # else it was saved again meanwhile
+            if is_base and self.durable_step is None:  # it was restored from the nodes
                 self.durable_step, self.durable_at_s = step, time.monotonic()
             return
         figures = {"carry_s": state.took_s, "sent_bytes": float(state.sent_bytes)}
@@ -144,6 +168,10 @@ class NearSaves(Saves):
                 self._retire(self.keep, self._newest)
             except Exception:
                 _logger.exception("removing old checkpoints failed")
+
+    def _is_there(self, path: str, commit_id: str) -> bool:
+        candidate = self.history.examine(path)
+        return candidate.id == commit_id and candidate.fault is None
 
     def _look(self, until_s: float) -> None:
         """Ask, on any rank, what has become durable; the first one has followed it up then, if it could in time."""
@@ -231,5 +259,8 @@ def _listed(steps: Sequence[object]) -> str:
     return ", ".join(map(str, steps[:5])) + (f" and {len(steps) - 5} more" if len(steps) > 5 else "")
 
 
-def _either(some: tuple[bool, list[str]], others: tuple[bool, list[str]]) -> tuple[bool, list[str]]:
-    return some[0] or others[0], some[1] or others[1]
+_Offer = tuple[bool, list[str], str]
+
+
+def _either(some: _Offer, others: _Offer) -> _Offer:
+    return some[0] or others[0], some[1] or others[1], some[2] or others[2]

@@ -2,35 +2,45 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
-from ckpt.api import load, place_of
+from ckpt import notebook
+from ckpt.api import load
+from ckpt.collective import place_of
 from ckpt.errors import (
     CheckpointError,
     ConfigurationError,
+    DigestMismatch,
     FormatError,
     IntegrityError,
     LoadFailed,
     NotFound,
     NotVisible,
 )
-from ckpt.format.names import last_segment
+from ckpt.format.names import last_segment, step_of
 from ckpt.format.run_record import RUN_KEY
 from ckpt.ranks.failures import same_outcome
 from ckpt.ranks.group import Ranks
-from ckpt.tools.ls import step_of
 from ckpt.trainer_integration.run.history import History
 from ckpt.trainer_integration.run.in_flight import Saves
 from ckpt.trainer_integration.run.near_saves import NearSaves
+from ckpt.trainer_integration.run.nearest import Nearest
 from ckpt.trainer_integration.run.search import GONE, Choice, Search, counted
 from ckpt.trainer_integration.run.strict_planner import NamingLoadPlanner
 from ckpt.trainer_integration.training_state import OptimizerState
+from ckpt.words import count
 
 T = TypeVar("T")
+
+_MAX_PARTS = 50
+"""Of a state, in a notebook."""
 
 DAMAGE = (IntegrityError, FormatError, NotVisible, *GONE)
 """Errors of a checkpoint that is passed over for an older one."""
@@ -47,7 +57,7 @@ class PassedOver:
 
 @dataclass(frozen=True)
 class Restored:
-    """A checkpoint that was loaded.
+    """A checkpoint that was loaded. A notebook shows it as a table.
 
     Attributes:
         step: after which it was saved. Of an initial checkpoint it is the number in its name, or 0.
@@ -66,6 +76,26 @@ class Restored:
     state: Mapping[str, Any] = field(default_factory=dict, repr=False)
     is_initial: bool = False
 
+    def _repr_html_(self) -> str:
+        facts = [("step", notebook.text(self.step))]
+        if self.is_initial:
+            facts.append(("initial", "the run had no checkpoint of its own"))
+        if self.missing:
+            facts.append(("missing", notebook.text(", ".join(self.missing))))
+        facts += [(f"step {each.step} passed over", notebook.text(each.reason)) for each in self.passed_over]
+        parts = ((name, _short(value)) for name, value in itertools.islice(self.state.items(), _MAX_PARTS))
+        summary = f"loaded: {count(len(self.state), 'part')}"
+        return notebook.titled(self.url, facts, notebook.folded(summary, ("part", "value"), parts))
+
+
+def _short(value: object) -> str:
+    """Write a loaded part in a few words; a tensor's repr would copy it from the accelerator."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return repr(value)
+    if isinstance(value, Mapping):
+        return f"{type(value).__name__} of {count(len(value), 'key')}"
+    return type(value).__name__
+
 
 def restore(
     state: dict[str, Any],
@@ -75,14 +105,14 @@ def restore(
     saves: Saves,
     *,
     strict: bool,
+    expect: str | None = None,
     load_options: Mapping[str, Any],
 ) -> Restored | None:
     """Load the first checkpoint for `step` that passes its checks; None if there is none.
 
     Raises as `CheckpointManager.restore`.
     """
-    if initial is not None and step != "latest-valid":
-        raise ConfigurationError("initial= goes with 'latest-valid': it is for a run without checkpoints")
+    load_options = _checked(load_options, step, initial, saves, expect)
     began_s, history = time.monotonic(), saves.history
     nearest = saves.nearest if isinstance(saves, NearSaves) else None
     optimizers = {name for name, part in state.items() if isinstance(part, OptimizerState)}
@@ -90,7 +120,7 @@ def restore(
     def attempt(url: str, choice: Choice | None = None) -> NamingLoadPlanner:
         planner = NamingLoadPlanner(strict=strict, optional={"rng"}, optimizers=optimizers)
         if nearest is not None and choice is not None and choice.near is not None:
-            figures.update(nearest.load(state, choice, planner, ranks, load_options))
+            read.update(nearest.load(state, choice, planner, load_options))
         else:
             load(state, url, planner=planner, **load_options)
         if (tables := saves.tables) is not None:
@@ -99,36 +129,36 @@ def restore(
             same_outcome(ranks, call, lambda: tables.restore(url, storage_options=storage_options))
         return planner
 
-    figures: dict[str, float] = {}
+    figures, read, is_error = dict[str, float](), Counter[str](), False
     passed_over, stock = list[PassedOver](), list[str]()  # of these, those of another program
-    search, is_error = Search(step, saves), False
-    find_next = search.next if nearest is None else nearest.merged(search, step, ranks)
-    while (choice := ranks.from_first(find_next)) is not None:
+    search = Search(step, saves)
+    find_next = _finder(search, nearest, step, ranks)
+    while (choice := find_next()) is not None:
         fault = choice.candidate.fault
         shown = history.shown(choice.path) if nearest is None else nearest.shown(choice)
         if fault is None:
             figures["search_s"] = time.monotonic() - began_s
-            loaded, fault = _unless_damaged(lambda: attempt(history.url(choice.path), choice), ranks)
+            loaded, fault = _unless_damaged(lambda: attempt(history.url(choice.path), choice), ranks, read)
             if loaded is not None and fault is None:
                 saved_at_s, is_durable = choice.candidate.created_at_s, choice.is_durable
                 saves.go_on_from(choice.step, choice.path, saved_at_s, is_durable=is_durable)
-                saves.tell("restored", choice.step, shown, "", load_s=time.monotonic() - began_s, **figures)
+                figures["load_s"] = time.monotonic() - began_s
+                saves.tell("restored", choice.step, shown, "", **figures, **read)
                 return Restored(choice.step, shown, tuple(passed_over), loaded.missing, state)
             if choice.near is None and ranks.from_first(lambda: search.is_gone(choice)):
                 continue
-        if choice.near is not None:
-            is_error = True
-        elif not choice.is_lost:
-            is_error |= initial is None or not choice.candidate.is_foreign
-            history.unusable.add(choice.path)
-        if choice.candidate.is_foreign:
+        is_near, is_foreign = choice.near is not None, choice.candidate.is_foreign
+        if not choice.is_lost:
+            is_error |= not is_foreign or (initial is None and not is_near)
+            if is_foreign or not is_near:  # it stays as it is
+                history.unusable.add(choice.path)
+        if is_foreign and not is_near:
             stock.append(shown)
         passed_over.append(PassedOver(choice.step, shown, str(fault)))
         saves.tell("passed_over", choice.step, str(fault))
-    if is_error:
-        raise _none_loads(passed_over, stock if step == "latest-valid" else [], history)
-    if step != "latest-valid":
-        raise _nothing_at(step, history)
+    if is_error or step != "latest-valid":
+        stock = stock if step == "latest-valid" else []
+        raise _none_loads(passed_over, stock, history) if is_error else _nothing_at(step, history)
     _check_nothing_lost(ranks, history)
     if initial is None:
         saves.tell("restored", None, "nothing: no checkpoint has been committed here")
@@ -137,6 +167,28 @@ def restore(
     missing = attempt(os.fspath(initial)).missing
     saves.tell("restored", number, f"{shown} (initial)", load_s=time.monotonic() - began_s)
     return Restored(number, shown, tuple(passed_over), missing, state, is_initial=True)
+
+
+def _checked(
+    options: Mapping[str, Any], step: int | str, initial: object, saves: Saves, expect: str | None
+) -> Mapping[str, Any]:
+    """Return the options of a load. Raises ConfigurationError if arguments do not go together."""
+    if initial is not None and step != "latest-valid":
+        raise ConfigurationError("initial= goes with 'latest-valid': it is for a run without checkpoints")
+    if expect is None:
+        return options
+    if isinstance(saves, NearSaves) or saves.tables is not None:
+        raise ConfigurationError(
+            "expect= does not cover local=, fallback= and tables=: it does not go with them"
+        )
+    return {**options, "expect": expect}
+
+
+def _finder(
+    search: Search, nearest: Nearest | None, step: int | str, ranks: Ranks
+) -> Callable[[], Choice | None]:
+    """Return what all ranks call for the next checkpoint to try."""
+    return partial(ranks.from_first, search.next) if nearest is None else nearest.merged(search, step, ranks)
 
 
 def _none_loads(passed_over: Sequence[PassedOver], stock: Sequence[str], history: History) -> LoadFailed:
@@ -162,16 +214,24 @@ def _check_nothing_lost(ranks: Ranks, history: History) -> None:
         )
 
 
-def _unless_damaged(attempt: Callable[[], T], ranks: Ranks) -> tuple[T | None, str | None]:
-    """Load on all ranks; return the outcome, or the first rank's error if it tells of damage."""
+def _unless_damaged(
+    attempt: Callable[[], T], ranks: Ranks, read: Counter[str]
+) -> tuple[T | None, str | None]:
+    """Load on all ranks; return the outcome, or the first rank's error if it tells of damage.
+
+    What this rank has `read` becomes the sum of all ranks.
+    """
+    read.clear()
     loaded: T | None = None
     error: CheckpointError | None = None
     try:
         loaded = attempt()
     except CheckpointError as raised:
         error = raised
-    is_damage = isinstance(error, DAMAGE) and not isinstance(error, LoadFailed)
-    damage = ranks.from_first(lambda: str(error) if is_damage else None)
+    is_damage = isinstance(error, DAMAGE) and not isinstance(error, LoadFailed | DigestMismatch)
+    own = str(error) if is_damage and ranks.rank == 0 else None, Counter(read)
+    damage, total = ranks.join(own, lambda some, others: (some[0] or others[0], some[1] + others[1]))
+    read.update(total - read)
     if damage is None and error is not None:
         raise error
     return loaded, damage

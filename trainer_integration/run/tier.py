@@ -6,103 +6,38 @@ import contextlib
 import logging
 import math
 import os
-import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import msgspec
 
-from ckpt.api import place_of
 from ckpt.backends.registry import normal_url, open_store
 from ckpt.backends.wrapper import PrefixStore
+from ckpt.collective import place_of
 from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.format.records import read_commit
 from ckpt.format.run_record import RunCheckpoint
-from ckpt.local_first.drain_process import DrainProcess, DrainState, current_status, read_status
+from ckpt.local_first.drain_process import DrainState, current_status, read_status
 from ckpt.local_first.far_place import FarPlace
-from ckpt.local_first.folder import RunFolder
+from ckpt.local_first.node_tier import NodeTier
 from ckpt.local_first.options import LocalTier
-from ckpt.local_first.partners import Node, meet, share_of, shared_domains, sources_of, undurable
-from ckpt.local_first.room import has_room
-from ckpt.local_first.saving import Place
+from ckpt.local_first.watch import Watch
 from ckpt.ranks.group import Ranks
-from ckpt.tools.remove import remove
 from ckpt.trainer_integration.keeping import KeepRule
 from ckpt.trainer_integration.run.async_modes import Uploads
 from ckpt.trainer_integration.run.history import History
 
 _logger = logging.getLogger(__name__)
 
-_LOOK_S, _JOIN_S = 0.5, 5.0
-_FIRST_LOOK_S = 10.0
-"""When to look first, unless a save or the end of a restore is sooner: a restore needs the cores, and the process that
-carries takes some when it starts."""
-
 Tell = Callable[..., None]
 WhenDurable = Callable[[RunCheckpoint, DrainState, bool], None]
 
 
-class _Watch:
-    """Calls `look` now and then in a thread of its own, and soon when somebody waits for it."""
+class Tier(NodeTier):
+    """A tier of a manager's run, which has a record of its checkpoints, and gives up some of them.
 
-    def __init__(self, look: Callable[[], None]) -> None:
-        self._look, self._is_closed, self._asked = look, False, threading.Event()
-        self._lock, self._waiting, self._has_begun = threading.Lock(), list[threading.Event](), False
-        self._thread = threading.Thread(target=self._run, name="ckpt-tier", daemon=True)
-        self._thread.start()
-
-    def begin(self) -> None:
-        """Look now, if it has not looked yet."""
-        if not self._has_begun:
-            self._asked.set()
-
-    def wait_looked(self, until_s: float) -> None:
-        looked = threading.Event()
-        with self._lock:
-            self._waiting.append(looked)
-            self._asked.set()
-        looked.wait(max(0.0, min(until_s - time.monotonic(), threading.TIMEOUT_MAX)))
-
-    def close(self) -> None:
-        """End it; what a store holds up ends by itself."""
-        self._is_closed = True
-        self._asked.set()
-        self._thread.join(_JOIN_S)
-
-    def _run(self) -> None:
-        failure = ""
-        self._asked.wait(_FIRST_LOOK_S)
-        self._has_begun = True
-        while True:
-            with self._lock:
-                self._asked.clear()
-                waiting, self._waiting = self._waiting, []
-            try:
-                self._look()
-            except Exception as error:
-                if failure != str(error):  # once, and not twice a second
-                    _logger.exception("looking after local checkpoints failed")
-                failure = str(error)
-            for looked in waiting:
-                looked.set()
-            self._asked.wait(_LOOK_S)
-            if self._is_closed:
-                return
-
-
-class Tier:
-    """The place where a run's checkpoints are before they are durable: a disk of each node, or another storage.
-
-    Args:
-        options: of the folder: on each node's own disk if `is_local`, where every save goes first; else one that all
-            nodes see, where a save goes that the durable place refuses.
-        root: the run's durable place.
-        job: names this job, the same on all ranks.
-        config: of `ckpt.drain`.
-
-    Raises as `RunFolder`.
+    Args, errors: as of `NodeTier`.
     """
 
     def __init__(
@@ -115,87 +50,27 @@ class Tier:
         is_local: bool,
         config: Mapping[str, Any],
     ) -> None:
-        self.is_local, self._rank = is_local, rank
-        self.drain_timeout_s = options.drain_timeout_s
-        self.folder = RunFolder(options.path, root)
-        if is_local:
-            self.folder.warn_if_shared()
-            self.folder.hold(job)
-        self.is_leader = self.folder.is_leader if is_local else rank == 0
+        super().__init__(options, root, job, rank, is_local=is_local, config=config)
         self.history = History(self.folder.path, None)
-        self._options = options
-        self.sources: tuple[int, ...] | None = None
         self.far = FarPlace(place_of(root), options.answer_timeout_s)
-        self._process = (
-            DrainProcess(self.folder.path, {"durable": root, "keep_local": options.keep, **config})
-            if self.is_leader
-            else None
-        )
         self._seen: dict[str, tuple[str, str]] = {}
-        self._watch: _Watch | None = None
         self._resumed_at: float = math.inf
         self.saved: dict[str, RunCheckpoint] = {}
         self.unwanted: list[str] = []
-
-    @property
-    def name(self) -> str:
-        """What its state is called: `local` or `fallback`."""
-        return "local" if self.is_local else "fallback"
-
-    def places(self, path: str, far_url: str, options: Mapping[str, Any], *, has_room: bool) -> list[Place]:
-        """List where to save the checkpoint `path`, the first one first."""
-        far = Place(far_url, options)
-        of_far = ("storage_options", "max_bandwidth_bytes_per_s")
-        near_options = {name: value for name, value in options.items() if name not in of_far}
-        near = Place(self.folder.url(path), near_options, self.is_local, self.sources)
-        if not self.is_local:
-            return [far, near]
-        return [near, far] if has_room else [far]
-
-    def has_room(self) -> bool:
-        """Tell whether this node has room for one more like the largest that it has; what is durable makes room."""
-        try:
-            return not (self.is_local and self.is_leader) or has_room(
-                self.folder.path, self._options.budget_bytes
-            )
-        except OSError as error:
-            _logger.warning("the folder of this node cannot be used: %s", error)
-            return False
 
     # -- what became durable -------------------------------------------------------------------------------
 
     def start(self, ranks: Ranks, when_durable: WhenDurable, tell: Tell) -> None:
         """Choose who keeps copies of whose files, and begin to watch. All ranks call it."""
-        if self.is_local and self._options.copies:
-            self._meet(ranks, tell)
-        self.watch(when_durable, tell)
-
-    def _meet(self, ranks: Ranks, tell: Tell) -> None:
-        own, folder = Node((ranks.rank,), self._options.failure_domain), self.folder
-        if self.is_leader:
-            done = {
-                path: each.id for path, each in read_status(folder.path).items() if each.state == "durable"
-            }
-            with contextlib.suppress(CheckpointError):
-                own = replace(own, has=undurable(folder.path, done))
-        nodes = meet(ranks, folder.holder, own)
-        self.sources = sources_of(ranks.rank, nodes)
-        if self._process is not None:
-            node = next(each for each in nodes if ranks.rank in each.ranks)
-            self._process.carry_only(share_of(node, nodes))
-        if problem := shared_domains(nodes):
+        if problem := self.share_copies(ranks):
             tell("not_copied", None, f"copies would be lost with what they are copies of: {problem}")
+        self.watch(when_durable, tell)
 
     def watch(self, when_durable: WhenDurable, tell: Tell) -> None:
         """Keep the process running that carries checkpoints; on the first rank follow what becomes of them."""
         if not self.is_leader and self._rank != 0:
             return
-        self._watch = _Watch(lambda: self._look(when_durable, tell))
-
-    def begin(self) -> None:
-        """Begin to carry now, if that has not begun."""
-        if self._watch is not None:
-            self._watch.begin()
+        self._watch = Watch(lambda: self._look(when_durable, tell))
 
     def wait_looked(self, until_s: float) -> None:
         """Wait for the watch to look once more, until a time of `time.monotonic`: a store may hold it up for long."""
@@ -204,8 +79,7 @@ class Tier:
 
     def _look(self, when_durable: WhenDurable, tell: Tell) -> None:
         while self.unwanted:
-            with contextlib.suppress(CheckpointError):
-                remove(self.folder.url(self.unwanted.pop()))
+            self.remove_near(self.unwanted.pop())
         if self._process is not None and (self.is_local or _has_folders(self.folder.path)):
             news = self._process.look()
             if news is not None:
@@ -248,15 +122,6 @@ class Tier:
                     lambda old: msgspec.structs.replace(old, superseded=old.superseded or old.path in paths)
                 )
                 self.unwanted += paths
-
-    def failed(self) -> dict[str, str]:
-        """List checkpoints of this node that cannot become durable, by their folders, and why."""
-        states = current_status(self.folder.path).items()
-        return {path: state.reason for path, state in states if state.state == "failed"}
-
-    def is_durable(self, path: str) -> bool:
-        """Tell whether a checkpoint of this node has become durable, as the process last said."""
-        return (state := current_status(self.folder.path).get(path)) is not None and state.state == "durable"
 
     def undurable(self) -> list[int]:
         """List the steps that this node has, and that can still become durable."""
@@ -326,21 +191,22 @@ class Tier:
 
     # -- the end -------------------------------------------------------------------------------------------
 
-    def finish(self) -> None:
-        """Let the process carry what is there, and end by itself."""
-        if self._watch is not None:
-            self._watch.close()
-        if self._process is not None:
-            self._process.finish()
-
-    def ended(self) -> bool:
-        """Tell whether the process of this node has ended, if this rank has started it."""
-        return self._process is None or self._process.ended()
-
     def close(self) -> None:
         """Release the folder."""
         self.history.close()
-        self.folder.release()
+        super().close()
+
+
+def note_run(tier: Tier, run: str) -> None:
+    """Note the id of the run, if it is known, in its folder on this node, before anything is carried from there.
+
+    What is there of another run is not this one's. The marker says it first: it is there when the record is damaged or lost.
+    """
+    if run and tier.is_leader and run != tier.history.stored_run():
+        tier.history.belong_to(run, anew=True)
+        with contextlib.suppress(CheckpointError, OSError):  # a full disk: it is noted with the next save
+            tier.folder.mark(run)
+            tier.history.change(lambda old: old)
 
 
 def _has_folders(path: str) -> bool:

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import sys
-from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 import ckpt
 from ckpt.cli.options import Json, StorageOptions, parse_storage_options, storage_options_of, url_of
-from ckpt.cli.printing.output import (
-    EXIT_PROBLEM,
-    EXIT_STORAGE,
-    Output,
-    command,
-    shown,
-    sigterm_as_ctrl_c,
-    table,
-)
+from ckpt.cli.printing.output import EXIT_PROBLEM, EXIT_STORAGE, Output, command, sigterm_as_ctrl_c, table
+from ckpt.words import shown
 
 if TYPE_CHECKING:
     from ckpt.tools.doctor import Diagnosis
@@ -31,6 +21,11 @@ _SUMMARY = {
     "careful": "fit for checkpoints, within the limits above",
     "problem": "not fit for checkpoints as it is",
 }
+
+EXAMPLES = """
+ckpt doctor s3://bucket/run --second-client
+ckpt doctor /mnt/a/run /mnt/b/run
+"""
 
 
 def doctor(
@@ -63,7 +58,7 @@ def doctor(
     """
     interrupted = "The folder that doctor wrote was removed, as far as the storage allowed."
     with command(json, if_interrupted=interrupted) as output:
-        with sigterm_as_ctrl_c(), _status() as progress:
+        with sigterm_as_ctrl_c(), output.working("measuring") as progress:
             diagnosis = ckpt.doctor(
                 url,
                 second_url,
@@ -87,18 +82,6 @@ def doctor(
             raise typer.Exit(EXIT_STORAGE)
         if diagnosis.verdict.value == "problem":
             raise typer.Exit(EXIT_PROBLEM)
-
-
-@contextlib.contextmanager
-def _status() -> Iterator[Callable[[str], None]]:
-    """Show the current check on standard error, if that is a terminal."""
-    if not sys.stderr.isatty():
-        yield lambda check: None
-        return
-    from rich.console import Console
-
-    with Console(stderr=True).status("") as status:
-        yield lambda check: status.update(shown(check))
 
 
 def _print(output: Output, diagnosis: Diagnosis) -> None:

@@ -10,16 +10,8 @@ import typer
 
 import ckpt
 from ckpt.cli.options import Json, StorageOptions, parse_storage_options, url_of
-from ckpt.cli.printing.output import (
-    EXIT_PROBLEM,
-    Output,
-    command,
-    count,
-    shown,
-    sigterm_as_ctrl_c,
-    size,
-    table,
-)
+from ckpt.cli.printing.output import EXIT_PROBLEM, Output, command, sigterm_as_ctrl_c, table
+from ckpt.words import count, shown, size
 
 if TYPE_CHECKING:
     from ckpt.acceptance.roundtrip import Roundtrip
@@ -59,6 +51,11 @@ _Phase = Annotated[
     ),
 ]
 
+EXAMPLES = """
+ckpt roundtrip s3://bucket/try --model t5-11b --world-size 8
+ckpt roundtrip /mnt/try --optimizer adamw --mesh hsdp2xfsdp4
+"""
+
 
 def roundtrip(
     url: Annotated[str, url_of("An empty place to save to")],
@@ -86,7 +83,7 @@ def roundtrip(
     interrupted = "What the interrupted save wrote was removed; the same command starts over."
     with command(json, if_interrupted=interrupted, patience_s=math.inf) as output, sigterm_as_ctrl_c():
         options = parse_storage_options(storage_options)
-        with output.progress("saving and loading") as bar:
+        with output.progress("roundtrip") as bar:
             done = {"saving": 0, "loading": 0}
 
             def progress(phase_name: str, moved: int, total: int) -> None:

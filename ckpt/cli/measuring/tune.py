@@ -17,7 +17,8 @@ from ckpt.cli.options import (
     parse_storage_options,
     url_of,
 )
-from ckpt.cli.printing.output import Output, command, count, shown, sigterm_as_ctrl_c, size, table
+from ckpt.cli.printing.output import Output, command, sigterm_as_ctrl_c, table
+from ckpt.words import count, shown, size
 
 if TYPE_CHECKING:
     from ckpt.tuning.tune import Measured, Tuned
@@ -40,6 +41,11 @@ _Write = Annotated[
     bool | None,
     typer.Option("--write/--no-write", help="Write always, or never; by default what gains 3 % or more."),
 ]
+
+EXAMPLES = """
+ckpt tune s3://bucket/run --seconds 600
+ckpt tune /mnt/run --memory 1GiB --file ckpt.toml
+"""
 
 
 def tune(

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import json
 import os
-import re
 import signal
 import sys
 import threading
@@ -17,6 +15,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import typer
 
 from ckpt import errors
+from ckpt.cli.printing.progress import Line, seconds_gone, seconds_left, work_done
+from ckpt.cli.printing.widths import cut_in_the_middle, fitting, print_wrapped
 from ckpt.errors import (
     AlreadyExists,
     CheckpointError,
@@ -25,6 +25,7 @@ from ckpt.errors import (
     NotFound,
     StorageError,
 )
+from ckpt.words import printable, shown
 
 if TYPE_CHECKING:  # rich takes longer to import than most commands take to run
     from rich.console import Console
@@ -42,68 +43,8 @@ _PATIENCE_S = 12.0
 """How long a server that cannot be reached is tried again."""
 _SILENT_S, _NOTICE_EVERY_S = 1.5, 5.0
 
-_NARROW = 24
-"""Characters that a column of texts has, if it must be cut."""
-
-_FRACTION = re.compile(r"-?[0-9]+\.[0-9]+(e[-+]?[0-9]+)?")
-
 _WIDE = 1 << 16
 """Columns of an output that is not a terminal: nothing is cut or wrapped."""
-
-
-def printable(text: object) -> str:
-    """Write control characters as escapes."""
-    plain = str(text)
-    if plain.isprintable():
-        return plain
-    return "".join(
-        c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in plain
-    )
-
-
-def shown(text: object) -> str:
-    """Make a text fit for a terminal: without control characters, and without rich's markup."""
-    from rich.markup import escape
-
-    return escape(printable(text))
-
-
-def size(nbytes: float) -> str:
-    """Write a number of bytes for people."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(nbytes) < 1024:
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.2f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.2f} TiB"
-
-
-def count(number: int, noun: str) -> str:
-    """Write `1 file`, `2 files`."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
-
-
-def age(seconds: float | None) -> str:
-    """Write a span of time in its largest unit."""
-    if seconds is None:
-        return "?"
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{max(0.0, seconds):.0f} s"
-
-
-def tags_text(tags: Mapping[str, str], limit: int = 8) -> str:
-    """Write tags for people: numbers with few digits, the first `limit` tags."""
-    texts = [f"{name}={_short_number(value)}" for name, value in itertools.islice(tags.items(), limit)]
-    if len(tags) > limit:
-        texts.append(f"and {len(tags) - limit:,} more")
-    return ", ".join(texts)
-
-
-def _short_number(text: str) -> str:
-    if len(text) < 9 or not _FRACTION.fullmatch(text):  # such as a date or a hash, which are no numbers
-        return text
-    return f"{float(text):.4g}"
 
 
 def table(*columns: str, header: bool = True) -> Table:
@@ -112,7 +53,8 @@ def table(*columns: str, header: bool = True) -> Table:
 
     made = Table(box=None, pad_edge=False, show_header=header)
     for column in columns:
-        made.add_column(column.removeprefix(">"), justify="right" if column.startswith(">") else "left")
+        justify: Any = "right" if column.startswith(">") else "left"
+        made.add_column(column.removeprefix(">"), justify=justify, overflow="fold")
     return made
 
 
@@ -121,6 +63,7 @@ class Output:
 
     def __init__(self, *, as_json: bool) -> None:
         self.as_json = as_json
+        self._line: Line | None = None
 
     @functools.cached_property
     def _console(self) -> Console:
@@ -128,13 +71,20 @@ class Output:
 
     def json(self, data: Mapping[str, Any]) -> None:
         """Print the result. Texts that are not valid Unicode are escaped."""
+        self._end_line()
         sys.stdout.write(json.dumps(data, allow_nan=False) + "\n")
 
+    @property
+    def width(self) -> int:
+        """Columns of the terminal; very many in a pipe."""
+        return self._console.width
+
     def print(self, *lines: Any) -> None:
-        """Print for people: text with rich's markup, tables, trees."""
+        """Print for people: text with rich's markup, tables. On a terminal lines break between words."""
+        self._end_line()
         for line in lines:
             if self._console.is_terminal:
-                self._console.print(line, highlight=False, soft_wrap=isinstance(line, str))
+                print_wrapped(self._console, line) if isinstance(line, str) else self._console.print(line)
                 continue
             with self._console.capture() as captured:
                 self._console.print(line, highlight=False, soft_wrap=isinstance(line, str))
@@ -147,32 +97,29 @@ class Output:
         *,
         names: int = 0,
         right: Collection[int] = (),
+        optional: int = 0,
         heading: bool = True,
         colors: Mapping[str, str] | None = None,
     ) -> None:
         """Print lines of plain text in columns; on a terminal as wide as that, at most.
 
-        `names` is the column that is the last to be cut there; `colors` are those of certain cells.
+        `names` is the column that is the last to be cut there; of the last ones, `optional` many are left out
+        where there is no room. `colors` are those of certain cells.
 
         A `Table` of rich takes minutes for as many lines as this prints in a second.
         """
-        from rich.cells import cell_len, set_cell_size
+        self._end_line()
+        from rich.cells import cell_len
         from rich.markup import escape
 
         rows = [[printable(cell) for cell in row] for row in rows]
         widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
         if self._console.is_terminal:
-            room = self._console.width - 2 * (len(widths) - 1)
-            widths = [min(width, self._console.width) for width in widths]
-            while sum(widths) > room and max(widths) > _NARROW:
-                wide = [width if at != names else 0 for at, width in enumerate(widths)]
-                widths[wide.index(max(wide)) if max(wide) > _NARROW else names] -= 1
+            widths = fitting(widths, self.width, names=names, right=right, optional=optional)
         for row in rows:
             cells = []
-            for at, (cell, width) in enumerate(zip(row, widths, strict=True)):
-                if cell_len(cell) > width:
-                    left = set_cell_size(cell, width // 2).rstrip()
-                    cell = f"{left}…{set_cell_size(cell[::-1], width - 1 - cell_len(left))[::-1].lstrip()}"
+            for at, (cell, width) in enumerate(zip(row, widths, strict=False)):
+                cell = cut_in_the_middle(cell, width)
                 space = " " * (width - cell_len(cell))
                 if self._console.is_terminal:
                     style = "bold" if heading and row is rows[0] else (colors or {}).get(cell)
@@ -180,7 +127,7 @@ class Output:
                 cells.append(space + cell if at in right else cell + space)
             line = "  ".join(cells).rstrip()
             if self._console.is_terminal:
-                self.print(line)
+                self._console.print(line, highlight=False, soft_wrap=True)
             else:
                 sys.stdout.write(f"{line}\n")
 
@@ -191,50 +138,37 @@ class Output:
 
     @contextlib.contextmanager
     def progress(self, action: str, *, visible: bool = True) -> Iterator[Callable[[int, int], None]]:
-        """Draw a bar on standard error, if that is a terminal.
+        """Draw a bar. Yields the `progress` of the tools: called with what is done so far, and with all there is.
 
-        Yields a function to call with the bytes done so far and those in all.
+        Those are bytes, or each an `Amount`, which says of what.
         """
-        if not (visible and sys.stderr.isatty()):
+        if not visible:
             yield lambda done, total: None
             return
-        from rich import progress as bars
+        with self._drawn(action, work_done) as line:
+            yield lambda done, total: line(done=done, total=total)
 
-        columns = (
-            bars.TextColumn("{task.description}"),
-            bars.BarColumn(),
-            bars.DownloadColumn(binary_units=True),
-            bars.TransferSpeedColumn(),
-            bars.TimeRemainingColumn(),
-        )
-        with bars.Progress(*columns, console=_console(sys.stderr), transient=True) as bar:
-            task = bar.add_task(shown(action), total=None)
-            yield lambda done, total: bar.update(task, completed=done, total=total)
+    def working(self, action: str) -> contextlib.AbstractContextManager[Callable[[str], None]]:
+        """Show that work is going on of unknown length. Yields a function to call with another action."""
+        return self._drawn(action, seconds_gone)
+
+    def countdown(self) -> contextlib.AbstractContextManager[Callable[[str, float, float], None]]:
+        """Draw a bar of time. Yields a function to call with the action, the seconds gone and those in all."""
+        return self._drawn("", seconds_left)
 
     @contextlib.contextmanager
-    def countdown(self) -> Iterator[Callable[[str, float, float], None]]:
-        """Draw a bar of time on standard error, if that is a terminal.
+    def _drawn(self, action: str, amounts: Callable[[Any, bool], str]) -> Iterator[Line]:
+        """Draw a line on standard error, if that is a terminal, until the block ends or prints something."""
+        self._end_line()
+        self._line = line = Line(action, amounts)
+        try:
+            yield line
+        finally:
+            line.end()
 
-        Yields a function to call with what is being done, the seconds gone and those in all.
-        """
-        if not sys.stderr.isatty():
-            yield lambda action, gone_s, total_s: None
-            return
-        from rich import progress as bars
-
-        columns = (
-            bars.TextColumn("{task.description}"),
-            bars.BarColumn(),
-            bars.TextColumn("{task.fields[left]}"),
-        )
-        with bars.Progress(*columns, console=_console(sys.stderr), transient=True) as bar:
-            task = bar.add_task("", total=None, left="")
-
-            def show(action: str, gone_s: float, total_s: float) -> None:
-                left = f"{age(total_s - gone_s)} left"
-                bar.update(task, description=shown(action), completed=gone_s, total=total_s, left=left)
-
-            yield show
+    def _end_line(self) -> None:
+        if self._line is not None:
+            self._line.end()
 
 
 def _console(file: Any) -> Console:
@@ -256,7 +190,10 @@ def command(
 
     output = Output(as_json=as_json)
     try:
-        with retry_policy(unreachable_timeout_s=patience_s, on_retry=_RetryNotices()):
+        with (
+            _ctrl_c_raises(),
+            retry_policy(unreachable_timeout_s=patience_s, on_retry=_RetryNotices()),
+        ):
             yield output
         sys.stdout.flush()
     except typer.Exit:
@@ -296,6 +233,19 @@ class _RetryNotices:
 
 
 @contextlib.contextmanager
+def _ctrl_c_raises() -> Iterator[None]:
+    """Let Ctrl-C raise KeyboardInterrupt, so that it cleans up; before and afterwards it ends the process."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
 def sigterm_as_ctrl_c() -> Iterator[None]:
     """Let SIGTERM (from `timeout`, or from torchrun when another rank has failed) clean up too."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -330,5 +280,5 @@ def _fail(output: Output, kind: str, text: str, code: int, error: CheckpointErro
         output.json({"error": facts, "exit_code": code})
     found_by = "" if error is None else f" [dim]\\[{_public_name(error)}][/]"
     line = f"[bold red]error:[/] {shown(text)}{found_by}"
-    _console(sys.stderr).print(line, highlight=False, soft_wrap=True)
+    print_wrapped(_console(sys.stderr), line)
     raise typer.Exit(code) from None

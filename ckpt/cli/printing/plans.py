@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ckpt.cli.printing.output import Output, printable, size
+from ckpt.cli.printing.output import Output
+from ckpt.words import printable, size
 
 if TYPE_CHECKING:
     from ckpt.planning.plan import Cluster, Plan
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 P = TypeVar("P")
 _LINE = 78
 _NAME = 13
-_LARGE_RECORDS_BYTES = 1 << 30
+_LARGE_INDEX_BYTES = 1 << 30
 
 
 def print_models(output: Output, plans: Sequence[Plan]) -> None:
@@ -124,9 +125,9 @@ def print_tables(output: Output, plans: Sequence[TablePlan]) -> None:
     )
     if first.base.durable_s > first.interval_s:
         output.print("[yellow]a base takes longer than the interval:[/] the saves that follow wait for it")
-    record_bytes = max(plan.entries.index_bytes + plan.entries.stock_bytes for plan in plans)
-    if record_bytes > _LARGE_RECORDS_BYTES:
-        output.print(f"[yellow]each save writes an index and .metadata of up to {size(record_bytes)}[/]")
+    index_bytes = max(plan.entries.index_bytes for plan in plans)
+    if index_bytes > _LARGE_INDEX_BYTES:
+        output.print(f"[yellow]each save writes an index of up to {size(index_bytes)}[/]")
 
 
 def _print_table(
@@ -149,9 +150,11 @@ def _assumed(cluster: Cluster) -> list[str]:
 def _print_wrapped(output: Output, parts: Sequence[str]) -> None:
     import textwrap
 
-    from ckpt.cli.printing.output import shown
+    from ckpt.words import shown
 
-    for line in textwrap.wrap("; ".join(parts), _LINE, break_long_words=False, break_on_hyphens=False):
+    for line in textwrap.wrap(
+        "; ".join(parts), min(_LINE, output.width), break_long_words=False, break_on_hyphens=False
+    ):
         output.print(f"[dim]{shown(line)}[/]")
 
 

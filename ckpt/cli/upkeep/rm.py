@@ -11,8 +11,14 @@ import typer
 import ckpt
 from ckpt.backends.options import redact_url
 from ckpt.cli.options import DryRun, Json, StorageOptions, Url, parse_storage_options
-from ckpt.cli.printing.output import EXIT_PROBLEM, MAX_LINES, command, count, printable, shown, size
+from ckpt.cli.printing.output import EXIT_PROBLEM, MAX_LINES, Output, command
 from ckpt.errors import CheckpointError, NotFound
+from ckpt.words import OLD_VERSIONS, count, printable, shown, size
+
+EXAMPLES = """
+ckpt rm runs/step-100 --dry-run
+ckpt rm runs/step-100
+"""
 
 
 def rm(
@@ -33,10 +39,11 @@ def rm(
     with command(json, if_interrupted=interrupted) as output:
         options = parse_storage_options(storage_options)
         asks = sys.stdin.isatty() and sys.stderr.isatty()
-        if asks and not (yes or dry_run) and not _agreed(url, options):
+        if asks and not (yes or dry_run) and not _agreed(url, options, output):
             output.print("nothing was removed")
             raise typer.Exit(EXIT_PROBLEM)
-        removed = ckpt.remove(url, storage_options=options, dry_run=dry_run)
+        with output.progress("looking" if dry_run else "removing") as progress:
+            removed = ckpt.remove(url, storage_options=options, dry_run=dry_run, progress=progress)
         if output.as_json:
             output.json({**vars(removed), "dry_run": dry_run})
             return
@@ -46,20 +53,22 @@ def rm(
         verb = "would remove" if dry_run else "removed"
         amount = f"{count(len(removed.keys), 'object')}, {size(removed.data_bytes)}"
         output.print(f"{verb} {shown(removed.url)}: {amount}")
+        if removed.keeps_versions:
+            output.print(f"[yellow]careful:[/] {OLD_VERSIONS}")
         if removed.kept:
             names = ", ".join(map(shown, removed.referrers))
             output.print(f"{count(len(removed.kept), 'object')} stay, which a save has come to name: {names}")
 
 
-def _agreed(url: str, options: Mapping[str, Any] | None) -> bool:
+def _agreed(url: str, options: Mapping[str, Any] | None, output: Output) -> bool:
     """Ask before the newest checkpoint of a folder is removed; True if it is another one."""
     folder, _, name = url.rstrip("/").rpartition("/")
     if not name or folder.endswith(("/", ":")):  # a bucket
         return True
     try:
-        listed = ckpt.list_checkpoints(
-            folder or ("/" if url.startswith("/") else "."), storage_options=options, depth=1
-        )
+        root = folder or ("/" if url.startswith("/") else ".")
+        with output.progress("looking") as progress:
+            listed = ckpt.list_checkpoints(root, storage_options=options, depth=1, progress=progress)
     except NotFound:
         return True  # the removal itself says why
     except CheckpointError as error:

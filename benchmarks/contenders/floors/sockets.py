@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import torch
 
 from benchmarks.contenders import Settings
-from benchmarks.contenders.floor_checksums import block_checksums
+from benchmarks.contenders.floors.checksums import block_checksums
 
 __all__ = ["Sockets"]
 

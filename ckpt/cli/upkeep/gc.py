@@ -18,7 +18,13 @@ from ckpt.cli.options import (
     parse_quantity,
     parse_storage_options,
 )
-from ckpt.cli.printing.output import MAX_LINES, age, command, count, shown, size
+from ckpt.cli.printing.output import MAX_LINES, command
+from ckpt.words import OLD_VERSIONS, age, count, shown, size
+
+EXAMPLES = """
+ckpt gc runs --dry-run
+ckpt gc s3://bucket/run --grace 7d
+"""
 
 
 def gc(
@@ -45,14 +51,16 @@ def gc(
     record is lost.
     """
     with command(json, if_interrupted="Checkpoints were not touched; run it again to go on.") as output:
-        garbage = ckpt.collect_garbage(
-            root,
-            storage_options=parse_storage_options(storage_options),
-            grace_s=parse_quantity("--grace", grace, TIME_UNITS, "90s, 30m, 24h or 7d"),
-            depth=depth,
-            dry_run=dry_run,
-            uncommitted_models=uncommitted_models,
-        )
+        with output.progress("looking" if dry_run else "collecting") as progress:
+            garbage = ckpt.collect_garbage(
+                root,
+                storage_options=parse_storage_options(storage_options),
+                grace_s=parse_quantity("--grace", grace, TIME_UNITS, "90s, 30m, 24h or 7d"),
+                depth=depth,
+                dry_run=dry_run,
+                uncommitted_models=uncommitted_models,
+                progress=progress,
+            )
         if output.as_json:
             facts = dataclasses.asdict(garbage)
             url = facts.pop("url")
@@ -79,5 +87,7 @@ def gc(
             )
         if garbage.young:
             output.print(f"kept {count(garbage.young, 'leftover')} younger than {shown(grace)}")
+        if garbage.keeps_versions:
+            output.print(f"[yellow]careful:[/] {OLD_VERSIONS}")
         verb = "would remove" if dry_run else "removed"
         output.print(f"{verb} {count(len(garbage.items), 'leftover')}, {size(garbage.freed_bytes)}")

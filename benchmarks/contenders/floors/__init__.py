@@ -1,0 +1,1 @@
+"""Measure what is below all of them: the same bytes, and nothing around it."""

@@ -1,0 +1,34 @@
+"""Write a run's results to the documentation: `docs/results.md`, and the README's chart.
+
+python -m benchmarks.report.publish benchmarks/results/results.json docs
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from benchmarks.cases import CASES
+from benchmarks.report.chart import draw_chart
+from benchmarks.report.results import Results
+from benchmarks.report.tables import report
+
+__all__ = ["main", "publish"]
+
+
+def publish(results: Results, docs: Path) -> list[Path]:
+    """Write the page and the chart of a run into `docs`; return the files."""
+    page = docs / "results.md"
+    page.write_text(report(results, CASES, readme="../benchmarks/README.md").rstrip() + "\n")
+    return [page, *draw_chart(results, docs)]
+
+
+def main() -> int:
+    source, docs = Path(sys.argv[1]), Path(sys.argv[2])
+    for path in publish(Results.read(source), docs):
+        print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

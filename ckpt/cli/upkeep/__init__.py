@@ -1,0 +1,1 @@
+"""Commands that keep what is stored sound, and small."""

@@ -1,0 +1,202 @@
+"""Begin a save or a load on all ranks, carry it out, and fail alike: what the calls of `ckpt.api` have in common."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing
+from typing import Any, TypeVar
+
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
+
+from ckpt.arguments import check_arguments, put_back, values_of
+from ckpt.backends.options import redact_url
+from ckpt.consistency.commit import proves_no_commit
+from ckpt.errors import CommitUnknown, ConfigurationError, LoadFailed, SaveFailed
+from ckpt.format.names import last_segment
+from ckpt.load_plans.together import load_planned
+from ckpt.models.writer import ModelWriter, shard_bytes
+from ckpt.ranks.failures import cause_of, failures_of, interrupts, load_error, same_failure, save_error
+from ckpt.ranks.group import Ranks
+from ckpt.ranks.lost_ranks import lost
+from ckpt.reading.reader import CheckpointReader
+from ckpt.references.request import References, with_base
+from ckpt.references.writer import ReferringWriter
+from ckpt.writing.background import Background
+from ckpt.writing.column_save import save_planned
+from ckpt.writing.stager import Stager
+from ckpt.writing.writer import CheckpointWriter
+
+Reader = TypeVar("Reader", bound=CheckpointReader)
+
+background, stager = Background(), Stager()
+
+
+def writer_for(
+    format: str,
+    max_shard_size: int | str | None,
+    planner: object,
+    wanted: tuple[Any, Any, Any],
+    url: Any,
+    **more: Any,
+) -> CheckpointWriter:
+    """Make the writer for a format. Raises ConfigurationError if an argument is wrong."""
+    references = References.of(*wanted)
+    if format == "safetensors":
+        if references is not None:
+            raise ConfigurationError(
+                'format="safetensors" writes whole models; it takes no base and no digests'
+            )
+        if planner is not None:
+            raise ConfigurationError('format="safetensors" has a layout of its own; it takes no planner')
+        return ModelWriter(url, max_shard_bytes=shard_bytes(max_shard_size), **more)
+    if format != "ckpt":
+        raise ConfigurationError(f'format must be "ckpt" or "safetensors", not {format!r:.100}')
+    if max_shard_size is not None:
+        raise ConfigurationError('max_shard_size is for format="safetensors"')
+    if references is not None:
+        return ReferringWriter(url, references=references, planner=planner, **more)
+    return CheckpointWriter(url, **more)
+
+
+def prepare_save(
+    state_dict: Mapping[str, Any],
+    url: str | os.PathLike[str],
+    planner: SavePlanner | None,
+    base: object,
+    make_writer: Callable[[], CheckpointWriter],
+    ranks: Ranks,
+    *,
+    copy: bool,
+) -> tuple[CheckpointWriter, dict[str, Any]]:
+    """Make the writer and resolve the state on every rank; DCP would wait for ranks that fail here."""
+
+    def prepare() -> tuple[CheckpointWriter, dict[str, Any]]:
+        check_arguments(state_dict, url, planner)
+        writer = make_writer()
+        writer.use(ranks.progress)
+        values = values_of(state_dict)
+        if isinstance(writer, ModelWriter):
+            writer.take({key: values[key] for key in state_dict}, ranks)
+        waits = isinstance(writer, ReferringWriter) and writer.wants_base
+        return writer, stager.stage(values) if copy and not waits else values
+
+    place = place_of(url)
+    call = f"save of {last_segment(place)}{with_base(base)}"
+    with same_failure(SaveFailed, place, ranks), ExitStack() as stack:
+        writer, values = ranks.together(call, prepare)
+        if isinstance(writer, ReferringWriter) and writer.wants_base:
+            referring = writer
+            stack.callback(referring.close)
+            referring.open_base(ranks)
+            if copy:
+                values = ranks.together(call, lambda: stager.stage_but(values, referring.unstaged(values)))
+            stack.pop_all()
+        return writer, values
+
+
+def save_values(
+    state_dict: dict[str, Any], writer: CheckpointWriter, planner: SavePlanner | None, ranks: Ranks
+) -> Metadata:
+    try:
+        try:
+            return _save_once(state_dict, writer, planner, ranks)
+        except SaveFailed as error:  # all ranks have the same failures
+            if not (isinstance(writer, ReferringWriter) and writer.goes_on_after(error.failures.values())):
+                raise
+            return _save_once(state_dict, writer, planner, ranks)
+    finally:
+        writer.close()
+
+
+def _save_once(
+    state_dict: dict[str, Any], writer: CheckpointWriter, planner: SavePlanner | None, ranks: Ranks
+) -> Metadata:
+    planner = planner or DefaultSavePlanner()
+    if isinstance(writer, ReferringWriter):
+        planner = writer.planner(planner, ranks)
+    try:
+        with interrupts(writer, ranks):
+            return save_planned(state_dict, writer, planner, ranks)
+    except CheckpointException as error:
+        failures = failures_of(error)
+        if all(proves_no_commit(failure) for failure in failures.values()):
+            writer.discard()  # every rank comes to this conclusion
+        raise save_error(error, writer.checkpoint_id) from cause_of(error)
+    except Exception as error:
+        rank = ranks.rank
+        message, failures = lost("save", ranks, error)
+        why = failures[rank].args[0] if rank in failures else "this rank lost contact with the others"
+        why += ", before it heard whether the save was committed; try to load it to find out"
+        unknown = CommitUnknown(why, url=writer.checkpoint_id, rank=rank)
+        message += "; whether it was committed is not known here, try to load it to find out"
+        raise SaveFailed(message, url=writer.checkpoint_id, failures={**failures, rank: unknown}) from error
+
+
+def save_copy(
+    staged: dict[str, Any], writer: CheckpointWriter, planner: SavePlanner, ranks: Ranks
+) -> Metadata:
+    """Save a copy, and free its memory even if someone still holds the dict."""
+    try:
+        with closing(ranks):
+            return save_values(staged, writer, planner, ranks)
+    finally:
+        staged.clear()
+        if isinstance(planner, DefaultSavePlanner):
+            planner.state_dict = {}  # it would keep it until its next save
+
+
+def place_of(url: str | os.PathLike[str]) -> str:
+    """Make `url` fit for messages, even if it is not a valid one."""
+    return redact_url(str(url)) if isinstance(url, str | os.PathLike) else f"<{type(url).__name__}>"
+
+
+def load_by(
+    state_dict: dict[str, Any],
+    url: str | os.PathLike[str],
+    planner: LoadPlanner | None,
+    make_reader: Callable[[Ranks], Reader],
+    ranks: Ranks,
+    open_together: Callable[[Reader, Ranks], bytes | None] | None = None,
+) -> Reader:
+    """Load by a reader of each rank, and return it, closed; `open_together` returns what all adopt."""
+    place = place_of(url)
+    call = f"load of {last_segment(place)}"
+
+    def prepare() -> tuple[Reader, dict[str, Any]]:
+        check_arguments(state_dict, url, planner)
+        return make_reader(ranks), values_of(state_dict)
+
+    with same_failure(LoadFailed, place, ranks):
+        reader, values = ranks.together(call, prepare)
+        with closing(reader):
+            shared = (open_together or _open_together)(reader, ranks)
+
+            def adopt() -> dict[str, Any]:
+                if shared is not None and (ranks.rank != 0 or open_together is not None):
+                    reader.adopt(shared)
+                return reader.without_tied(values)
+
+            values = ranks.together(call, adopt)
+            try:
+                with interrupts(reader, ranks):
+                    load_planned(values, reader, planner, ranks, is_shared=shared is not None)
+            except CheckpointException as error:
+                raise load_error(error, place) from cause_of(error)
+        ranks.together(call, lambda: put_back(state_dict, values))
+    return reader
+
+
+def _open_together(reader: CheckpointReader, ranks: Ranks) -> bytes | None:
+    """Open the checkpoint on the first rank; return what the others adopt, or raise its error, on all ranks."""
+
+    def open_and_share() -> bytes | None:
+        ranks.progress.begin("opening")
+        checkpoint = reader.open()
+        return None if checkpoint is None else checkpoint.share()
+
+    ranks.progress.wait_for("rank 0 to open the checkpoint")
+    return ranks.from_first(open_and_share)

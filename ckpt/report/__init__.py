@@ -1,0 +1,1 @@
+"""Draw what is in a checkpoint, and how a run went, as one page that needs no network."""
