@@ -11,9 +11,10 @@ import contextlib
 import hashlib
 import itertools
 import re
+import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from email.utils import formatdate
 from typing import Any
@@ -26,6 +27,16 @@ from support.http_core import Handler, http_server
 from support.servers import S3Server
 
 Reply = tuple[int, dict[str, str], bytes]
+
+
+SETTINGS = {
+    "versioning": "",
+    "object-lock": "ObjectLockConfigurationNotFoundError",
+    "lifecycle": "NoSuchLifecycleConfiguration",
+    "encryption": "ServerSideEncryptionConfigurationNotFoundError",
+    "protection": "NoSuchProtectionConfiguration",
+}
+"""Of a bucket, as requests name them; what S3 answers if there is none."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +63,8 @@ class Request:
             }[self.method]
         if "delete" in self.query:
             return "DeleteObjects"
+        if not self.name and self.query.keys() & SETTINGS.keys():
+            return "GetSetting"
         return f"{self.method.capitalize()}Object"
 
 
@@ -63,8 +76,9 @@ class Upload:
     checksums: dict[int, str] = field(default_factory=dict)
 
 
-Rule = Callable[[Request], str | tuple[int, str]]
-"""What to do with a request: "pass"; (status, code) to refuse it with; "lose" its reply; for reads also
+Action = str | tuple[int, str] | tuple[int, str, dict[str, str]]
+Rule = Callable[[Request], Action]
+"""What to do with a request: "pass"; (status, code), or with headers, to refuse it with; "lose" its reply; for reads also
 "200" (with Content-Range), "whole" (Range ignored), "shifted" (another range, and says so), "unnamed" (206
 without Content-Range), "cut" the body in the middle, "stall" there; for writes "shorten" what is kept, "bare" (a reply
 without headers)."""
@@ -72,7 +86,11 @@ without headers)."""
 
 @dataclass
 class StrictS3(S3Server):
-    """`objects` by name, `uploads` by id, and all `requests` that came. All buckets are one and the same."""
+    """`objects` by name, `uploads` by id, and all `requests` that came. All buckets are one and the same.
+
+    `settings` are those of the bucket, as XML by their names. A bucket that is the first part of the host's name is
+    not looked for in the path.
+    """
 
     rule: Rule = lambda request: "pass"
     requires_checksums: bool = True
@@ -82,6 +100,9 @@ class StrictS3(S3Server):
     dates_s: dict[str, float] = field(default_factory=dict)
     checksums: dict[str, str] = field(default_factory=dict)
     uploads: dict[str, Upload] = field(default_factory=dict)
+    settings: dict[str, str] = field(default_factory=dict)
+    keeps_versions: bool = False
+    clock_offset_s: float = 0.0
     requests: list[Request] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
     ids: Iterator[int] = field(default_factory=itertools.count)
@@ -106,16 +127,17 @@ class StrictS3(S3Server):
 
 
 @contextlib.contextmanager
-def strict_s3() -> Iterator[StrictS3]:
+def strict_s3(host: str = "127.0.0.1", tls: ssl.SSLContext | None = None) -> Iterator[StrictS3]:
     server = StrictS3("")
-    with http_server(_Handler, state=server) as port:
-        server.endpoint_url = f"http://127.0.0.1:{port}"
+    with http_server(_Handler, host=host, state=server, tls=tls) as port:
+        name = f"[{host}]" if ":" in host else host
+        server.endpoint_url = f"{'http' if tls is None else 'https'}://{name}:{port}"
         yield server
 
 
 class _Refused(Exception):
-    def __init__(self, status: int, code: str) -> None:
-        self.status, self.code = status, code
+    def __init__(self, status: int, code: str, headers: Mapping[str, str] | None = None) -> None:
+        self.status, self.code, self.headers = status, code, dict(headers or {})
 
 
 class _Handler(Handler):
@@ -130,24 +152,29 @@ class _Handler(Handler):
         url = urlsplit(self.path)
         query = {name: values[0] for name, values in parse_qs(url.query, keep_blank_values=True).items()}
         headers = {name.lower(): value for name, value in self.headers.items()}
-        name = unquote(url.path).lstrip("/").partition("/")[2]
+        path = unquote(url.path).lstrip("/")
+        name = path if headers.get("host", "").startswith("bucket.") else path.partition("/")[2]
         request = Request(self.command, name, query, headers, self.connection_number)
         body = self.rfile.read(self.length)
-        with state.lock:
-            state.requests.append(request)
-            action = state.rule(request)
+        action: Action = "pass"
         try:
-            if isinstance(action, tuple):
-                raise _Refused(*action)
+            # Held to the end: after a rule that waits, this request is answered before the next.
             with state.lock:
+                state.requests.append(request)
+                action = state.rule(request)
+                if isinstance(action, tuple):
+                    raise _Refused(*action)
                 status, extra, reply = getattr(self, f"_{request.operation}")(request, body, action)
         except _Refused as refused:
-            status, extra = refused.status, {}
-            reply = f"<Error><Code>{refused.code}</Code><Message>{refused.code}</Message></Error>".encode()
+            status, extra = refused.status, refused.headers
+            region = f"<Region>{region}</Region>" if (region := extra.get("x-amz-bucket-region")) else ""
+            about = f"<Code>{refused.code}</Code><Message>{refused.code}</Message>{region}"
+            reply = f"<Error>{about}</Error>".encode()
         if action == "lose":
             self.close_connection = True
             return
-        extra = {"date": formatdate(usegmt=True), **({} if action == "bare" else extra)}
+        date = formatdate(time.time() + state.clock_offset_s, usegmt=True)
+        extra = {"date": date, **({} if action == "bare" else extra)}
         sent = len(reply) // 2 if action in ("cut", "stall") else len(reply)
         self.answer(status, extra, reply, sent=sent)
         self.close_connection = sent < len(reply)
@@ -202,6 +229,13 @@ class _Handler(Handler):
             del headers["content-range"]
         return 200 if action == "200" else 206, headers, data[start:stop]
 
+    def _GetSetting(self, request: Request, body: bytes, action: str) -> Reply:
+        (name,) = request.query.keys() & SETTINGS.keys()
+        found = self.state.settings.get(name, "" if SETTINGS[name] else "<VersioningConfiguration/>")
+        if not found:
+            raise _Refused(404, SETTINGS[name])
+        return 200, {}, found.encode()
+
     def _list(self, query: dict[str, str]) -> Reply:
         """ListObjectsV2: names in order, those with the delimiter after the prefix as one folder."""
         prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
@@ -229,8 +263,11 @@ class _Handler(Handler):
         return 200, {}, answer.encode()
 
     def _HeadObject(self, request: Request, body: bytes, action: str) -> Reply:
-        if not request.name:
-            return 200, {}, b""
+        if not request.name:  # the bucket: S3 answers where it is, here wherever it is asked for
+            signed_for = re.search(
+                r"Credential=[^/]+/[^/]+/([^/]+)/", request.headers.get("authorization", "")
+            )
+            return 200, {"x-amz-bucket-region": signed_for[1]} if signed_for else {}, b""
         data = self._data(request)
         headers = {"etag": self.state.etag_of(data), "content-length": str(len(data))}
         checksum = self.state.checksums.get(request.name)
@@ -240,7 +277,7 @@ class _Handler(Handler):
 
     def _DeleteObject(self, request: Request, body: bytes, action: str) -> Reply:
         self.state.objects.pop(request.name, None)
-        return 204, {}, b""
+        return 204, {"x-amz-delete-marker": "true"} if self.state.keeps_versions else {}, b""
 
     def _PostObject(self, request: Request, body: bytes, action: str) -> Reply:
         raise _Refused(405, "MethodNotAllowed")
