@@ -1,6 +1,6 @@
 """Look at the bytes of a file on their way: for NaNs, for zeros, and for a digest of each part.
 
-By default a sample is looked at, in each save another one: of a tensor 2 KiB of each 64 KiB (of a large one 256 KiB), of a
+By default a sample is looked at, in each save another one: of a tensor 2 KiB of each 128 KiB (of a large one 256 KiB), of a
 small one all, of many small ones some elements. The digest is of all bytes: it is made of the checksums of blocks, which are computed anyway.
 """
 
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import bisect
 import threading
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -19,14 +19,17 @@ from ckpt.consistency.checksums import BLOCK_SIZE_BYTES, joined
 from ckpt.content.counters import Seen, counter_of, format_of, keep_highest, read_number
 from ckpt.content.parts import is_trained
 
-_STRIDE_BYTES, _SEEN_BYTES = 64 << 10, 2 << 10
-_SAMPLED_BYTES = 2 * _STRIDE_BYTES
+_STRIDE_BYTES, _SEEN_BYTES = 128 << 10, 2 << 10
+_SAMPLED_BYTES = 64 << 10
 _LARGE_BYTES, _LARGE_STRIDE_BYTES = 2 << 20, 256 << 10
 _WHOLE_BYTES = 256 << 10
 _FULL_BYTES = 1 << 20
-_GATHERED_BYTES = 96 << 10  # what malloc would map anew each time costs more than it saves
 _SPOTS = 16
 _SMALL_BYTES = 64 << 10
+_GATHERED_BYTES = 256 << 10
+_TURNS = 1 << 31
+_BEGINNING_BYTES = 64
+_MAYBE_ZERO = b"\0\x80"  # the bytes of which zeros are made
 _FEW_BYTES_PER_ITEM = 256 << 10
 """In a file with more bytes than this for each tensor, small tensors are looked at as a whole."""
 
@@ -50,16 +53,17 @@ class _Kind:
     def _bits(self) -> Any:
         return np.asarray(self.mask, self.integers)
 
-    def look(self, elements: Any, firsts: Any) -> tuple[Any, Any]:
-        """Tell of the integers from each of `firsts` on whether one is not finite, and whether one is not zero."""
+    def not_finite(self, elements: Any, firsts: Any, out: Any = None) -> Any:
+        """Tell of the integers from each of `firsts` on whether one is not finite; `out` is memory of their size."""
         if self.nan is not None:
-            is_nan = elements == self.nan
-            return _any(is_nan, firsts), _any((elements != 0) & ~is_nan, firsts)
-        top = np.maximum.reduceat(np.bitwise_and(elements, self._bits), firsts)
-        has_values = top != 0
-        if not has_values.all():  # else they may be smaller than normal numbers
-            has_values |= _any(elements << np.asarray(1, self.integers), firsts)
-        return top == self.mask, has_values
+            return _any(elements == self.nan, firsts)
+        return np.maximum.reduceat(np.bitwise_and(elements, self._bits, out), firsts) == self.mask
+
+    def has_values(self, elements: Any, firsts: Any) -> Any:
+        """Tell of the integers from each of `firsts` on whether one is not zero."""
+        if self.nan is not None:  # there is no negative zero
+            return _any(elements != 0, firsts)
+        return _any(elements << np.asarray(1, self.integers), firsts)
 
 
 _KINDS = {
@@ -120,12 +124,23 @@ class FileLook:
         sizes = np.array(self._stops, dtype=np.int64) - np.array(self._starts, dtype=np.int64)
         # Counters of steps go on also where nothing else does.
         self._is_array = sizes > np.array(widths, dtype=np.int64)
-        self._not_finite, self._has_values = np.zeros(count, dtype=bool), np.zeros(count, dtype=bool)
+        self._not_finite = np.zeros(count, dtype=bool)
         self._ranges = _ranges(self._parts, self._starts, self._stops, self._is_array)
         self._pieces: dict[int, tuple[int, int]] = {}
         self.cuts = [edge for each in self._ranges for edge in (each.start, each.stop)]
         few = turn is not None and nbytes < _FEW_BYTES_PER_ITEM * max(count, 1)
-        self._spotted = ((sizes < _SMALL_BYTES) & few).tolist()
+        self._is_looked_at = np.array([kind is not None for kind in self._kinds], dtype=bool) & (sizes > 0)
+        self._is_empty = bytearray(self._is_looked_at.tobytes())  # until a value was seen
+        self._is_spotted = self._is_looked_at & (sizes > _SEEN_BYTES) & (sizes < _SMALL_BYTES) & few
+        self._has_spots = bool(self._is_spotted.any())
+        of_kind: dict[_Kind, list[int]] = {}
+        sampled = self._is_looked_at & ~self._is_spotted if turn is not None else np.zeros(count, dtype=bool)
+        for number in np.flatnonzero(sampled).tolist():
+            of_kind.setdefault(self._kinds[number], []).append(number)
+        self._samples = [
+            _Samples(kind, np.array(numbers), self._starts, self._stops, turn or 0, self._not_finite)
+            for kind, numbers in of_kind.items()
+        ]
         self._counters = [
             (self._starts[number], counter, layout, number)
             for number in np.flatnonzero(~self._is_array & (sizes > 0)).tolist()
@@ -141,86 +156,82 @@ class FileLook:
             self._pieces[position] = nbytes, crc
 
     def look(self, position: int, buffers: Iterable[memoryview]) -> None:
-        """Look at bytes that begin at `position`, once."""
-        samples: dict[_Kind, _Samples] = {}
+        """Look at bytes that begin at `position`, once. None of the buffers ends within a block of a tensor."""
+        start, pieces = position, []
         for data in buffers:
-            stop = position + data.nbytes
-            first = bisect.bisect_right(self._stops, position)
-            last = bisect.bisect_left(self._starts, stop, first)
-            if last - first == 1:
-                self._look_at(first, position, stop, data, samples)
-            elif last > first:
-                self._look_at_many(first, last, position, stop, data, samples)
-            if self._counters:
-                self._count(position, stop, data)
-            position = stop
-        for kind, sample in samples.items():
-            self._look_at_samples(kind, sample)
+            pieces.append((position, data))
+            position += data.nbytes
+        for sample in self._samples:
+            sample.gather(pieces)
+        if self._turn is None:
+            self._look_at_all(pieces)
+        elif self._has_spots:
+            for each in pieces:
+                self._look_at_spots(*each)
+        first, last = self._between(start, position)
+        if self._is_empty.find(True, first, last) >= 0:
+            self._look_for_values(pieces)
+        if self._counters:
+            self._count(pieces, position)
 
-    def _count(self, position: int, stop: int, data: memoryview) -> None:
+    def _between(self, start: int, stop: int) -> tuple[int, int]:
+        """Return the numbers of the first tensor that has bytes here, and of the first one after those."""
+        first = bisect.bisect_right(self._stops, start)
+        return first, bisect.bisect_left(self._starts, stop, first)
+
+    def _payloads(
+        self, wanted: bytes | bytearray, pieces: Iterable[tuple[int, memoryview]]
+    ) -> Iterator[tuple[int, _Kind, memoryview]]:
+        """List tensors that are `wanted` and have bytes here, with those bytes."""
+        for position, data in pieces:
+            stop = position + data.nbytes
+            number, last = self._between(position, stop)
+            while (number := wanted.find(True, number, last)) >= 0:
+                start, end, kind = self._starts[number], self._stops[number], self._kinds[number]
+                assert kind is not None
+                yield number, kind, data[max(start, position) - position : min(end, stop) - position]
+                number += 1
+
+    def _count(self, pieces: Sequence[tuple[int, memoryview]], stop: int) -> None:
         """Read the counters that are here."""
-        first, last = (bisect.bisect_left(self._counters, (place,)) for place in (position, stop))
+        begins = [position for position, _ in pieces]
+        first, last = (bisect.bisect_left(self._counters, (place,)) for place in (begins[0], stop))
         for start, counter, layout, number in self._counters[first:last]:
+            position, data = pieces[bisect.bisect_right(begins, start) - 1]
             value = read_number(data, layout, start - position)
             with self._lock:
                 own = self.counters.setdefault(self._parts[number], {})
                 keep_highest(own, [(counter, (value, self._names[number]))])
 
-    def _look_at(
-        self, number: int, position: int, stop: int, data: memoryview, samples: dict[_Kind, _Samples]
-    ) -> None:
-        """Look at a sample of a tensor, or of what is here of it."""
-        kind, start, end = self._kinds[number], self._starts[number], self._stops[number]
-        if kind is None or start == end:
-            return
-        payload = data[max(start, position) - position : min(end, stop) - position]
-        if self._turn is None:
+    def _look_at_all(self, pieces: Iterable[tuple[int, memoryview]]) -> None:
+        for number, kind, payload in self._payloads(self._is_looked_at.tobytes(), pieces):
             # A little at a time, as it takes memory of the same size; but not very little, as threads wait at each look.
             for begin in range(0, payload.nbytes, _FULL_BYTES):
-                elements = _elements(payload[begin : begin + _FULL_BYTES], kind)
-                self._note_values([number], kind.look(elements, [0]))
-            self._look_for_any(number, payload, kind)
-            return
-        sample = samples.setdefault(kind, _Samples())
-        sample.add(number, payload, self._turn)
-        if len(sample.data) >= _GATHERED_BYTES:
-            self._look_at_samples(kind, samples.pop(kind))
+                if kind.not_finite(_elements(payload[begin : begin + _FULL_BYTES], kind), [0])[0]:
+                    self._not_finite[number] = True
+                    break
 
-    def _look_at_samples(self, kind: _Kind, sample: _Samples) -> None:
-        firsts = np.array(sample.firsts) // kind.width
-        self._note_values(sample.numbers, kind.look(_elements(sample.data, kind), firsts))
-        for number, payload in zip(sample.numbers, sample.payloads, strict=True):
-            self._look_for_any(number, payload, kind)
+    def _look_for_values(self, pieces: Iterable[tuple[int, memoryview]]) -> None:
+        """Look for a value in those that had none so far: at the beginning, then at all, as a tensor may be sparse."""
+        for number, kind, payload in self._payloads(self._is_empty, pieces):
+            if bytes(payload[:_BEGINNING_BYTES]).strip(_MAYBE_ZERO) or _has_any(payload, kind):
+                self._is_empty[number] = False
 
-    def _note_values(self, numbers: Any, seen: tuple[Any, Any]) -> None:
-        """Set the flags of tensors. None is ever taken back: other threads look at other bytes of the same tensors."""
-        for flags, are_set in zip((self._not_finite, self._has_values), seen, strict=True):
-            if are_set.any():
-                flags[np.asarray(numbers)[are_set]] = True
-
-    def _look_for_any(self, number: int, payload: memoryview, kind: _Kind) -> None:
-        """Look at all of it if only zeros were seen: a sample of a sparse tensor may have none else in one save."""
-        if not self._has_values[number] and _has_any(payload, kind):
-            self._has_values[number] = True
-
-    def _look_at_many(
-        self,
-        first: int,
-        last: int,
-        position: int,
-        stop: int,
-        data: memoryview,
-        samples: dict[_Kind, _Samples],
-    ) -> None:
+    def _look_at_spots(self, position: int, data: memoryview) -> None:
+        stop = position + data.nbytes
+        first, last = bisect.bisect_left(self._starts, position), bisect.bisect_right(self._stops, stop)
         spotted: dict[_Kind, list[int]] = {}
-        for number in range(first, last):
-            kind, start, end = self._kinds[number], self._starts[number], self._stops[number]
-            if kind is not None and self._spotted[number] and start >= position and start < end <= stop:
-                spotted.setdefault(kind, []).append(number)
-            else:
-                self._look_at(number, position, stop, data, samples)
+        for number in (np.flatnonzero(self._is_spotted[first:last]) + first).tolist():
+            spotted.setdefault(self._kinds[number], []).append(number)
         for kind, numbers in spotted.items():
             self._spot(kind, np.array(numbers), position, data)
+        # Of those that are cut, all that is here.
+        cut = {first - 1, last} & {*range(*self._between(position, stop))}
+        for number, kind, payload in (
+            self._payloads(self._is_spotted.tobytes(), [(position, data)]) if cut else ()
+        ):
+            if number in cut and kind.not_finite(_elements(payload, kind), [0])[0]:
+                self._not_finite[number] = True
 
     def _spot(self, kind: _Kind, numbers: Any, position: int, piece: memoryview) -> None:
         """Look at some elements of each of many small tensors."""
@@ -232,11 +243,10 @@ class FileLook:
         data = np.frombuffer(piece, np.uint8)
         elements = data[spots[..., None] + np.arange(kind.width)].reshape(len(numbers), -1)
         firsts = np.arange(0, len(numbers) * _SPOTS, _SPOTS)
-        bad, values = kind.look(elements.view(kind.integers).reshape(-1), firsts)
-        self._note_values(numbers, (bad, values))
-        for number in numbers[~values].tolist():
-            payload = piece[self._starts[number] - position : self._stops[number] - position]
-            self._look_for_any(number, payload, kind)
+        integers = elements.view(kind.integers).reshape(-1)
+        self._not_finite[numbers[kind.not_finite(integers, firsts)]] = True
+        for number in numbers[kind.has_values(integers, firsts)].tolist():
+            self._is_empty[number] = False
 
     def parts(self, blocks: Sequence[int]) -> dict[str, list[int]]:
         """Return the checksums of each part's ranges, in order; `blocks` are those of all blocks of the file."""
@@ -264,40 +274,108 @@ class FileLook:
 
         Single numbers count only where they are trained: the best loss so far may be infinite.
         """
+        for sample in self._samples:
+            sample.rest()
         trained = {part: is_trained(part) for part in {*self._parts}}
         counts = np.array([trained[part] for part in self._parts], dtype=bool)
         return self._chosen(self._not_finite & (self._is_array | counts))
 
     def zero(self) -> list[tuple[str, str]]:
         """Return part and name of the tensors in which only zeros were seen."""
-        looked_at = np.array([kind is not None for kind in self._kinds], dtype=bool)
-        return self._chosen(looked_at & self._is_array & ~self._has_values)
+        return self._chosen(np.frombuffer(self._is_empty, bool) & self._is_array)
 
     def _chosen(self, flags: Any) -> list[tuple[str, str]]:
         return [(self._parts[number], self._names[number]) for number in np.flatnonzero(flags).tolist()]
 
 
-@dataclass
+class _Gathered:
+    """Copies of windows, and which they are."""
+
+    def __init__(self, sample: _Samples) -> None:
+        self._sample = sample
+        self._data = np.empty(_GATHERED_BYTES, dtype=np.uint8)  # fresh memory would cost more than the look
+        self._view, self._used = self._data.data, 0
+        self._windows: list[int] = []
+
+    def add(self, position: int, piece: memoryview) -> None:
+        """Copy the windows in a piece."""
+        places, lengths = self._sample.places, self._sample.lengths
+        for window in range(bisect.bisect_left(places, position), len(places)):
+            begin, length = places[window] - position, lengths[window]
+            if begin >= piece.nbytes:
+                break
+            end = self._used + length
+            if end > _GATHERED_BYTES:
+                self.look()
+                end = length
+            self._view[end - length : end] = piece[begin : begin + length]
+            self._used = end
+            self._windows.append(window)
+
+    def look(self) -> None:
+        """Look at what is gathered, and forget it."""
+        if self._windows:
+            elements = self._data[: self._used].view(self._sample.kind.integers)
+            self._sample.look(np.array(self._windows), elements)
+            self._windows, self._used = [], 0
+
+
 class _Samples:
-    """Samples of tensors of one kind, to be looked at together: at each call of numpy threads wait for each other."""
+    """Windows in the tensors of one kind of a file, which are looked at together.
 
-    data: bytearray = field(default_factory=bytearray)
-    numbers: list[int] = field(default_factory=list)
-    payloads: list[memoryview] = field(default_factory=list)
-    firsts: list[int] = field(default_factory=list)  # where in `data` each begins
+    A call of numpy for each would cost more than the look, and at each threads wait for each other.
+    """
 
-    def add(self, number: int, payload: memoryview, turn: int) -> None:
-        """Add the windows of a tensor, or of what is here of it; all of a small one."""
-        self.numbers.append(number)
-        self.payloads.append(payload)
-        self.firsts.append(len(self.data))
-        if payload.nbytes < _SAMPLED_BYTES:
-            self.data += payload
-            return
-        stride = _STRIDE_BYTES if payload.nbytes < _LARGE_BYTES else _LARGE_STRIDE_BYTES
-        first = turn % (stride // _SEEN_BYTES) * _SEEN_BYTES
-        for start in range(first, payload.nbytes // stride * stride, stride):
-            self.data += payload[start : start + _SEEN_BYTES]
+    def __init__(
+        self,
+        kind: _Kind,
+        numbers: Any,
+        starts: Sequence[int],
+        stops: Sequence[int],
+        turn: int,
+        not_finite: Any,
+    ) -> None:
+        self.kind, self._not_finite = kind, not_finite
+        begins = np.array(starts, dtype=np.int64)[numbers]
+        sizes = np.array(stops, dtype=np.int64)[numbers] - begins
+        is_whole, is_large = sizes < _SAMPLED_BYTES, sizes >= _LARGE_BYTES
+        strides = np.where(is_large, _LARGE_STRIDE_BYTES, _STRIDE_BYTES)
+        leads = turn % _TURNS % np.maximum(np.minimum(strides, sizes) // _SEEN_BYTES, 1) * _SEEN_BYTES
+        counts = np.where(is_whole, 1, np.maximum(sizes // strides, 1))
+        owners = np.repeat(np.arange(len(numbers)), counts)
+        turns = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
+        first = begins[owners] + np.where(is_whole[owners], 0, leads[owners] + turns * strides[owners])
+        last = first + np.where(is_whole, sizes, _SEEN_BYTES)[owners]
+        # None is of two blocks, which may be in two buffers.
+        edges = (first // BLOCK_SIZE_BYTES + 1) * BLOCK_SIZE_BYTES
+        is_cut = last > edges
+        places = np.concatenate([first, edges[is_cut]])
+        order = np.argsort(places, kind="stable")
+        lengths = np.concatenate([np.minimum(last, edges) - first, (last - edges)[is_cut]])[order]
+        self._numbers = numbers[np.concatenate([owners, owners[is_cut]])[order]]
+        self._widths = lengths // kind.width
+        self.places: list[int] = places[order].tolist()
+        self.lengths: list[int] = lengths.tolist()
+        self._gathered: list[_Gathered] = []  # one for each thread that was here at a time
+
+    def gather(self, pieces: Iterable[tuple[int, memoryview]]) -> None:
+        """Copy the windows that are here, to be looked at when there are enough."""
+        gathered = self._gathered.pop() if self._gathered else _Gathered(self)
+        for position, piece in pieces:
+            gathered.add(position, piece)
+        self._gathered.append(gathered)
+
+    def look(self, windows: Any, elements: Any) -> None:
+        """Look at the elements of windows, which are changed, and note what is not finite."""
+        widths = self._widths[windows]
+        is_bad = self.kind.not_finite(elements, np.cumsum(widths) - widths, elements)
+        if is_bad.any():
+            self._not_finite[self._numbers[windows[is_bad]]] = True
+
+    def rest(self) -> None:
+        """Look at what is left."""
+        for gathered in self._gathered:
+            gathered.look()
 
 
 def _any(flags: Any, firsts: Any) -> Any:
@@ -312,7 +390,7 @@ def _has_any(data: memoryview, kind: _Kind) -> bool:
     """Tell whether one of all values is not zero."""
     for begin in range(0, data.nbytes, _WHOLE_BYTES):
         elements = _elements(data[begin : begin + _WHOLE_BYTES], kind)
-        if elements.any() and kind.look(elements, [0])[1]:
+        if elements.any() and kind.has_values(elements, [0])[0]:
             return True
     return False
 

@@ -23,8 +23,8 @@ FLOATS = [
 ]  # fmt: skip
 
 
-def look_at(tensors: list[torch.Tensor], turn: int | None = 0) -> FileLook:
-    """Lay tensors into a file, each at a multiple of 64 bytes, and see all of it."""
+def laid_out(tensors: list[torch.Tensor]) -> tuple[bytearray, Payloads]:
+    """Lay tensors into a file, each at a multiple of 64 bytes."""
     data, starts, stops = bytearray(), [], []
     for tensor in tensors:
         data += secrets.token_bytes(-len(data) % 64 + 64)
@@ -40,6 +40,12 @@ def look_at(tensors: list[torch.Tensor], turn: int | None = 0) -> FileLook:
         stops,
         [tensor.element_size() for tensor in tensors],
     )
+    return data, payloads
+
+
+def look_at(tensors: list[torch.Tensor], turn: int | None = 0) -> FileLook:
+    """Lay tensors into a file, and see all of it."""
+    data, payloads = laid_out(tensors)
     look = FileLook(payloads, len(data), turn)
     view = memoryview(data)
     for start in range(0, len(data), BLOCK_SIZE_BYTES):
@@ -83,6 +89,36 @@ def test_a_sample_is_another_one_in_each_save() -> None:
     tensor[1_000_000:1_000_400] = float("nan")
     seen = sum(bool(look_at([tensor], turn).not_finite()) for turn in range(128))
     assert 0 < seen < 32
+
+
+@settings(deadline=None, max_examples=examples(60))
+@given(st.integers(0, 10**9))
+def test_no_tensor_is_passed_over(seed: int) -> None:
+    """Whatever their sizes and dtypes, however the parts and buffers are cut, and whichever sample is drawn."""
+    draw = random.Random(seed)
+    tensors, bad, empty = [], [], []
+    for number in range(draw.randint(1, 12)):
+        dtype = draw.choice(FLOATS)
+        count = draw.choice(
+            [2, 900, 9_000, 20_000, 50_000, 140_000, 700_000]
+        ) // dtype.itemsize + draw.randint(2, 99)
+        kind = draw.choice(["fine", "fine", "nan", "zero", "sparse"])
+        value = {"fine": 1.5, "nan": float("nan")}.get(kind, 0.0)
+        tensors.append(torch.full((count,), value, dtype=torch.float64).to(dtype))
+        if kind == "sparse":
+            tensors[-1][draw.randrange(count)] = torch.full((1,), 1.5, dtype=torch.float64).to(dtype)[0]
+        bad += [("model", f"t{number}")] if kind == "nan" else []
+        empty += [("model", f"t{number}")] if kind == "zero" else []
+    data, payloads = laid_out(tensors)
+    look = FileLook(payloads, len(data), draw.randrange(1 << 64))
+    view = memoryview(data)
+    step = BLOCK_SIZE_BYTES * draw.randint(1, 9)
+    for start in range(0, len(data), step):
+        stop = min(start + step, len(data))
+        inside = [edge for edge in (*payloads.starts, *payloads.stops) if start < edge < stop]
+        cuts = sorted({start, stop, *(edge for edge in inside if draw.random() < 0.7)})
+        look.look(start, [view[begin:end] for begin, end in itertools.pairwise(cuts)])
+    assert (look.not_finite(), look.zero()) == (bad, empty)
 
 
 def test_many_small_tensors_are_looked_at_by_some_elements() -> None:
