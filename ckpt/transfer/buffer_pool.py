@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
+import numpy.typing as npt
 
 from ckpt.errors import ConfigurationError, StorageUnavailable
 
@@ -20,6 +21,17 @@ MIN_MEMORY_BUDGET_BYTES = 128 << 20
 _UNIT_BYTES = 1 << 20
 _ALIGNMENT_BYTES = 64
 _WAIT_TIMEOUT_S = 600.0
+
+
+def fresh_memory(nbytes: int) -> npt.NDArray[np.uint8]:
+    """Make an array of bytes, aligned for any element, its contents arbitrary.
+
+    numpy asks the system for huge pages: a copy into such memory takes 1.5 times one into memory that was used
+    before; into small pages five times.
+    """
+    array = np.empty(nbytes + _ALIGNMENT_BYTES, dtype=np.uint8)
+    begin = -array.ctypes.data % _ALIGNMENT_BYTES
+    return array[begin : begin + nbytes]
 
 
 class StagingPool:
@@ -102,6 +114,4 @@ class StagingPool:
 
             if torch.cuda.is_available():  # it may be unpickled where there is no GPU
                 return memory_of(torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True))
-        array = np.empty(nbytes + _ALIGNMENT_BYTES, dtype=np.uint8)
-        begin = -array.ctypes.data % _ALIGNMENT_BYTES
-        return array.data[begin : begin + nbytes]
+        return fresh_memory(nbytes).data

@@ -1,8 +1,8 @@
 """Lend CPU memory for staged states, and use it again: fresh memory costs more than the copy into it.
 
-Fresh from the system it costs five times the copy (page faults), pinned far more. So memory is kept in
-blocks, and a block is free again when the last tensor in it is gone. Each staged tensor has a storage of
-its own in the block: whatever is pickled with one would take all of its storage along.
+Fresh from the system it costs page faults, pinned far more. So memory is kept in blocks, and a block is free
+again when the last tensor in it is gone. Each staged tensor has a storage of its own in the block: whatever is
+pickled with one would take all of its storage along.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch
 
 from ckpt.errors import CheckpointError
 from ckpt.torch_private import shared_storage
+from ckpt.transfer.buffer_pool import fresh_memory
 from ckpt.transfer.tensor_memory import has_memory_view, plain
 
 Lease = ctypes.Array[ctypes.c_char]
@@ -88,7 +89,7 @@ class Blocks:
             if fitting:
                 return fitting[0]
         try:
-            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=torch.cuda.is_available())
+            return _fresh(nbytes)
         except BaseException:
             self._give_back(None)
             raise
@@ -107,6 +108,12 @@ class Blocks:
             self._in_use -= 1
             if block is not None:
                 self._free.append(block)
+
+
+def _fresh(nbytes: int) -> torch.Tensor:
+    if torch.cuda.is_available():
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+    return torch.from_numpy(fresh_memory(nbytes))
 
 
 class SharedBlock:
