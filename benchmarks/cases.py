@@ -105,6 +105,9 @@ _READS = (
 )
 
 _OURS = Entry("ours", "ours", "defaults")
+_OURS_FIRST = replace(
+    _OURS, name="ours, first save", note="looks at all it writes, not at a sample", options={"first": True}
+)
 _OURS_OFF = Entry(
     "ours, no checksums",
     "ours",
@@ -263,13 +266,13 @@ def _metadata(ranks: int, *, full_only: bool = False) -> Case:
 
 CASES = (
     Case("s3-save", "S3 save, 1 GB in 60 tensors, http, to an endpoint that drops it", "save",
-         (_SOCKETS, _SOCKETS_CRC, _OURS, _OURS_OFF, *_S3_RAW, *_S3_PEERS), _S3, ONE_GB, "sink"),
+         (_SOCKETS, _SOCKETS_CRC, _OURS, _OURS_FIRST, _OURS_OFF, *_S3_RAW, *_S3_PEERS), _S3, ONE_GB, "sink"),
     Case("s3-load", "S3 load, verified, 1 GB in 60 tensors, http, from memory", "load",
          (_SOCKETS, replace(_SOCKETS_CRC, written_by="plain sockets"), _OURS, _OURS_UNVERIFIED, *_S3_RAW, _RUNAI,
           *_S3_READERS),
          _S3, ONE_GB, "keep", "prepare"),
     Case("s3-save-tls", "S3 save over TLS, 1 GB in 60 tensors: what checksums cost", "save",
-         (_SOCKETS, _SOCKETS_CRC, _OURS, _OURS_OFF, *_S3_RAW, _S3_PEERS[0]), _S3, ONE_GB, "tls"),
+         (_SOCKETS, _SOCKETS_CRC, _OURS, _OURS_FIRST, _OURS_OFF, *_S3_RAW, _S3_PEERS[0]), _S3, ONE_GB, "tls"),
     Case("s3-load-tls", "S3 load over TLS, 1 GB in 60 tensors", "load",
          (_SOCKETS, replace(_SOCKETS_CRC, written_by="plain sockets"), _OURS, _OURS_UNVERIFIED, *_S3_RAW, _RUNAI,
           _S3_READERS[0]), _S3, ONE_GB, "tls-keep", "prepare", full_only=True),
@@ -279,7 +282,7 @@ CASES = (
          (_WRITE, _WRITE_CRC, _OURS_NO_FSYNC, *_stock(False), replace(_META, full_only=True), _META_SPLIT,
           replace(_META_DIRECT, full_only=True), *_FILE_PEERS), _FILES, ONE_GB),
     Case("posix-save-fsync", "POSIX save with fsync, 1 GB in 60 tensors", "save",
-         (_WRITE_FSYNC, _OURS, *_stock(True), _FAST_FSYNC), _FILES, ONE_GB),
+         (_WRITE_FSYNC, _OURS, _OURS_FIRST, *_stock(True), _FAST_FSYNC), _FILES, ONE_GB),
     Case("posix-load", "POSIX load, verified, warm, 1 GB in 60 tensors", "load",
          (_READINTO, replace(_READINTO_CRC, written_by="readinto"), _OURS, Entry("stock", "stock", "FileSystemReader"), _META, replace(_META_SPLIT, full_only=True),
           *_FILE_LOADERS),

@@ -11,6 +11,7 @@ import torch
 import ckpt
 from benchmarks.contenders import Settings, as_trained
 from benchmarks.run.servers import ACCESS_KEY, REGION, SECRET_KEY
+from ckpt.content.memory import note_written
 
 __all__ = ["Ours", "storage_options_of"]
 
@@ -18,12 +19,14 @@ __all__ = ["Ours", "storage_options_of"]
 class Ours:
     """Default settings.
 
-    Options: `storage` (more storage options), `verify`, `checksums` (False: what they cost).
+    Options: `storage` (more storage options), `verify`, `checksums` (False: what they cost), `first` (the first save of a
+    process to a run, which looks at all it writes; later ones look at a sample).
     """
 
     def __init__(self, settings: Settings) -> None:
         self._checksums = settings.options.get("checksums", True)
         self._verify = settings.options.get("verify", True)
+        self._is_first = settings.options.get("first", False)
         self._storage = storage_options_of(settings)
         if settings.endpoint is not None and not self._checksums:
             self._storage["checksum"] = "none"
@@ -31,6 +34,8 @@ class Ours:
             _compute_no_checksums()
 
     def save(self, state: dict[str, torch.Tensor], place: str) -> None:
+        if not self._is_first:
+            note_written(place)
         ckpt.save(as_trained(state), place, storage_options=self._storage, no_dist=True)
 
     def load(self, state: dict[str, torch.Tensor], place: str) -> None:
