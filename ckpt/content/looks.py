@@ -1,7 +1,7 @@
 """Look at the bytes of a file on their way: for NaNs, for zeros, and for a digest of each part.
 
 By default a sample is looked at, in each save another one: of a tensor 2 KiB of each 128 KiB (of a large one 256 KiB), of a
-small one all, of many small ones some elements. The digest is of all bytes: it is made of the checksums of blocks, which are computed anyway.
+small one all, of many small ones 64 bytes. The digest is of all bytes: it is made of the checksums of blocks, which are computed anyway.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _SAMPLED_BYTES = 64 << 10
 _LARGE_BYTES, _LARGE_STRIDE_BYTES = 2 << 20, 256 << 10
 _WHOLE_BYTES = 256 << 10
 _FULL_BYTES = 1 << 20
-_SPOTS = 16
-_SMALL_BYTES = 64 << 10
-_GATHERED_BYTES = 256 << 10
+_SPOT_BYTES = 64
 _TURNS = 1 << 31
+_MANY = 16
+_GATHERED_BYTES = 256 << 10
 _BEGINNING_BYTES = 64
 _MAYBE_ZERO = b"\0\x80"  # the bytes of which zeros are made
 _FEW_BYTES_PER_ITEM = 256 << 10
-"""In a file with more bytes than this for each tensor, small tensors are looked at as a whole."""
+"""In a file with more bytes than this for each tensor, small tensors are looked at as a whole; else at a spot."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class FileLook:
     def __init__(self, payloads: Payloads, nbytes: int, turn: int | None = 0) -> None:
         """The file has `nbytes`. `turn` chooses the sample; None: all is looked at."""
         self._names, self._parts, dtypes, self._starts, self._stops, widths = payloads
-        self._turn = turn
+        self._looks_at_all = turn is None
         self._kinds = [_KINDS.get(dtype) for dtype in dtypes]
         count = len(self._names)
         sizes = np.array(self._stops, dtype=np.int64) - np.array(self._starts, dtype=np.int64)
@@ -128,17 +128,23 @@ class FileLook:
         self._ranges = _ranges(self._parts, self._starts, self._stops, self._is_array)
         self._pieces: dict[int, tuple[int, int]] = {}
         self.cuts = [edge for each in self._ranges for edge in (each.start, each.stop)]
-        few = turn is not None and nbytes < _FEW_BYTES_PER_ITEM * max(count, 1)
-        self._is_looked_at = np.array([kind is not None for kind in self._kinds], dtype=bool) & (sizes > 0)
-        self._is_empty = bytearray(self._is_looked_at.tobytes())  # until a value was seen
-        self._is_spotted = self._is_looked_at & (sizes > _SEEN_BYTES) & (sizes < _SMALL_BYTES) & few
-        self._has_spots = bool(self._is_spotted.any())
+        is_looked_at = np.array([kind is not None for kind in self._kinds], dtype=bool) & (sizes > 0)
+        self._is_looked_at = is_looked_at.tobytes()
+        self._is_empty = bytearray(self._is_looked_at)  # until a value was seen
         of_kind: dict[_Kind, list[int]] = {}
-        sampled = self._is_looked_at & ~self._is_spotted if turn is not None else np.zeros(count, dtype=bool)
-        for number in np.flatnonzero(sampled).tolist():
+        for number in [] if turn is None else np.flatnonzero(is_looked_at).tolist():
             of_kind.setdefault(self._kinds[number], []).append(number)
+        seen_bytes = _SPOT_BYTES if nbytes < _FEW_BYTES_PER_ITEM * count else _SAMPLED_BYTES
         self._samples = [
-            _Samples(kind, np.array(numbers), self._starts, self._stops, turn or 0, self._not_finite)
+            _Samples(
+                kind,
+                np.array(numbers),
+                self._starts,
+                self._stops,
+                seen_bytes,
+                (turn or 0) % _TURNS,
+                self._not_finite,
+            )
             for kind, numbers in of_kind.items()
         ]
         self._counters = [
@@ -156,18 +162,15 @@ class FileLook:
             self._pieces[position] = nbytes, crc
 
     def look(self, position: int, buffers: Iterable[memoryview]) -> None:
-        """Look at bytes that begin at `position`, once. None of the buffers ends within a block of a tensor."""
+        """Look at bytes that begin at `position`. None of the buffers ends within a block of a tensor."""
         start, pieces = position, []
         for data in buffers:
             pieces.append((position, data))
             position += data.nbytes
         for sample in self._samples:
             sample.gather(pieces)
-        if self._turn is None:
+        if self._looks_at_all:
             self._look_at_all(pieces)
-        elif self._has_spots:
-            for each in pieces:
-                self._look_at_spots(*each)
         first, last = self._between(start, position)
         if self._is_empty.find(True, first, last) >= 0:
             self._look_for_values(pieces)
@@ -204,49 +207,33 @@ class FileLook:
                 keep_highest(own, [(counter, (value, self._names[number]))])
 
     def _look_at_all(self, pieces: Iterable[tuple[int, memoryview]]) -> None:
-        for number, kind, payload in self._payloads(self._is_looked_at.tobytes(), pieces):
+        for number, kind, payload in self._payloads(self._is_looked_at, pieces):
             # A little at a time, as it takes memory of the same size; but not very little, as threads wait at each look.
             for begin in range(0, payload.nbytes, _FULL_BYTES):
                 if kind.not_finite(_elements(payload[begin : begin + _FULL_BYTES], kind), [0])[0]:
                     self._not_finite[number] = True
                     break
 
-    def _look_for_values(self, pieces: Iterable[tuple[int, memoryview]]) -> None:
+    def _look_for_values(self, pieces: Sequence[tuple[int, memoryview]]) -> None:
         """Look for a value in those that had none so far: at the beginning, then at all, as a tensor may be sparse."""
+        for position, data in pieces:
+            first, last = self._between(position, position + data.nbytes)
+            if last - first > _MANY:
+                self._look_at_beginnings(first, last, position, data)
         for number, kind, payload in self._payloads(self._is_empty, pieces):
             if bytes(payload[:_BEGINNING_BYTES]).strip(_MAYBE_ZERO) or _has_any(payload, kind):
                 self._is_empty[number] = False
 
-    def _look_at_spots(self, position: int, data: memoryview) -> None:
-        stop = position + data.nbytes
-        first, last = bisect.bisect_left(self._starts, position), bisect.bisect_right(self._stops, stop)
-        spotted: dict[_Kind, list[int]] = {}
-        for number in (np.flatnonzero(self._is_spotted[first:last]) + first).tolist():
-            spotted.setdefault(self._kinds[number], []).append(number)
-        for kind, numbers in spotted.items():
-            self._spot(kind, np.array(numbers), position, data)
-        # Of those that are cut, all that is here.
-        cut = {first - 1, last} & {*range(*self._between(position, stop))}
-        for number, kind, payload in (
-            self._payloads(self._is_spotted.tobytes(), [(position, data)]) if cut else ()
-        ):
-            if number in cut and kind.not_finite(_elements(payload, kind), [0])[0]:
-                self._not_finite[number] = True
-
-    def _spot(self, kind: _Kind, numbers: Any, position: int, piece: memoryview) -> None:
-        """Look at some elements of each of many small tensors."""
-        first, last = int(numbers[0]), int(numbers[-1]) + 1
-        starts = np.array(self._starts[first:last])[numbers - first] - position
-        stops = np.array(self._stops[first:last])[numbers - first] - position
-        last_elements = (stops - starts) // kind.width - 1
-        spots = starts[:, None] + (np.arange(_SPOTS) * last_elements[:, None]) // (_SPOTS - 1) * kind.width
-        data = np.frombuffer(piece, np.uint8)
-        elements = data[spots[..., None] + np.arange(kind.width)].reshape(len(numbers), -1)
-        firsts = np.arange(0, len(numbers) * _SPOTS, _SPOTS)
-        integers = elements.view(kind.integers).reshape(-1)
-        self._not_finite[numbers[kind.not_finite(integers, firsts)]] = True
-        for number in numbers[kind.has_values(integers, firsts)].tolist():
-            self._is_empty[number] = False
+    def _look_at_beginnings(self, first: int, last: int, position: int, data: memoryview) -> None:
+        """Look at the beginnings of many tensors at once."""
+        places = np.array(self._starts[first:last]) - position
+        sizes = np.array(self._stops[first:last]) - position - places
+        numbers = np.flatnonzero(
+            (places >= 0) & (sizes >= _BEGINNING_BYTES) & (places + _BEGINNING_BYTES <= data.nbytes)
+        )
+        beginnings = np.frombuffer(data, np.uint8)[places[numbers, None] + np.arange(_BEGINNING_BYTES)]
+        has_values = (beginnings & 0x7F).any(axis=1)
+        np.frombuffer(self._is_empty, np.uint8)[first + numbers[has_values]] = 0
 
     def parts(self, blocks: Sequence[int]) -> dict[str, list[int]]:
         """Return the checksums of each part's ranges, in order; `blocks` are those of all blocks of the file."""
@@ -332,20 +319,27 @@ class _Samples:
         numbers: Any,
         starts: Sequence[int],
         stops: Sequence[int],
+        small_bytes: int,
         turn: int,
         not_finite: Any,
     ) -> None:
+        """Of a small tensor `small_bytes` are seen, and of each 128 or 256 KiB of a larger one 2 KiB."""
         self.kind, self._not_finite = kind, not_finite
         begins = np.array(starts, dtype=np.int64)[numbers]
-        sizes = np.array(stops, dtype=np.int64)[numbers] - begins
-        is_whole, is_large = sizes < _SAMPLED_BYTES, sizes >= _LARGE_BYTES
-        strides = np.where(is_large, _LARGE_STRIDE_BYTES, _STRIDE_BYTES)
-        leads = turn % _TURNS % np.maximum(np.minimum(strides, sizes) // _SEEN_BYTES, 1) * _SEEN_BYTES
-        counts = np.where(is_whole, 1, np.maximum(sizes // strides, 1))
+        ends = np.array(stops, dtype=np.int64)[numbers]
+        sizes = ends - begins
+        is_small = sizes < _SAMPLED_BYTES
+        strides = np.where(sizes >= _LARGE_BYTES, _LARGE_STRIDE_BYTES, _STRIDE_BYTES)
+        seen = np.where(is_small, small_bytes, _SEEN_BYTES)
+        slots = -(-np.minimum(strides, sizes) // seen)
+        leads = turn % slots * seen
+        counts = -(-sizes // strides)
         owners = np.repeat(np.arange(len(numbers)), counts)
         turns = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
-        first = begins[owners] + np.where(is_whole[owners], 0, leads[owners] + turns * strides[owners])
-        last = first + np.where(is_whole, sizes, _SEEN_BYTES)[owners]
+        first = begins[owners] + leads[owners] + turns * strides[owners]
+        last = np.minimum(first + seen[owners], ends[owners])
+        is_there = first < last
+        first, last, owners = first[is_there], last[is_there], owners[is_there]
         # None is of two blocks, which may be in two buffers.
         edges = (first // BLOCK_SIZE_BYTES + 1) * BLOCK_SIZE_BYTES
         is_cut = last > edges
@@ -360,7 +354,10 @@ class _Samples:
 
     def gather(self, pieces: Iterable[tuple[int, memoryview]]) -> None:
         """Copy the windows that are here, to be looked at when there are enough."""
-        gathered = self._gathered.pop() if self._gathered else _Gathered(self)
+        try:
+            gathered = self._gathered.pop()
+        except IndexError:  # as many threads as never before are here at a time
+            gathered = _Gathered(self)
         for position, piece in pieces:
             gathered.add(position, piece)
         self._gathered.append(gathered)
@@ -374,8 +371,8 @@ class _Samples:
 
     def rest(self) -> None:
         """Look at what is left."""
-        for gathered in self._gathered:
-            gathered.look()
+        while self._gathered:
+            self._gathered.pop().look()
 
 
 def _any(flags: Any, firsts: Any) -> Any:

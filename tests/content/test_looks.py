@@ -121,6 +121,35 @@ def test_no_tensor_is_passed_over(seed: int) -> None:
     assert (look.not_finite(), look.zero()) == (bad, empty)
 
 
+@pytest.mark.parametrize(
+    ("nbytes", "beside"),
+    [
+        (200_000, 0),
+        (256 * 255 * 4, 0),
+        (101 << 10, 0),
+        ((2 << 20) + (255 << 10), 0),
+        (4000, 0),
+        (4000, 500),
+        (60_000, 9),
+    ],
+)
+def test_all_samples_together_see_all(nbytes: int, beside: int) -> None:
+    """A single NaN, wherever it is, is seen by one of the saves, also among many small tensors."""
+    others = [torch.ones(1000) for _ in range(beside)]
+    places = {0, nbytes // 4 - 1, *random.Random(nbytes).sample(range(nbytes // 4), 3)}
+    for place in places:
+        tensor = torch.ones(nbytes // 4)
+        tensor[place] = float("nan")
+        slots = -(-nbytes // 64) if nbytes < 64 << 10 else 128
+        data, payloads = laid_out([tensor, *others])
+        found = 0
+        for turn in range(slots):
+            look = FileLook(payloads, len(data), turn)
+            look.look(0, [memoryview(data)])
+            found += look.not_finite() == [("model", "t0")]
+        assert found
+
+
 def test_many_small_tensors_are_looked_at_by_some_elements() -> None:
     tensors = [torch.randn(1000) for _ in range(500)]
     tensors[77] = torch.full((1000,), float("nan"))
