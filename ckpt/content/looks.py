@@ -10,7 +10,6 @@ import bisect
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,66 +17,16 @@ import numpy as np
 from ckpt.consistency.checksums import BLOCK_SIZE_BYTES, joined
 from ckpt.content.counters import Seen, counter_of, format_of, keep_highest, read_number
 from ckpt.content.parts import is_trained
+from ckpt.content.samples import KINDS, SMALL_BYTES, Kind, Samples, elements_of
 
-_STRIDE_BYTES, _SEEN_BYTES = 128 << 10, 2 << 10
-_SAMPLED_BYTES = 64 << 10
-_LARGE_BYTES, _LARGE_STRIDE_BYTES = 2 << 20, 256 << 10
 _WHOLE_BYTES = 256 << 10
 _FULL_BYTES = 1 << 20
 _SPOT_BYTES = 64
-_TURNS = 1 << 31
 _MANY = 16
-_GATHERED_BYTES = 256 << 10
 _BEGINNING_BYTES = 64
 _MAYBE_ZERO = b"\0\x80"  # the bytes of which zeros are made
 _FEW_BYTES_PER_ITEM = 256 << 10
 """In a file with more bytes than this for each tensor, small tensors are looked at as a whole; else at a spot."""
-
-
-@dataclass(frozen=True)
-class _Kind:
-    """How the bits of a dtype are read, as unsigned integers of `width` bytes.
-
-    A value is not finite if all bits of `mask` are set; or if it is just `nan`, the one such value of some dtypes.
-    """
-
-    width: int
-    mask: int
-    nan: int | None = None
-
-    @cached_property
-    def integers(self) -> Any:
-        return np.dtype(f"<u{self.width}")
-
-    @cached_property
-    def _bits(self) -> Any:
-        return np.asarray(self.mask, self.integers)
-
-    def not_finite(self, elements: Any, firsts: Any, out: Any = None) -> Any:
-        """Tell of the integers from each of `firsts` on whether one is not finite; `out` is memory of their size."""
-        if self.nan is not None:
-            return _any(elements == self.nan, firsts)
-        return np.maximum.reduceat(np.bitwise_and(elements, self._bits, out), firsts) == self.mask
-
-    def has_values(self, elements: Any, firsts: Any) -> Any:
-        """Tell of the integers from each of `firsts` on whether one is not zero."""
-        if self.nan is not None:  # there is no negative zero
-            return _any(elements != 0, firsts)
-        return _any(elements << np.asarray(1, self.integers), firsts)
-
-
-_KINDS = {
-    "float64": _Kind(8, 0x7FF << 52),
-    "float32": _Kind(4, 0xFF << 23),
-    "bfloat16": _Kind(2, 0xFF << 7),
-    "float16": _Kind(2, 0x1F << 10),
-    "float8_e5m2": _Kind(1, 0x7C),
-    "float8_e4m3fn": _Kind(1, 0x7F),
-    "float8_e4m3fnuz": _Kind(1, 0, 0x80),
-    "float8_e5m2fnuz": _Kind(1, 0, 0x80),
-    "complex64": _Kind(4, 0xFF << 23),
-    "complex128": _Kind(8, 0x7FF << 52),
-}
 
 
 class Payloads(NamedTuple):
@@ -119,7 +68,7 @@ class FileLook:
         """The file has `nbytes`. `turn` chooses the sample; None: all is looked at."""
         self._names, self._parts, dtypes, self._starts, self._stops, widths = payloads
         self._looks_at_all = turn is None
-        self._kinds = [_KINDS.get(dtype) for dtype in dtypes]
+        self._kinds = [KINDS.get(dtype) for dtype in dtypes]
         count = len(self._names)
         sizes = np.array(self._stops, dtype=np.int64) - np.array(self._starts, dtype=np.int64)
         # Counters of steps go on also where nothing else does.
@@ -131,18 +80,18 @@ class FileLook:
         is_looked_at = np.array([kind is not None for kind in self._kinds], dtype=bool) & (sizes > 0)
         self._is_looked_at = is_looked_at.tobytes()
         self._is_empty = bytearray(self._is_looked_at)  # until a value was seen
-        of_kind: dict[_Kind, list[int]] = {}
+        of_kind: dict[Kind, list[int]] = {}
         for number in [] if turn is None else np.flatnonzero(is_looked_at).tolist():
             of_kind.setdefault(self._kinds[number], []).append(number)
-        seen_bytes = _SPOT_BYTES if nbytes < _FEW_BYTES_PER_ITEM * count else _SAMPLED_BYTES
+        seen_bytes = _SPOT_BYTES if nbytes < _FEW_BYTES_PER_ITEM * count else SMALL_BYTES
         self._samples = [
-            _Samples(
+            Samples(
                 kind,
                 np.array(numbers),
                 self._starts,
                 self._stops,
                 seen_bytes,
-                (turn or 0) % _TURNS,
+                turn or 0,
                 self._not_finite,
             )
             for kind, numbers in of_kind.items()
@@ -184,7 +133,7 @@ class FileLook:
 
     def _payloads(
         self, wanted: bytes | bytearray, pieces: Iterable[tuple[int, memoryview]]
-    ) -> Iterator[tuple[int, _Kind, memoryview]]:
+    ) -> Iterator[tuple[int, Kind, memoryview]]:
         """List tensors that are `wanted` and have bytes here, with those bytes."""
         for position, data in pieces:
             stop = position + data.nbytes
@@ -210,7 +159,7 @@ class FileLook:
         for number, kind, payload in self._payloads(self._is_looked_at, pieces):
             # A little at a time, as it takes memory of the same size; but not very little, as threads wait at each look.
             for begin in range(0, payload.nbytes, _FULL_BYTES):
-                if kind.not_finite(_elements(payload[begin : begin + _FULL_BYTES], kind), [0])[0]:
+                if kind.not_finite(elements_of(payload[begin : begin + _FULL_BYTES], kind), [0])[0]:
                     self._not_finite[number] = True
                     break
 
@@ -275,118 +224,10 @@ class FileLook:
         return [(self._parts[number], self._names[number]) for number in np.flatnonzero(flags).tolist()]
 
 
-class _Gathered:
-    """Copies of windows, and which they are."""
-
-    def __init__(self, sample: _Samples) -> None:
-        self._sample = sample
-        self._data = np.empty(_GATHERED_BYTES, dtype=np.uint8)  # fresh memory would cost more than the look
-        self._view, self._used = self._data.data, 0
-        self._windows: list[int] = []
-
-    def add(self, position: int, piece: memoryview) -> None:
-        """Copy the windows in a piece."""
-        places, lengths = self._sample.places, self._sample.lengths
-        for window in range(bisect.bisect_left(places, position), len(places)):
-            begin, length = places[window] - position, lengths[window]
-            if begin >= piece.nbytes:
-                break
-            end = self._used + length
-            if end > _GATHERED_BYTES:
-                self.look()
-                end = length
-            self._view[end - length : end] = piece[begin : begin + length]
-            self._used = end
-            self._windows.append(window)
-
-    def look(self) -> None:
-        """Look at what is gathered, and forget it."""
-        if self._windows:
-            elements = self._data[: self._used].view(self._sample.kind.integers)
-            self._sample.look(np.array(self._windows), elements)
-            self._windows, self._used = [], 0
-
-
-class _Samples:
-    """Windows in the tensors of one kind of a file, which are looked at together.
-
-    A call of numpy for each would cost more than the look, and at each threads wait for each other.
-    """
-
-    def __init__(
-        self,
-        kind: _Kind,
-        numbers: Any,
-        starts: Sequence[int],
-        stops: Sequence[int],
-        small_bytes: int,
-        turn: int,
-        not_finite: Any,
-    ) -> None:
-        """Of a small tensor `small_bytes` are seen, and of each 128 or 256 KiB of a larger one 2 KiB."""
-        self.kind, self._not_finite = kind, not_finite
-        begins = np.array(starts, dtype=np.int64)[numbers]
-        ends = np.array(stops, dtype=np.int64)[numbers]
-        sizes = ends - begins
-        is_small = sizes < _SAMPLED_BYTES
-        strides = np.where(sizes >= _LARGE_BYTES, _LARGE_STRIDE_BYTES, _STRIDE_BYTES)
-        seen = np.where(is_small, small_bytes, _SEEN_BYTES)
-        slots = -(-np.minimum(strides, sizes) // seen)
-        leads = turn % slots * seen
-        counts = -(-sizes // strides)
-        owners = np.repeat(np.arange(len(numbers)), counts)
-        turns = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
-        first = begins[owners] + leads[owners] + turns * strides[owners]
-        last = np.minimum(first + seen[owners], ends[owners])
-        is_there = first < last
-        first, last, owners = first[is_there], last[is_there], owners[is_there]
-        # None is of two blocks, which may be in two buffers.
-        edges = (first // BLOCK_SIZE_BYTES + 1) * BLOCK_SIZE_BYTES
-        is_cut = last > edges
-        places = np.concatenate([first, edges[is_cut]])
-        order = np.argsort(places, kind="stable")
-        lengths = np.concatenate([np.minimum(last, edges) - first, (last - edges)[is_cut]])[order]
-        self._numbers = numbers[np.concatenate([owners, owners[is_cut]])[order]]
-        self._widths = lengths // kind.width
-        self.places: list[int] = places[order].tolist()
-        self.lengths: list[int] = lengths.tolist()
-        self._gathered: list[_Gathered] = []  # one for each thread that was here at a time
-
-    def gather(self, pieces: Iterable[tuple[int, memoryview]]) -> None:
-        """Copy the windows that are here, to be looked at when there are enough."""
-        try:
-            gathered = self._gathered.pop()
-        except IndexError:  # as many threads as never before are here at a time
-            gathered = _Gathered(self)
-        for position, piece in pieces:
-            gathered.add(position, piece)
-        self._gathered.append(gathered)
-
-    def look(self, windows: Any, elements: Any) -> None:
-        """Look at the elements of windows, which are changed, and note what is not finite."""
-        widths = self._widths[windows]
-        is_bad = self.kind.not_finite(elements, np.cumsum(widths) - widths, elements)
-        if is_bad.any():
-            self._not_finite[self._numbers[windows[is_bad]]] = True
-
-    def rest(self) -> None:
-        """Look at what is left."""
-        while self._gathered:
-            self._gathered.pop().look()
-
-
-def _any(flags: Any, firsts: Any) -> Any:
-    return np.logical_or.reduceat(flags, firsts)
-
-
-def _elements(data: memoryview | bytearray, kind: _Kind) -> Any:
-    return np.frombuffer(data, np.uint8).view(kind.integers)
-
-
-def _has_any(data: memoryview, kind: _Kind) -> bool:
+def _has_any(data: memoryview, kind: Kind) -> bool:
     """Tell whether one of all values is not zero."""
     for begin in range(0, data.nbytes, _WHOLE_BYTES):
-        elements = _elements(data[begin : begin + _WHOLE_BYTES], kind)
+        elements = elements_of(data[begin : begin + _WHOLE_BYTES], kind)
         if elements.any() and kind.has_values(elements, [0])[0]:
             return True
     return False
