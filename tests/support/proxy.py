@@ -52,7 +52,7 @@ Rule = Callable[[Call], str | int]
 
 @dataclass
 class FaultProxy:
-    """`rule` can be replaced at any time; `calls` are all requests that came."""
+    """`rule` can be replaced at any time; `calls` are all requests that came, `carried_out` the numbers of those answered."""
 
     server: S3Server
     port: int = 0
@@ -62,6 +62,7 @@ class FaultProxy:
     trickle_s: float = 0.5
     bandwidth_bytes_per_s: float = 4e6
     calls: list[Call] = field(default_factory=list)
+    carried_out: set[int] = field(default_factory=set)
     held_back: list[Callable[[], object]] = field(default_factory=list)
     in_flight: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -138,6 +139,7 @@ class _Handler(Handler):
             self.reset()
             return
         status, headers, reply = self._forward(body)
+        self.proxy.carried_out.add(call.number)
         if action == "lose":
             self.reset()
         elif action == "cut":
