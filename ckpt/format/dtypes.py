@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 from ckpt.errors import FormatError
@@ -37,6 +38,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+@functools.cache
 def torch_dtype(name: str) -> torch.dtype:
     """Return torch's dtype of this name. Raises FormatError if this torch has none."""
     import torch

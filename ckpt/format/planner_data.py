@@ -14,6 +14,8 @@ _MAX_PATH_GROWTH = 16
 _PATH_SLACK = 1 << 20
 _MAX_PADDING = 16
 _MAX_INTEGER_DIGITS = 600
+_LEAVES = frozenset({str, int, float, bool, bytes, type(None)})
+_TEXT = {str}
 HASH_MODULUS = (1 << 61) - 1
 """Numbers from here on share the hashes of smaller ones: as keys they can make a dict slow."""
 
@@ -50,7 +52,10 @@ def pack(value: Any, depth: int = 0) -> PlainValue:
     if kind is list:
         return _List([pack(item, depth + 1) for item in value])
     if kind is tuple:
-        return _Tuple([pack(item, depth + 1) for item in value])
+        is_of_texts = set(map(type, value)) == _TEXT  # most are paths of tensors
+        return _Tuple(
+            list(value) if is_of_texts and depth < _MAX_DEPTH else [pack(each, depth + 1) for each in value]
+        )
     if kind in (dict, OrderedDict):
         keys: Any = [pack(key) for key in value]
         return _Dict(keys, [pack(item, depth + 1) for item in value.values()])
@@ -102,7 +107,7 @@ def _check_plain(value: Any) -> None:
     while todo:
         part = todo.pop()
         kind = type(part)
-        if kind in (str, int, float, bool, bytes, type(None)):
+        if kind in _LEAVES:
             continue
         if kind not in (dict, OrderedDict, list, tuple):
             raise ValueError(f"a {kind.__module__}.{kind.__qualname__}")
@@ -111,6 +116,8 @@ def _check_plain(value: Any) -> None:
         seen.add(id(part))
         if len(seen) > _MAX_PLAIN_NODES:
             raise ValueError("too many values")
+        if kind is tuple and set(map(type, part)) == _TEXT:  # most are paths of tensors
+            continue
         if isinstance(part, dict) and not all(map(_is_key, part)):
             raise ValueError("dict keys other than str, bytes, int below 2^61, bool and None")
         todo.extend(part.values() if isinstance(part, dict) else part)
@@ -137,7 +144,8 @@ def _check_paths(planner_data: Any) -> None:
         kinds = set(map(type, path))
         if not kinds <= {str, int}:
             continue
-        left -= len(path) + sum(len(part) for part in path if isinstance(part, str))
+        texts = path if kinds == _TEXT else [part for part in path if isinstance(part, str)]
+        left -= len(path) + sum(map(len, texts))
         if left < 0:
             raise ValueError("paths far longer than their names")
         if int not in kinds:

@@ -118,12 +118,10 @@ class _Placing:
         begins = np.flatnonzero(np.r_[True, keys[1:] != keys[:-1]])
         if len(writers) >= MANY_CHUNKS and len(begins) <= len(writers) // 4:
             return _Stretches(self._layouts, writers, keys, begins).places(numbers)
-        return [self._rows(writers, keys + number) for number in numbers.tolist()]
-
-    def _rows(self, writers: Integers, keys: Integers) -> _Places:
         layouts = self._layouts
-        at = layouts.find(keys)
-        return _Places(layouts.first_file[writers] + layouts.file[at], layouts.offset[at], layouts.length[at])
+        at = layouts.find(keys + numbers[:, None])
+        columns = (layouts.first_file[writers] + layouts.file[at], layouts.offset[at], layouts.length[at])
+        return [_Places(*rows) for rows in zip(*columns, strict=True)]
 
     def _scattered(self, entry: Entry, places: Sequence[Place]) -> _Places:
         """Find the places of an entry that ranks hold in different sections."""

@@ -40,6 +40,9 @@ _INTEGERS = (
 )
 """Opcodes for integers below a limit, and how their arguments are stored."""
 
+_END = op.SETITEMS + op.BUILD
+_MEMOIZED = op.MEMOIZE + op.POP
+
 _BATCH_ROWS = 1 << 16
 _FEW_ROWS = 32
 """Up to here numpy costs more than it saves. Both ways write what reads the same."""
@@ -48,6 +51,7 @@ _Bytes = npt.NDArray[np.uint8]
 
 _ROW_BYTES = 107
 """Of a row, but for its numbers: its chunk, its index and its place."""
+_MOST_NUMBER_BYTES = 10
 _SAMPLED_ROWS = 64
 
 
@@ -56,11 +60,19 @@ def pickled_metadata(columns: Columns) -> bytes:
     return _Writer(columns).written()
 
 
-def estimated_bytes(columns: Columns) -> int:
-    """Estimate the size of that pickle without making it: by a look at each entry, not at each row."""
+def estimated_bytes(columns: Columns, enough_bytes: int = 0) -> int:
+    """Estimate the size of that pickle without making it: by a look at each entry, not at each row.
+
+    Below `enough_bytes` it may be estimated too high, but not beyond it.
+    """
     total = 1000 + sum(len(path) + 7 for path in columns.files)
-    for fqn, entry in columns.entries.items():
-        total += len(fqn) + 131  # its name once, and its place in two dicts
+    total += sum(len(fqn) + 131 for fqn in columns.entries)  # its name once, and its place in two dicts
+    tensors = [entry for entry in columns.entries.values() if not isinstance(entry, ObjectRow)]
+    numbers = sum(entry.count * (3 * len(entry.size) + 3) for entry in tensors) + 2 * len(columns.entries)
+    most = total + numbers * _MOST_NUMBER_BYTES + _ROW_BYTES * sum(entry.count for entry in tensors)
+    if most <= enough_bytes:
+        return most
+    for entry in columns.entries.values():
         if isinstance(entry, ObjectRow):
             total += _number_bytes(entry.offset) + _number_bytes(entry.length)
             continue
@@ -139,11 +151,16 @@ class _Writer:
         self._chunk_begin, self._chunk_middle = chunk + self._get["offsets"], self._get["sizes"]
         self._index_begin, self._index_middle = index + self._get["fqn"], self._get["offset"]
         self._index_number = self._get["index"]
-        self._place_begin = op.SETITEMS + op.BUILD + info + self._get["relative_path"]
+        self._place_begin = _END + info + self._get["relative_path"]
+        self._path_gets = [self._get[path] for path in self._columns.files]
+        # What is around the rows of a tensor.
+        self._tensor_begin = self._get[_TENSOR] + op.EMPTY_TUPLE + op.NEWOBJ + op.EMPTY_DICT + op.MARK
+        self._tensor_begin += self._get["properties"]
+        self._chunks_begin = self._get["chunks"] + op.EMPTY_LIST + op.MARK
 
     def _define(self, key: object, pushed: bytes) -> None:
         number = len(self._get)
-        self._out += [pushed, op.MEMOIZE, op.POP]
+        self._out += (pushed, _MEMOIZED)
         self._get[key] = op.LONG_BINGET + number.to_bytes(4, "little")
 
     def _describe(self, entry: TensorColumns | ObjectRow) -> None:
@@ -151,38 +168,42 @@ class _Writer:
         if isinstance(entry, ObjectRow):
             out += [self._get[_OBJECT], op.EMPTY_TUPLE, op.NEWOBJ]
             return
-        out += [self._get[_TENSOR], op.EMPTY_TUPLE, op.NEWOBJ, op.EMPTY_DICT, op.MARK]
-        out += [self._get["properties"], self._get[entry.dtype, entry.requires_grad]]
-        out += [self._get["size"], self._one_size(entry.size)]
-        out += [self._get["chunks"], op.EMPTY_LIST, op.MARK]
+        out += (self._tensor_begin, self._get[entry.dtype, entry.requires_grad])
+        out += (self._get["size"], self._one_size(entry.size), self._chunks_begin)
         entry = entry.plain()
         if entry.count <= _FEW_ROWS:
             for offset, size in zip(entry.offsets.tolist(), entry.sizes.tolist(), strict=True):
-                out += (self._chunk_begin, self._one_size(offset), self._chunk_middle, self._one_size(size))
-                out.append(op.SETITEMS + op.BUILD)
+                out += (
+                    self._chunk_begin,
+                    self._one_size(offset),
+                    self._chunk_middle,
+                    self._one_size(size),
+                    _END,
+                )
         else:
             for rows in _batches(entry.count):
                 out.append(_rows(
                     self._chunk_begin, self._size(entry.offsets[rows]),
                     self._chunk_middle, self._size(entry.sizes[rows]),
-                    op.SETITEMS + op.BUILD,
+                    _END,
                 ))  # fmt: skip
-        out += [op.APPENDS, op.SETITEMS, op.BUILD]
+        out += (op.APPENDS, _END)
 
     def _locate(self, fqn: str, entry: TensorColumns | ObjectRow) -> None:
         begin = self._index_begin + self._get[fqn] + self._index_middle
         if isinstance(entry, ObjectRow):
             row = (entry.file, entry.offset, entry.length)
-            self._out += [op.MARK, begin, *self._one_place(op.NONE, op.NONE, *row), op.SETITEMS]
+            self._out += (op.MARK, begin, *self._one_place(op.NONE, op.NONE, *row), op.SETITEMS)
             return
         entry = entry.plain()
         if entry.count <= _FEW_ROWS:
-            self._out.append(op.MARK)
+            out = self._out
+            out.append(op.MARK)
             places = zip(entry.file.tolist(), entry.offset.tolist(), entry.length.tolist(), strict=True)
             for number, (offset, place) in enumerate(zip(entry.offsets.tolist(), places, strict=True)):
-                self._out.append(begin)
-                self._out += self._one_place(self._one_size(offset), _one_number(number), *place)
-            self._out.append(op.SETITEMS)
+                out.append(begin)
+                out += self._one_place(self._one_size(offset), _one_number(number), *place)
+            out.append(op.SETITEMS)
         else:
             for rows in _batches(entry.count):
                 self._out += [op.MARK, self._places(begin, entry, rows), op.SETITEMS]
@@ -194,16 +215,16 @@ class _Writer:
             self._place_begin, self._paths(entry.file[rows]),
             self._get["offset"], _numbers(entry.offset[rows]),
             self._get["length"], _numbers(entry.length[rows]),
-            op.SETITEMS + op.BUILD,
+            _END,
         )  # fmt: skip
 
     def _one_place(
         self, chunk_offset: bytes, index: bytes, file: int, offset: int, length: int
     ) -> tuple[bytes, ...]:
         return (
-            chunk_offset, self._index_number, index, self._place_begin, self._get[self._columns.files[file]],
+            chunk_offset, self._index_number, index, self._place_begin, self._path_gets[file],
             self._get["offset"], _one_number(offset), self._get["length"], _one_number(length),
-            op.SETITEMS + op.BUILD,
+            _END,
         )  # fmt: skip
 
     def _one_size(self, values: Sequence[int]) -> bytes:
@@ -229,7 +250,7 @@ class _Writer:
 
     @functools.cached_property
     def _gets_of_paths(self) -> _Bytes:
-        gets = np.frombuffer(b"".join(self._get[path] for path in self._columns.files), dtype=np.uint8)
+        gets = np.frombuffer(b"".join(self._path_gets), dtype=np.uint8)
         return gets.reshape(-1, 5)
 
 
@@ -288,6 +309,10 @@ def _properties(dtype: str, requires_grad: bool) -> bytes:
 
 def _plain(value: object) -> bytes:
     """Push a plain value, without use of the memo. Raises ValueError for any other."""
+    if isinstance(value, str):
+        return _pushed(value)
+    if isinstance(value, tuple):  # the paths of tensors, first as they are so many
+        return op.MARK + b"".join(map(_plain, value)) + op.TUPLE
     if value is None:
         return op.NONE
     if isinstance(value, bool):
@@ -299,12 +324,8 @@ def _plain(value: object) -> bytes:
         return op.LONG1 + bytes([len(data)]) + data
     if isinstance(value, float):
         return op.BINFLOAT + struct.pack(">d", value)
-    if isinstance(value, str):
-        return _pushed(value)
     if isinstance(value, bytes):
         return op.BINBYTES + len(value).to_bytes(4, "little") + value
-    if isinstance(value, tuple):
-        return op.MARK + b"".join(map(_plain, value)) + op.TUPLE
     if isinstance(value, list):
         return op.EMPTY_LIST + op.MARK + b"".join(map(_plain, value)) + op.APPENDS
     if isinstance(value, dict):

@@ -108,10 +108,11 @@ class RankFiles:
         """Write the manifest, if it has items, and report what was written to this `place`."""
         manifest = self._put_manifest() if self._items else None
         names = [record.path for record in self._records]
-        pack = pack_numbered if self._numbered else pack_items
-        seen = seen_in(self._looks, self.counters)
+        with no_gc():
+            items = (pack_numbered if self._numbered else pack_items)(self._placed)
+            seen = seen_in(self._looks, self.counters)
         content = encode_content(RankContent(seen)) if self._looks or seen else b""
-        return RankReceipt(self._objects.rank, place, manifest, names, pack(self._placed), content=content)
+        return RankReceipt(self._objects.rank, place, manifest, names, items, content=content)
 
     def _body(
         self,

@@ -48,7 +48,7 @@ def oversize_bytes(columns: Columns, record: CommitRecord, max_bytes: int | None
     """Estimate the size of a `.metadata` that is to be left out; None if it is to be written."""
     if max_bytes is None or record.is_model:
         return None
-    size_bytes = estimated_bytes(columns)
+    size_bytes = estimated_bytes(columns, max_bytes)
     return size_bytes if size_bytes > max_bytes else None
 
 
