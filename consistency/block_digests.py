@@ -84,7 +84,7 @@ class FileBlockDigests:
         self._digests = bytearray(DIGEST_BYTES * -(-nbytes // block_size_bytes))
         self._begun: dict[int, Hasher] = {}
 
-    def see(self, position: int, piece: memoryview, crc: int) -> None:
+    def see(self, position: int, piece: memoryview) -> None:
         """Digest a piece of one block; the first one begins it anew, as a part may be sent again."""
         number, offset = divmod(position, self._block)
         if offset == 0:

@@ -25,21 +25,26 @@ def crc_text(crc: int) -> str:
     return f"{crc:016x}"
 
 
-def block_crcs(
-    buffers: Iterable[memoryview],
-    block_size_bytes: int,
-    see: Callable[[int, memoryview, int], None] | None = None,
-    cuts: Sequence[int] = (),
-    *,
-    see_whole: bool = True,
-) -> list[int]:
-    """Return the CRC of every block of the bytes in `buffers`, which start at a block's start.
+Piece = tuple[int, int, int]
+"""Where bytes begin, how many there are, and their CRC."""
 
-    `see` is shown each piece right after it was read: where it begins, its bytes and its CRC. None is of two blocks or
-    buffers, or goes beyond one of `cuts`, which are in order. It may leave out whole blocks, whose CRCs are returned.
+See = Callable[[int, memoryview], None]
+
+
+def block_crcs(buffers: Iterable[memoryview], block_size_bytes: int, see: See | None = None) -> list[int]:
+    """Return the CRC of every block of the bytes in `buffers`, which start at a block's start; `see` as `cut_crcs`."""
+    return [crc for _, _, crc in cut_crcs(buffers, block_size_bytes, (), see)]
+
+
+def cut_crcs(
+    buffers: Iterable[memoryview], block_size_bytes: int, cuts: Sequence[int], see: See | None = None
+) -> list[Piece]:
+    """Return the pieces of the bytes in `buffers`, which end with a block or at one of `cuts`, which are in order.
+
+    `see` is shown bytes right after they were read, and where they begin: never those of two pieces, or buffers.
     """
-    crcs: list[int] = []
-    crc, missing, position = 0, block_size_bytes, 0
+    pieces: list[Piece] = []
+    position = begin = crc = 0
     ends = iter([*cuts, math.inf])
     end = next(ends)
     for buffer in buffers:
@@ -47,19 +52,29 @@ def block_crcs(
         while start < buffer.nbytes:
             while end <= position:
                 end = next(ends)
-            piece = buffer[start : start + int(min(missing, end - position))]
-            own = crc64nvme(piece)
-            crc = own if missing == block_size_bytes else joined(crc, own, piece.nbytes)
-            if see is not None and (see_whole or piece.nbytes < block_size_bytes):
-                see(position, piece, own)
-            start += piece.nbytes
-            position += piece.nbytes
-            missing -= piece.nbytes
-            if missing == 0:
-                crcs.append(crc)
-                crc, missing = 0, block_size_bytes
-    if missing != block_size_bytes:
-        crcs.append(crc)
+            due = min(position - position % block_size_bytes + block_size_bytes, end)
+            run = buffer[start : start + int(due - position)]
+            crc = crc64nvme(run, crc)
+            if see is not None:
+                see(position, run)
+            start += run.nbytes
+            position += run.nbytes
+            if position == due:
+                pieces.append((begin, position - begin, crc))
+                begin, crc = position, 0
+    if begin < position:
+        pieces.append((begin, position - begin, crc))
+    return pieces
+
+
+def joined_blocks(pieces: Iterable[Piece], block_size_bytes: int) -> list[int]:
+    """Return the CRCs of the blocks of which these are the pieces, in order."""
+    crcs: list[int] = []
+    for begin, nbytes, crc in pieces:
+        if begin % block_size_bytes:
+            crcs[-1] = joined(crcs[-1], crc, nbytes)
+        else:
+            crcs.append(crc)
     return crcs
 
 

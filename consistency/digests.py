@@ -79,7 +79,7 @@ class FileDigests:
         """`digests` are in order of the places of their payloads."""
         self._digests, self._starts = digests, [digest.start for digest in digests]
 
-    def see(self, position: int, piece: memoryview, crc: int) -> None:
+    def see(self, position: int, piece: memoryview) -> None:
         """Digest what a piece of one block holds; what it holds of a payload is all that the block does."""
         stop = position + piece.nbytes
         number = max(0, bisect.bisect_right(self._starts, position) - 1)

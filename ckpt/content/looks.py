@@ -1,6 +1,6 @@
 """Look at the bytes of a file on their way: for NaNs, for zeros, and for a digest of each part.
 
-By default a sample is looked at, in each save another one: of a tensor 2 KiB of each 128 KiB (of a large one 256 KiB), of a
+By default a sample is looked at, in each save another one: of a tensor 2 KiB of each 256 KiB (of a large one 512 KiB), of a
 small one all, of many small ones 64 bytes. The digest is of all bytes: it is made of the checksums of blocks, which are computed anyway.
 """
 
@@ -14,17 +14,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ckpt.consistency.checksums import BLOCK_SIZE_BYTES, joined
+from ckpt.consistency.checksums import BLOCK_SIZE_BYTES, Piece, joined
 from ckpt.content.counters import Seen, counter_of, format_of, keep_highest, read_number
 from ckpt.content.parts import is_trained
-from ckpt.content.samples import KINDS, SMALL_BYTES, Kind, Samples, elements_of
+from ckpt.content.samples import BEGINNING_BYTES, KINDS, SMALL_BYTES, Kind, Samples, elements_of, has_value
 
 _WHOLE_BYTES = 256 << 10
 _FULL_BYTES = 1 << 20
 _SPOT_BYTES = 64
-_MANY = 16
-_BEGINNING_BYTES = 64
-_MAYBE_ZERO = b"\0\x80"  # the bytes of which zeros are made
 _FEW_BYTES_PER_ITEM = 256 << 10
 """In a file with more bytes than this for each tensor, small tensors are looked at as a whole; else at a spot."""
 
@@ -80,21 +77,22 @@ class FileLook:
         is_looked_at = np.array([kind is not None for kind in self._kinds], dtype=bool) & (sizes > 0)
         self._is_looked_at = is_looked_at.tobytes()
         self._is_empty = bytearray(self._is_looked_at)  # until a value was seen
-        of_kind: dict[Kind, list[int]] = {}
+        of_dtype: dict[str, list[int]] = {}
         for number in [] if turn is None else np.flatnonzero(is_looked_at).tolist():
-            of_kind.setdefault(self._kinds[number], []).append(number)
+            of_dtype.setdefault(dtypes[number], []).append(number)
         seen_bytes = _SPOT_BYTES if nbytes < _FEW_BYTES_PER_ITEM * count else SMALL_BYTES
         self._samples = [
             Samples(
-                kind,
+                KINDS[dtype],
                 np.array(numbers),
                 self._starts,
                 self._stops,
                 seen_bytes,
                 turn or 0,
                 self._not_finite,
+                self._is_empty,
             )
-            for kind, numbers in of_kind.items()
+            for dtype, numbers in of_dtype.items()
         ]
         self._counters = [
             (self._starts[number], counter, layout, number)
@@ -105,10 +103,11 @@ class FileLook:
         self.counters: dict[str, dict[str, Seen]] = {}
         self._lock = threading.Lock()
 
-    def note(self, position: int, nbytes: int, crc: int) -> None:
-        """Note the checksum of a piece of a block; those of whole blocks are known at the end."""
-        if nbytes < BLOCK_SIZE_BYTES:
-            self._pieces[position] = nbytes, crc
+    def note(self, start: int, pieces: Iterable[Piece]) -> None:
+        """Note the pieces of the bytes that begin at `start`, but for whole blocks, which are known at the end."""
+        for position, nbytes, crc in pieces:
+            if nbytes < BLOCK_SIZE_BYTES:
+                self._pieces[start + position] = nbytes, crc
 
     def look(self, position: int, buffers: Iterable[memoryview]) -> None:
         """Look at bytes that begin at `position`. None of the buffers ends within a block of a tensor."""
@@ -163,26 +162,11 @@ class FileLook:
                     self._not_finite[number] = True
                     break
 
-    def _look_for_values(self, pieces: Sequence[tuple[int, memoryview]]) -> None:
+    def _look_for_values(self, pieces: Iterable[tuple[int, memoryview]]) -> None:
         """Look for a value in those that had none so far: at the beginning, then at all, as a tensor may be sparse."""
-        for position, data in pieces:
-            first, last = self._between(position, position + data.nbytes)
-            if last - first > _MANY:
-                self._look_at_beginnings(first, last, position, data)
         for number, kind, payload in self._payloads(self._is_empty, pieces):
-            if bytes(payload[:_BEGINNING_BYTES]).strip(_MAYBE_ZERO) or _has_any(payload, kind):
+            if has_value(payload[:BEGINNING_BYTES]) or _has_any(payload, kind):
                 self._is_empty[number] = False
-
-    def _look_at_beginnings(self, first: int, last: int, position: int, data: memoryview) -> None:
-        """Look at the beginnings of many tensors at once."""
-        places = np.array(self._starts[first:last]) - position
-        sizes = np.array(self._stops[first:last]) - position - places
-        numbers = np.flatnonzero(
-            (places >= 0) & (sizes >= _BEGINNING_BYTES) & (places + _BEGINNING_BYTES <= data.nbytes)
-        )
-        beginnings = np.frombuffer(data, np.uint8)[places[numbers, None] + np.arange(_BEGINNING_BYTES)]
-        has_values = (beginnings & 0x7F).any(axis=1)
-        np.frombuffer(self._is_empty, np.uint8)[first + numbers[has_values]] = 0
 
     def parts(self, blocks: Sequence[int]) -> dict[str, list[int]]:
         """Return the checksums of each part's ranges, in order; `blocks` are those of all blocks of the file."""
@@ -190,8 +174,8 @@ class FileLook:
         for each in self._ranges:
             crc, position = 0, each.start
             while position < each.stop:
-                block = position // BLOCK_SIZE_BYTES
-                nbytes, own = self._pieces.get(position) or (BLOCK_SIZE_BYTES, blocks[block])
+                piece = self._pieces.get(position)
+                nbytes, own = piece or (BLOCK_SIZE_BYTES, blocks[position // BLOCK_SIZE_BYTES])
                 crc = joined(crc, own, nbytes)
                 position += nbytes
             parts.setdefault(each.part, []).append(crc)

@@ -13,8 +13,12 @@ import numpy as np
 from ckpt.consistency.checksums import BLOCK_SIZE_BYTES
 
 SMALL_BYTES = 64 << 10
-_STRIDE_BYTES, _SEEN_BYTES = 128 << 10, 2 << 10
-_LARGE_BYTES, _LARGE_STRIDE_BYTES = 2 << 20, 256 << 10
+_STRIDE_BYTES, _SEEN_BYTES = 256 << 10, 2 << 10
+_LARGE_BYTES, _LARGE_STRIDE_BYTES = 2 << 20, 512 << 10
+BEGINNING_BYTES = 64
+"""Looked at first where a value is looked for."""
+
+_MAYBE_ZERO = b"\0\x80"  # the bytes of which zeros are made
 _TURNS = 1 << 31
 _GATHERED_BYTES = 256 << 10
 
@@ -75,8 +79,9 @@ class _Gathered:
         self._windows: list[int] = []
 
     def add(self, position: int, piece: memoryview) -> None:
-        """Copy the windows in a piece."""
-        places, lengths = self._sample.places, self._sample.lengths
+        """Copy the windows in a piece, and note tensors that are seen to have a value."""
+        sample = self._sample
+        places, lengths, owners, is_empty = sample.places, sample.lengths, sample.owners, sample.is_empty
         for window in range(bisect.bisect_left(places, position), len(places)):
             begin, length = places[window] - position, lengths[window]
             if begin >= piece.nbytes:
@@ -88,6 +93,8 @@ class _Gathered:
             self._view[end - length : end] = piece[begin : begin + length]
             self._used = end
             self._windows.append(window)
+            if is_empty[owners[window]] and has_value(piece[begin : begin + min(length, BEGINNING_BYTES)]):
+                is_empty[owners[window]] = False
 
     def look(self) -> None:
         """Look at what is gathered, and forget it."""
@@ -112,9 +119,10 @@ class Samples:
         small_bytes: int,
         turn: int,
         not_finite: Any,
+        is_empty: bytearray,
     ) -> None:
-        """Of a small tensor `small_bytes` are seen, and of each 128 or 256 KiB of a larger one 2 KiB."""
-        self.kind, self._not_finite = kind, not_finite
+        """Of a small tensor `small_bytes` are seen, and of each 256 or 512 KiB of a larger one 2 KiB."""
+        self.kind, self._not_finite, self.is_empty = kind, not_finite, is_empty
         begins = np.array(starts, dtype=np.int64)[numbers]
         ends = np.array(stops, dtype=np.int64)[numbers]
         sizes = ends - begins
@@ -137,6 +145,7 @@ class Samples:
         order = np.argsort(places, kind="stable")
         lengths = np.concatenate([np.minimum(last, edges) - first, (last - edges)[is_cut]])[order]
         self._numbers = numbers[np.concatenate([owners, owners[is_cut]])[order]]
+        self.owners: list[int] = self._numbers.tolist()
         self._widths = lengths // kind.width
         self.places: list[int] = places[order].tolist()
         self.lengths: list[int] = lengths.tolist()
@@ -163,6 +172,11 @@ class Samples:
         """Look at what is left."""
         while self._gathered:
             self._gathered.pop().look()
+
+
+def has_value(beginning: memoryview) -> bool:
+    """Tell at a glance whether there surely is a value."""
+    return bool(bytes(beginning).strip(_MAYBE_ZERO))
 
 
 def _any(flags: Any, firsts: Any) -> Any:

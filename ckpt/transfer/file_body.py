@@ -21,7 +21,15 @@ import numpy as np
 import torch
 
 from ckpt.backends.bodies import Part
-from ckpt.consistency.checksums import BLOCK_SIZE_BYTES, block_crcs, combine_blocks
+from ckpt.consistency.checksums import (
+    BLOCK_SIZE_BYTES,
+    Piece,
+    See,
+    block_crcs,
+    combine_blocks,
+    cut_crcs,
+    joined_blocks,
+)
 from ckpt.errors import CheckpointError
 from ckpt.gc_pause import no_gc
 from ckpt.torch_private import changes_of
@@ -37,16 +45,13 @@ _COPY_BELOW_BYTES = 64 << 10
 _SPOT_BYTES = 64
 
 
-See = Callable[[int, memoryview, int], None]
-
-
 class Look(Protocol):
     """Looks at a sample of the bytes of a file."""
 
     @property
     def cuts(self) -> Sequence[int]: ...
 
-    def note(self, position: int, nbytes: int, crc: int) -> None: ...
+    def note(self, start: int, pieces: Iterable[Piece]) -> None: ...
 
     def look(self, position: int, buffers: Sequence[memoryview]) -> None: ...
 
@@ -190,8 +195,8 @@ class FileBody:
     """The body of a data file (`ckpt.backends.base.Body`), which notes its blocks' checksums as it goes.
 
     `check` is called before each part, and raises when the file is not wanted any more; `pace` before bytes are sent
-    (`ckpt.backends.base.Part`); `see` with each piece of a block, right after it was read: where it begins, its bytes
-    and its checksum. `look` sees all bytes once for a sample, and has notes of pieces that end at its `cuts`.
+    (`ckpt.backends.base.Part`); `see` with each piece of a block, right after it was read: where it begins, and its
+    bytes. `look` sees all bytes once for a sample, and has notes of the checksums between its `cuts`.
     """
 
     has_checksums = True
@@ -235,20 +240,15 @@ class FileBody:
     def _checksums(self, start: int, stop: int, buffers: Sequence[memoryview]) -> list[int]:
         """Compute those of the blocks of a part, and show its bytes to who wants to see them."""
         see, look = self._see_piece, self._look
+        seeing = None if see is None else lambda position, piece: see(start + position, piece)
         if look is None:
-            seeing = None if see is None else lambda position, piece, crc: see(start + position, piece, crc)
             return block_crcs(buffers, BLOCK_SIZE_BYTES, seeing)
-
-        def both(position: int, piece: memoryview, crc: int) -> None:
-            if see is not None:
-                see(start + position, piece, crc)
-            look.note(start + position, piece.nbytes, crc)
-
         first, last = bisect.bisect_right(look.cuts, start), bisect.bisect_left(look.cuts, stop)
         cuts = [cut - start for cut in look.cuts[first:last]]
-        crcs = block_crcs(buffers, BLOCK_SIZE_BYTES, both, cuts, see_whole=see is not None)
+        pieces = cut_crcs(buffers, BLOCK_SIZE_BYTES, cuts, seeing)
+        look.note(start, pieces)
         look.look(start, buffers)
-        return crcs
+        return joined_blocks(pieces, BLOCK_SIZE_BYTES)
 
     def crc64nvme(self) -> int:
         return combine_blocks(self._crcs, self.nbytes, BLOCK_SIZE_BYTES)

@@ -10,7 +10,7 @@ import msgspec
 from ckpt.backends.base import Store
 from ckpt.backends.bodies import CheckedBody
 from ckpt.consistency.block_digests import FileBlockDigests, digest_of
-from ckpt.consistency.checksums import BLOCK_SIZE_BYTES, crc64nvme, crc_text
+from ckpt.consistency.checksums import BLOCK_SIZE_BYTES, See, crc64nvme, crc_text
 from ckpt.consistency.digests import FileDigests, PayloadDigest
 from ckpt.content.counters import Seen
 from ckpt.content.looks import FileLook, Payloads
@@ -28,7 +28,7 @@ from ckpt.format.records import (
 from ckpt.gc_pause import no_gc
 from ckpt.save_plans.receipt_messages import RankReceipt
 from ckpt.transfer.buffer_pool import StagingPool
-from ckpt.transfer.file_body import FileBody, FileItem, See, TensorPayload
+from ckpt.transfer.file_body import FileBody, FileItem, TensorPayload
 from ckpt.transfer.threads import run_all, workers
 from ckpt.writing.layout import Entry, place
 from ckpt.writing.receipts import PlacedItem, pack_items, pack_numbered
@@ -198,9 +198,9 @@ def manifest_ref(key: str, encoded: bytes, manifest: RankManifest, algorithm: st
 def both(first: See, second: See) -> See:
     """Show pieces to two that want to see them."""
 
-    def see(position: int, piece: memoryview, crc: int) -> None:
-        first(position, piece, crc)
-        second(position, piece, crc)
+    def see(position: int, piece: memoryview) -> None:
+        first(position, piece)
+        second(position, piece)
 
     return see
 
@@ -211,18 +211,17 @@ def _look(
     parts_of: Callable[[Sequence[str]], list[str]],
     turn: int | None,
 ) -> FileLook:
-    tensors = [
-        (entry.index.fqn, entry.dtype, item.offset + len(item.head), item.payload.nbytes)
-        for entry, item in zip(entries, items, strict=True)
-        if entry.dtype is not None
-    ]
-    dtypes = {dtype: (dtype_name(dtype), dtype.itemsize) for dtype in {dtype for _, dtype, _, _ in tensors}}
+    numbers = [number for number, entry in enumerate(entries) if entry.dtype is not None]
+    names = [entries[number].index.fqn for number in numbers]
+    starts = [items[number].payload_offset for number in numbers]
+    dtypes = [entry.dtype for entry in entries if entry.dtype is not None]
+    facts = {dtype: (dtype_name(dtype), dtype.itemsize) for dtype in {*dtypes}}
     payloads = Payloads(
-        names=[name for name, _, _, _ in tensors],
-        parts=parts_of([name for name, _, _, _ in tensors]),
-        dtypes=[dtypes[dtype][0] for _, dtype, _, _ in tensors],
-        starts=[start for _, _, start, _ in tensors],
-        stops=[start + nbytes for _, _, start, nbytes in tensors],
-        widths=[dtypes[dtype][1] for _, dtype, _, _ in tensors],
+        names=names,
+        parts=parts_of(names),
+        dtypes=[facts[dtype][0] for dtype in dtypes],
+        starts=starts,
+        stops=[start + items[number].payload.nbytes for start, number in zip(starts, numbers, strict=True)],
+        widths=[facts[dtype][1] for dtype in dtypes],
     )
     return FileLook(payloads, items[-1].offset + items[-1].length if items else 0, turn)

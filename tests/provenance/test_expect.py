@@ -158,7 +158,7 @@ def test_pieces_in_any_order_have_the_digests_of_whole_blocks(algorithm: str) ->
     data = memoryview(bytes(range(256)) * 10)
     digests = FileBlockDigests(algorithm, data.nbytes, 1000)
     for start, stop in ((1000, 1500), (0, 1000), (1500, 2000), (1000, 1200), (1200, 2000), (2000, 2560)):
-        digests.see(start, data[start:stop], 0)
+        digests.see(start, data[start:stop])
     whole = [digest_of(algorithm, data[at : at + 1000]) for at in (0, 1000, 2000)]
     assert digests.packed() == b"".join(whole)
     assert block_digests(algorithm, [data[:1700], data[1700:1701], data[1701:]], 1000) == whole
