@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ckpt.consistency.checksums import BLOCK_SIZE_BYTES, Piece, joined
+from ckpt.consistency.checksums import BLOCK_SIZE_BYTES, Piece, combine_blocks, joined
 from ckpt.content.counters import Seen, counter_of, format_of, keep_highest, read_number
 from ckpt.content.parts import is_trained
 from ckpt.content.samples import BEGINNING_BYTES, KINDS, SMALL_BYTES, Kind, Samples, elements_of, has_value
@@ -174,8 +174,13 @@ class FileLook:
         for each in self._ranges:
             crc, position = 0, each.start
             while position < each.stop:
-                piece = self._pieces.get(position)
-                nbytes, own = piece or (BLOCK_SIZE_BYTES, blocks[position // BLOCK_SIZE_BYTES])
+                block, offset = divmod(position, BLOCK_SIZE_BYTES)
+                whole = (each.stop - position) // BLOCK_SIZE_BYTES
+                if offset or not whole:
+                    nbytes, own = self._pieces[position]
+                else:
+                    nbytes = whole * BLOCK_SIZE_BYTES
+                    own = combine_blocks(blocks[block : block + whole], nbytes, BLOCK_SIZE_BYTES)
                 crc = joined(crc, own, nbytes)
                 position += nbytes
             parts.setdefault(each.part, []).append(crc)
