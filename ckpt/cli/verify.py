@@ -139,6 +139,11 @@ def _print(output: Output, result: Verification) -> None:
             f"stock PyTorch cannot read it: .metadata was left out as too large, and not checked; "
             f"`ckpt convert {shown(result.url)} DST --to dcp` makes a checkpoint with one"
         )
+    if result.unchecked_digests is not None:
+        output.print(
+            f"the digests of its blocks ({shown(result.unchecked_digests)}) were not checked, only the checksums; for "
+            "blake3: pip install 'ckpt-storage[sign]'"
+        )
     if result.sample is not None:
         _print_sample(output, result.sample)
     amount = count(result.checked_files, "file")

@@ -87,8 +87,8 @@ class Verification:
             did not list them.
         checked_files, checked_bytes: data files checked, and bytes of them read and compared.
         digest: that of the commit record, which names the checkpoint: `sha256:...`.
-        block_digests: the algorithm of the digests that were checked too; None where there are none, or they cannot be
-            computed here.
+        block_digests: the algorithm of the digests that were checked too; None where there are none.
+        unchecked_digests: the algorithm of those that could not be, as its package is not installed here.
         stock_readers: False if `.metadata` for stock PyTorch was left out on purpose, and not checked.
         unchecked_items: items without CRCs: of a stock checkpoint saved so, or transformed; all of a
             safetensors model.
@@ -110,6 +110,7 @@ class Verification:
     sample: Sampled | None = None
     digest: str | None = None
     block_digests: str | None = None
+    unchecked_digests: str | None = None
 
     @property
     def ok(self) -> bool:

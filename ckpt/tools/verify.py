@@ -211,6 +211,8 @@ class _OwnCheck:
         self.known = {COMMIT_KEY, SCRUB_KEY, stock_key(self.commit), index, signature_key(index)}
         self.algorithm = checkable(self.commit, must=self.settings.expect is not None)
         self.result.block_digests = self.algorithm
+        if self.algorithm is None and self.commit.block_digests:
+            self.result.unchecked_digests = self.commit.block_digests.algorithm
 
     def run(self) -> None:
         self.result.id = self.commit.id

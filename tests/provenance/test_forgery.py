@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.commands import run
 from support.rewriting import force_same_checksum, read_record, write_record
 from support.signing import STEPS, digest_in, keys, signed_run, state
 
@@ -201,6 +202,9 @@ def test_digests_that_cannot_be_computed_are_no_fault(
     monkeypatch.setattr(digests, "_blake3", missing)
     with pytest.raises(ConfigurationError, match="need the package blake3"):
         ckpt.verify_signed(tmp_path / "a", public)
+    result = ckpt.verify(tmp_path / "a")
+    assert (result.ok, result.block_digests, result.unchecked_digests) == (True, None, "blake3")
+    assert "digests of its blocks (blake3) were not checked" in run("verify", tmp_path / "a").out
 
 
 def test_a_model_that_is_read_in_the_place_of_the_signed_one_is_found(tmp_path: Path) -> None:
