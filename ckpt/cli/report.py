@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
-import tempfile
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +12,7 @@ import typer
 from ckpt.cli.options import Depth, Json, StorageOptions, parse_storage_options
 from ckpt.cli.printing.output import command
 from ckpt.errors import ConfigurationError
+from ckpt.whole_files import write_whole
 from ckpt.words import shown, size
 
 EXAMPLES = """
@@ -70,18 +69,7 @@ def _write(out: str, page: bytes) -> Path:
     """Write the page, which appears when it is whole. Raises ConfigurationError."""
     path = Path(out).absolute()
     try:
-        descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name[:60]}.", dir=path.parent)
-        try:
-            with open(descriptor, "wb") as file:
-                file.write(page)
-                mask = os.umask(0)
-                os.umask(mask)
-                os.fchmod(file.fileno(), 0o666 & ~mask)
-            os.replace(temporary, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
+        write_whole(path, page)
     except OSError as error:
         raise ConfigurationError(f"-o {out} cannot be written: {error.strerror}") from error
     return path

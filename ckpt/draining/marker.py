@@ -10,6 +10,7 @@ from ckpt.backends.base import Store
 from ckpt.backends.registry import open_store
 from ckpt.errors import ConfigurationError, FormatError, IntegrityError
 from ckpt.format.run_record import read_run
+from ckpt.whole_files import write_whole
 
 MARKER = "ckpt-local.json"
 _FORMAT = "ckpt-storage-local"
@@ -58,11 +59,8 @@ def mark(folder: str, durable: str, run: str = "") -> None:
     if known is not None and known.durable != durable:
         raise ConfigurationError(f"{folder} holds checkpoints of another run, {known.durable}: move it away")
     if known is None or known.run != (run or known.run):
-        path = os.path.join(folder, MARKER)
-        beside = f"{path}.{os.getpid()}"
-        with open(beside, "w", encoding="utf-8") as file:
-            json.dump({"format": _FORMAT, "version": 1, "durable": durable, "run": run}, file)
-        os.replace(beside, path)
+        marker = {"format": _FORMAT, "version": 1, "durable": durable, "run": run}
+        write_whole(os.path.join(folder, MARKER), json.dumps(marker).encode())
 
 
 def runs_of(store: Store) -> frozenset[str]:

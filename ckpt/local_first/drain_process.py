@@ -26,6 +26,7 @@ from ckpt.draining.ending import Grace
 from ckpt.draining.marker import durable_of
 from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.format.records import read_commit
+from ckpt.whole_files import write_whole
 
 _logger = logging.getLogger(__name__)
 
@@ -317,15 +318,7 @@ class _File:
 
     def _replace(self) -> None:
         if self._unwritten:
-            beside = f"{self._path}.{os.getpid()}"
-            try:
-                with open(beside, "wb") as file:
-                    file.write(self._unwritten)
-                os.replace(beside, self._path)
-            except OSError:
-                with contextlib.suppress(OSError):
-                    os.unlink(beside)
-                raise
+            write_whole(self._path, self._unwritten)
             self._unwritten = b""
 
 

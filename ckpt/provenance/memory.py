@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import tempfile
 from collections.abc import Mapping
 from typing import TypeVar
 
 import msgspec
 
 from ckpt.errors import ConfigurationError, FormatError
+from ckpt.whole_files import write_whole
 
 _FORMAT = "ckpt-storage memory"
 _MAX_BYTES = 16 << 20
@@ -102,18 +101,7 @@ def read_memory(path: str | os.PathLike[str]) -> Memory:
 
 def write_memory(path: str | os.PathLike[str], memory: Memory) -> None:
     """Write the file in one step: it is the old one or the new one. Raises ConfigurationError if it cannot be."""
-    folder = os.path.dirname(os.path.abspath(path))
     try:
-        number, name = tempfile.mkstemp(dir=folder, prefix=".ckpt-memory-")
-        try:
-            with open(number, "wb") as file:
-                file.write(msgspec.json.encode(memory))
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(name, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(name)
-            raise
+        write_whole(path, msgspec.json.encode(memory), durable=True)
     except OSError as error:
         raise ConfigurationError(f"{os.fspath(path)} cannot be written: {error.strerror or error}") from None

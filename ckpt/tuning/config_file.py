@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
-import secrets
 from collections.abc import Sequence
 
 from ckpt.backends.options import redact_url
 from ckpt.errors import ConfigurationError
 from ckpt.settings import MAX_FILE_BYTES, Settings, parse, prefix_of
+from ckpt.whole_files import write_whole
 
 _HEADER = re.compile(r"\s*\[")
 
@@ -44,11 +44,8 @@ def write_section(path: str, url: str, settings: Settings, comments: Sequence[st
         raise ConfigurationError(
             f"{path}: the section for {prefix} could not be written; write it yourself: {text!r:.2000}"
         )
-    temporary = f"{path}.{secrets.token_hex(4)}.tmp"
     try:
-        with open(temporary, "x", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(temporary, path)
+        write_whole(path, text.encode())
     except OSError as error:
         raise ConfigurationError(f"{path} cannot be written: {error.strerror}") from None
 

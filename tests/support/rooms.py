@@ -35,7 +35,7 @@ class Room:
 
 
 _CONTRACT = ("ckpt.backends.base", "ckpt.backends.bodies", "ckpt.backends.options")
-_FLOOR = ("ckpt.errors", "ckpt.gc_pause", "ckpt.torch_private", "ckpt.consistency", *_CONTRACT)
+_FLOOR = ("ckpt.errors", "ckpt.gc_pause", "ckpt.torch_private", "ckpt.whole_files", "ckpt.consistency", *_CONTRACT)
 _REGISTRY = "ckpt.backends.registry"
 
 ROOMS: Mapping[str, Room] = {
@@ -44,6 +44,7 @@ ROOMS: Mapping[str, Room] = {
     "ckpt.notebook": Room("small tables as HTML", ("ckpt.words",)),
     "ckpt.gc_pause": Room("no garbage collection while many objects are made", ()),
     "ckpt.torch_private": Room("the private names of torch that are used", ()),
+    "ckpt.whole_files": Room("files that appear whole", ()),
     "ckpt.settings": Room("ckpt.toml: how bytes move to each place", ("ckpt.errors",)),
     "ckpt.backends": Room(
         "storage systems behind one small contract",
@@ -320,7 +321,7 @@ ROOMS: Mapping[str, Room] = {
     ),
     "ckpt.trainer_integration.sinks": Room(
         "events for Prometheus, MLflow, Weights & Biases and Kubeflow",
-        ("ckpt.errors", "ckpt.trainer_integration.events"),
+        ("ckpt.errors", "ckpt.whole_files", "ckpt.trainer_integration.events"),
     ),
     "ckpt.trainer_integration.data_order": Room(
         "samples in an order that any number of ranks can go on with",
@@ -487,6 +488,7 @@ ROOMS: Mapping[str, Room] = {
     "ckpt.cli": Room(
         "the ckpt command, one file a verb",
         (
+            "ckpt.whole_files",
             "ckpt.words",
             "ckpt",
             "ckpt.errors",
@@ -579,6 +581,7 @@ _NOT_DRAWN = (
     "ckpt.errors",
     "ckpt.gc_pause",
     "ckpt.torch_private",
+    "ckpt.whole_files",
     "ckpt.words",
 )  # the floor under all rooms
 

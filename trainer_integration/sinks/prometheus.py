@@ -10,6 +10,7 @@ from typing import Any
 
 from ckpt.errors import ConfigurationError
 from ckpt.trainer_integration.events import Event
+from ckpt.whole_files import write_whole
 
 _KINDS = (
     "preflight", "restored", "passed_over", "due", "not_due", "staged", "durable", "failed", "kept", "removed",
@@ -118,15 +119,7 @@ class PrometheusTextfile:
     def __call__(self, event: Event) -> None:
         self._figures(event)
         with self._lock:
-            temporary = f"{self._path}.{os.getpid()}.tmp"
-            try:
-                with open(temporary, "w", encoding="utf-8") as file:
-                    file.writelines(self._lines())
-                os.replace(temporary, self._path)
-            except BaseException:
-                if os.path.exists(temporary):
-                    os.unlink(temporary)
-                raise
+            write_whole(self._path, "".join(self._lines()).encode())
 
     def _lines(self) -> Iterator[str]:
         for family in self._figures.families():
