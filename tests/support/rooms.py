@@ -35,7 +35,14 @@ class Room:
 
 
 _CONTRACT = ("ckpt.backends.base", "ckpt.backends.bodies", "ckpt.backends.options")
-_FLOOR = ("ckpt.errors", "ckpt.gc_pause", "ckpt.torch_private", "ckpt.whole_files", "ckpt.consistency", *_CONTRACT)
+_FLOOR = (
+    "ckpt.errors",
+    "ckpt.gc_pause",
+    "ckpt.torch_private",
+    "ckpt.whole_files",
+    "ckpt.consistency",
+    *_CONTRACT,
+)
 _REGISTRY = "ckpt.backends.registry"
 
 ROOMS: Mapping[str, Room] = {
