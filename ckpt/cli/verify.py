@@ -140,9 +140,11 @@ def _print(output: Output, result: Verification) -> None:
             f"`ckpt convert {shown(result.url)} DST --to dcp` makes a checkpoint with one"
         )
     if result.unchecked_digests is not None:
+        hint = "this version knows none of that kind"
+        if result.unchecked_digests == "blake3":
+            hint = "that needs the package blake3: pip install 'ckpt-storage\\[sign]'"
         output.print(
-            f"the digests of its blocks ({shown(result.unchecked_digests)}) were not checked, only the checksums; for "
-            "blake3: pip install 'ckpt-storage[sign]'"
+            f"the digests of its blocks ({shown(result.unchecked_digests)}) were not checked; {hint}"
         )
     if result.sample is not None:
         _print_sample(output, result.sample)

@@ -102,6 +102,6 @@ def read_memory(path: str | os.PathLike[str]) -> Memory:
 def write_memory(path: str | os.PathLike[str], memory: Memory) -> None:
     """Write the file in one step: it is the old one or the new one. Raises ConfigurationError if it cannot be."""
     try:
-        write_whole(path, msgspec.json.encode(memory), durable=True)
+        write_whole(path, msgspec.json.encode(memory), durable=True, private=True)
     except OSError as error:
         raise ConfigurationError(f"{os.fspath(path)} cannot be written: {error.strerror or error}") from None

@@ -88,7 +88,8 @@ class Verification:
         checked_files, checked_bytes: data files checked, and bytes of them read and compared.
         digest: that of the commit record, which names the checkpoint: `sha256:...`.
         block_digests: the algorithm of the digests that were checked too; None where there are none.
-        unchecked_digests: the algorithm of those that could not be, as its package is not installed here.
+        unchecked_digests: the algorithm of those that could not be: its package is not installed here, or this version
+            does not know it.
         stock_readers: False if `.metadata` for stock PyTorch was left out on purpose, and not checked.
         unchecked_items: items without CRCs: of a stock checkpoint saved so, or transformed; all of a
             safetensors model.

@@ -21,8 +21,10 @@ def test_a_file_takes_the_place_of_an_older_one(tmp_path: Path, monkeypatch: pyt
     write_whole(path, b"two", durable=True)
     assert (path.read_bytes(), (tmp_path / "reader").read_bytes()) == (b"two", b"one")
     monkeypatch.chdir(tmp_path)
-    write_whole("beside", b"three")
-    assert sorted(os.listdir()) == ["beside", "figures.prom", "reader"]
+    long = "\N{ROCKET}" * 60
+    write_whole(long, b"three", private=True)
+    assert stat.S_IMODE(os.stat(long).st_mode) == 0o600
+    assert sorted(os.listdir()) == ["figures.prom", "reader", long]
 
 
 def test_what_fails_leaves_the_older_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
