@@ -152,6 +152,7 @@ def simulated_nodes(world: Nodes, simulation: Simulation) -> Iterator[None]:
                 stack.enter_context(put(where, name, other))
             for module in (marker, drain_process):
                 stack.enter_context(put(module, "open", files.open, create=True))
+                stack.enter_context(put(module, "write_whole", files.write_whole))
             stack.enter_context(environment.replaced(world))
             yield
     finally:
