@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
 import torch
 import xxhash
 
-from ckpt.consistency.checksums import BLOCK_SIZE_BYTES
+from ckpt.consistency.checksums import BLOCK_SIZE_BYTES, crc64nvme, cut_crcs, joined_blocks
 from ckpt.consistency.digests import FileDigests, PayloadDigest, StoredDigest
 from ckpt.references.digests import Comparison, compare
 from ckpt.transfer.buffer_pool import StagingPool
@@ -101,3 +102,20 @@ def test_hostile_places_of_digests_are_no_matches() -> None:
     for change in ({"start": stored.start + 1}, {"block_size_bytes": (1 << 16) + 1}, {"nbytes": 1 << 60}):
         assert not equal(tensor, stored._replace(**change))  # type: ignore[arg-type]
     assert not compare([Comparison(lambda: None, stored)], StagingPool(), lambda: None)[0]
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_checksums_of_pieces_are_those_of_their_bytes(seed: int) -> None:
+    """Whatever the buffers and the cuts: they may be empty, lie beyond the end, come twice or end with a block."""
+    draw = random.Random(seed)
+    data, block = draw.randbytes(draw.choice([0, 1, 64, 999, 1000])), draw.choice([1, 7, 64, 1000])
+    cuts = sorted(draw.choices([0, block, len(data), 2000, *range(len(data))], k=draw.randint(0, 6)))
+    ends = sorted([0, *draw.choices(range(len(data) + 1), k=draw.randint(0, 6)), len(data)])
+    buffers = [memoryview(data)[a:b] for a, b in itertools.pairwise(ends)]
+    seen: list[tuple[int, bytes]] = []
+    pieces = cut_crcs(buffers, block, cuts, lambda position, run: seen.append((position, bytes(run))))
+    edges = sorted({0, len(data), *range(0, len(data), block), *(cut for cut in cuts if cut < len(data))})
+    assert pieces == [(a, b - a, crc64nvme(data[a:b])) for a, b in itertools.pairwise(edges)]
+    assert seen == [(a, data[a:b]) for a, b in itertools.pairwise(sorted({*edges, *ends}))]
+    blocks = [crc64nvme(data[at : at + block]) for at in range(0, len(data), block)]
+    assert joined_blocks(pieces, block) == blocks

@@ -71,4 +71,9 @@ def test_the_estimate_is_close() -> None:
         [f"rank-{n:05d}/{'a' * 16}-0.distcp" for n in rows], {f"layer.{n}": column for n in range(9)}
     )
     size_bytes = len(pickled_metadata(columns))
-    assert abs(estimated_bytes(columns) - size_bytes) < 0.2 * size_bytes
+    estimated = estimated_bytes(columns)
+    assert abs(estimated - size_bytes) < 0.2 * size_bytes
+    for limit in (0, estimated - 1, estimated, estimated + 1, 2 * estimated, 10 * estimated):
+        assert (estimated_bytes(columns, limit) > limit) == (
+            estimated > limit
+        )  # a bound may do, if it is below
