@@ -4,6 +4,7 @@ VENV ?= .venv
 RUN := $(VENV)/bin
 
 PEERS := benchmarks/.venv-peers
+MLPERF := benchmarks/.venv-mlperf
 DOCS := website/.venv
 
 # The fault campaign: how often each class of faults is drawn, and from which seed on.
@@ -21,7 +22,7 @@ RANKS := (ranks or server) and not (smoke or long or integration)
 LONG := (long or hypothesis) and not integration
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-ranks test-long test-integration test-adapters test-browser test-faults wheel demo docs screens bench bench-adapters bench-full check format lock clean
+.PHONY: help test test-ranks test-long test-integration test-adapters test-browser test-faults wheel demo docs screens bench bench-adapters bench-full bench-mlperf check format lock clean
 
 help:  ## Print this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -80,6 +81,9 @@ bench-adapters: $(VENV)/ready  ## Compare saves through the adapters with those 
 bench-full: $(VENV)/ready $(PEERS)/ready  ## Measure at full size; write docs/results.md and the README's chart.
 	$(RUN)/python -m benchmarks --full --docs docs
 
+bench-mlperf: $(VENV)/ready $(MLPERF)/ready  ## Run MLPerf Storage's checkpoint workload: `make bench-mlperf DLIO=dlio_benchmark`, a clone.
+	$(RUN)/python -m benchmarks.mlperf_storage --dlio $(DLIO)
+
 check: $(VENV)/ready  ## Lint, check the format, check the types.
 	$(RUN)/ruff check .
 	$(RUN)/ruff format --check --quiet .
@@ -105,6 +109,12 @@ $(PEERS)/ready: benchmarks/peers.txt
 	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --requirement benchmarks/peers.txt
 	touch $@
 
+$(MLPERF)/ready: benchmarks/mlperf_storage/requirements.txt constraints.txt
+	$(PYTHON) -m venv $(MLPERF)
+	$(MLPERF)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+		--requirement benchmarks/mlperf_storage/requirements.txt --editable '.[s3]'
+	touch $@
+
 # The tools that build the site share no dependency with the library: they only read its source.
 $(DOCS)/ready: website/requirements.txt
 	$(PYTHON) -m venv $(DOCS)
@@ -128,4 +138,4 @@ lock: $(VENV)/ready  ## Take the newest versions that agree with each other into
 	$(RUN)/$(COMPILE) website/requirements.in > website/requirements.txt
 
 clean:  ## Remove the environments and all that was built.
-	rm -rf $(VENV) $(PEERS) $(DOCS) tests/adapters/.venvs benchmarks/.scratch build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis tests/browser/node_modules demo-run test-faults.json
+	rm -rf $(VENV) $(PEERS) $(MLPERF) $(DOCS) tests/adapters/.venvs benchmarks/.scratch build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis tests/browser/node_modules demo-run test-faults.json

@@ -1,0 +1,1 @@
+"""Run the checkpoint workload of MLPerf Storage, by its own tool (DLIO), with this library as a back end."""
