@@ -23,6 +23,7 @@ from ckpt.backends.s3_protocol.errors import (
 )
 from ckpt.backends.s3_protocol.http_bodies import send_whole_buffers
 from ckpt.backends.s3_protocol.options import check_options, split_bucket_url
+from ckpt.backends.s3_protocol.repeated_requests import RepeatedRequests
 from ckpt.backends.s3_protocol.request_arguments import secrets_of, send_arguments
 from ckpt.backends.s3_protocol.retries import Retries
 from ckpt.errors import AccessDenied, CheckpointError, ConfigurationError, StorageError
@@ -56,7 +57,7 @@ class S3Connection:
         self.retries = Retries(self.url, options["max_attempts"], options["unreachable_timeout_s"])
         self._make_client = make_client
         self._sent_secrets: tuple[str, ...] = ()
-        self._opened: tuple[int, Any, ThreadPoolExecutor] | None = None
+        self._opened: tuple[int, Any, ThreadPoolExecutor, RepeatedRequests] | None = None
         self._lender: Self | None = None
         self._lock = threading.Lock()
 
@@ -78,7 +79,7 @@ class S3Connection:
         with self._lock:
             opened, self._opened = self._opened, None
         if opened is not None and opened[0] == os.getpid():
-            _, client, pool = opened
+            _, client, pool, _ = opened
             pool.shutdown(wait=True)
             client.close()
 
@@ -86,14 +87,19 @@ class S3Connection:
     def client(self) -> Any:
         return self._open()[0]
 
-    def _open(self) -> tuple[Any, ThreadPoolExecutor]:
+    @property
+    def repeated(self) -> RepeatedRequests:
+        return self._open()[2]
+
+    def _open(self) -> tuple[Any, ThreadPoolExecutor, RepeatedRequests]:
         if self._lender is not None:
             return self._lender._open()
         with self._lock:
             # A fork has neither the threads nor a right to the connections of the process that it comes from.
             if self._opened is None or self._opened[0] != os.getpid():
                 pool = ThreadPoolExecutor(self.threads, thread_name_prefix="ckpt-s3")
-                self._opened = os.getpid(), self._new_client(), pool
+                client = self._new_client()
+                self._opened = os.getpid(), client, pool, RepeatedRequests(client, self.retries)
             return self._opened[1:]
 
     def _new_client(self) -> Any:
@@ -124,7 +130,7 @@ class S3Connection:
 
     def submit(self, key: str, function: Callable[..., T], *arguments: Any) -> Future[T]:
         """Call `function` in a thread of this connection."""
-        _, pool = self._open()
+        pool = self._open()[1]
         try:
             return pool.submit(function, *arguments)
         except RuntimeError as error:

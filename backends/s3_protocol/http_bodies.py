@@ -8,7 +8,7 @@ import functools
 import http.client
 import itertools
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,17 +94,30 @@ class RawBody:
     """A response body read straight into the destination.
 
     boto3's StreamingBody and urllib3 read into fresh `bytes` and copy; the `http.client` response
-    below them fills our memory. If that is out of reach, their own `read` serves.
+    below them fills our memory. If that is out of reach (`sock` is None), their own `read` serves.
     """
 
-    def __init__(self, body: Any) -> None:
-        self._body = body
-        self._raw = getattr(body, "_raw_stream", None)
-        response = getattr(self._raw, "_fp", None)
-        self._response = response if isinstance(response, http.client.HTTPResponse) else None
+    def __init__(self, response: Any, sock: socket.socket | None, close: Callable[[], object]) -> None:
+        self._response, self._socket, self.close = response, sock, close
+
+    @staticmethod
+    def of_sdk(body: Any) -> RawBody:
+        """Find the response below a body of the SDK."""
+        raw: Any = getattr(body, "_raw_stream", None)
+        response = getattr(raw, "_fp", None)
         # Taken now: when the reply has come whole, the response lets go of it.
         sock = getattr(getattr(getattr(response, "fp", None), "raw", None), "_sock", None)
-        self._socket: socket.socket | None = sock if isinstance(sock, socket.socket) else None
+        if not isinstance(response, http.client.HTTPResponse) or not isinstance(sock, socket.socket):
+            return RawBody(body, None, body.close)
+
+        def close() -> None:
+            """Give the connection back for reuse if the reply was read to its end, else drop it."""
+            if response.isclosed():
+                raw.release_conn()
+            else:
+                body.close()
+
+        return RawBody(response, sock, close)
 
     def read_into(self, buffers: Sequence[memoryview], read: Read) -> tuple[int, Exception | None]:
         """Fill `buffers`; return the number of bytes that came, and the error that ended them."""
@@ -126,20 +139,14 @@ class RawBody:
         return total, None
 
     def _read_some(self, view: memoryview, read: Read) -> int:
-        if self._response is not None and self._socket is not None:
+        if self._socket is not None:
             with read.filling(functools.partial(_interrupt, self._socket)):
-                return self._response.readinto(view)
-        data = self._body.read(view.nbytes)
+                got: int = self._response.readinto(view)
+                return got
+        data = self._response.read(view.nbytes)
         with read.filling():
             view[: len(data)] = data
         return len(data)
-
-    def close(self) -> None:
-        """Give the connection back for reuse if the reply was read to its end, else drop it."""
-        if self._raw is not None and self._response is not None and self._response.isclosed():
-            self._raw.release_conn()
-        else:
-            self._body.close()
 
 
 def _interrupt(connection: socket.socket) -> None:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ckpt.backends.base import Condition, ObjectStat
+from ckpt.backends.base import Condition, ObjectStat, check_key
 from ckpt.backends.bodies import Part
 from ckpt.backends.s3_protocol.connection import S3Connection
 from ckpt.backends.s3_protocol.errors import (
@@ -77,15 +77,19 @@ class S3Requests(S3Connection):
     def send_part(self, key: str, part: Part, upload_id: str, number: int) -> dict[str, Any]:
         """Send a part; return its entry for the list of parts."""
         checksum = self._checksum(part)
+        name, crc = self.prefix + check_key(key), checksum.get("ChecksumCRC64NVME")
         with self.translated(key, f"upload part {number}", UploadGone, harmless=True):
-            reply = self.client.upload_part(
-                **self.object(key),
-                UploadId=upload_id,
-                PartNumber=number,
-                Body=PartReader(part),
-                ContentLength=part.nbytes,
-                **checksum,
-            )
+            if etag := self.repeated.upload_part(name, part, upload_id, number, crc):
+                return {"PartNumber": number, "ETag": etag, **checksum}
+            with self.repeated.learning(name):
+                reply = self.client.upload_part(
+                    **self.object(key),
+                    UploadId=upload_id,
+                    PartNumber=number,
+                    Body=PartReader(part),
+                    ContentLength=part.nbytes,
+                    **checksum,
+                )
             return {"PartNumber": number, "ETag": reply["ETag"], **checksum}
 
     def complete_upload(
@@ -146,13 +150,19 @@ class S3Requests(S3Connection):
         where: dict[str, Any] = {"url": self.url, "key": key, "start": start, "stop": stop}
         # A weak ETag never matches a condition.
         condition = {"IfMatch": etag} if etag and not etag.startswith("W/") else {}
+        name = self.prefix + check_key(key)
         try:
             with self.translated(key, "read", RangeRefused, Replaced):
-                reply = self.client.get_object(
-                    **self.object(key), Range=f"bytes={start}-{stop - 1}", **condition
-                )
+                repeated = self.repeated.get(name, start, stop, condition.get("IfMatch", ""))
+                if repeated is not None:
+                    reply, body = repeated
+                else:
+                    with self.repeated.learning(name):
+                        reply = self.client.get_object(
+                            **self.object(key), Range=f"bytes={start}-{stop - 1}", **condition
+                        )
+                    body = RawBody.of_sdk(reply["Body"])
                 new_etag = str(reply.get("ETag") or "")
-                body = RawBody(reply["Body"])
         except RangeRefused as error:
             raise Truncated(f"ends before byte {stop}", **where) from error
         except Replaced as error:

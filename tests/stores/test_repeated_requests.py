@@ -1,0 +1,201 @@
+"""Parts and ranges that are sent like one that the SDK has sent."""
+
+from __future__ import annotations
+
+import random
+import secrets
+import ssl
+import string
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+from support.clock import skip_pauses_of_s3
+from support.forward_proxy import certificate
+from support.proxy import Call, FaultProxy, fault_proxy
+from support.servers import S3Server
+from support.strict_s3 import strict_s3
+
+from ckpt.backends.base import MIB, Store, put_bytes, read_bytes
+from ckpt.backends.registry import open_store
+from ckpt.backends.s3_protocol import repeated_requests
+from ckpt.backends.s3_protocol.repeated_requests import _Form, _signed
+from ckpt.errors import Truncated
+from ckpt.testing import CheckedBody
+
+DATA = secrets.token_bytes(33 * MIB + 5)  # seven parts
+NAMES = string.ascii_letters + string.digits + " /+=&%?#~-_.!*'()äß漢"
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    skip_pauses_of_s3(monkeypatch)
+
+
+@pytest.fixture
+def proxy(s3: S3Server) -> Iterator[FaultProxy]:
+    with fault_proxy(s3) as proxy:
+        yield proxy
+
+
+class Sent:
+    """A store of one thread, and the requests that its SDK sends."""
+
+    def __init__(self, proxy: FaultProxy, scheme: str = "s3", **options: Any) -> None:
+        settings = {**proxy.options, "part_size_bytes": 5 * MIB, **options}
+        self.store: Store = open_store(f"{scheme}://{proxy.server.new_bucket()}/root", settings, threads=1)
+        self.by_sdk: list[str] = []
+        client = self.store._s3.client  # type: ignore[attr-defined]
+        client.meta.events.register("before-send.s3", self._note)
+
+    def _note(self, event_name: str, **_: Any) -> None:
+        self.by_sdk.append(event_name.rpartition(".")[2])
+
+
+@pytest.fixture(params=["s3", "cos"])
+def sent(request: pytest.FixtureRequest, proxy: FaultProxy) -> Iterator[Sent]:
+    sent = Sent(proxy, request.param)
+    yield sent
+    sent.store.close()
+
+
+def parts_of(proxy: FaultProxy) -> int:
+    return sum(call.is_part for call in proxy.calls)
+
+
+def test_the_sdk_sends_one_of_a_kind(proxy: FaultProxy, sent: Sent) -> None:
+    sent.store.put("a/first ü+1", CheckedBody(DATA))
+    sent.store.put("second", CheckedBody(DATA))
+    assert parts_of(proxy) == 14
+    assert sent.by_sdk.count("UploadPart") == 1
+    for key in ("a/first ü+1", "second", "second"):
+        assert read_bytes(sent.store, key) == DATA
+    assert sent.by_sdk.count("GetObject") == 1
+    assert sent.store.retries == 0
+
+
+def test_a_signature_is_that_of_the_sdk(monkeypatch: pytest.MonkeyPatch) -> None:
+    from botocore.auth import S3SigV4Auth
+    from botocore.awsrequest import AWSRequest
+    from botocore.credentials import ReadOnlyCredentials
+
+    chosen = random.Random(7)
+    moment = time.gmtime(1_790_000_000)
+    monkeypatch.setattr(time, "gmtime", lambda: moment)
+
+    class AtThatMoment(S3SigV4Auth):  # type: ignore[misc]
+        def add_auth(self, request: Any) -> None:
+            request.context["timestamp"] = stamp
+            self._modify_request_before_signing(request)
+            text = self.string_to_sign(request, self.canonical_request(request))
+            self._inject_signature_to_request(request, self.signature(text, request))
+
+    stamp = time.strftime("%Y%m%dT%H%M%SZ", moment)
+    for _ in range(300):
+        token = chosen.choice(["", "token+/="])
+        keys = ReadOnlyCredentials("AK" + chosen.choice(NAMES[:9]), "secret" + chosen.choice(NAMES), token)
+        path = "/bucket/" + quote("".join(chosen.choices(NAMES, k=20)), safe="/~")
+        upload = quote("".join(chosen.choices(NAMES, k=9)), safe="-_.~")
+        query = chosen.choice(["", f"partNumber={chosen.randrange(1, 10_000)}&uploadId={upload}"])
+        common = {"x-amz-content-sha256": "UNSIGNED-PAYLOAD", "user-agent": "a  b", "x-amz-meta-x": " a   b "}
+        own = {"range": f"bytes={chosen.randrange(99)}-99", "content-length": "5", "if-match": '"e"'}
+        form = _Form("host.invalid:9000", "/bucket", common, ("eu-west-1", "s3"), None)
+        request = AWSRequest("PUT", f"http://host.invalid:9000{path}{query and '?'}{query}")
+        for header, value in {**common, **own}.items():
+            if header != "content-length":
+                request.headers[header] = value
+        request.headers["X-Amz-Date"] = stamp
+        if token:
+            request.headers["X-Amz-Security-Token"] = token
+        request.context["client_config"] = SimpleNamespace(s3={"payload_signing_enabled": False})
+        AtThatMoment(keys, "s3", "eu-west-1").add_auth(request)
+        signed = _signed(form, "PUT", path, query, own, keys)
+        assert signed["authorization"] == request.headers["Authorization"]
+        assert signed.get("x-amz-security-token", "") == token
+
+
+@pytest.mark.parametrize("action", [500, 403, "reset", "lose"])
+def test_a_failure_is_left_to_the_sdk(proxy: FaultProxy, sent: Sent, action: str | int) -> None:
+    once = iter([action])
+
+    def rule(call: Call) -> str | int:
+        return next(once, "pass") if "partNumber=3&" in call.target else "pass"
+
+    proxy.rule = rule
+    sent.store.put("k", CheckedBody(DATA))
+    assert sent.by_sdk.count("UploadPart") == 6  # the first, the third again, and those in the pause after it
+    assert sent.store.retries == 1
+    assert read_bytes(sent.store, "k") == DATA
+
+
+def test_a_reply_that_breaks_off_is_read_on(proxy: FaultProxy, sent: Sent) -> None:
+    put_bytes(sent.store, "k", DATA[: 6 * MIB])
+    assert read_bytes(sent.store, "k") == DATA[: 6 * MIB]
+    once = iter(["cut"])
+    proxy.rule = lambda call: next(once, "pass") if call.method == "GET" else "pass"
+    assert read_bytes(sent.store, "k") == DATA[: 6 * MIB]
+    assert sent.by_sdk.count("GetObject") == 1
+    assert sent.store.retries == 1
+
+
+def test_answers_are_those_of_the_sdk(sent: Sent) -> None:
+    put_bytes(sent.store, "k", b"0123456789")
+    buffer = memoryview(bytearray(4))
+    sent.store.read_into("k", 2, [buffer])
+    assert buffer.tobytes() == b"2345"
+    with pytest.raises(Truncated, match="ends before byte 24"):
+        sent.store.read_into("k", 20, [buffer])
+    with pytest.raises(Truncated, match="ends at byte 10"):
+        sent.store.read_into("k", 8, [buffer])
+    assert sent.store.retries == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_attempts": 1},
+        {"key": None, "secret": None, "anon": True},
+        {"config_kwargs": {"s3": {"payload_signing_enabled": True}}},
+        {"config_kwargs": {"request_checksum_calculation": "when_supported"}, "checksum": "none"},
+    ],
+    ids=["one attempt", "anonymous", "signed bodies", "the SDK's checksums"],
+)
+def test_what_is_unusual_is_left_to_the_sdk(proxy: FaultProxy, options: dict[str, Any]) -> None:
+    sent = Sent(proxy, **options)
+    sent.store.put("k", CheckedBody(DATA))
+    assert sent.by_sdk.count("UploadPart") == 7
+    assert read_bytes(sent.store, "k") == DATA
+    sent.store.close()
+
+
+def test_an_sdk_of_another_make_sends_all_itself(proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(self: Any, request: Any, name: str) -> None:
+        raise AttributeError("_proxy_config")
+
+    monkeypatch.setattr(repeated_requests.RepeatedRequests, "_form_of", unknown)
+    sent = Sent(proxy)
+    sent.store.put("k", CheckedBody(DATA))
+    assert sent.by_sdk.count("UploadPart") == 7
+    sent.store.close()
+    assert repeated_requests.RepeatedRequests(SimpleNamespace(), sent.store._s3.retries)._forms == {}  # type: ignore[attr-defined]
+
+
+def test_connections_of_its_own_trust_as_the_sdk_does(tmp_path: Path) -> None:
+    tls, trusted = certificate(tmp_path)
+    with strict_s3(tls=tls) as server:
+        options = {**server.options, "part_size_bytes": 5 * MIB, "client_kwargs": {"verify": str(trusted)}}
+        store = open_store("s3://bucket/root", options, threads=1)
+        store.put("k", CheckedBody(DATA))
+        repeated = store._s3.repeated  # type: ignore[attr-defined]
+        pool = repeated._forms["UploadPart"].pool
+        pool._get_conn().close()  # none is left but a new one
+        store.put("k", CheckedBody(DATA))
+        connection = pool._get_conn()
+        assert connection.is_verified
+        assert connection.sock.context.verify_mode is ssl.CERT_REQUIRED
+        connection.close()
+        store.close()
