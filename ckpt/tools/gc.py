@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -212,7 +212,7 @@ class _Collector:
             self.garbage.young += len(left) - len(old)
             if commit is None and not self.uncommitted_models:
                 old = self._without_models(folder, [stat.key for stat in listed], old)
-            if commit is not None and COMMIT_KEY in records and _is_hollow(listed, kept):
+            if commit is not None and COMMIT_KEY in records and _is_hollow(folder, listed, commit.record):
                 old += filter(self._is_old, records.values())
             if old or self._lacks_metadata(commit, records):
                 yield _OldObjects(folder.path, commit, old)
@@ -244,8 +244,9 @@ class _Collector:
             if commit != old.commit:
                 self.garbage.skipped[old.path] = "a save was committed meanwhile"
                 return
-            record, is_hollow = self._record(store, commit), any(stat.key == COMMIT_KEY for stat in old.stats)
-            if is_hollow and not _is_hollow(store.list(), stems_of(record)):
+            self._record(store, commit)
+            is_hollow = any(stat.key == COMMIT_KEY for stat in old.stats)
+            if is_hollow and commit is not None and not _is_hollow(store, store.list(), commit.record):
                 return
             if commit is not None and not is_hollow:
                 key = stock_key(commit.record)
@@ -371,10 +372,15 @@ class _Collector:
             put_stock_metadata(store, commit, expected)
 
 
-def _is_hollow(stats: Iterable[ObjectStat], stems: Collection[str]) -> bool:
-    """Tell whether nothing is there that a commit lists: a put that came late brought back a record that was removed."""
-    names = filter(None, (ObjectName.parse(stat.key) for stat in stats))
-    return not any(name.stem in stems for name in names if name.kind not in ("probe", "sig"))
+def _is_hollow(store: Store, stats: Iterable[ObjectStat], record: CommitRecord) -> bool:
+    """Tell whether nothing is there that a commit lists: a put that came late brought back a record that was removed.
+
+    A listing may lag behind a save that replaced an older one, so the index is asked for as well.
+    """
+    stems, names = stems_of(record), filter(None, (ObjectName.parse(stat.key) for stat in stats))
+    if any(name.stem in stems for name in names if name.kind not in ("probe", "sig")):
+        return False
+    return not exists(store, record.described_by.path)
 
 
 def _is_of_model(key: str) -> bool:

@@ -8,6 +8,7 @@ import os
 import pickle
 import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from support.servers import S3Server
 from support.states import random_tensor
 
 import ckpt
-from ckpt.backends.base import Capabilities
+from ckpt.backends.base import Capabilities, ObjectStat
 from ckpt.backends.posix import PosixStore
 from ckpt.errors import NotCommitted, SaveFailed
 
@@ -229,6 +230,27 @@ def test_a_checkpoint_whose_commit_is_not_seen_yet_stays(
     report = gc(tmp_path / "run")
     assert (report["items"], list(report["skipped"]), len(waited_s)) == ([], ["c"], 1)
     assert file_names(place) == before
+
+
+def test_a_checkpoint_that_the_listing_does_not_show_yet_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save replaced an older one: its commit has a name that the listing shows, its data has not."""
+    place = tmp_path / "run" / "c"
+    save(place)
+    older = {path for path in place.rglob("*") if path.is_file()}
+    save(place, 2.0)
+    make_old(tmp_path)
+    before, real_list = file_names(place), PosixStore.list
+
+    def lagging(self: PosixStore, prefix: str = "") -> Iterator[ObjectStat]:
+        shown = (stat for stat in real_list(self, prefix))
+        return (stat for stat in shown if Path(self.url, stat.key) in older)
+
+    monkeypatch.setattr(PosixStore, "list", lagging)
+    assert gc(tmp_path / "run")["items"] == []
+    assert file_names(place) == before
+    assert torch.equal(load(place), torch.full_like(load(place), 2.0))
 
 
 @pytest.mark.smoke
