@@ -79,8 +79,9 @@ class S3Connection:
         with self._lock:
             opened, self._opened = self._opened, None
         if opened is not None and opened[0] == os.getpid():
-            _, client, pool, _ = opened
+            _, client, pool, repeated = opened
             pool.shutdown(wait=True)
+            repeated.close()
             client.close()
 
     @property
@@ -99,7 +100,7 @@ class S3Connection:
             if self._opened is None or self._opened[0] != os.getpid():
                 pool = ThreadPoolExecutor(self.threads, thread_name_prefix="ckpt-s3")
                 client = self._new_client()
-                self._opened = os.getpid(), client, pool, RepeatedRequests(client, self.retries)
+                self._opened = os.getpid(), client, pool, RepeatedRequests(client, self.retries, self.secrets)
             return self._opened[1:]
 
     def _new_client(self) -> Any:

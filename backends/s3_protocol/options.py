@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import platform
 import re
@@ -120,19 +119,14 @@ def _user_agent() -> str:
         return f"ckpt-storage Python/{platform.python_version()}"
 
 
-_shared: dict[type, tuple[Any, Any]] = {}
+_loaders: dict[type, Any] = {}
 
 
-def new_session(module: Any) -> Any:
-    """Make a session of `botocore.session` or IBM's, which shares with others what all have in common.
+def with_shared_models(session: Any) -> Any:
+    """Have a botocore session share the SDK's descriptions of the service with others.
 
-    That are the SDK's descriptions of the service, megabytes of JSON that cost 80 ms of CPU for each client, and the 128
-    handlers that it registers, which cost 10: a process needs them once.
+    They are megabytes of JSON and cost 80 ms of CPU for each client; a process needs them once.
     """
-    if module.Session not in _shared:
-        handlers = module.HierarchicalEmitter()
-        _shared[module.Session] = module.Session(event_hooks=handlers).get_component("data_loader"), handlers
-    loader, handlers = _shared[module.Session]
-    session = module.Session(event_hooks=copy.copy(handlers), include_builtin_handlers=False)
+    loader = _loaders.setdefault(type(session), session.get_component("data_loader"))
     session.register_component("data_loader", loader)
     return session

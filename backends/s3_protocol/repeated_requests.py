@@ -3,7 +3,8 @@
 Between large bodies a request costs the SDK 4 ms of CPU, a fifth of a whole save. Its first one of a kind is kept as a
 form; others fill in what differs, are signed anew (Signature Version 4) with the SDK's credentials, and go over the
 connections of its own pool. Only a plain success counts: whatever else happens, the caller sends the request through
-the SDK, whose retries, redirects and errors apply, and for a while no other request is sent this way.
+the SDK, whose retries, redirects and errors apply, and for a while no other request is sent this way: 10 s, then twice as
+long each time, and then one tries.
 """
 
 from __future__ import annotations
@@ -16,20 +17,21 @@ import http.client
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote, urlsplit
 
 from ckpt.backends.bodies import Part
-from ckpt.backends.s3_protocol.errors import text_of
+from ckpt.backends.options import scrub
+from ckpt.backends.s3_protocol.errors import is_unreachable, text_of
 from ckpt.backends.s3_protocol.http_bodies import PartReader, RawBody
 from ckpt.backends.s3_protocol.retries import Retries
 from ckpt.errors import CheckpointError
 
 _logger = logging.getLogger(__name__)
 
-_PAUSE_S = 10.0
+_PAUSE_S, _LONGEST_PAUSE_S = 10.0, 300.0
 _MAX_REPLY_BYTES = 1 << 16
 _ALGORITHM = "AWS4-HMAC-SHA256"
 _UNSIGNED_BODY = "UNSIGNED-PAYLOAD"
@@ -38,12 +40,15 @@ _CHECKSUM = "x-amz-checksum-crc64nvme"
 _OF_ONE_REQUEST = frozenset({
     "authorization", "x-amz-date", "x-amz-security-token", _CHECKSUM, "content-length", "range",
     "if-match", "expect", "host", "amz-sdk-invocation-id", "amz-sdk-request",
+    "x-amzn-trace-id", "traceparent", "tracestate", "baggage",
 })  # fmt: skip
-"""Headers that are filled in, and those that nobody needs."""
+"""Headers that are filled in, and those that are of one request alone."""
 _EXPECTED = {"UploadPart": (200,), "GetObject": (200, 206)}
 _ANSWERS = {"UploadPart": (), "GetObject": (404, 412, 416)}
 """No failures, but for the SDK to tell."""
-_NOT_SIGNED = frozenset({"user-agent", "content-length"})
+_NOT_SIGNED = frozenset({"user-agent", "content-length", "accept-encoding"})
+_DEFAULT_PORTS = {"http": 80, "https": 443}
+_THROTTLED = (429, 503)
 
 
 @dataclass(frozen=True)
@@ -52,44 +57,53 @@ class _Form:
 
     Attributes:
         root: the path of the bucket, "" if the host names it.
+        is_checked: whether the body has a checksum.
         scope: region and service, as the signature names them.
     """
 
     host: str
     root: str
-    headers: Mapping[str, str]
+    headers: Mapping[str, str] = field(repr=False)
+    is_checked: bool
     scope: tuple[str, str]
     pool: Any
 
 
 class RepeatedRequests:
-    """The forms of one client. With one attempt for a request there are none: a failure could not be left to the SDK."""
+    """The forms of one client. None are kept where requests are sent once, or at a rate that the SDK adapts."""
 
-    def __init__(self, client: Any, retries: Retries) -> None:
-        self._retries = retries
+    def __init__(self, client: Any, retries: Retries, secrets: Callable[[], list[str]]) -> None:
+        self._retries, self._secrets = retries, secrets
         self._forms: dict[str, _Form] = {}
-        self._paused_until_s = 0.0
-        self._sending = threading.local()
-        if retries.max_attempts == 1:
-            return
+        self._paused_until_s, self._tried_at_s, self._pause_s = 0.0, 0.0, _PAUSE_S
+        self._own = threading.local()
+        self._signing_key: tuple[tuple[str, ...], bytes] = ((), b"")
+        self._lock = threading.Lock()
         try:  # what is private in the SDK may move: then it sends all requests itself
             self._session, self._signer = client._endpoint.http_session, client._request_signer
+            tries = client.meta.config.retries or {}
         except AttributeError as error:
             _logger.debug("all requests are left to the SDK: %r", error)
             return
+        if tries.get("mode") == "adaptive" or tries.get("total_max_attempts") == 1:
+            return
+        register = client.meta.events.register
         for operation in ("UploadPart", "GetObject"):
-            client.meta.events.register(
-                f"before-send.s3.{operation}", functools.partial(self._learn, operation)
-            )
+            register(f"before-send.s3.{operation}", functools.partial(self._look, operation))
+            register(f"needs-retry.s3.{operation}", functools.partial(self._learn, operation))
+
+    def close(self) -> None:
+        """Let go of the SDK's connections."""
+        self._forms.clear()
 
     @contextlib.contextmanager
     def learning(self, name: str) -> Iterator[None]:
         """Learn from the SDK's request for the object `name`, which is sent inside."""
-        self._sending.name = name
+        self._own.name, self._own.form = name, None
         try:
             yield
         finally:
-            self._sending.name = None
+            self._own.name = self._own.form = None
 
     def upload_part(
         self, name: str, part: Part, upload_id: str, number: int, crc64nvme: str | None
@@ -124,19 +138,23 @@ class RepeatedRequests:
         }
         return reply, RawBody(_Bytes(exchange), exchange.connection.sock, exchange.close)
 
-    def _learn(self, operation: str, request: Any, **_: Any) -> None:
-        """Keep the SDK's request as a form, if it is of the usual kind."""
-        self._forms.pop(operation, None)
-        name = getattr(self._sending, "name", None)
+    def _look(self, kind: str, /, request: Any, **_: Any) -> None:
+        """Look at what the SDK is about to send: a form, if it is of the usual kind."""
+        name, self._own.form = getattr(self._own, "name", None), None
         if name is None:
             return
         try:
-            form = self._form_of(request, name)
-        except (AttributeError, TypeError, ValueError) as error:  # of another SDK
-            _logger.debug("%s is left to the SDK: %r", operation, error)
-        else:
-            if form is not None:
-                self._forms[operation] = form
+            self._own.form = self._form_of(request, name)
+        except Exception as error:  # of another SDK; its request is to be sent all the same
+            _logger.debug("%s is left to the SDK: %s", kind, type(error).__name__)
+
+    def _learn(self, kind: str, /, response: Any, **_: Any) -> None:
+        """Keep the form if the request was a success, and did go to a server: some tests answer for one."""
+        form = getattr(self._own, "form", None)
+        if form is None or response is None or response[0].status_code >= 300:
+            self._forms.pop(kind, None)
+        elif type(getattr(response[0], "raw", None)).__module__.startswith("urllib3"):
+            self._forms[kind] = form
 
     def _form_of(self, request: Any, name: str) -> _Form | None:
         url, path = urlsplit(request.url), f"/{quote(name, safe='/~')}"
@@ -149,11 +167,20 @@ class RepeatedRequests:
             return None
         if not url.path.endswith(path) or self._session._proxy_config.proxy_url_for(request.url):
             return None
-        _, _, region, service, _ = signature[1].removeprefix("Credential=").rstrip(",").rsplit("/", 4)
+        key, _, region, service, _ = signature[1].removeprefix("Credential=").rstrip(",").rsplit("/", 4)
+        if key != self._signer._credentials.get_frozen_credentials().access_key:
+            return None  # some requests have credentials of their own
         pool = self._session._manager.connection_from_url(request.url)
         self._session._setup_ssl_cert(pool, request.url, self._session._verify)
+        assert pool._get_conn
+        assert pool._put_conn
+        host = url.netloc.lower()
+        if url.port == _DEFAULT_PORTS[url.scheme]:
+            host = host.removesuffix(f":{url.port}")
         common = {key: value for key, value in headers.items() if key not in _OF_ONE_REQUEST}
-        return _Form(url.netloc, url.path.removesuffix(path), common, (region, service), pool)
+        common["accept-encoding"] = "identity"
+        root, is_checked = url.path.removesuffix(path), _CHECKSUM in headers
+        return _Form(host, root, common, is_checked, (region, service), pool)
 
     def _send(
         self,
@@ -166,33 +193,75 @@ class RepeatedRequests:
     ) -> _Exchange | None:
         """Send a request; return it with its reply, or None if that is no success."""
         form = self._forms.get(operation)
-        if form is None or time.monotonic() < self._paused_until_s:
+        if form is None or (body is not None and form.is_checked != (_CHECKSUM in headers)):
             return None
-        path = f"{form.root}/{quote(name, safe='/~')}"
+        began_s = time.monotonic()
+        if not self._may_try(began_s):
+            return None
+        path, unreachable = f"{form.root}/{quote(name, safe='/~')}", False
         exchange = _Exchange(form.pool)
         try:
-            keys = self._signer._credentials.get_frozen_credentials()
-            signed = _signed(form, method, path, query, headers, keys)
+            signed = self._signed(form, method, path, query, headers)
             lines = [
                 f"{method} {path}{query and '?'}{query} HTTP/1.1",
-                *(f"{n}: {v}" for n, v in signed.items()),
+                *(f"{header}: {value}" for header, value in signed.items()),
             ]
             status = exchange.send(method, "\r\n".join([*lines, "", ""]).encode(), body)
         except CheckpointError:  # it was cancelled
             exchange.drop()
             raise
         except Exception as error:
-            status, problem = 0, text_of(error)
+            status, problem, unreachable = 0, scrub(text_of(error), self._secrets()), is_unreachable(error)
         else:
             problem = f"the server answered {status}"
         if status in _EXPECTED[operation]:
+            self._go_on(began_s)
             return exchange
         exchange.drop()
         _logger.debug("%s is left to the SDK: %s", operation, problem)
-        if status not in _ANSWERS[operation]:
-            self._paused_until_s = time.monotonic() + _PAUSE_S
-            self._retries.note(problem)
+        if status in _ANSWERS[operation]:
+            self._go_on(began_s)
+        else:
+            self._pause()
+            self._retries.failed(problem, unreachable=unreachable, is_throttled=status in _THROTTLED)
         return None
+
+    def _may_try(self, now_s: float) -> bool:
+        """Tell whether there is no pause; when one has ended, one thread may."""
+        with self._lock:
+            if now_s < self._paused_until_s:
+                return False
+            if self._paused_until_s:
+                self._paused_until_s = now_s + self._pause_s
+            return True
+
+    def _pause(self) -> None:
+        """Leave all requests to the SDK for a while: 10 s, twice that if the next try fails too, and so on."""
+        with self._lock:
+            now_s = time.monotonic()
+            if now_s >= self._tried_at_s:  # else another thread has failed with this one
+                self._paused_until_s = self._tried_at_s = now_s + self._pause_s
+                self._pause_s = min(_LONGEST_PAUSE_S, 2 * self._pause_s)
+
+    def _go_on(self, began_s: float) -> None:
+        """End the pause, if this request was the try after it."""
+        self._retries.succeeded()
+        with self._lock:
+            if began_s >= self._tried_at_s:
+                self._paused_until_s, self._tried_at_s, self._pause_s = 0.0, 0.0, _PAUSE_S
+
+    def _signed(
+        self, form: _Form, method: str, path: str, query: str, headers: Mapping[str, str]
+    ) -> dict[str, str]:
+        """Return all headers of a request, its signature among them. `query` is in order, and encoded."""
+        keys = self._signer._credentials.get_frozen_credentials()
+        now = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+        parts = (keys.secret_key, now[:8], *form.scope)
+        known, signing_key = self._signing_key
+        if known != parts:
+            signing_key = _derived_key(*parts)
+            self._signing_key = parts, signing_key
+        return signed_headers(form, method, path, query, headers, keys, now, signing_key)
 
 
 class _Exchange:
@@ -260,13 +329,18 @@ class _Bytes:
         return filled
 
 
-def _signed(
-    form: _Form, method: str, path: str, query: str, headers: Mapping[str, str], keys: Any
+def signed_headers(
+    form: _Form,
+    method: str,
+    path: str,
+    query: str,
+    headers: Mapping[str, str],
+    keys: Any,
+    now: str,
+    signing_key: bytes,
 ) -> dict[str, str]:
-    """Return all headers of a request, its signature among them. `query` is in order, and encoded."""
-    now = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
-    region, service = form.scope
-    scope = f"{now[:8]}/{region}/{service}/aws4_request"
+    """Sign a request by Signature Version 4; `keys` are the SDK's, `now` is `%Y%m%dT%H%M%SZ`."""
+    scope = "/".join([now[:8], *form.scope, "aws4_request"])
     found = {**form.headers, **headers, "host": form.host, "x-amz-date": now}
     if keys.token:
         found["x-amz-security-token"] = keys.token
@@ -276,16 +350,15 @@ def _signed(
         "", ";".join(signed), found["x-amz-content-sha256"],
     ])  # fmt: skip
     text = "\n".join([_ALGORITHM, now, scope, hashlib.sha256(canonical.encode()).hexdigest()])
-    signature = hmac.digest(_signing_key(keys.secret_key, now[:8], region, service), text.encode(), "sha256")
+    signature = hmac.digest(signing_key, text.encode(), "sha256").hex()
     found["authorization"] = (
         f"{_ALGORITHM} Credential={keys.access_key}/{scope}, SignedHeaders={';'.join(signed)}, "
-        f"Signature={signature.hex()}"
+        f"Signature={signature}"
     )
     return found
 
 
-@functools.lru_cache(8)
-def _signing_key(secret: str, *scope: str) -> bytes:
+def _derived_key(secret: str, *scope: str) -> bytes:
     """Derive the key of a day, a region and a service."""
     key = f"AWS4{secret}".encode()
     for text in (*scope, "aws4_request"):

@@ -24,7 +24,7 @@ _THROTTLED = frozenset(
 )  # fmt: skip
 _THROTTLED_ATTEMPTS = 4
 """Times `max_attempts`: a server that asks for fewer requests works, and thousands of ranks may have asked at once."""
-_LONGEST_THROTTLED_PAUSE_S = 20.0
+_FIRST_THROTTLED_PAUSE_S, _LONGEST_THROTTLED_PAUSE_S = 1.0, 20.0
 _ONE_OUTAGE_S = 60.0
 """Failures that lie further apart do not belong together."""
 
@@ -45,19 +45,18 @@ class Retries:
 
     Attributes:
         count: their number.
-        max_attempts: how often a request is sent.
     """
 
     def __init__(self, url: str, max_attempts: int, unreachable_timeout_s: float) -> None:
         self.count = 0
-        self._url, self.max_attempts, self._timeout_s = url, max_attempts, unreachable_timeout_s
+        self._url, self._max_attempts, self._timeout_s = url, max_attempts, unreachable_timeout_s
         self._on_retry = current_policy.get().on_retry
         self._lock = threading.Lock()
         self._outage: _Outage | None = None
         self._throttled_at_s = -math.inf
 
     def __reduce__(self) -> tuple[type[Retries], tuple[str, int, float]]:
-        return Retries, (self._url, self.max_attempts, self._timeout_s)
+        return Retries, (self._url, self._max_attempts, self._timeout_s)
 
     def watch(self, client: Any, secrets: Callable[[], list[str]]) -> None:
         """Follow the requests of a client; `secrets` are not to be told."""
@@ -90,6 +89,18 @@ class Retries:
             outage.told = True
             _logger.warning("%s cannot be reached, trying again: %s", self._url, outage.reason)
 
+    def failed(self, reason: str, *, unreachable: bool, is_throttled: bool) -> None:
+        """Count a request that failed without the SDK, which sends it now; after a pause if the server asks for one."""
+        self._note_failure(reason, unreachable=unreachable)
+        self.note(reason)
+        if is_throttled:
+            self._throttled_at_s = time.monotonic()
+            time.sleep(random.uniform(0, _FIRST_THROTTLED_PAUSE_S))
+
+    def succeeded(self) -> None:
+        """Note that the server has answered."""
+        self._outage = None
+
     def _judge(self, attempts: int, error: Exception, secrets: Callable[[], list[str]]) -> float | None:
         """Return the pause before the next try, or None to leave that to the SDK.
 
@@ -97,7 +108,7 @@ class Retries:
         """
         outage = self._note_failure(scrub(text_of(error), secrets()), unreachable=is_unreachable(error))
         left_s = outage.began_at_s + self._timeout_s - outage.last_at_s
-        if not outage.unreachable or left_s == math.inf or attempts >= self.max_attempts:
+        if not outage.unreachable or left_s == math.inf or attempts >= self._max_attempts:
             return None
         if left_s <= 0:
             raise error
@@ -118,7 +129,7 @@ class Retries:
             is_throttled = time.monotonic() - self._throttled_at_s < _ONE_OUTAGE_S
         about = "asks for fewer requests" if is_throttled else "answered"
         self._note_failure(f"the server {about} {f'({code})' if is_throttled else status}", unreachable=False)
-        if not is_throttled or attempts >= _THROTTLED_ATTEMPTS * self.max_attempts:
+        if not is_throttled or attempts >= _THROTTLED_ATTEMPTS * self._max_attempts:
             return None
         return random.uniform(0, min(_LONGEST_THROTTLED_PAUSE_S, 0.5 * 2.0 ** min(attempts, 8)))
 

@@ -32,6 +32,7 @@ _ROOT = Path(__file__).parents[2]
 _PYTHON = _ROOT / "benchmarks" / ".venv-mlperf" / "bin" / "python"
 _SHAPES = {"hidden_size": 4096, "ffn_hidden_size": 14336, "vocab_size": 128256}
 _LAYERS = 32
+_DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 _TIMEOUT_S = 600
 _FIGURES = {
     "save s": "save_checkpoint_duration_mean_seconds",
@@ -83,6 +84,10 @@ def main() -> None:
     options = parser.parse_args()
     if not (options.dlio / "dlio_benchmark" / "main.py").is_file():
         parser.error(f"{options.dlio} is no clone of DLIO: give the folder that git clone made")
+    if options.only != "S3" and not os.access(_DROP_CACHES, os.W_OK):
+        parser.error(
+            "only root may drop the kernel's caches between saves and loads: run as root, or with --only S3"
+        )
     figures: dict[str, list[Figures]] = defaultdict(list)
     with tempfile.TemporaryDirectory(dir=options.folder) as scratch:
         for number in range(options.rounds):
@@ -182,7 +187,7 @@ def _storage(endpoint: Endpoint) -> list[str]:
 
 def _drop_caches() -> None:
     os.sync()
-    Path("/proc/sys/vm/drop_caches").write_text("3")
+    _DROP_CACHES.write_text("3")
 
 
 def _line(figures: Figures) -> str:

@@ -58,8 +58,8 @@ from ckpt.reading.checkpoint import Checkpoint, ReadSettings, stored_file
 from ckpt.reading.opening import open_checkpoint, open_parts
 from ckpt.siblings.materialised import as_ranks, check_beside, needed
 from ckpt.tools.copy_claims import CopyClaims
-from ckpt.tools.findings import Copied, Damage
-from ckpt.tools.gc import DEFAULT_GRACE_S, stems_of, time_of
+from ckpt.tools.findings import Copied, Damage, stems_of
+from ckpt.tools.gc import DEFAULT_GRACE_S, time_of
 from ckpt.tools.record_checks import IndexedItems, each_manifest, items_by_file, read_manifest
 from ckpt.transfer.buffer_pool import StagingPool
 from ckpt.transfer.relay_bodies import RunReader, VerifiedBody, check_wanted

@@ -6,10 +6,11 @@ import itertools
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from ckpt.backends.base import ObjectStat, Store
+from ckpt.backends.base import ObjectStat, Store, exists
 from ckpt.consistency.sampling import Sampled
 from ckpt.errors import CheckpointError, StorageError
-from ckpt.format.names import is_our_name
+from ckpt.format.names import ObjectName, is_our_name
+from ckpt.format.records import CommitRecord
 from ckpt.writing.pins import is_pin
 
 _MAX_DAMAGES = 10_000
@@ -182,3 +183,20 @@ def find_uploads(store: Store, limit: int) -> list[ObjectStat]:
 
     store.abandon(choose=note)
     return uploads
+
+
+def stems_of(record: CommitRecord | None) -> set[str]:
+    """List the stems of a commit's objects; any object with one of them belongs to it."""
+    refs = [] if record is None else record.refs
+    return {name.stem for ref in refs if (name := ObjectName.parse(ref.path)) is not None}
+
+
+def is_hollow(store: Store, stats: Iterable[ObjectStat], record: CommitRecord) -> bool:
+    """Tell whether nothing is there that a commit lists: a put that came late brought back a record that was removed.
+
+    A listing may lag behind a save that replaced an older one, so the index is asked for as well.
+    """
+    stems, names = stems_of(record), filter(None, (ObjectName.parse(stat.key) for stat in stats))
+    if any(name.stem in stems for name in names if name.kind not in ("probe", "sig")):
+        return False
+    return not exists(store, record.described_by.path)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -34,7 +34,7 @@ from ckpt.format.names import (
     split_place,
 )
 from ckpt.format.records import CommitRecord, StoredCommit, read_commit
-from ckpt.tools.findings import find_uploads
+from ckpt.tools.findings import find_uploads, is_hollow, stems_of
 from ckpt.tools.ls import find_folders
 from ckpt.tools.remove import delete_counted, remove_folders
 from ckpt.transfer.reports import Report, Tally, no_report
@@ -212,7 +212,7 @@ class _Collector:
             self.garbage.young += len(left) - len(old)
             if commit is None and not self.uncommitted_models:
                 old = self._without_models(folder, [stat.key for stat in listed], old)
-            if commit is not None and COMMIT_KEY in records and _is_hollow(folder, listed, commit.record):
+            if commit is not None and COMMIT_KEY in records and is_hollow(folder, listed, commit.record):
                 old += filter(self._is_old, records.values())
             if old or self._lacks_metadata(commit, records):
                 yield _OldObjects(folder.path, commit, old)
@@ -246,7 +246,7 @@ class _Collector:
                 return
             self._record(store, commit)
             is_hollow = any(stat.key == COMMIT_KEY for stat in old.stats)
-            if is_hollow and commit is not None and not _is_hollow(store, store.list(), commit.record):
+            if is_hollow and commit is not None and not self._is_still_hollow(store, commit.record):
                 return
             if commit is not None and not is_hollow:
                 key = stock_key(commit.record)
@@ -259,6 +259,9 @@ class _Collector:
             pins = [stat for stat in store.list(f"{rank_directory(0)}/") if is_pin(stat.key)]
             going = self._unreferred(store, old.path, [s for s in going if not is_pin(s.key)], pins)
             sizes = {stat.key: stat.size_bytes for stat in going}
+            if is_hollow and read_commit(store) != commit:
+                self.garbage.skipped[old.path] = "a save was committed meanwhile"
+                return
             if not self.dry_run:
                 try:
                     delete_counted(store, sizes, tally)
@@ -269,6 +272,13 @@ class _Collector:
             tally.add(len(left), sum(stat.size_bytes for stat in left))
             for stat in going:
                 self._note(old.path, stat)
+
+    def _is_still_hollow(self, store: Store, record: CommitRecord) -> bool:
+        """Tell whether a commit that lists nothing is still that, and no save is under way."""
+        listed = list(store.list())
+        # The record's own age, as a listing may show that of one that was replaced.
+        is_quiet = all(map(self._is_old, [*listed, store.stat(COMMIT_KEY)]))
+        return is_quiet and is_hollow(store, listed, record)
 
     def _unreferred(
         self, store: Store, path: str, stats: Sequence[ObjectStat], pins: Sequence[ObjectStat]
@@ -372,17 +382,6 @@ class _Collector:
             put_stock_metadata(store, commit, expected)
 
 
-def _is_hollow(store: Store, stats: Iterable[ObjectStat], record: CommitRecord) -> bool:
-    """Tell whether nothing is there that a commit lists: a put that came late brought back a record that was removed.
-
-    A listing may lag behind a save that replaced an older one, so the index is asked for as well.
-    """
-    stems, names = stems_of(record), filter(None, (ObjectName.parse(stat.key) for stat in stats))
-    if any(name.stem in stems for name in names if name.kind not in ("probe", "sig")):
-        return False
-    return not exists(store, record.described_by.path)
-
-
 def _is_of_model(key: str) -> bool:
     name = ObjectName.parse(key)
     return key == MODEL_INDEX_KEY or (name is not None and name.kind == "safetensors")
@@ -398,9 +397,3 @@ def time_of(store: Store) -> float:
     now_s = storage_now(store, probe_key(0, environment.token()))
     remove_folders(store)
     return environment.now() if now_s is None else now_s
-
-
-def stems_of(record: CommitRecord | None) -> set[str]:
-    """List the stems of a commit's objects; any object with one of them belongs to it."""
-    refs = [] if record is None else record.refs
-    return {name.stem for ref in refs if (name := ObjectName.parse(ref.path)) is not None}

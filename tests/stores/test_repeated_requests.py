@@ -8,6 +8,7 @@ import ssl
 import string
 import time
 from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,11 +20,12 @@ from support.forward_proxy import certificate
 from support.proxy import Call, FaultProxy, fault_proxy
 from support.servers import S3Server
 from support.strict_s3 import strict_s3
+from urllib3 import HTTPResponse
 
 from ckpt.backends.base import MIB, Store, put_bytes, read_bytes
 from ckpt.backends.registry import open_store
 from ckpt.backends.s3_protocol import repeated_requests
-from ckpt.backends.s3_protocol.repeated_requests import _Form, _signed
+from ckpt.backends.s3_protocol.repeated_requests import _derived_key, _Form, signed_headers
 from ckpt.errors import Truncated
 from ckpt.testing import CheckedBody
 
@@ -78,14 +80,12 @@ def test_the_sdk_sends_one_of_a_kind(proxy: FaultProxy, sent: Sent) -> None:
     assert sent.store.retries == 0
 
 
-def test_a_signature_is_that_of_the_sdk(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signature_is_that_of_the_sdk() -> None:
     from botocore.auth import S3SigV4Auth
     from botocore.awsrequest import AWSRequest
     from botocore.credentials import ReadOnlyCredentials
 
     chosen = random.Random(7)
-    moment = time.gmtime(1_790_000_000)
-    monkeypatch.setattr(time, "gmtime", lambda: moment)
 
     class AtThatMoment(S3SigV4Auth):  # type: ignore[misc]
         def add_auth(self, request: Any) -> None:
@@ -94,7 +94,7 @@ def test_a_signature_is_that_of_the_sdk(monkeypatch: pytest.MonkeyPatch) -> None
             text = self.string_to_sign(request, self.canonical_request(request))
             self._inject_signature_to_request(request, self.signature(text, request))
 
-    stamp = time.strftime("%Y%m%dT%H%M%SZ", moment)
+    stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(1_790_000_000))
     for _ in range(300):
         token = chosen.choice(["", "token+/="])
         keys = ReadOnlyCredentials("AK" + chosen.choice(NAMES[:9]), "secret" + chosen.choice(NAMES), token)
@@ -103,7 +103,7 @@ def test_a_signature_is_that_of_the_sdk(monkeypatch: pytest.MonkeyPatch) -> None
         query = chosen.choice(["", f"partNumber={chosen.randrange(1, 10_000)}&uploadId={upload}"])
         common = {"x-amz-content-sha256": "UNSIGNED-PAYLOAD", "user-agent": "a  b", "x-amz-meta-x": " a   b "}
         own = {"range": f"bytes={chosen.randrange(99)}-99", "content-length": "5", "if-match": '"e"'}
-        form = _Form("host.invalid:9000", "/bucket", common, ("eu-west-1", "s3"), None)
+        form = _Form("host.invalid:9000", "/bucket", common, True, ("eu-west-1", "s3"), None)
         request = AWSRequest("PUT", f"http://host.invalid:9000{path}{query and '?'}{query}")
         for header, value in {**common, **own}.items():
             if header != "content-length":
@@ -113,7 +113,8 @@ def test_a_signature_is_that_of_the_sdk(monkeypatch: pytest.MonkeyPatch) -> None
             request.headers["X-Amz-Security-Token"] = token
         request.context["client_config"] = SimpleNamespace(s3={"payload_signing_enabled": False})
         AtThatMoment(keys, "s3", "eu-west-1").add_auth(request)
-        signed = _signed(form, "PUT", path, query, own, keys)
+        key = _derived_key(keys.secret_key, stamp[:8], "eu-west-1", "s3")
+        signed = signed_headers(form, "PUT", path, query, own, keys, stamp, key)
         assert signed["authorization"] == request.headers["Authorization"]
         assert signed.get("x-amz-security-token", "") == token
 
@@ -158,11 +159,12 @@ def test_answers_are_those_of_the_sdk(sent: Sent) -> None:
     "options",
     [
         {"max_attempts": 1},
+        {"config_kwargs": {"retries": {"mode": "adaptive"}}},
         {"key": None, "secret": None, "anon": True},
         {"config_kwargs": {"s3": {"payload_signing_enabled": True}}},
         {"config_kwargs": {"request_checksum_calculation": "when_supported"}, "checksum": "none"},
     ],
-    ids=["one attempt", "anonymous", "signed bodies", "the SDK's checksums"],
+    ids=["one attempt", "a rate that adapts", "anonymous", "signed bodies", "the SDK's checksums"],
 )
 def test_what_is_unusual_is_left_to_the_sdk(proxy: FaultProxy, options: dict[str, Any]) -> None:
     sent = Sent(proxy, **options)
@@ -181,7 +183,8 @@ def test_an_sdk_of_another_make_sends_all_itself(proxy: FaultProxy, monkeypatch:
     sent.store.put("k", CheckedBody(DATA))
     assert sent.by_sdk.count("UploadPart") == 7
     sent.store.close()
-    assert repeated_requests.RepeatedRequests(SimpleNamespace(), sent.store._s3.retries)._forms == {}  # type: ignore[attr-defined]
+    s3 = sent.store._s3  # type: ignore[attr-defined]
+    assert repeated_requests.RepeatedRequests(SimpleNamespace(), s3.retries, s3.secrets)._forms == {}
 
 
 def test_connections_of_its_own_trust_as_the_sdk_does(tmp_path: Path) -> None:
@@ -199,3 +202,50 @@ def test_connections_of_its_own_trust_as_the_sdk_does(tmp_path: Path) -> None:
         assert connection.sock.context.verify_mode is ssl.CERT_REQUIRED
         connection.close()
         store.close()
+
+
+def test_a_port_that_need_not_be_named_is_not_signed(sent: Sent) -> None:
+    repeated = sent.store._s3.repeated  # type: ignore[attr-defined]
+    keys = repeated._signer._credentials.get_frozen_credentials()
+    signature = f"AWS4-HMAC-SHA256 Credential={keys.access_key}/20261126/r/s3/aws4_request, x"
+    for url, host in (
+        ("https://MinIO.example:443/b/k", "minio.example"),
+        ("http://minio.example:9000/b/k", "minio.example:9000"),
+        ("http://[::1]:80/b/k", "[::1]"),
+    ):
+        request = SimpleNamespace(url=url, method="GET", headers={"Authorization": signature})
+        assert repeated._form_of(request, "k").host == host
+        other = SimpleNamespace(
+            url=url, method="GET", headers={"Authorization": signature.replace("=", "=X")}
+        )
+        assert repeated._form_of(other, "k") is None
+
+
+def test_a_server_that_is_not_one_teaches_nothing(sent: Sent) -> None:
+    """moto's `mock_aws`, for one, answers for the network: what followed would go to a real server."""
+    repeated = sent.store._s3.repeated  # type: ignore[attr-defined]
+    for status, raw, learned in (
+        (200, BytesIO(), False),
+        (301, HTTPResponse(), False),
+        (206, HTTPResponse(), True),
+    ):
+        repeated._own.form = form = object()
+        repeated._learn("GetObject", (SimpleNamespace(status_code=status, raw=raw), {}))
+        assert (repeated._forms.pop("GetObject", None) is form) is learned
+
+
+def test_pauses_grow_until_a_try_succeeds(sent: Sent, monkeypatch: pytest.MonkeyPatch) -> None:
+    repeated = sent.store._s3.repeated  # type: ignore[attr-defined]
+    now_s = 1000.0
+    monkeypatch.setattr(repeated_requests, "time", SimpleNamespace(monotonic=lambda: now_s))
+    for pause_s in (10, 20, 40):
+        assert repeated._may_try(now_s)
+        repeated._pause()
+        repeated._pause()  # another thread's, which began before
+        repeated._go_on(now_s - 1)  # of one that began before, too
+        now_s += pause_s - 1
+        assert not repeated._may_try(now_s)
+        now_s += 2
+    assert [repeated._may_try(now_s) for _ in range(3)] == [True, False, False]  # one thread tries
+    repeated._go_on(now_s)
+    assert all(repeated._may_try(now_s) for _ in range(3))
