@@ -140,12 +140,7 @@ def _print(output: Output, result: Verification) -> None:
             f"`ckpt convert {shown(result.url)} DST --to dcp` makes a checkpoint with one"
         )
     if result.unchecked_digests is not None:
-        hint = "this version knows none of that kind"
-        if result.unchecked_digests == "blake3":
-            hint = "that needs the package blake3: pip install 'ckpt-storage\\[sign]'"
-        output.print(
-            f"the digests of its blocks ({shown(result.unchecked_digests)}) were not checked; {hint}"
-        )
+        output.print(f"the digests of its blocks {not_checked(result.unchecked_digests)}")
     if result.sample is not None:
         _print_sample(output, result.sample)
     amount = count(result.checked_files, "file")
@@ -154,6 +149,14 @@ def _print(output: Output, result: Verification) -> None:
     )
     verdict = f"[bold red]{count(damages, 'damage')}[/] in" if damages else "[bold green]ok:[/]"
     output.print(f"{verdict} {shown(result.url)} ({amount})")
+
+
+def not_checked(algorithm: str) -> str:
+    """Say why digests of this algorithm were not checked, and what helps."""
+    hint = "this version knows none of that kind"
+    if algorithm == "blake3":
+        hint = "that needs the package blake3: pip install 'ckpt-storage\\[sign]'"
+    return f"({shown(algorithm)}) were not checked; {hint}"
 
 
 def _print_sample(output: Output, sample: Sampled) -> None:

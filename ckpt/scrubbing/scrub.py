@@ -56,6 +56,7 @@ class ScrubbedCheckpoint:
         checked_bytes: bytes that were read and compared.
         damages: at most 100; `damages_omitted` counts the others.
         mended: what became of the damaged objects, if there is a second place.
+        unchecked_digests: the algorithm of its blocks' digests, if those could not be checked here.
     """
 
     path: str
@@ -65,6 +66,7 @@ class ScrubbedCheckpoint:
     damages_omitted: int = 0
     mended: list[Mended] = field(default_factory=list)
     reason: str = ""
+    unchecked_digests: str | None = None
 
 
 @dataclass
@@ -381,13 +383,12 @@ class _Scrub:
             self._result.checked_bytes = counted + done_bytes
             self._progress(min(counted + done_bytes, self._total_bytes), self._total_bytes)
 
-        choice = Choice(
-            ranges=position.ranges, only_blocks=True, strays=False, passed=passed, progress=report
-        )
+        choice = Choice(position.ranges, only_blocks=True, strays=False, passed=passed, progress=report)
         found = verify_store(store, threads, choice)
         if found.id not in (None, name[1]):
             raise Gone
         done.checked_bytes += found.checked_bytes
+        done.unchecked_digests = found.unchecked_digests
         done.state = "partly" if position.is_cut else "checked"
         return found
 

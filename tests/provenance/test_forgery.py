@@ -208,6 +208,9 @@ def test_digests_that_cannot_be_computed_are_no_fault(
     assert (
         "(blake3) were not checked; that needs the package blake3: pip install 'ckpt-storage[sign]'" in shown
     )
+    assert ckpt.scrub(tmp_path).checkpoints[0].unchecked_digests == "blake3"
+    shown = " ".join(run("scrub", tmp_path).out.split())
+    assert "the digests of the blocks of 1 checkpoint (blake3) were not checked; that needs" in shown
 
 
 def test_a_model_that_is_read_in_the_place_of_the_signed_one_is_found(tmp_path: Path) -> None:

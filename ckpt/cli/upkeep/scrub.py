@@ -24,7 +24,7 @@ from ckpt.cli.options import (
     storage_options_of,
 )
 from ckpt.cli.printing.output import EXIT_PROBLEM, MAX_LINES, Output, command
-from ckpt.cli.verify import damage_line
+from ckpt.cli.verify import damage_line, not_checked
 from ckpt.words import age, count, shown, size
 
 if TYPE_CHECKING:
@@ -128,6 +128,10 @@ def _print(output: Output, result: Scrubbed) -> None:
     looked = [each for each in result.checkpoints if each.state in ("checked", "partly")]
     if looked:
         output.print(f"read and compared {size(result.checked_bytes)} in {count(len(looked), 'checkpoint')}")
+    unchecked = [each.unchecked_digests for each in looked if each.unchecked_digests is not None]
+    for algorithm in sorted(set(unchecked)):
+        number = count(unchecked.count(algorithm), "checkpoint")
+        output.print(f"the digests of the blocks of {number} {not_checked(algorithm)}")
     state = "finished" if result.finished else "under way"
     share = 100 * result.passed_bytes // result.total_bytes if result.total_bytes else 100
     line = (
