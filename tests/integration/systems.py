@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import secrets
 import time
 
 import jobs
@@ -10,9 +12,12 @@ from support.buckets import BucketTests
 from support.ranks import run_ranks
 
 import ckpt
-from ckpt.backends.base import Store
+from ckpt.backends.base import MIB, Store, read_bytes
+from ckpt.backends.registry import open_store
+from ckpt.backends.s3_protocol.store import S3ApiStore
 from ckpt.consistency.probes import speed
 from ckpt.consistency.probes.examine import Finding, Verdict
+from ckpt.testing import CheckedBody
 from ckpt.tools.gc import GarbageItem
 
 
@@ -27,6 +32,22 @@ class SystemTests(BucketTests):
         for seed in (1, 2):
             run_ranks(2, jobs.save, place, self.options, seed)
             assert run_ranks(2, jobs.loads, place, self.options, seed) == [True, True]
+
+    def test_signatures_of_our_own_are_taken(self) -> None:
+        """The server checks them, which moto does not: of seven parts the SDK sends one, and one of two ranges."""
+        by_sdk: list[str] = []
+        options = {**self.options, "part_size_bytes": 5 * MIB}
+        store = open_store(f"s3://{self.bucket}/run/x", options, threads=1)
+        with contextlib.closing(store):
+            assert isinstance(store, S3ApiStore)
+            note = lambda event_name, **_: by_sdk.append(event_name.rpartition(".")[2])
+            store._s3.client.meta.events.register("before-send.s3", note)
+            data = secrets.token_bytes(7 * 5 * MIB - 1)
+            store.put("a/ä +b", CheckedBody(data))
+            for _ in range(2):
+                assert read_bytes(store, "a/ä +b") == data
+            assert store.retries == 0
+        assert (by_sdk.count("UploadPart"), by_sdk.count("GetObject")) == (1, 1)
 
     def test_two_writers_never_mix(self) -> None:
         """The first save of a place, and then saves that replace one another."""
