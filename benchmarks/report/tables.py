@@ -43,8 +43,8 @@ def _case_table(case: Case, results: Results) -> str:
     for entry in case.entries:
         failed = results.error(case.name, entry.name)
         cells = [_cell(case, entry, column, results) for column in case.columns]
-        if failed and not any(cells):
-            cells[0] = "failed"
+        if not any(cells):
+            cells[0] = "failed" if failed else "full run only"
         rows.append([entry.name, *cells])
     return _table(["", *(column.heading for column in case.columns)], rows)
 
