@@ -245,10 +245,10 @@ class _Collector:
                 self.garbage.skipped[old.path] = "a save was committed meanwhile"
                 return
             self._record(store, commit)
-            is_hollow = any(stat.key == COMMIT_KEY for stat in old.stats)
-            if is_hollow and commit is not None and not self._is_still_hollow(store, commit.record):
+            was_hollow = any(stat.key == COMMIT_KEY for stat in old.stats)
+            if was_hollow and commit is not None and not self._is_still_hollow(store, commit.record):
                 return
-            if commit is not None and not is_hollow:
+            if commit is not None and not was_hollow:
                 key = stock_key(commit.record)
                 metadata = self._old_metadata(store, key, commit)
                 if metadata is not None or not exists(store, key):
@@ -259,7 +259,7 @@ class _Collector:
             pins = [stat for stat in store.list(f"{rank_directory(0)}/") if is_pin(stat.key)]
             going = self._unreferred(store, old.path, [s for s in going if not is_pin(s.key)], pins)
             sizes = {stat.key: stat.size_bytes for stat in going}
-            if is_hollow and read_commit(store) != commit:
+            if was_hollow and read_commit(store) != commit:
                 self.garbage.skipped[old.path] = "a save was committed meanwhile"
                 return
             if not self.dry_run:
