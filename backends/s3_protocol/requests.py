@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ckpt.backends.base import Condition, ObjectStat, check_key
+from ckpt.backends.base import Condition, ObjectStat
 from ckpt.backends.bodies import Part
 from ckpt.backends.s3_protocol.connection import S3Connection
 from ckpt.backends.s3_protocol.errors import (
@@ -77,13 +77,13 @@ class S3Requests(S3Connection):
     def send_part(self, key: str, part: Part, upload_id: str, number: int) -> dict[str, Any]:
         """Send a part; return its entry for the list of parts."""
         checksum = self._checksum(part)
-        name, crc = self.prefix + check_key(key), checksum.get("ChecksumCRC64NVME")
+        target, crc = self.object(key), checksum.get("ChecksumCRC64NVME")
         with self.translated(key, f"upload part {number}", UploadGone, harmless=True):
-            if etag := self.repeated.upload_part(name, part, upload_id, number, crc):
+            if etag := self.repeated.upload_part(target["Key"], part, upload_id, number, crc):
                 return {"PartNumber": number, "ETag": etag, **checksum}
-            with self.repeated.learning(name):
+            with self.repeated.learning(target["Key"]):
                 reply = self.client.upload_part(
-                    **self.object(key),
+                    **target,
                     UploadId=upload_id,
                     PartNumber=number,
                     Body=PartReader(part),
@@ -150,16 +150,16 @@ class S3Requests(S3Connection):
         where: dict[str, Any] = {"url": self.url, "key": key, "start": start, "stop": stop}
         # A weak ETag never matches a condition.
         condition = {"IfMatch": etag} if etag and not etag.startswith("W/") else {}
-        name = self.prefix + check_key(key)
+        target = self.object(key)
         try:
             with self.translated(key, "read", RangeRefused, Replaced):
-                repeated = self.repeated.get(name, start, stop, condition.get("IfMatch", ""))
+                repeated = self.repeated.get(target["Key"], start, stop, condition.get("IfMatch", ""))
                 if repeated is not None:
                     reply, body = repeated
                 else:
-                    with self.repeated.learning(name):
+                    with self.repeated.learning(target["Key"]):
                         reply = self.client.get_object(
-                            **self.object(key), Range=f"bytes={start}-{stop - 1}", **condition
+                            **target, Range=f"bytes={start}-{stop - 1}", **condition
                         )
                     body = RawBody.of_sdk(reply["Body"])
                 new_etag = str(reply.get("ETag") or "")

@@ -21,7 +21,7 @@ from dlio_benchmark.checkpointing.pytorch_checkpointing import PyTorchCheckpoint
 
 import ckpt
 
-__all__ = ["CkptCheckpointing"]
+__all__ = ["CkptCheckpointing", "OfProcess"]
 
 _OPTIONS = {
     "access_key_id": "key",
@@ -32,21 +32,24 @@ _OPTIONS = {
 """Of DLIO's `storage.storage_options`, with their names here. What is absent comes from the environment."""
 
 
-class CkptCheckpointing(PyTorchCheckpointing):
+class OfProcess:
+    """Give DLIO the one mechanism of this process, as it asks for it."""
+
+    _instance: Any = None
+
+    @classmethod
+    def get_instance(cls) -> Any:
+        if cls._instance is None:
+            cls._instance = cls()
+        return cls._instance
+
+
+class CkptCheckpointing(OfProcess, PyTorchCheckpointing):
     """Save and load all ranks' states as one checkpoint.
 
     Files are synced, as the workloads ask. `CKPT_DLIO_FSYNC=0` in the environment leaves that out: DLIO's own setting
     cannot tell, since it reads `checkpoint.fsync` into a name that nobody reads.
     """
-
-    _instance: CkptCheckpointing | None = None
-
-    @staticmethod
-    def get_instance() -> CkptCheckpointing:
-        """Return the one of this process, as DLIO asks for it."""
-        if CkptCheckpointing._instance is None:
-            CkptCheckpointing._instance = CkptCheckpointing()
-        return CkptCheckpointing._instance
 
     def __init__(self) -> None:
         BaseCheckpointing.__init__(self, "ckpt")

@@ -8,6 +8,8 @@ from dlio_benchmark.checkpointing.pytorch_checkpointing import PyTorchCheckpoint
 from dlio_benchmark.checkpointing.pytorch_s3_checkpointing import PyTorchS3Checkpointing
 from dlio_benchmark.storage.s3_torch_storage import S3PyTorchConnectorStorage
 
+from benchmarks.mlperf_storage.back_end import OfProcess
+
 __all__ = ["ListedS3", "SyncedFiles", "mend_listing"]
 
 
@@ -21,29 +23,16 @@ def mend_listing() -> None:
     S3PyTorchConnectorStorage.list_objects = list_objects
 
 
-class SyncedFiles(PyTorchCheckpointing):
+class SyncedFiles(OfProcess, PyTorchCheckpointing):
     """torch.save with the fsync that the workloads ask for: DLIO reads `checkpoint.fsync` into a name that nobody reads."""
-
-    _instance: SyncedFiles | None = None
-
-    @staticmethod
-    def get_instance() -> SyncedFiles:
-        if SyncedFiles._instance is None:
-            SyncedFiles._instance = SyncedFiles()
-        return SyncedFiles._instance
 
     def save_state(self, suffix: str, state: dict[str, Any], fsync: bool = False) -> None:
         super().save_state(suffix, state, fsync=True)
 
 
-class ListedS3(PyTorchS3Checkpointing):
+class ListedS3(OfProcess, PyTorchS3Checkpointing):
     """s3torchconnector, whose checkpoints DLIO then finds."""
 
-    _instance: ListedS3 | None = None
-
-    @staticmethod
-    def get_instance() -> ListedS3:
-        if ListedS3._instance is None:
-            mend_listing()
-            ListedS3._instance = ListedS3()
-        return ListedS3._instance
+    def __init__(self) -> None:
+        mend_listing()
+        super().__init__()

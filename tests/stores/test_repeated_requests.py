@@ -17,9 +17,8 @@ from urllib.parse import quote
 import pytest
 from support.clock import skip_pauses_of_s3
 from support.forward_proxy import certificate
-from support.proxy import Call, FaultProxy, fault_proxy
-from support.servers import S3Server
-from support.strict_s3 import strict_s3
+from support.proxy import Call, FaultProxy
+from support.strict_s3 import StrictS3, strict_s3
 from urllib3 import HTTPResponse
 
 from ckpt.backends.base import MIB, Store, put_bytes, read_bytes
@@ -38,18 +37,12 @@ def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     skip_pauses_of_s3(monkeypatch)
 
 
-@pytest.fixture
-def proxy(s3: S3Server) -> Iterator[FaultProxy]:
-    with fault_proxy(s3) as proxy:
-        yield proxy
-
-
 class Sent:
     """A store of one thread, and the requests that its SDK sends."""
 
     def __init__(self, proxy: FaultProxy, scheme: str = "s3", **options: Any) -> None:
         settings = {**proxy.options, "part_size_bytes": 5 * MIB, **options}
-        self.store: Store = open_store(f"{scheme}://{proxy.server.new_bucket()}/root", settings, threads=1)
+        self.store: Store = open_store(f"{scheme}://bucket/root", settings, threads=1)
         self.by_sdk: list[str] = []
         client = self.store._s3.client  # type: ignore[attr-defined]
         client.meta.events.register("before-send.s3", self._note)
@@ -166,7 +159,10 @@ def test_answers_are_those_of_the_sdk(sent: Sent) -> None:
     ],
     ids=["one attempt", "a rate that adapts", "anonymous", "signed bodies", "the SDK's checksums"],
 )
-def test_what_is_unusual_is_left_to_the_sdk(proxy: FaultProxy, options: dict[str, Any]) -> None:
+def test_what_is_unusual_is_left_to_the_sdk(
+    server: StrictS3, proxy: FaultProxy, options: dict[str, Any]
+) -> None:
+    server.requires_checksums = options.get("checksum") != "none"
     sent = Sent(proxy, **options)
     sent.store.put("k", CheckedBody(DATA))
     assert sent.by_sdk.count("UploadPart") == 7
