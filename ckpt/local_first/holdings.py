@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -88,7 +89,7 @@ def holdings(root: str, ranks: Ranks) -> tuple[list[Holding], frozenset[str]]:
     found, runs = ranks.join(
         (own, runs), lambda some, others: (_joined(some[0], others[0]), some[1] | others[1])
     )
-    return sorted(found.values(), key=lambda each: each.order, reverse=True), runs - {""} or runs
+    return _all_parts(found, root, ranks), runs - {""} or runs
 
 
 def holdings_of(root: str, path: str, ranks: Ranks) -> list[Holding]:
@@ -102,7 +103,32 @@ def holdings_of(root: str, path: str, ranks: Ranks) -> list[Holding]:
                 own[path, each.id] = each
     except Exception as error:  # as above
         _logger.warning("what %s holds of %s cannot be found out: %s", root, path, error)
-    return sorted(ranks.join(own, _joined).values(), key=lambda each: each.order, reverse=True)
+    return _all_parts(ranks.join(own, _joined), root, ranks)
+
+
+def _all_parts(found: dict[tuple[str, str], Holding], root: str, ranks: Ranks) -> list[Holding]:
+    """List the newest first; up to the first whole one, with the parts on nodes without its commit record.
+
+    A job that ends while its nodes commit, one after the other, leaves such nodes.
+    """
+    ordered = sorted(found.values(), key=lambda each: each.order, reverse=True)
+    for number, each in enumerate(ordered):
+        if each.is_whole:
+            break
+        if each.owner is None:
+            continue
+        here = 0
+        with contextlib.closing(PrefixStore(open_store(root), each.path)) as folder:
+            try:
+                records = shared(ranks, each.owner, folder, each.id)
+            except CheckpointError:  # the same on all ranks
+                continue
+            with contextlib.suppress(Exception):  # as above
+                record = StoredCommit(records.commit, folder.url).record
+                here = _bits_here(record, _sizes(folder, record))
+        here = ranks.join(here, operator.or_)
+        ordered[number] = replace(each, here=each.here | here)
+    return ordered
 
 
 def _of_node(store: Store, record: RunRecord, rank: int) -> Iterator[Holding]:
@@ -141,15 +167,21 @@ def _sizes(store: Store, record: CommitRecord) -> dict[str, dict[str, int]]:
 
 
 def _holding(store: Store, record: CommitRecord, step: int, path: str, rank: int) -> Holding:
-    sizes, here = _sizes(store, record), 0
-    for number, ref in enumerate(record.manifests):
-        if _is_here(ref, sizes[ref.owner], of_model=record.is_model):
-            here |= 1 << number
+    sizes = _sizes(store, record)
+    here = _bits_here(record, sizes)
     described = record.described_by
     has_records = sizes[""].get(described.path) == described.size_bytes
     made_s = created_at_s(record) or 0.0
     owner = rank if has_records else None
     return Holding(step, path, record.id, made_s, here, len(record.manifests), owner, run=record.run_id)
+
+
+def _bits_here(record: CommitRecord, sizes: Mapping[str, dict[str, int]]) -> int:
+    here = 0
+    for number, ref in enumerate(record.manifests):
+        if _is_here(ref, sizes[ref.owner], of_model=record.is_model):
+            here |= 1 << number
+    return here
 
 
 def _is_here(ref: ManifestRef, sizes: Mapping[str, int], *, of_model: bool) -> bool:

@@ -67,28 +67,62 @@ with ckpt.CheckpointManager(
 """
 
 
+class Trainers:
+    """Starts trainers that end when `lifeline` is closed, or its process is gone."""
+
+    def __init__(self, folder: Path, lifeline: int) -> None:
+        self._folder, self._lifeline = folder, lifeline
+        self._all: list[subprocess.Popen[str]] = []
+
+    def start(self, port: int, steps: int, copies: bool = False) -> list[subprocess.Popen[str]]:
+        command = [sys.executable, "-c", _TRAINER, str(self._folder), str(port)]
+        ranks = list[subprocess.Popen[str]]()
+        for rank in range(RANKS):
+            with (self._folder / f"errors-{rank}").open("w") as errors:
+                process = subprocess.Popen(
+                    [*command, str(rank), str(RANKS), str(steps), str(int(copies))],
+                    stdin=self._lifeline,
+                    stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
+                    stderr=errors,
+                    text=True,
+                )
+            ranks.append(process)
+        self._all += ranks
+        return ranks
+
+    def first_line(self, ranks: list[subprocess.Popen[str]]) -> str:
+        """Read the first line of the first rank: what it has restored."""
+        assert ranks[0].stdout is not None
+        line = ranks[0].stdout.readline()
+        errors = [(self._folder / f"errors-{rank}").read_text() for rank in range(RANKS)]
+        assert line.startswith("restored "), (line, *errors)
+        return line
+
+    def end(self) -> None:
+        for process in self._all:
+            process.kill()
+            process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
+
+
 @pytest.fixture
-def lifeline() -> Iterator[int]:
-    """Make a pipe from which trainers read: when the test is over, or its process is gone, they end."""
-    reads, writes = os.pipe()
+def lifeline() -> Iterator[tuple[int, int]]:
+    """Make a pipe from which trainers read."""
+    ends = os.pipe()
     with contextlib.ExitStack() as stack:
-        stack.callback(os.close, reads)
-        stack.callback(os.close, writes)
-        yield reads
+        for end in ends:
+            stack.callback(os.close, end)
+        yield ends
 
 
-def _start(folder: Path, port: int, steps: int, copies: bool, lifeline: int) -> list[subprocess.Popen[str]]:
-    command = [sys.executable, "-c", _TRAINER, str(folder), str(port)]
-    return [
-        subprocess.Popen(
-            [*command, str(rank), str(RANKS), str(steps), str(int(copies))],
-            stdin=lifeline,
-            stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        for rank in range(RANKS)
-    ]
+@pytest.fixture
+def trainers(tmp_path: Path, lifeline: tuple[int, int]) -> Iterator[Trainers]:
+    trainers = Trainers(tmp_path, lifeline[0])
+    try:
+        yield trainers
+    finally:
+        trainers.end()
 
 
 def _carriers(folder: Path) -> list[int]:
@@ -113,16 +147,13 @@ def _told(output: str, kind: str) -> list[int]:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("seed", "copies"), [(0, False), (1, False), (2, False), (3, True), (4, True)])
-def test_killed_at_any_moment(tmp_path: Path, seed: int, copies: bool, lifeline: int) -> None:
+def test_killed_at_any_moment(tmp_path: Path, seed: int, copies: bool, trainers: Trainers) -> None:
     """With copies, a node is lost too from time to time."""
     chance, local, durable = random.Random(seed), 0, 0
     for _ in range(5):
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        ranks = _start(tmp_path, store.port, 10_000, copies, lifeline)
-        assert ranks[0].stdout is not None
-        first = ranks[0].stdout.readline()
-        assert first.startswith("restored "), first
-        restored = int(first.split()[1])
+        ranks = trainers.start(store.port, 10_000, copies)
+        restored = int(trainers.first_line(ranks).split()[1])
         assert restored >= local, "what every node had was not restored"
         time.sleep(chance.uniform(0.0, 2.5))
         victims = chance.choice(["trainers", "all"] if copies else ["trainers", "carriers", "all"])
@@ -146,7 +177,7 @@ def test_killed_at_any_moment(tmp_path: Path, seed: int, copies: bool, lifeline:
                 shutil.rmtree(tmp_path / f"node{chance.randrange(RANKS)}")
         _check_durable(tmp_path / "durable", durable)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks = _start(tmp_path, store.port, local + 3, copies, lifeline)
+    ranks = trainers.start(store.port, local + 3, copies)
     output, _ = ranks[0].communicate(timeout=300)
     assert [rank.wait() for rank in ranks] == [0] * RANKS
     assert _told(output, "restored")[0] >= local
@@ -171,16 +202,11 @@ def _check_durable(root: Path, newest: int) -> None:
 
 
 @pytest.mark.long
-def test_trainers_end_with_their_test(tmp_path: Path) -> None:
-    reads, writes = os.pipe()
+def test_trainers_end_with_their_test(trainers: Trainers, lifeline: tuple[int, int]) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks = _start(tmp_path, store.port, 10_000, False, reads)
-    assert ranks[0].stdout is not None
-    assert ranks[0].stdout.readline().startswith("restored ")
-    os.close(writes)
-    ranks[0].stdout.read()
+    ranks = trainers.start(store.port, 10_000)
+    trainers.first_line(ranks)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, lifeline[1])  # nobody can write any more
+    os.close(null)
     assert [rank.wait(30) for rank in ranks] == [3] * RANKS
-    for rank in ranks:
-        if rank.stdout is not None:
-            rank.stdout.close()
-    os.close(reads)

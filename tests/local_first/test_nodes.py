@@ -148,6 +148,17 @@ def test_nothing_is_whole(trained: Path) -> None:
     assert [*reasons] == ["the nodes have 3 of its 4 parts, and it is not durable"]
 
 
+def test_killed_while_the_nodes_commit(trained: Path) -> None:
+    """The first rank's node has the commit record: that says that all have written all, though two have none yet."""
+    remove_durable(trained, 1, 2)
+    for node in (1, 3):
+        for record in (trained / f"node{node}").glob("*/step-*/commit.json"):
+            record.unlink()
+    step, read = restored(trained)
+    assert step == 2
+    assert read["durable_bytes"] == 0
+
+
 def test_the_durable_place_completes_it(trained: Path) -> None:
     """The lost node had sent its part; those of the others are only on their disks."""
     shutil.rmtree(trained / "node1")
