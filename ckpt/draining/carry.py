@@ -56,16 +56,16 @@ class Share:
 
     Attributes:
         ranks: those whose files are this node's own.
-        known: of checkpoints that are older than this choice, by the ids of their commits: the manifests
-            that this node carries.
+        left: of checkpoints that are older than this choice, by the ids of their commits: the manifests
+            that are left to other nodes.
     """
 
     ranks: frozenset[int]
-    known: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    left: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
     def has(self, record: CommitRecord, ref: ManifestRef) -> bool:
-        paths = self.known.get(record.id)
-        return ref.rank in self.ranks if paths is None else ref.path in paths
+        left = self.left.get(record.id)
+        return ref.rank in self.ranks if left is None else ref.path not in left
 
 
 @dataclass

@@ -78,16 +78,23 @@ def undurable(root: str, is_durable: Mapping[str, str]) -> dict[str, dict[str, i
 
 def share_of(node: Node, nodes: Sequence[Node]) -> Share:
     """Choose the files that a node carries to the durable place, of all that it has: each has one that carries it."""
-    known: dict[str, set[str]] = {}
-    for commit_id, has in node.has.items():
-        for path, rank in has.items():
-            holders = [each for each in nodes if path in each.has.get(commit_id, ())]
-            first = min(holders, key=lambda each: (rank not in each.ranks, each.ranks))
-            if first is node:
-                known.setdefault(commit_id, set()).add(path)
-    return Share(
-        frozenset(node.ranks), {commit_id: frozenset(known.get(commit_id, ())) for commit_id in node.has}
-    )
+    written: dict[str, dict[str, int]] = {}
+    for each in nodes:
+        for commit_id, has in each.has.items():
+            # A node without the record may be given it, and then has what none of those has that have it now.
+            written.setdefault(commit_id, {}).update(node.has.get(commit_id, has))
+    left: dict[str, frozenset[str]] = {}
+    for commit_id, paths in written.items():
+        holders = [each for each in nodes if commit_id in each.has]
+        first = {
+            path: min(
+                (each for each in holders if path in each.has[commit_id]),
+                key=lambda each: (rank not in each.ranks, each.ranks),
+            )
+            for path, rank in paths.items()
+        }
+        left[commit_id] = frozenset(path for path in paths if first[path] is not node)
+    return Share(frozenset(node.ranks), left)
 
 
 def sources_of(rank: int, nodes: Sequence[Node]) -> tuple[int, ...]:

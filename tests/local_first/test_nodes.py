@@ -396,6 +396,13 @@ def test_each_file_has_one_node_that_carries_it(held: list[dict[str, int]]) -> N
     ]
     shares = [share_of(node, nodes) for node in nodes]
     assert [share.ranks for share in shares] == [{number} for number in range(len(nodes))]
-    assert sorted(path for share in shares for path in share.known["id"]) == sorted({*itertools.chain(*held)})
-    for number, share in enumerate(shares):  # the one that wrote it, if it has it
-        assert all(path in share.known["id"] for path in held[number] if written[path] == number)
+    carried = [{*paths} - share.left["id"] for paths, share in zip(held, shares, strict=True)]
+    assert sorted(itertools.chain(*carried)) == sorted({*itertools.chain(*held)})
+    for number, paths in enumerate(held):  # the one that wrote it, if it has it
+        assert all(path in carried[number] for path in paths if written[path] == number)
+
+
+def test_a_node_without_the_record_carries_what_no_other_has() -> None:
+    """It is given the record by the restore: of what was written there, the others knew nothing."""
+    nodes = [Node((0,), has={"id": {"a": 1}}), Node((1,))]
+    assert [share_of(node, nodes).left for node in nodes] == [{"id": frozenset()}, {"id": frozenset("a")}]
