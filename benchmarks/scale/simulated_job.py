@@ -203,9 +203,9 @@ class Simulation:
 
     # -- reading ---------------------------------------------------------------------------------------------
 
-    def _fetch(self, wanted: Mapping[Any, Iterable[Piece]]) -> None:
+    def _fetch(self, wanted: Iterable[tuple[Any, Iterable[Piece]]]) -> None:
         """Count the requests for pieces of files."""
-        for file, pieces in wanted.items():
+        for file, pieces in wanted:
             for request in plan_requests(
                 pieces,
                 grid_bytes=file.block_size_bytes,
@@ -222,7 +222,7 @@ class Simulation:
         for turn in range(of._turns):
             parts = of._parts[turn * count :][:count]
             own = torch.empty(of._buffer_bytes, dtype=torch.uint8).numpy().data
-            of._fetcher.run(read_once._pieces(parts[position], own), of._threads)
+            of._fetcher.run(read_once._pieces(parts[position], own).items(), of._threads)
             sizes = [part_bytes(part) + read_once._TRAILER.size for part in parts]
             for step in range(count - 1):
                 counts.sent_bytes += sizes[(position - step) % count]

@@ -207,7 +207,7 @@ class FileSource(TensorSource):
             file, stored = self._stored[region.name]
             of_file = pieces.setdefault(self._files[file], [])
             of_file += region_pieces(stored, region.offsets, region.target.shape, region.target)
-        self._fetcher.run(pieces, self._threads)
+        self._fetcher.run(pieces.items(), self._threads)
 
     def holds(self, url: str) -> bool:
         root = self._store.url.rstrip("/")

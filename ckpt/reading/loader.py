@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import io
+import itertools
 import math
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -33,7 +34,7 @@ from ckpt.torch_private import StorageInfo
 from ckpt.transfer.boxes import Box
 from ckpt.transfer.buffer_pool import StagingPool
 from ckpt.transfer.fetcher import Fetcher, StoredFile
-from ckpt.transfer.pieces import frame_pieces
+from ckpt.transfer.pieces import Piece, frame_pieces
 from ckpt.transfer.read_pieces import region_pieces
 from ckpt.transfer.tensor_memory import plain
 
@@ -59,6 +60,10 @@ class _Target:
     given: torch.Tensor
     memory: torch.Tensor | None
     owner: Hashable
+
+
+_Entry = tuple[ReadItem, StorageInfo, _Target | None]
+"""An item, where it lies, and its target; None for bytes."""
 
 
 class SharedReads(Protocol):
@@ -104,10 +109,16 @@ class Loader:
         else:
             prepare, resources = lambda: self._prepare(items), (self._fetcher, self._pool, self._threads)
             todo = self._replicas.read(prepare, self._parcel, *resources)
-        for window in self._windows(todo):
-            self._fetcher.run(window.pieces, self._threads)
+        entries = self._entries(todo)
+        left: list[_Entry] = []
+        while True:
+            window, ahead = Window(), itertools.chain(left, entries)
+            left = []
+            self._fetcher.run(self._fill(window, ahead, left), self._threads)
             for then in window.then:
                 then()
+            if not left:
+                return
 
     def _prepare(self, items: Sequence[ReadItem]) -> list[Wanted]:
         """Check the plan, and find where its items lie; return them in the order of the files."""
@@ -149,16 +160,27 @@ class Loader:
             file, start, stop, commit, stored, tuple(item.storage_offsets), target.memory, is_whole
         )
 
-    def _windows(self, todo: Sequence[Wanted]) -> Iterator[Window]:
-        window = Window()
+    def _entries(self, todo: Sequence[Wanted]) -> Iterator[_Entry]:
         for item, info in todo:
-            target = None if item.type == LoadItemType.BYTE_IO else self._target(item)
+            yield item, info, None if item.type == LoadItemType.BYTE_IO else self._target(item)
+
+    def _fill(
+        self, window: Window, entries: Iterable[_Entry], left: list[_Entry]
+    ) -> Iterator[tuple[StoredFile, list[Piece]]]:
+        """Add items to a window until it is full; put the first one that has no room into `left`.
+
+        Yields the pieces of a file when all are known: it is read while those of the next are found.
+        """
+        for entry in entries:
+            item, info, target = entry
             if window.is_full or not _has_room(window, target):
-                yield window
-                window = Window()
-                _has_room(window, target)
-            self._add(window, item, info, target)
-        yield window
+                left.append(entry)
+                break
+            file = self._checkpoint.file(info.relative_path, info.offset, info.offset + info.length)
+            if file not in window.pieces:
+                yield from window.take()
+            self._add(window, file, item, info, target)
+        yield from window.take()
 
     def _target(self, item: ReadItem) -> _Target:
         given = self._planner.resolve_tensor(item)
@@ -180,8 +202,9 @@ class Loader:
         skipped = sum(offset * stride for offset, stride in steps) * memory.element_size()
         return _Target(given, memory, (item.dest_index, memory.data_ptr() - skipped, memory.stride()))
 
-    def _add(self, window: Window, item: ReadItem, info: StorageInfo, target: _Target | None) -> None:
-        file = self._checkpoint.file(info.relative_path, info.offset, info.offset + info.length)
+    def _add(
+        self, window: Window, file: StoredFile, item: ReadItem, info: StorageInfo, target: _Target | None
+    ) -> None:
         index = item.storage_index
         record = self._checkpoint.item(index.fqn, index.offset, info.relative_path, info.offset, info.length)
         if target is None:

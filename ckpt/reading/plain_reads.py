@@ -87,7 +87,7 @@ class PlainReader:
                 continue
             for file, of_file in filter(None, planned):
                 pieces[file] += of_file
-        self._fetcher.run(pieces, self._threads)
+        self._fetcher.run(pieces.items(), self._threads)
         return others
 
     def _prepare(self, files: Collection[int]) -> None:
@@ -136,5 +136,5 @@ class PlainReader:
             objects[fqn] = bytearray(row.length)
             sink = MemorySink(memoryview(objects[fqn]))
             pieces[file].append(Piece(row.offset, row.offset + row.length, sink))
-        self._fetcher.run(pieces, self._threads)
+        self._fetcher.run(pieces.items(), self._threads)
         return objects

@@ -287,7 +287,7 @@ class _Exchange:
         data = place[:size]
         try:
             if self._failure is None:
-                self._fetcher.run(_pieces(part, data), self._threads)
+                self._fetcher.run(_pieces(part, data).items(), self._threads)
                 crc = crc64nvme(data)
         except Exception as error:
             self._failure = portable(error, self._ranks.rank)

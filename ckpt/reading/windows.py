@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections import defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -66,6 +66,8 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
 class Window:
     """Hold the items that are read together; `then` is called in order once all pieces are read.
 
+    `pieces` are those that `take` has not given yet.
+
     `extra_bytes` is memory that the window itself takes, beyond the targets.
     """
 
@@ -78,6 +80,11 @@ class Window:
     @property
     def is_full(self) -> bool:
         return self.extra_bytes > _EXTRA_BYTES or self.tensor_bytes > _TENSOR_BYTES
+
+    def take(self) -> Iterator[tuple[StoredFile, list[Piece]]]:
+        """Give the pieces that were not given yet."""
+        pieces, self.pieces = self.pieces, defaultdict(list)
+        yield from pieces.items()
 
     def read_whole(self, file: StoredFile, info: StorageInfo, then: Callable[[bytearray], None]) -> None:
         """Read an item as it is stored."""

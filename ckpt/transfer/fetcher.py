@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
@@ -102,11 +102,14 @@ class Fetcher:
     pool: StagingPool
     when_visible: WhenVisible
 
-    def run(self, wanted: Mapping[StoredFile, Iterable[Piece]], threads: Executor) -> None:
-        """Deliver all pieces to their sinks, or raise the first error once no read is running any more."""
+    def run(self, wanted: Iterable[tuple[StoredFile, Iterable[Piece]]], threads: Executor) -> None:
+        """Deliver all pieces to their sinks, or raise the first error once no read is running any more.
+
+        Reads of a file begin when `wanted` gives it.
+        """
         requests = (
             (file, request)
-            for file, pieces in wanted.items()
+            for file, pieces in wanted
             for request in plan_requests(
                 pieces,
                 grid_bytes=file.block_size_bytes,

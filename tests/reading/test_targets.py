@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 import ckpt
 import ckpt.reading.windows
 import ckpt.transfer.pieces
+from ckpt.backends.posix import PosixStore
 from ckpt.errors import CheckpointError
 from ckpt.reading.windows import TargetMemory, Window
 
@@ -213,3 +215,45 @@ def test_targets_of_one_owner_may_interleave() -> None:
     assert not memory.add(buffer[3, 3:4], "b")
     assert not memory.add(buffer[3, 3:4], None)
     assert memory.add(torch.zeros(10), None)
+
+
+class _OneAtATime(dcp.DefaultLoadPlanner):
+    """Plans no tensor of a third file before a read has ended."""
+
+    def __init__(self, read: threading.Event) -> None:
+        super().__init__()
+        self._read, self.files = read, set[str]()
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        assert self.metadata is not None
+        self.files.add(self.metadata.storage_data[read_item.storage_index].relative_path)
+        if len(self.files) == 3:
+            assert self._read.wait(60), "nothing is read while the third file's items are planned"
+        target: torch.Tensor = super().resolve_tensor(read_item)
+        return target
+
+
+def test_reads_begin_while_later_files_are_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckpt.writing.layout.MIN_FILE_BYTES", 1 << 18)
+    saved = {f"{number}": random_tensor(64, 1024) for number in range(4)}
+    ckpt.save(saved, tmp_path)
+    has_read, read_into = threading.Event(), PosixStore.read_into
+
+    def tell(store: PosixStore, key: str, offset: int, buffers: Any) -> None:
+        read_into(store, key, offset, buffers)
+        if key.endswith(".distcp"):
+            has_read.set()
+
+    monkeypatch.setattr(PosixStore, "read_into", tell)
+    planner, loaded = _OneAtATime(has_read), {name: torch.zeros_like(t) for name, t in saved.items()}
+    ckpt.load(loaded, tmp_path, planner=planner)
+    assert len(planner.files) >= 3, planner.files
+    assert all(bits(loaded[name]) == bits(saved[name]) for name in saved)
+
+
+def test_a_window_for_each_of_many_items(tmp_path: Path) -> None:
+    saved = {f"{number}": torch.tensor([float(number)]) for number in range(3000)}
+    ckpt.save(saved, tmp_path)
+    loaded = {name: torch.zeros(1) for name in saved}
+    ckpt.load(loaded, tmp_path, planner=Staged(4))
+    assert all(torch.equal(loaded[name], saved[name]) for name in saved)

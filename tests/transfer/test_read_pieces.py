@@ -127,7 +127,7 @@ def _read(pieces: list[Piece], file: torch.Tensor, grid: int, blocks: int) -> No
     with ThreadPoolExecutor(2) as threads, pytest.MonkeyPatch.context() as patch:
         patch.setattr(ckpt.transfer.fetcher, "_DIRECT_BYTES", 32)
         patch.setattr(ckpt.transfer.fetcher, "transfer_size_bytes", lambda threads: grid * blocks)
-        fetcher.run({stored: pieces}, threads)
+        fetcher.run([(stored, pieces)], threads)
 
 
 def test_a_row_slice_reads_two_blocks_at_most() -> None:
