@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import logging
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,6 +29,9 @@ _logger = logging.getLogger(__name__)
 
 _MAX_STEPS = 64
 """Of one node, the newest."""
+
+_MAX_PARTIAL = 8
+"""Checkpoints that are not whole, the newest, of which all nodes are asked for parts."""
 
 
 @dataclass(frozen=True)
@@ -75,13 +78,14 @@ def holdings(root: str, ranks: Ranks) -> tuple[list[Holding], frozenset[str]]:
     All ranks call it.
     """
     own: dict[tuple[str, str], Holding] = {}
-    runs = frozenset[str]()
+    names, runs = frozenset[str](), frozenset[str]()
     try:
         with contextlib.closing(open_store(root)) as store:
             states = read_status(root)
             done = {(path, each.id) for path, each in states.items() if each.state == "durable"}
             record = _run_of(store)
             runs = runs_of(store)
+            names = frozenset(path for _, path in newest_first(store.folders(), record)[:_MAX_STEPS])
             for each in _of_node(store, record, ranks.rank):
                 own[each.path, each.id] = replace(each, was_durable=(each.path, each.id) in done)
     except Exception as error:  # a node without its disk does without; the others have theirs
@@ -89,7 +93,7 @@ def holdings(root: str, ranks: Ranks) -> tuple[list[Holding], frozenset[str]]:
     found, runs = ranks.join(
         (own, runs), lambda some, others: (_joined(some[0], others[0]), some[1] | others[1])
     )
-    return _all_parts(found, root, ranks), runs - {""} or runs
+    return _all_parts(found, root, ranks, own=names), runs - {""} or runs
 
 
 def holdings_of(root: str, path: str, ranks: Ranks) -> list[Holding]:
@@ -106,29 +110,55 @@ def holdings_of(root: str, path: str, ranks: Ranks) -> list[Holding]:
     return _all_parts(ranks.join(own, _joined), root, ranks)
 
 
-def _all_parts(found: dict[tuple[str, str], Holding], root: str, ranks: Ranks) -> list[Holding]:
-    """List the newest first; up to the first whole one, with the parts on nodes without its commit record.
+def _all_parts(
+    found: dict[tuple[str, str], Holding], root: str, ranks: Ranks, *, own: Collection[str] | None = None
+) -> list[Holding]:
+    """List the newest first; with the parts that lie on nodes without their commit record.
 
-    A job that ends while its nodes commit, one after the other, leaves such nodes.
+    A job that ends while its nodes commit, one after the other, leaves such nodes. `own` are the folders that this
+    rank's node does not give up; default all.
     """
     ordered = sorted(found.values(), key=lambda each: each.order, reverse=True)
-    for number, each in enumerate(ordered):
-        if each.is_whole:
-            break
-        if each.owner is None:
-            continue
-        here = 0
-        with contextlib.closing(PrefixStore(open_store(root), each.path)) as folder:
-            try:
-                records = shared(ranks, each.owner, folder, each.id)
-            except CheckpointError:  # the same on all ranks
-                continue
-            with contextlib.suppress(Exception):  # as above
-                record = StoredCommit(records.commit, folder.url).record
-                here = _bits_here(record, _sizes(folder, record))
-        here = ranks.join(here, operator.or_)
-        ordered[number] = replace(each, here=each.here | here)
-    return ordered
+    partial = [each for each in ordered if each.owner is not None and not each.is_whole][:_MAX_PARTIAL]
+    if not partial:
+        return ordered
+    commits = {
+        each.id: data
+        for each in partial
+        if each.owner == ranks.rank and (data := _commit_of(root, each)) is not None
+    }
+    commits = ranks.join(commits, operator.or_)
+    parts = {
+        each.id: _parts_beside(root, each, commits[each.id])
+        for each in partial
+        if each.id in commits and (own is None or each.path in own)
+    }
+    parts = ranks.join(
+        parts, lambda some, others: {key: some.get(key, 0) | others.get(key, 0) for key in some | others}
+    )
+    return [replace(each, here=each.here | parts.get(each.id, 0)) for each in ordered]
+
+
+def _commit_of(root: str, holding: Holding) -> bytes | None:
+    try:
+        with contextlib.closing(open_store(root)) as store:
+            commit = read_commit(PrefixStore(store, holding.path))
+        return None if commit is None or commit.record.id != holding.id else commit.raw
+    except Exception as error:
+        _logger.warning("the commit record of %s cannot be read: %s", holding.path, error)
+        return None
+
+
+def _parts_beside(root: str, holding: Holding, commit: bytes) -> int:
+    """Return the bits of the parts of a checkpoint that this node has, with its commit record or without."""
+    try:
+        with contextlib.closing(open_store(root)) as store:
+            folder = PrefixStore(store, holding.path)
+            record = StoredCommit(commit, folder.url).record
+            return _bits_here(record, _sizes(folder, record))
+    except Exception as error:  # as in `holdings`
+        _logger.warning("what %s holds of %s cannot be found out: %s", root, holding.path, error)
+        return 0
 
 
 def _of_node(store: Store, record: RunRecord, rank: int) -> Iterator[Holding]:

@@ -159,8 +159,10 @@ def load_near(
         ranks.progress.wait_for("a rank to read the records of the checkpoint")
         with contextlib.closing(open_store(near)) as store:
             records = shared(ranks, holding.owner or 0, reader.near_store, holding.id)
-            with contextlib.suppress(Exception):  # a disk that takes no more can still be read
+            try:
                 records.keep(store)
+            except Exception as error:  # a disk that takes no more can still be read
+                _logger.warning("%s: its records cannot be kept on this node: %s", holding.path, error)
             commit = StoredCommit(records.commit, store.url)
             key = commit.record.described_by.path
             return Checkpoint(store, _SETTINGS, commit, key, records.described, is_shared=True).share()

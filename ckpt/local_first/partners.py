@@ -78,22 +78,18 @@ def undurable(root: str, is_durable: Mapping[str, str]) -> dict[str, dict[str, i
 
 def share_of(node: Node, nodes: Sequence[Node]) -> Share:
     """Choose the files that a node carries to the durable place, of all that it has: each has one that carries it."""
-    written: dict[str, dict[str, int]] = {}
+    first: dict[str, dict[str, tuple[bool, tuple[int, ...]]]] = {}
     for each in nodes:
         for commit_id, has in each.has.items():
-            # A node without the record may be given it, and then has what none of those has that have it now.
-            written.setdefault(commit_id, {}).update(node.has.get(commit_id, has))
-    left: dict[str, frozenset[str]] = {}
-    for commit_id, paths in written.items():
-        holders = [each for each in nodes if commit_id in each.has]
-        first = {
-            path: min(
-                (each for each in holders if path in each.has[commit_id]),
-                key=lambda each: (rank not in each.ranks, each.ranks),
-            )
-            for path, rank in paths.items()
-        }
-        left[commit_id] = frozenset(path for path in paths if first[path] is not node)
+            known = first.setdefault(commit_id, {})
+            for path, rank in has.items():
+                order = rank not in each.ranks, each.ranks
+                known[path] = min(order, known.get(path, order))
+    # A node without the record may be given it, and then has what none of those has that have it now.
+    left = {
+        commit_id: frozenset(path for path, (_, ranks) in known.items() if ranks != node.ranks)
+        for commit_id, known in first.items()
+    }
     return Share(frozenset(node.ranks), left)
 
 

@@ -109,12 +109,15 @@ class Loader:
         else:
             prepare, resources = lambda: self._prepare(items), (self._fetcher, self._pool, self._threads)
             todo = self._replicas.read(prepare, self._parcel, *resources)
-        entries = self._entries(todo)
+        takes_any_order, entries = _takes_any_order(self._planner), self._entries(todo)
         left: list[_Entry] = []
         while True:
             window, ahead = Window(), itertools.chain(left, entries)
             left = []
-            self._fetcher.run(self._fill(window, ahead, left), self._threads)
+            pieces = self._fill(window, ahead, left)
+            if not takes_any_order:  # it may change a target that it has given before
+                pieces = iter([*pieces])
+            self._fetcher.run(pieces, self._threads)
             for then in window.then:
                 then()
             if not left:

@@ -35,9 +35,20 @@ def run_all(
     is raised once nothing is running any more.
     """
     begun: list[Future[R]] = []
+    has_failed = threading.Event()
+
+    def run(item: T) -> R:
+        try:
+            return work(item)
+        except BaseException:
+            has_failed.set()
+            raise
+
     try:
-        for item in todo:
-            begun.append(threads.submit(work, item))
+        for item in todo:  # which may take its time to say what is next
+            if has_failed.is_set():
+                break
+            begun.append(threads.submit(run, item))
         done, _ = wait(begun, return_when=FIRST_EXCEPTION)
         return [future.result() for future in begun if future in done]
     finally:

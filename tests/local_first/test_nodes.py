@@ -157,6 +157,8 @@ def test_killed_while_the_nodes_commit(trained: Path) -> None:
     step, read = restored(trained)
     assert step == 2
     assert read["durable_bytes"] == 0
+    assert len([*trained.glob("node*/*/step-00000002/commit.json")]) == 4
+    assert ckpt.verify(trained / "durable/step-00000002").ok
 
 
 def test_the_durable_place_completes_it(trained: Path) -> None:
@@ -396,6 +398,10 @@ def test_each_file_has_one_node_that_carries_it(held: list[dict[str, int]]) -> N
     ]
     shares = [share_of(node, nodes) for node in nodes]
     assert [share.ranks for share in shares] == [{number} for number in range(len(nodes))]
+    for number, share in enumerate(shares):  # also of what it has damaged, and so does not list
+        assert share.left["id"] >= {
+            path for other in (*held[:number], *held[number + 1 :]) for path in other
+        } - {*held[number]}
     carried = [{*paths} - share.left["id"] for paths, share in zip(held, shares, strict=True)]
     assert sorted(itertools.chain(*carried)) == sorted({*itertools.chain(*held)})
     for number, paths in enumerate(held):  # the one that wrote it, if it has it

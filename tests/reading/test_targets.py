@@ -15,13 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.states import bits, random_tensor
 from support.tiers import examples
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import ReadItem
 
 import ckpt
 import ckpt.reading.windows
 import ckpt.transfer.pieces
 from ckpt.backends.posix import PosixStore
-from ckpt.errors import CheckpointError
+from ckpt.errors import CheckpointError, LoadFailed
 from ckpt.reading.windows import TargetMemory, Window
 
 COMPLEX = torch.complex64
@@ -223,13 +224,16 @@ class _OneAtATime(dcp.DefaultLoadPlanner):
     def __init__(self, read: threading.Event) -> None:
         super().__init__()
         self._read, self.files = read, set[str]()
+        self.fault: Exception | None = None
 
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         assert self.metadata is not None
-        self.files.add(self.metadata.storage_data[read_item.storage_index].relative_path)
+        self.files.add(self.metadata.storage_data[index].relative_path)
         if len(self.files) == 3:
             assert self._read.wait(60), "nothing is read while the third file's items are planned"
-        target: torch.Tensor = super().resolve_tensor(read_item)
+            if self.fault is not None:
+                raise self.fault
+        target: torch.Tensor = super().lookup_tensor(index)
         return target
 
 
@@ -248,6 +252,10 @@ def test_reads_begin_while_later_files_are_planned(tmp_path: Path, monkeypatch: 
     planner, loaded = _OneAtATime(has_read), {name: torch.zeros_like(t) for name, t in saved.items()}
     ckpt.load(loaded, tmp_path, planner=planner)
     assert len(planner.files) >= 3, planner.files
+    planner = _OneAtATime(has_read)
+    planner.fault = ValueError("no such tensor")
+    with pytest.raises(LoadFailed, match="no such tensor"):
+        ckpt.load({**loaded}, tmp_path, planner=planner)
     assert all(bits(loaded[name]) == bits(saved[name]) for name in saved)
 
 
