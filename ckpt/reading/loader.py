@@ -109,8 +109,8 @@ class Loader:
         else:
             prepare, resources = lambda: self._prepare(items), (self._fetcher, self._pool, self._threads)
             todo = self._replicas.read(prepare, self._parcel, *resources)
-        takes_any_order, entries = _takes_any_order(self._planner), self._entries(todo)
-        left: list[_Entry] = []
+        takes_any_order, left = _takes_any_order(self._planner), list[_Entry]()
+        entries = ((item, info, self._target(item) if _is_tensor(item) else None) for item, info in todo)
         while True:
             window, ahead = Window(), itertools.chain(left, entries)
             left = []
@@ -162,10 +162,6 @@ class Loader:
         return TensorParcel(
             file, start, stop, commit, stored, tuple(item.storage_offsets), target.memory, is_whole
         )
-
-    def _entries(self, todo: Sequence[Wanted]) -> Iterator[_Entry]:
-        for item, info in todo:
-            yield item, info, None if item.type == LoadItemType.BYTE_IO else self._target(item)
 
     def _fill(
         self, window: Window, entries: Iterable[_Entry], left: list[_Entry]
@@ -355,6 +351,10 @@ def chunk_of(checkpoint: Checkpoint, index: MetadataIndex) -> tuple[torch.Size, 
     if shape is None:
         raise checkpoint.fault(f"{index.fqn!r} has no chunk at {index.offset}")
     return shape, tensor.properties.dtype
+
+
+def _is_tensor(item: ReadItem) -> bool:
+    return item.type != LoadItemType.BYTE_IO
 
 
 def _takes_any_order(planner: LoadPlanner) -> bool:
