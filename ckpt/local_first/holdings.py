@@ -78,22 +78,22 @@ def holdings(root: str, ranks: Ranks) -> tuple[list[Holding], frozenset[str]]:
     All ranks call it.
     """
     own: dict[tuple[str, str], Holding] = {}
-    names, runs = frozenset[str](), frozenset[str]()
+    folders, runs = dict[str, int](), frozenset[str]()
     try:
         with contextlib.closing(open_store(root)) as store:
             states = read_status(root)
             done = {(path, each.id) for path, each in states.items() if each.state == "durable"}
             record = _run_of(store)
             runs = runs_of(store)
-            names = frozenset(path for _, path in newest_first(store.folders(), record)[:_MAX_STEPS])
-            for each in _of_node(store, record, ranks.rank):
+            folders = {path: step for step, path in newest_first(store.folders(), record)[:_MAX_STEPS]}
+            for each in _of_node(store, folders, ranks.rank):
                 own[each.path, each.id] = replace(each, was_durable=(each.path, each.id) in done)
     except Exception as error:  # a node without its disk does without; the others have theirs
         _logger.warning("what %s holds cannot be found out: %s", root, error)
     found, runs = ranks.join(
         (own, runs), lambda some, others: (_joined(some[0], others[0]), some[1] | others[1])
     )
-    return _all_parts(found, root, ranks, own=names), runs - {""} or runs
+    return _all_parts(found, root, ranks, own=folders), runs - {""} or runs
 
 
 def holdings_of(root: str, path: str, ranks: Ranks) -> list[Holding]:
@@ -161,8 +161,8 @@ def _parts_beside(root: str, holding: Holding, commit: bytes) -> int:
         return 0
 
 
-def _of_node(store: Store, record: RunRecord, rank: int) -> Iterator[Holding]:
-    for step, path in newest_first(store.folders(), record)[:_MAX_STEPS]:
+def _of_node(store: Store, folders: Mapping[str, int], rank: int) -> Iterator[Holding]:
+    for path, step in folders.items():
         folder = PrefixStore(store, path)
         try:
             commit = read_commit(folder)
