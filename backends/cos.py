@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from ckpt.backends.s3_protocol.options import client_settings, take_s3_options, with_shared_models
+from ckpt.backends.s3_protocol.options import client_settings, new_session, take_s3_options
 from ckpt.backends.s3_protocol.requests import S3Requests
 from ckpt.backends.s3_protocol.store import S3ApiStore
 from ckpt.errors import ConfigurationError
@@ -107,7 +107,7 @@ def _make_client(options: Mapping[str, Any], threads: int) -> Any:
         from ibm_botocore.client import Config
     except ImportError as error:
         raise ConfigurationError("cos:// needs ibm-cos-sdk: pip install 'ckpt-storage[cos]'") from error
-    session = ibm_boto3.Session(botocore_session=with_shared_models(ibm_botocore.session.get_session()))
+    session = ibm_boto3.Session(botocore_session=new_session(ibm_botocore.session))
     settings = {
         "signature_version": "oauth" if _uses_iam(options, session) else "s3v4",
         **client_settings(options, threads),

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from ckpt.backends.s3_protocol.options import client_settings, take_s3_options, with_shared_models
+from ckpt.backends.s3_protocol.options import client_settings, new_session, take_s3_options
 from ckpt.backends.s3_protocol.renewed_credentials import RenewingProviders
 from ckpt.backends.s3_protocol.requests import S3Requests
 from ckpt.backends.s3_protocol.store import S3ApiStore
@@ -56,7 +56,7 @@ def _make_client(options: Mapping[str, Any], threads: int) -> Any:
     settings = client_settings(options, threads)
     if options["anon"]:
         settings["signature_version"] = UNSIGNED
-    core = with_shared_models(botocore.session.get_session())
+    core = new_session(botocore.session)
     session = boto3.Session(
         botocore_session=core,
         aws_access_key_id=options["key"],

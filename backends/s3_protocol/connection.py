@@ -100,7 +100,9 @@ class S3Connection:
             if self._opened is None or self._opened[0] != os.getpid():
                 pool = ThreadPoolExecutor(self.threads, thread_name_prefix="ckpt-s3")
                 client = self._new_client()
-                self._opened = os.getpid(), client, pool, RepeatedRequests(client, self.retries, self.secrets)
+                is_plain = not (self.options["s3_additional_kwargs"] or self.options["requester_pays"])
+                repeated = RepeatedRequests(client, self.retries, self.secrets, is_plain=is_plain)
+                self._opened = os.getpid(), client, pool, repeated
             return self._opened[1:]
 
     def _new_client(self) -> Any:

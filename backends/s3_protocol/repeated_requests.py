@@ -1,10 +1,10 @@
 """Send requests like one that the SDK has sent: the next part of an upload, the next range of an object.
 
 Between large bodies a request costs the SDK 4 ms of CPU, a fifth of a whole save. Its first one of a kind is kept as a
-form; others fill in what differs, are signed anew (Signature Version 4) with the SDK's credentials, and go over the
-connections of its own pool. Only a plain success counts: whatever else happens, the caller sends the request through
-the SDK, whose retries, redirects and errors apply, and for a while no other request is sent this way: 10 s, then twice as
-long each time, and then one tries.
+form; for parts, the one that began the upload. Others fill in what differs, are signed anew (Signature Version 4) with
+the SDK's credentials, and go over the connections of its own pool. Only a plain success counts: whatever else happens,
+the caller sends the request through the SDK, whose retries, redirects and errors apply, and for a while no other request
+is sent this way: 10 s, then twice as long each time, and then one tries.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import quote, urlsplit
 
@@ -43,6 +43,11 @@ _OF_ONE_REQUEST = frozenset({
     "x-amzn-trace-id", "traceparent", "tracestate", "baggage",
 })  # fmt: skip
 """Headers that are filled in, and those that are of one request alone."""
+_BEGINS = "CreateMultipartUpload"
+_ALGORITHM_OF_PARTS, _TYPE_OF_CHECKSUM = "x-amz-checksum-algorithm", "x-amz-checksum-type"
+_NO_DIGESTS = frozenset({"x-amz-checksum-mode", _ALGORITHM_OF_PARTS, _TYPE_OF_CHECKSUM, _CHECKSUM})
+_OF_ALL_REQUESTS = frozenset({"user-agent", "x-amz-content-sha256", "accept-encoding"})
+"""Headers that each request has, whatever its kind."""
 _EXPECTED = {"UploadPart": (200,), "GetObject": (200, 206)}
 _ANSWERS = {"UploadPart": (), "GetObject": (404, 412, 416)}
 """No failures, but for the SDK to tell."""
@@ -70,9 +75,15 @@ class _Form:
 
 
 class RepeatedRequests:
-    """The forms of one client. None are kept where requests are sent once, or at a rate that the SDK adapts."""
+    """The forms of one client. None are kept where requests are sent once, or at a rate that the SDK adapts.
 
-    def __init__(self, client: Any, retries: Retries, secrets: Callable[[], list[str]]) -> None:
+    `is_plain`: requests have no arguments but those that this library gives them.
+    """
+
+    def __init__(
+        self, client: Any, retries: Retries, secrets: Callable[[], list[str]], *, is_plain: bool = False
+    ) -> None:
+        self._is_plain = is_plain
         self._retries, self._secrets = retries, secrets
         self._forms: dict[str, _Form] = {}
         self._paused_until_s, self._tried_at_s, self._pause_s = 0.0, 0.0, _PAUSE_S
@@ -88,7 +99,7 @@ class RepeatedRequests:
         if tries.get("mode") == "adaptive" or tries.get("total_max_attempts") == 1:
             return
         register = client.meta.events.register
-        for operation in ("UploadPart", "GetObject"):
+        for operation in (*_EXPECTED, _BEGINS):
             register(f"before-send.s3.{operation}", functools.partial(self._look, operation))
             register(f"needs-retry.s3.{operation}", functools.partial(self._learn, operation))
 
@@ -154,13 +165,16 @@ class RepeatedRequests:
         if form is None or response is None or response[0].status_code >= 300:
             self._forms.pop(kind, None)
         elif type(getattr(response[0], "raw", None)).__module__.startswith("urllib3"):
-            self._forms[kind] = form
+            if kind != _BEGINS:
+                self._forms[kind] = form
+            elif self._is_plain and (part := _part_of(form)) is not None:
+                self._forms.setdefault("UploadPart", part)
 
     def _form_of(self, request: Any, name: str) -> _Form | None:
         url, path = urlsplit(request.url), f"/{quote(name, safe='/~')}"
         headers = {key.lower(): _text(value) for key, value in request.headers.items()}
         signature = headers.get("authorization", "").split()
-        is_body_signed = request.method == "PUT" and headers.get("x-amz-content-sha256") != _UNSIGNED_BODY
+        is_body_signed = request.method != "GET" and headers.get("x-amz-content-sha256") != _UNSIGNED_BODY
         if signature[:1] != [_ALGORITHM] or is_body_signed or _EXPRESS in headers:
             return None
         if any(_is_digest(header) for header in headers):
@@ -366,11 +380,18 @@ def _derived_key(secret: str, *scope: str) -> bytes:
     return key
 
 
+def _part_of(begin: _Form) -> _Form | None:
+    """Make the form of parts with checksums from the request that begins their upload; None if it says more, or less."""
+    headers = dict(begin.headers)
+    if headers.pop(_ALGORITHM_OF_PARTS, None) != "CRC64NVME":
+        return None  # the SDK may compute others
+    headers.pop(_TYPE_OF_CHECKSUM, None)
+    return replace(begin, headers=headers, is_checked=True) if headers.keys() <= _OF_ALL_REQUESTS else None
+
+
 def _is_digest(header: str) -> bool:
     """Tell whether a header is of one body, and not one that is filled in."""
-    return header == "content-md5" or (
-        header.startswith("x-amz-checksum-") and header not in ("x-amz-checksum-mode", _CHECKSUM)
-    )
+    return header == "content-md5" or (header.startswith("x-amz-checksum-") and header not in _NO_DIGESTS)
 
 
 def _text(value: Any) -> str:

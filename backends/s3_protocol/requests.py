@@ -67,9 +67,13 @@ class S3Requests(S3Connection):
 
     def start_upload(self, key: str, *, checksums: bool) -> tuple[str, bool]:
         """Start a multipart upload; return its id, and whether the request was sent again."""
-        with self.translated(key, "start a multipart upload", harmless=True):
+        target = self.object(key)
+        with (
+            self.translated(key, "start a multipart upload", harmless=True),
+            self.repeated.learning(target["Key"]),
+        ):
             reply = self.client.create_multipart_upload(
-                **self.object(key),
+                **target,
                 **({"ChecksumAlgorithm": "CRC64NVME", "ChecksumType": "FULL_OBJECT"} if checksums else {}),
             )
             return str(reply["UploadId"]), bool(reply["ResponseMetadata"].get("RetryAttempts"))

@@ -14,6 +14,8 @@ from types import SimpleNamespace
 from typing import Any
 from urllib.parse import quote
 
+import botocore.session
+import ibm_botocore.session
 import pytest
 from support.clock import skip_pauses_of_s3
 from support.forward_proxy import certificate
@@ -24,6 +26,7 @@ from urllib3 import HTTPResponse
 from ckpt.backends.base import MIB, Store, put_bytes, read_bytes
 from ckpt.backends.registry import open_store
 from ckpt.backends.s3_protocol import repeated_requests
+from ckpt.backends.s3_protocol.options import new_session
 from ckpt.backends.s3_protocol.repeated_requests import _derived_key, _Form, signed_headers
 from ckpt.errors import Truncated
 from ckpt.testing import CheckedBody
@@ -62,11 +65,11 @@ def parts_of(proxy: FaultProxy) -> int:
     return sum(call.is_part for call in proxy.calls)
 
 
-def test_the_sdk_sends_one_of_a_kind(proxy: FaultProxy, sent: Sent) -> None:
+def test_the_sdk_sends_none_but_the_first(proxy: FaultProxy, sent: Sent) -> None:
     sent.store.put("a/first ü+1", CheckedBody(DATA))
     sent.store.put("second", CheckedBody(DATA))
     assert parts_of(proxy) == 14
-    assert sent.by_sdk.count("UploadPart") == 1
+    assert sent.by_sdk.count("UploadPart") == 0  # what began the upload was its form
     for key in ("a/first ü+1", "second", "second"):
         assert read_bytes(sent.store, key) == DATA
     assert sent.by_sdk.count("GetObject") == 1
@@ -121,7 +124,7 @@ def test_a_failure_is_left_to_the_sdk(proxy: FaultProxy, sent: Sent, action: str
 
     proxy.rule = rule
     sent.store.put("k", CheckedBody(DATA))
-    assert sent.by_sdk.count("UploadPart") == 6  # the first, the third again, and those in the pause after it
+    assert sent.by_sdk.count("UploadPart") == 5  # the third again, and those in the pause after it
     assert sent.store.retries == 1
     assert read_bytes(sent.store, "k") == DATA
 
@@ -168,6 +171,45 @@ def test_what_is_unusual_is_left_to_the_sdk(
     assert sent.by_sdk.count("UploadPart") == 7
     assert read_bytes(sent.store, "k") == DATA
     sent.store.close()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"s3_additional_kwargs": {"ServerSideEncryption": "AES256"}},
+        {"s3_additional_kwargs": {"ExpectedBucketOwner": "0" * 12}},
+        {"requester_pays": True},
+        {"checksum": "none"},
+    ],
+    ids=["encryption", "an owner", "who pays", "no checksums"],
+)
+def test_where_an_upload_says_more_the_first_part_is_the_form(
+    server: StrictS3, proxy: FaultProxy, options: dict[str, Any]
+) -> None:
+    server.requires_checksums = options.get("checksum") != "none"
+    sent = Sent(proxy, **options)
+    sent.store.put("k", CheckedBody(DATA))
+    assert sent.by_sdk.count("UploadPart") == 1
+    assert read_bytes(sent.store, "k") == DATA
+    assert sent.store.retries == 0
+    sent.store.close()
+
+
+@pytest.mark.parametrize("sdk", [botocore.session, ibm_botocore.session], ids=["botocore", "ibm"])
+def test_sessions_share_no_handlers(sdk: Any) -> None:
+    one, other = new_session(sdk), new_session(sdk)
+    assert one.get_component("data_loader") is other.get_component("data_loader")
+    one.register("an.event", lambda **_: "heard")
+    assert [reply for _, reply in one.emit("an.event")] == ["heard"]
+    assert other.emit("an.event") == []
+    assert new_session(sdk).emit("an.event") == []
+    plain = sdk.get_session()
+    for event in ("before-parameter-build.s3.PutObject", "needs-retry.s3.PutObject", "choose-signer.s3"):
+        has = [
+            each.get_component("event_emitter")._emitter._handlers.prefix_search(event)
+            for each in (other, plain)
+        ]
+        assert has[0] == has[1]
 
 
 def test_an_sdk_of_another_make_sends_all_itself(proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> None:
