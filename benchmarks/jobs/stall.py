@@ -1,4 +1,4 @@
-"""Measure how long `async_save` keeps the trainer waiting: the second save, when buffers may exist."""
+"""Measure how long `async_save` keeps the trainer waiting: the first save, and the second, when buffers may exist."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ __all__ = ["async_save", "copy"]
 
 
 def async_save(task: Task) -> dict[str, float]:
-    """Measure the stall of the second save.
+    """Measure the stall of the second save, and how long that of the first was (`first_s`).
 
     `read back` proves that later changes did not reach the checkpoint.
     """
     contender: Any = _asynchronous(task)
     state = task.state.filled()
-    contender.async_save(state, f"{task.place}-first").result()
+    with metered() as first:
+        future = contender.async_save(state, f"{task.place}-first")
+    future.result()
     with metered() as reading:
         future = contender.async_save(state, f"{task.place}-second")
     for tensor in state.values():
@@ -34,7 +36,7 @@ def async_save(task: Task) -> dict[str, float]:
     task.state.verify(loaded)
     if hasattr(contender, "close"):
         contender.close()
-    return figures_of(reading, task.state.nbytes)
+    return {**figures_of(reading, task.state.nbytes), "first_s": first.wall_s}
 
 
 def copy(task: Task) -> dict[str, float]:

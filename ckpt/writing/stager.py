@@ -72,9 +72,31 @@ class Stager(CommonStager):
     def __init__(self, *, shared_memory: bool = False) -> None:
         self._memory = SharedBlock() if shared_memory else Blocks(_MAX_BLOCKS)
 
+    def provide(self, nbytes: int) -> None:
+        """Make memory ready for a first state of this size, in the background.
+
+        The first `stage` then takes no longer than others. It waits for what is not ready yet.
+        """
+        self._memory.provide(nbytes)
+
     def close(self) -> None:
         """Release the memory that no staged state uses; harmless to call twice."""
         self._memory.clear()
+
+
+def bytes_to_stage(values: Iterable[Any]) -> int:
+    """Return about how much memory the copies of a state's tensors take on this rank."""
+    return sum(_bytes_of(value) for value in values if isinstance(value, torch.Tensor))
+
+
+def _bytes_of(tensor: torch.Tensor) -> int:
+    try:
+        if (parts := parts_of(tensor)) is not None:
+            return bytes_to_stage(parts)
+        source = plain(tensor)
+    except ValueError:  # it was freed
+        return 0
+    return 0 if source is None else source.nbytes
 
 
 def _staged(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import io
+import logging
 import math
 import os
 import pickle
@@ -17,6 +18,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -33,6 +35,12 @@ Lease = ctypes.Array[ctypes.c_char]
 _Place = tuple[int, torch.dtype, tuple[int, ...], bool]
 """The offset of a tensor in a lease, its dtype, shape and `requires_grad`."""
 
+_PATIENCE_S = 120.0
+"""Of who wants memory that is being made ready."""
+_TOUCHED_BYTES = 16 << 20
+
+_logger = logging.getLogger(__name__)
+
 _lock = threading.Lock()
 
 
@@ -43,6 +51,44 @@ def _forget_lock() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_lock)  # once: the system keeps what is registered
+
+
+class Ahead:
+    """A block that a thread makes ready: its pages are taken from the system, which costs more than the copy into them."""
+
+    def __init__(self, make: Callable[[int], torch.Tensor]) -> None:
+        self._make = make
+        self._made: Future[torch.Tensor] | None = None
+
+    def begin(self, nbytes: int) -> None:
+        """Make a block of `nbytes` ready, unless one is being made, or was."""
+        if self._made is None:
+            self._made = Future()
+            work = threading.Thread(target=self._run, args=[nbytes, self._made], name="ckpt-memory", daemon=True)
+            work.start()
+
+    def take(self) -> torch.Tensor | None:
+        """Return the block as soon as it is ready; None if there is none, or it takes too long."""
+        made, self._made = self._made, None
+        try:
+            return None if made is None else made.result(_PATIENCE_S)
+        except Exception as error:  # who wants the memory gets it from the system, or tells that there is none
+            _logger.info("no memory was made ready for the first save: %s", error or type(error).__name__)
+            return None
+
+    def drop(self) -> None:
+        """Let go of the block, ready or not."""
+        self._made = None
+
+    def _run(self, nbytes: int, made: Future[torch.Tensor]) -> None:
+        try:
+            block = self._make(nbytes)
+            for start in range(0, nbytes, _TOUCHED_BYTES):  # other threads run meanwhile
+                ctypes.memset(block.data_ptr() + start, 0, min(_TOUCHED_BYTES, nbytes - start))
+        except Exception as error:
+            made.set_exception(error)
+        else:
+            made.set_result(block)
 
 
 class Blocks:
@@ -57,6 +103,14 @@ class Blocks:
         self._free: list[torch.Tensor] = []
         self._in_use = 0
         self._returned: deque[torch.Tensor | None] = deque()
+        self._ahead = Ahead(_fresh)
+
+    def provide(self, nbytes: int) -> None:
+        """Make a block ready in the background, for the first state of this size."""
+        with _lock:
+            is_first = not (self._free or self._returned or self._in_use)
+        if is_first and nbytes:
+            self._ahead.begin(nbytes)
 
     def take(self, nbytes: int) -> Lease:
         """Lend memory. Raises CheckpointError if all blocks are in use."""
@@ -69,13 +123,17 @@ class Blocks:
 
     def clear(self) -> None:
         """Release the free blocks."""
+        self._ahead.drop()
         with _lock:
             self._take_back()
             self._free.clear()
 
     def _acquire(self, nbytes: int) -> torch.Tensor:
+        ready = self._ahead.take()
         with _lock:
             is_full = self._is_full()
+            if ready is not None:
+                self._free.append(ready)
         if is_full:
             gc.collect()  # a state that is garbage may wait for it; what it calls may need the lock
         with _lock:
@@ -121,9 +179,17 @@ class SharedBlock:
 
     def __init__(self) -> None:
         self._block: torch.Tensor | None = None
+        self._ahead = Ahead(_shared_block)
+
+    def provide(self, nbytes: int) -> None:
+        """Make the block ready in the background, for the first state of this size."""
+        if self._block is None and nbytes:
+            self._ahead.begin(nbytes)
 
     def take(self, nbytes: int) -> Lease:
         """Lend the memory of the last state, if that fits."""
+        if self._block is None:
+            self._block = self._ahead.take()
         if self._block is None or not nbytes <= self._block.numel() <= 2 * nbytes:
             self._block = None
             self._block = _shared_block(nbytes)
@@ -131,6 +197,7 @@ class SharedBlock:
 
     def clear(self) -> None:
         """Release the block."""
+        self._ahead.drop()
         self._block = None
 
 

@@ -251,6 +251,9 @@ class _Uploads:
         tagged = [replace(place, options={**place.options, "tags": tags}) for place in places]
         return saving.save_to_first(state, lambda _: tagged, process_group=self.ranks, is_async=False)
 
+    def provide(self, nbytes: int) -> None:
+        """Nothing is copied."""
+
     def close(self) -> None:
         """Nothing is open."""
 

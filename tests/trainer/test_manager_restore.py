@@ -19,6 +19,7 @@ from support.commands import run_json
 from test_manager import damage, restored_step, run, state_of, steps_at
 
 import ckpt
+from ckpt import collective
 from ckpt.backends.memory import MemoryStore, inject
 from ckpt.backends.options import redact_url
 from ckpt.backends.posix import PosixStore
@@ -28,6 +29,7 @@ from ckpt.errors import CheckpointError, ConfigurationError, LoadFailed, NotFoun
 from ckpt.format.run_record import RUN_KEY
 from ckpt.trainer_integration.events import Event, JsonLines
 from ckpt.trainer_integration.training_state import training_state
+from ckpt.writing.stager import bytes_to_stage
 
 MOMENTS = {
     "before it is looked at": ("stat", "commit.json"),
@@ -137,6 +139,24 @@ def test_it_needs_no_stock_metadata(tmp_path: Path) -> None:
         restored = manager.restore(state_of(-1))
     assert restored is not None
     assert (restored.step, restored.passed_over) == (2, ())
+
+
+def test_memory_for_the_first_save_is_made_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    announced: list[int] = []
+    monkeypatch.setattr(collective.stager, "provide", announced.append)
+    run(tmp_path / "run", range(1, 2))
+    assert announced == []  # there was nothing to restore, so nobody knew
+    nbytes = bytes_to_stage([state_of(0)["weight"]])
+    with ckpt.CheckpointManager(tmp_path / "run", save=1) as manager:
+        assert manager.restore(state_of(-1)) is not None
+    assert announced == [nbytes]
+    with ckpt.CheckpointManager(tmp_path / "next", save=1) as manager:
+        assert manager.restore(state_of(-1), initial=tmp_path / "run" / "step-00000001") is not None
+    assert announced == [nbytes] * 2
+    for options in ({"references": True}, {"async_mode": "off"}):
+        with ckpt.CheckpointManager(tmp_path / "run", save=1, **options) as manager:
+            assert manager.restore(state_of(-1)) is not None
+    assert announced == [nbytes] * 2
 
 
 def test_ls_and_restore_agree_on_the_latest(tmp_path: Path) -> None:
@@ -269,7 +289,7 @@ def test_a_password_in_the_url_is_not_shown(
         for step in (1, 2):
             manager.step(step, state_of(step))
         manager.wait_durable()
-        texts += [repr(manager.restore(state_of(-1))), repr(manager._saves._uploads)]
+        texts += [repr(manager.restore(state_of(-1))), repr(manager._saves.uploads)]
         assert "visibility_lag_s" not in texts[-1]
         for call in (
             lambda: manager.restore(state_of(-1), step=77),

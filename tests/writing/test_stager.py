@@ -29,6 +29,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 import ckpt
 from ckpt.backends import memory
 from ckpt.errors import CheckpointError
+from ckpt.writing import staging_memory
+from ckpt.writing.stager import bytes_to_stage
+from ckpt.writing.staging_memory import _fresh, _shared_block
 
 
 def overwritten(state: Any) -> None:
@@ -75,6 +78,56 @@ def test_memory_is_reused_and_given_back_by_itself() -> None:
     state["t"].zero_()
     assert stager.stage(state)["t"].data_ptr() not in addresses
     assert part_of_it.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("shared_memory", [False, True])
+def test_memory_is_made_ready_ahead(shared_memory: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    made_by = []
+
+    def make(nbytes: int, real: Any = _shared_block if shared_memory else _fresh) -> torch.Tensor:
+        made_by.append(threading.current_thread().name)
+        block: torch.Tensor = real(nbytes)
+        return block
+
+    monkeypatch.setattr(staging_memory, "_shared_block" if shared_memory else "_fresh", make)
+    stager, state = ckpt.Stager(shared_memory=shared_memory), {"t": torch.arange(100_000)}
+    stager.provide(bytes_to_stage(state.values()))
+    stager.provide(5)  # one is enough
+    assert torch.equal(stager.stage(state)["t"], state["t"])
+    assert made_by == ["ckpt-memory"]
+    stager.provide(800_000)  # not the first any more
+    assert torch.equal(stager.stage(state)["t"], state["t"])
+    assert made_by == ["ckpt-memory"]
+    larger = {"t": torch.arange(100_001)}  # than what was announced
+    assert torch.equal(stager.stage(larger)["t"], larger["t"])
+    assert made_by == ["ckpt-memory", "MainThread"]
+
+
+@pytest.mark.parametrize("shared_memory", [False, True])
+def test_without_memory_ahead_a_copy_gets_its_own(
+    shared_memory: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "_shared_block" if shared_memory else "_fresh"
+    real = getattr(staging_memory, name)
+
+    def make(nbytes: int) -> torch.Tensor:
+        if threading.current_thread() is not threading.main_thread():
+            raise MemoryError
+        block: torch.Tensor = real(nbytes)
+        return block
+
+    monkeypatch.setattr(staging_memory, name, make)
+    stager = ckpt.Stager(shared_memory=shared_memory)
+    stager.provide(400)
+    assert stager.stage({"t": torch.ones(100)})["t"].sum() == 100
+    stager.close()
+
+
+def test_bytes_to_stage() -> None:
+    freed = torch.ones(9)
+    freed.untyped_storage().resize_(0)
+    values = [torch.ones(3), 7, torch.ones(4, 4)[:, 1], freed, torch.ones(2).to_sparse()]
+    assert bytes_to_stage(values) == 12 + 16
 
 
 def test_a_third_copy_is_refused() -> None:

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from ckpt.api import async_save, save
 from ckpt.arguments import values_of
-from ckpt.collective import place_of
+from ckpt.collective import place_of, stager
 from ckpt.embeddings.saving import Tables
 from ckpt.errors import CheckpointError, ConfigurationError, SaveFailed
 from ckpt.format.names import last_segment
@@ -61,6 +61,13 @@ class Uploads:
             raise ConfigurationError(f"{wanted} needs async_mode='thread' or 'off'")
         if self.mode == "process":
             check_main_guard()
+
+    def provide(self, nbytes: int) -> None:
+        """Make memory ready for a copy of a state of this size, while training begins."""
+        if self.mode == "process":
+            self._stager.provide(nbytes)
+        elif self.mode == "thread" and self.frozen is None:  # else little of it is copied, perhaps
+            stager.provide(nbytes)
 
     def begin(
         self, state: dict[str, Any], url: str, tags: Mapping[str, str], base: str | None = None

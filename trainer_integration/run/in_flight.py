@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from ckpt.embeddings.saving import Tables
 from ckpt.errors import CheckpointError, ConfigurationError, SaveFailed
 from ckpt.format.dcp_view import stored_bytes
 from ckpt.format.run_record import RunCheckpoint
@@ -56,6 +55,7 @@ class Saves:
     """Begin and end saves, in the main thread of every rank; rank 0 keeps the record and reports.
 
     Attributes:
+        uploads: how saves are begun.
         steps: those that have a checkpoint, or one in flight, on all ranks alike.
         durable_step: the last durable one, as this rank knows it.
         base: folder of the last checkpoint that was saved or restored, on all ranks alike.
@@ -67,7 +67,7 @@ class Saves:
     def __init__(
         self, ranks: Ranks, uploads: Uploads, history: History, keep: KeepRule | None, events: Events
     ) -> None:
-        self._ranks, self._uploads, self._events = ranks, uploads, events
+        self._ranks, self.uploads, self._events = ranks, uploads, events
         self.history, self.keep = history, keep
         self._flight: Flight | None = None
         self._booked: threading.Event | None = None
@@ -84,14 +84,9 @@ class Saves:
         _all.add(self)
 
     @property
-    def tables(self) -> Tables | None:
-        """The tables that are saved with each state."""
-        return self._uploads.tables
-
-    @property
     def busy(self) -> bool:
         """Tell whether a save in the background, or the removals after it, are under way on this rank."""
-        return self._uploads.mode != "off" and self._booked is not None and not self._booked.is_set()
+        return self.uploads.mode != "off" and self._booked is not None and not self._booked.is_set()
 
     @property
     def failed(self) -> bool:
@@ -160,7 +155,7 @@ class Saves:
     ) -> Future[Any]:
         """Begin an upload; what its future has, `_committed` gets."""
         base = None if self.base in (None, checkpoint.path) else self.history.url(self.base)
-        return self._uploads.begin(state, self.history.url(checkpoint.path), tags, base)
+        return self.uploads.begin(state, self.history.url(checkpoint.path), tags, base)
 
     def settle(self, timeout_s: float | None = None) -> SaveFailed | None:
         """Wait until the save in flight is durable; return its failure, the same on all ranks.
@@ -194,7 +189,7 @@ class Saves:
             return None if flight is None else flight.future.exception()
         finally:
             self._end()
-            self._uploads.close()
+            self.uploads.close()
             self.history.close()
             self._events.flush()
 

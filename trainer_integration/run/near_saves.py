@@ -84,8 +84,8 @@ class NearSaves(Saves):
                 "not_local", checkpoint.step, "a node has no room for it: it is saved to the durable place"
             )
         stamp = RunStamp(run, self.nearest.seen_s + 1.0)  # commits count seconds
-        places = tier.places(checkpoint.path, url, self._uploads.options, has_room=not is_full)
-        return self._uploads.begin_at(state, [replace(place, stamp=stamp) for place in places], tags)
+        places = tier.places(checkpoint.path, url, self.uploads.options, has_room=not is_full)
+        return self.uploads.begin_at(state, [replace(place, stamp=stamp) for place in places], tags)
 
     def _run(self) -> str:
         """Return, on the first rank, the id of the run; a new one if it is sure that there is none, empty if it is not."""

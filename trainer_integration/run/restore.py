@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from ckpt import notebook
 from ckpt.api import load
 from ckpt.collective import place_of
+from ckpt.embeddings.saving import Tables
 from ckpt.errors import (
     CheckpointError,
     ConfigurationError,
@@ -36,6 +37,7 @@ from ckpt.trainer_integration.run.search import GONE, Choice, Search, counted
 from ckpt.trainer_integration.run.strict_planner import NamingLoadPlanner
 from ckpt.trainer_integration.training_state import OptimizerState
 from ckpt.words import count
+from ckpt.writing.stager import bytes_to_stage
 
 T = TypeVar("T")
 
@@ -123,10 +125,9 @@ def restore(
             read.update(nearest.load(state, choice, planner, load_options))
         else:
             load(state, url, planner=planner, **load_options)
-        if (tables := saves.tables) is not None:
-            storage_options = load_options["storage_options"]
-            call = f"restore of tables of {last_segment(place_of(url))}"
-            same_outcome(ranks, call, lambda: tables.restore(url, storage_options=storage_options))
+        if saves.uploads.tables is not None:
+            _restore_tables(saves.uploads.tables, url, ranks, load_options["storage_options"])
+        saves.uploads.provide(bytes_to_stage(planner.state_dict.values()))
         return planner
 
     figures, read, is_error = dict[str, float](), Counter[str](), False
@@ -177,11 +178,16 @@ def _checked(
         raise ConfigurationError("initial= goes with 'latest-valid': it is for a run without checkpoints")
     if expect is None:
         return options
-    if isinstance(saves, NearSaves) or saves.tables is not None:
+    if isinstance(saves, NearSaves) or saves.uploads.tables is not None:
         raise ConfigurationError(
             "expect= does not cover local=, fallback= and tables=: it does not go with them"
         )
     return {**options, "expect": expect}
+
+
+def _restore_tables(tables: Tables, url: str, ranks: Ranks, storage_options: Any) -> None:
+    call = f"restore of tables of {last_segment(place_of(url))}"
+    same_outcome(ranks, call, lambda: tables.restore(url, storage_options=storage_options))
 
 
 def _finder(
