@@ -311,7 +311,7 @@ CASES = (
     Case("slice", "256 KiB of rows out of a 16 MiB shard: bytes read", "load_sharded",
          _with(_OURS, *_S3_READERS, ranks=1, rows=16), _READS, StateSpec(1, 8192, 4096), "keep",
          "save_sharded", {"ranks": 8}, rounds=1),
-    Case("async-stall", "async_save of 512 MB of CPU state: how long the second one keeps the trainer", "async_save",
+    Case("async-stall", "async_save of 512 MB of CPU state: how long the second one, and the first, keep the trainer", "async_save",
          (Entry("memcpy, warm", "files", "floor: copy_, the second into the same memory", job="copy", parameters={"warm": 1}),
           Entry("memcpy, cold", "files", "clone into fresh memory", job="copy", parameters={"warm": 0}),
           _OURS, *_MANAGED,

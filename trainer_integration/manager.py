@@ -199,6 +199,8 @@ class CheckpointManager:
         )
         if self.preempted:
             self._saves.wait_preempted(self._decisions.patience_s())
+        elif not begun:
+            self._saves.uploads.provide()
         return begun
 
     def save(

@@ -120,20 +120,21 @@ def _user_agent() -> str:
         return f"ckpt-storage Python/{platform.python_version()}"
 
 
-_shared: dict[str, tuple[Any, Any]] = {}
+_shared: dict[tuple[str, int], tuple[Any, Any]] = {}
 
 
 def new_session(sdk: Any) -> Any:
     """Make a session of `botocore.session`, or of IBM's; all of a process share what only has to be read once.
 
     The descriptions of the service are megabytes of JSON and cost 80 ms of CPU, the SDK's own handlers of events 11 ms:
-    each session has a copy of their list.
+    each session has a copy of their list. More of them (moto adds one when it is imported) are read anew.
     """
-    if sdk.__name__ not in _shared:
+    key = sdk.__name__, len(sdk.handlers.BUILTIN_HANDLERS)
+    if key not in _shared:
         handlers = sdk.HierarchicalEmitter()
         first = sdk.Session(event_hooks=handlers)
-        _shared[sdk.__name__] = handlers, first.get_component("data_loader")
-    handlers, models = _shared[sdk.__name__]
+        _shared[key] = handlers, first.get_component("data_loader")
+    handlers, models = _shared[key]
     session = sdk.Session(event_hooks=copy.copy(handlers), include_builtin_handlers=False)
     session.register_component("data_loader", models)
     return session

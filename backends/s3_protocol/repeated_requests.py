@@ -1,7 +1,7 @@
 """Send requests like one that the SDK has sent: the next part of an upload, the next range of an object.
 
 Between large bodies a request costs the SDK 4 ms of CPU, a fifth of a whole save. Its first one of a kind is kept as a
-form; for parts, the one that began the upload. Others fill in what differs, are signed anew (Signature Version 4) with
+form; for parts, the one that began the upload if it says no more than they do. Others fill in what differs, are signed anew (Signature Version 4) with
 the SDK's credentials, and go over the connections of its own pool. Only a plain success counts: whatever else happens,
 the caller sends the request through the SDK, whose retries, redirects and errors apply, and for a while no other request
 is sent this way: 10 s, then twice as long each time, and then one tries.
@@ -45,9 +45,11 @@ _OF_ONE_REQUEST = frozenset({
 """Headers that are filled in, and those that are of one request alone."""
 _BEGINS = "CreateMultipartUpload"
 _ALGORITHM_OF_PARTS, _TYPE_OF_CHECKSUM = "x-amz-checksum-algorithm", "x-amz-checksum-type"
-_NO_DIGESTS = frozenset({"x-amz-checksum-mode", _ALGORITHM_OF_PARTS, _TYPE_OF_CHECKSUM, _CHECKSUM})
-_OF_ALL_REQUESTS = frozenset({"user-agent", "x-amz-content-sha256", "accept-encoding"})
-"""Headers that each request has, whatever its kind."""
+_KNOWN_CHECKSUM_HEADERS = frozenset(
+    {"x-amz-checksum-mode", _ALGORITHM_OF_PARTS, _TYPE_OF_CHECKSUM, _CHECKSUM}
+)
+_OF_EACH_REQUEST = frozenset({"user-agent", "x-amz-content-sha256", "accept-encoding"})
+"""Headers that requests of all kinds have."""
 _EXPECTED = {"UploadPart": (200,), "GetObject": (200, 206)}
 _ANSWERS = {"UploadPart": (), "GetObject": (404, 412, 416)}
 """No failures, but for the SDK to tell."""
@@ -386,12 +388,14 @@ def _part_of(begin: _Form) -> _Form | None:
     if headers.pop(_ALGORITHM_OF_PARTS, None) != "CRC64NVME":
         return None  # the SDK may compute others
     headers.pop(_TYPE_OF_CHECKSUM, None)
-    return replace(begin, headers=headers, is_checked=True) if headers.keys() <= _OF_ALL_REQUESTS else None
+    return replace(begin, headers=headers, is_checked=True) if headers.keys() <= _OF_EACH_REQUEST else None
 
 
 def _is_digest(header: str) -> bool:
     """Tell whether a header is of one body, and not one that is filled in."""
-    return header == "content-md5" or (header.startswith("x-amz-checksum-") and header not in _NO_DIGESTS)
+    return header == "content-md5" or (
+        header.startswith("x-amz-checksum-") and header not in _KNOWN_CHECKSUM_HEADERS
+    )
 
 
 def _text(value: Any) -> str:

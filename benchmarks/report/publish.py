@@ -19,7 +19,7 @@ __all__ = ["main", "publish"]
 def publish(results: Results, docs: Path) -> list[Path]:
     """Write the page and the chart of a run into `docs`; return the files."""
     page = docs / "results.md"
-    page.write_text(report(results, CASES, readme="../benchmarks/README.md").rstrip() + "\n")
+    page.write_text(report(results, CASES, readme="../benchmarks/README.md", docs="").rstrip() + "\n")
     return [page, *draw_chart(results, docs)]
 
 

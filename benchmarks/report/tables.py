@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from benchmarks.cases import Case, Column, Entry
+from benchmarks.report.limits import LIMITS
 from benchmarks.report.results import Results
 from benchmarks.report.targets import Verdict, judge
 
@@ -18,9 +19,17 @@ How to read this is explained in [the suite's README]({readme}).
 """
 
 
-def report(results: Results, cases: Sequence[Case], readme: str = "../README.md") -> str:
-    """Write the whole report, with a link to the suite's README."""
-    parts = [_HEAD.format(readme=readme), _about(results), "## Bars\n", bars_table(judge(results))]
+def report(
+    results: Results, cases: Sequence[Case], readme: str = "../README.md", docs: str = "../../docs/"
+) -> str:
+    """Write the whole report, with links to the suite's README and to the documentation's folder."""
+    parts = [
+        _HEAD.format(readme=readme),
+        _about(results),
+        "## Bars\n",
+        bars_table(judge(results)),
+        _limits(results, docs),
+    ]
     for case in cases:
         if case.name in results.outcomes:
             parts += [f"## {case.title}\n", _case_table(case, results), _notes(case, results)]
@@ -36,6 +45,15 @@ def bars_table(verdicts: Sequence[Verdict]) -> str:
         met = {None: "", True: "met", False: "**not met**"}[verdict.met]
         rows.append([bar.what, measured, bound, met])
     return _table(["what", "measured", "bar", ""], rows)
+
+
+def _limits(results: Results, docs: str) -> str:
+    """Say what is known of the limits of the bars that are missed."""
+    missed = [
+        verdict.bar.what for verdict in judge(results) if verdict.met is False and verdict.bar.what in LIMITS
+    ]
+    lines = [f"- **{what}.** {LIMITS[what].replace('](', f']({docs}')}" for what in missed]
+    return "\n".join(["What is known of the limits of those that are missed:\n", *lines, ""]) if lines else ""
 
 
 def _case_table(case: Case, results: Results) -> str:

@@ -17,18 +17,13 @@ _S3TC_WRITERS = ("s3torchconnector", "s3torchconnector, 4 threads")
 
 @dataclass(frozen=True)
 class Bar:
-    """A bound on one value; `value` gives None where the run has not measured what it needs.
-
-    Attributes:
-        limit: why it is missed on some machines, in Markdown, links as from `docs/`.
-    """
+    """A bound on one value; `value` gives None where the run has not measured what it needs."""
 
     what: str
     unit: str
     bound: float
     at_most: bool
     value: Callable[[Results], float | None]
-    limit: str = ""
 
 
 @dataclass(frozen=True)

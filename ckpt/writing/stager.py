@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ _ALIGNMENT_BYTES = 64
 _MAX_BLOCKS = 2
 _RUN_BYTES = 16 << 20
 _ATOMS = frozenset({int, float, complex, bool, str, bytes, type(None)})
+
+_logger = logging.getLogger(__name__)
 
 _Run = tuple[int, int, int]
 """Target address, source address, bytes."""
@@ -75,9 +78,13 @@ class Stager(CommonStager):
     def provide(self, nbytes: int) -> None:
         """Make memory ready for a first state of this size, in the background.
 
-        The first `stage` then takes no longer than others. It waits for what is not ready yet.
+        The first `stage` of about that size then takes no longer than others. It waits for what is not ready yet.
         """
         self._memory.provide(nbytes)
+
+    def forget_provided(self) -> None:
+        """Release the memory that was made ready, and that nobody wanted."""
+        self._memory.ahead.drop()
 
     def close(self) -> None:
         """Release the memory that no staged state uses; harmless to call twice."""
@@ -85,18 +92,26 @@ class Stager(CommonStager):
 
 
 def bytes_to_stage(values: Iterable[Any]) -> int:
-    """Return about how much memory the copies of a state's tensors take on this rank."""
-    return sum(_bytes_of(value) for value in values if isinstance(value, torch.Tensor))
-
-
-def _bytes_of(tensor: torch.Tensor) -> int:
+    """Return how much memory the copies of a state's tensors take on this rank, and a little more; 0 if nobody can tell."""
+    seen: set[tuple[torch.device, int, int]] = set()
     try:
-        if (parts := parts_of(tensor)) is not None:
-            return bytes_to_stage(parts)
-        source = plain(tensor)
-    except ValueError:  # it was freed
+        return sum(_bytes_of(value, seen) for value in values if isinstance(value, torch.Tensor)) * 65 // 64
+    except Exception as error:  # of a tensor's own class: the save will tell
+        _logger.info("the size of the copies is not known: %r", error)
         return 0
-    return 0 if source is None else source.nbytes
+
+
+def _bytes_of(tensor: torch.Tensor, seen: set[tuple[torch.device, int, int]]) -> int:
+    parts = parts_of(tensor)
+    if parts is not None:
+        return sum(_bytes_of(part, seen) for part in parts)
+    if tensor.layout is not torch.strided or tensor.device.type == "meta":
+        return 0
+    key = tensor.device, tensor.data_ptr(), tensor.nbytes
+    if key in seen:  # it has two names
+        return 0
+    seen.add(key)
+    return tensor.nbytes + -tensor.nbytes % _ALIGNMENT_BYTES
 
 
 def _staged(

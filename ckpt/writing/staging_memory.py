@@ -19,6 +19,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -58,37 +59,72 @@ class Ahead:
 
     def __init__(self, make: Callable[[int], torch.Tensor]) -> None:
         self._make = make
-        self._made: Future[torch.Tensor] | None = None
+        self._making: _Making | None = None
 
     def begin(self, nbytes: int) -> None:
         """Make a block of `nbytes` ready, unless one is being made, or was."""
-        if self._made is None:
-            self._made = Future()
-            work = threading.Thread(target=self._run, args=[nbytes, self._made], name="ckpt-memory", daemon=True)
-            work.start()
-
-    def take(self) -> torch.Tensor | None:
-        """Return the block as soon as it is ready; None if there is none, or it takes too long."""
-        made, self._made = self._made, None
+        making = _Making(nbytes, os.getpid())
+        with _lock:  # and no more: the garbage collector may call what needs it
+            if self._making is not None:
+                return
+            self._making = making
+        work = threading.Thread(target=self._run, args=[making], name="ckpt-memory")
         try:
-            return None if made is None else made.result(_PATIENCE_S)
-        except Exception as error:  # who wants the memory gets it from the system, or tells that there is none
-            _logger.info("no memory was made ready for the first save: %s", error or type(error).__name__)
+            work.start()
+        except RuntimeError as error:  # the system has no more threads
+            making.block.set_exception(error)
+
+    def take(self, nbytes: int) -> torch.Tensor | None:
+        """Return the block as soon as it is ready; None if there is none of about that size, or it takes too long."""
+        pid = os.getpid()
+        with _lock:
+            making = self._making
+            if making is None or making.pid != pid or not fits(making.nbytes, nbytes):
+                return None
+            self._making = None
+        try:
+            return making.block.result(_PATIENCE_S)
+        except (
+            Exception
+        ) as error:  # who wants the memory gets it from the system, or tells that there is none
+            _logger.info("no memory was made ready for the first save: %r", error)
+            making.is_wanted = False
             return None
 
     def drop(self) -> None:
         """Let go of the block, ready or not."""
-        self._made = None
+        with _lock:
+            making, self._making = self._making, None
+        if making is not None:
+            making.is_wanted = False
 
-    def _run(self, nbytes: int, made: Future[torch.Tensor]) -> None:
+    def _run(self, making: _Making) -> None:
         try:
-            block = self._make(nbytes)
-            for start in range(0, nbytes, _TOUCHED_BYTES):  # other threads run meanwhile
-                ctypes.memset(block.data_ptr() + start, 0, min(_TOUCHED_BYTES, nbytes - start))
+            block = self._make(making.nbytes)
+            pieces = range(0, 0 if block.is_pinned() else making.nbytes, _TOUCHED_BYTES)
+            for start in pieces:  # other threads run meanwhile
+                if not (making.is_wanted and threading.main_thread().is_alive()):
+                    break
+                ctypes.memset(block.data_ptr() + start, 0, min(_TOUCHED_BYTES, making.nbytes - start))
         except Exception as error:
-            made.set_exception(error)
+            making.block.set_exception(error)
         else:
-            made.set_result(block)
+            making.block.set_result(block)
+
+
+@dataclass(eq=False)
+class _Making:
+    """A block that is being made, in the process `pid`: a fork has no thread that ends it."""
+
+    nbytes: int
+    pid: int
+    block: Future[torch.Tensor] = field(default_factory=Future)
+    is_wanted: bool = True
+
+
+def fits(block_bytes: int, nbytes: int) -> bool:
+    """Tell whether a block is large enough, and not so large that it wastes memory."""
+    return nbytes <= block_bytes <= 2 * nbytes
 
 
 class Blocks:
@@ -103,14 +139,16 @@ class Blocks:
         self._free: list[torch.Tensor] = []
         self._in_use = 0
         self._returned: deque[torch.Tensor | None] = deque()
-        self._ahead = Ahead(_fresh)
+        self.ahead = Ahead(_fresh)
 
     def provide(self, nbytes: int) -> None:
         """Make a block ready in the background, for the first state of this size."""
         with _lock:
             is_first = not (self._free or self._returned or self._in_use)
-        if is_first and nbytes:
-            self._ahead.begin(nbytes)
+        # A process that has a GPU and does not use it yet is not to begin with it here.
+        is_ready = not torch.cuda.is_available() or torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        if is_first and nbytes and is_ready:
+            self.ahead.begin(nbytes)
 
     def take(self, nbytes: int) -> Lease:
         """Lend memory. Raises CheckpointError if all blocks are in use."""
@@ -123,13 +161,13 @@ class Blocks:
 
     def clear(self) -> None:
         """Release the free blocks."""
-        self._ahead.drop()
+        self.ahead.drop()
         with _lock:
             self._take_back()
             self._free.clear()
 
     def _acquire(self, nbytes: int) -> torch.Tensor:
-        ready = self._ahead.take()
+        ready = self.ahead.take(nbytes)
         with _lock:
             is_full = self._is_full()
             if ready is not None:
@@ -142,7 +180,7 @@ class Blocks:
                     f"{self._most} staged states are still in use; wait for the saves that write them"
                 )
             self._in_use += 1
-            fitting = [block for block in self._free if nbytes <= block.numel() <= 2 * nbytes]
+            fitting = [block for block in self._free if fits(block.numel(), nbytes)]
             self._free = [block for block in self._free if any(block is spare for spare in fitting[1:])]
             if fitting:
                 return fitting[0]
@@ -179,25 +217,24 @@ class SharedBlock:
 
     def __init__(self) -> None:
         self._block: torch.Tensor | None = None
-        self._ahead = Ahead(_shared_block)
+        self.ahead = Ahead(_shared_block)
 
     def provide(self, nbytes: int) -> None:
         """Make the block ready in the background, for the first state of this size."""
         if self._block is None and nbytes:
-            self._ahead.begin(nbytes)
+            self.ahead.begin(nbytes)
 
     def take(self, nbytes: int) -> Lease:
         """Lend the memory of the last state, if that fits."""
-        if self._block is None:
-            self._block = self._ahead.take()
-        if self._block is None or not nbytes <= self._block.numel() <= 2 * nbytes:
+        if self._block is None or not fits(self._block.numel(), nbytes):
             self._block = None
-            self._block = _shared_block(nbytes)
+            ready = self.ahead.take(nbytes)
+            self._block = _shared_block(nbytes) if ready is None else ready
         return _lease(self._block, nbytes)
 
     def clear(self) -> None:
         """Release the block."""
-        self._ahead.drop()
+        self.ahead.drop()
         self._block = None
 
 

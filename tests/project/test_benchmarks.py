@@ -20,6 +20,7 @@ from botocore.exceptions import ClientError
 from benchmarks.cases import CASES, Case, Column, Entry
 from benchmarks.contenders import _MODULES
 from benchmarks.jobs.transfer import _drop_caches
+from benchmarks.report.limits import LIMITS
 from benchmarks.report.results import Results
 from benchmarks.report.tables import report
 from benchmarks.report.targets import BARS, judge
@@ -310,6 +311,19 @@ def test_bars_are_judged() -> None:
     assert faster.met
     assert not found
     assert len({bar.what for bar in BARS}) == len(BARS)
+    assert LIMITS.keys() <= {bar.what for bar in BARS}
+
+
+def test_a_missed_bar_is_told_with_its_limit() -> None:
+    results = Results({}, {})
+    for entry, wall_s in (("os.write", 1.0), ("ours", 2.0)):
+        results.add("posix-save", entry, Outcome({"wall_s": wall_s}))
+    what = "POSIX save, no fsync: speed relative to os.write"
+    assert f"- **{what}.** {LIMITS[what]}" in report(results, CASES, docs="")
+    assert f"](../../docs/{LIMITS[what].partition('](')[2][:20]}" in report(results, CASES)
+    results.add("posix-save", "ours", Outcome({"wall_s": 0.1}))
+    results.add("posix-save", "ours", Outcome({"wall_s": 0.1}))
+    assert "those that are missed" not in report(results, CASES)
 
 
 def figures(task: Task) -> dict[str, float]:

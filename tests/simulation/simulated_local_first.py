@@ -251,7 +251,7 @@ class _Uploads:
         tagged = [replace(place, options={**place.options, "tags": tags}) for place in places]
         return saving.save_to_first(state, lambda _: tagged, process_group=self.ranks, is_async=False)
 
-    def provide(self, nbytes: int) -> None:
+    def provide(self) -> None:
         """Nothing is copied."""
 
     def close(self) -> None:
@@ -329,9 +329,8 @@ class Guard:
         old = before.data if before is not None else None
         if key == COMMIT_KEY:
             self._commit_changed(place, old, after, is_far)
-        elif after.data is not None and key.endswith(".json") and "/rank-" in name:
-            if not is_far:
-                self._manifest(place.rpartition("/")[0], after)
+        elif not is_far and after.data is not None and key.endswith(".json") and "/rank-" in name:
+            self._manifest(place.rpartition("/")[0], after)
             self._manifests.add(crc_text(_sum(after.data)))
         if is_far and key != COMMIT_KEY:
             self._far_changed(name, after)

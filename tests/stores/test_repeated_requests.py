@@ -196,7 +196,7 @@ def test_where_an_upload_says_more_the_first_part_is_the_form(
 
 
 @pytest.mark.parametrize("sdk", [botocore.session, ibm_botocore.session], ids=["botocore", "ibm"])
-def test_sessions_share_no_handlers(sdk: Any) -> None:
+def test_a_handler_is_of_one_session(sdk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = new_session(sdk), new_session(sdk)
     assert one.get_component("data_loader") is other.get_component("data_loader")
     one.register("an.event", lambda **_: "heard")
@@ -210,6 +210,10 @@ def test_sessions_share_no_handlers(sdk: Any) -> None:
             for each in (other, plain)
         ]
         assert has[0] == has[1]
+    # As moto does when it is imported.
+    more = [*sdk.handlers.BUILTIN_HANDLERS, ("an.event", lambda **_: "heard")]
+    monkeypatch.setattr(sdk.handlers, "BUILTIN_HANDLERS", more)
+    assert [reply for _, reply in new_session(sdk).emit("an.event")] == ["heard"]
 
 
 def test_an_sdk_of_another_make_sends_all_itself(proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> None:

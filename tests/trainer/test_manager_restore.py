@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,8 +29,9 @@ from ckpt.consistency import environment
 from ckpt.errors import CheckpointError, ConfigurationError, LoadFailed, NotFound, StorageFull
 from ckpt.format.run_record import RUN_KEY
 from ckpt.trainer_integration.events import Event, JsonLines
+from ckpt.trainer_integration.run import async_modes
 from ckpt.trainer_integration.training_state import training_state
-from ckpt.writing.stager import bytes_to_stage
+from ckpt.writing import staging_memory
 
 MOMENTS = {
     "before it is looked at": ("stat", "commit.json"),
@@ -141,22 +143,49 @@ def test_it_needs_no_stock_metadata(tmp_path: Path) -> None:
     assert (restored.step, restored.passed_over) == (2, ())
 
 
+def trained_one() -> dict[str, Any]:
+    """A model and an optimizer whose moments exist, with numbers of single steps."""
+    model = torch.nn.Sequential(torch.nn.Linear(37, 41), torch.nn.BatchNorm1d(41))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(3, 37)).sum().backward()
+    optimizer.step()
+    return {"model": model, "optimizer": optimizer}
+
+
 def test_memory_for_the_first_save_is_made_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    announced: list[int] = []
-    monkeypatch.setattr(collective.stager, "provide", announced.append)
-    run(tmp_path / "run", range(1, 2))
-    assert announced == []  # there was nothing to restore, so nobody knew
-    nbytes = bytes_to_stage([state_of(0)["weight"]])
-    with ckpt.CheckpointManager(tmp_path / "run", save=1) as manager:
-        assert manager.restore(state_of(-1)) is not None
-    assert announced == [nbytes]
-    with ckpt.CheckpointManager(tmp_path / "next", save=1) as manager:
-        assert manager.restore(state_of(-1), initial=tmp_path / "run" / "step-00000001") is not None
-    assert announced == [nbytes] * 2
+    """By the first step that is not saved: who only restores keeps no memory."""
+    made_by, real = [], staging_memory._fresh
+
+    def make(nbytes: int) -> torch.Tensor:
+        made_by.append(threading.current_thread().name)
+        return real(nbytes)
+
+    monkeypatch.setattr(staging_memory, "_fresh", make)
+
+    def begin(root: str, **options: Any) -> ckpt.CheckpointManager:
+        own = ckpt.Stager()
+        for module in (collective, async_modes):
+            monkeypatch.setattr(module, "stager", own)
+        made_by.clear()
+        return ckpt.CheckpointManager(tmp_path / root, save=2, **options)
+
+    with begin("run") as manager:
+        assert manager.restore(**trained_one()) is None
+        assert not manager.step(1, **trained_one())
+        assert manager.step(2, **trained_one())
+    assert made_by == ["MainThread"]  # nobody knew the size
+    for root, initial in (("run", None), ("next", tmp_path / "run" / "step-00000002")):
+        with begin(root) as manager:
+            assert manager.restore(initial=initial, **trained_one()) is not None
+            assert made_by == []
+            assert not manager.step(3, **trained_one())
+            assert manager.step(4, **trained_one())
+        assert made_by == ["ckpt-memory"]
     for options in ({"references": True}, {"async_mode": "off"}):
-        with ckpt.CheckpointManager(tmp_path / "run", save=1, **options) as manager:
-            assert manager.restore(state_of(-1)) is not None
-    assert announced == [nbytes] * 2
+        with begin("run", **options) as manager:
+            assert manager.restore(**trained_one()) is not None
+            assert not manager.step(5, **trained_one())
+            assert made_by == []
 
 
 def test_ls_and_restore_agree_on_the_latest(tmp_path: Path) -> None:

@@ -90,17 +90,19 @@ def test_memory_is_made_ready_ahead(shared_memory: bool, monkeypatch: pytest.Mon
         return block
 
     monkeypatch.setattr(staging_memory, "_shared_block" if shared_memory else "_fresh", make)
-    stager, state = ckpt.Stager(shared_memory=shared_memory), {"t": torch.arange(100_000)}
+    stager = ckpt.Stager(shared_memory=shared_memory)
+    state = {"odd": torch.ones(3, dtype=torch.uint8), "t": torch.arange(100_000), "step": torch.tensor(7.0)}
     stager.provide(bytes_to_stage(state.values()))
     stager.provide(5)  # one is enough
-    assert torch.equal(stager.stage(state)["t"], state["t"])
-    assert made_by == ["ckpt-memory"]
+    small = {"t": torch.ones(9)}
+    assert torch.equal(stager.stage(small)["t"], small["t"])  # it leaves alone what is not for it
+    for _ in range(2):
+        assert torch.equal(stager.stage(dict(reversed(state.items())))["t"], state["t"])
     stager.provide(800_000)  # not the first any more
-    assert torch.equal(stager.stage(state)["t"], state["t"])
-    assert made_by == ["ckpt-memory"]
-    larger = {"t": torch.arange(100_001)}  # than what was announced
+    assert sorted(made_by) == ["MainThread", "ckpt-memory"]
+    larger = {"t": torch.arange(1_000_000)}  # than what was announced
     assert torch.equal(stager.stage(larger)["t"], larger["t"])
-    assert made_by == ["ckpt-memory", "MainThread"]
+    assert sorted(made_by) == ["MainThread", "MainThread", "ckpt-memory"]
 
 
 @pytest.mark.parametrize("shared_memory", [False, True])
@@ -124,10 +126,61 @@ def test_without_memory_ahead_a_copy_gets_its_own(
 
 
 def test_bytes_to_stage() -> None:
-    freed = torch.ones(9)
-    freed.untyped_storage().resize_(0)
-    values = [torch.ones(3), 7, torch.ones(4, 4)[:, 1], freed, torch.ones(2).to_sparse()]
-    assert bytes_to_stage(values) == 12 + 16
+    """Enough for all copies in any order, and little more."""
+    shared = torch.ones(64, 64)
+    values = [torch.tensor(1.0), 7, torch.ones(4, 4)[:, 1], torch.ones(2).to_sparse(), shared, shared[:]]
+    least = 64 + 64 + shared.nbytes
+    assert least <= bytes_to_stage(values) <= least * 1.02
+    assert bytes_to_stage([]) == bytes_to_stage([torch.empty(5, device="meta")]) == 0
+
+    class Odd(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, *_: Any, **__: Any) -> Any:
+            raise RuntimeError("not so")
+
+    assert bytes_to_stage([torch.ones(3).as_subclass(Odd)]) == 0
+
+
+@pytest.mark.smoke
+def test_a_forked_child_waits_for_no_thread_of_its_parent() -> None:
+    assert exit_code_of(_fork_while_memory_is_made) == 0
+
+
+def _fork_while_memory_is_made() -> None:
+    warnings.simplefilter("ignore")
+    go_on, inside = threading.Event(), threading.Event()
+    real = staging_memory._fresh
+
+    def make(nbytes: int) -> torch.Tensor:
+        if threading.current_thread() is not threading.main_thread():
+            inside.set()
+            assert go_on.wait(60)
+        return real(nbytes)
+
+    staging_memory._fresh = make
+    stager = ckpt.Stager()
+    stager.provide(400)
+    assert inside.wait(60)
+    child = os.fork()
+    if not child:
+        sys.exit(int(stager.stage({"t": torch.ones(100)})["t"].sum()) == 100)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    go_on.set()
+    assert stager.stage({"t": torch.ones(100)})["t"].sum() == 100
+
+
+def test_memory_that_nobody_wants_is_let_go() -> None:
+    stager = ckpt.Stager()
+    stager.provide(64 << 20)
+    making = stager._memory.ahead._making
+    assert making is not None
+    block = weakref.ref(making.block.result(60))
+    del making
+    stager.forget_provided()
+    assert block() is None
+    stager.provide(400)
+    stager.close()
+    assert stager._memory.ahead._making is None
 
 
 def test_a_third_copy_is_refused() -> None:

@@ -40,6 +40,7 @@ class Uploads:
 
     `frozen`: each save refers to the one before it, and need not compare these; None: all is written.
     `tables`: what is saved with each state, by what changed.
+    `expected_bytes`: what the copy of a state takes on this rank, as far as that is known before the first save.
     """
 
     mode: AsyncMode
@@ -48,6 +49,7 @@ class Uploads:
     options: Mapping[str, Any] = field(repr=False)  # credentials may be among them
     frozen: Patterns | None = None
     tables: Tables | None = None
+    expected_bytes: int = 0
     _stager: Stager = field(default_factory=lambda: Stager(shared_memory=True))
     _last: Future[Metadata] | None = None
 
@@ -62,8 +64,11 @@ class Uploads:
         if self.mode == "process":
             check_main_guard()
 
-    def provide(self, nbytes: int) -> None:
-        """Make memory ready for a copy of a state of this size, while training begins."""
+    def provide(self) -> None:
+        """Make memory ready for the first copy, while training goes on; nothing if no restore has told its size."""
+        nbytes, self.expected_bytes = self.expected_bytes, 0
+        if not nbytes:
+            return
         if self.mode == "process":
             self._stager.provide(nbytes)
         elif self.mode == "thread" and self.frozen is None:  # else little of it is copied, perhaps
@@ -101,6 +106,7 @@ class Uploads:
 
     def close(self) -> None:
         self._stager.close()
+        stager.forget_provided()
 
     def _in_process(self, state: dict[str, Any], url: str, tags: Mapping[str, str]) -> Future[Metadata]:
         """Save in DCP's process, which has the same ranks in a world of its own."""

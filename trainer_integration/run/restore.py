@@ -127,7 +127,7 @@ def restore(
             load(state, url, planner=planner, **load_options)
         if saves.uploads.tables is not None:
             _restore_tables(saves.uploads.tables, url, ranks, load_options["storage_options"])
-        saves.uploads.provide(bytes_to_stage(planner.state_dict.values()))
+        saves.uploads.expected_bytes = bytes_to_stage(planner.state_dict.values())
         return planner
 
     figures, read, is_error = dict[str, float](), Counter[str](), False

@@ -1,0 +1,56 @@
+"""Say what limits bars where they were missed: a profile of those runs. Markdown, with links as from `docs/`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+__all__ = ["LIMITS"]
+
+_CHECKS = (
+    "Checks take 0.10 to 0.19 s of CPU for a GB where the processor has no AVX-512 "
+    "([decision 070](decisions/070-one-checksum.md)); the other side makes none."
+)
+_PLAN = "DCP's plan, opening and commit are Python: 40 to 60 ms of CPU, whatever the size."
+_SDK = (
+    "The SDK's client and its requests that are not parts or ranges take 60 to 90 ms of CPU "
+    "([decision 069](decisions/069-parts-and-ranges-go-without-the-sdk.md)); 8 connections take 60 ms more than the 4 of the "
+    "floor on two cores, and are faster on a long way ([decision 044](decisions/044-eight-threads.md))."
+)
+_ENCRYPTED = (
+    "Encryption takes more than all else, in the client and in the server on the same cores; OpenSSL writes 16 KiB at a time, "
+    "and this kernel has no TLS of its own."
+)
+_MAPPED = f"The best peer maps its file, and copies from there. {_CHECKS}"
+_ONE_THREAD = (
+    f"{_CHECKS} The best peer writes from one thread, which takes less CPU than several that share a core."
+)
+_WRITTEN_BACK = (
+    f"{_CHECKS} A save begins to write back with each part, which takes a fifth less time; the CPU of that is counted here or in "
+    "the kernel's own threads, and differs by a factor of two from one round to the next "
+    "([decision 071](decisions/071-through-the-page-cache.md))."
+)
+
+LIMITS: Mapping[str, str] = {
+    "S3 save: CPU/GB over plain sockets with checksums": f"{_SDK} {_PLAN}",
+    "S3 load, verified: CPU/GB over plain sockets with checksums": f"{_SDK} {_PLAN}",
+    "S3 save: CPU/GB over plain socket": f"{_CHECKS} {_SDK}",
+    "S3 load, verified: CPU/GB over plain socket": f"{_CHECKS} {_SDK}",
+    "S3 save, TLS: times faster than the best peer": _ENCRYPTED,
+    "S3 save, TLS: times less CPU/GB than the best peer": _ENCRYPTED,
+    "S3 load, TLS, verified: times faster than the best peer": _ENCRYPTED,
+    "S3 load, TLS, verified: times less CPU/GB than the best peer": _ENCRYPTED,
+    "POSIX save, no fsync: times faster than the best peer": _ONE_THREAD,
+    "POSIX save, no fsync: times less CPU/GB than the best peer": _ONE_THREAD,
+    "POSIX save, no fsync: speed relative to os.write": _CHECKS,
+    "POSIX save, fsync: times less CPU/GB than the best peer": _WRITTEN_BACK,
+    "POSIX load, verified, warm: times faster than the best peer": _MAPPED,
+    "POSIX load, verified, warm: times less CPU/GB than the best peer": _MAPPED,
+    "POSIX load, verified, warm: speed relative to readinto": f"{_CHECKS} {_PLAN}",
+    "POSIX load, verified, warm: speed relative to readinto with checksums": _PLAN,
+    "POSIX load, verified, cold: speed relative to the disk": (f"{_PLAN} The disk waits meanwhile."),
+    "async_save stall, first save, over warm memcpy": (
+        "Memory is fresh: the kernel clears its pages, and on a virtual machine the host gives them. See the copy into fresh "
+        "memory in the table. After a restore `CheckpointManager` has it ready."
+    ),
+}
+"""By the names of bars in `benchmarks.report.targets`."""
