@@ -1,10 +1,14 @@
 """Write a run's results to the documentation: `docs/results.md`, and the README's chart.
 
-python -m benchmarks.report.publish benchmarks/results/results.json docs
+    python -m benchmarks.report.publish benchmarks/results/results.json docs
+    python -m benchmarks.report.publish results.json some-cases-again.json docs
+
+Cases that were disturbed can be run again (`--only`, `--output`): they replace those of the run, and the page says so.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 from pathlib import Path
 
@@ -24,8 +28,8 @@ def publish(results: Results, docs: Path) -> list[Path]:
 
 
 def main() -> int:
-    source, docs = Path(sys.argv[1]), Path(sys.argv[2])
-    for path in publish(Results.read(source), docs):
+    *sources, docs = map(Path, sys.argv[1:])
+    for path in publish(functools.reduce(Results.with_cases_of, map(Results.read, sources)), docs):
         print(path)
     return 0
 

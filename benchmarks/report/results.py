@@ -66,6 +66,13 @@ class Results:
                     versions |= outcome.versions
         return dict(sorted(versions.items()))
 
+    def with_cases_of(self, again: Results) -> Results:
+        """Replace cases by those of a later run, and note that. Raises ValueError if that was on another machine."""
+        if any(self.machine[fact] != again.machine[fact] for fact in ("cpu", "cores")):
+            raise ValueError("the runs are not of one machine")
+        note = {f"run again at {again.settings['began']}": ", ".join(again.outcomes)}
+        return Results(self.machine, self.settings | note, self.outcomes | again.outcomes)
+
     @staticmethod
     def read(path: Path) -> Results:
         """Read the results that `write` wrote."""
