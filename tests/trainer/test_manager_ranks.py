@@ -176,9 +176,9 @@ def test_requests_that_were_sent_again_are_counted_over_all_ranks(s3: S3Server, 
         """
         is_part = call.is_part and "partNumber=2&" in f"{call.target}&" and "step-00000003" not in call.key
         is_commit = call.method == "PUT" and call.key.endswith("step-00000001/commit.json")
-        if not (is_part or is_commit) or call.target in refused:
+        if not (is_part or is_commit) or call.key in refused:
             return "pass"
-        refused.append(call.target)
+        refused.append(call.key)
         return 503
 
     with fault_proxy(s3) as proxy:
