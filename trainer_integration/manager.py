@@ -162,7 +162,7 @@ class CheckpointManager:
         """
         self._check_open()
         self._settle()  # the save in flight is the newest one, or a step to be given up
-        checked, wanted = self._checked(state, parts, rng), step if isinstance(step, str) else _number(step)
+        checked, wanted = self._made(state, parts, rng), step if isinstance(step, str) else _number(step)
         options = {**self._load_options, "trusted_objects": trusted_objects, "read_once": read_once}
         where = initial, self._ranks, self._saves
         return restore(checked, wanted, *where, strict=strict, expect=expect, load_options=options)
@@ -195,7 +195,7 @@ class CheckpointManager:
         _check_any(state, parts, self._tables)
         reason = self._decisions.reason(step, is_last=last, settle=self._settle)
         begun = reason is not None and self._save(
-            step, reason, metrics, lambda: self._checked(state, parts, rng)
+            step, reason, metrics, lambda: self._made(state, parts, rng)
         )
         if self.preempted:
             self._saves.wait_preempted(self._decisions.patience_s())
@@ -215,7 +215,7 @@ class CheckpointManager:
         """Save after `step`, whatever the rules say; otherwise like `step`."""
         self._check_open()
         _check_any(state, parts, self._tables)
-        return self._save(_number(step), "asked for", metrics, lambda: self._checked(state, parts, rng))
+        return self._save(_number(step), "asked for", metrics, lambda: self._made(state, parts, rng))
 
     @property
     def preempted(self) -> bool:
@@ -283,9 +283,7 @@ class CheckpointManager:
         if failure is not None and self._on_failure == "raise":
             raise failure
 
-    def _checked(
-        self, state: Mapping[str, Any] | None, parts: Mapping[str, Any], rng: bool
-    ) -> dict[str, Any]:
+    def _made(self, state: Mapping[str, Any] | None, parts: Mapping[str, Any], rng: bool) -> dict[str, Any]:
         """Make the state dict; the root is checked once that its size is known."""
         values = _state_of(state, parts, rng)
         if self._needs_preflight:

@@ -45,9 +45,7 @@ _OF_ONE_REQUEST = frozenset({
 """Headers that are filled in, and those that are of one request alone."""
 _BEGINS = "CreateMultipartUpload"
 _ALGORITHM_OF_PARTS, _TYPE_OF_CHECKSUM = "x-amz-checksum-algorithm", "x-amz-checksum-type"
-_KNOWN_CHECKSUM_HEADERS = frozenset(
-    {"x-amz-checksum-mode", _ALGORITHM_OF_PARTS, _TYPE_OF_CHECKSUM, _CHECKSUM}
-)
+_CHECKSUM_HEADERS = {"x-amz-checksum-mode", _ALGORITHM_OF_PARTS, _TYPE_OF_CHECKSUM, _CHECKSUM}
 _OF_EACH_REQUEST = frozenset({"user-agent", "x-amz-content-sha256", "accept-encoding"})
 """Headers that requests of all kinds have."""
 _EXPECTED = {"UploadPart": (200,), "GetObject": (200, 206)}
@@ -394,7 +392,7 @@ def _part_of(begin: _Form) -> _Form | None:
 def _is_digest(header: str) -> bool:
     """Tell whether a header is of one body, and not one that is filled in."""
     return header == "content-md5" or (
-        header.startswith("x-amz-checksum-") and header not in _KNOWN_CHECKSUM_HEADERS
+        header.startswith("x-amz-checksum-") and header not in _CHECKSUM_HEADERS
     )
 
 
