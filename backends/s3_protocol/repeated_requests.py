@@ -1,10 +1,10 @@
 """Send requests like one that the SDK has sent: the next part of an upload, the next range of an object.
 
 Between large bodies a request costs the SDK 4 ms of CPU, a fifth of a whole save. Its first one of a kind is kept as a
-form; for parts, the one that began the upload if it says no more than they do. Others fill in what differs, are signed anew (Signature Version 4) with
-the SDK's credentials, and go over the connections of its own pool. Only a plain success counts: whatever else happens,
-the caller sends the request through the SDK, whose retries, redirects and errors apply, and for a while no other request
-is sent this way: 10 s, then twice as long each time, and then one tries.
+form; for parts, the one that began the upload if it says no more than they do. Others fill in what differs, are signed
+anew (Signature Version 4) with the SDK's credentials, and go over the connections of its own pool. Only a plain success
+counts: whatever else happens, the caller sends the request through the SDK, whose retries, redirects and errors apply,
+and for a while no other request is sent this way: 10 s, then twice as long each time, and then one tries.
 """
 
 from __future__ import annotations
