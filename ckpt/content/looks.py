@@ -1,7 +1,8 @@
 """Look at the bytes of a file on their way: for NaNs, for zeros, and for a digest of each part.
 
 By default a sample is looked at, in each save another one: of a tensor 2 KiB of each 256 KiB (of a large one 512 KiB), of a
-small one all, of many small ones 64 bytes. The digest is of all bytes: it is made of the checksums of blocks, which are computed anyway.
+small one all, of many small ones in a file that is not small 64 bytes. The digest is of all bytes: it is made of the checksums of
+blocks, which are computed anyway.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ _FULL_BYTES = 1 << 20
 _SPOT_BYTES = 64
 _FEW_BYTES_PER_ITEM = 256 << 10
 """In a file with more bytes than this for each tensor, small tensors are looked at as a whole; else at a spot."""
+_LITTLE_BYTES = 4 << 20
+"""A file of so few bytes is looked at as if it held few tensors: that takes a millisecond or two."""
 
 
 class Payloads(NamedTuple):
@@ -80,7 +83,8 @@ class FileLook:
         of_dtype: dict[str, list[int]] = {}
         for number in [] if turn is None else np.flatnonzero(is_looked_at).tolist():
             of_dtype.setdefault(dtypes[number], []).append(number)
-        seen_bytes = _SPOT_BYTES if nbytes < _FEW_BYTES_PER_ITEM * count else SMALL_BYTES
+        has_many = _LITTLE_BYTES < nbytes < _FEW_BYTES_PER_ITEM * count
+        seen_bytes = _SPOT_BYTES if has_many else SMALL_BYTES
         self._samples = [
             Samples(
                 KINDS[dtype],
