@@ -7,6 +7,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -59,11 +61,11 @@ EXECUTE_SAVE = "_execute_save_impl"
 
 def fsspec_storage() -> tuple[Any, ...]:
     """Return DCP's writer and reader for file systems of fsspec; nothing where DCP cannot use it."""
-    try:
-        from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
-    except Exception:  # as DCP itself
-        return ()
-    return FsspecWriter, FsspecReader
+    for name in ("fsspec_filesystem", "_fsspec_filesystem"):  # the second is its name before torch 2.15
+        with contextlib.suppress(Exception):  # as DCP itself
+            module = importlib.import_module(f"torch.distributed.checkpoint.{name}")
+            return module.FsspecWriter, module.FsspecReader
+    return ()
 
 
 archive_reader: Callable[[Any], Any] = torch._C.PyTorchFileReader
@@ -87,7 +89,7 @@ def caches_plans(planner: object) -> bool:
     return bool(getattr(planner, "_enable_plan_caching", False))
 
 
-def replace_plan_validation(make: Callable[[Callable[..., list[str]]], Callable[..., list[str]]]) -> None:
+def replace_plan_validation(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Replace what DCP checks its global plan with by what `make` makes of it, by `functools.wraps`, once."""
     stock = default_planner._validate_global_plan
     if not hasattr(stock, "__wrapped__"):

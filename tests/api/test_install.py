@@ -19,7 +19,6 @@ from support.strict_s3 import StrictS3
 
 # As frameworks do, long before `install`.
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.metadata import StorageMeta
@@ -29,6 +28,9 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import ckpt
 from ckpt.errors import ConfigurationError, NotFound, UnsafeContent
+from ckpt.torch_private import fsspec_storage
+
+FsspecWriter, FsspecReader = fsspec_storage()
 
 
 @pytest.fixture(autouse=True)

@@ -86,18 +86,20 @@ def test_validation_gives_dcp_s_answers() -> None:
             chunks = [ChunkStorageMetadata(moved, chunks[0].sizes), *chunks[1:]]
         described = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size(shape), chunks)
         metadata, plans = Metadata({"t": described}), [SavePlan([]), SavePlan([])]
-        assert quick(plans, metadata) == stock(plans, metadata)
-        faults += bool(stock(plans, metadata))
+        answer = stock(plans, metadata)
+        assert quick(plans, metadata) == answer
+        faults += answer is False or bool(isinstance(answer, list) and answer)
     assert 50 < faults < 250
 
 
 def test_a_tall_stack_of_rows_is_checked_without_comparing_all_pairs() -> None:
-    def never(plans: Any, metadata: Any) -> list[str]:
-        raise AssertionError("asked about a plan that is right")
-
+    asked: list[Any] = []
     rows = [ChunkStorageMetadata(torch.Size([n, 0]), torch.Size([1, 9000])) for n in range(4000)]
     described = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([4000, 9000]), rows)
-    assert quick_validation(never)([SavePlan([])] * 2, Metadata({"t": described})) == []
+    quick_validation(lambda _, metadata: asked.append(metadata))(
+        [SavePlan([])] * 2, Metadata({"t": described})
+    )
+    assert asked == [Metadata({})]
 
 
 def test_dcp_asks_this_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,10 +12,12 @@ import torch.distributed.checkpoint as dcp
 from support.ranks import run_ranks
 from support.servers import S3Server
 from support.states import bits, digest, emptied, plain_state, random_tensor, sharded_state
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 
 import ckpt
+from ckpt.torch_private import fsspec_storage
+
+FsspecWriter, FsspecReader = fsspec_storage()
 
 
 @pytest.fixture(autouse=True)

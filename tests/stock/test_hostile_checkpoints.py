@@ -29,7 +29,7 @@ from ckpt.errors import (
     UnsafeContent,
 )
 from ckpt.stock.metadata_reader import decode_metadata
-from ckpt.torch_private import StorageInfo
+from ckpt.torch_private import StorageInfo, archive_reader
 
 RAN: list[str] = []
 
@@ -126,7 +126,10 @@ def test_the_planner_gets_our_pickle_not_the_stored_one(tmp_path: Path) -> None:
     from ckpt.stock.safe_load import safe_object
 
     longer = MemoryFile(stored + b"cos\nsystem\n")
-    assert safe_object(longer, fqn="o", url="u", key="k").getvalue() == seen[0]
+    try:
+        assert safe_object(longer, fqn="o", url="u", key="k").getvalue() == seen[0]
+    except FormatError:
+        assert not hasattr(archive_reader, "get_record_size")  # before torch 2.13 it is refused
 
 
 # -- metadata ------------------------------------------------------------------------------------------
