@@ -96,6 +96,11 @@ def replace_plan_validation(make: Callable[[Callable[..., Any]], Callable[..., A
         default_planner._validate_global_plan = make(stock)
 
 
+def has_cpu_backend() -> bool:
+    """Tell whether the default process group can send CPU tensors, as `dcp.async_save` demands."""
+    return torch.device("cpu") in dist.distributed_c10d._get_default_group()._device_types
+
+
 def async_save_process_is_alive() -> bool:
     """Tell whether this process has a process for its `dcp.async_save` calls, and that one is alive."""
     process = _async_process_executor._CHECKPOINT_PROCESS

@@ -42,6 +42,7 @@ class StagingPool:
     """
 
     def __init__(self, budget_bytes: int = DEFAULT_MEMORY_BUDGET_BYTES, *, pinned: bool = False) -> None:
+        """`pinned`: where this process uses a GPU, that can copy to and from the buffers by itself."""
         is_number = isinstance(budget_bytes, int | float) and not isinstance(budget_bytes, bool)
         if not is_number or not MIN_MEMORY_BUDGET_BYTES <= budget_bytes < math.inf:
             raise ConfigurationError(
@@ -107,11 +108,13 @@ class StagingPool:
             raise
 
     def _allocate(self, nbytes: int) -> memoryview:
-        if self._pinned:
-            import torch
+        memory = fresh_memory(nbytes)
+        if not self._pinned:
+            return memory.data
+        import torch
 
-            from ckpt.transfer.tensor_memory import memory_of
+        from ckpt.transfer.tensor_memory import lock_pages, memory_of
 
-            if torch.cuda.is_available():  # it may be unpickled where there is no GPU
-                return memory_of(torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True))
-        return fresh_memory(nbytes).data
+        block = torch.from_numpy(memory)
+        lock_pages(block)
+        return memory_of(block)

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 
 from ckpt.errors import CheckpointError
 from ckpt.gc_pause import no_gc
-from ckpt.transfer.tensor_memory import copy_elements, has_memory_view, plain
+from ckpt.transfer.tensor_memory import copy_elements, flat_pairs, has_memory_view, plain
 from ckpt.transfer.threads import run_all, workers
 from ckpt.writing.staging_memory import Blocks, Lease, SharedBlock, StagedState, tensor_in
 from ckpt.writing.tensor_parts import parts_of, whole_copy, with_parts
@@ -75,12 +75,19 @@ class Stager(CommonStager):
     def __init__(self, *, shared_memory: bool = False) -> None:
         self._memory = SharedBlock() if shared_memory else Blocks(_MAX_BLOCKS)
 
-    def provide(self, nbytes: int) -> None:
-        """Make memory ready for a first state of this size, in the background.
+    def provide(self, state_dict: Mapping[str, Any]) -> None:
+        """Make memory ready for a copy of a state of this size, in the background, if it is the first one.
 
-        The first `stage` of about that size then takes no longer than others. It waits for what is not ready yet.
+        `stage` then takes no longer than for others. It waits for what is not ready yet.
         """
-        self._memory.provide(nbytes)
+        copies = _Copies()
+        try:
+            for name, value in state_dict.items():
+                copies.find(value, str(name))
+        except CheckpointError as error:  # `stage` will raise it
+            _logger.info("no memory is made ready for the first copy: %s", error)
+        else:
+            self._memory.provide(copies.nbytes, for_device=copies.from_device)
 
     def forget_provided(self) -> None:
         """Release the memory that was made ready, and that nobody wanted."""
@@ -89,29 +96,6 @@ class Stager(CommonStager):
     def close(self) -> None:
         """Release the memory that no staged state uses; harmless to call twice."""
         self._memory.clear()
-
-
-def bytes_to_stage(values: Iterable[Any]) -> int:
-    """Return how much memory the copies of a state's tensors take on this rank, and a little more; 0 if nobody can tell."""
-    seen: set[tuple[torch.device, int, int]] = set()
-    try:
-        return sum(_bytes_of(value, seen) for value in values if isinstance(value, torch.Tensor)) * 65 // 64
-    except Exception as error:  # of a tensor's own class: the save will tell
-        _logger.info("the size of the copies is not known: %r", error)
-        return 0
-
-
-def _bytes_of(tensor: torch.Tensor, seen: set[tuple[torch.device, int, int]]) -> int:
-    parts = parts_of(tensor)
-    if parts is not None:
-        return sum(_bytes_of(part, seen) for part in parts)
-    if tensor.layout is not torch.strided or tensor.device.type == "meta":
-        return 0
-    key = tensor.device, tensor.data_ptr(), tensor.nbytes
-    if key in seen:  # it has two names
-        return 0
-    seen.add(key)
-    return tensor.nbytes + -tensor.nbytes % _ALIGNMENT_BYTES
 
 
 def _staged(
@@ -123,7 +107,7 @@ def _staged(
         copies = _Copies(kept)
         for name, value in state.items():
             copies.find(value, str(name))
-        lease = memory.take(copies.nbytes)
+        lease = memory.take(copies.nbytes, for_device=copies.from_device)
         copies.fill(lease)
         values = {name: copies.of(value, str(name)) for name, value in state.items()}
         if torch.accelerator.is_available():  # objects may have copied tensors of their own
@@ -159,7 +143,7 @@ class _Copies:
 
     def __init__(self, kept: Iterable[torch.Tensor] = ()) -> None:
         """Tensors of `kept` are their own copies."""
-        self.nbytes = 0
+        self.nbytes, self.from_device = 0, False
         self._places: dict[Any, _Place] = {}
         self._found: dict[int, _Found] = {}
         self._containers: dict[int, Any] = {}
@@ -204,6 +188,7 @@ class _Copies:
             self.nbytes += -self.nbytes % _ALIGNMENT_BYTES
             self._places[key] = _Place(source, self.nbytes, tensor.requires_grad)
             self.nbytes += source.nbytes
+            self.from_device |= source.device.type != "cpu"
         return _Found(tensor, name, place=self._places[key])
 
     def fill(self, lease: Lease) -> None:
@@ -219,8 +204,11 @@ class _Copies:
             target = place.copied = tensor_in(lease, place.offset, source.dtype, source.shape)
             if has_memory_view(source):
                 runs.append((target.data_ptr(), source.data_ptr(), source.nbytes))
-            else:
+            elif source.is_contiguous():
                 copy_elements(source, target, non_blocking=True)
+            else:
+                for part, of_target in flat_pairs(source, 0, target.reshape(-1)):
+                    copy_elements(part, of_target, non_blocking=True)
         batches = list(_batches(runs))
         with workers(max(1, min(8, os.cpu_count() or 1, len(batches))), "ckpt-stage") as threads:
             run_all(threads, _move, batches)

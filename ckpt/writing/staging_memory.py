@@ -28,7 +28,7 @@ import torch
 from ckpt.errors import CheckpointError
 from ckpt.torch_private import shared_storage
 from ckpt.transfer.buffer_pool import fresh_memory
-from ckpt.transfer.tensor_memory import has_memory_view, plain
+from ckpt.transfer.tensor_memory import has_memory_view, lock_pages, plain, touch
 
 Lease = ctypes.Array[ctypes.c_char]
 """Memory that is lent until nothing refers to it; the tensors in it do."""
@@ -61,9 +61,9 @@ class Ahead:
         self._make = make
         self._making: _Making | None = None
 
-    def begin(self, nbytes: int) -> None:
+    def begin(self, nbytes: int, *, for_device: bool) -> None:
         """Make a block of `nbytes` ready, unless one is being made, or was."""
-        making = _Making(nbytes, os.getpid())
+        making = _Making(nbytes, os.getpid(), for_device)
         with _lock:  # and no more: the garbage collector may call what needs it
             if self._making is not None:
                 return
@@ -101,11 +101,13 @@ class Ahead:
     def _run(self, making: _Making) -> None:
         try:
             block = self._make(making.nbytes)
-            pieces = range(0, 0 if block.is_pinned() else making.nbytes, _TOUCHED_BYTES)
-            for start in pieces:  # other threads run meanwhile
+            for start in range(0, making.nbytes, _TOUCHED_BYTES):  # other threads run meanwhile
                 if not (making.is_wanted and threading.main_thread().is_alive()):
                     break
-                ctypes.memset(block.data_ptr() + start, 0, min(_TOUCHED_BYTES, making.nbytes - start))
+                touch(block[start : start + _TOUCHED_BYTES])
+            else:
+                if making.for_device:
+                    lock_pages(block)
         except Exception as error:
             making.block.set_exception(error)
         else:
@@ -118,6 +120,7 @@ class _Making:
 
     nbytes: int
     pid: int
+    for_device: bool
     block: Future[torch.Tensor] = field(default_factory=Future)
     is_wanted: bool = True
 
@@ -128,7 +131,7 @@ def fits(block_bytes: int, nbytes: int) -> bool:
 
 
 class Blocks:
-    """Blocks of CPU memory, pinned where there is a GPU, each in use or free.
+    """Blocks of CPU memory, each in use or free.
 
     Args:
         most: the number of blocks that may be in use at a time; None is no limit.
@@ -141,20 +144,20 @@ class Blocks:
         self._returned: deque[torch.Tensor | None] = deque()
         self.ahead = Ahead(_fresh)
 
-    def provide(self, nbytes: int) -> None:
+    def provide(self, nbytes: int, *, for_device: bool) -> None:
         """Make a block ready in the background, for the first state of this size."""
         with _lock:
             is_first = not (self._free or self._returned or self._in_use)
-        # A process that has a GPU and does not use it yet is not to begin with it here.
-        is_ready = not torch.cuda.is_available() or torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        if is_first and nbytes and is_ready:
-            self.ahead.begin(nbytes)
+        if is_first and nbytes:
+            self.ahead.begin(nbytes, for_device=for_device)
 
-    def take(self, nbytes: int) -> Lease:
-        """Lend memory. Raises CheckpointError if all blocks are in use."""
+    def take(self, nbytes: int, *, for_device: bool) -> Lease:
+        """Lend memory, to which a GPU copies by itself if it is `for_device`. Raises CheckpointError if all is in use."""
         if nbytes == 0:
             return (ctypes.c_char * 0)()
         block = self._acquire(nbytes)
+        if for_device:
+            lock_pages(block)
         lease = _lease(block, nbytes)
         weakref.finalize(lease, self._give_back, block).atexit = False
         return lease
@@ -207,8 +210,6 @@ class Blocks:
 
 
 def _fresh(nbytes: int) -> torch.Tensor:
-    if torch.cuda.is_available():
-        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     return torch.from_numpy(fresh_memory(nbytes))
 
 
@@ -219,17 +220,19 @@ class SharedBlock:
         self._block: torch.Tensor | None = None
         self.ahead = Ahead(_shared_block)
 
-    def provide(self, nbytes: int) -> None:
+    def provide(self, nbytes: int, *, for_device: bool) -> None:
         """Make the block ready in the background, for the first state of this size."""
         if self._block is None and nbytes:
-            self.ahead.begin(nbytes)
+            self.ahead.begin(nbytes, for_device=for_device)
 
-    def take(self, nbytes: int) -> Lease:
-        """Lend the memory of the last state, if that fits."""
+    def take(self, nbytes: int, *, for_device: bool) -> Lease:
+        """Lend the memory of the last state, if that fits; a GPU copies to it by itself if it is `for_device`."""
         if self._block is None or not fits(self._block.numel(), nbytes):
             self._block = None
             ready = self.ahead.take(nbytes)
             self._block = _shared_block(nbytes) if ready is None else ready
+        if for_device and nbytes:
+            lock_pages(self._block)
         return _lease(self._block, nbytes)
 
     def clear(self) -> None:

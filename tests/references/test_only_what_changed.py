@@ -172,7 +172,12 @@ def test_nothing_changed(run: Path) -> None:
 def test_async_saves_do_not_copy_what_is_declared(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copied: list[int] = []
     take = ckpt.collective.stager._memory.take
-    monkeypatch.setattr(ckpt.collective.stager._memory, "take", lambda n: copied.append(n) or take(n))  # type: ignore[func-returns-value]
+
+    def taken(nbytes: int, **more: Any) -> Any:
+        copied.append(nbytes)
+        return take(nbytes, **more)
+
+    monkeypatch.setattr(ckpt.collective.stager._memory, "take", taken)
     state = lora_state(1)
     future = ckpt.async_save(state, run / "step-1", base=run / "step-0", frozen=["model.layers.*.weight"])
     for name, tensor in state["model"].items():

@@ -16,9 +16,10 @@ from support.servers import S3Server
 
 import ckpt
 from ckpt.backends.base import MIB
-from ckpt.errors import CheckpointError, SaveFailed
+from ckpt.errors import CheckpointError, ConfigurationError, SaveFailed
 from ckpt.trainer_integration import saving
 from ckpt.trainer_integration.events import Event
+from ckpt.trainer_integration.run import async_modes
 
 
 class Broken:
@@ -62,6 +63,16 @@ def test_a_rank_that_cannot_stage(tmp_path: Path, mode: str) -> None:
         assert "rank 1" in text
         assert "no room for a copy" in text
     assert [checkpoint.step for checkpoint in ckpt.list_checkpoints(tmp_path)] == [2]
+
+
+def test_a_group_of_the_gpu_alone_cannot_save_by_a_process(tmp_path: Path) -> None:
+    run_ranks(1, _no_cpu_backend, str(tmp_path))
+
+
+def _no_cpu_backend(rank: int, root: str) -> None:
+    vars(async_modes)["has_cpu_backend"] = lambda: False  # as with NCCL, which needs a GPU (tests/gpu)
+    with pytest.raises(ConfigurationError, match="cpu:gloo,cuda:nccl"):
+        ckpt.CheckpointManager(root, save=1, async_mode="process")
 
 
 def _lose_the_process(rank: int, root: str) -> tuple[str, int | None]:

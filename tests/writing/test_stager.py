@@ -30,7 +30,6 @@ import ckpt
 from ckpt.backends import memory
 from ckpt.errors import CheckpointError
 from ckpt.writing import staging_memory
-from ckpt.writing.stager import bytes_to_stage
 from ckpt.writing.staging_memory import _fresh, _shared_block
 
 
@@ -92,13 +91,13 @@ def test_memory_is_made_ready_ahead(shared_memory: bool, monkeypatch: pytest.Mon
     monkeypatch.setattr(staging_memory, "_shared_block" if shared_memory else "_fresh", make)
     stager = ckpt.Stager(shared_memory=shared_memory)
     state = {"odd": torch.ones(3, dtype=torch.uint8), "t": torch.arange(100_000), "step": torch.tensor(7.0)}
-    stager.provide(bytes_to_stage(state.values()))
-    stager.provide(5)  # one is enough
+    stager.provide(state)
+    stager.provide({"t": torch.ones(2)})  # one is enough
     small = {"t": torch.ones(9)}
     assert torch.equal(stager.stage(small)["t"], small["t"])  # it leaves alone what is not for it
     for _ in range(2):
         assert torch.equal(stager.stage(dict(reversed(state.items())))["t"], state["t"])
-    stager.provide(800_000)  # not the first any more
+    stager.provide(state)  # not the first any more
     assert sorted(made_by) == ["MainThread", "ckpt-memory"]
     larger = {"t": torch.arange(1_000_000)}  # than what was announced
     assert torch.equal(stager.stage(larger)["t"], larger["t"])
@@ -120,25 +119,24 @@ def test_without_memory_ahead_a_copy_gets_its_own(
 
     monkeypatch.setattr(staging_memory, name, make)
     stager = ckpt.Stager(shared_memory=shared_memory)
-    stager.provide(400)
+    stager.provide({"t": torch.ones(100)})
     assert stager.stage({"t": torch.ones(100)})["t"].sum() == 100
     stager.close()
 
 
-def test_bytes_to_stage() -> None:
-    """Enough for all copies in any order, and little more."""
-    shared = torch.ones(64, 64)
-    values = [torch.tensor(1.0), 7, torch.ones(4, 4)[:, 1], torch.ones(2).to_sparse(), shared, shared[:]]
-    least = 64 + 64 + shared.nbytes
-    assert least <= bytes_to_stage(values) <= least * 1.02
-    assert bytes_to_stage([]) == bytes_to_stage([torch.empty(5, device="meta")]) == 0
+def test_memory_for_what_cannot_be_copied_is_no_error() -> None:
+    """The save will tell."""
 
     class Odd(torch.Tensor):
         @classmethod
         def __torch_function__(cls, *_: Any, **__: Any) -> Any:
             raise RuntimeError("not so")
 
-    assert bytes_to_stage([torch.ones(3).as_subclass(Odd)]) == 0
+    stager = ckpt.Stager()
+    stager.provide({"t": torch.ones(3).as_subclass(Odd)})
+    assert stager._memory.ahead._making is None
+    with pytest.raises(CheckpointError, match="'t' cannot be copied"):
+        stager.stage({"t": torch.ones(3).as_subclass(Odd)})
 
 
 @pytest.mark.smoke
@@ -159,7 +157,7 @@ def _fork_while_memory_is_made() -> None:
 
     staging_memory._fresh = make
     stager = ckpt.Stager()
-    stager.provide(400)
+    stager.provide({"t": torch.ones(100)})
     assert inside.wait(60)
     child = os.fork()
     if not child:
@@ -171,14 +169,14 @@ def _fork_while_memory_is_made() -> None:
 
 def test_memory_that_nobody_wants_is_let_go() -> None:
     stager = ckpt.Stager()
-    stager.provide(64 << 20)
+    stager.provide({"t": torch.empty(16 << 20)})
     making = stager._memory.ahead._making
     assert making is not None
     block = weakref.ref(making.block.result(60))
     del making
     stager.forget_provided()
     assert block() is None
-    stager.provide(400)
+    stager.provide({"t": torch.ones(100)})
     stager.close()
     assert stager._memory.ahead._making is None
 
