@@ -43,7 +43,7 @@ class DcpStorage:
         budget_bytes = memory_budget_bytes
         if budget_bytes is None:
             budget_bytes = settings_for(normal_url(url)).memory_budget_bytes or DEFAULT_MEMORY_BUDGET_BYTES
-        self._pool = StagingPool(budget_bytes, pinned=True)
+        self._pool = StagingPool(budget_bytes, for_device=True)
         self._limit_s = None if timeout_s is None else Limits(check_timeout(timeout_s)).stall_s
         self.progress = Progress()
         self.interrupt: BaseException | None = None

@@ -96,9 +96,17 @@ def replace_plan_validation(make: Callable[[Callable[..., Any]], Callable[..., A
         default_planner._validate_global_plan = make(stock)
 
 
-def has_cpu_backend() -> bool:
-    """Tell whether the default process group can send CPU tensors, as `dcp.async_save` demands."""
-    return torch.device("cpu") in dist.distributed_c10d._get_default_group()._device_types
+def has_cpu_backend(group: Any) -> bool:
+    """Tell whether a process group, None is the default one, can send CPU tensors, as `dcp.async_save` demands."""
+    return torch.device("cpu") in (group or dist.distributed_c10d._get_default_group())._device_types
+
+
+def device_in_use() -> int | None:
+    """Return the first GPU on which this process has a context; None if there is none. It makes none."""
+    has_context = getattr(torch._C, "_cuda_hasPrimaryContext", None)
+    if has_context is None or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return None
+    return next((number for number in range(torch.cuda.device_count()) if has_context(number)), None)
 
 
 def async_save_process_is_alive() -> bool:

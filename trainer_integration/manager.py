@@ -200,7 +200,7 @@ class CheckpointManager:
         if self.preempted:
             self._saves.wait_preempted(self._decisions.patience_s())
         elif not begun:
-            self._saves.uploads.provide(lambda: _state_of(state, parts, rng))
+            self._saves.uploads.provide()
         return begun
 
     def save(

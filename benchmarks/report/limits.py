@@ -52,7 +52,7 @@ LIMITS: Mapping[str, str] = {
     "async_save stall, first save, over warm memcpy": (
         "Memory is fresh, and in huge pages: 0.10 s for these 512 MB where the machine's free memory had just been in use; more where a "
         "host has taken free memory back and gives it anew, as on this virtual machine. "
-        "`CheckpointManager` has it ready from the first step on that is not saved."
+        "After a restore `CheckpointManager` has it ready."
     ),
     "async_save stall, second save, over warm memcpy": _BEGINNING,
     "manager.save stall, second save, over warm memcpy: thread": _BEGINNING,

@@ -112,7 +112,7 @@ class OtherRanks:
             yield placed if wanted else b""
 
     def _files(self, store: CountingStore, place: str) -> Iterator[RankReceipt]:
-        pool = StagingPool(128 << 20, pinned=False)
+        pool = StagingPool(128 << 20, for_device=False)
         for rank in range(1, self.size):
             stage = rank // self.stage_size
             boxes = self._boxes(rank)

@@ -80,9 +80,14 @@ def sizes_of(reader: Any, file: ItemFile) -> Callable[[str], int]:
     _check_end(file)
     try:
         with zipfile.ZipFile(cast("Any", file)) as archive:
-            sizes = {each.header_offset: each.file_size for each in archive.infolist()}
+            entries = archive.infolist()
     except Exception as error:  # it raises many kinds
         raise FormatError(f"an archive that torch reads and Python does not: {error}") from error
+    sizes = {each.header_offset: each.file_size for each in entries}
+    # The end states how many entries torch's parser reads; Python's reads on to the end of the directory.
+    count = len(reader.get_all_records())
+    if not len(entries) == len(sizes) == count or not all(_is_plain(each, file) for each in entries):
+        raise FormatError("an archive whose records are compressed, share bytes, or are more than it states")
 
     def size_of(name: str) -> int:
         offset = reader.get_record_header_offset(name)
@@ -91,6 +96,14 @@ def sizes_of(reader: Any, file: ItemFile) -> Callable[[str], int]:
         return sizes[offset]
 
     return size_of
+
+
+def _is_plain(entry: zipfile.ZipInfo, file: ItemFile) -> bool:
+    """Tell whether a record is stored as it is, and gives its size once: in its place, or in one field for large sizes."""
+    extra = entry.extra
+    is_single = not extra or (extra[:2] == b"\1\0" and len(extra) == 4 + _number(extra, 2, 2))
+    is_stored = entry.compress_type == zipfile.ZIP_STORED
+    return is_single and is_stored and entry.compress_size == entry.file_size <= file.nbytes
 
 
 def _check_end(file: ItemFile) -> None:

@@ -41,21 +41,21 @@ class StagingPool:
     takes a buffer must not take a second before giving it back, or takers could wait for each other.
     """
 
-    def __init__(self, budget_bytes: int = DEFAULT_MEMORY_BUDGET_BYTES, *, pinned: bool = False) -> None:
-        """`pinned`: where this process uses a GPU, that can copy to and from the buffers by itself."""
+    def __init__(self, budget_bytes: int = DEFAULT_MEMORY_BUDGET_BYTES, *, for_device: bool = False) -> None:
+        """`for_device`: a GPU that this process uses can copy to and from the buffers by itself."""
         is_number = isinstance(budget_bytes, int | float) and not isinstance(budget_bytes, bool)
         if not is_number or not MIN_MEMORY_BUDGET_BYTES <= budget_bytes < math.inf:
             raise ConfigurationError(
                 f"memory_budget_bytes must be at least {MIN_MEMORY_BUDGET_BYTES} (128 MiB), not {budget_bytes!r:.100}"
             )
         self.budget_bytes = int(budget_bytes)
-        self._pinned = pinned
+        self._for_device = for_device
         self._free: list[memoryview] = []
         self._allocated_bytes = 0
         self._changed = threading.Condition()
 
     def __reduce__(self) -> tuple[Callable[[int], StagingPool], tuple[int]]:
-        return functools.partial(StagingPool, pinned=self._pinned), (self.budget_bytes,)
+        return functools.partial(StagingPool, for_device=self._for_device), (self.budget_bytes,)
 
     @contextlib.contextmanager
     def take(self, nbytes: int) -> Iterator[memoryview]:
@@ -108,13 +108,11 @@ class StagingPool:
             raise
 
     def _allocate(self, nbytes: int) -> memoryview:
-        memory = fresh_memory(nbytes)
-        if not self._pinned:
-            return memory.data
-        import torch
+        if self._for_device:
+            import torch
 
-        from ckpt.transfer.tensor_memory import lock_pages, memory_of
+            from ckpt.transfer.tensor_memory import memory_of
 
-        block = torch.from_numpy(memory)
-        lock_pages(block)
-        return memory_of(block)
+            if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+                return memory_of(torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True))
+        return fresh_memory(nbytes).data

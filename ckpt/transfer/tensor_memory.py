@@ -11,16 +11,19 @@ from collections.abc import Iterator
 
 import torch
 
-from ckpt.torch_private import is_zero_tensor
+from ckpt.torch_private import device_in_use, is_zero_tensor
 from ckpt.transfer.boxes import flat_boxes, span
 from ckpt.transfer.threads import run_all, workers
 
 _PAGE_BYTES = 4096
 _TOUCHED_BYTES = 16 << 20
 _MOST_THREADS = 16
-_DEVICE_BYTES = 8 << 20
+_GAP_PIECE_BYTES = 8 << 20
 
 _logger = logging.getLogger(__name__)
+
+_is_refused = False
+_never_freed: list[torch.UntypedStorage] = []
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -72,29 +75,48 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
 
 
 def lock_pages(block: torch.Tensor) -> None:
-    """Let a GPU in use copy to and from fresh CPU memory by itself, which is three times as fast, until `block` is gone.
+    """Let the GPU in use copy to and from a block of fresh CPU memory by itself, which is three times as fast.
 
-    `torch.empty(pin_memory=True)` takes its pages one by one: seven times as long; rounds their number up to a power of
-    two; and keeps them (`docs/gpu.md`). Where it fails the memory stays as it is, which works too. Changes its bytes.
+    That is so until `block`, the first that shows this memory, is gone. Where CUDA refuses, the block stays as it is, which
+    works too. To be called by the thread that trains: another one could meet the capture of a graph, which it would end.
+    Changes the bytes. A forked child does not have the memory.
     """
-    if not torch.cuda.is_initialized() or not block.numel() or block.is_pinned():  # type: ignore[no-untyped-call]
+    global _is_refused
+    device = device_in_use()
+    if device is None or _is_refused or not block.numel() or block.is_pinned():
         return
-    pieces = range(0, block.numel(), _TOUCHED_BYTES)
-    with workers(max(1, min(_MOST_THREADS, os.cpu_count() or 1, len(pieces))), "ckpt-memory") as threads:
-        run_all(threads, lambda start: touch(block[start : start + _TOUCHED_BYTES]), pieces)
-    runtime, address = torch.cuda.cudart(), block.data_ptr()  # type: ignore[no-untyped-call]
-    failed = int(runtime.cudaHostRegister(address, block.numel(), 0))
-    if not failed:
-        weakref.finalize(block, _unlock, address, os.getpid()).atexit = False
+    address, nbytes = block.data_ptr(), block.numel()
+    try:
+        pieces = range(0, nbytes, _TOUCHED_BYTES)
+        with workers(max(1, min(_MOST_THREADS, os.cpu_count() or 1, len(pieces))), "ckpt-memory") as threads:
+            run_all(threads, lambda start: touch(block[start : start + _TOUCHED_BYTES]), pieces)
+        with torch.cuda.device(device):
+            failed = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))  # type: ignore[no-untyped-call]
+            if failed:
+                _is_refused = True
+                _logger.warning(
+                    "copies from the GPU will be slower: CUDA does not lock %d bytes (error %d)",
+                    nbytes,
+                    failed,
+                )
+                with contextlib.suppress(Exception):  # else the next call of torch would raise it
+                    torch.zeros(1, device="cuda")
+                return
+    except Exception as error:
+        _logger.warning("copies from the GPU will be slower: memory cannot be locked: %r", error)
         return
-    _logger.info("%d bytes of memory stay pageable: CUDA error %d", block.numel(), failed)
-    with contextlib.suppress(RuntimeError):  # else the next call of torch would raise it
-        torch.zeros(1, device="cuda")
+    storage = block.untyped_storage()
+    weakref.finalize(block, _unlock, storage, address, device, os.getpid()).atexit = False
 
 
-def _unlock(address: int, pid: int) -> None:
-    if os.getpid() == pid:  # a forked child has no GPU
-        torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+def _unlock(storage: torch.UntypedStorage, address: int, device: int, pid: int) -> None:
+    """Unlock memory that `storage` still keeps: CUDA is not to know pages that are no longer there."""
+    if os.getpid() != pid:  # a forked child has no GPU
+        return
+    with torch.cuda.device(device):
+        failed = int(torch.cuda.cudart().cudaHostUnregister(address))  # type: ignore[no-untyped-call]
+    if failed:
+        _never_freed.append(storage)
 
 
 def touch(block: torch.Tensor) -> None:
@@ -142,9 +164,9 @@ def flat_pairs(
     Of a tensor on a device that has gaps they are small: torch copies each through memory of the device.
     """
     has_gaps = tensor.device.type != "cpu" and not tensor.is_contiguous()
-    step = _DEVICE_BYTES // tensor.element_size() if has_gaps else max(1, flat.numel())
-    for position in range(0, flat.numel(), step):
-        stop = min(position + step, flat.numel())
+    step = _GAP_PIECE_BYTES // tensor.element_size() if has_gaps else max(1, flat.numel())
+    for first in range(0, flat.numel(), step):
+        position, stop = first, min(first + step, flat.numel())
         for box in flat_boxes(tensor.shape, start + position, start + stop):
             part = tensor[box]
             yield part, flat[position : position + part.numel()].view(part.shape)

@@ -75,19 +75,16 @@ class Stager(CommonStager):
     def __init__(self, *, shared_memory: bool = False) -> None:
         self._memory = SharedBlock() if shared_memory else Blocks(_MAX_BLOCKS)
 
-    def provide(self, state_dict: Mapping[str, Any]) -> None:
-        """Make memory ready for a copy of a state of this size, in the background, if it is the first one.
+    def provide(self, space: Space) -> None:
+        """Make memory ready for the copy of a first state that takes about this `space`, in the background.
 
         `stage` then takes no longer than for others. It waits for what is not ready yet.
         """
-        copies = _Copies()
-        try:
-            for name, value in state_dict.items():
-                copies.find(value, str(name))
-        except CheckpointError as error:  # `stage` will raise it
-            _logger.info("no memory is made ready for the first copy: %s", error)
-        else:
-            self._memory.provide(copies.nbytes, for_device=copies.from_device)
+        self._memory.provide(space.nbytes, for_device=space.for_device)
+
+    def lock_provided(self) -> None:
+        """Let a GPU copy by itself to what was made ready, if it is; to be called by the thread that trains."""
+        self._memory.ahead.lock()
 
     def forget_provided(self) -> None:
         """Release the memory that was made ready, and that nobody wanted."""
@@ -96,6 +93,26 @@ class Stager(CommonStager):
     def close(self) -> None:
         """Release the memory that no staged state uses; harmless to call twice."""
         self._memory.clear()
+
+
+@dataclass(frozen=True)
+class Space:
+    """What the copy of a state takes: how much memory, and whether a GPU is to copy to it."""
+
+    nbytes: int
+    for_device: bool
+
+
+def space_for(state_dict: Mapping[str, Any]) -> Space | None:
+    """Tell what the copy of a state takes, and a little more; None if it cannot be copied, which `stage` will tell."""
+    copies = _Copies()
+    try:
+        for name, value in state_dict.items():
+            copies.find(value, str(name))
+    except CheckpointError as error:
+        _logger.info("no memory is made ready for the first copy: %s", error)
+        return None
+    return Space(copies.nbytes * 65 // 64, copies.from_device)
 
 
 def _staged(

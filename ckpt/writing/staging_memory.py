@@ -1,17 +1,19 @@
 """Lend CPU memory for staged states, and use it again: fresh memory costs more than the copy into it.
 
-Fresh from the system it costs page faults, pinned far more. So memory is kept in blocks, and a block is free
+Fresh from the system it costs page faults, and more where a GPU is to copy to it. So memory is kept in blocks, and a block is free
 again when the last tensor in it is gone. Each staged tensor has a storage of its own in the block: whatever is
 pickled with one would take all of its storage along.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import io
 import logging
 import math
+import mmap
 import os
 import pickle
 import threading
@@ -27,7 +29,6 @@ import torch
 
 from ckpt.errors import CheckpointError
 from ckpt.torch_private import shared_storage
-from ckpt.transfer.buffer_pool import fresh_memory
 from ckpt.transfer.tensor_memory import has_memory_view, lock_pages, plain, touch
 
 Lease = ctypes.Array[ctypes.c_char]
@@ -79,9 +80,14 @@ class Ahead:
         pid = os.getpid()
         with _lock:
             making = self._making
-            if making is None or making.pid != pid or not fits(making.nbytes, nbytes):
+            if making is None or making.pid != pid:
                 return None
-            self._making = None
+            is_small = nbytes > making.nbytes  # it will never be of use
+            if is_small or fits(making.nbytes, nbytes):
+                self._making = None
+            if not fits(making.nbytes, nbytes):
+                making.is_wanted = not is_small
+                return None
         try:
             return making.block.result(_PATIENCE_S)
         except (
@@ -90,6 +96,16 @@ class Ahead:
             _logger.info("no memory was made ready for the first save: %r", error)
             making.is_wanted = False
             return None
+
+    def lock(self) -> None:
+        """Lock the pages of the block, if it is ready and for the copies of a GPU."""
+        with _lock:
+            making = self._making
+        if making is None or not making.for_device or making.pid != os.getpid() or not making.block.done():
+            return
+        making.for_device = False
+        if making.block.exception() is None:
+            _lock_block(making.block.result())
 
     def drop(self) -> None:
         """Let go of the block, ready or not."""
@@ -105,9 +121,6 @@ class Ahead:
                 if not (making.is_wanted and threading.main_thread().is_alive()):
                     break
                 touch(block[start : start + _TOUCHED_BYTES])
-            else:
-                if making.for_device:
-                    lock_pages(block)
         except Exception as error:
             making.block.set_exception(error)
         else:
@@ -140,7 +153,7 @@ class Blocks:
     def __init__(self, most: int | None) -> None:
         self._most = most
         self._free: list[torch.Tensor] = []
-        self._in_use = 0
+        self._in_use, self._pid = 0, os.getpid()
         self._returned: deque[torch.Tensor | None] = deque()
         self.ahead = Ahead(_fresh)
 
@@ -156,10 +169,10 @@ class Blocks:
         if nbytes == 0:
             return (ctypes.c_char * 0)()
         block = self._acquire(nbytes)
-        if for_device:
-            lock_pages(block)
         lease = _lease(block, nbytes)
-        weakref.finalize(lease, self._give_back, block).atexit = False
+        weakref.finalize(lease, self._give_back, block, os.getpid()).atexit = False
+        if for_device:
+            _lock_block(block)
         return lease
 
     def clear(self) -> None:
@@ -170,6 +183,9 @@ class Blocks:
             self._free.clear()
 
     def _acquire(self, nbytes: int) -> torch.Tensor:
+        if self._pid != os.getpid():  # a forked child does not have what is locked
+            self._pid, self._free, self._in_use = os.getpid(), [], 0
+            self._returned.clear()
         ready = self.ahead.take(nbytes)
         with _lock:
             is_full = self._is_full()
@@ -190,16 +206,17 @@ class Blocks:
         try:
             return _fresh(nbytes)
         except BaseException:
-            self._give_back(None)
+            self._give_back(None, self._pid)
             raise
 
     def _is_full(self) -> bool:
         self._take_back()
         return self._most is not None and self._in_use >= self._most
 
-    def _give_back(self, block: torch.Tensor | None) -> None:
+    def _give_back(self, block: torch.Tensor | None, pid: int) -> None:
         # Without the lock: the garbage collector may call this in the thread that holds it.
-        self._returned.append(block)
+        if pid == self._pid:
+            self._returned.append(block)
 
     def _take_back(self) -> None:
         while self._returned:
@@ -210,7 +227,20 @@ class Blocks:
 
 
 def _fresh(nbytes: int) -> torch.Tensor:
-    return torch.from_numpy(fresh_memory(nbytes))
+    """Make a block of whole pages, huge ones where the system has them: a copy into such takes half as long."""
+    memory = mmap.mmap(-1, max(1, nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError, AttributeError):  # a system without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    block: Any = torch.frombuffer(memory, dtype=torch.uint8)
+    block.memory = memory
+    return block  # type: ignore[no-any-return]
+
+
+def _lock_block(block: Any) -> None:
+    lock_pages(block)
+    if hasattr(block, "memory") and block.is_pinned():
+        # The system would copy all pages that are locked at each fork. A child lends none of them.
+        block.memory.madvise(mmap.MADV_DONTFORK)
 
 
 class SharedBlock:
@@ -232,7 +262,7 @@ class SharedBlock:
             ready = self.ahead.take(nbytes)
             self._block = _shared_block(nbytes) if ready is None else ready
         if for_device and nbytes:
-            lock_pages(self._block)
+            _lock_block(self._block)
         return _lease(self._block, nbytes)
 
     def clear(self) -> None:

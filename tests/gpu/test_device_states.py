@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from support.states import bits, digest, plain_state
 
 import ckpt
 from ckpt.transfer.tensor_memory import lock_pages, memory_of
+from ckpt.writing.stager import space_for
 
 cuda: Any = torch.cuda  # much of it has no types
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() == 0, reason="there is no GPU here")
@@ -117,7 +120,7 @@ def test_no_memory_of_the_gpu_beyond_the_state(way: str, has_gaps: bool, tmp_pat
     """But for a little where a tensor has gaps."""
     state = many()
     if has_gaps:
-        state["turned"] = torch.rand(4000, 3000, device="cuda").t()
+        state["turned"] = torch.rand(16_000, 16_000, device="cuda").t()
     ckpt.save(state, tmp_path / "first")
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -130,14 +133,17 @@ def test_no_memory_of_the_gpu_beyond_the_state(way: str, has_gaps: bool, tmp_pat
     else:
         ckpt.load(state, tmp_path / "first")
     used = torch.cuda.max_memory_allocated() - before
-    assert used <= (128 << 20 if has_gaps and way != "async_save" else 16 << 20 if has_gaps else 0)
+    assert used <= (256 << 20 if has_gaps else 0)  # of the gigabyte of the tensor that has gaps
 
 
 def test_pages_are_locked_as_long_as_they_are_lent(tmp_path: Path) -> None:
     cuda.init()
     stager: Any = ckpt.Stager()
     state = many(4)
-    stager.provide(state)
+    stager.provide(space_for(state))
+    stager._memory.ahead._making.block.result(60)
+    stager.lock_provided()
+    assert stager._memory.ahead._making.block.result().is_pinned()
     staged = stager.stage(state)
     assert all(tensor.is_pinned() for tensor in staged.values())
     address = staged["t0"].data_ptr()
@@ -179,3 +185,17 @@ def test_small_tensors_by_the_thousand(tmp_path: Path) -> None:
         loaded = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
         ckpt.load(loaded, tmp_path / place)
         assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())
+
+
+def test_a_forked_child_gets_none_of_the_locked_memory(tmp_path: Path) -> None:
+    """Each fork would copy it. The parent goes on with it, and the child makes copies in memory of its own."""
+    stager, state = ckpt.Stager(), many(64, mib=16)
+    stager.stage(state)
+    began_s = time.monotonic()
+    child = os.fork()
+    if not child:
+        os._exit(int(not torch.equal(stager.stage({"t": torch.ones(100)})["t"], torch.ones(100))))
+    assert time.monotonic() - began_s < 5
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    staged = stager.stage(state)
+    assert all(torch.equal(staged[name].cuda(), tensor) for name, tensor in state.items())

@@ -173,7 +173,8 @@ def test_process_groups_and_sharded_tensors() -> None:
 
 
 def _process_groups_and_sharded_tensors(rank: int) -> None:
-    assert torch_private.has_cpu_backend()
+    assert torch_private.has_cpu_backend(None)
+    assert torch_private.device_in_use() is None
     store: Any = torch_private.default_store()
     store.set("key", "value")
     assert store.get("key") == b"value"

@@ -48,7 +48,7 @@ def save_as_many_ranks(
     framed = frame(torch.float32, torch.Size([ROWS, WIDTH]))
     names = [f"layers.{number}.weight" for number in range(tensors)]
     shard = torch.full((ROWS, WIDTH), value).numpy().tobytes()
-    pool = StagingPool(128 << 20, pinned=False)
+    pool = StagingPool(128 << 20, for_device=False)
     receipts: list[RankReceipt] = []
     place = url.rstrip("/").rpartition("/")[2]
     first = SaveObjects(0)

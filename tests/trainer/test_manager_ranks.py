@@ -70,7 +70,7 @@ def test_a_group_of_the_gpu_alone_cannot_save_by_a_process(tmp_path: Path) -> No
 
 
 def _no_cpu_backend(rank: int, root: str) -> None:
-    vars(async_modes)["has_cpu_backend"] = lambda: False  # as with NCCL, which needs a GPU (tests/gpu)
+    vars(async_modes)["has_cpu_backend"] = lambda _: False  # as with NCCL, which needs a GPU (tests/gpu)
     with pytest.raises(ConfigurationError, match="cpu:gloo,cuda:nccl"):
         ckpt.CheckpointManager(root, save=1, async_mode="process")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -29,10 +28,8 @@ from ckpt.references.frozen import Patterns
 from ckpt.references.request import References
 from ckpt.torch_private import async_save_process_is_alive, forget_async_save_process, has_cpu_backend
 from ckpt.trainer_integration.run.main_guard import check_main_guard
-from ckpt.writing.stager import Stager
+from ckpt.writing.stager import Space, Stager
 from ckpt.writing.writer import CheckpointWriter
-
-_logger = logging.getLogger(__name__)
 
 AsyncMode = Literal["thread", "process", "off"]
 
@@ -43,6 +40,7 @@ class Uploads:
 
     `frozen`: each save refers to the one before it, and need not compare these; None: all is written.
     `tables`: what is saved with each state, by what changed.
+    `expected`: what the copy of a state takes on this rank, as far as that is known before the first save.
     """
 
     mode: AsyncMode
@@ -51,16 +49,18 @@ class Uploads:
     options: Mapping[str, Any] = field(repr=False)  # credentials may be among them
     frozen: Patterns | None = None
     tables: Tables | None = None
+    expected: Space | None = None
     _stager: Stager = field(default_factory=lambda: Stager(shared_memory=True))
     _last: Future[Metadata] | None = None
-    _has_memory: bool = False
 
     def __post_init__(self) -> None:
         if self.mode not in ("thread", "process", "off"):
             raise ConfigurationError(f"async_mode must be 'thread', 'process' or 'off', not {self.mode!r}")
         if self.mode == "process" and not (dist.is_available() and dist.is_initialized()):
             raise ConfigurationError("async_mode='process' needs torch.distributed.init_process_group first")
-        if self.mode == "process" and not has_cpu_backend():
+        if (
+            self.mode == "process" and self.ranks.size == 1 and not has_cpu_backend(self.ranks.group)
+        ):  # more have their own
             raise ConfigurationError(
                 "async_mode='process' needs a backend for the CPU beside that of the GPU: "
                 "init_process_group('cpu:gloo,cuda:nccl')"
@@ -71,18 +71,14 @@ class Uploads:
         if self.mode == "process":
             check_main_guard()
 
-    def provide(self, state: Callable[[], Mapping[str, Any]]) -> None:
-        """Make memory ready for the first copy of such a state, while training goes on."""
-        # With `frozen` little of it is copied, perhaps.
-        if self._has_memory or self.mode == "off" or self.frozen is not None:
-            return
-        self._has_memory = True
-        try:
-            values = values_of(state())
-        except Exception as error:  # the save will tell
-            _logger.info("no memory is made ready for the first save: %r", error)
-        else:
-            (self._stager if self.mode == "process" else stager).provide(values)
+    def provide(self) -> None:
+        """Make memory ready for the first copy, while training goes on; nothing if no restore has told its size."""
+        own = self._stager if self.mode == "process" else stager
+        space, self.expected = self.expected, None
+        if space is None:
+            own.lock_provided()
+        elif self.mode != "off" and self.frozen is None:  # with these little of it is copied, perhaps
+            own.provide(space)
 
     def begin(
         self, state: dict[str, Any], url: str, tags: Mapping[str, str], base: str | None = None
@@ -92,7 +88,6 @@ class Uploads:
         `base` is the checkpoint to refer to, if there is one that can be referred to.
         Raises SaveFailed or ConfigurationError on every rank if any could not begin.
         """
-        self._has_memory = True
         if self.mode == "process":
             return self._in_process(state, url, tags)
         options: dict[str, Any] = {**self.options, "tags": tags, "process_group": self.process_group}
@@ -111,7 +106,6 @@ class Uploads:
 
     def begin_at(self, state: dict[str, Any], places: list[Place], tags: Mapping[str, str]) -> Future[Saved]:
         """Stage `state` and begin its upload to the first of `places` that takes it. Raises as `begin`."""
-        self._has_memory = True
         tagged = [replace(place, options={**place.options, "tags": tags}) for place in places]
         is_async = self.mode == "thread"
         return save_to_first(state, lambda _: tagged, process_group=self.process_group, is_async=is_async)

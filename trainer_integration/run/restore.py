@@ -37,6 +37,7 @@ from ckpt.trainer_integration.run.search import GONE, Choice, Search, counted
 from ckpt.trainer_integration.run.strict_planner import NamingLoadPlanner
 from ckpt.trainer_integration.training_state import OptimizerState
 from ckpt.words import count
+from ckpt.writing.stager import space_for
 
 T = TypeVar("T")
 
@@ -126,6 +127,7 @@ def restore(
             load(state, url, planner=planner, **load_options)
         if saves.uploads.tables is not None:
             _restore_tables(saves.uploads.tables, url, ranks, load_options["storage_options"])
+        saves.uploads.expected = space_for(planner.state_dict)
         return planner
 
     figures, read, is_error = dict[str, float](), Counter[str](), False
