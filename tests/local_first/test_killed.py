@@ -181,7 +181,7 @@ def test_killed_at_any_moment(tmp_path: Path, seed: int, copies: bool, trainers:
     output, _ = ranks[0].communicate(timeout=300)
     assert [rank.wait() for rank in ranks] == [0] * RANKS
     assert _told(output, "restored")[0] >= local
-    assert _told(output, "durable")[-1] == local + 3
+    assert max(_told(output, "durable")) == local + 3, output  # one before it may become durable after it
     _check_durable(tmp_path / "durable", local + 3)
 
 
