@@ -38,16 +38,14 @@ State = dict[str, torch.Tensor]
 Figures = dict[str, float]
 
 
-def _state(gib: float, value: float | None = None) -> State:
-    """Make `_TENSORS` tensors of bfloat16, random ones or all of one value."""
+def _state(gib: float) -> State:
+    """Make `_TENSORS` tensors of bfloat16, with random values."""
     elements = int(gib * (1 << 30)) // 2 // _TENSORS
     generator = torch.Generator("cuda").manual_seed(1)
     state = {}
     for number in range(_TENSORS):
         tensor = torch.empty(elements, dtype=torch.bfloat16, device="cuda")
-        state[f"layers.{number}.weight"] = (
-            tensor.normal_(generator=generator) if value is None else tensor.fill_(value)
-        )
+        state[f"layers.{number}.weight"] = tensor.normal_(generator=generator)
     return state
 
 

@@ -58,9 +58,10 @@ class Uploads:
             raise ConfigurationError(f"async_mode must be 'thread', 'process' or 'off', not {self.mode!r}")
         if self.mode == "process" and not (dist.is_available() and dist.is_initialized()):
             raise ConfigurationError("async_mode='process' needs torch.distributed.init_process_group first")
-        if (
-            self.mode == "process" and self.ranks.size == 1 and not has_cpu_backend(self.ranks.group)
-        ):  # more have their own
+        is_alone = (
+            self.mode == "process" and self.ranks.size == 1
+        )  # several ranks get a gloo group of their own
+        if is_alone and not has_cpu_backend(self.ranks.group):
             raise ConfigurationError(
                 "async_mode='process' needs a backend for the CPU beside that of the GPU: "
                 "init_process_group('cpu:gloo,cuda:nccl')"
