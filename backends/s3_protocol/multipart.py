@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import threading
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from datetime import datetime, timedelta, timezone
 from email.utils import parsedate_to_datetime
 from typing import Any
@@ -18,6 +16,7 @@ from ckpt.backends.s3_protocol.errors import Malformed, UploadGone
 from ckpt.backends.s3_protocol.requests import S3Requests, encode_crc, etag_of
 from ckpt.backends.s3_protocol.resumed_uploads import Upload, may_pass, take_up, try_to_abort
 from ckpt.errors import AccessDenied, StorageError, StorageUnavailable
+from ckpt.lanes import run_in_lanes
 
 
 def put_in_parts(
@@ -111,30 +110,18 @@ def _server_time(reply: Mapping[str, Any]) -> datetime | None:
 
 def _send_parts(s3: S3Requests, key: str, body: Body, upload: Upload) -> list[dict[str, Any]]:
     """Send the parts that are not there; return the entries of all."""
-    stop, size = threading.Event(), upload.part_size_bytes
+    size = upload.part_size_bytes
 
-    def send(number: int, start: int) -> dict[str, Any]:
-        if stop.is_set():
-            raise StorageError("not sent: another part failed", url=s3.url, key=key)
+    def send(missing: tuple[int, int]) -> dict[str, Any]:
+        number, start = missing
         with body.part(start, min(start + size, body.nbytes)) as part:
             return s3.send_part(key, part, upload.id, number)
 
-    futures: list[Future[dict[str, Any]]] = []
-    try:
-        for number, start in enumerate(range(0, body.nbytes, size), 1):
-            if number not in upload.parts:
-                futures.append(s3.submit(key, send, number, start))
-        done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-        for future in done:
-            future.result()  # raises what a part failed with
-        sent = {part["PartNumber"]: part for part in (future.result() for future in futures)}
-        return [part for _, part in sorted({**upload.parts, **sent}.items())]
-    finally:
-        # No part may still be on its way when the upload is completed or aborted.
-        stop.set()
-        for future in futures:
-            future.cancel()
-        wait(futures)
+    todo = [item for item in enumerate(range(0, body.nbytes, size), 1) if item[0] not in upload.parts]
+    # No part may still be on its way when the upload is completed or aborted: it waits for all.
+    entries = run_in_lanes(lambda lane: s3.submit(key, lane), send, todo, most=s3.threads)
+    sent = {part["PartNumber"]: part for part in entries}
+    return [part for _, part in sorted({**upload.parts, **sent}.items())]
 
 
 def _is_ours(s3: S3Requests, key: str, nbytes: int, parts: list[dict[str, Any]], crc: int | None) -> bool:

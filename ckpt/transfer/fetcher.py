@@ -11,10 +11,10 @@ from ckpt.backends.base import Store, transfer_size_bytes
 from ckpt.consistency.block_digests import DIGEST_BYTES, block_digests
 from ckpt.consistency.checksums import block_crcs
 from ckpt.errors import IntegrityError
+from ckpt.lanes import run_in_lanes
 from ckpt.transfer.buffer_pool import StagingPool
 from ckpt.transfer.pieces import MemorySink, Piece
 from ckpt.transfer.read_requests import Request, Slice, plan_requests
-from ckpt.transfer.threads import run_all
 
 _logger = logging.getLogger(__name__)
 
@@ -118,7 +118,8 @@ class Fetcher:
                 request_bytes=self.store.part_size_bytes or transfer_size_bytes(self.store.threads),
             )
         )
-        run_all(threads, lambda request: self._fetch(*request), requests)
+        most = self.store.threads
+        run_in_lanes(threads.submit, lambda request: self._fetch(*request), requests, most=most)
 
     def _fetch(self, file: StoredFile, request: Request) -> None:
         segments, scratch_bytes = _segments(request)

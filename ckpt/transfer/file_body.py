@@ -92,16 +92,19 @@ class TensorPayload(Payload):
         self.resolve, self._name = resolve, name
         self._lock = threading.Lock()
         self._tensor: torch.Tensor | None = None
+        self._opened: memoryview | torch.Tensor | None = None
         self._version: int | None = None
         self._left = nbytes
 
     def open(self) -> memoryview | torch.Tensor:
         with self._lock:
-            if self._tensor is None:
-                self._tensor, self._version = self.resolve(), None
-            tensor = self._tensor
-        # An inference tensor does not count its changes: it is copied.
-        return memory_of(tensor) if has_memory_view(tensor) and not tensor.is_inference() else tensor
+            if self._opened is None:
+                tensor = self.resolve()
+                self._tensor, self._version = tensor, None
+                # An inference tensor does not count its changes: it is copied.
+                is_memory = has_memory_view(tensor) and not tensor.is_inference()
+                self._opened = memory_of(tensor) if is_memory else tensor
+            return self._opened
 
     def mark(self, view: memoryview) -> Mark | None:
         with self._lock:
@@ -117,7 +120,8 @@ class TensorPayload(Payload):
             self._left -= nbytes
             if self._left <= 0:
                 # Its memory outlives it where it is still read; a retry of an earlier part asks the planner again.
-                self._tensor, self._left = None, self.nbytes
+                self._tensor = self._opened = None
+                self._left = self.nbytes
 
 
 class StreamedPayload(Payload):

@@ -38,6 +38,7 @@ _CONTRACT = ("ckpt.backends.base", "ckpt.backends.bodies", "ckpt.backends.option
 _FLOOR = (
     "ckpt.errors",
     "ckpt.gc_pause",
+    "ckpt.lanes",
     "ckpt.torch_private",
     "ckpt.whole_files",
     "ckpt.consistency",
@@ -50,6 +51,7 @@ ROOMS: Mapping[str, Room] = {
     "ckpt.words": Room("sizes, ages and names, written for people", ()),
     "ckpt.notebook": Room("small tables as HTML", ("ckpt.words",)),
     "ckpt.gc_pause": Room("no garbage collection while many objects are made", ()),
+    "ckpt.lanes": Room("transfers in as many threads as help", ()),
     "ckpt.torch_private": Room("the private names of torch that are used", ()),
     "ckpt.whole_files": Room("files that appear whole", ()),
     "ckpt.settings": Room("ckpt.toml: how bytes move to each place", ("ckpt.errors",)),
@@ -61,6 +63,7 @@ ROOMS: Mapping[str, Room] = {
         "S3 requests and replies, for boto3 and ibm-cos-sdk",
         (
             "ckpt.errors",
+            "ckpt.lanes",
             *_CONTRACT,
             "ckpt.backends.cancellable_reads",
             "ckpt.backends.fsspec_listings",

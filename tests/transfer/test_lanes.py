@@ -1,0 +1,174 @@
+"""Transfers that run in few threads, or in all, by how much of their time they use."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+
+from ckpt import lanes
+from ckpt.lanes import run_in_lanes
+from ckpt.transfer.threads import workers
+
+MOST = 6
+_DATA = bytes(4 << 20)
+
+
+@pytest.fixture
+def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadPoolExecutor]:
+    monkeypatch.setattr(lanes, "usable_cores", lambda: 1)
+    with ThreadPoolExecutor(MOST) as pool:
+        yield pool
+
+
+class Counter:
+    """Counts how many run at once, at most."""
+
+    def __init__(self) -> None:
+        self.now = self.most = 0
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self.now += 1
+            self.most = max(self.most, self.now)
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self.now -= 1
+
+
+def test_what_uses_the_processor_runs_in_few_threads(pool: ThreadPoolExecutor) -> None:
+    running = Counter()
+
+    def work(number: int) -> int:
+        with running:
+            hashlib.sha256(_DATA).digest()  # without Python's lock
+            return number
+
+    assert run_in_lanes(pool.submit, work, range(60), most=MOST) == [*range(60)]
+    assert running.most == 1
+
+
+def test_what_waits_runs_in_all(pool: ThreadPoolExecutor) -> None:
+    all_there = threading.Barrier(MOST)
+    assert run_in_lanes(pool.submit, lambda _: all_there.wait(60), range(MOST), most=MOST)
+
+
+def test_also_while_more_items_come(pool: ThreadPoolExecutor) -> None:
+    all_there = threading.Event()
+    running = Counter()
+
+    def work(_: int) -> bool:
+        with running:
+            if running.now == MOST:
+                all_there.set()
+            return all_there.wait(60)
+
+    def items() -> Iterator[int]:
+        for number in range(1000):
+            yield number
+            time.sleep(0.01)
+            if all_there.is_set():
+                return
+
+    assert all(run_in_lanes(pool.submit, work, items(), most=MOST))
+    assert all_there.is_set()
+
+
+def test_all_run_where_nobody_tells_how_long(
+    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lanes, "wanted_s", lambda thread: float("nan"))
+    all_there = threading.Barrier(MOST)
+
+    def work(_: int) -> int:
+        until_s = time.monotonic() + 0.05
+        while time.monotonic() < until_s:
+            hashlib.sha256(_DATA).digest()
+        return all_there.wait(60)
+
+    assert sorted(run_in_lanes(pool.submit, work, range(MOST), most=MOST)) == [*range(MOST)]
+
+
+def test_time_that_a_thread_wanted_is_told() -> None:
+    me, before_s = threading.get_native_id(), time.thread_time()
+    wanted_s = lanes.wanted_s(me)
+    while time.thread_time() - before_s < 0.2:
+        hashlib.sha256(_DATA).digest()
+    assert lanes.wanted_s(me) - wanted_s > 0.15
+    assert lanes.wanted_s(0) != lanes.wanted_s(0)
+
+
+@pytest.mark.parametrize("most", [1, 2, MOST])
+def test_the_first_error_ends_it(most: int, pool: ThreadPoolExecutor) -> None:
+    begun: list[int] = []
+    running = Counter()
+
+    def work(number: int) -> None:
+        with running:
+            begun.append(number)
+            if number == 3:
+                raise OSError("the third")
+            time.sleep(0.01)
+
+    with pytest.raises(OSError, match="the third"):
+        run_in_lanes(pool.submit, work, iter(range(1000)), most=most)
+    assert running.now == 0
+    assert len(begun) < 100
+
+
+def test_items_that_cannot_be_told_end_it(pool: ThreadPoolExecutor) -> None:
+    running = Counter()
+
+    def items() -> Iterator[int]:
+        yield from range(5)
+        raise ValueError("no sixth")
+
+    def work(_: int) -> None:
+        with running:
+            time.sleep(0.05)
+
+    with pytest.raises(ValueError, match="no sixth"):
+        run_in_lanes(pool.submit, work, items(), most=MOST)
+    assert running.now == 0
+
+
+def test_threads_that_cannot_be_had_are_an_error(pool: ThreadPoolExecutor) -> None:
+    def submit(_: object) -> Future[None]:
+        raise RuntimeError("cannot schedule new futures after shutdown")
+
+    with pytest.raises(RuntimeError, match="new futures"):
+        run_in_lanes(submit, lambda item: item, range(3), most=MOST)
+
+
+def test_one_thread_is_the_callers_own() -> None:
+    me, began = threading.get_ident(), list[int]()
+
+    def work(number: int) -> int:
+        began.append(number)
+        if number == 2:
+            raise OSError("no")
+        return threading.get_ident()
+
+    assert run_in_lanes(workers(1, "x").submit, work, range(2), most=1) == [me, me]
+    with pytest.raises(OSError, match="no"):
+        run_in_lanes(workers(1, "x").submit, work, range(9), most=1)
+    assert began == [0, 1, 0, 1, 2]
+
+
+def test_no_item_is_left_by_threads_that_end(pool: ThreadPoolExecutor) -> None:
+    """Items that come as fast as they are done: a thread may just have seen that there is none."""
+    for _ in range(300):
+        assert run_in_lanes(pool.submit, lambda number: number, iter(range(20)), most=2) == [*range(20)]
+
+
+def test_a_pool_in_use_elsewhere_is_enough() -> None:
+    """A generator of items may use the same threads."""
+    with ThreadPoolExecutor(2) as pool:
+        items = (pool.submit(lambda number=number: number).result(60) for number in range(200))
+        assert run_in_lanes(pool.submit, lambda number: number + 1, items, most=8) == [*range(1, 201)]
