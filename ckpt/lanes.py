@@ -13,14 +13,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 _LOOK_S = 0.025
-_BUSY = 1 / 2
+_BUSY = 0.7
 """Threads that use less than this share of their time have a network to wait for."""
 
 
@@ -33,8 +33,8 @@ def run_in_lanes(
 ) -> list[R]:
     """Carry out `work` for every item of `todo`, in up to `most` threads, and return the results in order.
 
-    `submit` gives a call to an executor. After an error nothing more is begun; the first one is raised once nothing is
-    running any more.
+    `submit` gives a call to an executor, which others may use too. After an error nothing more is begun; it is raised
+    once nothing of this run is running any more.
     """
     lanes = _Lanes(submit, work, most)
     try:
@@ -62,73 +62,111 @@ class _Lanes(Generic[T, R]):
         self._limit = min(usable_cores(), most)
         self._looked_at_s = time.monotonic()
         self._queue: deque[tuple[int, T]] = deque()
+        self._left = 0  # items that are not done
         self._begun: list[Future[None]] = []
-        self._running = 0
-        # Of each thread: when it began, and how much it had used then.
-        self._since: dict[int, tuple[float, float]] = {}
-        self._lock = threading.Lock()
+        self._asked = 0  # threads that were asked for, and have not ended
+        self._is_closed = False
+        # Of each thread that runs: when it was looked at, and how much it had used then.
+        self._running: dict[int, tuple[float, float]] = {}
+        self._change = threading.Condition()
 
     def add(self, item: T) -> None:
-        with self._lock:  # a thread that sees nothing to do has ended before, or takes it
+        with self._change:  # a thread that sees nothing to do has ended before, or takes it
             self._queue.append((len(self.results), item))
             self.results.append(None)
+            self._left += 1
         self._look()
         self._start()
 
     def finish(self) -> None:
         """Wait until all are done, or one has failed."""
-        while self.error is None:
-            pause_s = _LOOK_S if self._limit < self._most else None
-            _, pending = wait(self._begun, pause_s, return_when=FIRST_EXCEPTION)
-            if not pending:
-                return
+        while True:
+            with self._change:
+                if (self._asked or self._running) and self._left and self.error is None:
+                    self._change.wait(_LOOK_S if self._limit < self._most else None)
+                if not self._left or self.error is not None:
+                    return
+                if not (self._queue or self._asked or self._running):
+                    raise RuntimeError("threads ended before they had done what they were given")
             self._look()
             self._start()
 
     def end(self) -> None:
-        """Begin nothing more, and wait until nothing is running."""
-        self._queue.clear()
+        """Begin nothing more, and wait until nothing is running. Others may keep a thread that was asked for."""
+        with self._change:
+            self._is_closed = True
+            self._queue.clear()
         for future in self._begun:
             future.cancel()
-        wait(self._begun)
+        with self._change:
+            while self._running:
+                self._change.wait()
 
     def _start(self) -> None:
-        """Start as many threads as may run, where there is something to do."""
+        """Ask for as many threads as may run, where there is something to do."""
         while True:
-            with self._lock:
-                if not self._queue or self.error is not None or self._running >= self._limit:
+            with self._change:
+                if not self._queue or self.error is not None or self._asked >= self._limit:
                     return
-                self._running += 1
-            self._begun.append(self._submit(self._lane))
+                self._asked += 1
+            try:
+                future = self._submit(self._lane)
+            except BaseException:
+                with self._change:
+                    self._asked -= 1
+                    if not self._asked:
+                        raise
+                    self._limit = self._most = self._asked  # those that are there do the rest
+                return
+            self._begun.append(future)
+            future.add_done_callback(self._ended)
+            if future.cancelled():
+                raise RuntimeError("these threads take nothing more")
+
+    def _ended(self, _: Future[None]) -> None:
+        with self._change:
+            self._asked -= 1
+            self._change.notify_all()
 
     def _lane(self) -> None:
         me = threading.get_native_id()
-        with self._lock:
-            self._since[me] = time.monotonic(), wanted_s(me)
-        while True:
-            with self._lock:
-                if self.error is not None or not self._queue:
-                    self._running -= 1
-                    del self._since[me]
-                    return
-                number, item = self._queue.popleft()
-            try:
-                self.results[number] = self._work(item)
-            except BaseException as error:
-                with self._lock:
-                    self.error = self.error or error
-                raise
+        with self._change:
+            if self._is_closed:
+                return
+            self._running[me] = time.monotonic(), wanted_s(me)
+        try:
+            while True:
+                with self._change:
+                    if self.error is not None or not self._queue:
+                        return
+                    number, item = self._queue.popleft()
+                result = self._work(item)
+                with self._change:
+                    self.results[number] = result
+                    self._left -= 1
+        except BaseException as error:
+            with self._change:
+                self.error = self.error or error
+            raise
+        finally:
+            with self._change:
+                del self._running[me]
+                self._change.notify_all()
 
     def _look(self) -> None:
-        """Let all run from now on, if those that run have not run, nor wanted to, for much of their time."""
+        """Let all run from now on, if those that run have not run, nor wanted to, for much of the time since the last look."""
         now_s = time.monotonic()
         if self._limit == self._most or now_s - self._looked_at_s < _LOOK_S:
             return
         self._looked_at_s = now_s
-        with self._lock:  # none of them ends
-            lanes = [*self._since.items()]
-            used_s = sum(wanted_s(thread) - then_s for thread, (_, then_s) in lanes)
-        if not used_s >= _BUSY * sum(now_s - began_s for _, (began_s, _) in lanes):
+        passed_s = used_s = 0.0
+        with self._change:  # none of them ends
+            for thread, (then_s, used_then_s) in self._running.items():
+                if now_s - then_s >= _LOOK_S / 2:  # else it says nothing yet
+                    used_now_s = wanted_s(thread)
+                    passed_s, used_s = passed_s + now_s - then_s, used_s + used_now_s - used_then_s
+                    self._running[thread] = now_s, used_now_s
+        if passed_s and not used_s >= _BUSY * passed_s:
             self._limit = self._most
 
 

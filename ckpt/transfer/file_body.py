@@ -92,19 +92,19 @@ class TensorPayload(Payload):
         self.resolve, self._name = resolve, name
         self._lock = threading.Lock()
         self._tensor: torch.Tensor | None = None
-        self._opened: memoryview | torch.Tensor | None = None
+        self._is_memory = False
         self._version: int | None = None
         self._left = nbytes
 
     def open(self) -> memoryview | torch.Tensor:
         with self._lock:
-            if self._opened is None:
+            if self._tensor is None:
                 tensor = self.resolve()
-                self._tensor, self._version = tensor, None
                 # An inference tensor does not count its changes: it is copied.
-                is_memory = has_memory_view(tensor) and not tensor.is_inference()
-                self._opened = memory_of(tensor) if is_memory else tensor
-            return self._opened
+                self._is_memory = has_memory_view(tensor) and not tensor.is_inference()
+                self._tensor, self._version = tensor, None
+            # Each time anew: memory may move between two parts, to where other processes see it for one.
+            return memory_of(self._tensor) if self._is_memory else self._tensor
 
     def mark(self, view: memoryview) -> Mark | None:
         with self._lock:
@@ -120,8 +120,7 @@ class TensorPayload(Payload):
             self._left -= nbytes
             if self._left <= 0:
                 # Its memory outlives it where it is still read; a retry of an earlier part asks the planner again.
-                self._tensor = self._opened = None
-                self._left = self.nbytes
+                self._tensor, self._left = None, self.nbytes
 
 
 class StreamedPayload(Payload):

@@ -216,7 +216,7 @@ def test_replies_without_an_etag(server: StrictS3, store: Store) -> None:
 def test_threads_cannot_be_started(
     server: StrictS3, store: Store, monkeypatch: pytest.MonkeyPatch, calls: int
 ) -> None:
-    """Parts that are under way are waited for; an abort while one is running would leave it behind."""
+    """Where some were, they send all parts."""
     submit, left = ThreadPoolExecutor.submit, [None] * calls
 
     def submit_some(self: Any, *arguments: Any) -> Any:
@@ -225,22 +225,40 @@ def test_threads_cannot_be_started(
         left.pop()
         return submit(self, *arguments)
 
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", submit_some)
+    monkeypatch.setattr("ckpt.lanes.usable_cores", lambda: 8)
+    if calls:
+        store.put("k", CheckedBody(DATA))
+        assert server.objects[NAME] == DATA
+        return
+    with pytest.raises(StorageError, match="wait for saves before the program") as caught:
+        store.put("k", CheckedBody(DATA))
+    assert caught.value.settled
+    assert not server.uploads
+    assert server.requests[-1].operation == "AbortMultipartUpload"
+
+
+def test_parts_under_way_are_waited_for(server: StrictS3, store: Store) -> None:
+    """An abort while one is running would leave it behind."""
     under_way: list[int] = []
+    two_there = threading.Event()
 
     class Slow(CheckedBody):
         @contextlib.contextmanager
         def part(self, start: int, stop: int) -> Iterator[Part]:
+            if start == 0:
+                assert two_there.wait(60)
+                raise StorageError("the first part cannot be had", url="", key="k")
             under_way.append(start)
             with super().part(start, stop) as part:
-                time.sleep(0.1)
+                two_there.set()
+                time.sleep(0.2)
                 yield part
             under_way.remove(start)
 
-    monkeypatch.setattr(ThreadPoolExecutor, "submit", submit_some)
-    with pytest.raises(StorageError, match="wait for saves before the program") as caught:
+    with pytest.raises(StorageError, match="the first part"):
         store.put("k", Slow(DATA))
     assert not under_way
-    assert caught.value.settled
     assert not server.uploads
     assert server.requests[-1].operation == "AbortMultipartUpload"
 

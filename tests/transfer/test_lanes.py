@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,12 +44,15 @@ class Counter:
             self.now -= 1
 
 
-def test_what_uses_the_processor_runs_in_few_threads(pool: ThreadPoolExecutor) -> None:
+def test_what_uses_the_processor_runs_in_few_threads(
+    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lanes, "wanted_s", lambda thread: time.monotonic())  # as if no other program ran
     running = Counter()
 
     def work(number: int) -> int:
         with running:
-            hashlib.sha256(_DATA).digest()  # without Python's lock
+            time.sleep(0.003)
             return number
 
     assert run_in_lanes(pool.submit, work, range(60), most=MOST) == [*range(60)]
@@ -95,6 +100,7 @@ def test_all_run_where_nobody_tells_how_long(
     assert sorted(run_in_lanes(pool.submit, work, range(MOST), most=MOST)) == [*range(MOST)]
 
 
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this system does not tell it")
 def test_time_that_a_thread_wanted_is_told() -> None:
     me, before_s = threading.get_native_id(), time.thread_time()
     wanted_s = lanes.wanted_s(me)
@@ -136,6 +142,84 @@ def test_items_that_cannot_be_told_end_it(pool: ThreadPoolExecutor) -> None:
     with pytest.raises(ValueError, match="no sixth"):
         run_in_lanes(pool.submit, work, items(), most=MOST)
     assert running.now == 0
+
+
+def test_a_long_run_keeps_no_other_that_uses_its_threads(
+    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that it was promised comes only after the long one: it is not waited for."""
+    monkeypatch.setattr(lanes, "usable_cores", lambda: MOST)
+    is_over, others_there = threading.Event(), threading.Barrier(MOST)
+
+    def hold(_: int) -> bool:
+        others_there.wait(60)
+        return is_over.wait(60)
+
+    with ThreadPoolExecutor(1) as beside:
+        long = beside.submit(run_in_lanes, pool.submit, hold, range(MOST - 1), most=MOST - 1)
+        others_there.wait(60)  # one thread is left
+        assert run_in_lanes(pool.submit, lambda number: number, range(20), most=MOST) == [*range(20)]
+        assert not long.done()
+        is_over.set()
+        assert all(long.result(60))
+
+
+def test_threads_that_were_promised_begin_nothing_after_the_end() -> None:
+    asked: list[Any] = []
+
+    def submit(call: Any) -> Future[None]:
+        asked.append(call)
+        if len(asked) == 1:
+            call()
+        return Future()
+
+    begun: list[int] = []
+    with pytest.raises(RuntimeError, match="no more items"):
+        run_in_lanes(submit, begun.append, _then_fail(range(1)), most=2)
+    asked[-1]()
+    assert begun == [0]
+
+
+def _then_fail(items: range) -> Iterator[int]:
+    yield from items
+    raise RuntimeError("no more items")
+
+
+def test_the_threads_that_are_there_are_enough(
+    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None can be started any more once Python begins to end."""
+    monkeypatch.setattr(lanes, "wanted_s", lambda thread: 0.0)
+    left = [None, None]
+
+    def submit(call: Any) -> Future[None]:
+        if not left:
+            raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+        left.pop()
+        return pool.submit(call)
+
+    def work(number: int) -> int:
+        time.sleep(0.01)
+        return number
+
+    assert run_in_lanes(submit, work, range(40), most=MOST) == [*range(40)]
+    assert not left
+
+
+def test_items_that_nobody_takes_are_an_error(pool: ThreadPoolExecutor) -> None:
+    caller = workers(1, "x")
+    caller.submit(int, "no number")  # then it takes nothing more
+    with pytest.raises(RuntimeError, match="take nothing more"):
+        run_in_lanes(caller.submit, lambda item: item, range(3), most=1)
+
+
+def test_what_a_pool_that_is_closed_has_cancelled_is_an_error(pool: ThreadPoolExecutor) -> None:
+    def work(number: int) -> None:
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise SystemExit
+
+    with pytest.raises((SystemExit, RuntimeError)):
+        run_in_lanes(pool.submit, work, range(9), most=MOST)
 
 
 def test_threads_that_cannot_be_had_are_an_error(pool: ThreadPoolExecutor) -> None:
