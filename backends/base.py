@@ -46,7 +46,7 @@ __all__ = [
 ]  # fmt: skip
 
 MIB = 1 << 20
-WRITE_SIZE_BYTES = 16 * MIB
+WRITE_SIZE_BYTES = 8 * MIB
 """How much of a body is opened at a time by stores that write objects from begin to end."""
 
 

@@ -57,7 +57,11 @@ def _cpu_s() -> float:
 
 def _descendants(pid: int) -> Iterator[int]:
     for listed in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in listed.read_text().split():
+        try:
+            children = listed.read_text().split()
+        except OSError:  # the thread has ended
+            continue
+        for child in children:
             yield int(child)
             yield from _descendants(int(child))
 

@@ -272,10 +272,10 @@ def test_write_back_begins_early_where_files_are_synced(
         raise OSError(errno.ENOSYS, "not here")
 
     monkeypatch.setattr(os, "posix_fadvise", refuse)
-    data = os.urandom(40 << 20)
+    data = os.urandom(20 << 20)
     put_bytes(PosixStore(str(tmp_path), {"fsync": fsync}), "a", data)
     assert (tmp_path / "a").read_bytes() == data
-    assert advised == ([(0, 16 << 20), (16 << 20, 16 << 20), (32 << 20, 16 << 20)] if fsync else [])
+    assert advised == ([(0, 8 << 20), (8 << 20, 8 << 20), (16 << 20, 8 << 20)] if fsync else [])
 
 
 # -- file systems that lie, imitated (tests/integration has the real ones) ---------------------------------
