@@ -31,7 +31,7 @@ class Settings:
     """Settings of one place; None stands for the default, and what a caller gives wins over both.
 
     Attributes:
-        threads: transfers at the same time.
+        threads: the most transfers at the same time.
         part_size_bytes: how much one transfer moves.
         files_per_rank: the most data files that a rank writes.
         memory_budget_bytes: memory that a rank may use beyond the tensors.

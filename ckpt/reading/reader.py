@@ -42,7 +42,7 @@ class CheckpointReader(DcpStorage, StorageReader):
         visibility_timeout_s: how long to wait for a committed object that is not visible yet, and,
             on storage that may lag, for the commit. Default 60 s on such storage, else 5 s; for the
             commit 0 s where another program's model is and no trace of a save.
-        threads: transfers at the same time; default that of `ckpt.toml` (docs/tuning.md), or by the number of
+        threads: the most transfers at the same time; default that of `ckpt.toml` (docs/tuning.md), or by the number of
             cores, 8 to 16.
         memory_budget_bytes: memory this rank may use beyond the tensors (default 256 MiB).
         trusted_objects: names (FQNs, `*` allowed) of non-tensor objects that may be unpickled as
