@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
-import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,7 +38,8 @@ def main() -> int:
         cases = [case.quick() for case in cases]
     rounds = arguments.rounds or (_FULL_ROUNDS if arguments.full else _QUICK_ROUNDS)
     scratch, output = arguments.scratch.resolve(), arguments.output.resolve()
-    output.mkdir(parents=True, exist_ok=True)
+    for folder in (scratch, output):
+        folder.mkdir(parents=True, exist_ok=True)
     started_s = time.monotonic()
     settings = {
         "run": "full" if arguments.full else "quick",
@@ -46,13 +47,16 @@ def main() -> int:
         "began": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="minutes"),
     }
     results = Results(machine(), settings)
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir(parents=True)
     try:
-        with contextlib.closing(Runner(scratch, default_threads())) as runner:
+        # A folder of its own: what else is in the one that was named is not this program's to remove.
+        with (
+            tempfile.TemporaryDirectory(
+                dir=scratch, prefix="ckpt-benchmarks-", ignore_cleanup_errors=True
+            ) as own,
+            contextlib.closing(Runner(Path(own), default_threads())) as runner,
+        ):
             _run(cases, rounds, runner, results, output)
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)
         settings["seconds"] = round(time.monotonic() - started_s)
         _write(results, cases, output)
         _draw(results, cases, output)
@@ -74,7 +78,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--scratch", type=Path, default=ROOT / "benchmarks" / ".scratch",
-        help="folder for checkpoints on files, emptied before and after: the file system that is measured",
+        help="folder below which checkpoints on files are written: the file system that is measured",
     )  # fmt: skip
     parser.add_argument(
         "--docs", type=Path, metavar="DIR", help="write results.md and the README's chart here too"

@@ -12,9 +12,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,7 +59,7 @@ def main() -> int:
     arguments = _arguments()
     output: Path = arguments.output
     output.mkdir(parents=True, exist_ok=True)
-    scratch = arguments.scratch.resolve() / "eleven-billion"
+    arguments.scratch.mkdir(parents=True, exist_ok=True)
     steps = {
         "posix": _on_files,
         "long-files": _in_long_files,
@@ -69,12 +69,10 @@ def main() -> int:
         "plans": _plans,
     }
     for name in arguments.only or steps:
-        shutil.rmtree(scratch, ignore_errors=True)
-        scratch.mkdir(parents=True)
-        try:
-            report = {"machine": machine(), **steps[name](scratch)}
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
+        with tempfile.TemporaryDirectory(
+            dir=arguments.scratch.resolve(), prefix="eleven-billion-"
+        ) as scratch:
+            report = {"machine": machine(), **steps[name](Path(scratch))}
         (output / f"{name}.json").write_text(json.dumps(report, indent=1))
     results = {path.stem: json.loads(path.read_text()) for path in sorted(output.glob("*.json"))}
     (output / "results.md").write_text(_table(results))

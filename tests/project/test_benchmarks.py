@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from botocore.exceptions import ClientError
 
+import benchmarks.__main__ as suite
 from benchmarks.cases import CASES, Case, Column, Entry
 from benchmarks.contenders import _MODULES
 from benchmarks.jobs.transfer import _drop_caches
@@ -257,6 +258,33 @@ def test_the_table_of_cases() -> None:
             assert (entry.job or case.job) in JOBS
             assert entry.written_by in ("", *names)
             assert entry.note
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_what_is_in_the_scratch_folder_stays(
+    ends: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody names the folder above a checkout, say."""
+    (tmp_path / "checkout").mkdir()
+    (tmp_path / "checkout" / "work").write_text("of years")
+    used: list[Path] = []
+
+    def run(cases: object, rounds: int, runner: Runner, *_: object) -> None:
+        used.append(runner.scratch)
+        (runner.scratch / "case-0").mkdir()
+        if not ends:
+            raise RuntimeError("ended early")
+
+    monkeypatch.setattr(suite, "_run", run)
+    monkeypatch.setattr(suite, "_draw", lambda *_: None)
+    arguments = ["--only", "s3-save", "--scratch", str(tmp_path), "--output", str(tmp_path / "results")]
+    monkeypatch.setattr(sys, "argv", ["benchmarks", *arguments])
+    with contextlib.nullcontext() if ends else pytest.raises(RuntimeError, match="ended early"):
+        suite.main()
+    (own,) = used
+    assert own.parent == tmp_path
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkout", "results"]
+    assert (tmp_path / "checkout" / "work").read_text() == "of years"
 
 
 @pytest.mark.ranks
