@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -135,8 +136,20 @@ def changes_of(tensor: torch.Tensor) -> int:
 
 
 def shared_storage(nbytes: int) -> torch.UntypedStorage:
-    """Make a CPU storage in shared memory."""
-    return torch.UntypedStorage._new_shared(nbytes, device="cpu")  # type: ignore[no-any-return, no-untyped-call]
+    """Make a CPU storage in shared memory.
+
+    torch takes all its pages from the system at once, in one thread, and from `/dev/shm`, of which a container may have
+    64 MB. Where Linux can make a file of memory alone, pages come with the first copy, in many threads.
+    """
+    strategy = torch.multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]
+    if not hasattr(os, "memfd_create") or strategy != "file_descriptor":
+        return torch.UntypedStorage._new_shared(nbytes, device="cpu")  # type: ignore[no-any-return, no-untyped-call]
+    file = os.memfd_create("ckpt")
+    try:
+        os.ftruncate(file, nbytes)
+        return torch.UntypedStorage._new_shared_fd_cpu(file, nbytes)  # type: ignore[attr-defined, no-any-return]
+    finally:
+        os.close(file)  # torch has one of its own
 
 
 def local_tensor(tensor: DTensor) -> torch.Tensor:

@@ -11,17 +11,20 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from benchmarks.contenders import as_trained
 from benchmarks.jobs.transfer import figures_of
 from benchmarks.run.meter import metered
+from benchmarks.run.states import WARM_UP
 from benchmarks.run.task import Task
 
 __all__ = ["async_save", "copy"]
 
 
 def async_save(task: Task) -> dict[str, float]:
-    """Measure the stall of the second save, and how long that of the first was (`first_s`).
+    """Measure the stall of the second save, and how long that of the first was (`first_s`), after a small one.
 
-    `read back` proves that later changes did not reach the checkpoint.
+    The small one pays for imports and the begin of a run, as in the other jobs. `read back` proves that later changes did
+    not reach the checkpoint.
     """
     contender: Any = _asynchronous(task)
+    contender.async_save(WARM_UP.filled(), f"{task.place}-warm").result()
     state = task.state.filled()
     with metered() as first:
         future = contender.async_save(state, f"{task.place}-first")

@@ -54,7 +54,8 @@ LIMITS: Mapping[str, str] = {
     "POSIX load, verified, cold: speed relative to the disk": (f"{_PLAN} The disk waits meanwhile."),
     "async_save stall, first save, over warm memcpy": (
         "Memory is fresh, and in huge pages: 0.10 s for these 512 MB where the machine's free memory had just been in use; more where a "
-        "host has taken free memory back and gives it anew, as on this virtual machine: there small pages, as stock takes them, cost half. "
+        "host has taken free memory back and gives it anew, as on this virtual machine: there small pages, as stock takes them, can cost half, "
+        "or as much: a choice between both in the midst of the copy was tried, and won nothing over 2 GB. "
         "After a restore `CheckpointManager` has it ready."
     ),
     "async_save stall, second save, over warm memcpy": _BEGINNING,
