@@ -111,12 +111,15 @@ class _Lanes(Generic[T, R]):
                 self._asked += 1
             try:
                 future = self._submit(self._lane)
-            except BaseException:
+            except BaseException as error:
                 with self._change:
                     self._asked -= 1
-                    if not self._asked:
-                        raise
-                    self._limit = self._most = self._asked  # those that are there do the rest
+                    others = self._asked
+                    self._limit = self._most = max(1, others)
+                if not (self._begun and isinstance(error, Exception)):
+                    raise
+                if not others:  # those that are there do the rest; if none is left, the caller does
+                    self._lane()
                 return
             self._begun.append(future)
             future.add_done_callback(self._ended)

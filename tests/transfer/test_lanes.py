@@ -206,6 +206,32 @@ def test_the_threads_that_are_there_are_enough(
     assert not left
 
 
+def test_the_caller_does_it_where_all_threads_have_ended(pool: ThreadPoolExecutor) -> None:
+    """They end when there is nothing to do for them, though more may come."""
+    first: list[Future[None]] = []
+
+    def submit(call: Any) -> Future[None]:
+        if first:
+            raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+        first.append(pool.submit(call))
+        return first[0]
+
+    def items() -> Iterator[int]:
+        yield 0
+        first[0].result(60)
+        yield from (1, 2)
+
+    def work(number: int) -> tuple[int, bool]:
+        if number == 2:
+            raise ValueError("the third")
+        return number, threading.current_thread() is threading.main_thread()
+
+    found: list[tuple[int, bool]] = []
+    with pytest.raises(ValueError, match="the third"):
+        run_in_lanes(submit, lambda number: found.append(work(number)), items(), most=2)
+    assert found == [(0, False), (1, True)]
+
+
 def test_items_that_nobody_takes_are_an_error(pool: ThreadPoolExecutor) -> None:
     caller = workers(1, "x")
     caller.submit(int, "no number")  # then it takes nothing more
