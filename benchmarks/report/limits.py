@@ -10,7 +10,14 @@ _CHECKS = (
     "Checks take 0.03 to 0.06 s of CPU for a GB where the processor has AVX-512, 0.10 to 0.19 s where it has not "
     "([decision 070](decisions/070-one-checksum.md)); the other side makes none."
 )
-_PLAN = "DCP's plan, opening and commit are Python: 25 ms, whatever the size, and 0.5 ms for each tensor of a load, beside its reads."
+_PLAN = (
+    "DCP's plan, opening and commit are Python: 10 to 25 ms, whatever the size, and 0.1 to 0.5 ms for each tensor of a load, beside "
+    "its reads."
+)
+_PIECES = (
+    "Pieces that are checked while they are in the processor's cache were tried: a warm load took 5 to 7 % less time, and a cold one up "
+    "to 20 % more ([decision 070](decisions/070-one-checksum.md))."
+)
 _SDK = (
     "The SDK's client and its requests that are not parts or ranges take 60 to 80 ms of CPU "
     "([decision 069](decisions/069-parts-and-ranges-go-without-the-sdk.md))."
@@ -50,7 +57,7 @@ LIMITS: Mapping[str, str] = {
     "POSIX load, verified, warm: times faster than the best peer": _MAPPED,
     "POSIX load, verified, warm: times less CPU/GB than the best peer": _MAPPED,
     "POSIX load, verified, warm: speed relative to readinto": f"{_CHECKS} {_PLAN}",
-    "POSIX load, verified, warm: speed relative to readinto with checksums": _PLAN,
+    "POSIX load, verified, warm: speed relative to readinto with checksums": f"{_PLAN} {_PIECES}",
     "POSIX load, verified, cold: speed relative to the disk": (f"{_PLAN} The disk waits meanwhile."),
     "POSIX load, verified, cold: times faster than the best peer": "Both wait for the same disk; its rounds differ by more than they do.",
     "20,000 x 4 KB: CPU outside the planner, times less than stock": (
@@ -58,10 +65,10 @@ LIMITS: Mapping[str, str] = {
         "The first save of a process, which is measured, takes half as much again as the next."
     ),
     "async_save stall, first save, over warm memcpy": (
-        "Memory is fresh, and in huge pages: 0.04 to 0.10 s for these 512 MB where the machine's free memory had just been in use; more where a "
-        "host has taken free memory back and gives it anew, as on this virtual machine: there small pages, as stock takes them, can cost half, "
-        "or as much: a choice between both in the midst of the copy was tried, and won nothing over 2 GB. "
-        "After a restore `CheckpointManager` has it ready."
+        "Memory is fresh, and the system clears it before the copy: in huge pages at hand that is 2 to 3 times a warm copy (0.3 s for 2 GB). "
+        "This virtual machine's host takes free memory back, and gives it anew 4 KiB at a time, which takes 2 s; small pages, as stock "
+        "takes them, cost as much where none is left. A choice between both in the midst of the copy was tried, and won nothing. After a "
+        "restore `CheckpointManager` has the memory ready."
     ),
     "async_save stall, second save, over warm memcpy": _BEGINNING,
     "manager.save stall, second save, over warm memcpy: thread": _BEGINNING,
