@@ -109,6 +109,7 @@ class _Lanes(Generic[T, R]):
                 if not self._queue or self.error is not None or self._asked >= self._limit:
                     return
                 self._asked += 1
+            future, others = None, 0
             try:
                 future = self._submit(self._lane)
             except BaseException as error:
@@ -118,6 +119,7 @@ class _Lanes(Generic[T, R]):
                     self._limit = self._most = max(1, others)
                 if not (self._begun and isinstance(error, Exception)):
                     raise
+            if future is None:
                 if not others:  # those that are there do the rest; if none is left, the caller does
                     self._lane()
                 return

@@ -139,17 +139,22 @@ def shared_storage(nbytes: int) -> torch.UntypedStorage:
     """Make a CPU storage in shared memory.
 
     torch takes all its pages from the system at once, in one thread, and from `/dev/shm`, of which a container may have
-    64 MB. Where Linux can make a file of memory alone, pages come with the first copy, in many threads.
+    64 MB. Where Python and the system can make a file of memory alone, pages come with the first copy, in many threads.
     """
-    strategy = torch.multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]
-    if not hasattr(os, "memfd_create") or strategy != "file_descriptor":
+    file, strategy = -1, torch.multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]
+    if strategy == "file_descriptor":
+        with contextlib.suppress(AttributeError, OSError):  # not every Python, nor every sandbox
+            file = os.memfd_create("ckpt")
+    if file < 0:
         return torch.UntypedStorage._new_shared(nbytes, device="cpu")  # type: ignore[no-any-return, no-untyped-call]
-    file = os.memfd_create("ckpt")
     try:
         os.ftruncate(file, nbytes)
-        return torch.UntypedStorage._new_shared_fd_cpu(file, nbytes)  # type: ignore[attr-defined, no-any-return]
+        storage: Any = torch.UntypedStorage._new_shared_fd_cpu(file, nbytes)  # type: ignore[attr-defined]
     finally:
-        os.close(file)  # torch has one of its own
+        os.close(file)
+    # torch has a copy of it, which would outlive an exec, with the memory.
+    os.set_inheritable(storage._share_fd_cpu_()[0], False)
+    return storage  # type: ignore[no-any-return]
 
 
 def local_tensor(tensor: DTensor) -> torch.Tensor:
