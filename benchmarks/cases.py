@@ -264,6 +264,19 @@ def _metadata(ranks: int, *, full_only: bool = False) -> Case:
     )
 
 
+_STALLS = (
+    Entry("memcpy, warm", "files", "floor: copy_, the second into the same memory", job="copy", parameters={"warm": 1}),
+    Entry("memcpy, cold", "files", "clone into fresh memory", job="copy", parameters={"warm": 0}),
+    _OURS, *_MANAGED,
+    Entry("stock, DefaultStager kept", "stock", "one DefaultStager for all saves", options={"keep_stager": True}),
+    Entry("stock", "stock", "dcp.async_save, defaults", full_only=True),
+    Entry("torch_checkpointing", "torch_checkpointing",
+          "staging in a thread; until its copy is done; pinned memory off (no CUDA)",
+          peer=True, options={"asynchronous": True}),
+)  # fmt: skip
+_STALL_COLUMNS = (_WALL, Column("first_s", "first save s", 3), Column("cpu_s", "CPU s", 3), _PEAK)
+
+
 CASES = (
     Case("s3-save", "S3 save, 1 GB in 60 tensors, http, to an endpoint that drops it", "save",
          (_SOCKETS, _SOCKETS_CRC, _OURS, _OURS_FIRST, _OURS_OFF, *_S3_RAW, *_S3_PEERS), _S3, ONE_GB, "sink"),
@@ -312,15 +325,8 @@ CASES = (
          _with(_OURS, *_S3_READERS, ranks=1, rows=16), _READS, StateSpec(1, 8192, 4096), "keep",
          "save_sharded", {"ranks": 8}, rounds=1),
     Case("async-stall", "async_save of 2 GB of CPU state: how long the second one, and the first, keep the trainer", "async_save",
-         (Entry("memcpy, warm", "files", "floor: copy_, the second into the same memory", job="copy", parameters={"warm": 1}),
-          Entry("memcpy, cold", "files", "clone into fresh memory", job="copy", parameters={"warm": 0}),
-          _OURS, *_MANAGED,
-          Entry("stock, DefaultStager kept", "stock", "one DefaultStager for all saves", options={"keep_stager": True}),
-          Entry("stock", "stock", "dcp.async_save, defaults", full_only=True),
-          Entry("torch_checkpointing", "torch_checkpointing",
-                "staging in a thread; until its copy is done; pinned memory off (no CUDA)",
-                peer=True, options={"asynchronous": True})),
-         (_WALL, Column("first_s", "first save s", 3), Column("cpu_s", "CPU s", 3), _PEAK), STALL),
+         _STALLS, _STALL_COLUMNS, STALL),
+    Case("async-stall-small", "The same of 512 MB", "async_save", _STALLS, _STALL_COLUMNS, STEPS, full_only=True),
     Case("async-steps", "Training steps on one core while 512 MB are saved to S3 from the other; the server takes 150 MB/s",
          "steps",
          (Entry("no save", "managed", "floor: the steps alone, in as many parts", parameters={"saves": 0}), *_MANAGED),

@@ -71,6 +71,7 @@ LIMITS: Mapping[str, str] = {
         "restore `CheckpointManager` has the memory ready."
     ),
     "async_save stall, second save, over warm memcpy": _BEGINNING,
+    "async_save stall of 512 MB, second save, over warm memcpy": _BEGINNING,
     "manager.save stall, second save, over warm memcpy: thread": _BEGINNING,
     "manager.save stall, second save, over warm memcpy: process": _BEGINNING,
 }

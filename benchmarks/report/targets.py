@@ -160,6 +160,8 @@ BARS = (
         _figure("slice", "ours", "read_data_bytes", 1 / (1 << 20))),
     Bar("async_save stall, second save, over warm memcpy", "x", 1.1, True,
         _ratio("async-stall", _WALL, ["ours"], ["memcpy, warm"])),
+    Bar("async_save stall of 512 MB, second save, over warm memcpy", "x", 1.1, True,
+        _ratio("async-stall-small", _WALL, ["ours"], ["memcpy, warm"])),
     Bar("async_save stall, first save, over warm memcpy", "x", 1.5, True, _first_stall),
     Bar("manager.save stall, second save, over warm memcpy: thread", "x", 1.1, True,
         _ratio("async-stall", _WALL, ["manager, thread"], ["memcpy, warm"])),
