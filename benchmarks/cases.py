@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from benchmarks.run.states import DAMAGED, EMPTY, ONE_GB, SMALL_TENSORS, STALL, STEPS, StateSpec
+from benchmarks.run.states import DAMAGED, EMPTY, LARGE_STALL, ONE_GB, SMALL_TENSORS, STALL, StateSpec
 
 __all__ = ["CASES", "Case", "Column", "Entry"]
 
@@ -324,14 +324,15 @@ CASES = (
     Case("slice", "256 KiB of rows out of a 16 MiB shard: bytes read", "load_sharded",
          _with(_OURS, *_S3_READERS, ranks=1, rows=16), _READS, StateSpec(1, 8192, 4096), "keep",
          "save_sharded", {"ranks": 8}, rounds=1),
-    Case("async-stall", "async_save of 2 GB of CPU state: how long the second one, and the first, keep the trainer", "async_save",
+    Case("async-stall", "async_save of 512 MB of CPU state: how long the second one, and the first, keep the trainer", "async_save",
          _STALLS, _STALL_COLUMNS, STALL),
-    Case("async-stall-small", "The same of 512 MB", "async_save", _STALLS, _STALL_COLUMNS, STEPS, full_only=True),
+    Case("async-stall-large", "async_save of 2 GB of CPU state", "async_save", _STALLS, _STALL_COLUMNS, LARGE_STALL,
+         full_only=True),
     Case("async-steps", "Training steps on one core while 512 MB are saved to S3 from the other; the server takes 150 MB/s",
          "steps",
          (Entry("no save", "managed", "floor: the steps alone, in as many parts", parameters={"saves": 0}), *_MANAGED),
          (Column("slower_percent", "slower %"), Column("mean_step_ms", "mean step ms"), Column("alone_ms", "alone, mean ms"),
           Column("step_ms", "median step ms"), Column("slow_step_ms", "slowest 1 % ms"), Column("steps", "steps", 0)),
-         STEPS, "slow", rounds=3),
+         STALL, "slow", rounds=3),
     _metadata(8, full_only=True), _metadata(64), _metadata(256, full_only=True), _metadata(1024), _metadata(4096, full_only=True),
 )  # fmt: skip

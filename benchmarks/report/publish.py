@@ -1,9 +1,9 @@
 """Write a run's results to the documentation: `docs/results.md`, and the README's chart.
 
     python -m benchmarks.report.publish benchmarks/results/results.json docs
-    python -m benchmarks.report.publish results.json some-cases-again.json docs
+    python -m benchmarks.report.publish results.json more-rounds.json docs
 
-Cases that were disturbed can be run again (`--only`, `--output`): they replace those of the run, and the page says so.
+Cases that disagree can be run again (`--only`, `--output`): their rounds are added to those of the run, and the page says so.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def publish(results: Results, docs: Path) -> list[Path]:
 
 def main() -> int:
     *sources, docs = map(Path, sys.argv[1:])
-    for path in publish(functools.reduce(Results.with_cases_of, map(Results.read, sources)), docs):
+    for path in publish(functools.reduce(Results.with_rounds_of, map(Results.read, sources)), docs):
         print(path)
     return 0
 

@@ -66,12 +66,21 @@ class Results:
                     versions |= outcome.versions
         return dict(sorted(versions.items()))
 
-    def with_cases_of(self, again: Results) -> Results:
-        """Replace cases by those of a later run, and note that. Raises ValueError if that was on another machine."""
+    def with_rounds_of(self, again: Results) -> Results:
+        """Add the rounds of another run, and note that. Raises ValueError if that was on another machine.
+
+        None is replaced: whoever repeats what was missed would choose.
+        """
         if any(self.machine[fact] != again.machine[fact] for fact in ("cpu", "cores")):
             raise ValueError("the runs are not of one machine")
-        note = {f"run again at {again.settings['began']}": ", ".join(again.outcomes)}
-        return Results(self.machine, self.settings | note, self.outcomes | again.outcomes)
+        note = {f"more rounds at {again.settings['began']}": ", ".join(again.outcomes)}
+        both = Results(self.machine, self.settings | note)
+        for outcomes in (self.outcomes, again.outcomes):
+            for case, entries in outcomes.items():
+                for entry, rounds in entries.items():
+                    for outcome in rounds:
+                        both.add(case, entry, outcome)
+        return both
 
     @staticmethod
     def read(path: Path) -> Results:

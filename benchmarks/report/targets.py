@@ -89,12 +89,6 @@ def _slowest_open(results: Results) -> float | None:
     return max((value for value in medians if value is not None), default=None)
 
 
-def _first_stall(results: Results) -> float | None:
-    stall = results.median("async-stall", "ours", "first_s")
-    copied = results.median("async-stall", "memcpy, warm", "wall_s")
-    return None if stall is None or not copied else stall / copied
-
-
 _FLOORS = ("sockets", "files", "obstore")
 _CPU, _WALL = "cpu_s_per_gb", "wall_s"
 
@@ -110,6 +104,29 @@ def _ahead(case: str, what: str) -> tuple[Bar, Bar]:
     return (
         Bar(f"{what}: times faster than the best peer", "x", 1, False, _best_peer(case, _WALL)),
         Bar(f"{what}: times less CPU/GB than the best peer", "x", 1, False, _best_peer(case, _CPU)),
+    )
+
+
+def _stalls(case: str, size: str) -> tuple[Bar, ...]:
+    def over_copy(entry: str, key: str = _WALL) -> Callable[[Results], float | None]:
+        def value(results: Results) -> float | None:
+            stall, copied = results.median(case, entry, key), results.median(case, "memcpy, warm", _WALL)
+            return None if stall is None or not copied else stall / copied
+
+        return value
+
+    second = f"manager.save stall{size}, second save, over warm memcpy"
+    return (
+        Bar(f"async_save stall{size}, second save, over warm memcpy", "x", 1.1, True, over_copy("ours")),
+        Bar(
+            f"async_save stall{size}, first save, over warm memcpy",
+            "x",
+            1.5,
+            True,
+            over_copy("ours", "first_s"),
+        ),
+        Bar(f"{second}: thread", "x", 1.1, True, over_copy("manager, thread")),
+        Bar(f"{second}: process", "x", 1.1, True, over_copy("manager, process")),
     )
 
 
@@ -158,15 +175,8 @@ BARS = (
     Bar("Reshard 8 -> 3: bytes read per byte needed", "x", 1.05, True, _figure("reshard", "ours", "read_per_needed")),
     Bar("256 KiB slice of a 16 MiB shard: data read", "MiB", 2, True,
         _figure("slice", "ours", "read_data_bytes", 1 / (1 << 20))),
-    Bar("async_save stall, second save, over warm memcpy", "x", 1.1, True,
-        _ratio("async-stall", _WALL, ["ours"], ["memcpy, warm"])),
-    Bar("async_save stall of 512 MB, second save, over warm memcpy", "x", 1.1, True,
-        _ratio("async-stall-small", _WALL, ["ours"], ["memcpy, warm"])),
-    Bar("async_save stall, first save, over warm memcpy", "x", 1.5, True, _first_stall),
-    Bar("manager.save stall, second save, over warm memcpy: thread", "x", 1.1, True,
-        _ratio("async-stall", _WALL, ["manager, thread"], ["memcpy, warm"])),
-    Bar("manager.save stall, second save, over warm memcpy: process", "x", 1.1, True,
-        _ratio("async-stall", _WALL, ["manager, process"], ["memcpy, warm"])),
+    *_stalls("async-stall", ""),
+    *_stalls("async-stall-large", " of 2 GB"),
     Bar("Training steps while a process uploads: slower", "%", 5, True,
         _figure("async-steps", "manager, process", "slower_percent")),
     Bar("1,024 ranks x 500: index size", "MB", 6, True, _figure("metadata-1024", "ours", "opened_mb")),

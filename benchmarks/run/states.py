@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["DAMAGED", "EMPTY", "ONE_GB", "SMALL_TENSORS", "STALL", "STEPS", "WARM_UP", "StateSpec"]
+__all__ = ["DAMAGED", "EMPTY", "LARGE_STALL", "ONE_GB", "SMALL_TENSORS", "STALL", "WARM_UP", "StateSpec"]
 
 MIB = 1 << 20
 
@@ -67,8 +67,8 @@ def _hashes(count: int) -> torch.Tensor:
 
 ONE_GB = StateSpec(tensors=60, rows=2048, columns=2048)  # 16 MiB each, 1.007 GB
 SMALL_TENSORS = StateSpec(tensors=20_000, rows=32, columns=32)  # 4 KiB each
-STALL = StateSpec(tensors=128, rows=2048, columns=2048)  # 2 GiB
-STEPS = StateSpec(tensors=32, rows=2048, columns=2048)  # 512 MiB
+STALL = StateSpec(tensors=32, rows=2048, columns=2048)  # 512 MiB
+LARGE_STALL = StateSpec(tensors=128, rows=2048, columns=2048)  # 2 GiB
 DAMAGED = StateSpec(tensors=8, rows=512, columns=1024)  # 2 MiB each
 WARM_UP = StateSpec(tensors=4, rows=128, columns=128)
 EMPTY = StateSpec(tensors=0, rows=0, columns=0)

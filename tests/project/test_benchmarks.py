@@ -354,18 +354,19 @@ def test_a_missed_bar_is_told_with_its_limit() -> None:
     assert "those that are missed" not in report(results, CASES)
 
 
-def test_cases_are_run_again() -> None:
+def test_rounds_that_are_run_later_count_as_much() -> None:
     machine = {"cpu": "one", "cores": 2}
     first, again = Results(machine, {"began": "at one"}), Results(machine, {"began": "at two"})
     first.add("posix-save", "ours", Outcome({"wall_s": 9.0}))
     first.add("posix-load", "ours", Outcome({"wall_s": 1.0}))
     again.add("posix-save", "ours", Outcome({"wall_s": 2.0}))
-    joined = first.with_cases_of(again)
-    assert joined.median("posix-save", "ours", "wall_s") == 2.0
+    joined = first.with_rounds_of(again)
+    assert joined.median("posix-save", "ours", "wall_s") == 5.5
     assert joined.median("posix-load", "ours", "wall_s") == 1.0
-    assert "- run again at at two: posix-save" in report(joined, CASES)
+    assert first.median("posix-save", "ours", "wall_s") == 9.0
+    assert "- more rounds at at two: posix-save" in report(joined, CASES)
     with pytest.raises(ValueError, match="not of one machine"):
-        first.with_cases_of(Results({"cpu": "other", "cores": 2}, {}))
+        first.with_rounds_of(Results({"cpu": "other", "cores": 2}, {}))
 
 
 def figures(task: Task) -> dict[str, float]:

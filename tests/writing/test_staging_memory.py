@@ -17,8 +17,6 @@ import torch
 import ckpt
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="Linux tells what memory is made of")
-
-
 MEMFD = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this Python makes no files of memory")
 
 
