@@ -14,6 +14,7 @@ from ckpt.backends.bodies import Body, Part
 from ckpt.backends.wrapper import WrappedStore
 from ckpt.consistency import environment
 from ckpt.errors import StorageError, StorageUnavailable
+from ckpt.lanes import on_behalf
 from ckpt.ranks.progress import Operation, Progress
 
 T = TypeVar("T")
@@ -185,7 +186,7 @@ class DeadlineStore(WrappedStore):
 
             try:
                 try:
-                    environment.start_thread(carry_out, "ckpt-store")
+                    environment.start_thread(on_behalf(carry_out), "ckpt-store")
                 except RuntimeError:  # Python starts no thread any more once it is ending
                     carry_out()
                 while not environment.wait(done, min(self._limit_s / 20, 1.0)):

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ckpt import lanes
-from ckpt.lanes import run_in_lanes
+from ckpt.lanes import on_behalf, run_in_lanes
 from ckpt.transfer.threads import workers
 
 MOST = 6
@@ -98,6 +98,55 @@ def test_all_run_where_nobody_tells_how_long(
         return all_there.wait(60)
 
     assert sorted(run_in_lanes(pool.submit, work, range(MOST), most=MOST)) == [*range(MOST)]
+
+
+def test_twice_as_many_run_where_they_may_be_needed(
+    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: list[int] = []
+    start = lanes._Lanes._start
+
+    def noted(self: Any) -> None:
+        limits.append(self._limit)
+        start(self)
+
+    monkeypatch.setattr(lanes._Lanes, "_start", noted)
+    monkeypatch.setattr(lanes, "wanted_s", lambda thread: time.monotonic() / 2)
+    all_there = threading.Barrier(MOST)
+    assert run_in_lanes(pool.submit, lambda _: all_there.wait(60), range(MOST), most=MOST)
+    assert sorted({*limits}) == [1, 2, 4, MOST]
+
+
+def test_what_another_thread_does_for_one_counts_as_its_own(
+    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    helpers: set[int] = set()
+    began_s = time.monotonic()
+
+    def wanted_s(thread: int) -> float:
+        return time.monotonic() - began_s if thread in helpers else 0.0
+
+    monkeypatch.setattr(lanes, "wanted_s", wanted_s)
+    running = Counter()
+
+    def work(number: int) -> int:
+        with running:
+
+            def help_out() -> None:
+                helpers.add(threading.get_native_id())
+                time.sleep(0.003)
+
+            helper = threading.Thread(target=on_behalf(help_out))
+            helper.start()
+            helper.join()
+            return number
+
+    assert run_in_lanes(pool.submit, work, range(60), most=MOST) == [*range(60)]
+    assert running.most == 1
+
+
+def test_a_call_for_no_lane_stays_as_it_is() -> None:
+    assert on_behalf(time.monotonic) is time.monotonic  # type: ignore[arg-type, comparison-overlap]
 
 
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this system does not tell it")
