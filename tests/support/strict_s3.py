@@ -107,6 +107,7 @@ class StrictS3(S3Server):
     lock: threading.Lock = field(default_factory=threading.Lock)
     ids: Iterator[int] = field(default_factory=itertools.count)
     connections: Iterator[int] = field(default_factory=itertools.count)
+    close_connections: bool = False
     last_etag: tuple[bytes | None, str] = None, ""
 
     @property
@@ -177,7 +178,7 @@ class _Handler(Handler):
         extra = {"date": date, **({} if action == "bare" else extra)}
         sent = len(reply) // 2 if action in ("cut", "stall") else len(reply)
         self.answer(status, extra, reply, sent=sent)
-        self.close_connection = sent < len(reply)
+        self.close_connection = state.close_connections or sent < len(reply)
         if action == "stall":
             time.sleep(3)
 
