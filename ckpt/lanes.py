@@ -195,19 +195,23 @@ class _Use:
     def __init__(self) -> None:
         self._threads = {threading.get_native_id()}
         self._ended_s = 0.0
+        self._lock = threading.Lock()
 
     def wanted_s(self) -> float:
-        return self._ended_s + sum(map(wanted_s, tuple(self._threads)))
+        with self._lock:  # none of them ends
+            return self._ended_s + sum(map(wanted_s, self._threads))
 
     def call(self, function: Callable[[], None]) -> None:
         """Call `function` in another thread, which ends with it."""
         me = threading.get_native_id()
-        self._threads.add(me)
+        with self._lock:
+            self._threads.add(me)
         try:
             function()
         finally:
-            self._threads.discard(me)
-            self._ended_s += wanted_s(me)
+            with self._lock:
+                self._threads.discard(me)
+                self._ended_s += wanted_s(me)
 
 
 _own = threading.local()
