@@ -29,6 +29,7 @@ class DcpStorage:
     """
 
     _own_memory = False
+    _bounded: DeadlineStore
 
     def __init__(
         self,
@@ -54,7 +55,8 @@ class DcpStorage:
     def use(self, progress: Progress, wrap: Callable[[Store], Store] | None = None) -> None:
         """Report to `progress` from now on, and wrap each store: for callers inside this library."""
         self.progress, self._wrap = progress, wrap or self._wrap
-        self._store = self._guarded(self._bare)
+        self._bounded = self._bounded.reporting_to(progress)
+        self._store = self._wrapped()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a save or load, at another place if one is given."""
@@ -92,16 +94,19 @@ class DcpStorage:
         return value
 
     def _open(self, url: str | os.PathLike[str]) -> None:
-        self._bare = open_store(url, self._storage_options, threads=self._threads)
-        self._url, self._store = os.fspath(url), self._guarded(self._bare)
+        store = open_store(url, self._storage_options, threads=self._threads)
+        self._url, self._store = os.fspath(url), self._guarded(store)
         self._files_per_rank = settings_for(url).files_per_rank
 
     def _wait_for_turn(self) -> None:
         wait_for_turn(self._store, self._rank, self._size)
 
     def _guarded(self, store: Store) -> Store:
-        guarded = DeadlineStore(store, self.progress, self._limit_s, own_memory=self._own_memory)
-        return guarded if self._wrap is None else self._wrap(guarded)
+        self._bounded = DeadlineStore(store, self.progress, self._limit_s, own_memory=self._own_memory)
+        return self._wrapped()
+
+    def _wrapped(self) -> Store:
+        return self._bounded if self._wrap is None else self._wrap(self._bounded)
 
     @contextlib.contextmanager
     def _errors_named(self) -> Iterator[None]:

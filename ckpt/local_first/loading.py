@@ -117,8 +117,8 @@ class NearReader(CheckpointReader):
         ]
         if far is not None:
             layers.append(("durable", far))
-        self._bare = self.near_store = NearStore(layers)
-        self._url, self._store = os.fspath(url), self._guarded(self._bare)
+        self.near_store = NearStore(layers)
+        self._url, self._store = os.fspath(url), self._guarded(self.near_store)
         self._files_per_rank = None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -57,6 +58,14 @@ class DeadlineStore(WrappedStore):
         self._reads = self.run("opening", "", lambda _: inner.reads)
         if self._reads is not None:
             self._reads.report_to(progress.moved)
+
+    def reporting_to(self, progress: Progress) -> DeadlineStore:
+        """Make a store that is bounded alike, by another progress."""
+        twin = copy.copy(self)
+        twin._progress = progress
+        if twin._reads is not None:
+            twin._reads.report_to(progress.moved)
+        return twin
 
     def put(self, key: str, body: Body, *, mode: PutMode = PutMode.OVERWRITE) -> None:
         def work(operation: Operation) -> None:
