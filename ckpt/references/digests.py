@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -13,12 +12,11 @@ from ckpt.consistency.digests import PayloadDigest, StoredDigest, probe_of
 from ckpt.gc_pause import no_gc
 from ckpt.transfer.buffer_pool import StagingPool
 from ckpt.transfer.tensor_memory import copy_flat, has_memory_view, memory_of
-from ckpt.transfer.threads import run_all, workers
+from ckpt.transfer.threads import share
 
 _STEP_BYTES = 8 << 20
 _BATCH_BYTES = 8 << 20
 _BATCH_ITEMS = 256
-_MAX_THREADS = 8
 
 
 class Comparison(NamedTuple):
@@ -34,8 +32,7 @@ def compare(todo: Sequence[Comparison], pool: StagingPool, moved: Callable[[], N
     with no_gc():
         likely = [number for number, each in enumerate(todo) if _may_be_equal(each, pool, moved)]
     batches = list(_batches(likely, todo))
-    with workers(max(1, min(_MAX_THREADS, os.cpu_count() or 1, len(batches))), "ckpt-digest") as threads:
-        found = run_all(threads, lambda batch: [n for n in batch if _is_equal(todo[n], pool, moved)], batches)
+    found = share(lambda batch: [n for n in batch if _is_equal(todo[n], pool, moved)], batches, "ckpt-digest")
     equal = {number for numbers in found for number in numbers}
     return [number in equal for number in range(len(todo))]
 

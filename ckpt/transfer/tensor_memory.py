@@ -13,7 +13,7 @@ import torch
 
 from ckpt.torch_private import device_in_use, is_zero_tensor
 from ckpt.transfer.boxes import flat_boxes, span
-from ckpt.transfer.threads import run_all, workers
+from ckpt.transfer.threads import share
 
 _PAGE_BYTES = 4096
 _TOUCHED_BYTES = 16 << 20
@@ -88,8 +88,12 @@ def lock_pages(block: torch.Tensor) -> None:
     address, nbytes = block.data_ptr(), block.numel()
     try:
         pieces = range(0, nbytes, _TOUCHED_BYTES)
-        with workers(max(1, min(_MOST_THREADS, os.cpu_count() or 1, len(pieces))), "ckpt-memory") as threads:
-            run_all(threads, lambda start: touch(block[start : start + _TOUCHED_BYTES]), pieces)
+        share(
+            lambda start: touch(block[start : start + _TOUCHED_BYTES]),
+            pieces,
+            "ckpt-memory",
+            most=_MOST_THREADS,
+        )
         with torch.cuda.device(device):
             failed = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))  # type: ignore[no-untyped-call]
             if failed:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Executor, Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
+
+from ckpt.lanes import usable_cores
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -53,6 +56,43 @@ def run_all(
         return [future.result() for future in begun if future in done]
     finally:
         _end(begun, stop)
+
+
+def share(work: Callable[[T], R], todo: Sequence[T], name: str, *, most: int = 8) -> list[R]:
+    """Carry out `work` for every item of `todo`, in this thread and in others, and return the results.
+
+    There is a thread for each core, and up to `most`. They may take milliseconds to begin: this one does not wait for them.
+    After an error nothing more is begun; it is raised once nothing is running any more.
+    """
+    results: list[Any] = [None] * len(todo)
+    left = deque(enumerate(todo))
+
+    def take() -> None:
+        try:
+            while True:
+                try:
+                    number, item = left.popleft()
+                except IndexError:
+                    return
+                results[number] = work(item)
+        finally:
+            left.clear()
+
+    others = min(most, usable_cores(), len(todo)) - 1
+    if others < 1:
+        take()
+        return results
+    begun: list[Future[None]] = []
+    with thread_pool(others, name) as threads:
+        try:
+            with contextlib.suppress(RuntimeError):  # no more threads can be started
+                begun += (threads.submit(take) for _ in range(others))
+            take()
+        finally:
+            left.clear()
+    for future in begun:
+        future.result()
+    return results
 
 
 def in_order(

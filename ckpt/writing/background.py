@@ -98,6 +98,7 @@ class Background:
 
 def _run(works: list[Callable[[], T]], future: Future[T]) -> None:
     """Run the one item of `works`, and drop it before the future is set."""
+    time.sleep(0)  # else the trainer waits until this thread first waits for something
     work = works.pop()
     try:
         result = work()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import ctypes
 import logging
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from ckpt.errors import CheckpointError
 from ckpt.gc_pause import no_gc
 from ckpt.transfer.tensor_memory import copy_elements, flat_pairs, has_memory_view, plain
-from ckpt.transfer.threads import run_all, workers
+from ckpt.transfer.threads import share
 from ckpt.writing.staging_memory import Blocks, Lease, SharedBlock, StagedState, tensor_in
 from ckpt.writing.tensor_parts import parts_of, whole_copy, with_parts
 
@@ -226,9 +225,7 @@ class _Copies:
             else:
                 for part, of_target in flat_pairs(source, 0, target.reshape(-1)):
                     copy_elements(part, of_target, non_blocking=True)
-        batches = list(_batches(runs))
-        with workers(max(1, min(8, os.cpu_count() or 1, len(batches))), "ckpt-stage") as threads:
-            run_all(threads, _move, batches)
+        share(_move, list(_batches(runs)), "ckpt-stage")
         for device in {place.source.device for place in self._places.values()}:
             if device.type != "cpu":
                 torch.accelerator.current_stream(device).synchronize()

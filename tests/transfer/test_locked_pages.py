@@ -68,11 +68,11 @@ def test_a_refusal_is_told_once_and_is_no_error(
     ]
 
 
-def test_no_thread_is_no_error(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_while_memory_is_touched_is_none(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> Any:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(tensor_memory, "workers", refuse)
+    monkeypatch.setattr(tensor_memory, "share", refuse)
     lock_pages(torch.zeros(100, dtype=torch.uint8))
     assert runtime.asked == []
 
