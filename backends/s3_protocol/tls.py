@@ -90,7 +90,7 @@ class TlsSocket(socket.socket):
         """Fill `buffer` with what has come, and wait if nothing has; return the number of bytes, 0 at the end."""
         _refuse(flags)
         view = memoryview(buffer).cast("B")
-        size, filled, until_s = nbytes or view.nbytes, 0, None
+        size, filled, until_s = min(nbytes or view.nbytes, view.nbytes), 0, None
         while filled < size:
             got: Any = None
             try:
