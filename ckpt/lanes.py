@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from contextvars import ContextVar
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -147,7 +148,7 @@ class _Lanes(Generic[T, R]):
             if self._is_closed:
                 return
             self._running[use] = time.monotonic(), use.wanted_s()
-        outer, _own.use = getattr(_own, "use", None), use  # another run's, where the caller does the rest
+        outer = _own.set(use)  # there is another run's, where the caller does the rest
         try:
             while True:
                 with self._change:
@@ -163,7 +164,7 @@ class _Lanes(Generic[T, R]):
                 self.error = self.error or error
             raise
         finally:
-            _own.use = outer
+            _own.reset(outer)
             with self._change:
                 del self._running[use]
                 self._change.notify_all()
@@ -214,12 +215,13 @@ class _Use:
                 self._ended_s += wanted_s(me)
 
 
-_own = threading.local()
+_own: ContextVar[_Use | None] = ContextVar("ckpt's lane", default=None)
+"""Each thread has its own, and each greenlet, which take turns within one thread."""
 
 
 def on_behalf(function: Callable[[], None]) -> Callable[[], None]:
     """Have `function`, which a thread of its own will call, count as work of this thread."""
-    use: _Use | None = getattr(_own, "use", None)
+    use = _own.get()
     return function if use is None else functools.partial(use.call, function)
 
 

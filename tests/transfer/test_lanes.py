@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from greenlet import getcurrent, greenlet
 
 from ckpt import lanes
 from ckpt.lanes import on_behalf, run_in_lanes
@@ -145,8 +146,31 @@ def test_what_another_thread_does_for_one_counts_as_its_own(
     assert running.most == 1
 
 
+def do_nothing() -> None:
+    pass
+
+
 def test_a_call_for_no_lane_stays_as_it_is() -> None:
-    assert on_behalf(time.monotonic) is time.monotonic  # type: ignore[arg-type, comparison-overlap]
+    assert on_behalf(do_nothing) is do_nothing
+
+
+def test_lanes_that_take_turns_in_one_thread_leave_none_behind() -> None:
+    """As processes of the simulator do."""
+    main = getcurrent()
+
+    def run() -> None:
+        def work(_: int) -> bool:
+            main.switch()
+            return on_behalf(do_nothing) is not do_nothing
+
+        assert run_in_lanes(workers(1, "x").submit, work, range(1), most=1) == [True]
+
+    first, second = greenlet(run), greenlet(run)
+    for each in (first, second, first, second):  # the first ends before the second
+        each.switch()
+    assert first.dead
+    assert second.dead
+    assert on_behalf(do_nothing) is do_nothing
 
 
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this system does not tell it")
