@@ -174,11 +174,17 @@ def body_errors_unchanged() -> Iterator[None]:
 
 def remaining(buffers: Sequence[memoryview], nbytes: int) -> list[memoryview]:
     """Return the rest of `buffers` after their first `nbytes`."""
+    return split(buffers, nbytes)[1]
+
+
+def split(buffers: Sequence[memoryview], nbytes: int) -> tuple[list[memoryview], list[memoryview]]:
+    """Return the first `nbytes` of `buffers`, and the rest."""
     for index, buffer in enumerate(buffers):
         if nbytes < buffer.nbytes:
-            return [buffer[nbytes:], *buffers[index + 1 :]]
+            first = [buffer[:nbytes]] if nbytes else []
+            return [*buffers[:index], *first], [buffer[nbytes:], *buffers[index + 1 :]]
         nbytes -= buffer.nbytes
-    return []
+    return [*buffers], []
 
 
 def fill(buffers: Sequence[memoryview], data: memoryview) -> None:
@@ -188,3 +194,33 @@ def fill(buffers: Sequence[memoryview], data: memoryview) -> None:
         piece = data[position : position + buffer.nbytes]
         buffer[: piece.nbytes] = piece
         position += piece.nbytes
+
+
+class WatchedBuffers(list[memoryview]):
+    """The buffers of a read, of which a store may show what has come, to be looked at while the processor's cache holds it.
+
+    A store that does not know of it fills them as any others; another one uses `showing`.
+    """
+
+    def begin(self) -> None:
+        """Start over: of what a read has shown before, which has failed, nothing counts."""
+
+    def came(self, nbytes: int) -> None:
+        """Look at so many more bytes, which are in place and stay as they are."""
+
+
+@contextlib.contextmanager
+def showing(buffers: Sequence[memoryview]) -> Iterator[Callable[[int], None]]:
+    """Begin a read that fills `buffers` in order; yield the call that tells how many more bytes have come, to stay.
+
+    A store need not tell of all. What it told of does not count if the read fails.
+    """
+    if not isinstance(buffers, WatchedBuffers):
+        yield lambda nbytes: None
+        return
+    buffers.begin()
+    try:
+        yield buffers.came
+    except BaseException:
+        buffers.begin()
+        raise

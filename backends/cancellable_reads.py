@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
+from ckpt.backends.bodies import fill, remaining, split
 from ckpt.errors import StorageError
 
 CANCELLED = "cancelled: the operation passed its deadline"
+
+IOV_MAX = 1024
+_READ_THROUGH_BYTES = 2 << 20
+
+_CACHED_PIECE_BYTES = 1 << 19
+"""Small enough to stay in the processor's cache until it has been looked at."""
+
+_NOWAIT: int | None = getattr(os, "RWF_NOWAIT", None)
+"""Has Linux read what its page cache holds, and nothing else."""
 
 
 def _do_nothing() -> None:
@@ -79,3 +90,52 @@ class Reads:
             running = list(self._running)
         for read in running:
             read.cancel()
+
+
+def read_file(
+    fd: int, offset: int, buffers: Sequence[memoryview], read: Read | None, came: Callable[[int], None]
+) -> int:
+    """Fill `buffers` until they or the file end; return the number of bytes. `came` is told of them as they come.
+
+    With `read`, through memory of our own: the kernel cannot be interrupted, but the copy left out.
+    """
+    pending, total = [buffer for buffer in buffers if buffer.nbytes], 0
+    if read is not None:
+        own = memoryview(bytearray(min(sum(buffer.nbytes for buffer in pending), _READ_THROUGH_BYTES)))
+    is_cached = read is None and _is_cached(fd, offset, pending)
+    while pending:
+        if is_cached:
+            got = _read_cached(fd, offset + total, pending)
+            is_cached = got > 0
+            if not is_cached:
+                continue
+        elif read is None:
+            got = os.preadv(fd, pending[:IOV_MAX], offset + total)
+        else:
+            read.check()
+            wanted = min(sum(buffer.nbytes for buffer in pending), own.nbytes)
+            got = os.preadv(fd, [own[:wanted]], offset + total)
+            with read.filling():
+                fill(pending, own[:got])
+        if got == 0:
+            break
+        came(got)
+        pending, total = remaining(pending, got), total + got
+    return total
+
+
+def _is_cached(fd: int, offset: int, buffers: Sequence[memoryview]) -> bool:
+    """Tell whether the page cache has the last byte, and so probably all. Else a disk is asked for all at once."""
+    last = offset + sum(buffer.nbytes for buffer in buffers) - 1
+    return last > offset and _read_cached(fd, last, [buffers[-1][-1:]]) == 1
+
+
+def _read_cached(fd: int, offset: int, buffers: Sequence[memoryview]) -> int:
+    """Read the next piece if the page cache has it; return the number of bytes, 0 if it has not."""
+    if _NOWAIT is None:
+        return 0
+    piece, _ = split(buffers[:IOV_MAX], _CACHED_PIECE_BYTES)
+    try:
+        return os.preadv(fd, piece, offset, _NOWAIT)
+    except OSError:  # also where the file system does not tell
+        return 0

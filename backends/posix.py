@@ -31,8 +31,8 @@ from ckpt.backends.base import (
     is_key,
     part_size_bytes,
 )
-from ckpt.backends.bodies import Body, body_errors_unchanged, fill, open_part, remaining
-from ckpt.backends.cancellable_reads import Read, Reads
+from ckpt.backends.bodies import Body, body_errors_unchanged, open_part, remaining, showing
+from ckpt.backends.cancellable_reads import IOV_MAX, Reads, read_file
 from ckpt.backends.options import take_options
 from ckpt.errors import (
     AccessDenied,
@@ -48,8 +48,6 @@ from ckpt.errors import (
 
 __all__ = ["PosixStore"]
 
-_READ_THROUGH_BYTES = 2 << 20
-_IOV_MAX = 1024
 _FEW_KEYS = 256
 _TEMPORARY = re.compile(r"^\.(.+)\.[0-9a-f]{16}\.ckpt-tmp$")
 
@@ -143,9 +141,10 @@ class PosixStore(Store):
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
         # Without O_NONBLOCK, a pipe that stands under a file's name would be waited for.
+        flags = os.O_RDONLY | os.O_NONBLOCK
         begun = contextlib.nullcontext() if self.reads is None else self.reads.begin()
-        with self._opened(key, "read", os.O_RDONLY | os.O_NONBLOCK) as fd, begun as read:
-            got = _read_all(fd, offset, buffers, read)
+        with showing(buffers) as came, self._opened(key, "read", flags) as fd, begun as read:
+            got = read_file(fd, offset, buffers, read, came)
             size = os.fstat(fd).st_size
         wanted = sum(buffer.nbytes for buffer in buffers)
         if got < wanted:
@@ -367,30 +366,7 @@ def _begin_writeback(fd: int, start: int, nbytes: int) -> None:
 def _write_all(fd: int, buffers: Sequence[memoryview]) -> None:
     pending = [buffer for buffer in buffers if buffer.nbytes]
     while pending:
-        written = os.writev(fd, pending[:_IOV_MAX])
+        written = os.writev(fd, pending[:IOV_MAX])
         if written == 0:
             raise OSError(errno.EIO, "the file system accepted no byte")
         pending = remaining(pending, written)
-
-
-def _read_all(fd: int, offset: int, buffers: Sequence[memoryview], read: Read | None) -> int:
-    """Fill `buffers` until they or the file end; return the number of bytes.
-
-    With `read`, through memory of our own: the kernel cannot be interrupted, but the copy left out.
-    """
-    pending, total = [buffer for buffer in buffers if buffer.nbytes], 0
-    if read is not None:
-        own = memoryview(bytearray(min(sum(buffer.nbytes for buffer in pending), _READ_THROUGH_BYTES)))
-    while pending:
-        if read is None:
-            got = os.preadv(fd, pending[:_IOV_MAX], offset + total)
-        else:
-            read.check()
-            wanted = min(sum(buffer.nbytes for buffer in pending), own.nbytes)
-            got = os.preadv(fd, [own[:wanted]], offset + total)
-            with read.filling():
-                fill(pending, own[:got])
-        if got == 0:
-            break
-        pending, total = remaining(pending, got), total + got
-    return total

@@ -119,8 +119,10 @@ class RawBody:
 
         return RawBody(response, sock, close)
 
-    def read_into(self, buffers: Sequence[memoryview], read: Read) -> tuple[int, Exception | None]:
-        """Fill `buffers`; return the number of bytes that came, and the error that ended them."""
+    def read_into(
+        self, buffers: Sequence[memoryview], read: Read, came: Callable[[int], None]
+    ) -> tuple[int, Exception | None]:
+        """Fill `buffers`; return the number of bytes that came, and the error that ended them. `came` is told of each."""
         total = 0
         try:
             for buffer in buffers:
@@ -132,6 +134,7 @@ class RawBody:
                         return total, None
                     filled += got
                     total += got
+                    came(got)
         except Exception as error:
             if isinstance(error, http.client.HTTPException | ValueError) or is_connection_error(error):
                 return total, error

@@ -30,7 +30,7 @@ from ckpt.backends.base import (
     part_size_bytes,
     refuse_existing,
 )
-from ckpt.backends.bodies import Body, remaining
+from ckpt.backends.bodies import Body, remaining, showing
 from ckpt.backends.cancellable_reads import Read, Reads
 from ckpt.backends.fsspec_listings import forget_listings
 from ckpt.backends.options import scrub
@@ -134,17 +134,19 @@ class S3ApiStore(Store):
         if not pending:
             self.stat(key)
             return
-        with self._reads.begin() as read:
-            self._read(key, offset, pending, read)
+        with showing(buffers) as came, self._reads.begin() as read:
+            self._read(key, offset, pending, read, came)
 
-    def _read(self, key: str, offset: int, pending: Sequence[memoryview], read: Read) -> None:
+    def _read(
+        self, key: str, offset: int, pending: Sequence[memoryview], read: Read, came: Callable[[int], None]
+    ) -> None:
         position, etag = offset, ""
         stop = offset + sum(buffer.nbytes for buffer in pending)
         for attempt in itertools.count(1):
             read.check()
             body, etag = self._s3.get(key, position, stop, etag)
             try:
-                got, failure = body.read_into(pending, read)
+                got, failure = body.read_into(pending, read, came)
             finally:
                 body.close()
             position += got

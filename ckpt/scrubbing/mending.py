@@ -17,7 +17,7 @@ from functools import partial
 
 from ckpt.backends.base import Store, put_bytes
 from ckpt.backends.bodies import Part
-from ckpt.consistency.checksums import block_crcs, combine_blocks
+from ckpt.consistency.checksums import CheckedBuffers, block_crcs, combine_blocks
 from ckpt.errors import (
     CheckpointError,
     IntegrityError,
@@ -113,12 +113,13 @@ class MendedBody:
 
     def _bad_blocks(self, begin: int, memory: memoryview) -> set[int] | None:
         """Read blocks of the old object, and number those that are not right; None if they cannot be read."""
+        block = self.file.block_size_bytes
+        checked = CheckedBuffers([memory], block)
         try:
-            self.old.read_into(self.file.key, begin, [memory])
+            self.old.read_into(self.file.key, begin, checked)
         except _UNREADABLE:
             return None
-        block = self.file.block_size_bytes
-        numbered = enumerate(block_crcs([memory], block), begin // block)
+        numbered = enumerate(checked.crcs(), begin // block)
         bad = {number for number, crc in numbered if crc != self._expected[number]}
         return bad.union(self.file.forged_blocks(begin, [memory]))
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from ckpt.backends.base import MIB, PutMode, Store, exists, put_bytes, read_bytes
-from ckpt.backends.bodies import BytesBody, CheckedBody, Part
+from ckpt.backends.bodies import BytesBody, CheckedBody, Part, WatchedBuffers
 from ckpt.errors import AlreadyExists, IntegrityError, NotFound, Truncated
 from ckpt.testing.store_contract import StoreUnderTest, noise, run_all
 
@@ -151,6 +151,24 @@ class TransferTests(StoreUnderTest):
         view = memoryview(target)
         store.read_into("r", 0, [view[i : i + 100] for i in range(0, len(data), 100)])
         assert target == data
+
+    def test_what_has_come_is_shown_in_order(self, store: Store) -> None:
+        """If it is shown at all (`ckpt.backends.bodies.showing`), it is in place, and stays as it is."""
+        data = noise(3 * MIB + 77)
+        self.raw_put(store, "r", data)
+        shown = bytearray()
+
+        class Watched(WatchedBuffers):
+            def begin(self) -> None:
+                shown.clear()
+
+            def came(self, nbytes: int) -> None:
+                shown.extend(b"".join(self)[len(shown) : len(shown) + nbytes])
+
+        buffers = Watched(memoryview(bytearray(size)) for size in (70000, 5, len(data) - 70105))
+        store.read_into("r", 100, buffers)
+        assert b"".join(buffers) == data[100:]
+        assert data[100:].startswith(shown)
 
     def test_reads_at_once(self, store: Store) -> None:
         data = noise(2 * MIB)

@@ -13,7 +13,7 @@ from typing import Any
 from ckpt.backends.base import Store, exists
 from ckpt.backends.registry import open_store
 from ckpt.consistency import environment
-from ckpt.consistency.checksums import block_crcs
+from ckpt.consistency.checksums import CheckedBuffers
 from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY
 from ckpt.consistency.expected import checked_expect, commit_digest
 from ckpt.consistency.sampling import BlockSample
@@ -346,13 +346,15 @@ class _OwnCheck:
         path, block = file.record.path, file.block_size_bytes
         starts = range(start, stop, block)
         with self.pool.take(stop - start) as memory:
-            read = partial(self.store.read_into, path, start, [memory])
+            checked = CheckedBuffers([memory], block)
+            read = partial(self.store.read_into, path, start, checked)
             try:
                 when_visible(read, timeout_s=self._remaining_s())
             except (Truncated, NotVisible, UnsafeContent, StorageUnavailable):
                 return list(self._check_blocks(file, starts, stop, memory)), 0, stop - start
-            crcs = block_crcs([memory], block)
-            bad = {at for at, crc in zip(starts, crcs, strict=True) if crc != file.crcs[at // block]}
+            bad = {
+                at for at, crc in zip(starts, checked.crcs(), strict=True) if crc != file.crcs[at // block]
+            }
             bad |= {block * number for number in file.stored.forged_blocks(start, [memory])}
             # Perhaps they were only damaged on the way: read them once more.
             return list(self._check_blocks(file, sorted(bad), stop, memory)), stop - start, stop - start

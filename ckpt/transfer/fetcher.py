@@ -6,10 +6,11 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import partial
 
 from ckpt.backends.base import Store, transfer_size_bytes
 from ckpt.consistency.block_digests import DIGEST_BYTES, block_digests
-from ckpt.consistency.checksums import block_crcs
+from ckpt.consistency.checksums import CheckedBuffers
 from ckpt.errors import IntegrityError
 from ckpt.lanes import run_in_lanes
 from ckpt.transfer.buffer_pool import StagingPool
@@ -75,10 +76,12 @@ def read_verified(
     size, text = file.block_size_bytes, fault
     for attempt in range(1, _ATTEMPTS + 1):
         fault = text  # the last attempt says what is wrong
-        when_visible(lambda: store.read_into(file.key, start, buffers))
         if file.block_crcs is None:
+            when_visible(lambda: store.read_into(file.key, start, buffers))
             return []
-        crcs = block_crcs(buffers, size)
+        checked = CheckedBuffers(buffers, size)
+        when_visible(partial(store.read_into, file.key, start, checked))
+        crcs = checked.crcs()
         numbered = enumerate(crcs, start // size)
         damaged = next((number for number, crc in numbered if crc != file.block_crcs[number]), None)
         if damaged is None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ckpt.backends.base import Store
 from ckpt.backends.bodies import Part
-from ckpt.consistency.checksums import block_crcs, combine_blocks
+from ckpt.consistency.checksums import CheckedBuffers, block_crcs, combine_blocks
 from ckpt.errors import NotFound, StorageError, Truncated
 from ckpt.transfer.buffer_pool import StagingPool
 from ckpt.transfer.fetcher import StoredFile, WhenVisible, read_verified
@@ -93,10 +93,8 @@ class RunReader:
         def fits(run: Range) -> bool:
             start, stop = run
             with self.pool.take(stop - start) as memory:
-                if not self._fills(file.key, start, memory):
-                    return False
-                crcs, first = block_crcs([memory], block), start // block
-                fits = crcs == list(expected[first : first + len(crcs)])
+                crcs, first = self._crcs(file.key, start, memory, block), start // block
+                fits = crcs == list(expected[first : first + len(crcs)]) and crcs != []
                 return fits and not file.forged_blocks(start, [memory])
 
         todo = runs(file.size_bytes, block)
@@ -107,11 +105,12 @@ class RunReader:
     def crcs(self, key: str, start: int, stop: int, block_size_bytes: int) -> list[int]:
         """Compute the checksums of the blocks in `[start, stop)`; none if the object ends before."""
         with self.pool.take(stop - start) as memory:
-            return block_crcs([memory], block_size_bytes) if self._fills(key, start, memory) else []
+            return self._crcs(key, start, memory, block_size_bytes)
 
-    def _fills(self, key: str, start: int, memory: memoryview) -> bool:
+    def _crcs(self, key: str, start: int, memory: memoryview, block_size_bytes: int) -> list[int]:
+        checked = CheckedBuffers([memory], block_size_bytes)
         try:
-            self.store.read_into(key, start, [memory])
-            return True
+            self.store.read_into(key, start, checked)
         except (NotFound, Truncated):
-            return False
+            return []
+        return checked.crcs()
