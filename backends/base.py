@@ -163,6 +163,14 @@ class Store(ABC):
             Truncated: the object ends before the buffers are full.
         """
 
+    def read_whole(self, key: str, check: Callable[[int], None]) -> bytearray:
+        """Read a whole small object. `check` is called with its size before memory is allocated, and may raise."""
+        size = self.stat(key).size_bytes
+        check(size)
+        data = bytearray(size)
+        self.read_into(key, 0, [memoryview(data)])
+        return data
+
     @abstractmethod
     def stat(self, key: str) -> ObjectStat:
         """Return facts about one object. Raises NotFound."""
@@ -336,10 +344,6 @@ def put_bytes(store: Store, key: str, data: bytes, *, mode: PutMode = PutMode.OV
     store.put(key, CheckedBody(data), mode=mode)
 
 
-_REPORTED_BYTES = 8 << 20
-"""What is read between two reports."""
-
-
 def read_bytes(
     store: Store,
     key: str,
@@ -350,26 +354,22 @@ def read_bytes(
 ) -> bytearray:
     """Read a whole small object; its size is checked before memory is allocated.
 
-    `moved` is called with the bytes of each part that has arrived.
+    `moved` is called with the number of bytes.
 
     Raises IntegrityError if it is not `size_bytes`, or over `max_bytes`.
     """
-    size = store.stat(key).size_bytes
-    if size_bytes is not None and size != size_bytes:
-        raise IntegrityError(
-            f"holds {size} bytes, expected {size_bytes}", url=store.url, key=key, start=0, stop=size_bytes
-        )
-    if size > max_bytes:
-        raise IntegrityError(
-            f"holds {size} bytes, more than the {max_bytes} such an object may have", url=store.url, key=key
-        )
-    data = bytearray(size)
-    part_bytes = max(1, size) if moved is None else _REPORTED_BYTES
-    for start in range(0, size, part_bytes):
-        part = memoryview(data)[start : start + part_bytes]
-        store.read_into(key, start, [part])
-        if moved is not None:
-            moved(part.nbytes)
+
+    def check(size: int) -> None:
+        if size_bytes is not None and size != size_bytes:
+            message = f"holds {size} bytes, expected {size_bytes}"
+            raise IntegrityError(message, url=store.url, key=key, start=0, stop=size_bytes)
+        if size > max_bytes:
+            message = f"holds {size} bytes, more than the {max_bytes} such an object may have"
+            raise IntegrityError(message, url=store.url, key=key)
+
+    data = store.read_whole(key, check)
+    if moved is not None:
+        moved(len(data))
     return data
 
 

@@ -51,6 +51,9 @@ class WrappedStore(Store):
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
         self._inner.read_into(key, offset, buffers)
 
+    def read_whole(self, key: str, check: Callable[[int], None]) -> bytearray:
+        return self._inner.read_whole(key, check)
+
     def stat(self, key: str) -> ObjectStat:
         return self._inner.stat(key)
 
@@ -116,6 +119,9 @@ class PrefixStore(WrappedStore):
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
         self._call(key, lambda name: self._inner.read_into(name, offset, buffers))
+
+    def read_whole(self, key: str, check: Callable[[int], None]) -> bytearray:
+        return self._call(key, lambda name: self._inner.read_whole(name, check))
 
     def stat(self, key: str) -> ObjectStat:
         return replace(self._call(key, self._inner.stat), key=key)

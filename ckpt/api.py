@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from ckpt.collective import background, load_by, prepare_save, save_copy, save_values, writer_for
 from ckpt.content.checks import Checks, Level
 from ckpt.errors import ConfigurationError
+from ckpt.gc_pause import rare_gc
 from ckpt.local_first.options import LocalTier
 from ckpt.ranks.group import DEFAULT_TIMEOUT_S, Ranks
 from ckpt.reading.reader import CheckpointReader
@@ -93,7 +94,7 @@ def save(
         checks=checks,
         block_digests=block_digests,
     )
-    with closing(Ranks(process_group, no_dist=no_dist, timeout_s=timeout_s)) as ranks:
+    with rare_gc(), closing(Ranks(process_group, no_dist=no_dist, timeout_s=timeout_s)) as ranks:
         writer, values = prepare_save(state_dict, url, planner, base, make_writer, ranks, copy=False)
         return save_values(values, writer, planner, ranks)
 
@@ -159,7 +160,7 @@ def async_save(
     def prepare() -> Callable[[], Metadata]:
         # In the thread in which all ranks do the same things in the same order.
         ranks = Ranks(process_group, no_dist=no_dist, purpose="background", timeout_s=timeout_s)
-        with ExitStack() as stack:
+        with rare_gc(), ExitStack() as stack:
             stack.callback(ranks.close)
             writer, staged = prepare_save(state_dict, url, planner, base, make_writer, ranks, copy=True)
             stack.pop_all()
@@ -229,7 +230,7 @@ def load(
         reader.use_ranks(ranks, read_once=read_once)
         return reader
 
-    with closing(Ranks(process_group, no_dist=no_dist, timeout_s=timeout_s)) as ranks:
+    with rare_gc(), closing(Ranks(process_group, no_dist=no_dist, timeout_s=timeout_s)) as ranks:
         load_by(state_dict, url, planner, make_reader, ranks)
 
 

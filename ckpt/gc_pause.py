@@ -8,43 +8,57 @@ import os
 import threading
 from collections.abc import Iterator
 
+_RARE = 1_000_000
+"""Objects are looked at when so many more have been made; Python's own number is 700 or 2,000."""
+
 
 class _Pause:
-    """The pause of this process, of any number of threads.
+    """The pauses of this process, of any number of threads.
 
-    The collector stays enabled, with a threshold that is never reached: whether it is enabled is for the
-    program to say, which may change it meanwhile.
+    The collector stays enabled, with another threshold: whether it is enabled is for the program to say, which may
+    change it meanwhile.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._threads = 0
+        self._lock = threading.RLock()  # to make any object can have a finalizer run, which may save
+        self._users = {0: 0, _RARE: 0}  # by the threshold that they want
+        self._set: int | None = None
         self._thresholds = gc.get_threshold()
 
-    def begin(self) -> None:
-        thresholds = gc.get_threshold()  # before the lock: this can make the collector run
+    def begin(self, threshold: int) -> None:
         with self._lock:
-            if self._threads == 0 or thresholds[0] != 0:  # the program can set others in a pause
-                self._thresholds = thresholds
-            self._threads += 1
-            gc.set_threshold(0)
+            self._note_the_programs()
+            self._users[threshold] += 1
+            self._apply()
 
-    def end(self) -> None:
+    def end(self, threshold: int) -> None:
         with self._lock:
-            if self._threads == 1:
-                self._restore()
-            self._threads = max(self._threads - 1, 0)  # a pause begun before a fork has ended already
+            self._note_the_programs()
+            self._users[threshold] = max(
+                self._users[threshold] - 1, 0
+            )  # one begun before a fork has ended already
+            self._apply()
 
     def end_in_child(self) -> None:
-        """End it in a forked child, which has none of the threads."""
-        self._lock = threading.Lock()
-        if self._threads > 0:
-            self._restore()
-            self._threads = 0
+        """End all in a forked child, which has none of the threads."""
+        self._lock = threading.RLock()
+        self._note_the_programs()
+        self._users = dict.fromkeys(self._users, 0)
+        self._apply()
 
-    def _restore(self) -> None:
-        if gc.get_threshold()[0] == 0:  # else the program has set others
+    def _note_the_programs(self) -> None:
+        thresholds = gc.get_threshold()
+        if thresholds[0] != self._set:  # the program can set others in a pause
+            self._thresholds = thresholds
+
+    def _apply(self) -> None:
+        own = self._thresholds[0]
+        if not any(self._users.values()):
+            self._set = None
             gc.set_threshold(*self._thresholds)
+            return
+        self._set = 0 if self._users[0] or own == 0 else max(own, _RARE)
+        gc.set_threshold(self._set)
 
 
 _pause = _Pause()
@@ -52,10 +66,19 @@ os.register_at_fork(after_in_child=_pause.end_in_child)
 
 
 @contextlib.contextmanager
-def no_gc() -> Iterator[None]:
-    """Pause the collector for short work that makes very many objects which all live on."""
-    _pause.begin()
+def _paused(threshold: int) -> Iterator[None]:
+    _pause.begin(threshold)
     try:
         yield
     finally:
-        _pause.end()
+        _pause.end(threshold)
+
+
+def no_gc() -> contextlib.AbstractContextManager[None]:
+    """Pause the collector for short work that makes very many objects which all live on."""
+    return _paused(0)
+
+
+def rare_gc() -> contextlib.AbstractContextManager[None]:
+    """Have the collector run rarely while the program waits for this thread, which makes many objects."""
+    return _paused(_RARE)

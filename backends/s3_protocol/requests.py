@@ -152,25 +152,13 @@ class S3Requests(S3Connection):
     def get(self, key: str, start: int, stop: int, etag: str) -> tuple[RawBody, str]:
         """Get bytes `[start, stop)` of the object with this ETag (empty: any), and its ETag."""
         where: dict[str, Any] = {"url": self.url, "key": key, "start": start, "stop": stop}
-        # A weak ETag never matches a condition.
-        condition = {"IfMatch": etag} if etag and not etag.startswith("W/") else {}
-        target = self.object(key)
         try:
-            with self.translated(key, "read", RangeRefused, Replaced):
-                repeated = self.repeated.get(target["Key"], start, stop, condition.get("IfMatch", ""))
-                if repeated is not None:
-                    reply, body = repeated
-                else:
-                    with self.repeated.learning(target["Key"]):
-                        reply = self.client.get_object(
-                            **target, Range=f"bytes={start}-{stop - 1}", **condition
-                        )
-                    body = RawBody.of_sdk(reply["Body"])
-                new_etag = str(reply.get("ETag") or "")
+            reply, body = self._get(key, start, stop, etag)
         except RangeRefused as error:
             raise Truncated(f"ends before byte {stop}", **where) from error
         except Replaced as error:
             raise StorageError("was replaced while it was being read", **where) from error
+        new_etag = str(reply.get("ETag") or "")
         problem = _range_problem(reply, where)
         if problem is None and etag and new_etag and new_etag != etag:
             problem = StorageError("was replaced while it was being read", **where)
@@ -178,6 +166,33 @@ class S3Requests(S3Connection):
             body.close()
             raise problem
         return body, etag or new_etag
+
+    def get_first(self, key: str, most: int) -> tuple[RawBody, str, int] | None:
+        """Get the first `most` bytes of an object, or all if it has fewer: also its ETag, and its size.
+
+        None if it is empty, or the server does not tell enough.
+        """
+        try:
+            reply, body = self._get(key, 0, most, "")
+        except RangeRefused:
+            return None
+        size = _whole_size(reply, most)
+        if size is None:
+            body.close()
+            return None
+        return body, str(reply.get("ETag") or ""), size
+
+    def _get(self, key: str, start: int, stop: int, etag: str) -> tuple[Mapping[str, Any], RawBody]:
+        # A weak ETag never matches a condition.
+        condition = {"IfMatch": etag} if etag and not etag.startswith("W/") else {}
+        target = self.object(key)
+        with self.translated(key, "read", RangeRefused, Replaced):
+            repeated = self.repeated.get(target["Key"], start, stop, condition.get("IfMatch", ""))
+            if repeated is not None:
+                return repeated
+            with self.repeated.learning(target["Key"]):
+                reply = self.client.get_object(**target, Range=f"bytes={start}-{stop - 1}", **condition)
+            return reply, RawBody.of_sdk(reply["Body"])
 
     def setting(self, name: str) -> Mapping[str, Any]:
         """Read a setting of the bucket, as S3 describes it; empty if there is none."""
@@ -293,3 +308,17 @@ def _range_problem(reply: Mapping[str, Any], where: dict[str, Any]) -> Checkpoin
     if begin == start and end < stop and length == end - start:
         return Truncated(f"ends at byte {end}", **where)
     return StorageError(f"the server sent bytes {begin}-{end} ({length} in all) instead", **where)
+
+
+def _whole_size(reply: Mapping[str, Any], most: int) -> int | None:
+    """Return the size of the object whose first bytes, `most` or all, are in a reply; None if it is something else."""
+    length, match = (
+        int(reply["ContentLength"]),
+        _CONTENT_RANGE.fullmatch(str(reply.get("ContentRange") or "")),
+    )
+    if match is None:  # all of it, where ranges are ignored
+        is_whole = reply["ResponseMetadata"]["HTTPStatusCode"] == 200 and length <= most
+        return length if is_whole else None
+    size = -1 if match[3] == "*" else int(match[3])
+    sent = min(most, size)
+    return size if (int(match[1]), int(match[2]) + 1, length) == (0, sent, sent) else None

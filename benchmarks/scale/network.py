@@ -129,6 +129,11 @@ class CountingStore(WrappedStore):
         self._requests.add(GET=1, read_bytes=sum(buffer.nbytes for buffer in buffers))
         super().read_into(key, offset, buffers)
 
+    def read_whole(self, key: str, check: Callable[[int], None]) -> bytearray:
+        data = super().read_whole(key, check)
+        self._requests.add(GET=1, read_bytes=len(data))
+        return data
+
     def stat(self, key: str) -> ObjectStat:
         self._requests.add(GET=1)
         try:

@@ -47,6 +47,12 @@ class CountedStore(WrappedStore):
         self._count(reads=1, read_bytes=nbytes)
         self._moved(nbytes)
 
+    def read_whole(self, key: str, check: Callable[[int], None]) -> bytearray:
+        data = super().read_whole(key, check)
+        self._count(reads=1, read_bytes=len(data))
+        self._moved(len(data))
+        return data
+
     def stat(self, key: str) -> ObjectStat:
         self._count(stats=1)
         return super().stat(key)

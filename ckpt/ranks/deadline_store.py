@@ -91,6 +91,9 @@ class DeadlineStore(WrappedStore):
             with self._progress.operation("reading", key):
                 self._inner.read_into(key, offset, buffers)
 
+    def read_whole(self, key: str, check: Callable[[int], None]) -> bytearray:
+        return self.run("reading", key, lambda _: self._inner.read_whole(key, check))
+
     def stat(self, key: str) -> ObjectStat:
         return self.run("looking for", key, lambda _: self._inner.stat(key))
 

@@ -28,6 +28,9 @@ class SiblingObjects(WrappedStore):
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
         self._call(key, lambda store, name: store.read_into(name, offset, buffers))
 
+    def read_whole(self, key: str, check: Callable[[int], None]) -> bytearray:
+        return self._call(key, lambda store, name: store.read_whole(name, check))
+
     def stat(self, key: str) -> ObjectStat:
         return self._call(key, lambda store, name: store.stat(name))
 

@@ -178,6 +178,23 @@ class TransferTests(StoreUnderTest):
         run_all(lambda i: store.read_into("r", i, [view[i : i + 4096]]), list(range(0, len(data), 4096)))
         assert target == data
 
+    @pytest.mark.parametrize("size", [0, 1, MIB, 3 * MIB + 77])
+    def test_read_whole(self, store: Store, size: int) -> None:
+        data, sizes = noise(size), list[int]()
+        self.raw_put(store, "whole", data)
+        assert store.read_whole("whole", sizes.append) == data
+        assert sizes == [size]
+        error = IntegrityError("of another size", url=store.url, key="whole")
+
+        def refuse(size: int) -> None:
+            raise error
+
+        with pytest.raises(IntegrityError) as caught:
+            store.read_whole("whole", refuse)
+        assert caught.value is error
+        with pytest.raises(NotFound):
+            store.read_whole("nothing", sizes.append)
+
     @pytest.mark.parametrize("offset", [0, 6, 10, 1000])
     def test_read_past_the_end_is_truncated(self, store: Store, offset: int) -> None:
         self.raw_put(store, "short", b"0123456789")

@@ -571,7 +571,7 @@ def test_a_process_that_may_not_write_says_so(tmp_path: Path) -> None:
         os.kill(process.pid, signal.SIGKILL)  # the one begun since would wait an hour for the server
     assert "ended with 1" in log.of("drain_failed").reason
     text = (local_of(tmp_path) / "ckpt-drain.log").read_text()
-    assert "check the credentials" in text
+    assert "the credentials have expired" in text
     assert "Fatal Python error" not in text
 
 

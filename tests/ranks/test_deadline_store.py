@@ -34,6 +34,7 @@ BOUNDED: dict[str, Callable[[Store], object]] = {
     "put": lambda store: store.put("k", BytesBody(b"x")),
     "put_resumable": lambda store: store.put_resumable("k", BytesBody(b"x"), NoNote()),
     "read_into": lambda store: store.read_into("k", 0, [memoryview(bytearray(1))]),
+    "read_whole": lambda store: store.read_whole("k", lambda size: None),
     "stat": lambda store: store.stat("k"),
     "list": lambda store: list(store.list()),
     "folders": lambda store: list(store.folders()),

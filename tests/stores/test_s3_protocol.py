@@ -341,6 +341,54 @@ def test_two_objects_are_never_mixed(server: StrictS3, store: Store, honest: boo
         read(store, 0, len(DATA))
 
 
+@pytest.mark.parametrize(
+    ("size", "action", "looks", "reads"),
+    [
+        (1000, "pass", 0, 1),
+        (MIB, "pass", 0, 1),
+        (len(DATA), "pass", 0, 2),
+        (len(DATA), "cut", 0, 2),
+        (1000, "200", 0, 1),
+        (1000, "whole", 0, 1),
+        (len(DATA), "whole", 1, 2),
+        (1000, "shifted", 1, 2),
+        (1000, "unnamed", 1, 2),
+        (0, "pass", 2, 1),
+    ],
+)
+def test_an_objects_size_comes_with_its_first_bytes(
+    server: StrictS3, store: Store, size: int, action: str, looks: int, reads: int
+) -> None:
+    """Where the server tells it; else it is asked for before."""
+    server.objects[NAME] = DATA[:size]
+    server.rule = on("GetObject", action, "whole" if action == "whole" else "pass")
+    assert read_bytes(store, "k", size_bytes=size) == DATA[:size]
+    assert (len(server.sent("HeadObject")), len(server.sent("GetObject"))) == (looks, reads)
+
+
+def test_an_object_of_another_size_is_not_read(server: StrictS3, store: Store) -> None:
+    server.objects[NAME] = DATA
+    with pytest.raises(IntegrityError, match="holds 13631493 bytes, more than the 5 such an object may have"):
+        read_bytes(store, "k", max_bytes=5)
+    with pytest.raises(IntegrityError, match="holds 13631493 bytes, expected 5"):
+        read_bytes(store, "k", size_bytes=5)
+    assert len(server.sent("GetObject")) == 2
+    assert read_bytes(store, "k") == DATA
+
+
+def test_two_objects_are_never_mixed_in_a_whole_one(server: StrictS3, store: Store) -> None:
+    server.objects[NAME] = DATA
+
+    def rule(request: Request) -> str:
+        if len(server.sent("GetObject")) == 2:
+            server.objects[NAME] = DATA[::-1]
+        return "pass"
+
+    server.rule = rule
+    with pytest.raises(StorageError, match="replaced while it was being read"):
+        read_bytes(store, "k")
+
+
 # -- the rest ------------------------------------------------------------------------------------------
 
 

@@ -27,6 +27,9 @@ class DataReads(CountedStore):
         reads = super().read_into if key.endswith(".distcp") else self._inner.read_into
         reads(key, offset, buffers)
 
+    def read_whole(self, key: str, check: Callable[[int], None]) -> bytearray:
+        return self._inner.read_whole(key, check)
+
 
 @pytest.fixture
 def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:

@@ -9,9 +9,11 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+import torch
 from support.ranks import exit_code_of
 
-from ckpt.gc_pause import no_gc
+import ckpt
+from ckpt.gc_pause import no_gc, rare_gc
 
 
 @contextlib.contextmanager
@@ -53,6 +55,68 @@ def test_what_the_program_sets_meanwhile_stays(enabled: bool) -> None:
     finally:
         gc.set_threshold(*thresholds)
         (gc.enable if was_enabled else gc.disable)()
+
+
+def test_a_pause_within_a_rare_one() -> None:
+    before = gc.get_threshold()
+    with rare_gc():
+        rare = gc.get_threshold()[0]
+        assert rare > before[0]
+        with no_gc():
+            assert gc.get_threshold()[0] == 0
+            with rare_gc():
+                assert gc.get_threshold()[0] == 0
+        assert gc.get_threshold() == (rare, *before[1:])
+    assert gc.get_threshold() == before
+
+
+@pytest.mark.parametrize("own", [0, 10**8])
+def test_a_program_that_collects_less_keeps_that(own: int) -> None:
+    before = gc.get_threshold()
+    gc.set_threshold(own)
+    try:
+        with rare_gc():
+            assert gc.get_threshold()[0] == own
+        assert gc.get_threshold()[0] == own
+    finally:
+        gc.set_threshold(*before)
+
+
+def test_pauses_of_many_threads() -> None:
+    before = gc.get_threshold()
+
+    def pause() -> None:
+        for number in range(300):
+            with (no_gc, rare_gc)[number % 2](), (rare_gc, no_gc)[number % 3 % 2]():
+                assert gc.get_threshold()[0] in (0, 1_000_000)
+
+    threads = [threading.Thread(target=pause) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert gc.get_threshold() == before
+
+
+def test_a_save_and_a_load_collect_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 2,000 tensors, and as often as before afterwards."""
+    before, collected = gc.get_threshold(), list[int]()
+    state = {f"t{number}": torch.zeros(2) for number in range(2000)}
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "stop":
+            collected.append(info["generation"])
+
+    for call in (ckpt.save, ckpt.load):
+        call({"t": torch.zeros(2)}, "memory://gc/first")  # what is imported then makes objects too
+    gc.callbacks.append(note)
+    try:
+        ckpt.save(state, "memory://gc/x")
+        ckpt.load(state, "memory://gc/x")
+    finally:
+        gc.callbacks.remove(note)
+    assert len(collected) < 10
+    assert gc.get_threshold() == before
 
 
 def test_a_forked_child_collects() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,10 @@ class WatchedStore(WrappedStore):
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
         LOG.append(("read", key))
         self._inner.read_into(key, offset, buffers)
+
+    def read_whole(self, key: str, check: Callable[[int], None]) -> bytearray:
+        LOG.append(("read", key))
+        return self._inner.read_whole(key, check)
 
     def stat(self, key: str) -> ObjectStat:
         LOG.append(("stat", key))
