@@ -168,7 +168,8 @@ class Store(ABC):
         size = self.stat(key).size_bytes
         check(size)
         data = bytearray(size)
-        self.read_into(key, 0, [memoryview(data)])
+        if size:
+            self.read_into(key, 0, [memoryview(data)])
         return data
 
     @abstractmethod

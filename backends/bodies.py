@@ -179,6 +179,8 @@ def remaining(buffers: Sequence[memoryview], nbytes: int) -> list[memoryview]:
 
 def split(buffers: Sequence[memoryview], nbytes: int) -> tuple[list[memoryview], list[memoryview]]:
     """Return the first `nbytes` of `buffers`, and the rest."""
+    if buffers and 0 < nbytes < buffers[0].nbytes:  # mostly
+        return [buffers[0][:nbytes]], [buffers[0][nbytes:], *buffers[1:]]
     for index, buffer in enumerate(buffers):
         if nbytes < buffer.nbytes:
             first = [buffer[:nbytes]] if nbytes else []

@@ -15,11 +15,11 @@ CANCELLED = "cancelled: the operation passed its deadline"
 IOV_MAX = 1024
 _READ_THROUGH_BYTES = 2 << 20
 
-_CACHED_PIECE_BYTES = 1 << 19
-"""Small enough to stay in the processor's cache until it has been looked at."""
+_CACHED_PIECE_BYTES = 2 << 20
+"""Small enough to stay in the processor's cache until it has been looked at, and large enough to be worth the calls."""
 
 _NOWAIT: int | None = getattr(os, "RWF_NOWAIT", None)
-"""Has Linux read what its page cache holds, and nothing else."""
+"""Has Linux read what its page cache holds, and at most begin to read what it does not."""
 
 
 def _do_nothing() -> None:
@@ -137,5 +137,5 @@ def _read_cached(fd: int, offset: int, buffers: Sequence[memoryview]) -> int:
     piece, _ = split(buffers[:IOV_MAX], _CACHED_PIECE_BYTES)
     try:
         return os.preadv(fd, piece, offset, _NOWAIT)
-    except OSError:  # also where the file system does not tell
+    except (OSError, NotImplementedError):  # also where the file system, or Python's build, does not tell
         return 0

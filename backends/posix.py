@@ -145,10 +145,10 @@ class PosixStore(Store):
         begun = contextlib.nullcontext() if self.reads is None else self.reads.begin()
         with showing(buffers) as came, self._opened(key, "read", flags) as fd, begun as read:
             got = read_file(fd, offset, buffers, read, came)
-            size = os.fstat(fd).st_size
-        wanted = sum(buffer.nbytes for buffer in buffers)
-        if got < wanted:
-            raise Truncated(f"ends at byte {size}", url=self.url, key=key, start=offset, stop=offset + wanted)
+            wanted = sum(buffer.nbytes for buffer in buffers)
+            if got < wanted:
+                text = f"ends at byte {os.fstat(fd).st_size}"
+                raise Truncated(text, url=self.url, key=key, start=offset, stop=offset + wanted)
 
     def stat(self, key: str) -> ObjectStat:
         with self._opened(key, "stat", paths.O_PATH) as fd:

@@ -8,8 +8,8 @@ import os
 import threading
 from collections.abc import Iterator
 
-_RARE = 1_000_000
-"""Objects are looked at when so many more have been made; Python's own number is 700 or 2,000."""
+_RARE = 1_000_003
+"""Objects are looked at when so many more have been made; Python's own number is 700 or 2,000. No program would set this one."""
 
 
 class _Pause:
@@ -20,7 +20,8 @@ class _Pause:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # to make any object can have a finalizer run, which may save
+        # To make an object can have a finalizer run, in this thread, which may save.
+        self._lock = threading.RLock()
         self._users = {0: 0, _RARE: 0}  # by the threshold that they want
         self._set: int | None = None
         self._thresholds = gc.get_threshold()
@@ -48,17 +49,18 @@ class _Pause:
 
     def _note_the_programs(self) -> None:
         thresholds = gc.get_threshold()
-        if thresholds[0] != self._set:  # the program can set others in a pause
-            self._thresholds = thresholds
+        if thresholds[0] in (self._set, _RARE):  # it restores what it has found in a pause
+            thresholds = (self._thresholds[0], *thresholds[1:])
+        self._thresholds = thresholds  # the program can set others in a pause
 
     def _apply(self) -> None:
         own = self._thresholds[0]
         if not any(self._users.values()):
-            self._set = None
             gc.set_threshold(*self._thresholds)
+            self._set = None
             return
         self._set = 0 if self._users[0] or own == 0 else max(own, _RARE)
-        gc.set_threshold(self._set)
+        gc.set_threshold(self._set, *self._thresholds[1:])
 
 
 _pause = _Pause()

@@ -216,7 +216,7 @@ class _Use:
 
 
 _own: ContextVar[_Use | None] = ContextVar("ckpt's lane", default=None)
-"""Each thread has its own, and each greenlet, which take turns within one thread."""
+"""Each greenlet has its own, as they take turns within one thread."""
 
 
 def on_behalf(function: Callable[[], None]) -> Callable[[], None]:

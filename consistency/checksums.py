@@ -72,7 +72,7 @@ def cut_crcs(
 class CheckedBuffers(WatchedBuffers):
     """The buffers of a read from a block's start on; each block's CRC is computed when the block has come.
 
-    Bytes that a cache of the processor still holds are not read from memory once more: it takes a third of the time.
+    Bytes that a cache of the processor still holds are not read from memory once more: checking them takes a third of the time.
     """
 
     def __init__(self, buffers: Iterable[memoryview], block_size_bytes: int) -> None:

@@ -122,7 +122,7 @@ class RawBody:
     def read_into(
         self, buffers: Sequence[memoryview], read: Read, came: Callable[[int], None]
     ) -> tuple[int, Exception | None]:
-        """Fill `buffers`; return the number of bytes that came, and the error that ended them. `came` is told of each."""
+        """Fill `buffers`; return the number of bytes that came, and the error that ended them. `came` is told of each piece."""
         total = 0
         try:
             for buffer in buffers:

@@ -13,7 +13,6 @@ import contextlib
 import functools
 import hashlib
 import hmac
-import http.client
 import logging
 import threading
 import time
@@ -25,6 +24,7 @@ from urllib.parse import quote, urlsplit
 from ckpt.backends.bodies import Part
 from ckpt.backends.options import scrub
 from ckpt.backends.s3_protocol.errors import is_unreachable, text_of
+from ckpt.backends.s3_protocol.exchange import Exchange, ReplyBytes
 from ckpt.backends.s3_protocol.http_bodies import PartReader, RawBody
 from ckpt.backends.s3_protocol.retries import Retries
 from ckpt.errors import CheckpointError
@@ -32,7 +32,6 @@ from ckpt.errors import CheckpointError
 _logger = logging.getLogger(__name__)
 
 _PAUSE_S, _LONGEST_PAUSE_S = 10.0, 300.0
-_MAX_REPLY_BYTES = 1 << 16
 _ALGORITHM = "AWS4-HMAC-SHA256"
 _UNSIGNED_BODY = "UNSIGNED-PAYLOAD"
 _EXPRESS = "x-amz-s3session-token"
@@ -147,7 +146,7 @@ class RepeatedRequests:
             "ETag": response.getheader("ETag"),
             "ResponseMetadata": {"HTTPStatusCode": response.status},
         }
-        return reply, RawBody(_Bytes(exchange), exchange.connection.sock, exchange.close)
+        return reply, RawBody(ReplyBytes(exchange), exchange.connection.sock, exchange.close)
 
     def _look(self, kind: str, /, request: Any, **_: Any) -> None:
         """Look at what the SDK is about to send: a form, if it is of the usual kind."""
@@ -162,7 +161,10 @@ class RepeatedRequests:
     def _learn(self, kind: str, /, response: Any, **_: Any) -> None:
         """Keep the form if the request was a success, and did go to a server: some tests answer for one."""
         form = getattr(self._own, "form", None)
-        if form is None or response is None or response[0].status_code >= 300:
+        status = 0 if response is None else response[0].status_code
+        if status in _ANSWERS.get(kind, ()):
+            return
+        if form is None or not 0 < status < 300:
             self._forms.pop(kind, None)
         elif type(getattr(response[0], "raw", None)).__module__.startswith("urllib3"):
             if kind != _BEGINS:
@@ -204,7 +206,7 @@ class RepeatedRequests:
         query: str,
         headers: Mapping[str, str],
         body: PartReader | None,
-    ) -> _Exchange | None:
+    ) -> Exchange | None:
         """Send a request; return it with its reply, or None if that is no success."""
         form = self._forms.get(operation)
         if form is None or (body is not None and form.is_checked != (_CHECKSUM in headers)):
@@ -213,7 +215,7 @@ class RepeatedRequests:
         if not self._may_try(began_s):
             return None
         path, unreachable = f"{form.root}/{quote(name, safe='/~')}", False
-        exchange = _Exchange(form.pool)
+        exchange = Exchange(form.pool)
         try:
             signed = self._signed(form, method, path, query, headers)
             lines = [
@@ -231,11 +233,12 @@ class RepeatedRequests:
         if status in _EXPECTED[operation]:
             self._go_on(began_s)
             return exchange
-        exchange.drop()
         _logger.debug("%s is left to the SDK: %s", operation, problem)
         if status in _ANSWERS[operation]:
+            exchange.finish()
             self._go_on(began_s)
         else:
+            exchange.drop()
             self._pause()
             self._retries.failed(problem, unreachable=unreachable, is_throttled=status in _THROTTLED)
         return None
@@ -276,71 +279,6 @@ class RepeatedRequests:
             signing_key = _derived_key(*parts)
             self._signing_key = parts, signing_key
         return signed_headers(form, method, path, query, headers, keys, now, signing_key)
-
-
-class _Exchange:
-    """A request and its reply, over a connection of a pool."""
-
-    def __init__(self, pool: Any) -> None:
-        self._pool = pool
-        self.connection: Any = None
-        self.response: Any = None
-
-    def send(self, method: str, head: bytes, body: PartReader | None) -> int:
-        """Send the request; return the status of the reply, whose body is read if the request had one."""
-        self.connection = connection = self._pool._get_conn()
-        if connection.sock is None:
-            connection.timeout = self._pool.timeout.connect_timeout
-            connection.connect()
-        sock = connection.sock
-        sock.settimeout(self._pool.timeout.read_timeout)
-        sock.sendall(head)
-        for piece in body.pieces() if body is not None else ():
-            sock.sendall(piece)
-        self.response = http.client.HTTPResponse(sock, method=method)
-        self.response.begin()
-        if body is not None:
-            self.response.read(_MAX_REPLY_BYTES)
-        status: int = self.response.status
-        return status
-
-    def close(self) -> None:
-        """Give the connection back for reuse if the reply was read to its end, else drop it."""
-        is_read = self.response.isclosed() or self.response.length == 0
-        if self.response.will_close or not is_read:
-            self.drop()
-        else:
-            self.response.close()
-            self._pool._put_conn(self.connection)
-
-    def drop(self) -> None:
-        if self.response is not None:
-            self.response.close()
-        if self.connection is not None:
-            self.connection.close()
-            self._pool._put_conn(self.connection)
-
-
-class _Bytes:
-    """The bytes of a reply, received straight into the destination."""
-
-    def __init__(self, exchange: _Exchange) -> None:
-        self._response, self._socket = exchange.response, exchange.connection.sock
-        self._ahead: bytes | None = None
-
-    def readinto(self, view: memoryview) -> int:
-        """Fill `view`; return the number of bytes that came before the end."""
-        if self._ahead is None:
-            self._ahead = self._response.fp.peek()  # it came with the headers
-        filled = min(len(self._ahead), view.nbytes)
-        view[:filled], self._ahead = self._ahead[:filled], self._ahead[filled:]
-        while filled < view.nbytes:
-            got = self._socket.recv_into(view[filled:])
-            if not got:
-                break
-            filled += got
-        self._response.length -= filled
-        return filled
 
 
 def signed_headers(

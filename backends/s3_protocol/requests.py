@@ -35,6 +35,7 @@ _SETTINGS = {
 """The SDK's methods that read a bucket's settings, and the documents that answer; each SDK lacks one."""
 _ANSWERED_BY = "CkptDocument"
 _MAX_DOCUMENT_START = 500
+_MAX_DIGITS = 19
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
 
 
@@ -167,20 +168,20 @@ class S3Requests(S3Connection):
             raise problem
         return body, etag or new_etag
 
-    def get_first(self, key: str, most: int) -> tuple[RawBody, str, int] | None:
-        """Get the first `most` bytes of an object, or all if it has fewer: also its ETag, and its size.
+    def get_first(self, key: str, most: int) -> tuple[RawBody, int] | None:
+        """Get the first `most` bytes of an object, or all if it has fewer: also its size.
 
         None if it is empty, or the server does not tell enough.
         """
         try:
             reply, body = self._get(key, 0, most, "")
-        except RangeRefused:
+        except (RangeRefused, Replaced):
             return None
         size = _whole_size(reply, most)
         if size is None:
             body.close()
             return None
-        return body, str(reply.get("ETag") or ""), size
+        return body, size
 
     def _get(self, key: str, start: int, stop: int, etag: str) -> tuple[Mapping[str, Any], RawBody]:
         # A weak ETag never matches a condition.
@@ -312,13 +313,14 @@ def _range_problem(reply: Mapping[str, Any], where: dict[str, Any]) -> Checkpoin
 
 def _whole_size(reply: Mapping[str, Any], most: int) -> int | None:
     """Return the size of the object whose first bytes, `most` or all, are in a reply; None if it is something else."""
-    length, match = (
-        int(reply["ContentLength"]),
-        _CONTENT_RANGE.fullmatch(str(reply.get("ContentRange") or "")),
-    )
+    length = reply.get("ContentLength")
+    if not isinstance(length, int) or length < 0:
+        return None
+    match = _CONTENT_RANGE.fullmatch(str(reply.get("ContentRange") or ""))
     if match is None:  # all of it, where ranges are ignored
         is_whole = reply["ResponseMetadata"]["HTTPStatusCode"] == 200 and length <= most
         return length if is_whole else None
-    size = -1 if match[3] == "*" else int(match[3])
-    sent = min(most, size)
-    return size if (int(match[1]), int(match[2]) + 1, length) == (0, sent, sent) else None
+    if match[3] == "*" or max(map(len, match.groups())) > _MAX_DIGITS:
+        return None
+    begin, last, size = map(int, match.groups())
+    return size if begin == 0 and last + 1 == length == min(most, size) else None

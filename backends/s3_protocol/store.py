@@ -141,23 +141,24 @@ class S3ApiStore(Store):
 
     def read_whole(self, key: str, check: Callable[[int], None]) -> bytearray:
         """Read a whole object: by one request, without asking for its size before, if it is small."""
-        first = self._s3.get_first(key, _WHOLE_BYTES)
-        if first is None:
-            return super().read_whole(key, check)
-        body, etag, size = first
         with self._reads.begin() as read:
+            first = self._s3.get_first(key, _WHOLE_BYTES)
+            read.check()
+            if first is None:
+                return super().read_whole(key, check)
+            body, size = first
             try:
                 check(size)
-                data = bytearray(size)
-                pending = memoryview(data)[:_WHOLE_BYTES]
-                got, _ = body.read_into([pending], read, _ignore)
+                data = memoryview(bytearray(min(size, _WHOLE_BYTES)))
+                got, _ = body.read_into([data], read, _ignore)
             finally:
                 body.close()
-            if got < pending.nbytes:
+            if got < data.nbytes:
                 self._s3.retries.note("a reply ended early")
-            if got < size:
-                self._read(key, got, [memoryview(data)[got:]], read, _ignore, etag)
-        return data
+            if got < size:  # all by one reply, which is of one version
+                data = memoryview(bytearray(size))
+                self._read(key, 0, [data], read, _ignore)
+        return data.obj  # type: ignore[return-value]
 
     def _read(
         self,
@@ -166,9 +167,8 @@ class S3ApiStore(Store):
         pending: Sequence[memoryview],
         read: Read,
         came: Callable[[int], None],
-        etag: str = "",
     ) -> None:
-        position = offset
+        position, etag = offset, ""
         stop = offset + sum(buffer.nbytes for buffer in pending)
         for attempt in itertools.count(1):
             read.check()

@@ -92,7 +92,8 @@ class DeadlineStore(WrappedStore):
                 self._inner.read_into(key, offset, buffers)
 
     def read_whole(self, key: str, check: Callable[[int], None]) -> bytearray:
-        return self.run("reading", key, lambda _: self._inner.read_whole(key, check))
+        cancel = None if self._reads is None else self._reads.cancel
+        return self.run("reading", key, lambda _: self._inner.read_whole(key, check), cancel=cancel)
 
     def stat(self, key: str) -> ObjectStat:
         return self.run("looking for", key, lambda _: self._inner.stat(key))

@@ -19,11 +19,15 @@ from support.strict_s3 import Request, StrictS3, Upload
 from ckpt.backends.base import MIB, PutMode, Store, put_bytes, read_bytes
 from ckpt.backends.bodies import BytesBody, Part
 from ckpt.backends.registry import open_store
+from ckpt.backends.s3_protocol.errors import Replaced
 from ckpt.backends.s3_protocol.http_bodies import PartReader
+from ckpt.backends.s3_protocol.requests import S3Requests
+from ckpt.consistency.checksums import CheckedBuffers, block_crcs
 from ckpt.errors import (
     AccessDenied,
     AlreadyExists,
     IntegrityError,
+    NotFound,
     StorageError,
     StorageFull,
     StorageUnavailable,
@@ -353,7 +357,7 @@ def test_two_objects_are_never_mixed(server: StrictS3, store: Store, honest: boo
         (len(DATA), "whole", 1, 2),
         (1000, "shifted", 1, 2),
         (1000, "unnamed", 1, 2),
-        (0, "pass", 2, 1),
+        (0, "pass", 1, 1),
     ],
 )
 def test_an_objects_size_comes_with_its_first_bytes(
@@ -376,17 +380,91 @@ def test_an_object_of_another_size_is_not_read(server: StrictS3, store: Store) -
     assert read_bytes(store, "k") == DATA
 
 
-def test_two_objects_are_never_mixed_in_a_whole_one(server: StrictS3, store: Store) -> None:
-    server.objects[NAME] = DATA
+@pytest.mark.parametrize("size", [MIB, len(DATA)])
+def test_a_whole_object_is_of_one_version(server: StrictS3, store: Store, size: int) -> None:
+    """Also where it is replaced between the requests for it."""
+    server.objects[NAME] = DATA[:size]
 
     def rule(request: Request) -> str:
         if len(server.sent("GetObject")) == 2:
-            server.objects[NAME] = DATA[::-1]
+            server.objects[NAME] = DATA[:size][::-1]
         return "pass"
 
     server.rule = rule
-    with pytest.raises(StorageError, match="replaced while it was being read"):
-        read_bytes(store, "k")
+    assert read_bytes(store, "k") == (DATA if size == MIB else DATA[::-1])[:size]
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        (206, {"content-range": "bytes 0-9/" + "9" * 5000}),
+        (206, {"content-range": "bytes 0-9/*"}),
+        (200, {"content-length": "-5"}),
+        (412, {}),
+    ],
+)
+def test_odd_replies_to_a_request_for_all(server: StrictS3, store: Store, reply: Any) -> None:
+    """The size is asked for then, and errors are those of this library."""
+    server.objects[NAME] = b"0123456789"
+    read = S3Requests._get
+    status, headers = reply
+
+    def odd(self: S3Requests, key: str, start: int, stop: int, etag: str) -> Any:
+        if stop == 10:
+            return read(self, key, start, stop, etag)
+        if status == 412:
+            raise Replaced(None)
+        answer, body = read(self, key, start, stop, etag)
+        length = int(headers.get("content-length", 10))
+        return {
+            "ContentLength": length,
+            "ContentRange": headers.get("content-range"),
+            **_status(answer, status),
+        }, body
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(S3Requests, "_get", odd)
+        assert read_bytes(store, "k", max_bytes=10) == b"0123456789"
+
+
+def _status(reply: Any, status: int) -> dict[str, Any]:
+    return {"ResponseMetadata": {**reply["ResponseMetadata"], "HTTPStatusCode": status}}
+
+
+def test_connections_are_kept_where_nothing_is_there(server: StrictS3, store: Store) -> None:
+    put_bytes(store, "k", b"x")
+    assert read_bytes(store, "k") == b"x"
+    for _ in range(3):
+        with pytest.raises(NotFound):
+            read_bytes(store, "nothing")
+        assert read_bytes(store, "k") == b"x"
+    assert len({request.connection for request in server.requests}) == 1
+
+
+@pytest.mark.parametrize("actions", [("pass",), ("cut", "pass"), ("cut", "cut", "pass")])
+def test_blocks_are_checked_while_they_come(server: StrictS3, store: Store, actions: Any) -> None:
+    server.objects[NAME] = DATA
+    server.rule = on("GetObject", *actions)
+    shown: list[int] = []
+
+    class Watched(CheckedBuffers):
+        def came(self, nbytes: int) -> None:
+            shown.append(nbytes)
+            super().came(nbytes)
+
+    sizes = [5, 3 * MIB, 0, 700, len(DATA) - 705 - 3 * MIB]
+    checked = Watched([memoryview(bytearray(size)) for size in sizes], MIB // 2)
+    store.read_into("k", 0, checked)
+    assert b"".join(checked) == DATA
+    assert sum(shown) == len(DATA)
+    assert checked.crcs() == block_crcs([memoryview(DATA)], MIB // 2)
+    server.rule = on("GetObject", "cut")
+    checked = Watched([memoryview(bytearray(len(DATA)))], MIB // 2)
+    with contextlib.suppress(StorageUnavailable):
+        store.read_into("k", 0, checked)
+        return
+    checked[0][:] = DATA[::-1]  # from another place
+    assert checked.crcs() == block_crcs([memoryview(DATA[::-1])], MIB // 2)
 
 
 # -- the rest ------------------------------------------------------------------------------------------
