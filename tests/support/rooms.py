@@ -221,6 +221,7 @@ ROOMS: Mapping[str, Room] = {
         (
             "ckpt.content.checks",
             "ckpt.errors",
+            "ckpt.gc_pause",
             "ckpt.collective",
             "ckpt.local_first",
             "ckpt.ranks",
