@@ -40,6 +40,10 @@ class RangeRefused(Signal):
     """The object ends before the range begins."""
 
 
+class NoSuchObject(Signal):
+    """There is a bucket, and nothing under this name."""
+
+
 class Replaced(Signal):
     """The object is not the one that was being read."""
 

@@ -45,14 +45,15 @@ class Exchange:
             self.response.close()
             self._pool._put_conn(self.connection)
 
-    def finish(self) -> None:
+    def finish(self) -> bytes:
         """Read the rest of a short reply, and give the connection back."""
         try:
-            self.response.read(_MAX_REPLY_BYTES)
+            rest: bytes = self.response.read(_MAX_REPLY_BYTES)
         except Exception:
             self.drop()
-        else:
-            self.close()
+            return b""
+        self.close()
+        return rest
 
     def drop(self) -> None:
         if self.response is not None:

@@ -23,7 +23,7 @@ from urllib.parse import quote, urlsplit
 
 from ckpt.backends.bodies import Part
 from ckpt.backends.options import scrub
-from ckpt.backends.s3_protocol.errors import is_unreachable, text_of
+from ckpt.backends.s3_protocol.errors import NoSuchObject, is_unreachable, text_of
 from ckpt.backends.s3_protocol.exchange import Exchange, ReplyBytes
 from ckpt.backends.s3_protocol.http_bodies import PartReader, RawBody
 from ckpt.backends.s3_protocol.retries import Retries
@@ -131,7 +131,10 @@ class RepeatedRequests:
         return etag
 
     def get(self, name: str, start: int, stop: int, etag: str) -> tuple[dict[str, Any], RawBody] | None:
-        """Ask for bytes `[start, stop)`; return the reply, as the SDK does, or None if the SDK has to ask."""
+        """Ask for bytes `[start, stop)`; return the reply, as the SDK does, or None if the SDK has to ask.
+
+        Raises NoSuchObject.
+        """
         headers = {"range": f"bytes={start}-{stop - 1}", **({"if-match": etag} if etag else {})}
         exchange = self._send("GetObject", "GET", name, "", headers, None)
         if exchange is None:
@@ -235,8 +238,10 @@ class RepeatedRequests:
             return exchange
         _logger.debug("%s is left to the SDK: %s", operation, problem)
         if status in _ANSWERS[operation]:
-            exchange.finish()
+            rest = exchange.finish()
             self._go_on(began_s)
+            if status == 404 and b"<Code>NoSuchKey</Code>" in rest:
+                raise NoSuchObject
         else:
             exchange.drop()
             self._pause()

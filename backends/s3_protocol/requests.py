@@ -15,6 +15,7 @@ from ckpt.backends.s3_protocol.errors import (
     Conflict,
     Malformed,
     NoSetting,
+    NoSuchObject,
     NotImplementedByServer,
     RangeRefused,
     Replaced,
@@ -188,7 +189,11 @@ class S3Requests(S3Connection):
         condition = {"IfMatch": etag} if etag and not etag.startswith("W/") else {}
         target = self.object(key)
         with self.translated(key, "read", RangeRefused, Replaced):
-            repeated = self.repeated.get(target["Key"], start, stop, condition.get("IfMatch", ""))
+            try:
+                repeated = self.repeated.get(target["Key"], start, stop, condition.get("IfMatch", ""))
+            except NoSuchObject:
+                text = "cannot read: NoSuchKey: there is no such object"
+                raise NotFound(text, url=self.url, key=key, settled=True) from None
             if repeated is not None:
                 return repeated
             with self.repeated.learning(target["Key"]):

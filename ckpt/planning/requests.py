@@ -65,6 +65,7 @@ _MAX_STOCK_BYTES = 256 << 20
 
 _MAX_FILE_BYTES = 128 << 30
 _WINDOW_BYTES = 4 << 30
+_WHOLE_BYTES = 1 << 20
 _SHARED_PART_BYTES = 16 << 20
 _MIN_FILE_BYTES = 32 << 20
 _DELETE_BATCH = 1000
@@ -131,8 +132,8 @@ def stored(model: Model, layout: Layout, *, threads: int) -> Stored:
 COMMIT_STEPS = 8
 """Requests of a save that follow one another: two looks, a manifest, index, look, commit, `.metadata`, look."""
 
-OPEN_STEPS = 8
-"""Of a load: size and bytes of commit record, seal of `.metadata`, index and manifest."""
+OPEN_STEPS = 5
+"""Of a load: commit record, size and seal of `.metadata`, index, manifest. Those of more than 1 MiB take two requests."""
 
 
 def save_requests(layout: Layout, what: Stored, *, part_bytes: int) -> Requests:
@@ -181,12 +182,12 @@ def restore_requests(layout: Layout, what: Stored, *, request_bytes: int) -> Req
     mesh, writers = layout.mesh, layout.writers
     in_parts = mesh.dp * np.ceil(what.rank_bytes * writers / (mesh.dp * _SHARED_PART_BYTES)) + writers - 1
     of_file = np.ceil(what.rank_bytes / request_bytes) + what.rank_bytes // _WINDOW_BYTES
-    own = 2 * writers + (in_parts if mesh.dp > 1 else writers * of_file)
+    own = writers + (in_parts if mesh.dp > 1 else writers * of_file)
     elsewhere = mesh.dp * layout.shared_items * (mesh.tp - 1) / mesh.tp
-    return Requests(gets=float((own + elsewhere).sum()) + 6)
+    return Requests(gets=float((own + elsewhere).sum()) + 4 + (what.index_bytes > _WHOLE_BYTES))
 
 
 def remove_requests(what: Stored) -> Requests:
     """Count the requests of a removal, also by retention."""
     batches = math.ceil((2 * what.writers + 1) / _DELETE_BATCH)
-    return Requests(gets=8, lists=1, deletes=2 + batches)
+    return Requests(gets=6, lists=1, deletes=2 + batches)

@@ -66,15 +66,15 @@ def table_save_requests(table: Table, saves: list[TableSave], ranks: int, part_b
     puts, gets = put_requests(saves[-1].nbytes / ranks, part_bytes)
     bases = len(saves) - 1
     of_ranks = Requests(
-        puts=ranks * (float(puts) + 1) + bases, gets=ranks * float(gets) + (2 * bases + 1 if bases else 0)
+        puts=ranks * (float(puts) + 1) + bases, gets=ranks * float(gets) + (bases + 1 if bases else 0)
     )
     return of_ranks + record_requests(entries.index_bytes, entries.stock_bytes, part_bytes)
 
 
 def table_restore_requests(table: Table, saves: list[TableSave], ranks: int, request_bytes: int) -> Requests:
     """Count the requests of a restore by the ranks that saved, each of which opens the checkpoint itself."""
-    of_rank = 8.0
+    of_rank = 6.0
     for save in saves:
         reads = math.ceil(save.nbytes / ranks / request_bytes)
-        of_rank += 3 + reads + (save.kind != "base") * math.ceil(save.rows * ID_BYTES / ranks / request_bytes)
+        of_rank += 2 + reads + (save.kind != "base") * math.ceil(save.rows * ID_BYTES / ranks / request_bytes)
     return Requests(gets=ranks * of_rank)

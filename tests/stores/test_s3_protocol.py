@@ -439,6 +439,7 @@ def test_connections_are_kept_where_nothing_is_there(server: StrictS3, store: St
             read_bytes(store, "nothing")
         assert read_bytes(store, "k") == b"x"
     assert len({request.connection for request in server.requests}) == 1
+    assert len(server.requests) == 1 + 1 + 2 * 3
 
 
 @pytest.mark.parametrize("actions", [("pass",), ("cut", "pass"), ("cut", "cut", "pass")])
