@@ -130,8 +130,9 @@ class CountingStore(WrappedStore):
         super().read_into(key, offset, buffers)
 
     def read_whole(self, key: str, check: Callable[[int], None]) -> bytearray:
+        self._requests.add(GET=1)
         data = super().read_whole(key, check)
-        self._requests.add(GET=1, read_bytes=len(data))
+        self._requests.add(read_bytes=len(data))
         return data
 
     def stat(self, key: str) -> ObjectStat:

@@ -568,7 +568,7 @@ def test_expired_credentials(s3: S3Server) -> None:
         manager = ckpt.CheckpointManager(root, save=saving.every_steps(2), storage_options=proxy.options)
         manager.restore(state_of(-1))
         proxy.rule = lambda call: 403
-        with pytest.raises(SaveFailed, match="check the credentials"), manager:
+        with pytest.raises(SaveFailed, match="the credentials have expired"), manager:
             drive(manager, range(3, 7), reached)
         assert reached == [3, 4, 5]
         proxy.rule = lambda call: "pass"
