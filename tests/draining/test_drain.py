@@ -392,7 +392,7 @@ def test_the_durable_place_gives_no_answer_for_a_while(
     clock = _Clock()
 
     def rule(request: Request) -> str | tuple[int, str]:
-        return (503, "SlowDown") if clock.skipped_s < 600 else "pass"
+        return (500, "InternalError") if clock.skipped_s < 600 else "pass"
 
     server.rule = rule
     with environment.replaced(clock):
