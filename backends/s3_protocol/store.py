@@ -143,11 +143,11 @@ class S3ApiStore(Store):
         """Read a whole object: by one request, without asking for its size before, if it is small."""
         with self._reads.begin() as read:
             first = self._s3.get_first(key, _WHOLE_BYTES)
-            read.check()
             if first is None:
                 return super().read_whole(key, check)
             body, size = first
             try:
+                read.check()
                 check(size)
                 data = memoryview(bytearray(min(size, _WHOLE_BYTES)))
                 got, _ = body.read_into([data], read, _ignore)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.clock import SkippingClock
+from support.clock import SkippingClock, skip_pauses_of_s3
 from support.commands import edit_commit, flip
 from support.proxy import Call, FaultProxy
 from support.ranks import start
@@ -384,15 +384,20 @@ class _Clock(SkippingClock):
 # -- trouble -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.long
-def test_the_durable_place_gives_no_answer_for_a_while(
-    local: Path, server: StrictS3, to_server: dict[str, Any]
+@pytest.mark.parametrize("answer", [(500, "InternalError"), (503, "SlowDown")])
+def test_the_durable_place_is_in_trouble_for_a_while(
+    local: Path,
+    server: StrictS3,
+    to_server: dict[str, Any],
+    answer: tuple[int, str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    skip_pauses_of_s3(monkeypatch)
     save(local, 1)
     clock = _Clock()
 
     def rule(request: Request) -> str | tuple[int, str]:
-        return (500, "InternalError") if clock.skipped_s < 600 else "pass"
+        return answer if clock.skipped_s < 600 else "pass"
 
     server.rule = rule
     with environment.replaced(clock):

@@ -459,11 +459,15 @@ def test_blocks_are_checked_while_they_come(server: StrictS3, store: Store, acti
     assert b"".join(checked) == DATA
     assert sum(shown) == len(DATA)
     assert checked.crcs() == block_crcs([memoryview(DATA)], MIB // 2)
-    server.rule = on("GetObject", "cut")
-    checked = Watched([memoryview(bytearray(len(DATA)))], MIB // 2)
-    with contextlib.suppress(StorageUnavailable):
+
+
+def test_blocks_of_a_read_that_fails_are_checked_anew(server: StrictS3, store: Store) -> None:
+    server.objects[NAME] = DATA
+    server.rule = on("GetObject", "cut", (403, "AccessDenied"))
+    checked = CheckedBuffers([memoryview(bytearray(len(DATA)))], MIB // 2)
+    with pytest.raises(AccessDenied):
         store.read_into("k", 0, checked)
-        return
+    assert bytes(checked[0][:MIB]) == DATA[:MIB]  # came, and was shown
     checked[0][:] = DATA[::-1]  # from another place
     assert checked.crcs() == block_crcs([memoryview(DATA[::-1])], MIB // 2)
 

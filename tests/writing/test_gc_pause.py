@@ -100,21 +100,21 @@ def test_pauses_of_many_threads() -> None:
 
 def test_a_program_that_restores_what_it_found_in_a_pause() -> None:
     before = gc.get_threshold()
-    with contextlib.ExitStack() as pause:
-        pause.enter_context(rare_gc())
-        found = gc.get_threshold()
-        gc.set_threshold(5000, 7, 8)
-        pause.close()
+    try:
+        with rare_gc():
+            found = gc.get_threshold()
+            gc.set_threshold(5000, 7, 8)
         assert gc.get_threshold() == (5000, 7, 8)
         gc.set_threshold(*found)
-    with rare_gc():
-        pass
-    assert gc.get_threshold() == (5000, *before[1:])
-    gc.set_threshold(*before)
+        with rare_gc():
+            pass
+        assert gc.get_threshold() == (5000, *before[1:])
+    finally:
+        gc.set_threshold(*before)
 
 
 @pytest.mark.parametrize("call", ["save", "async_save", "load"])
-def test_many_tensors_are_rarely_collected(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_tensors_are_rarely_collected(call: str) -> None:
     """2,000 of them, and as often as before afterwards. What happens in the background is not looked at."""
     before, collected = gc.get_threshold(), list[int]()
     state = {f"t{number}": torch.zeros(2) for number in range(2000)}
