@@ -162,12 +162,10 @@ class RepeatedRequests:
             _logger.debug("%s is left to the SDK: %s", kind, type(error).__name__)
 
     def _learn(self, kind: str, /, response: Any, **_: Any) -> None:
-        """Keep the form if the request was a success, and did go to a server: some tests answer for one."""
+        """Keep the form if the request was answered, and did go to a server: some tests answer for one."""
         form = getattr(self._own, "form", None)
         status = 0 if response is None else response[0].status_code
-        if status in _ANSWERS.get(kind, ()):
-            return
-        if form is None or not 0 < status < 300:
+        if form is None or not (0 < status < 300 or status in _ANSWERS.get(kind, ())):
             self._forms.pop(kind, None)
         elif type(getattr(response[0], "raw", None)).__module__.startswith("urllib3"):
             if kind != _BEGINS:

@@ -28,7 +28,7 @@ from ckpt.backends.registry import open_store
 from ckpt.backends.s3_protocol import repeated_requests
 from ckpt.backends.s3_protocol.options import new_session
 from ckpt.backends.s3_protocol.repeated_requests import _derived_key, _Form, signed_headers
-from ckpt.errors import Truncated
+from ckpt.errors import NotFound, Truncated
 from ckpt.testing import CheckedBody
 
 DATA = secrets.token_bytes(33 * MIB + 5)  # seven parts
@@ -151,6 +151,16 @@ def test_answers_are_those_of_the_sdk(sent: Sent) -> None:
     assert sent.store.retries == 0
 
 
+def test_a_missing_object_teaches_as_much_as_any(sent: Sent) -> None:
+    for _ in range(3):
+        with pytest.raises(NotFound):
+            read_bytes(sent.store, "nothing")
+    put_bytes(sent.store, "k", b"0123456789")
+    assert read_bytes(sent.store, "k") == b"0123456789"
+    assert sent.by_sdk.count("GetObject") == 1
+    assert sent.store.retries == 0
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -269,6 +279,8 @@ def test_a_server_that_is_not_one_teaches_nothing(sent: Sent) -> None:
     for status, raw, learned in (
         (200, BytesIO(), False),
         (301, HTTPResponse(), False),
+        (403, HTTPResponse(), False),
+        (404, HTTPResponse(), True),
         (206, HTTPResponse(), True),
     ):
         repeated._own.form = form = object()
