@@ -152,25 +152,23 @@ class S3Requests(S3Connection):
             yield from self.client.get_paginator(operation).paginate(**arguments)
 
     def get(self, key: str, start: int, stop: int, etag: str) -> tuple[RawBody, str]:
-        """Get bytes `[start, stop)` of the object with this ETag (empty: any), and its ETag."""
+        """Get bytes `[start, stop)` of the object with this ETag (empty: any), and its ETag. Raises Replaced."""
         where: dict[str, Any] = {"url": self.url, "key": key, "start": start, "stop": stop}
         try:
             reply, body = self._get(key, start, stop, etag)
         except RangeRefused as error:
             raise Truncated(f"ends before byte {stop}", **where) from error
-        except Replaced as error:
-            raise StorageError("was replaced while it was being read", **where) from error
         new_etag = str(reply.get("ETag") or "")
-        problem = _range_problem(reply, where)
+        problem: Exception | None = _range_problem(reply, where)
         if problem is None and etag and new_etag and new_etag != etag:
-            problem = StorageError("was replaced while it was being read", **where)
+            problem = Replaced()
         if problem is not None:
             body.close()
             raise problem
         return body, etag or new_etag
 
-    def get_first(self, key: str, most: int) -> tuple[RawBody, int] | None:
-        """Get the first `most` bytes of an object, or all if it has fewer: also its size.
+    def get_first(self, key: str, most: int) -> tuple[RawBody, int, str] | None:
+        """Get the first `most` bytes of an object, or all if it has fewer: also its size and ETag.
 
         None if it is empty, or the server does not tell enough.
         """
@@ -182,7 +180,7 @@ class S3Requests(S3Connection):
         if size is None:
             body.close()
             return None
-        return body, size
+        return body, size, str(reply.get("ETag") or "")
 
     def _get(self, key: str, start: int, stop: int, etag: str) -> tuple[Mapping[str, Any], RawBody]:
         # A weak ETag never matches a condition.

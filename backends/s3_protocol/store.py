@@ -34,18 +34,19 @@ from ckpt.backends.bodies import Body, remaining, showing
 from ckpt.backends.cancellable_reads import Read, Reads
 from ckpt.backends.fsspec_listings import forget_listings
 from ckpt.backends.options import scrub
-from ckpt.backends.s3_protocol.errors import Conflict, NotImplementedByServer, UploadGone, text_of
+from ckpt.backends.s3_protocol.errors import Conflict, NotImplementedByServer, Replaced, UploadGone, text_of
 from ckpt.backends.s3_protocol.multipart import begin_upload, put_in_parts
 from ckpt.backends.s3_protocol.options import MAX_PART_SIZE_BYTES
 from ckpt.backends.s3_protocol.requests import S3Requests, stat_of
 from ckpt.backends.s3_protocol.resumed_uploads import drop
-from ckpt.errors import AlreadyExists, NotFound, StorageUnavailable
+from ckpt.errors import AlreadyExists, NotFound, StorageError, StorageUnavailable
 
 _DELETE_BATCH = 1000
 _DELETE_THREADS = 4
 """Of batches: each counts as a thousand writes of the 3,500 a second that S3 takes."""
 _PUT_ATTEMPTS = 4
 _BODY_ATTEMPTS = 6
+_WHOLE_ATTEMPTS = 4
 _WHOLE_BYTES = MIB
 """An object that has no more comes with the first request for it."""
 
@@ -137,15 +138,24 @@ class S3ApiStore(Store):
             self.stat(key)
             return
         with showing(buffers) as came, self._reads.begin() as read:
-            self._read(key, offset, pending, read, came)
+            try:
+                self._read(key, offset, pending, read, came)
+            except Replaced as error:
+                raise _replaced(self.url, key) from error
 
     def read_whole(self, key: str, check: Callable[[int], None]) -> bytearray:
         """Read a whole object: by one request, without asking for its size before, if it is small."""
+        for _ in range(_WHOLE_ATTEMPTS):
+            with contextlib.suppress(Replaced):  # then all of another version
+                return self._read_whole(key, check)
+        raise _replaced(self.url, key)
+
+    def _read_whole(self, key: str, check: Callable[[int], None]) -> bytearray:
         with self._reads.begin() as read:
             first = self._s3.get_first(key, _WHOLE_BYTES)
             if first is None:
                 return super().read_whole(key, check)
-            body, size = first
+            body, size, etag = first
             try:
                 read.check()
                 check(size)
@@ -155,9 +165,9 @@ class S3ApiStore(Store):
                 body.close()
             if got < data.nbytes:
                 self._s3.retries.note("a reply ended early")
-            if got < size:  # all by one reply, which is of one version
+            if got < size:
                 data = memoryview(bytearray(size))
-                self._read(key, 0, [data], read, _ignore)
+                self._read(key, 0, [data], read, _ignore, etag)
         return data.obj  # type: ignore[return-value]
 
     def _read(
@@ -167,8 +177,10 @@ class S3ApiStore(Store):
         pending: Sequence[memoryview],
         read: Read,
         came: Callable[[int], None],
+        etag: str = "",
     ) -> None:
-        position, etag = offset, ""
+        """Read an object, with this ETag if one is given; raises Replaced if it is not the same to the end."""
+        position = offset
         stop = offset + sum(buffer.nbytes for buffer in pending)
         for attempt in itertools.count(1):
             read.check()
@@ -298,6 +310,10 @@ class _RawRequests:
             yield
         except UploadGone as error:
             raise NotFound(str(error), url=self._s3.url, key=key) from error
+
+
+def _replaced(url: str, key: str) -> StorageError:
+    return StorageError("was replaced while it was being read", url=url, key=key)
 
 
 def _ignore(_: int) -> None:

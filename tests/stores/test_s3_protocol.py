@@ -380,18 +380,30 @@ def test_an_object_of_another_size_is_not_read(server: StrictS3, store: Store) -
     assert read_bytes(store, "k") == DATA
 
 
-@pytest.mark.parametrize("size", [MIB, len(DATA)])
+@pytest.mark.parametrize("size", [0, 5, MIB, 2 * MIB, 3 * MIB, 4 * MIB])
 def test_a_whole_object_is_of_one_version(server: StrictS3, store: Store, size: int) -> None:
-    """Also where it is replaced between the requests for it."""
-    server.objects[NAME] = DATA[:size]
+    """Also where it is replaced, by one of any size, between the requests for it."""
+    server.objects[NAME], newer = DATA[: 3 * MIB], DATA[::-1][:size]
 
     def rule(request: Request) -> str:
         if len(server.sent("GetObject")) == 2:
-            server.objects[NAME] = DATA[:size][::-1]
+            server.objects[NAME] = newer
         return "pass"
 
     server.rule = rule
-    assert read_bytes(store, "k") == (DATA if size == MIB else DATA[::-1])[:size]
+    assert read_bytes(store, "k") == newer
+
+
+def test_a_whole_object_that_is_replaced_again_and_again(server: StrictS3, store: Store) -> None:
+    def rule(request: Request) -> str:
+        server.objects[NAME] = bytes([len(server.sent("GetObject"))]) * (2 * MIB)
+        return "pass"
+
+    server.rule = rule
+    with pytest.raises(StorageError, match="was replaced while it was being read") as caught:
+        read_bytes(store, "k")
+    assert caught.value.key == "k"
+    assert len(server.sent("GetObject")) == 4 * 3  # the SDK asks once more, where the answer is no
 
 
 @pytest.mark.parametrize(
