@@ -222,8 +222,9 @@ def load(
             raise ConfigurationError("expect= names what is durable; it does not go with local=")
         del options["expect"]
         group = {"process_group": process_group, "no_dist": no_dist}
-        if _near().load_nearest(state_dict, url, local, planner=planner, **group, **options):
-            return
+        with rare_gc():
+            if _near().load_nearest(state_dict, url, local, planner=planner, **group, **options):
+                return
 
     def make_reader(ranks: Ranks) -> CheckpointReader:
         reader = CheckpointReader(url, visibility_timeout_s=visibility_timeout_s, **options)

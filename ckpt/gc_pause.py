@@ -11,6 +11,8 @@ from collections.abc import Iterator
 _RARE = 1_000_003
 """Objects are looked at when so many more have been made; Python's own number is 700 or 2,000. No program would set this one."""
 
+_PYTHONS = 700
+
 
 class _Pause:
     """The pauses of this process, of any number of threads.
@@ -25,6 +27,7 @@ class _Pause:
         self._users = {0: 0, _RARE: 0}  # by the threshold that they want
         self._set: int | None = None
         self._thresholds = gc.get_threshold()
+        self._last_threshold = self._thresholds[0] or _PYTHONS  # of the program, that was not 0
 
     def begin(self, threshold: int) -> None:
         with self._lock:
@@ -48,10 +51,13 @@ class _Pause:
         self._apply()
 
     def _note_the_programs(self) -> None:
-        thresholds = gc.get_threshold()
-        if thresholds[0] in (self._set, _RARE):  # it restores what it has found in a pause
-            thresholds = (self._thresholds[0], *thresholds[1:])
-        self._thresholds = thresholds  # the program can set others in a pause
+        found, second, third = gc.get_threshold()
+        if found == self._set:
+            found = self._thresholds[0]
+        elif found == _RARE:  # it restores what it has found in a pause, and has set 0 meanwhile perhaps
+            found = self._last_threshold
+        self._thresholds = found, second, third  # the program can set others in a pause
+        self._last_threshold = found or self._last_threshold
 
     def _apply(self) -> None:
         own = self._thresholds[0]

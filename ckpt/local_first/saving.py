@@ -18,6 +18,7 @@ from ckpt.collective import background, place_of, prepare_save, save_values
 from ckpt.draining.folder_lock import held
 from ckpt.errors import ConfigurationError, SaveFailed, StorageError
 from ckpt.format.run_record import NO_STAMP, RunStamp
+from ckpt.gc_pause import rare_gc
 from ckpt.local_first.holdings import shared
 from ckpt.local_first.partners import Copied, copy_from_partners
 from ckpt.ranks.failures import same_failure
@@ -93,7 +94,7 @@ def save_to_first(
     def prepare() -> Callable[[], Saved]:
         purpose: Purpose = "background" if is_async else "foreground"
         ranks = Ranks(process_group, no_dist=no_dist, purpose=purpose, timeout_s=timeout_s)
-        with contextlib.ExitStack() as stack:
+        with rare_gc(), contextlib.ExitStack() as stack:
             stack.callback(ranks.close)
             places = choose(ranks)
             writer, values = prepare_save(
@@ -105,7 +106,8 @@ def save_to_first(
     if is_async:
         return background.start(prepare)
     future: Future[Saved] = Future()
-    future.set_result(prepare()())
+    with rare_gc():
+        future.set_result(prepare()())
     return future
 
 

@@ -7,6 +7,8 @@ import gc
 import os
 import threading
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -113,14 +115,35 @@ def test_a_program_that_restores_what_it_found_in_a_pause() -> None:
         gc.set_threshold(*before)
 
 
-@pytest.mark.parametrize("call", ["save", "async_save", "load"])
-def test_many_tensors_are_rarely_collected(call: str) -> None:
+def test_one_that_has_set_0_in_between() -> None:
+    before = gc.get_threshold()
+    try:
+        with rare_gc():
+            found = gc.get_threshold()
+            gc.set_threshold(0)
+            with no_gc():
+                pass
+        assert gc.get_threshold()[0] == 0
+        gc.set_threshold(*found)
+        for _ in range(2):
+            with rare_gc():
+                pass
+            assert gc.get_threshold() == before
+    finally:
+        gc.set_threshold(*before)
+
+
+@pytest.mark.parametrize("call", ["save", "async_save", "async_save local", "load", "load local"])
+def test_many_tensors_are_rarely_collected(call: str, tmp_path: Path) -> None:
     """2,000 of them, and as often as before afterwards. What happens in the background is not looked at."""
     before, collected = gc.get_threshold(), list[int]()
     state = {f"t{number}": torch.zeros(2) for number in range(2000)}
-    ckpt.save(state, "memory://gc/x")
-    ckpt.load(state, "memory://gc/x")  # what is imported the first time makes objects too
-    ckpt.async_save(state, "memory://gc/x").result()
+    place, name, near = tmp_path / "far", call.split()[0], tmp_path / "near"
+    options: dict[str, Any] = {"local": ckpt.LocalTier(near)} if "local" in call else {}
+    # What is imported the first time makes objects too.
+    ckpt.save(state, place / "step-1")
+    ckpt.async_save(state, place / "step-2", **options).result()
+    ckpt.load(state, place / "step-2", **options)
 
     def note(phase: str, info: dict[str, int]) -> None:
         if phase == "stop" and threading.current_thread() is threading.main_thread():
@@ -129,10 +152,10 @@ def test_many_tensors_are_rarely_collected(call: str) -> None:
     gc.collect()
     gc.callbacks.append(note)
     try:
-        result = getattr(ckpt, call)(state, "memory://gc/x")
+        result = getattr(ckpt, name)(state, place / ("step-2" if name == "load" else "step-3"), **options)
     finally:
         gc.callbacks.remove(note)
-    if call == "async_save":
+    if name == "async_save":
         result.result()
     assert len(collected) <= 3
     assert gc.get_threshold() == before
