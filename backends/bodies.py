@@ -202,7 +202,12 @@ class WatchedBuffers(list[memoryview]):
     """The buffers of a read, of which a store may show what has come, to be looked at while the processor's cache holds it.
 
     A store that does not know of it fills them as any others; another one uses `showing`.
+
+    Attributes:
+        read: the read that may show what has come; an earlier one may not have ended yet, but nobody waits for it.
     """
+
+    read: object = None
 
     def begin(self) -> None:
         """Start over: of what a read has shown before, which has failed, nothing counts."""
@@ -220,9 +225,16 @@ def showing(buffers: Sequence[memoryview]) -> Iterator[Callable[[int], None]]:
     if not isinstance(buffers, WatchedBuffers):
         yield lambda nbytes: None
         return
+    buffers.read = read = object()
     buffers.begin()
+
+    def came(nbytes: int) -> None:
+        if buffers.read is read:
+            buffers.came(nbytes)
+
     try:
-        yield buffers.came
+        yield came
     except BaseException:
-        buffers.begin()
+        if buffers.read is read:
+            buffers.begin()
         raise

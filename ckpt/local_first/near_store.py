@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from typing import NoReturn, TypeVar
 
 from ckpt.backends.base import Capabilities, ObjectStat, PutMode, Store
-from ckpt.backends.bodies import Body, showing
+from ckpt.backends.bodies import Body, WatchedBuffers
 from ckpt.consistency.checksums import BLOCK_SIZE_BYTES
 from ckpt.errors import ConfigurationError, NotFound, StorageError, Truncated
 
@@ -82,8 +82,9 @@ class NearStore(ReadOnlyStore):
         order = self._layers[first:] + self._layers[:first]
 
         def read(number: int, name: str, store: Store) -> None:
-            with showing(buffers):  # what another layer has shown does not count
-                store.read_into(key, offset, buffers)
+            if isinstance(buffers, WatchedBuffers):
+                buffers.begin()  # what another layer has shown does not count
+            store.read_into(key, offset, buffers)
             with self._lock:
                 self.read_bytes[name] += nbytes
                 self._asked[asked] = (skipped + number) % len(self._layers) + 1

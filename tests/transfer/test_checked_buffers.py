@@ -61,6 +61,21 @@ def test_what_a_failed_read_has_shown_does_not_count() -> None:
     assert checked.crcs() == CRCS
 
 
+def test_a_read_that_was_given_up_shows_nothing_any_more() -> None:
+    """Its thread may run on for a while, when the next read of these buffers has begun."""
+    checked = CheckedBuffers(buffers_of(len(DATA)), BLOCK)
+    old, new = showing(checked), showing(checked)
+    came = old.__enter__()
+    with new:
+        fill(checked, memoryview(DATA))
+        came(5 * BLOCK)
+        fill(checked, memoryview(bytes(5 * BLOCK)))
+        came(BLOCK)
+    zeroed = bytes(5 * BLOCK) + DATA[5 * BLOCK :]
+    assert checked.crcs() == block_crcs([memoryview(zeroed)], BLOCK)
+    old.__exit__(None, None, None)
+
+
 def test_other_buffers_are_not_looked_at() -> None:
     with showing(buffers_of(5)) as came:
         came(5)
