@@ -240,6 +240,14 @@ class _ClockedStore(WrappedStore):
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
         super().read_into(key, offset, buffers)
         nbytes = sum(buffer.nbytes for buffer in buffers)
+        self._check(nbytes)
+
+    def read_whole(self, key: str, check: Callable[[int], None]) -> bytearray:
+        data = super().read_whole(key, check)
+        self._check(len(data))
+        return data
+
+    def _check(self, nbytes: int) -> None:
         if nbytes > _MAX_RECORD_BYTES:
             self._clock.check(nbytes)
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import gc
 import inspect
+import itertools
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +16,7 @@ from typing import Any
 
 import pytest
 
+import ckpt
 from ckpt.backends import memory
 from ckpt.backends.base import RawRequests, Store, put_bytes, read_bytes
 from ckpt.backends.bodies import BytesBody
@@ -213,6 +217,21 @@ def test_a_listing_stays_lazy(slow: Slow) -> None:
     assert slow.listed == 1
 
 
+def test_a_read_that_cannot_be_cancelled_takes_as_long_as_it_takes() -> None:
+    """Also that of a whole object: a large index from a slow place is no storage that hangs."""
+
+    class Reading(MemoryStore):
+        def read_into(self, key: str, offset: int, buffers: Any) -> None:
+            time.sleep(3 * LIMIT_S)
+            super().read_into(key, offset, buffers)
+
+    store = DeadlineStore(Reading("memory://reading"), Progress(), LIMIT_S)
+    assert store.reads is None
+    put_bytes(store, "k", b"x")
+    assert read_bytes(store, "k") == b"x"
+    memory.clear("memory://reading")
+
+
 def test_choosing_what_to_abandon_is_progress(clock: Clock) -> None:
     asked: list[str] = []
 
@@ -235,6 +254,19 @@ def test_choosing_what_to_abandon_is_progress(clock: Clock) -> None:
 
 
 # -- wrappers ------------------------------------------------------------------------------------------------
+
+
+def test_one_that_looks_at_reads_looks_at_those_of_whole_objects_too() -> None:
+    roots, found = (Path(ckpt.__file__).parent, Path(memory.__file__).parent), 0
+    for path in itertools.chain.from_iterable(root.rglob("*.py") for root in roots):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and "WrappedStore" in {
+                ast.unparse(base) for base in node.bases
+            }:
+                names = {each.name for each in node.body if isinstance(each, ast.FunctionDef)}
+                assert ("read_into" in names) == ("read_whole" in names), f"{path}: {node.name}"
+                found += 1
+    assert found >= 5
 
 
 def test_no_wrapper_forgets_an_operation() -> None:
