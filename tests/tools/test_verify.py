@@ -143,17 +143,23 @@ def test_replaced_while_it_is_verified(place: Path) -> None:
 
 def test_a_read_damaged_on_its_way_is_repeated(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = PosixStore.read_into
-    seen: set[str] = set()
+    reads: dict[str, list[int]] = {}
 
     def read_into(self: PosixStore, key: str, offset: int, buffers: Any) -> None:
+        before = reads.setdefault(key, [])
+        before.append(offset)
+        is_damaged = key.endswith(".distcp") and before == [0]
+        if is_damaged:
+            flip(place / key, 0)
         original(self, key, offset, buffers)
-        if key.endswith(".distcp") and key not in seen:
-            seen.add(key)
-            buffers[0][0] ^= 1
+        if is_damaged:
+            flip(place / key, 0)
 
     monkeypatch.setattr(PosixStore, "read_into", read_into)
-    verify(place, code=0)
-    assert seen
+    verify(place, "--threads", "1", code=0)
+    files = [offsets for key, offsets in reads.items() if key.endswith(".distcp")]
+    assert files
+    assert all(offsets.count(0) == 2 for offsets in files)
 
 
 # -- damaged data --------------------------------------------------------------------------------------
