@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from benchmarks.scale.counting import Counts
 from ckpt.backends.base import Capabilities, ObjectStat, PutMode, Store
 from ckpt.backends.bodies import Body
+from ckpt.backends.cancellable_reads import Reads
 from ckpt.backends.wrapper import WrappedStore
 from ckpt.errors import NotFound
 from ckpt.format.names import is_data_key
@@ -109,6 +110,12 @@ class CountingStore(WrappedStore):
     def __init__(self, inner: Store, requests: Requests, part_bytes: int, *, keeps_data: bool) -> None:
         super().__init__(inner)
         self._requests, self._part_bytes, self._keeps_data = requests, part_bytes, keeps_data
+        self._reads = Reads()
+
+    @property
+    def reads(self) -> Reads:
+        """Reads can be cancelled, as those from S3: then what reads a whole object is one request."""
+        return self._reads
 
     @property
     def capabilities(self) -> Capabilities:
