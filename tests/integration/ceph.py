@@ -57,7 +57,6 @@ rgw run sync thread = false
 rgw enable usage log = false
 """
 
-
 _DISK_UP_S = 100
 
 
@@ -101,7 +100,7 @@ class Ceph:
         deadline = time.monotonic() + _DISK_UP_S
         while "1 up" not in self._run("ceph", "osd", "stat"):
             if time.monotonic() >= deadline:
-                log = "\n".join((folder / "osd.0.log").read_text(errors="replace").splitlines()[-20:])
+                log = "".join(path.read_text(errors="replace")[-3000:] for path in folder.glob("osd.0.log"))
                 raise TimeoutError(f"the cluster's disk is not up after {_DISK_UP_S} s:\n{log}")
             time.sleep(0.5)
 

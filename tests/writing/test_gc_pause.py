@@ -15,7 +15,10 @@ import torch
 from support.ranks import exit_code_of
 
 import ckpt
+from ckpt import api
+from ckpt.collective import prepare_save
 from ckpt.gc_pause import no_gc, rare_gc
+from ckpt.local_first import saving
 
 
 @contextlib.contextmanager
@@ -159,6 +162,23 @@ def test_many_tensors_are_rarely_collected(call: str, tmp_path: Path) -> None:
         result.result()
     assert len(collected) <= 3
     assert gc.get_threshold() == before
+
+
+@pytest.mark.parametrize("is_local", [False, True])
+def test_the_copy_of_async_save_is_made_with_few_collections(
+    is_local: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    thresholds: list[int] = []
+
+    def noting(*arguments: Any, **options: Any) -> Any:
+        thresholds.append(gc.get_threshold()[0])
+        return prepare_save(*arguments, **options)
+
+    for module in (api, saving):
+        monkeypatch.setattr(module, "prepare_save", noting)
+    options: dict[str, Any] = {"local": ckpt.LocalTier(tmp_path / "near")} if is_local else {}
+    ckpt.async_save({"t": torch.zeros(2)}, tmp_path / "far" / "step-1", **options).result()
+    assert thresholds == [1_000_003]
 
 
 def test_a_forked_child_collects() -> None:
