@@ -199,6 +199,20 @@ ROOMS: Mapping[str, Room] = {
             "ckpt.writing",
         ),
     ),
+    "ckpt.options": Room("option dataclasses of the public calls", ("ckpt.errors",)),
+    "ckpt.state": Room(
+        "states of models, optimizers and parts, by name and with the structure they were saved with",
+        (
+            "ckpt.errors",
+            "ckpt.gc_pause",
+            "ckpt.torch_private",
+            "ckpt.options",
+            "ckpt.format",
+            "ckpt.ranks",
+            "ckpt.transfer",
+            "ckpt.stock",
+        ),
+    ),
     "ckpt.arguments": Room("what is easily mistaken in a call, refused", ("ckpt.errors",)),
     "ckpt.collective": Room(
         "a save or a load begun on all ranks, carried out, failing alike",

@@ -1,0 +1,86 @@
+"""Option dataclasses of the public calls. Importing them loads neither torch nor any SDK."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ckpt.errors import ConfigurationError
+
+__all__ = ["LoadOptions", "ManagerOptions", "SaveOptions"]
+
+
+@dataclass(frozen=True)
+class SaveOptions:
+    """Options of a save.
+
+    Attributes:
+        per_rank: names, `*` allowed, of values that are each rank's own: `["loader", "metrics.*"]`. Each rank
+            gets its own back on the same number of ranks. `ckpt.per_rank` says the same of one part.
+    """
+
+    per_rank: Collection[str] = ()
+
+    def __post_init__(self) -> None:
+        if isinstance(self.per_rank, str) or not all(isinstance(name, str) for name in self.per_rank):
+            raise ConfigurationError(f"per_rank must be a list of names, not {self.per_rank!r:.100}")
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """Options of a load and of a restore.
+
+    Attributes:
+        strict: None takes all that the checkpoint has below the names that were asked for; a name that only the
+            program has, or that has no place in the program, is an error that lists all of them. True refuses any
+            difference in structure too. False loads what both have, and warns of the rest.
+        rename: from names in the checkpoint to names in the program: a function, or a mapping of prefixes,
+            such as `{"model.module.": "model."}`.
+        on_shape: a tensor has another shape in the program: an `error`, or `resize`: their common part is
+            loaded, from index 0 on, and the rest keeps the program's values.
+        allow_casts: accept casts that change values beyond rounding: integers that wrap around, numbers that
+            become infinite, NaN that becomes an integer.
+    """
+
+    strict: bool | None = None
+    rename: Callable[[str], str] | Mapping[str, str] | None = None
+    on_shape: Literal["error", "resize"] = "error"
+    allow_casts: bool = False
+
+    def __post_init__(self) -> None:
+        check_choice("strict", self.strict, None, True, False)
+        check_choice("on_shape", self.on_shape, "error", "resize")
+        check_choice("allow_casts", self.allow_casts, True, False)
+        if self.rename is not None and not callable(self.rename) and not isinstance(self.rename, Mapping):
+            raise ConfigurationError(
+                f"rename must be a function or a mapping of prefixes, not {self.rename!r:.100}"
+            )
+
+
+@dataclass(frozen=True)
+class ManagerOptions:
+    """Options of a `CheckpointManager`.
+
+    Attributes:
+        on_existing: a run begins below the steps that its root holds, and has restored none of them: an `error`
+            before the first save, or a `new-run`, which gives the old checkpoints up: they stay, and neither
+            a restore nor a rule for keeping counts them any more.
+        resume_check: plan a save back before it is acknowledged, without reading a byte: the `first` of this
+            manager, `every`, or `off`. What could not be restored refuses the save, and is named.
+        save_options: of each save.
+    """
+
+    on_existing: Literal["error", "new-run"] = "error"
+    resume_check: Literal["first", "every", "off"] = "first"
+    save_options: SaveOptions = field(default_factory=SaveOptions)
+
+    def __post_init__(self) -> None:
+        check_choice("on_existing", self.on_existing, "error", "new-run")
+        check_choice("resume_check", self.resume_check, "first", "every", "off")
+
+
+def check_choice(name: str, value: object, *choices: object) -> None:
+    """Raise ConfigurationError if `value` is none of `choices`."""
+    if not any(value is choice or (isinstance(choice, str) and value == choice) for choice in choices):
+        raise ConfigurationError(f"{name} must be {', '.join(map(repr, choices))}, not {value!r:.100}")
