@@ -12,7 +12,7 @@ from typing import Any
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 
-from ckpt.arguments import check_arguments, values_of
+from ckpt.arguments import check_arguments
 from ckpt.collective import (
     background,
     place_of,
@@ -33,6 +33,7 @@ from ckpt.reading.slices import OpenCheckpoint
 from ckpt.references.base import UNFIT, base_name
 from ckpt.references.frozen import Patterns
 from ckpt.references.request import References
+from ckpt.state.state_parts import Description, values_to_save
 
 _logger = logging.getLogger(__name__)
 
@@ -179,7 +180,7 @@ class Tables:
                     for shard in self.shards:
                         shard.begin()
                         begun.shards.append(shard)
-                    values = values_of(state_dict)
+                    values, begun.described = values_to_save(state_dict)
                     begun.values = stager.stage(values) if is_async else values
             except Exception as error:
                 begun.error = error
@@ -210,7 +211,9 @@ class Tables:
                     references = References(base, Patterns(frozen), prefixes, undigested=PREFIX)
                     return writer_for(format, size, planner, (references, (), False), url, **options)
 
-                writer, values = prepare_save(begun.values, url, None, base, make_writer, ranks, copy=False)
+                writer, values = prepare_save(
+                    begun.values, url, None, base, make_writer, ranks, copy=False, described=begun.described
+                )
                 metadata = save_copy(values, writer, planner, ranks)
         except BaseException as error:
             begun.settle(durable=False)
@@ -255,12 +258,14 @@ class _Begun:
 
     Attributes:
         shards: those that must be told how it ends.
+        described: what the values are.
         epoch: of the gate; None without one.
         error: why this rank could not; the others hear of it.
     """
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
+        self.described = Description()
         self.shards: list[TableShard] = []
         self.epoch: int | None = None
         self.error: Exception | None = None

@@ -15,7 +15,6 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from ckpt.api import async_save, save
-from ckpt.arguments import values_of
 from ckpt.collective import place_of, stager
 from ckpt.embeddings.saving import Tables
 from ckpt.errors import CheckpointError, ConfigurationError, SaveFailed
@@ -26,6 +25,7 @@ from ckpt.ranks.lost_ranks import summary
 from ckpt.ranks.many_failures import some_of
 from ckpt.references.frozen import Patterns
 from ckpt.references.request import References
+from ckpt.state.state_parts import values_to_save
 from ckpt.torch_private import async_save_process_is_alive, forget_async_save_process, has_cpu_backend
 from ckpt.trainer_integration.run.main_guard import check_main_guard
 from ckpt.writing.stager import Space, Stager
@@ -122,7 +122,7 @@ class Uploads:
                 f"save of {last_segment(url)}",
                 lambda: (
                     CheckpointWriter(url, tags=tags, **self.options),
-                    self._stager.stage(values_of(state)),
+                    self._stager.stage(values_to_save(state)[0]),
                 ),
             )
         except RanksFailed as failed:
