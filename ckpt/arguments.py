@@ -21,5 +21,7 @@ def check_arguments(state_dict: object, url: object, planner: object) -> None:
             if isinstance(state_dict, kind):
                 text += f': write {{"{name}": {name}}}'
         raise ConfigurationError(text)
+    if not all(isinstance(name, str) for name in state_dict):
+        raise ConfigurationError("the keys of state_dict must all be str")
     if planner is not None and (isinstance(planner, type) or not hasattr(planner, "set_up_planner")):
         raise ConfigurationError(f"planner must be a planner of DCP, not {planner!r:.100}")

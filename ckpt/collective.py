@@ -29,6 +29,7 @@ from ckpt.references.request import References, with_base
 from ckpt.references.writer import ReferringWriter
 from ckpt.state.load_planner import StateLoadPlanner
 from ckpt.state.rank_agreement import agree_on_values
+from ckpt.state.resume_check import check_resumable
 from ckpt.state.state_parts import Description, put_back, values_of, values_to_save
 from ckpt.state.stored import structure_names
 from ckpt.writing.background import Background
@@ -94,6 +95,9 @@ def prepare_save(
             flattens = not isinstance(writer, ModelWriter) and getattr(planner, "flatten_state_dict", True)
             per_rank = () if options is None else options.per_rank
             values, writer.described = values_to_save(state_dict, per_rank, flattens=flattens)
+            if options is not None and options.resume_check and flattens:
+                check_resumable(writer.described.parts, values)
+            writer.described.parts.clear()  # a copy that is saved later must not keep the models
         else:
             writer.described = described
         if isinstance(writer, ModelWriter):

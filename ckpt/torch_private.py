@@ -211,6 +211,5 @@ def sharded_tensor_like(tensor: ShardedTensor, dtype: torch.dtype) -> ShardedTen
 def has_load_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Tell whether an optimizer has hooks that see or change what `load_state_dict` is given."""
     return bool(
-        optimizer._optimizer_load_state_dict_pre_hooks  # type: ignore[attr-defined]
-        or optimizer._optimizer_load_state_dict_post_hooks  # type: ignore[attr-defined]
+        optimizer._optimizer_load_state_dict_pre_hooks or optimizer._optimizer_load_state_dict_post_hooks
     )

@@ -27,12 +27,14 @@ from ckpt.embeddings.gate import UpdateGate
 from ckpt.embeddings.restoring import PREFIX, restore_shard
 from ckpt.embeddings.shard import Due, TableShard, entries_of
 from ckpt.errors import BaseGone, ConfigurationError, SaveFailed
+from ckpt.options import SaveOptions
 from ckpt.ranks.failures import same_failure
 from ckpt.ranks.group import DEFAULT_TIMEOUT_S, Ranks
 from ckpt.reading.slices import OpenCheckpoint
 from ckpt.references.base import UNFIT, base_name
 from ckpt.references.frozen import Patterns
 from ckpt.references.request import References
+from ckpt.state.resume_check import check_resumable
 from ckpt.state.state_parts import Description, values_to_save
 
 _logger = logging.getLogger(__name__)
@@ -180,7 +182,11 @@ class Tables:
                     for shard in self.shards:
                         shard.begin()
                         begun.shards.append(shard)
-                    values, begun.described = values_to_save(state_dict)
+                    chosen = more.pop("options", None) or SaveOptions()
+                    values, begun.described = values_to_save(state_dict, chosen.per_rank)
+                    if chosen.resume_check:
+                        check_resumable(begun.described.parts, values)
+                    begun.described.parts.clear()
                     begun.values = stager.stage(values) if is_async else values
             except Exception as error:
                 begun.error = error

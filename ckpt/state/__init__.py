@@ -9,14 +9,15 @@ if TYPE_CHECKING:
     from ckpt.state.model_state import ModelState
     from ckpt.state.optimizer_state import OptimizerState
     from ckpt.state.random_state import RandomState
-    from ckpt.state.state_parts import training_state
+    from ckpt.state.state_parts import size_bytes, training_state
 
-__all__ = ["ModelState", "OptimizerState", "RandomState", "training_state"]
+__all__ = ["ModelState", "OptimizerState", "RandomState", "size_bytes", "training_state"]
 
 _HOMES = {
     "ModelState": "model_state",
     "OptimizerState": "optimizer_state",
     "RandomState": "random_state",
+    "size_bytes": "state_parts",
     "training_state": "state_parts",
 }
 

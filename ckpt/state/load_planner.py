@@ -57,7 +57,7 @@ class StateLoadPlanner(DefaultLoadPlanner):
 
         Raises LoadFailed, which names all of them, for names and shapes that do not fit.
         """
-        stored = StoredState(metadata, texts, rename_by(self.options.rename))
+        stored = StoredState.of(metadata, texts, rename_by(self.options.rename))
         self._targets = targets = Targets(self.options, stored)
         self._parts = {name: part_of(name, state_dict[name], state_dict) for name in sorted_names(state_dict)}
         plan_parts(self._parts, targets)
@@ -161,7 +161,7 @@ def plan_parts(parts: Mapping[str, Part], targets: Targets) -> None:
             stored = own_part(stored, targets)
         part.plan(stored, targets)
         if isinstance(part, ModelState):
-            targets.likes |= {key: value for key, value in part.parameters().items()}
+            targets.likes.update(part.parameters())
 
 
 def _advice(missing: Collection[str], stored: StoredState) -> str:

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -221,16 +222,18 @@ class ModelState:
         with sharded_states(model):
             result = model.load_state_dict(rest, strict=False)
         # Hooks may give and take values under other names: these are right if their memory was filled.
-        own = dict(
-            [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-        )
-        memory = {_memory(tensor) for tensor in own.values()}
+        tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+        tensors |= dict(model.named_buffers(remove_duplicate=False))
+        memory = {_memory(tensor) for tensor in tensors.values()}
         filled = {_memory(value) for value in state.values()}
         lost = [key for key in result.unexpected_keys if _memory(state[key]) not in memory]
         lost += [
             key
             for key in result.missing_keys
-            if self._frozen and key not in live and key not in grown and _memory(own.get(key)) not in filled
+            if self._frozen
+            and key not in live
+            and key not in grown
+            and _memory(tensors.get(key)) not in filled
         ]
         if lost:
             raise LoadFailed(
@@ -299,7 +302,8 @@ class ModelState:
             devices = {t.device for t in model.parameters() if not t.is_meta}
             device = next(iter(devices), None) or _device_for(model)
             before = [*model.parameters()]
-            model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
+            whole: Any = model
+            whole._apply(partial(_with_memory, device))
             for old, new in zip(before, model.parameters(), strict=True):
                 new.requires_grad_(old.requires_grad)
                 if new is not old:
@@ -340,6 +344,10 @@ def _device_for(model: nn.Module) -> torch.device:
                 else torch.device(kind, torch.accelerator.current_device_index())
             )
     return torch.get_default_device()
+
+
+def _with_memory(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
 
 
 def _device_of(value: Any) -> torch.device | None:

@@ -146,7 +146,7 @@ class OptimizerState:
         """Return the names of the parameters of each group; a flat parameter has those in it."""
         assert self._model is not None
         flat = {
-            id(module._flat_param): module  # type: ignore[attr-defined]
+            id(module._flat_param): module
             for module in FullyShardedDataParallel.fsdp_modules(model)
             if getattr(module, "_flat_param", None) is not None
         }
@@ -163,6 +163,13 @@ class OptimizerState:
                     names.append(own[id(parameter)])
             groups.append(names)
         return groups
+
+    def _names_by_group(self, optimizer: Optimizer) -> list[list[Name]]:
+        """Return the names of the parameters of each group."""
+        fsdp = None if self._model is None else self._model.fsdp_model
+        if fsdp is not None:
+            return [[*names] for names in self._fsdp_names(fsdp, optimizer)]
+        return _split(optimizer, self._names(_parameters(optimizer)))
 
     def _names(self, parameters: Sequence[torch.Tensor]) -> list[Name]:
         """Return the name of each parameter, in the order of the groups."""
@@ -218,6 +225,7 @@ class OptimizerState:
     ) -> _OptimizerPlan:
         _replace(optimizer, targets.replaced)
         fsdp = None if self._model is None else self._model.fsdp_model
+        entries: list[tuple[Name, Any]]
         if fsdp is None:
             parameters = _parameters(optimizer)
             names = self._names(parameters)
@@ -317,14 +325,16 @@ class OptimizerState:
         groups = build(leaves, self._part.structure((_GROUPS,)), None, f"{self._part.name}.{_GROUPS}")
         return groups if isinstance(groups, list) else []
 
+    def check_groups(self, state: Mapping[str, Any]) -> None:
+        """Check that the groups of a state are found by their parameters. Raises LoadFailed."""
+        for optimizer in self._optimizers:
+            if state[_GROUPS]:
+                self._matched(self._names_by_group(optimizer), state[_GROUPS])
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Set the optimizers to a state as `state_dict` gives it."""
         for optimizer in self._optimizers:
-            fsdp = None if self._model is None else self._model.fsdp_model
-            if fsdp is None:
-                names = self._names(_parameters(optimizer))
-            else:
-                names = [*itertools.chain(*self._fsdp_names(fsdp, optimizer))]
+            names = [*itertools.chain(*self._names_by_group(optimizer))]
             lookup = self._lookup(state[_STATE], names)
             own = {name: state[_STATE][found] for name, found in lookup.items()}
             extra = state.get(_EXTRA, {}).get(str(names[0]), {}) if names else {}
@@ -342,7 +352,7 @@ class OptimizerState:
             optimizer.load_state_dict(extra[_WHOLE])
             return
         fsdp = None if self._model is None else self._model.fsdp_model
-        by_group = _split(optimizer, names) if fsdp is None else self._fsdp_names(fsdp, optimizer)
+        by_group = self._names_by_group(optimizer)
         chosen = self._matched(by_group, groups)
         if fsdp is None:
             numbers = {name: number for number, name in enumerate(names)}
@@ -365,7 +375,7 @@ class OptimizerState:
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        names: Sequence[Sequence[str]],
+        names: Sequence[Sequence[Name]],
         state: Mapping[Name, Any],
     ) -> dict[Any, Any]:
         """Make states of flat parameters, by number, of those by name."""
@@ -373,7 +383,7 @@ class OptimizerState:
             return {}
         raw = self._raw_names(model)
         groups = [
-            {**group, _PARAMS: [raw[name] for name in own]}
+            {**group, _PARAMS: [raw[str(name)] for name in own]}
             for group, own in zip(optimizer.param_groups, names, strict=True)
         ]
         given = {_STATE: {raw[str(name)]: value for name, value in state.items()}, _GROUPS: groups}

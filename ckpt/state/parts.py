@@ -175,12 +175,12 @@ class PlainValue:
                 targets.as_stored(value, like=like, device=_device(own, flag))
         if not part.values and not self._structure and not known and is_flattened(self._live):
             return  # a container that holds nothing: as before, on both sides
+        is_lost = not part.values and not self._structure
         for path, own in known.items():
-            if path in self._asked:
+            if path in self._asked or not (is_lost or self._is_strict_at(path[:-1], strict)):
                 continue
-            if (not part.values and not self._structure) or self._is_strict_at(path[:-1], strict):
-                if not (isinstance(own, torch.Tensor) and own.numel() == 0 and not part.values):
-                    targets.missing.append(name_of((self._name, *path)))
+            if not (isinstance(own, torch.Tensor) and own.numel() == 0 and not part.values):
+                targets.missing.append(name_of((self._name, *path)))
 
     def _has_place(self, path: Path, strict: bool | None) -> bool:
         """Tell whether a value that the program lacks may be added to it."""

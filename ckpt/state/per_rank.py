@@ -166,7 +166,7 @@ def local_values(value: Any) -> Any:
 
 def _like(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     made = value.copy() if hasattr(value, "copy") else {}
-    made.update(items)  # type: ignore[attr-defined]
+    made.update(items)
     return made
 
 
@@ -217,11 +217,11 @@ def own_part(part: StoredPart, targets: Targets) -> StoredPart:
             continue
         targets.asked.add(value.name)
         if len(path) > len(top) and path[len(top)] == rank_key(rank):
-            chosen.values[(*top, *path[len(top) + 1 :])] = value
+            chosen.values[top + path[len(top) + 1 :]] = value
     for path, node in part.nodes.items():
         top = next((each for each in own if path[: len(each)] == each), None)
         if top is None or len(path) == len(top):
             chosen.nodes[path] = node
         elif path[len(top)] == rank_key(rank):
-            chosen.nodes[(*top, *path[len(top) + 1 :])] = node
+            chosen.nodes[top + path[len(top) + 1 :]] = node
     return chosen

@@ -13,9 +13,10 @@ import xxhash
 from torch.distributed.tensor import DTensor
 
 from ckpt.errors import ConfigurationError, SaveFailed
+from ckpt.format.fqns import Path
 from ckpt.ranks.group import Ranks
 from ckpt.state.state_parts import Description, texts_of
-from ckpt.state.structure import STRUCTURE, leaves, name_of, structure_of
+from ckpt.state.structure import STRUCTURE, Structure, leaves, name_of, structure_of
 from ckpt.torch_private import ShardedTensor, create_chunk_list, local_tensor
 
 _logger = logging.getLogger(__name__)
@@ -31,8 +32,12 @@ _GEOMETRY = ("__create_write_items__", "__create_chunk_list__")
 _noted_buffers: set[str] = set()
 
 
-def agree_on_values(values: dict[str, Any], described: Description, ranks: Ranks, url: str) -> dict[str, Any]:
+def agree_on_values(
+    values: dict[str, Any], described: Description, ranks: Ranks, url: str, *, number: int | None = None
+) -> dict[str, Any]:
     """Compare values on all ranks; return those to save, with the groups of all ranks' optimizers.
+
+    `number`: of the save, from 1 on, the same on all ranks; default that of the call.
 
     Parameters, optimizer state and loaders that differ are refused. Of buffers rank 0's are saved, as DDP has them;
     other values that differ are warned of, by rank 0. `ckpt.per_rank` says that a part is each rank's own.
@@ -41,7 +46,7 @@ def agree_on_values(values: dict[str, Any], described: Description, ranks: Ranks
     """
     if ranks.size == 1:
         return values
-    own = _Digests(ranks.call)
+    own = _Digests(ranks.call if number is None else number)
     groups: dict[str, int] = {}
 
     def look() -> int:
@@ -140,7 +145,7 @@ class _Digests:
             tensor = tensor.detach()
             if tensor.nbytes >= _WHOLE_BYTES and self._call > 1:
                 tensor = _sample(tensor, self._call)
-            data = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            data: Any = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         return xxhash.xxh3_64_intdigest(data, seed=xxhash.xxh32_intdigest(facts))
 
 
@@ -186,10 +191,12 @@ def _canonical(value: Any) -> bytes:
 # -- what differs ------------------------------------------------------------------------------------------
 
 
-def _judge(names: Mapping[int, tuple[str, str]], differing: Mapping[int, None], ranks: Ranks, url: str) -> None:
+def _judge(
+    names: Mapping[int, tuple[str, str]], differing: Mapping[int, None], ranks: Ranks, url: str
+) -> None:
     """Refuse, or say, what differs; all ranks know alike."""
     own = {names[number] for number in differing if number in names}
-    shared: list[tuple[str, str]] = sorted(ranks.join(own, lambda some, others: some | others))
+    shared: list[tuple[str, str]] = sorted(ranks.join(own, _united))
     by_kind: dict[str, list[str]] = {}
     for name, kind in shared:
         by_kind.setdefault(kind, []).append(name)
@@ -250,7 +257,9 @@ class _Groups:
 
 def _with_groups(values: dict[str, Any], groups: Mapping[str, Any], ranks: Ranks, url: str) -> dict[str, Any]:
     """Return values in which each optimizer has the groups of all ranks, such as those of all stages of a pipeline."""
-    own = _Groups({_digest([name, value]): (ranks.rank, (name, _on_cpu(value))) for name, value in groups.items()})
+    own = _Groups(
+        {_digest([name, value]): (ranks.rank, (name, _on_cpu(value))) for name, value in groups.items()}
+    )
     joined = ranks.join(own, _Groups.join)
     united: dict[str, list[list[dict[str, Any]]]] = {}
     for _, (name, each) in sorted(joined.by_digest.values(), key=lambda item: item[0]):
@@ -261,7 +270,9 @@ def _with_groups(values: dict[str, Any], groups: Mapping[str, Any], ranks: Ranks
             continue
         merged = _merged(name, all_groups, url, ranks)
         result[name] = {**values[name], _GROUPS: merged}
-        found = {(_GROUPS, number): structure_of(group, name) for number, group in enumerate(merged)}
+        found: dict[Path, Structure] = {
+            (_GROUPS, number): structure_of(group, name) for number, group in enumerate(merged)
+        }
         found = {unit: structure for unit, structure in found.items() if structure}
         noted = dict(result.get(STRUCTURE, {}))
         if found or name in noted:
@@ -281,7 +292,8 @@ def _merged(
         for place, group in enumerate(groups):
             options = _digest({key: value for key, value in group.items() if key != "params"})
             number = next(
-                (at for at, (where, known, _) in enumerate(merged) if (where, known) == (place, options)), len(merged)
+                (at for at, (where, known, _) in enumerate(merged) if (where, known) == (place, options)),
+                len(merged),
             )
             if number == len(merged):
                 merged.append((place, options, {**group, "params": []}))
@@ -308,3 +320,6 @@ def _on_cpu(groups: Any) -> Any:
         return {key: _on_cpu(value) for key, value in groups.items()}
     return [*map(_on_cpu, groups)] if type(groups) is list else groups
 
+
+def _united(some: set[tuple[str, str]], others: set[tuple[str, str]]) -> set[tuple[str, str]]:
+    return some | others

@@ -55,11 +55,12 @@ class Description:
     """What the values of a save are, for comparisons between ranks.
 
     Attributes:
+        parts: by name.
         kinds: of the parts, by name.
         buffers: names of buffers.
-        structures: what flattening loses, by part.
     """
 
+    parts: dict[str, Part] = field(default_factory=dict)
     kinds: dict[str, str] = field(default_factory=dict)
     buffers: set[str] = field(default_factory=set)
 
@@ -91,7 +92,7 @@ def values_to_save(
     structures: dict[str, Any] = {}
     described = Description()
     for name in sorted_names(state_dict):
-        part = part_of(name, state_dict[name], {})
+        part = described.parts[name] = part_of(name, state_dict[name], {})
         value = part.state_dict()
         if per_rank:
             value = marked(value, name, per_rank)
@@ -128,11 +129,7 @@ def texts_of(structures: Mapping[Path, Structure]) -> Any:
 
 def sorted_names(state_dict: Mapping[str, Any]) -> list[str]:
     """Return the names of the parts, on all ranks in the same order."""
-    try:
-        names = sorted(state_dict)
-    except TypeError:
-        raise ConfigurationError("the keys of state_dict must all be str") from None
-    return names
+    return sorted(state_dict)
 
 
 def training_state(

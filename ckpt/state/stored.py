@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,38 +52,52 @@ class StoredState:
     """The parts of a checkpoint.
 
     Args:
-        metadata: as DCP's planners see it.
+        values: all that is stored, by name.
+        paths: where each value is in the nested state.
         texts: the texts of `structure_names`, by name.
         rename: from stored names to those of the program.
     """
 
     def __init__(
-        self, metadata: Metadata, texts: Mapping[str, Any] | None = None, rename: Rename | None = None
+        self,
+        values: Iterable[StoredValue],
+        paths: Mapping[str, Path],
+        texts: Mapping[str, Any] | None = None,
+        rename: Rename | None = None,
     ) -> None:
-        self.names = metadata.state_dict_metadata
-        self._rename, self._texts = rename, texts or {}
-        self._paths = paths_of(metadata.planner_data)
+        self._rename = rename
+        self.names: dict[str, StoredValue] = {}
         self.parts: dict[str, StoredPart] = {}
-        for name, described in metadata.state_dict_metadata.items():
-            path = self._paths.get(name) or (name,)
+        for value in values:
+            path = paths.get(value.name) or (value.name,)
             if path[0] == STRUCTURE:
                 continue
+            self.names[value.name] = value
             if rename is not None:
                 path = _renamed(path, rename)
-            value = StoredValue(name)
-            if isinstance(described, TensorStorageMetadata):
-                value = StoredValue(name, tuple(described.size), described.properties.dtype)
             part = self.parts.setdefault(str(path[0]), StoredPart(str(path[0])))
             if path[1:] in part.values:
-                raise FormatError(
-                    f"two stored names are {'.'.join(map(str, path))!r} in the program, one is {name!r}"
-                )
+                shown = ".".join(map(str, path))
+                raise FormatError(f"two stored names are {shown!r} in the program, one is {value.name!r}")
             part.values[path[1:]] = value
-        for name, text in self._texts.items():
-            path = self._paths.get(name, ())[1:]
+        for name, text in (texts or {}).items():
+            path = paths.get(name, ())[1:]
             if path:
                 part = self.parts.setdefault(str(path[0]), StoredPart(str(path[0])))
                 part.nodes |= decode(text, name)
+
+    @classmethod
+    def of(
+        cls, metadata: Metadata, texts: Mapping[str, Any] | None = None, rename: Rename | None = None
+    ) -> StoredState:
+        """Return the parts of a checkpoint by its metadata, as DCP's planners see it."""
+        values = (
+            StoredValue(name, tuple(described.size), described.properties.dtype)
+            if isinstance(described, TensorStorageMetadata)
+            else StoredValue(name)
+            for name, described in metadata.state_dict_metadata.items()
+        )
+        return cls(values, paths_of(metadata.planner_data), texts, rename)
 
     def part(self, name: str) -> StoredPart:
         """Return a part; an empty one if the checkpoint has none of this name."""
@@ -140,11 +153,3 @@ def _renamed(path: Path, rename: Rename) -> Path:
         top, _, renamed = renamed.partition(".")
         begin.append(top)
     return (*begin, renamed, *end)
-
-
-def tally(names: Iterable[str]) -> dict[str, list[str]]:
-    """Group names by their first key."""
-    groups: dict[str, list[str]] = defaultdict(list)
-    for name in names:
-        groups[name.partition(".")[0]].append(name)
-    return groups

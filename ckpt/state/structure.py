@@ -72,13 +72,13 @@ class Node:
 
     Attributes:
         kind: its type, `dict` and `list` apart; empty if that is lost neither.
-        keys: those that are no texts, by the text that stands for them.
+        keys: those that are no texts, by the text that stands for them; or `int` if all are numbers.
         length: of a list, or of a container that holds nothing.
         tensors: members that are no plain CPU tensors: `dtensor`, or the type of their device.
     """
 
     kind: str = ""
-    keys: dict[str, Any] = field(default_factory=dict)
+    keys: Any = field(default_factory=dict)
     length: int | None = None
     tensors: dict[str, str] = field(default_factory=dict)
 
@@ -192,9 +192,9 @@ def _loaded_enum(name: str) -> Any:
     found: Any = sys.modules.get(module)
     for part in qualified.split("."):
         found = getattr(found, part, None)
-    if not (isinstance(found, type) and issubclass(found, Enum)):
-        raise ValueError(f"a key of the enum {name:.100}, which this program has not imported")
-    return found
+    if isinstance(found, type) and issubclass(found, Enum):
+        return found
+    raise ValueError(f"a key of the enum {name:.100}, which this program has not imported")
 
 
 # -- as text -----------------------------------------------------------------------------------------------
@@ -311,7 +311,7 @@ def _built(tree: _Tree, path: Path, structure: Structure, live: Any) -> Any:
 def _key(text: str, node: Node | None, live_keys: Mapping[str, Any]) -> Any:
     if node is None:
         return live_keys.get(text, text)
-    if node.keys == "int":  # type: ignore[comparison-overlap]
+    if node.keys == "int":
         return int(text)
     if text not in node.keys:
         return text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -195,11 +195,11 @@ def local_boxes(tensor: Any) -> list[tuple[tuple[int, ...], torch.Tensor]]:
         if tensor.device_mesh.get_coordinate() is None:
             return []
         chunks = create_chunk_list(tensor)
-        local = local_tensor(tensor)
+        whole: Any = tensor
         if len(chunks) == 1:
-            return [(tuple(chunks[0].offsets), local)]
+            return [(tuple(chunks[0].offsets), local_tensor(tensor))]
         return [
-            (tuple(chunk.offsets), tensor.__get_tensor_shard__(MetadataIndex("", chunk.offsets)))
+            (tuple(chunk.offsets), whole.__get_tensor_shard__(MetadataIndex("", chunk.offsets)))
             for chunk in chunks
         ]
     with torch.no_grad():
@@ -257,7 +257,3 @@ def shortened(names: Collection[str]) -> str:
 
 def _named(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def live_tensors(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
