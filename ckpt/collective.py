@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, closing
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any, TypeVar
 
 from torch.distributed.checkpoint.api import CheckpointException
@@ -16,7 +15,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from ckpt.arguments import check_arguments
 from ckpt.backends.options import redact_url
 from ckpt.consistency.commit import proves_no_commit
-from ckpt.errors import CommitUnknown, ConfigurationError, LoadFailed, SaveFailed
+from ckpt.errors import CheckpointError, CommitUnknown, ConfigurationError, LoadFailed, SaveFailed
 from ckpt.format.names import last_segment
 from ckpt.load_plans.together import load_planned
 from ckpt.models.writer import ModelWriter, shard_bytes
@@ -216,7 +215,8 @@ def load_by(
                     raise LoadFailed(
                         "each rank has saved a part of its own: only ckpt.load loads such a checkpoint"
                     )
-                return by_parts.targets_for(state_dict, reader.opened().metadata, texts)
+                with _named_by_rank():
+                    return by_parts.targets_for(state_dict, reader.opened().metadata, texts)
 
             def adopt() -> tuple[list[str], dict[str, Any]]:
                 if shared is not None and (ranks.rank != 0 or open_together is not None):
@@ -234,9 +234,22 @@ def load_by(
                     load_planned(values, reader, by_parts or planner, ranks, is_shared=shared is not None)
             except CheckpointException as error:
                 raise load_error(error, place) from cause_of(error)
-        take = partial(put_back, state_dict, values) if by_parts is None else by_parts.put_back
+
+        def take() -> None:
+            with _named_by_rank():
+                put_back(state_dict, values) if by_parts is None else by_parts.put_back()
+
         ranks.together(call, take)
     return reader
+
+
+@contextmanager
+def _named_by_rank() -> Iterator[None]:
+    """Let errors of this rank's state name the rank, which LoadFailed, of several ranks, does not."""
+    try:
+        yield
+    except LoadFailed as error:
+        raise CheckpointError(error.message) from error
 
 
 def _open_together(reader: CheckpointReader, ranks: Ranks) -> bytes | None:

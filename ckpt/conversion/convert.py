@@ -26,11 +26,11 @@ from ckpt.conversion.selection import Rules, globs_of, select, weight_dtype
 from ckpt.conversion.target import Target, Written
 from ckpt.conversion.torch_target import TorchTarget
 from ckpt.errors import CheckpointError, ConfigurationError
+from ckpt.format.fqns import STRUCTURE
 from ckpt.ranks.deadline_store import DeadlineStore
 from ckpt.ranks.group import DEFAULT_TIMEOUT_S, Ranks, RanksFailed, check_timeout
 from ckpt.ranks.heartbeat import Limits
 from ckpt.ranks.lost_ranks import lost
-from ckpt.state.structure import STRUCTURE
 from ckpt.transfer.reports import ReportBytes, no_report
 
 _TARGETS: Mapping[Format, type[Target]] = {

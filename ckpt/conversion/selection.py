@@ -12,8 +12,7 @@ import torch
 
 from ckpt.conversion.source import TensorFacts, TensorSource
 from ckpt.errors import ConfigurationError
-from ckpt.format.fqns import Path, has_model, part_of
-from ckpt.state.structure import STRUCTURE
+from ckpt.format.fqns import STRUCTURE, Path, has_model, part_of
 
 _SHORT_DTYPES = {
     "bf16": "bfloat16", "fp16": "float16", "f16": "float16", "fp32": "float32", "f32": "float32",

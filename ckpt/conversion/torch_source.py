@@ -15,7 +15,8 @@ from ckpt.backends.base import ObjectStat, Store
 from ckpt.conversion.source import FileSource, Location, Region, TensorFacts
 from ckpt.errors import CheckpointError, ConfigurationError, FormatError, UnsafeContent
 from ckpt.format.elements import StoredTensor
-from ckpt.state.structure import STRUCTURE, encode, structure_of
+from ckpt.format.fqns import STRUCTURE
+from ckpt.state.structure import encode, structure_of
 from ckpt.stock.item_archive import check_archive
 from ckpt.stock.item_files import PagedFile
 from ckpt.stock.payload_finder import is_plain_tensor, load_meta

@@ -9,6 +9,9 @@ from typing import Any
 Path = tuple[str | int, ...]
 """Where a value is in nested dicts (texts) and lists (numbers)."""
 
+STRUCTURE = "ckpt_structure"
+"""Part of a checkpoint that holds what flattening loses of the others, a text for each."""
+
 _OPTIMIZER = re.compile(
     r"(^|\.)(optim|optims|opt|optimizer|optimizers|optim_state|optimizer_state|optimizer_states)\."
     r"|\.(exp_avg|exp_avg_sq|max_exp_avg_sq|exp_inf|momentum_buffer|square_avg|acc_delta|grad_avg)$"

@@ -20,7 +20,6 @@ from ckpt.state.per_rank import PerRank, own_part
 from ckpt.state.random_state import RandomState
 from ckpt.state.state_parts import Part, part_of, sorted_names
 from ckpt.state.stored import StoredState, rename_by
-from ckpt.state.structure import STRUCTURE
 from ckpt.state.targets import Targets, shortened
 from ckpt.torch_private import ShardedTensor, flatten_sharded_tensors
 
@@ -61,6 +60,7 @@ class StateLoadPlanner(DefaultLoadPlanner):
         self._targets = targets = Targets(self.options, stored)
         self._parts = {name: part_of(name, state_dict[name], state_dict) for name in sorted_names(state_dict)}
         plan_parts(self._parts, targets)
+        targets.settle_missing()
         self.missing = tuple(targets.missing)
         self._judge(targets)
         return targets.values
@@ -103,7 +103,10 @@ class StateLoadPlanner(DefaultLoadPlanner):
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         asked = {item.dest_index.fqn for plan in global_plan for item in plan.items} | self.targets.asked
-        self._judge_left_over(name for name in self._below() if name not in asked)
+        parts = self.targets.stored.parts.values()
+        own = [{value.name for value in part.values.values()} for part in parts]
+        below = itertools.chain(self._below(), *(names for names in own if names & asked))
+        self._judge_left_over({*below} - asked)
         return super().create_global_plan(global_plan)
 
     def bits_asked(self) -> tuple[int, ...]:
@@ -123,8 +126,8 @@ class StateLoadPlanner(DefaultLoadPlanner):
 
     def _below(self) -> list[str]:
         """List the stored names of the parts that this rank asks for."""
-        parts = self.targets.stored.parts
-        return [value.name for name in self._parts if name in parts for value in parts[name].values.values()]
+        stored = self.targets.stored
+        return [value.name for name in self._parts for value in stored.part(name).values.values()]
 
     def _judge_left_over(self, names: Iterable[str]) -> None:
         stored = self._stored()
@@ -140,7 +143,13 @@ class StateLoadPlanner(DefaultLoadPlanner):
             _logger.warning("%s", text)
 
     def _name_others(self) -> None:
-        others = sorted(self.targets.stored.parts.keys() - self._parts.keys() - {"rng", STRUCTURE})
+        others = sorted(
+            name
+            for name, part in self.targets.stored.parts.items()
+            if name != "rng"
+            and name not in self._parts
+            and not any(value.name in self.targets.asked for value in part.values.values())
+        )
         if not others:
             return
         level = logging.WARNING if self._restores else logging.INFO

@@ -121,7 +121,7 @@ class ModelState:
                 ):
                     self._plan_nested(part, name, nested.get(name, {}), (number, key), targets)
                 elif found is None:
-                    targets.missing.append(f"{part.name}.{name}")
+                    targets.lack(f"{part.name}.{name}", live)
                 else:
                     self._plan_value(stored[found], name, live, (number, key), targets)
         self._part = part

@@ -36,7 +36,7 @@ class PartState:
         return self._part.state_dict()
 
     def structures(self, value: Any, name: str) -> dict[Path, Structure]:
-        structure = structure_of(value, name)
+        structure = structure_of(value, name, with_tensors=True)
         return {(): structure} if structure else {}
 
     def plan(self, part: StoredPart, targets: Targets) -> None:
@@ -81,11 +81,7 @@ class _PartValues:
                 targets.object(value)
                 continue
             own = known.get(path)
-            flag = (
-                self._structure[path[:-1]].tensors.get(str(path[-1]))
-                if path[:-1] in self._structure
-                else None
-            )
+            flag = _flag(self._structure, path)
             like = like_of(path, value, own, flag, targets)
             targets.as_stored(value, like=like, live=own, device=_device(own, flag))
         changed = [name_of((self._name, *path)) for path in known if path not in stored]
@@ -99,6 +95,12 @@ class _PartValues:
     def built(self, values: Mapping[str, Any]) -> Any:
         found = {path: values[value.name] for path, value in self._asked.items()}
         return build(found, self._structure, self._live, self._name)
+
+
+def _flag(structure: Structure, path: Path) -> str | None:
+    """Return where a stored tensor was, if that is noted."""
+    node = structure.get(path[:-1])
+    return None if node is None else node.tensors.get(str(path[-1]), node.tensors.get("*"))
 
 
 def like_of(path: Path, value: StoredValue, live: Any, flag: str | None, targets: Targets) -> Any:
@@ -152,7 +154,9 @@ class PlainValue:
         known = dict(leaves(self._live))
         self._asked, self._structure = {}, part.structure()
         strict = targets.options.strict
-        for path, value in part.values.items():
+        named = {name_of(path): path for path in known}
+        for stored, value in part.values.items():
+            path = stored if stored in known else named.get(name_of(stored), stored)
             own = known.get(path)
             if path not in known and not self._has_place(path, strict):
                 continue  # left over
@@ -166,11 +170,7 @@ class PlainValue:
                     )
                 targets.object(value)
             else:
-                flag = (
-                    self._structure[path[:-1]].tensors.get(str(path[-1]))
-                    if path[:-1] in self._structure
-                    else None
-                )
+                flag = _flag(self._structure, path)
                 like = like_of(path, value, own, flag, targets)
                 targets.as_stored(value, like=like, device=_device(own, flag))
         if not part.values and not self._structure and not known and is_flattened(self._live):
@@ -180,7 +180,7 @@ class PlainValue:
             if path in self._asked or not (is_lost or self._is_strict_at(path[:-1], strict)):
                 continue
             if not (isinstance(own, torch.Tensor) and own.numel() == 0 and not part.values):
-                targets.missing.append(name_of((self._name, *path)))
+                targets.lack(name_of((self._name, *path)), own)
 
     def _has_place(self, path: Path, strict: bool | None) -> bool:
         """Tell whether a value that the program lacks may be added to it."""

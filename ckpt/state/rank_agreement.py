@@ -13,11 +13,12 @@ import xxhash
 from torch.distributed.tensor import DTensor
 
 from ckpt.errors import ConfigurationError, SaveFailed
-from ckpt.format.fqns import Path
+from ckpt.format.fqns import STRUCTURE, Path
 from ckpt.ranks.group import Ranks
 from ckpt.state.state_parts import Description, texts_of
-from ckpt.state.structure import STRUCTURE, Structure, leaves, name_of, structure_of
+from ckpt.state.structure import Structure, leaves, name_of, structure_of
 from ckpt.torch_private import ShardedTensor, create_chunk_list, local_tensor
+from ckpt.transfer.tensor_memory import has_memory_view, memory_of
 
 _logger = logging.getLogger(__name__)
 
@@ -145,8 +146,11 @@ class _Digests:
             tensor = tensor.detach()
             if tensor.nbytes >= _WHOLE_BYTES and self._call > 1:
                 tensor = _sample(tensor, self._call)
-            data: Any = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        return xxhash.xxh3_64_intdigest(data, seed=xxhash.xxh32_intdigest(facts))
+            tensor = tensor.cpu()
+            if not has_memory_view(tensor):
+                tensor = tensor.resolve_conj().resolve_neg().contiguous()
+        # Not by way of NumPy: a tensor that has shown its memory to it cannot be resized any more.
+        return xxhash.xxh3_64_intdigest(memory_of(tensor), seed=xxhash.xxh32_intdigest(facts))
 
 
 def _is_part(value: Any) -> bool:

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 
 from ckpt.errors import CheckpointError, ConfigurationError
+from ckpt.format.fqns import STRUCTURE
 from ckpt.options import LoadOptions
 from ckpt.state.load_planner import plan_parts
 from ckpt.state.optimizer_state import OptimizerState
 from ckpt.state.parts import PartState, PlainValue
 from ckpt.state.state_parts import Part
 from ckpt.state.stored import StoredPart, StoredState, StoredValue
-from ckpt.state.structure import STRUCTURE, build, children, is_flattened, leaves, name_of
+from ckpt.state.structure import build, children, is_flattened, leaves, name_of
 from ckpt.state.targets import Targets, shortened
 
 
@@ -42,6 +43,7 @@ def check_resumable(parts: Mapping[str, Part], values: Mapping[str, Any]) -> Non
                 _check_structure(stored.part(name), values[name])
     except CheckpointError as error:
         raise ConfigurationError(_refused(error.message)) from None
+    targets.settle_missing()
     faults = [*targets.faults]
     if targets.missing:
         faults.append(f"the program wants {shortened(targets.missing)}, which this save would not have")

@@ -12,14 +12,14 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
 from ckpt.errors import ConfigurationError
-from ckpt.format.fqns import Path
+from ckpt.format.fqns import STRUCTURE, Path
 from ckpt.state.model_state import ModelState
 from ckpt.state.optimizer_state import OptimizerState
 from ckpt.state.parts import PartState, PlainValue
 from ckpt.state.per_rank import PerRank, marked
 from ckpt.state.random_state import RandomState
 from ckpt.state.stored import StoredPart
-from ckpt.state.structure import STRUCTURE, Structure, encode
+from ckpt.state.structure import Structure, encode
 from ckpt.state.targets import Targets
 
 OWN_KINDS = (ModelState, OptimizerState, PerRank, RandomState)

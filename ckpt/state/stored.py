@@ -11,8 +11,8 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from ckpt.errors import FormatError
-from ckpt.format.fqns import Path, paths_of
-from ckpt.state.structure import STRUCTURE, Structure, decode
+from ckpt.format.fqns import STRUCTURE, Path, paths_of
+from ckpt.state.structure import Structure, decode
 
 Rename = Callable[[str], str]
 
@@ -100,8 +100,37 @@ class StoredState:
         return cls(values, paths_of(metadata.planner_data), texts, rename)
 
     def part(self, name: str) -> StoredPart:
-        """Return a part; an empty one if the checkpoint has none of this name."""
-        return self.parts.get(name) or StoredPart(name)
+        """Return what is stored at a name and below it; an empty part if there is nothing.
+
+        As for DCP's planners, a name may reach into a part, and a part may be stored under flat names.
+        """
+        own = self.parts.get(name)
+        below = self._below.get(name, ())
+        if own is not None and not below:
+            return own
+        found = StoredPart(name)
+        if own is not None:
+            found.values |= own.values
+            found.nodes |= own.nodes
+        for part, path, rest in below:
+            found.values[rest] = part.values[path]
+            found.nodes |= part.structure(path[: len(path) - len(rest)]) if own is None else {}
+        return found
+
+    @functools.cached_property
+    def _below(self) -> dict[str, list[tuple[StoredPart, Path, Path]]]:
+        """Map other names to what is at them and below: of a part, its path in it, and the path from the name on."""
+        found: dict[str, list[tuple[StoredPart, Path, Path]]] = {}
+        for top, part in self.parts.items():
+            for path in part.values:
+                name = top
+                for number, key in enumerate(path, 1):  # into a part
+                    name = f"{name}.{key}"
+                    found.setdefault(name, []).append((part, path, path[number:]))
+                head, dot, rest = top.partition(".")
+                if dot:  # a flat name
+                    found.setdefault(head, []).append((part, path, (rest, *path)))
+        return found
 
     def renamed(self, name: str) -> str:
         return name if self._rename is None else self._rename(name)

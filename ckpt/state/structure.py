@@ -22,9 +22,6 @@ from torch.distributed.tensor import DTensor
 from ckpt.errors import ConfigurationError, FormatError
 from ckpt.format.fqns import Path
 
-STRUCTURE = "ckpt_structure"
-"""Part of a checkpoint that holds what flattening loses of the others, a text for each."""
-
 _MAX_TEXT_BYTES = 64 << 20
 _MAX_DEPTH = 100
 _FACTORIES: Mapping[str, Callable[[], Any] | None] = {
@@ -74,7 +71,7 @@ class Node:
         kind: its type, `dict` and `list` apart; empty if that is lost neither.
         keys: those that are no texts, by the text that stands for them; or `int` if all are numbers.
         length: of a list, or of a container that holds nothing.
-        tensors: members that are no plain CPU tensors: `dtensor`, or the type of their device.
+        tensors: members that are no plain CPU tensors: `dtensor`, or the type of their device; `*` stands for all.
     """
 
     kind: str = ""
@@ -90,17 +87,17 @@ Structure = dict[Path, Node]
 """What flattening loses of a nested value, by the path of the container."""
 
 
-def structure_of(value: Any, name: str) -> Structure:
-    """Return what flattening loses of a value.
+def structure_of(value: Any, name: str, *, with_tensors: bool = False) -> Structure:
+    """Return what flattening loses of a value; `with_tensors` also where its tensors were.
 
     Raises ConfigurationError, which names the value, for keys that cannot be written down.
     """
     found: Structure = {}
-    _look(value, (), found, name)
+    _look(value, (), found, name, with_tensors)
     return found
 
 
-def _look(value: Any, path: Path, found: Structure, name: str) -> None:
+def _look(value: Any, path: Path, found: Structure, name: str, with_tensors: bool) -> None:
     if not is_flattened(value):
         return
     if len(path) > _MAX_DEPTH:
@@ -119,11 +116,14 @@ def _look(value: Any, path: Path, found: Structure, name: str) -> None:
             node.length = 0
     for member, item in children(value):
         if isinstance(item, torch.Tensor):
-            kind = "dtensor" if isinstance(item, DTensor) else item.device.type
-            if kind not in ("cpu", "meta"):
-                node.tensors[str(member)] = kind
+            if with_tensors:
+                node.tensors[str(member)] = "dtensor" if isinstance(item, DTensor) else item.device.type
         elif isinstance(item, Mapping | list):
-            _look(item, (*path, member), found, name)
+            _look(item, (*path, member), found, name, with_tensors)
+    kinds = {*node.tensors.values()}
+    if len(kinds) == 1:
+        node.tensors = {"*": kinds.pop()}
+    node.tensors = {member: kind for member, kind in node.tensors.items() if kind not in ("cpu", "meta")}
     if not isinstance(value, Mapping) and not any(True for _ in leaves(value)):
         node.length = len(value)
     if node.is_needed():

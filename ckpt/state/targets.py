@@ -16,6 +16,7 @@ from ckpt.errors import LoadFailed
 from ckpt.options import LoadOptions
 from ckpt.state.stored import StoredState, StoredValue
 from ckpt.torch_private import ShardedTensor, create_chunk_list, local_tensor, sharded_tensor_like
+from ckpt.transfer.tied_tensors import memory_key
 
 _logger = logging.getLogger(__name__)
 
@@ -50,6 +51,7 @@ class Targets:
         values: target tensors by stored name, and None for objects, which the load replaces.
         asked: stored names that have a place in the program.
         missing: names that only the program has.
+        lacked: tensors of the program among these: one that is filled under another name is not missing.
         notes: differences that are no error, for the log.
         faults: what cannot be loaded, and why.
         after: what to do when the bytes are there, before parts take their values.
@@ -64,6 +66,7 @@ class Targets:
     values: dict[str, Any] = field(default_factory=dict)
     asked: set[str] = field(default_factory=set)
     missing: list[str] = field(default_factory=list)
+    lacked: dict[str, torch.Tensor] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
     after: list[Callable[[], None]] = field(default_factory=list)
@@ -71,6 +74,21 @@ class Targets:
     resized: list[str] = field(default_factory=list)
     cast: list[str] = field(default_factory=list)
     replaced: dict[int, torch.nn.Parameter] = field(default_factory=dict)
+
+    def lack(self, name: str, live: Any) -> None:
+        """Note that only the program has a value."""
+        self.missing.append(name)
+        if isinstance(live, torch.Tensor):
+            self.lacked[name] = live
+
+    def settle_missing(self) -> None:
+        """Forget what is missing by name alone: tied tensors are filled under another name; sort the rest."""
+        if self.lacked:
+            filled = {memory_key(value) for value in self.values.values() if isinstance(value, torch.Tensor)}
+            filled.discard(None)
+            tied = {name for name, live in self.lacked.items() if memory_key(live) in filled}
+            self.missing = [name for name in self.missing if name not in tied]
+        self.missing.sort()
 
     def object(self, value: StoredValue) -> None:
         """Ask for an object."""

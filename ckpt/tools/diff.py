@@ -15,6 +15,7 @@ from ckpt.errors import FormatError, UnsafeContent
 from ckpt.format.columns import ObjectRow, TensorColumns
 from ckpt.format.dtypes import is_quantized, item_bytes
 from ckpt.format.elements import Elements, has_values, values_of
+from ckpt.format.fqns import STRUCTURE
 from ckpt.reading.slices import OpenCheckpoint, Region
 from ckpt.stock.same_objects import same_objects
 from ckpt.tools.cat import short_text
@@ -124,7 +125,10 @@ class _Comparing:
         self._done_bytes = self._total_bytes = 0
 
     def run(self) -> Comparison:
-        a, b = ({name: each.find(name)[3] for name in each.names} for each in (self._a, self._b))
+        a, b = (
+            {name: each.find(name)[3] for name in each.names if not name.startswith(f"{STRUCTURE}.")}
+            for each in (self._a, self._b)
+        )
         differences = self._result.differences
         differences += [Difference(name, "only_a", a=_described(a[name])) for name in a if name not in b]
         differences += [

@@ -17,13 +17,13 @@ def tied_names(state: Mapping[str, Any]) -> dict[str, str]:
     first: dict[Hashable, str] = {}
     tied: dict[str, str] = {}
     for name, value in state.items():
-        memory = _memory(value) if isinstance(value, torch.Tensor) else None
+        memory = memory_key(value) if isinstance(value, torch.Tensor) else None
         if memory is not None and (other := first.setdefault(memory, name)) != name:
             tied[name] = other
     return tied
 
 
-def _memory(tensor: torch.Tensor) -> Hashable:
+def memory_key(tensor: torch.Tensor) -> Hashable:
     """Describe the memory of a tensor, alike for all views of the same elements; None if it has none."""
     with torch.no_grad():
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -25,6 +25,7 @@ from support.states import (
 from support.strict_s3 import StrictS3
 
 import ckpt
+from ckpt.options import LoadOptions
 
 ON_MOTO = [pytest.param(scheme, marks=pytest.mark.server) for scheme in ("s3", "cos", "fsspec+s3")]
 
@@ -126,6 +127,9 @@ def test_subset_of_keys(tmp_path: Path) -> None:
     loaded: dict[str, Any] = {"large": torch.zeros(700, 1000), "objects": {"text": ""}}
     ckpt.load(loaded, tmp_path)
     assert bits(loaded["large"]) == bits(state["large"])
+    assert loaded["objects"] == state["objects"]  # all keys below the names that were asked for
+    loaded = {"objects": {"text": ""}}
+    ckpt.load(loaded, tmp_path, options=LoadOptions(strict=False))
     assert loaded["objects"] == {"text": "ü"}
 
 

@@ -207,6 +207,25 @@ def _process_groups_and_sharded_tensors(rank: int) -> None:
     assert flat["nested"].local_shards()[0].tensor is whole
 
 
+def test_a_sharded_tensor_like_another_has_memory_of_its_own() -> None:
+    spec = ChunkShardingSpec(dim=0, placements=["rank:0/cpu"])
+    sharded = sharded_tensor.rand(spec, 3, 4)
+    before = sharded.local_shards()[0].tensor.clone()
+    other = torch_private.sharded_tensor_like(sharded, torch.bfloat16)
+    assert (other.dtype, other.size()) == (torch.bfloat16, sharded.size())
+    other.local_shards()[0].tensor.fill_(7)
+    assert torch.equal(sharded.local_shards()[0].tensor, before)
+    assert sharded.dtype is torch.float32
+
+
+def test_optimizers_say_whether_they_have_load_hooks() -> None:
+    for register in ("register_load_state_dict_pre_hook", "register_load_state_dict_post_hook"):
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
+        assert not torch_private.has_load_hooks(optimizer)
+        getattr(optimizer, register)(lambda *_: None)
+        assert torch_private.has_load_hooks(optimizer)
+
+
 def test_a_planner_says_whether_it_caches_plans() -> None:
     assert torch_private.caches_plans(DefaultSavePlanner(enable_plan_caching=True))
     assert not torch_private.caches_plans(DefaultSavePlanner())

@@ -28,9 +28,9 @@ from ckpt.backends.registry import register
 from ckpt.consistency import environment
 from ckpt.errors import CheckpointError, ConfigurationError, LoadFailed, NotFound, StorageFull
 from ckpt.format.run_record import RUN_KEY
+from ckpt.state import training_state
 from ckpt.trainer_integration.events import Event, JsonLines
 from ckpt.trainer_integration.run import async_modes
-from ckpt.state import training_state
 from ckpt.writing import staging_memory
 
 MOMENTS = {

@@ -188,7 +188,7 @@ def _state_dict_raises(rank: int, url: str) -> list[str]:
             call({"part": part}, url)
         kinds.append(type(caught.value).__name__)
     part.broken = "load_state_dict"
-    with pytest.raises(CheckpointError, match="rank 1: ValueError: boom") as caught:
+    with pytest.raises(CheckpointError, match=r"rank 1: .*ValueError: boom") as caught:
         ckpt.load({"part": part}, url)
     return [*kinds, type(caught.value).__name__]
 
