@@ -68,14 +68,14 @@ class StoredState:
         self._rename = rename
         self.names: dict[str, StoredValue] = {}
         self.parts: dict[str, StoredPart] = {}
+        self._noted: dict[str, StoredPart] = {}
         for value in values:
             path = paths.get(value.name) or (value.name,)
-            if path[0] == STRUCTURE:
-                continue
             self.names[value.name] = value
-            if rename is not None:
+            if rename is not None and path[0] != STRUCTURE:
                 path = _renamed(path, rename)
-            part = self.parts.setdefault(str(path[0]), StoredPart(str(path[0])))
+            parts = self.parts if path[0] != STRUCTURE else self._noted
+            part = parts.setdefault(str(path[0]), StoredPart(str(path[0])))
             if path[1:] in part.values:
                 shown = ".".join(map(str, path))
                 raise FormatError(f"two stored names are {shown!r} in the program, one is {value.name!r}")
@@ -104,7 +104,7 @@ class StoredState:
 
         As for DCP's planners, a name may reach into a part, and a part may be stored under flat names.
         """
-        own = self.parts.get(name)
+        own = self.parts.get(name) or self._noted.get(name)
         below = self._below.get(name, ())
         if own is not None and not below:
             return own
@@ -121,7 +121,7 @@ class StoredState:
     def _below(self) -> dict[str, list[tuple[StoredPart, Path, Path]]]:
         """Map other names to what is at them and below: of a part, its path in it, and the path from the name on."""
         found: dict[str, list[tuple[StoredPart, Path, Path]]] = {}
-        for top, part in self.parts.items():
+        for top, part in [*self.parts.items(), *self._noted.items()]:
             for path in part.values:
                 name = top
                 for number, key in enumerate(path, 1):  # into a part

@@ -59,6 +59,7 @@ from ckpt.local_first import (
 )
 from ckpt.local_first.folder import RunFolder, run_key
 from ckpt.local_first.options import LocalTier
+from ckpt.options import LoadOptions
 from ckpt.testing.choices import Choices, Exhaustive, Seeded
 from ckpt.testing.simulated_objects import Version
 from ckpt.testing.simulator import World
@@ -768,7 +769,9 @@ class Simulation:
         error: CheckpointError | None = None
         restored = None
         try:
-            restored = restore.restore(state, step, None, ranks, saves, strict=True, load_options=options)
+            restored = restore.restore(
+                state, step, None, ranks, saves, options=LoadOptions(), load_options=options
+            )
         except CheckpointError as raised:
             error = raised
         values = tuple(int(value.item()) for value in state.values())
