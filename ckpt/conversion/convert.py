@@ -153,6 +153,8 @@ def _target(ends: _Ends, to: Format | None, rules: Rules, *more: Any) -> Target:
     if ends.configuration is not None:
         tensors.model_folder = open_configuration(ends.configuration, location, form)
     selection = select(tensors, rules)
+    if form != "safetensors":
+        tensors.check_readable(chosen.source for chosen in selection.tensors)
     tensors.prepare({chosen.source for chosen in selection.everything})
     return _TARGETS[form](form, tensors, selection, location, *more)
 

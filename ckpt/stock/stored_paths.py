@@ -28,12 +28,10 @@ class StoredPath:
     class_name = ""
     parts: tuple[str, ...]
 
-    def __new__(cls, *arguments: Any) -> StoredPath:
-        made = super().__new__(cls)
+    def __init__(self, *arguments: Any) -> None:
         # No more of them: a pickle repeats a long tuple in two bytes.
         is_short = len(arguments) <= _MAX_PARTS and all(type(each) is str for each in arguments)
-        made.parts = arguments if is_short else ()
-        return made
+        self.parts = arguments if is_short else ()
 
     def __setstate__(self, state: Any) -> None:
         """Drop the state: a path is known by the arguments of its class."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import logging
 import os
 import weakref
@@ -133,6 +134,19 @@ def tensor_over(memory: memoryview) -> torch.Tensor:
     if not memory.nbytes:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+@functools.cache
+def can_cast(source: torch.dtype, target: torch.dtype) -> bool:
+    """Return whether torch copies elements of one dtype into a tensor of the other: packed ones have no values."""
+    if source == target:
+        return True
+    try:
+        elements = torch.zeros(16, dtype=torch.uint8, device="cpu").view(source)
+        torch.empty(elements.shape, dtype=target, device="cpu").copy_(elements)
+    except (NotImplementedError, RuntimeError):
+        return False
+    return True
 
 
 def copy_elements(source: torch.Tensor, target: torch.Tensor, *, non_blocking: bool = False) -> None:
