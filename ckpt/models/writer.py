@@ -287,6 +287,11 @@ def _check_tensor(name: str, value: object) -> None:
         raise ConfigurationError(f"{name!r} is a {type(value).__name__}, not a tensor; {advice}")
     if name == METADATA:
         raise ConfigurationError(f"a tensor of a model cannot be named {METADATA!r}")
+    if value.is_nested or value.layout is not torch.strided:
+        kind = f"nested tensor of layout {value.layout}" if value.is_nested else f"tensor of layout {value.layout}"
+        raise ConfigurationError(
+            f"{name!r} is a {kind}, which safetensors files cannot hold; make it a dense tensor"
+        )
     if (unfit := unfit_text(value.dtype, value.shape)) is not None:
         raise ConfigurationError(f"{name!r} {unfit}; cast it, or leave it out")
     if value.device.type == "meta":

@@ -32,7 +32,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def plain(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return `tensor` as an ordinary strided tensor over the same memory; None if it is more than that.
 
-    Sparse and quantized tensors and subclasses with a dispatch of their own (wrappers without
+    Sparse, nested and quantized tensors and subclasses with a dispatch of their own (wrappers without
     memory) can only be pickled as they are. Raises ValueError if its storage was shrunk, as FSDP1
     does with parameters that it has freed: there is nothing to save.
     """
@@ -41,7 +41,7 @@ def plain(tensor: torch.Tensor) -> torch.Tensor | None:
         if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
             return None
         tensor = tensor.as_subclass(torch.Tensor)
-    if tensor.layout is not torch.strided or tensor.is_quantized or is_zero_tensor(tensor):
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or is_zero_tensor(tensor):
         return None
     if tensor.device.type != "meta" and _end_byte(tensor) > tensor.untyped_storage().nbytes():
         raise ValueError("its storage holds fewer bytes than its shape needs: it was freed")

@@ -6,14 +6,16 @@ import heapq
 import io
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 
 from ckpt.errors import CheckpointError
+from ckpt.save_plans.unplannable import layout_fault
 from ckpt.stock.item_frame import frame
 from ckpt.transfer.file_body import ALIGNMENT_BYTES, BytesPayload, FileItem, Payload, TensorPayload
 from ckpt.transfer.tensor_memory import plain
@@ -25,6 +27,12 @@ MAX_FILE_BYTES = 128 << 30
 SMALL_ITEM_BYTES = 64 << 10
 MIN_FILE_BYTES = 32 << 20
 """Below it one more file costs more than it gains."""
+
+
+class Look(Protocol):
+    """Checks a pickle of an object, or of a tensor, by its name."""
+
+    def __call__(self, fqn: str, pickled: memoryview, *, is_tensor: bool) -> None: ...
 
 
 Chunk = tuple[str, torch.Size | None]
@@ -58,10 +66,7 @@ def refuse_unstorable(items: Sequence[WriteItem]) -> None:
     for item in items:
         layout = item.tensor_data.properties.layout if item.tensor_data is not None else torch.strided
         if layout is not torch.strided:
-            raise CheckpointError(
-                f"{item.index.fqn!r} has the layout {layout}, which could not be loaded again; "
-                "save it dense, or its parts as tensors of their own"
-            )
+            raise CheckpointError(f"{item.index.fqn!r} {layout_fault(layout)}")
 
 
 def tensor_entries(
@@ -95,16 +100,16 @@ def tensor_entries(
 
 
 def pickled_entries(
-    items: Iterable[WriteItem], planner: SavePlanner, look: Callable[[str, memoryview], None]
+    items: Iterable[WriteItem], planner: SavePlanner, look: Look
 ) -> Iterator[Entry]:
     """Pickle items one at a time, and show `look` each with its FQN.
 
     Raises CheckpointError if the planner or torch failed.
     """
     for item in items:
-        pickled = _pickled_object if item.type == WriteItemType.BYTE_IO else _pickled_tensor
-        data = pickled(planner, item).getbuffer()
-        look(item.index.fqn, data)
+        is_tensor = item.type != WriteItemType.BYTE_IO
+        data = (_pickled_tensor if is_tensor else _pickled_object)(planner, item).getbuffer()
+        look(item.index.fqn, data, is_tensor=is_tensor)
         yield Entry(item.index, b"", BytesPayload(data), b"", False)
 
 

@@ -101,7 +101,7 @@ def test_a_single_packed_element_has_no_place_in_safetensors(tmp_path: Path) -> 
     with pytest.raises(ConfigurationError, match="'s' is a single float4_e2m1fn_x2"):
         ckpt.save(single, tmp_path / "model", format="safetensors")
     ckpt.save(single, tmp_path / "c")
-    with pytest.raises(ConfigurationError, match="'s' is a single float4_e2m1fn_x2.*--exclude"):
+    with pytest.raises(ConfigurationError, match=r"'s' is a single float4_e2m1fn_x2.*--exclude"):
         ckpt.convert(tmp_path / "c", tmp_path / "converted", to="safetensors")
     assert not (tmp_path / "model").exists()
 
