@@ -69,6 +69,30 @@ def refuse_unstorable(items: Sequence[WriteItem]) -> None:
             raise CheckpointError(f"{item.index.fqn!r} {layout_fault(layout)}")
 
 
+def refuse_unsized(items: Iterable[WriteItem]) -> None:
+    """Raise CheckpointError for a dtype whose size DCP's own planner cannot tell, such as `torch.bits8`."""
+    unsized: dict[torch.dtype, bool] = {}
+    for item in items:
+        if item.tensor_data is None:
+            continue
+        dtype = item.tensor_data.properties.dtype
+        if dtype not in unsized:
+            unsized[dtype] = _is_unsized(item)
+        if unsized[dtype]:
+            raise CheckpointError(
+                f"{item.index.fqn!r} is {dtype}, which DCP's planner cannot save: save its bytes, as "
+                "tensor.view(torch.uint8) shows them"
+            )
+
+
+def _is_unsized(item: WriteItem) -> bool:
+    try:
+        item.tensor_storage_size()
+    except TypeError:
+        return True
+    return False
+
+
 def tensor_entries(
     items: Iterable[WriteItem], planner: SavePlanner, known: Collection[Chunk] = ()
 ) -> tuple[list[Entry], list[WriteItem]]:

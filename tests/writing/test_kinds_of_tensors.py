@@ -289,7 +289,13 @@ def test_kinds_saved_by_a_process(tmp_path: Path) -> None:
 
 
 def _by_process(rank: int, root: str) -> None:
-    makes = {**DENSE, **PICKLED}
+    refused = {
+        **REFUSED,
+        "bits8": (DENSE["bits8"], "DCP's planner cannot save"),
+        "uint4": (REFUSED["uint4"][0], "DCP's planner cannot save"),
+        "qint8": (PICKLED["qint8"], "a Tensor of torch.qint8"),  # torch shares none with processes
+    }
+    makes = {name: make for name, make in {**DENSE, **PICKLED}.items() if name not in refused}
     with ckpt.CheckpointManager(f"{root}/run", save=1, async_mode="process") as manager:
         manager.step(1, {**_parts(makes, 5)})
     targets = _parts(makes, 9)
@@ -297,7 +303,7 @@ def _by_process(rank: int, root: str) -> None:
         assert manager.restore(targets) is not None
     for name, make in makes.items():
         assert parts_of(targets[name].value) == parts_of(make(5)), name
-    for number, (kind, (make, text)) in enumerate(REFUSED.items()):
+    for number, (kind, (make, text)) in enumerate(refused.items()):
         message = ""
         try:
             with ckpt.CheckpointManager(f"{root}/{number}", save=1, async_mode="process") as manager:
