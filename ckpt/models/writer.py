@@ -288,7 +288,11 @@ def _check_tensor(name: str, value: object) -> None:
     if name == METADATA:
         raise ConfigurationError(f"a tensor of a model cannot be named {METADATA!r}")
     if value.is_nested or value.layout is not torch.strided:
-        kind = f"nested tensor of layout {value.layout}" if value.is_nested else f"tensor of layout {value.layout}"
+        kind = (
+            f"nested tensor of layout {value.layout}"
+            if value.is_nested
+            else f"tensor of layout {value.layout}"
+        )
         raise ConfigurationError(
             f"{name!r} is a {kind}, which safetensors files cannot hold; make it a dense tensor"
         )

@@ -69,11 +69,12 @@ class PathClasses:
 
 def path_text(path: StoredPath, max_characters: int) -> str:
     """Join the parts of a path. Raises UnsafeContent if it has none, ValueError if the text is too long."""
-    if not path.parts:
+    parts: tuple[str, ...] = getattr(path, "parts", ())  # a pickle can make an instance without a call
+    if not parts:
         raise UnsafeContent(refusal(path.class_name))
-    if sum(map(len, path.parts)) + len(path.parts) > max_characters:
+    if sum(map(len, parts)) + len(parts) > max_characters:
         raise ValueError("paths far longer than what is stored of them")
-    return "/".join(path.parts)
+    return "/".join(parts)
 
 
 def refusal(name: str) -> str:

@@ -41,7 +41,12 @@ def plain(tensor: torch.Tensor) -> torch.Tensor | None:
         if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
             return None
         tensor = tensor.as_subclass(torch.Tensor)
-    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or is_zero_tensor(tensor):
+    if (
+        tensor.layout is not torch.strided
+        or tensor.is_nested
+        or tensor.is_quantized
+        or is_zero_tensor(tensor)
+    ):
         return None
     if tensor.device.type != "meta" and _end_byte(tensor) > tensor.untyped_storage().nbytes():
         raise ValueError("its storage holds fewer bytes than its shape needs: it was freed")

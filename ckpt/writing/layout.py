@@ -123,9 +123,7 @@ def tensor_entries(
     return entries, [*objects, *others]
 
 
-def pickled_entries(
-    items: Iterable[WriteItem], planner: SavePlanner, look: Look
-) -> Iterator[Entry]:
+def pickled_entries(items: Iterable[WriteItem], planner: SavePlanner, look: Look) -> Iterator[Entry]:
     """Pickle items one at a time, and show `look` each with its FQN.
 
     Raises CheckpointError if the planner or torch failed.

@@ -149,7 +149,7 @@ def test_a_load_into_another_dtype_is_refused(tmp_path: Path, format: Any) -> No
 
 # -- tensors that torch cannot hold --------------------------------------------------------------------
 
-UNREADABLE = {
+UNREADABLE: dict[str, Any] = {
     "q6": {"dtype": "F6_E2M3", "shape": [2, 4], "data_offsets": [0, 6]},
     "odd": {"dtype": "F4", "shape": [4, 3], "data_offsets": [6, 12]},
     "six": {"dtype": "F6_E3M2", "shape": [8], "data_offsets": [20, 26]},
@@ -177,7 +177,7 @@ def test_bytes_of_what_torch_cannot_hold(tmp_path: Path) -> None:
     for name, described in UNREADABLE.items():
         found = copied[f"m.{name}"]
         assert (found["dtype"], found["shape"]) == (described["dtype"], described["shape"])
-        begin, end = described["data_offsets"]  # type: ignore[misc]
+        begin, end = described["data_offsets"]
         first, last = (start + offset for offset in found["data_offsets"])
         assert raw[first:last] == data[begin:end]
     with safetensors.safe_open(tmp_path / "copy.safetensors", "pt") as opened:

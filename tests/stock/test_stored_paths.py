@@ -147,8 +147,16 @@ def _read(metadata: Metadata) -> Metadata:
     return decode_metadata(pickle.dumps(metadata), url="u", key="k")
 
 
+def _meta(**fields: Any) -> StorageMeta:
+    return StorageMeta(**fields)
+
+
+def _info(path: Any) -> StorageInfo:
+    return StorageInfo(path, 0, 1)
+
+
 def _stored(path: Any) -> Metadata:
-    return Metadata({}, storage_data={MetadataIndex("t"): StorageInfo(path, 0, 1)})
+    return Metadata({}, storage_data={MetadataIndex("t"): _info(path)})
 
 
 @pytest.mark.parametrize("kind", [RunPath, pathlib.PurePosixPath])
@@ -166,7 +174,7 @@ def test_a_path_as_the_name_of_a_file(kind: Any) -> None:
         (Metadata({}, planner_data={"a": [ClientPath("/a")]}, storage_data={}), "ClientPath"),
         (Metadata({}, storage_data={}, version=RunPath("/a")), "RunPath"),
         (Metadata({}, storage_data={}, storage_meta=RunPath("/a")), "RunPath"),
-        (Metadata({}, storage_data={}, storage_meta=StorageMeta(save_id=ClientPath("/a"))), "ClientPath"),
+        (Metadata({}, storage_data={}, storage_meta=_meta(save_id=ClientPath("/a"))), "ClientPath"),
         (_stored(ClientPath("/a")), "ClientPath"),
         (RunPath("/a"), "RunPath"),
     ],
@@ -190,7 +198,7 @@ class Calls:
     "function", [eval, exec, getattr, os.system, subprocess.Popen, torch.load, ckpt.load]
 )
 def test_functions_of_python_and_torch_are_no_path_classes(function: Any) -> None:
-    metadata = Metadata({}, storage_data={}, storage_meta=StorageMeta(checkpoint_id=Calls(function, "x")))
+    metadata = Metadata({}, storage_data={}, storage_meta=_meta(checkpoint_id=Calls(function, "x")))
     with pytest.raises(UnsafeContent, match=function.__name__):
         _read(metadata)
 
@@ -209,7 +217,7 @@ def test_very_many_path_classes() -> None:
 def test_paths_are_not_multiplied() -> None:
     """A pickle repeats the parts of a path in two bytes each."""
     part = "x" * (1 << 20)
-    many = {MetadataIndex(f"t{n}"): StorageInfo(Calls(_made, part, part), 0, 1) for n in range(1000)}
+    many = {MetadataIndex(f"t{n}"): _info(Calls(_made, part, part)) for n in range(1000)}
     pickled = pickle.dumps(Metadata({}, storage_data=many))
     tracemalloc.start()
     try:
@@ -225,7 +233,7 @@ def test_a_path_of_very_many_parts() -> None:
     """Python copies arguments for each call that the pickle repeats in five bytes."""
     parts = Calls(_made, *["a"] * 100_000)
     shared = [parts, *[Calls(_made, *["a"] * 9)] * 3]
-    metadata = Metadata({}, storage_data={}, storage_meta=StorageMeta(checkpoint_id=shared[0]))
+    metadata = Metadata({}, storage_data={}, storage_meta=_meta(checkpoint_id=shared[0]))
     assert _read(metadata).storage_meta == StorageMeta()
     with pytest.raises(UnsafeContent):  # no text is left of one with 9
         _read(_stored(shared[1]))

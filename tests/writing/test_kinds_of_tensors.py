@@ -62,7 +62,9 @@ class Unplannable(Quantized):
     """A subclass that lacks an operator which DCP's planner calls."""
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func is torch.ops.aten.is_pinned.default:
             raise NotImplementedError("no such operator")
         return super().__torch_dispatch__(func, types, args, kwargs)
@@ -77,7 +79,9 @@ def _bytes(*shape: int, dtype: torch.dtype, value: int) -> torch.Tensor:
 
 
 def _quantized(kind: Any, dtype: torch.dtype, value: int) -> Any:
-    return kind(_bytes(4, 16, dtype=dtype, value=value), _bytes(4, 1, dtype=torch.float8_e8m0fnu, value=value), 32)
+    return kind(
+        _bytes(4, 16, dtype=dtype, value=value), _bytes(4, 1, dtype=torch.float8_e8m0fnu, value=value), 32
+    )
 
 
 def _rows(value: int) -> list[torch.Tensor]:
@@ -91,6 +95,7 @@ def _jagged_view(value: int) -> torch.Tensor:
 
 
 Make = Callable[[int], Any]
+UINT4: torch.dtype = vars(torch)["uint4"]
 
 DENSE: dict[str, Make] = {
     "float4": lambda value: _bytes(4, 8, dtype=torch.float4_e2m1fn_x2, value=value),
@@ -117,7 +122,7 @@ REFUSED: dict[str, tuple[Make, str]] = {
         lambda value: _quantized(Unplannable, torch.float8_e4m3fn, value),
         "Unplannable that does not support",
     ),
-    "uint4": (lambda value: _bytes(4, 8, dtype=torch.uint4, value=value), "torch cannot save tensors of torch.uint4"),
+    "uint4": (lambda value: _bytes(4, 8, dtype=UINT4, value=value), "torch cannot save tensors of torch.uint4"),
 }  # fmt: skip
 UNPICKLABLE = {"mkldnn", "uint4"}
 """Kinds that torch cannot save in an object either."""
@@ -177,6 +182,7 @@ def parts_of(tensor: Any) -> Any:
     if isinstance(tensor, Quantized):
         names, context = tensor.__tensor_flatten__()
         return type(tensor), context, [parts_of(getattr(tensor, name)) for name in names]
+    inner: tuple[Any, ...]
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         inner = tensor.crow_indices(), tensor.col_indices(), tensor.values()
     elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
@@ -263,7 +269,9 @@ def test_a_large_tensor_of_an_undeclared_class_is_named(
     torch.serialization.clear_safe_globals()
     try:
         large = Quantized(
-            torch.zeros(3000, 2000, dtype=torch.float8_e4m3fn), torch.ones(3000, 1).to(torch.float8_e8m0fnu), 32
+            torch.zeros(3000, 2000, dtype=torch.float8_e4m3fn),
+            torch.ones(3000, 1).to(torch.float8_e8m0fnu),
+            32,
         )
         for state in ({"large": large}, {"small": _quantized(Quantized, torch.float8_e4m3fn, 1)}):
             refused_objects._known.clear()

@@ -122,9 +122,7 @@ def test_nothing_is_said_of_what_loads(tmp_path: Path, caplog: pytest.LogCapture
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_values_in_parts_of_a_manager(
-    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_values_in_parts_of_a_manager(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
     """The name is that of the value, inside its part."""
     value, name = REFUSED[kind]
     caplog.set_level(logging.WARNING)
