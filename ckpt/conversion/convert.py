@@ -156,6 +156,8 @@ def _target(ends: _Ends, to: Format | None, rules: Rules, *more: Any) -> Target:
     selection = select(tensors, rules)
     if form in ("ckpt", "dcp"):
         selection.objects += selection.structures
+    if form != "safetensors":
+        tensors.check_readable(chosen.source for chosen in selection.tensors)
     tensors.prepare({chosen.source for chosen in selection.everything})
     return _TARGETS[form](form, tensors, selection, location, *more)
 

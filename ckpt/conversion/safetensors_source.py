@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from concurrent.futures import Executor
 
 from ckpt.conversion.source import FileSource, Location, TensorFacts
@@ -17,8 +18,8 @@ _FILES_AT_ONCE = 4
 class SafetensorsSource(FileSource):
     """A model as a source; `key` names its file or index in the folder.
 
-    Raises FormatError if a header or the index is not valid, they disagree, or torch lacks a dtype: a conversion
-    that left a tensor out would make another model.
+    Tensors of dtypes that torch lacks are read as bytes. Raises FormatError if a header or the index is not valid, or
+    they disagree.
     """
 
     def __init__(self, location: Location, key: str, threads: Executor) -> None:
@@ -30,15 +31,21 @@ class SafetensorsSource(FileSource):
             zip(files.stats, in_order(threads, read, files.stats.values(), ahead=_FILES_AT_ONCE), strict=True)
         )
         for file, header in headers.items():
-            for name, unreadable in header.unreadable.items():
-                if files.index is None or files.index.get(name) == file:
-                    raise FormatError(unreadable.error_text(name), url=store.url, key=file)
-            for name, stored in header.tensors.items():
-                # The index may assign it to another file.
-                if files.index is None or files.index.get(name) == file:
-                    self.tensors[name] = TensorFacts(stored.dtype, stored.shape)
-                    self._stored[name] = (file, stored)
-                    self.paths[name] = (name,)
+            # The index may assign a tensor to another file.
+            named = [name for name in header.names if files.index is None or files.index.get(name) == file]
+            for name in named:
+                unreadable = header.unreadable.get(name)
+                stored = header.tensors[name] if unreadable is None else unreadable.as_bytes()
+                self.tensors[name] = TensorFacts(stored.dtype, stored.shape, unreadable=unreadable)
+                self._stored[name] = (file, stored)
+                self.paths[name] = (name,)
         check_index(files, headers, store.url)
         # The order in a file is that of dtypes, and says nothing.
         self.tensors = dict(sorted(self.tensors.items(), key=lambda item: natural(item[0])))
+
+    def check_readable(self, names: Iterable[str]) -> None:
+        for name in names:
+            unreadable = self.tensors[name].unreadable
+            if unreadable is not None:
+                text = f"{unreadable.error_text(name)}: --exclude it, or convert to safetensors, which keeps its bytes"
+                raise FormatError(text, url=self._store.url, key=self._stored[name][0])

@@ -13,13 +13,13 @@ from ckpt.backends.base import exists, read_bytes
 from ckpt.backends.bodies import Body
 from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY
 from ckpt.conversion.selection import ChosenTensor
-from ckpt.conversion.source import CONFIG_KEY
+from ckpt.conversion.source import CONFIG_KEY, TensorFacts
 from ckpt.conversion.target import FileTarget, Written, end_to_end
 from ckpt.errors import ConfigurationError, StorageError
 from ckpt.format.dtypes import dtype_name
 from ckpt.format.model_index import encode_model_index
 from ckpt.format.names import MODEL_INDEX_KEY, SINGLE_MODEL_KEY
-from ckpt.stock.safetensors_format import DTYPES, METADATA, encode_header
+from ckpt.stock.safetensors_format import METADATA, DescribedTensor, encode_header, unfit_text
 from ckpt.transfer.file_body import BytesPayload
 from ckpt.writing.layout import pack
 
@@ -47,10 +47,9 @@ class SafetensorsTarget(FileTarget):
                 raise ConfigurationError(
                     f"safetensors files cannot hold a tensor named {METADATA!r}; --rename it"
                 )
-            if tensor.facts.dtype not in DTYPES.values():
+            if (unfit := unfit_text(tensor.facts.dtype, tensor.facts.shape)) is not None:
                 raise ConfigurationError(
-                    f"{tensor.name[:200]!r} is {dtype_name(tensor.facts.dtype)}, which "
-                    "safetensors cannot hold; --exclude it, or convert to ckpt, dcp or torch"
+                    f"{tensor.name[:200]!r} {unfit}; --exclude it, or convert to ckpt, dcp or torch"
                 )
             # The first name is kept: `save_pretrained` keeps the embedding, not the tied head.
             first = kept.setdefault(self.source.aliases.get(tensor.source, tensor.source), tensor)
@@ -66,7 +65,7 @@ class SafetensorsTarget(FileTarget):
     def _body(self, tensors: Sequence[ChosenTensor]) -> Body:
         """Lay out a file: wide elements first, so that all are aligned."""
         ordered = sorted(tensors, key=lambda tensor: (-tensor.facts.dtype.itemsize, tensor.name))
-        header = encode_header({t.name: (t.facts.dtype, t.facts.shape) for t in ordered})
+        header = encode_header({tensor.name: _described(tensor.facts) for tensor in ordered})
         items = end_to_end([BytesPayload(header), *map(self.whole, ordered)])
         return self.body(items, check_source=len(self._shards) == 1)  # then the file is the model
 
@@ -112,6 +111,12 @@ class SafetensorsTarget(FileTarget):
             files = {tensor.name: name for name, shard in self._shards.items() for tensor in shard}
             elements = sum(tensor.elements for tensor in tensors)
             self.put_bytes(MODEL_INDEX_KEY, encode_model_index(files, self.selection.nbytes, elements))
+
+
+def _described(facts: TensorFacts) -> DescribedTensor:
+    if facts.unreadable is not None:
+        return facts.unreadable.described()
+    return DescribedTensor.of(facts.dtype, facts.shape)
 
 
 def _shards(tensors: Sequence[ChosenTensor], max_bytes: int) -> dict[str, list[ChosenTensor]]:

@@ -7,7 +7,7 @@ import io
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +18,7 @@ from ckpt.backends.base import ObjectStat, Store
 from ckpt.errors import CommitConflict
 from ckpt.format.elements import StoredTensor
 from ckpt.format.fqns import Path
+from ckpt.stock.safetensors_format import UnreadableTensor
 from ckpt.transfer.boxes import flat_boxes
 from ckpt.transfer.buffer_pool import MIN_MEMORY_BUDGET_BYTES, StagingPool
 from ckpt.transfer.fetcher import Fetcher, StoredFile
@@ -54,11 +55,16 @@ class Location:
 
 @dataclass(frozen=True)
 class TensorFacts:
-    """A whole tensor's dtype and shape."""
+    """A whole tensor's dtype and shape.
+
+    Attributes:
+        unreadable: of one that torch cannot hold; `dtype` and `shape` are then those of its bytes.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     requires_grad: bool = False
+    unreadable: UnreadableTensor | None = None
 
 
 @dataclass(frozen=True)
@@ -97,6 +103,9 @@ class TensorSource(ABC):
 
     def prepare(self, names: Collection[str]) -> None:  # noqa: B027 (most have nothing to prepare)
         """Fetch what reading these names needs, once, before many threads ask for it."""
+
+    def check_readable(self, names: Iterable[str]) -> None:  # noqa: B027 (most hold tensors of torch only)
+        """Raise FormatError for a tensor that torch cannot hold: to leave it out would make another model."""
 
     @abstractmethod
     def read(self, regions: Sequence[Region]) -> None:

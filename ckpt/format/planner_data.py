@@ -94,6 +94,19 @@ def check_planner_data(planner_data: Any) -> None:
     _check_paths(planner_data)
 
 
+class NotPlain(ValueError):
+    """A value that is none of the plain ones: `value`."""
+
+    def __init__(self, value: Any) -> None:
+        kind = type(value)
+        super().__init__(f"a {kind.__module__}.{kind.__qualname__}")
+        self.value = value
+
+    def __reduce__(self) -> Any:
+        """Pickle the text alone: the value may be anything."""
+        return ValueError, self.args
+
+
 def _is_key(value: object) -> bool:
     if type(value) is int:
         return -HASH_MODULUS < value < HASH_MODULUS
@@ -110,7 +123,7 @@ def _check_plain(value: Any) -> None:
         if kind in _LEAVES:
             continue
         if kind not in (dict, OrderedDict, list, tuple):
-            raise ValueError(f"a {kind.__module__}.{kind.__qualname__}")
+            raise NotPlain(part)
         if id(part) in seen:
             continue
         seen.add(id(part))

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.format.fqns import natural
 from ckpt.format.names import model_key
-from ckpt.stock.safetensors_format import MAX_HEADER_BYTES, encode_header
+from ckpt.stock.safetensors_format import MAX_HEADER_BYTES, DescribedTensor, encode_header
 from ckpt.transfer.boxes import Slices, flat_boxes, tiling_fault
 from ckpt.writing.layout import pack
 
@@ -118,7 +118,7 @@ class ModelFile:
 
     @functools.cached_property
     def header(self) -> bytes:
-        return encode_header({tensor.name: (tensor.dtype, tensor.shape) for tensor in self.tensors})
+        return encode_header({t.name: DescribedTensor.of(t.dtype, t.shape) for t in self.tensors})
 
     @functools.cached_property
     def offsets(self) -> list[int]:

@@ -26,7 +26,6 @@ from ckpt.consistency.block_digests import FileBlockDigests
 from ckpt.consistency.checksums import BLOCK_SIZE_BYTES
 from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.format.columns import Columns
-from ckpt.format.dtypes import dtype_name
 from ckpt.format.names import last_segment, manifest_key
 from ckpt.format.records import (
     MODEL_VERSION,
@@ -51,7 +50,7 @@ from ckpt.ranks.group import Ranks
 from ckpt.ranks.messages import Messages
 from ckpt.save_plans.central import CentralPlan
 from ckpt.save_plans.receipt_messages import RankReceipt
-from ckpt.stock.safetensors_format import DTYPES, METADATA
+from ckpt.stock.safetensors_format import METADATA, unfit_text
 from ckpt.torch_private import changes_of
 from ckpt.transfer.file_body import FileBody, changed_while_saved
 from ckpt.transfer.tensor_memory import plain
@@ -288,10 +287,17 @@ def _check_tensor(name: str, value: object) -> None:
         raise ConfigurationError(f"{name!r} is a {type(value).__name__}, not a tensor; {advice}")
     if name == METADATA:
         raise ConfigurationError(f"a tensor of a model cannot be named {METADATA!r}")
-    if value.dtype not in DTYPES.values():
-        raise ConfigurationError(
-            f"{name!r} is {dtype_name(value.dtype)}, which safetensors files cannot hold; cast it, or leave it out"
+    if value.is_nested or value.layout is not torch.strided:
+        kind = (
+            f"nested tensor of layout {value.layout}"
+            if value.is_nested
+            else f"tensor of layout {value.layout}"
         )
+        raise ConfigurationError(
+            f"{name!r} is a {kind}, which safetensors files cannot hold; make it a dense tensor"
+        )
+    if (unfit := unfit_text(value.dtype, value.shape)) is not None:
+        raise ConfigurationError(f"{name!r} {unfit}; cast it, or leave it out")
     if value.device.type == "meta":
         raise ConfigurationError(f"{name!r} is on the meta device and has no values to save")
     with torch.no_grad():

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, Read
 from ckpt.errors import CheckpointError, FormatError
 from ckpt.format.columns import packed
 from ckpt.format.dcp_view import Chunks
+from ckpt.format.dtypes import dtype_name
 from ckpt.format.elements import StoredTensor
 from ckpt.format.records import ItemRecord, ObjectRef
 from ckpt.reading.checkpoint import Checkpoint
@@ -36,7 +37,7 @@ from ckpt.transfer.buffer_pool import StagingPool
 from ckpt.transfer.fetcher import Fetcher, StoredFile
 from ckpt.transfer.pieces import Piece, frame_pieces
 from ckpt.transfer.read_pieces import region_pieces
-from ckpt.transfer.tensor_memory import plain
+from ckpt.transfer.tensor_memory import can_cast, plain
 
 _SMALL_ITEM_BYTES = 1 << 20
 """A stock item smaller than this is read whole: one request less than finding its payload."""
@@ -155,6 +156,7 @@ class Loader:
         target, stored = self._target(item), self._stored_tensor(index, info, record)
         if stored is None or target.memory is None:
             return None
+        _refuse_cast(item, stored.dtype, target)
         if not self._shared_memory.add(target.memory, target.owner):
             return None
         is_whole = item.lengths == chunk_of(self._checkpoint, index)[0]
@@ -213,6 +215,7 @@ class Loader:
         if stored is None:
             self._read_whole(window, file, info, lambda data: self._load_tensor(item, info, data, target))
             return
+        _refuse_cast(item, stored.dtype, target)
         memory = target.memory if target.memory is not None else window.scratch(target.given, stored.dtype)
         try:
             window.pieces[file] += region_pieces(stored, item.storage_offsets, item.lengths, memory)
@@ -363,6 +366,16 @@ def _takes_any_order(planner: LoadPlanner) -> bool:
         getattr(type(planner), name) is getattr(DefaultLoadPlanner, name)
         for name in ("resolve_tensor", "commit_tensor")
     )
+
+
+def _refuse_cast(item: ReadItem, stored: torch.dtype, target: _Target) -> None:
+    """Raise FormatError if torch cannot cast what is stored to the dtype of its target."""
+    if not target.given.is_quantized and not can_cast(stored, target.given.dtype):
+        name, wanted = item.dest_index.fqn, dtype_name(target.given.dtype)
+        raise FormatError(
+            f"{name!r} is stored as {dtype_name(stored)}, which torch cannot cast to {wanted}: load it into a tensor "
+            f"of {dtype_name(stored)}"
+        )
 
 
 def _has_room(window: Window, target: _Target | None) -> bool:

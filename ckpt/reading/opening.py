@@ -21,6 +21,7 @@ from ckpt.format.records import MAX_METADATA_BYTES, read_commit
 from ckpt.reading.checkpoint import Checkpoint, ReadSettings, read_listed
 from ckpt.reading.latest import await_commit
 from ckpt.reading.no_checkpoint import no_checkpoint
+from ckpt.stock.inert_unpickler import is_whole_pickle
 
 _OPEN_ATTEMPTS = 3
 _MAX_RANKS = 1 << 20
@@ -135,8 +136,11 @@ def _check_same(store: Store, settings: ReadSettings) -> None:
     """Raise CommitConflict if a whole stock checkpoint was saved over the committed one."""
     try:
         is_another = _stock_checkpoint(store, settings) is not None
-    except (NotFound, IntegrityError, FormatError, UnsafeContent):
-        return  # ours, damaged: only stock readers need it
+    except (NotFound, IntegrityError):
+        return
+    except (FormatError, UnsafeContent):
+        # Ours, damaged, is needed by stock readers only. A whole pickle is another program's that this one refuses.
+        is_another = is_whole_pickle(_read_replaceable(store, STOCK_METADATA_KEY))
     if is_another:
         raise CommitConflict(
             "another program (stock PyTorch?) saved over the checkpoint that is committed here: remove commit.json "

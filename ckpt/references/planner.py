@@ -25,6 +25,7 @@ from ckpt.references.base import UNFIT, Base
 from ckpt.references.digests import Comparison
 from ckpt.references.owners import MAX_OWNERS, choose_entries, sum_by_owner
 from ckpt.references.request import References
+from ckpt.save_plans.unplannable import tensors_named
 from ckpt.transfer.threads import workers
 from ckpt.writing.layout import Chunk, resolved_tensor
 
@@ -123,7 +124,8 @@ class CarryingPlanner(SavePlanner):
             self.inner.set_up_planner(state_dict, is_coordinator=is_coordinator)
 
     def create_local_plan(self) -> SavePlan:
-        plan = self.inner.create_local_plan()
+        with tensors_named(getattr(self.inner, "state_dict", {})):
+            plan = self.inner.create_local_plan()
         return dataclasses.replace(plan, storage_data=self._look(plan.items))
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:

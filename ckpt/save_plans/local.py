@@ -25,6 +25,7 @@ from ckpt.format.dtypes import dtype_name
 from ckpt.gc_pause import no_gc
 from ckpt.save_plans.rules import WHOLE, Rule, box_at
 from ckpt.save_plans.sections import OBJECT, Held, Path, digest_of, encode_section, make_sections
+from ckpt.save_plans.unplannable import tensors_named
 from ckpt.torch_private import (
     ShardedTensor,
     StridedShard,
@@ -112,7 +113,7 @@ class Memory:
         self, planner: DefaultSavePlanner, check: Callable[[Sequence[WriteItem]], None]
     ) -> Structure:
         """Describe what a planner that was set up plans on this rank; `check` may refuse it."""
-        with no_gc():
+        with tensors_named(planner.state_dict), no_gc():
             known = self._alike(planner)
             if known is not None:
                 return known

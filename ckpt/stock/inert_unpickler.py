@@ -15,6 +15,7 @@ from typing import Any
 
 from ckpt.errors import FormatError, UnsafeContent
 from ckpt.format.planner_data import HASH_MODULUS
+from ckpt.stock.stored_paths import PathClasses, is_pathlib, refusal
 
 
 class StandIn:
@@ -27,13 +28,16 @@ class StandIn:
         self.state = state
 
 
-def load_inert(data: bytes, classes: Mapping[str, Collection[str]]) -> Any:
+def load_inert(data: bytes, classes: Mapping[str, Collection[str]], *, foreign_paths: bool = False) -> Any:
     """Load a pickle, with a `StandIn` for each instance of `classes` (module -> names).
+
+    Paths become a `StoredPath`: those of pathlib, and with `foreign_paths` instances of every class of another
+    package, so that the caller refuses them wherever no path belongs.
 
     Raises UnsafeContent if it asks for something else, and any exception if it is damaged.
     """
     scan(data)
-    return _InertUnpickler(data, classes).load()
+    return _InertUnpickler(data, classes, foreign_paths).load()
 
 
 # -- the opcodes ---------------------------------------------------------------------------------------
@@ -173,6 +177,19 @@ def opcode_text(code: int) -> str:
     return "a number of more than 255 bytes" if code == _LONG4 else f"opcode {code:#04x}"
 
 
+def is_whole_pickle(data: bytes) -> bool:
+    """Return whether data is one pickle from its first byte to its last, whatever that asks for."""
+    if not data.startswith(pickle.PROTO):
+        return False
+    stream = io.BytesIO(data)
+    try:
+        for _ in pickletools.genops(stream):
+            pass
+    except ValueError:
+        return False
+    return stream.tell() == len(data)
+
+
 # -- stand-ins -----------------------------------------------------------------------------------------
 
 _MEMORY_FORMATS = (
@@ -184,8 +201,9 @@ _MEMORY_FORMATS = (
 class _InertUnpickler(pickle.Unpickler):
     """Resolves names to stand-ins of its own, so that a pickle cannot touch the real classes."""
 
-    def __init__(self, data: bytes, classes: Mapping[str, Collection[str]]) -> None:
+    def __init__(self, data: bytes, classes: Mapping[str, Collection[str]], foreign_paths: bool) -> None:
         super().__init__(io.BytesIO(data))
+        self._paths, self._has_foreign_paths = PathClasses(), foreign_paths
         self._known: dict[tuple[str, str], Any] = {
             ("torch", "Size"): _Call(_size),
             ("torch.serialization", "_get_layout"): _Call(_layout),
@@ -194,10 +212,6 @@ class _InertUnpickler(pickle.Unpickler):
         for module, names in classes.items():
             for name in names:
                 self._known[module, name] = type(name, (StandIn,), {"__slots__": ("state",)})
-        for module in ("pathlib", "pathlib._local"):
-            for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"):
-                # The place that a checkpoint was saved to: of no use here.
-                self._known[module, name] = _Call(lambda *parts: None)
         self._known |= dict.fromkeys(_MEMORY_FORMATS, _Call(_number))
 
     def find_class(self, module: str, name: str) -> Any:
@@ -208,7 +222,12 @@ class _InertUnpickler(pickle.Unpickler):
 
             if isinstance(dtype := getattr(torch, name, None), torch.dtype):
                 return dtype
-        raise UnsafeContent(f"a pickle that asks for {module[:80]}.{name[:80]}")
+        if is_pathlib(module, name):
+            known = self._known[module, name] = self._paths.pathlib(module, name)
+            return known
+        if self._has_foreign_paths:
+            return self._paths.foreign(module, name)
+        raise UnsafeContent(refusal(f"{module}.{name}"))
 
 
 class _Call:

@@ -12,9 +12,10 @@ import torch
 from torch.distributed.checkpoint import metadata as dcp
 
 from ckpt.errors import FormatError, UnsafeContent
-from ckpt.format.planner_data import check_planner_data
+from ckpt.format.planner_data import NotPlain, check_planner_data
 from ckpt.gc_pause import no_gc
 from ckpt.stock.inert_unpickler import StandIn, load_inert
+from ckpt.stock.stored_paths import StoredPath, path_text, refusal
 from ckpt.torch_private import StorageInfo
 
 _MAX_DIMENSIONS = 64
@@ -32,7 +33,7 @@ def decode_metadata(data: bytes | bytearray | memoryview, *, url: str, key: str)
     """
     try:
         with no_gc():
-            return _metadata(load_inert(bytes(data), _CLASSES), len(data))
+            return _metadata(load_inert(bytes(data), _CLASSES, foreign_paths=True), len(data))
     except UnsafeContent as error:
         raise UnsafeContent(f"refused: {error.message}", url=url, key=key) from None
     except Exception as error:
@@ -58,14 +59,18 @@ def _metadata(stand_in: Any, pickle_bytes: int) -> dcp.Metadata:
     state, chunks = _state(stand_in, "Metadata"), _Chunks(pickle_bytes)
     tensors = _checked(state["state_dict_metadata"], dict)
     planner_data = state.get("planner_data")
-    check_planner_data(planner_data)
+    try:
+        check_planner_data(planner_data)
+    except NotPlain as error:
+        _refuse_path(error.value)
+        raise
     storage = state.get("storage_data")
     return dcp.Metadata(
         state_dict_metadata={
             _checked(fqn, str): _storage_type(value, chunks) for fqn, value in tensors.items()
         },
         planner_data=planner_data,
-        storage_data=_storage(_checked(storage, dict)),
+        storage_data=_storage(_checked(storage, dict), _Paths(pickle_bytes)),
         storage_meta=_storage_meta(state.get("storage_meta")),
         version=_optional(state.get("version"), str),
     )
@@ -124,15 +129,29 @@ def _index(stand_in: Any) -> dcp.MetadataIndex:
     )
 
 
-def _storage(storage: dict[Any, Any]) -> dict[dcp.MetadataIndex, StorageInfo]:
-    items = [(_index(key), _storage_info(value)) for key, value in storage.items()]
+class _Paths:
+    """Make texts of the paths of all items: together not much longer than the pickle, which may repeat their parts."""
+
+    def __init__(self, pickle_bytes: int) -> None:
+        self._left = pickle_bytes + _SLACK_BYTES
+
+    def of(self, path: Any) -> str:
+        if not isinstance(path, StoredPath):
+            return _checked(path, str)  # type: ignore[no-any-return]
+        text = path_text(path, self._left)
+        self._left -= len(text) + 1
+        return text
+
+
+def _storage(storage: dict[Any, Any], paths: _Paths) -> dict[dcp.MetadataIndex, StorageInfo]:
+    items = [(_index(key), _storage_info(value, paths)) for key, value in storage.items()]
     # The hash of an offset is no secret: looking at it first keeps a dict of equal ones from being built.
     if len({hash(index) for index, _ in items}) != len(items):
         raise ValueError("an item that is listed twice")
     return dict(items)
 
 
-def _storage_info(stand_in: Any) -> StorageInfo:
+def _storage_info(stand_in: Any, paths: _Paths) -> StorageInfo:
     state = _state(stand_in, "_StorageInfo")
     descriptors = state.get("transform_descriptors")
     if descriptors is not None:
@@ -140,7 +159,7 @@ def _storage_info(stand_in: Any) -> StorageInfo:
             raise ValueError(f"an item that is transformed {len(descriptors)} times")
         descriptors = [_checked(name, str) for name in descriptors]
     return StorageInfo(
-        _checked(state["relative_path"], str),
+        paths.of(state["relative_path"]),
         _natural(state["offset"]),
         _natural(state["length"]),
         descriptors,
@@ -151,12 +170,16 @@ def _storage_meta(stand_in: Any) -> dcp.StorageMeta | None:
     if stand_in is None:
         return None
     state = _state(stand_in, "StorageMeta")
+    location = state.get("checkpoint_id")
+    if isinstance(location, StoredPath):  # where it was saved to, which no load needs
+        location = None
     return dcp.StorageMeta(
-        checkpoint_id=_optional(state.get("checkpoint_id"), str), save_id=_optional(state.get("save_id"), str)
+        checkpoint_id=_optional(location, str), save_id=_optional(state.get("save_id"), str)
     )
 
 
 def _state(stand_in: Any, name: str, kind: type = dict) -> Any:
+    _refuse_path(stand_in)
     if not isinstance(stand_in, StandIn) or type(stand_in).__name__ != name:
         raise ValueError(f"{type(stand_in).__name__[:40]} in place of {name}")
     return _checked(stand_in.state, kind)
@@ -177,8 +200,16 @@ def _natural(value: Any) -> int:
 
 def _checked(value: Any, kind: type) -> Any:
     if not isinstance(value, kind):
+        _refuse_path(value)
         raise TypeError(f"{type(value).__name__[:40]} in place of {kind.__name__}")
     return value
+
+
+def _refuse_path(value: Any) -> None:
+    """Raise UnsafeContent for an instance of another package's class where metadata has no path."""
+    is_class = isinstance(value, type) and issubclass(value, StoredPath)
+    if is_class or isinstance(value, StoredPath):
+        raise UnsafeContent(refusal(value.class_name))
 
 
 def _optional(value: Any, kind: type) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import logging
 import os
 import weakref
@@ -31,7 +32,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def plain(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return `tensor` as an ordinary strided tensor over the same memory; None if it is more than that.
 
-    Sparse and quantized tensors and subclasses with a dispatch of their own (wrappers without
+    Sparse, nested and quantized tensors and subclasses with a dispatch of their own (wrappers without
     memory) can only be pickled as they are. Raises ValueError if its storage was shrunk, as FSDP1
     does with parameters that it has freed: there is nothing to save.
     """
@@ -40,7 +41,12 @@ def plain(tensor: torch.Tensor) -> torch.Tensor | None:
         if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
             return None
         tensor = tensor.as_subclass(torch.Tensor)
-    if tensor.layout is not torch.strided or tensor.is_quantized or is_zero_tensor(tensor):
+    if (
+        tensor.layout is not torch.strided
+        or tensor.is_nested
+        or tensor.is_quantized
+        or is_zero_tensor(tensor)
+    ):
         return None
     if tensor.device.type != "meta" and _end_byte(tensor) > tensor.untyped_storage().nbytes():
         raise ValueError("its storage holds fewer bytes than its shape needs: it was freed")
@@ -133,6 +139,19 @@ def tensor_over(memory: memoryview) -> torch.Tensor:
     if not memory.nbytes:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+@functools.cache
+def can_cast(source: torch.dtype, target: torch.dtype) -> bool:
+    """Return whether torch copies elements of one dtype into a tensor of the other: packed ones have no values."""
+    if source == target:
+        return True
+    try:
+        elements = torch.zeros(16, dtype=torch.uint8, device="cpu").view(source)
+        torch.empty(elements.shape, dtype=target, device="cpu").copy_(elements)
+    except (NotImplementedError, RuntimeError):
+        return False
+    return True
 
 
 def copy_elements(source: torch.Tensor, target: torch.Tensor, *, non_blocking: bool = False) -> None:

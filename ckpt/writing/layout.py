@@ -6,14 +6,16 @@ import heapq
 import io
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 
 from ckpt.errors import CheckpointError
+from ckpt.save_plans.unplannable import layout_fault
 from ckpt.stock.item_frame import frame
 from ckpt.transfer.file_body import ALIGNMENT_BYTES, BytesPayload, FileItem, Payload, TensorPayload
 from ckpt.transfer.tensor_memory import plain
@@ -25,6 +27,12 @@ MAX_FILE_BYTES = 128 << 30
 SMALL_ITEM_BYTES = 64 << 10
 MIN_FILE_BYTES = 32 << 20
 """Below it one more file costs more than it gains."""
+
+
+class Look(Protocol):
+    """Checks a pickle of an object, or of a tensor, by its name."""
+
+    def __call__(self, fqn: str, pickled: memoryview, *, is_tensor: bool) -> None: ...
 
 
 Chunk = tuple[str, torch.Size | None]
@@ -58,10 +66,31 @@ def refuse_unstorable(items: Sequence[WriteItem]) -> None:
     for item in items:
         layout = item.tensor_data.properties.layout if item.tensor_data is not None else torch.strided
         if layout is not torch.strided:
+            raise CheckpointError(f"{item.index.fqn!r} {layout_fault(layout)}")
+
+
+def refuse_unsized(items: Iterable[WriteItem]) -> None:
+    """Raise CheckpointError for a dtype whose size DCP's own planner cannot tell, such as `torch.bits8`."""
+    unsized: dict[torch.dtype, bool] = {}
+    for item in items:
+        if item.tensor_data is None:
+            continue
+        dtype = item.tensor_data.properties.dtype
+        if dtype not in unsized:
+            unsized[dtype] = _is_unsized(item)
+        if unsized[dtype]:
             raise CheckpointError(
-                f"{item.index.fqn!r} has the layout {layout}, which could not be loaded again; "
-                "save it dense, or its parts as tensors of their own"
+                f"{item.index.fqn!r} is {dtype}, which DCP's planner cannot save: save its bytes, as "
+                "tensor.view(torch.uint8) shows them"
             )
+
+
+def _is_unsized(item: WriteItem) -> bool:
+    try:
+        item.tensor_storage_size()
+    except TypeError:
+        return True
+    return False
 
 
 def tensor_entries(
@@ -94,17 +123,15 @@ def tensor_entries(
     return entries, [*objects, *others]
 
 
-def pickled_entries(
-    items: Iterable[WriteItem], planner: SavePlanner, look: Callable[[str, memoryview], None]
-) -> Iterator[Entry]:
+def pickled_entries(items: Iterable[WriteItem], planner: SavePlanner, look: Look) -> Iterator[Entry]:
     """Pickle items one at a time, and show `look` each with its FQN.
 
     Raises CheckpointError if the planner or torch failed.
     """
     for item in items:
-        pickled = _pickled_object if item.type == WriteItemType.BYTE_IO else _pickled_tensor
-        data = pickled(planner, item).getbuffer()
-        look(item.index.fqn, data)
+        is_tensor = item.type != WriteItemType.BYTE_IO
+        data = (_pickled_tensor if is_tensor else _pickled_object)(planner, item).getbuffer()
+        look(item.index.fqn, data, is_tensor=is_tensor)
         yield Entry(item.index, b"", BytesPayload(data), b"", False)
 
 

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 
 from ckpt.errors import CheckpointError
 from ckpt.gc_pause import no_gc
+from ckpt.save_plans.unplannable import fault_of, may_fail
 from ckpt.transfer.tensor_memory import copy_elements, flat_pairs, has_memory_view, plain
 from ckpt.transfer.threads import share
 from ckpt.writing.staging_memory import Blocks, Lease, SharedBlock, StagedState, tensor_in
@@ -166,9 +167,14 @@ class _Copies:
         self._mappings: list[tuple[Mapping[Any, Any], dict[Any, Any], str]] = []
         self._memo: dict[int, Any] = {id(tensor): tensor for tensor in kept}
 
-    def find(self, value: Any, name: str) -> None:
-        """Note all tensors of `value`, also those in containers, and set a place for each."""
+    def find(self, value: Any, name: str, *, is_planned: bool = True) -> None:
+        """Note all tensors of `value`, also those in containers, and set a place for each.
+
+        DCP plans those in dicts and lists; others, in tuples, it pickles with what holds them.
+        """
         if isinstance(value, torch.Tensor):
+            if is_planned and may_fail(value) and (fault := fault_of(value)) is not None:
+                raise CheckpointError(f"{name!r} {fault}")
             if id(value) not in self._found and id(value) not in self._memo:
                 try:
                     self._found[id(value)] = self._find_tensor(value, name)
@@ -179,7 +185,8 @@ class _Copies:
             items = dict(value if isinstance(value, Mapping) else enumerate(value))
             for key, item in items.items():
                 if type(item) not in _ATOMS:
-                    self.find(item, f"{name}.{key}")
+                    is_inner_planned = is_planned and not isinstance(value, tuple)
+                    self.find(item, f"{name}.{key}", is_planned=is_inner_planned)
             if isinstance(value, Mapping) and type(value) is not dict:
                 self._mappings.append((value, items, name))  # inner ones first
 
@@ -187,7 +194,7 @@ class _Copies:
         parts = parts_of(tensor)
         if parts is not None:
             for part in parts:
-                self.find(part, name)
+                self.find(part, name, is_planned=False)
             return _Found(tensor, name, parts=parts)
         source = plain(tensor)
         if source is None or source.device.type == "meta":

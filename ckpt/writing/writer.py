@@ -48,7 +48,15 @@ from ckpt.save_plans.validation import quick_validation
 from ckpt.torch_private import replace_plan_validation
 from ckpt.transfer.bandwidth import Pacer
 from ckpt.writing.coordinator import Coordinator
-from ckpt.writing.layout import Chunk, Entry, pickled_entries, refuse_unstorable, spread, tensor_entries
+from ckpt.writing.layout import (
+    Chunk,
+    Entry,
+    pickled_entries,
+    refuse_unsized,
+    refuse_unstorable,
+    spread,
+    tensor_entries,
+)
 from ckpt.writing.rank_files import RankFiles
 from ckpt.writing.receipts import durations, records_of, timings_of
 from ckpt.writing.refused_objects import RefusedObjects
@@ -169,6 +177,7 @@ class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         with self._errors_named():
             refuse_unstorable(plan.items)
+            refuse_unsized(plan.items)
         self.look()
         return packed_plan(plan)
 

@@ -27,7 +27,7 @@ from ckpt.consistency import environment
 from ckpt.conversion import source as sources
 from ckpt.conversion.torch_source import TorchFileSource
 from ckpt.errors import CommitConflict, StorageUnavailable
-from ckpt.stock.safetensors_format import encode_header
+from ckpt.stock.safetensors_format import DescribedTensor, encode_header
 
 MIB = 1 << 20
 
@@ -42,7 +42,7 @@ def sparse_model(place: Path, gib: int) -> None:
         "huge": (torch.float32, (rows, 1024)),
         **{f"small.{n}": (torch.bfloat16, (n,)) for n in range(40)},
     }
-    header = encode_header(tensors)
+    header = encode_header({name: DescribedTensor.of(*kind) for name, kind in tensors.items()})
     with open(place, "wb") as file:
         file.write(header)
         file.truncate(len(header) + (gib << 30) + 2 * sum(range(40)))

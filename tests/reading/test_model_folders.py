@@ -240,14 +240,16 @@ def write_raw(path: Path, header: str | dict[str, Any], data: bytes) -> None:
     path.write_bytes(len(raw).to_bytes(8, "little") + raw + data)
 
 
-@pytest.mark.parametrize("dtype", ["F4", "F6_E2M3", "F2048"])
+@pytest.mark.parametrize(
+    ("dtype", "shape"), [("F4", (4, 3)), ("F6_E2M3", (4, 2)), ("F6_E3M2", (8,)), ("F2048", (4, 2))]
+)
 @pytest.mark.parametrize("has_index", [True, False])
 def test_a_dtype_that_torch_lacks_is_an_error_only_if_it_is_asked_for(
-    tmp_path: Path, dtype: str, has_index: bool
+    tmp_path: Path, dtype: str, shape: tuple[int, ...], has_index: bool
 ) -> None:
     header = {
         "w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},
-        "q": {"dtype": dtype, "shape": [4, 2], "data_offsets": [8, 14]},
+        "q": {"dtype": dtype, "shape": shape, "data_offsets": [8, 14]},
     }
     name = "model-00001-of-00001.safetensors" if has_index else "model.safetensors"
     write_raw(tmp_path / name, header, torch.ones(2).numpy().tobytes() + bytes(6))
@@ -275,12 +277,17 @@ def described(begin: Any = 0, end: Any = 8, dtype: Any = "F32", shape: Any = (2,
     ("header", "message"),
     [
         (f'"a":{described()},"b":{described(4, 12)}', "overlaps"),
-        (f'"a":{described()},"b":{described(4, 12, "F4")}', "overlaps"),
-        (f'"a":{described()},"b":{described(0, 16, "F4")}', "overlaps"),
-        (f'"a":{described()},"b":{described(12, 16, "F4")}', "gap"),
+        (f'"a":{described()},"b":{described(4, 12, "F2048")}', "overlaps"),
+        (f'"a":{described()},"b":{described(0, 16, "F2048")}', "overlaps"),
+        (f'"a":{described()},"b":{described(12, 16, "F2048")}', "gap"),
         (f'"a":{described(-8, 0)}', "impossible data_offsets"),
-        (f'"a":{described(16, 0, "F4")}', "impossible data_offsets"),
+        (f'"a":{described(16, 0, "F2048")}', "impossible data_offsets"),
         (f'"a":{described(0, 1 << 63)}', "impossible data_offsets"),
+        (f'"a":{described(0, 16, "F4", (2, 8))}', "do not fit"),
+        (f'"a":{described(0, 16, "F4", (31,))}', "do not fit"),
+        (f'"a":{described(0, 16, "F4", ())}', "do not fit"),
+        (f'"a":{described(0, 16, "F6_E2M3", (21,))}', "do not fit"),
+        (f'"a":{described(0, 0, "F4", (0, 1 << 61, 8))}', "impossible shape"),
         (f'"a":{described(0, 16)}', "do not fit"),
         (f'"a":{described(0, 16, "F4", (-2,))}', "impossible shape"),
         (f'"a":{described(0, 16, "../F4")}', "impossible dtype"),
