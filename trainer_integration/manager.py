@@ -17,6 +17,7 @@ from ckpt.content.checks import Checks, Level
 from ckpt.embeddings.saving import Tables
 from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.local_first.options import LocalTier
+from ckpt.options import ManagerOptions
 from ckpt.ranks.failures import same_outcome
 from ckpt.ranks.group import Ranks
 from ckpt.ranks.nodes import first_of_node
@@ -25,6 +26,8 @@ from ckpt.trainer_integration import keeping, saving
 from ckpt.trainer_integration.events import Event, Events
 from ckpt.trainer_integration.keeping import KeepRule
 from ckpt.trainer_integration.run.async_modes import AsyncMode, Uploads
+from ckpt.trainer_integration.run.beginning import Beginning
+from ckpt.trainer_integration.run.held_errors import errors_held
 from ckpt.trainer_integration.run.history import History
 from ckpt.trainer_integration.run.in_flight import OnBusy, Saves
 from ckpt.trainer_integration.run.near_saves import saves_for
@@ -73,6 +76,7 @@ class CheckpointManager:
         local: a folder on each node's own disk, or a `ckpt.LocalTier`: saves go there first (`docs/local-first.md`).
         fallback: a folder that all nodes see: what `root` refuses is saved there, and moved when it answers again.
         preflight: from each node, before the first step: write, read, create, delete; free space.
+        options: a `ckpt.options.ManagerOptions`, such as `on_existing=` for a run that begins anew in an old run's folder.
         events: called with each `Event`, such as `JsonLines(path)` and `OpenTelemetry(meter)`.
         process_group, storage_options and all others: as for `ckpt.save`.
 
@@ -104,20 +108,21 @@ class CheckpointManager:
         stock_metadata_max_bytes: int | None = DEFAULT_MAX_BYTES,
         checks: Checks | Level | None = None,
         block_digests: str | None = None,
+        options: ManagerOptions | None = None,
     ) -> None:
         self._on_busy, self._on_failure, self._tables = on_busy, on_failure, tables
-        options: dict[str, Any] = {"storage_options": storage_options, "threads": threads}
-        options["memory_budget_bytes"] = memory_budget_bytes
-        self._load_options = {**options, "process_group": process_group}
-        options["max_bandwidth_bytes_per_s"] = max_bandwidth_bytes_per_s
+        common: dict[str, Any] = {"storage_options": storage_options, "threads": threads}
+        common["memory_budget_bytes"] = memory_budget_bytes
+        self._load_options = {**common, "process_group": process_group}
+        common["max_bandwidth_bytes_per_s"] = max_bandwidth_bytes_per_s
         self._ranks = Ranks(process_group, no_dist=False, purpose="manager")
         self._is_closed, self._needs_preflight = False, preflight
 
         def prepare() -> tuple[SaveRule, KeepRule | None, Uploads, History]:
             kinds = {"checks": Checks.of(checks), "block_digests": checked_algorithm(block_digests)}
             limit = checked_max_bytes(stock_metadata_max_bytes)
-            save_options = {**options, **kinds, "stock_metadata_max_bytes": limit}
-            patterns = _checked(on_busy, on_failure, references, frozen, tables)
+            save_options = {**common, **kinds, "stock_metadata_max_bytes": limit}
+            patterns = _checked(on_busy, on_failure, references, frozen, tables, options)
             save_rule, keep_rule = saving.as_rule(save), keeping.as_rule(keep)
             uploads = Uploads(async_mode, self._ranks, process_group, save_options, patterns, tables)
             return save_rule, keep_rule, uploads, History(os.fspath(root), storage_options)
@@ -129,6 +134,7 @@ class CheckpointManager:
             tier = same_outcome(self._ranks, made, lambda: tier_of(local, fallback, history, job, uploads))
         self._saves = saves_for(self._ranks, uploads, history, keep_rule, Events(events), tier)
         self._saves.start()
+        self._beginning = Beginning(self._saves, (options or ManagerOptions()).on_existing)
         self._decisions = Decisions(save_rule, self._ranks, self._saves, max_undurable_s)
 
     def restore(
@@ -165,7 +171,9 @@ class CheckpointManager:
         checked, wanted = self._made(state, parts, rng), step if isinstance(step, str) else _number(step)
         options = {**self._load_options, "trusted_objects": trusted_objects, "read_once": read_once}
         where = initial, self._ranks, self._saves
-        return restore(checked, wanted, *where, strict=strict, expect=expect, load_options=options)
+        restored = restore(checked, wanted, *where, strict=strict, expect=expect, load_options=options)
+        self._beginning.is_settled = True
+        return restored
 
     def step(
         self,
@@ -193,14 +201,16 @@ class CheckpointManager:
         self._check_open()
         step = _number(step)
         _check_any(state, parts, self._tables)
-        reason = self._decisions.reason(step, is_last=last, settle=self._settle)
-        begun = reason is not None and self._save(
-            step, reason, metrics, lambda: self._made(state, parts, rng)
-        )
-        if self.preempted:
-            self._saves.wait_preempted(self._decisions.patience_s())
-        elif not begun:
-            self._saves.uploads.provide()
+        self._beginning.check(step)
+        with self._decisions.held():
+            reason = self._decisions.reason(step, is_last=last, settle=self._settle)
+            begun = reason is not None and self._save(
+                step, reason, metrics, lambda: self._made(state, parts, rng)
+            )
+            if self.preempted:
+                self._saves.wait_preempted(self._decisions.patience_s())
+            elif not begun:
+                self._saves.uploads.provide()
         return begun
 
     def save(
@@ -240,8 +250,9 @@ class CheckpointManager:
 
         Raises SaveFailed if it failed, or is not durable in time, on any rank.
         """
-        if (failure := self._saves.wait_durable(timeout_s)) is not None:
-            raise failure
+        with errors_held():
+            if (failure := self._saves.wait_durable(timeout_s)) is not None:
+                raise failure
         return self.durable_step
 
     def close(self) -> None:
@@ -250,7 +261,8 @@ class CheckpointManager:
             return
         self._is_closed = True
         try:
-            failure = self._saves.close()
+            with errors_held():
+                failure = self._saves.close()
         finally:
             self._decisions.close()
         if failure is not None and self._on_failure == "raise":
@@ -267,16 +279,22 @@ class CheckpointManager:
     def _save(
         self, step: int, reason: str, metrics: Mapping[str, float] | None, state: Callable[[], dict[str, Any]]
     ) -> bool:
-        if step in self._saves.steps and any(self._ranks.most([self._saves.failed])):
+        self._beginning.check(step, is_save=True)
+        with errors_held():
+            if step in self._saves.steps and any(self._ranks.most([self._saves.failed])):
+                self._settle()
+            if step in self._saves.steps:
+                self._saves.tell("not_due", step, "it has been saved already")
+                return False
+            if (
+                self._on_busy != "wait"
+                and not self.preempted
+                and self._saves.is_too_busy(step, self._on_busy)
+            ):
+                return False
             self._settle()
-        if step in self._saves.steps:
-            self._saves.tell("not_due", step, "it has been saved already")
-            return False
-        if self._on_busy != "wait" and not self.preempted and self._saves.is_too_busy(step, self._on_busy):
-            return False
-        self._settle()
-        self._saves.begin(step, state(), reason, metrics)
-        return True
+            self._saves.begin(step, state(), reason, metrics)
+            return True
 
     def _settle(self) -> None:
         failure = self._saves.settle(self._decisions.patience_s())
@@ -342,11 +360,18 @@ def _check_choice(name: str, value: object, *choices: object) -> None:
 
 
 def _checked(
-    on_busy: object, on_failure: object, references: object, frozen: Collection[str], tables: object
+    on_busy: object,
+    on_failure: object,
+    references: object,
+    frozen: Collection[str],
+    tables: object,
+    options: object,
 ) -> Patterns | None:
     """Check arguments; return what need not be compared, None if saves do not refer to others."""
     if tables is not None and not isinstance(tables, Tables):
         raise ConfigurationError(f"tables must be a ckpt.embeddings.Tables, not {tables!r:.100}")
+    if options is not None and not isinstance(options, ManagerOptions):
+        raise ConfigurationError(f"options must be a ckpt.ManagerOptions, not {options!r:.100}")
     _check_choice("on_busy", on_busy, "wait", "skip", "fail")
     _check_choice("on_failure", on_failure, "raise", "continue")
     _check_choice("references", references, True, False)

@@ -23,6 +23,7 @@ from ckpt.tools.preflight import check_place
 from ckpt.trainer_integration.events import Event, Events
 from ckpt.trainer_integration.keeping import Best, KeepRule
 from ckpt.trainer_integration.run.async_modes import Uploads
+from ckpt.trainer_integration.run.held_errors import wait_for
 from ckpt.trainer_integration.run.history import History, plain_metrics
 from ckpt.writing.writer import SaveMeta
 
@@ -97,6 +98,16 @@ class Saves:
     def start(self) -> None:
         """Begin what goes on beside the saves. All ranks call it."""
 
+    def newest(self) -> tuple[int, str] | None:
+        """Find, on all ranks, the step and URL of the newest checkpoint that a restore may take. Raises CheckpointError."""
+        newest = self._ranks.from_first(self.history.newest)
+        return None if newest is None else (newest[0], self.history.shown(newest[1]))
+
+    def begin_new_run(self) -> None:
+        """Give up, with the next checkpoint, all those of the root; on all ranks."""
+        self._ranks.from_first(self.history.find_all)
+        self.history.go_on_from(-1)
+
     def go_on_from(
         self, step: int, path: str, created_at_s: float | None, *, is_durable: bool = True
     ) -> None:
@@ -165,7 +176,7 @@ class Saves:
         flight = self._flight
         if flight is None:
             return None
-        late = not flight.durable.wait(timeout_s)
+        late = not wait_for(flight.durable, timeout_s)
         error = None if late else flight.future.exception()
         failed, late_anywhere = self._ranks.most([error is not None, late])
         step, url = flight.checkpoint.step, self.history.shown(flight.checkpoint.path)
@@ -187,6 +198,9 @@ class Saves:
             self.wait_booked()
             flight, self._flight = self._flight, None
             return None if flight is None else flight.future.exception()
+        except BaseException:  # Ctrl-C: the program ends
+            self.hurries = True
+            raise
         finally:
             self._end()
             self.uploads.close()
@@ -213,7 +227,7 @@ class Saves:
     def wait_booked(self) -> None:
         """Wait for the removals after a save: such a folder must not be read or saved into."""
         if self._booked is not None:
-            self._booked.wait()
+            wait_for(self._booked)
 
     def tell(self, kind: str, step: int | None, reason: str = "", url: str = "", **values: float) -> None:
         """Report an event, on rank 0."""
