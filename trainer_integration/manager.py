@@ -9,6 +9,7 @@ import random
 import secrets
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckpt.collective import place_of
@@ -29,11 +30,11 @@ from ckpt.trainer_integration.run.async_modes import AsyncMode, Uploads
 from ckpt.trainer_integration.run.beginning import Beginning
 from ckpt.trainer_integration.run.held_errors import errors_held
 from ckpt.trainer_integration.run.history import History
-from ckpt.trainer_integration.run.in_flight import OnBusy, Saves
+from ckpt.trainer_integration.run.in_flight import OnBusy, Saves, leaves_out
 from ckpt.trainer_integration.run.near_saves import saves_for
 from ckpt.trainer_integration.run.restore import Restored, restore
 from ckpt.trainer_integration.run.save_decision import Decisions
-from ckpt.trainer_integration.run.tier import tier_of
+from ckpt.trainer_integration.run.tier import Tier, tier_of
 from ckpt.trainer_integration.saving import SaveRule
 from ckpt.trainer_integration.training_state import size_bytes, training_state
 from ckpt.writing.stock_metadata import DEFAULT_MAX_BYTES, checked_max_bytes
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = ["CheckpointManager"]
+
+_Metrics = Mapping[str, float] | None
 
 _PREFLIGHT_SPREAD_S = 1e-3
 """A thousand nodes try the storage out over a second, and not at once."""
@@ -76,7 +79,7 @@ class CheckpointManager:
         local: a folder on each node's own disk, or a `ckpt.LocalTier`: saves go there first (`docs/local-first.md`).
         fallback: a folder that all nodes see: what `root` refuses is saved there, and moved when it answers again.
         preflight: from each node, before the first step: write, read, create, delete; free space.
-        options: a `ckpt.options.ManagerOptions`, such as `on_existing=` for a run that begins anew in an old run's folder.
+        options: a `ckpt.options.ManagerOptions`: a new run in the folder of an old one, checks of saves.
         events: called with each `Event`, such as `JsonLines(path)` and `OpenTelemetry(meter)`.
         process_group, storage_options and all others: as for `ckpt.save`.
 
@@ -114,26 +117,21 @@ class CheckpointManager:
         common: dict[str, Any] = {"storage_options": storage_options, "threads": threads}
         common["memory_budget_bytes"] = memory_budget_bytes
         self._load_options = {**common, "process_group": process_group}
-        common["max_bandwidth_bytes_per_s"] = max_bandwidth_bytes_per_s
         self._ranks = Ranks(process_group, no_dist=False, purpose="manager")
         self._is_closed, self._needs_preflight = False, preflight
+        of_saves = max_bandwidth_bytes_per_s, stock_metadata_max_bytes, checks, block_digests
 
         def prepare() -> tuple[SaveRule, KeepRule | None, Uploads, History]:
-            kinds = {"checks": Checks.of(checks), "block_digests": checked_algorithm(block_digests)}
-            limit = checked_max_bytes(stock_metadata_max_bytes)
-            save_options = {**common, **kinds, "stock_metadata_max_bytes": limit}
+            save_options = common | _save_options(*of_saves)
             patterns = _checked(on_busy, on_failure, references, frozen, tables, options)
-            save_rule, keep_rule = saving.as_rule(save), keeping.as_rule(keep)
             uploads = Uploads(async_mode, self._ranks, process_group, save_options, patterns, tables)
-            return save_rule, keep_rule, uploads, History(os.fspath(root), storage_options)
+            history = History(os.fspath(root), storage_options)
+            return saving.as_rule(save), keeping.as_rule(keep), uploads, history
 
-        made, tier = _described(root, tables, fallback, local), None
+        made = _described(root, tables, fallback, local)
         save_rule, keep_rule, uploads, history = same_outcome(self._ranks, made, prepare)
-        if local is not None or fallback is not None:  # on all ranks alike, as it was described
-            job = self._ranks.from_first(lambda: secrets.token_hex(8))
-            tier = same_outcome(self._ranks, made, lambda: tier_of(local, fallback, history, job, uploads))
+        tier = _tier(made, local, fallback, history, uploads)
         self._saves = saves_for(self._ranks, uploads, history, keep_rule, Events(events), tier)
-        self._saves.start()
         self._beginning = Beginning(self._saves, (options or ManagerOptions()).on_existing)
         self._decisions = Decisions(save_rule, self._ranks, self._saves, max_undurable_s)
 
@@ -204,9 +202,8 @@ class CheckpointManager:
         self._beginning.check(step)
         with self._decisions.held():
             reason = self._decisions.reason(step, is_last=last, settle=self._settle)
-            begun = reason is not None and self._save(
-                step, reason, metrics, lambda: self._made(state, parts, rng)
-            )
+            made = partial(self._made, state, parts, rng)
+            begun = reason is not None and self._save(step, reason, metrics, made)
             if self.preempted:
                 self._saves.wait_preempted(self._decisions.patience_s())
             elif not begun:
@@ -276,21 +273,11 @@ class CheckpointManager:
         with contextlib.suppress(*(() if error is None else (CheckpointError,))):  # `error` matters more
             self.close()
 
-    def _save(
-        self, step: int, reason: str, metrics: Mapping[str, float] | None, state: Callable[[], dict[str, Any]]
-    ) -> bool:
+    def _save(self, step: int, reason: str, metrics: _Metrics, state: Callable[[], dict[str, Any]]) -> bool:
         self._beginning.check(step, is_save=True)
         with errors_held():
-            if step in self._saves.steps and any(self._ranks.most([self._saves.failed])):
-                self._settle()
-            if step in self._saves.steps:
-                self._saves.tell("not_due", step, "it has been saved already")
-                return False
-            if (
-                self._on_busy != "wait"
-                and not self.preempted
-                and self._saves.is_too_busy(step, self._on_busy)
-            ):
+            on_busy = "wait" if self.preempted else self._on_busy
+            if leaves_out(self._saves, self._ranks, step, on_busy, self._settle):
                 return False
             self._settle()
             self._saves.begin(step, state(), reason, metrics)
@@ -319,6 +306,35 @@ def _described(root: str | os.PathLike[str], tables: object, fallback: object, l
     parts = (" with tables", tables), (" with a fallback", fallback), (" with a local tier", local)
     copies = " and copies" if isinstance(local, LocalTier) and local.copies else ""
     return f"CheckpointManager of {place_of(root)}{''.join(text for text, has in parts if has is not None)}{copies}"
+
+
+def _save_options(
+    max_bandwidth_bytes_per_s: float | None,
+    stock_metadata_max_bytes: int | None,
+    checks: Checks | Level | None,
+    block_digests: str | None,
+) -> dict[str, Any]:
+    """Check the options that saves have and restores do not. Raises ConfigurationError."""
+    return {
+        "max_bandwidth_bytes_per_s": max_bandwidth_bytes_per_s,
+        "stock_metadata_max_bytes": checked_max_bytes(stock_metadata_max_bytes),
+        "checks": Checks.of(checks),
+        "block_digests": checked_algorithm(block_digests),
+    }
+
+
+def _tier(
+    made: str,
+    local: str | os.PathLike[str] | LocalTier | None,
+    fallback: str | os.PathLike[str] | None,
+    history: History,
+    uploads: Uploads,
+) -> Tier | None:
+    """Make the tier, on all ranks or none: as the manager was described, all have one or none has."""
+    if local is None and fallback is None:
+        return None
+    job = uploads.ranks.from_first(lambda: secrets.token_hex(8))
+    return same_outcome(uploads.ranks, made, lambda: tier_of(local, fallback, history, job, uploads))
 
 
 def _check_root(state: Mapping[str, Any], tables: Tables | None, ranks: Ranks, saves: Saves) -> None:
@@ -371,7 +387,7 @@ def _checked(
     if tables is not None and not isinstance(tables, Tables):
         raise ConfigurationError(f"tables must be a ckpt.embeddings.Tables, not {tables!r:.100}")
     if options is not None and not isinstance(options, ManagerOptions):
-        raise ConfigurationError(f"options must be a ckpt.ManagerOptions, not {options!r:.100}")
+        raise ConfigurationError(f"options must be a ckpt.options.ManagerOptions, not {options!r:.100}")
     _check_choice("on_busy", on_busy, "wait", "skip", "fail")
     _check_choice("on_failure", on_failure, "raise", "continue")
     _check_choice("references", references, True, False)

@@ -309,6 +309,7 @@ ROOMS: Mapping[str, Room] = {
             "ckpt.collective",
             "ckpt.embeddings",
             "ckpt.local_first.options",
+            "ckpt.options",
             "ckpt.writing.stock_metadata",
             "ckpt.ranks",
             "ckpt.references.frozen",

@@ -93,10 +93,9 @@ def test_a_signal_to_the_group_of_two_ranks_saves_once(tmp_path: Path, kind: str
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["ours", "torch", "torchdata", "torch-spawn"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_every_one_of_many_preemptions_saves(tmp_path: Path, kind: str, ranks: int) -> None:
-    moments = random.Random(f"{kind}{ranks}")
-    for trial in range(TRIALS):
-        preempt(tmp_path / str(trial), kind, ranks, moments.uniform(0, 0.3))
+@pytest.mark.parametrize("trial", range(TRIALS))
+def test_every_one_of_many_preemptions_saves(tmp_path: Path, kind: str, ranks: int, trial: int) -> None:
+    preempt(tmp_path / "run", kind, ranks, random.Random(f"{kind}{ranks}{trial}").uniform(0, 0.3))
 
 
 def test_workers_that_ran_before_the_manager_may_die(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def _refused(step: int, newest: tuple[int, str], place: str) -> ConfigurationErr
     text = (
         f"this run begins at step {step} and has restored nothing, but {newest[1]} is a checkpoint of step {newest[0]}, "
         "which would stay the newest: call restore() before the first step to resume that run; or choose another root; "
-        'or pass options=ManagerOptions(on_existing="new-run"), which keeps the old checkpoints, but no longer restores '
+        'or pass options=ckpt.options.ManagerOptions(on_existing="new-run"), which keeps the old checkpoints, but no longer restores '
         "or counts them"
     )
     return ConfigurationError(text, url=place)

@@ -100,14 +100,15 @@ class _Hold:
             current = signal.getsignal(number)
             handler = unwrapped(current)
             if callable(handler) and current is not self._wrapped.get(number):
-                self._wrapped[number] = _Wrapped(handler, self)
-                signal.signal(number, self._wrapped[number])
+                wrapped = self._wrapped[number] = _Wrapped(handler, self)
+                signal.signal(number, wrapped)
 
     def restore(self) -> None:
         """Put the handlers back that nothing has replaced."""
         for number, wrapped in self._wrapped.items():
+            previous = wrapped.previous
             if signal.getsignal(number) is wrapped:
-                signal.signal(number, wrapped.previous)
+                signal.signal(number, previous)
 
     def take(self, number: int, error: BaseException) -> None:
         """Keep an error for later. Raises an interrupt that has come before."""

@@ -8,7 +8,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -119,17 +119,6 @@ class Saves:
         self.undurable_since_s = time.monotonic()
         self.durable_step = step if is_durable else None
         self.durable_at_s = self.undurable_since_s - age_s
-
-    def is_too_busy(self, step: int, on_busy: OnBusy) -> bool:
-        """Tell whether to leave out `step`, on all ranks, as the last save is in flight."""
-        (busy,) = self._ranks.most([self.busy])
-        if busy and on_busy == "fail":
-            raise SaveFailed(
-                f"step {step} is due, but the save before it is still in flight (on_busy='fail')"
-            )
-        if busy:
-            self.tell("not_due", step, "the save before it is still in flight")
-        return bool(busy)
 
     def begin(
         self, step: int, state: dict[str, Any], reason: str, metrics: Mapping[str, float] | None
@@ -311,6 +300,26 @@ class Saves:
         if text and text != self._unmeasured:  # once
             self.tell("unmeasured", newest.step, text)
         self._unmeasured = text
+
+
+def leaves_out(saves: Saves, ranks: Ranks, step: int, on_busy: OnBusy, settle: Callable[[], None]) -> bool:
+    """Tell whether to leave out `step`, on all ranks: it was saved, or the save before it is in flight.
+
+    `settle` is called if a save has failed, as that may be the one of this step. Raises SaveFailed with "fail".
+    """
+    if step in saves.steps and any(ranks.most([saves.failed])):
+        settle()
+    if step in saves.steps:
+        saves.tell("not_due", step, "it has been saved already")
+        return True
+    if on_busy == "wait":
+        return False
+    (busy,) = ranks.most([saves.busy])
+    if busy and on_busy == "fail":
+        raise SaveFailed(f"step {step} is due, but the save before it is still in flight (on_busy='fail')")
+    if busy:
+        saves.tell("not_due", step, "the save before it is still in flight")
+    return bool(busy)
 
 
 def _unmeasured(keep: KeepRule, newest_step: int, kept: Mapping[int, str], history: History) -> str:

@@ -281,10 +281,11 @@ class NearSaves(Saves):
 def saves_for(
     ranks: Ranks, uploads: Uploads, history: History, keep: KeepRule | None, events: Events, tier: Tier | None
 ) -> Saves:
-    """Make the saves of a manager, with a tier or without."""
-    if tier is None:
-        return Saves(ranks, uploads, history, keep, events)
-    return NearSaves(ranks, uploads, history, keep, events, tier)
+    """Make the saves of a manager, with a tier or without, and start them. All ranks call it."""
+    common = ranks, uploads, history, keep, events
+    saves = Saves(*common) if tier is None else NearSaves(*common, tier)
+    saves.start()
+    return saves
 
 
 def _both(some: dict[str, str], others: dict[str, str]) -> dict[str, str]:
