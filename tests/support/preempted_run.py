@@ -42,9 +42,9 @@ class _Rows(Dataset[torch.Tensor]):
 
 
 class _SlowSource(MapSource):
-    def __getitem__(self, index: int) -> Any:
+    def tokens(self, document: int) -> Any:
         time.sleep(_READ_S)
-        return super().__getitem__(index)
+        return super().tokens(document)
 
 
 def _loader(kind: str) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +160,7 @@ def test_storage_that_gives_no_answer_is_asked_again_at_the_next_save(
 ) -> None:
     run(tmp_path, OLD_STEPS)
 
-    def refused(self: PosixStore) -> list[str]:
+    def refused(self: PosixStore) -> Iterator[str]:
         raise StorageUnavailable("no answer", url=self.url)
 
     (tmp_path / RUN_KEY).unlink()
@@ -209,7 +209,7 @@ def test_a_tier_whose_root_gives_no_answer(
     run(root, OLD_STEPS, **_local(tmp_path))
     listed = PosixStore.folders
 
-    def refused(self: PosixStore) -> list[str]:
+    def refused(self: PosixStore) -> Iterator[str]:
         if str(root) in self.url:
             raise StorageUnavailable("no answer", url=self.url)
         return listed(self)

@@ -30,7 +30,7 @@ class Job:
     def read_until(self, word: str, times: int) -> None:
         """Wait until lines with a word have come, one from each rank."""
         assert self.process.stdout is not None
-        lines = []
+        lines: list[str] = []
         while times:
             line = self.process.stdout.readline()
             assert line, f"it ended before: {''.join(lines)}"

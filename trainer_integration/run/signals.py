@@ -68,9 +68,10 @@ class Signals:
         """Restore the handlers."""
         if self._workers is not None:
             self._workers.close()
-        if self._guard is not None and signal.getsignal(signal.SIGCHLD) is self._guard:
+        guard = self._guard
+        if guard is not None and signal.getsignal(signal.SIGCHLD) is guard:
             if self.received is not None:
-                self._guard(signal.SIGCHLD, None)  # torch has not reported every worker yet
+                guard(signal.SIGCHLD, None)  # torch has not reported every worker yet
             signal.signal(signal.SIGCHLD, self._before_guard)
         for number, handler in self._previous.items():
             # None: it was not installed from Python, and cannot be restored from there.
