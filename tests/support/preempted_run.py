@@ -51,7 +51,8 @@ def _loader(kind: str) -> Any:
     if kind == "ours":
         rows = [[(i * 7 + j) % 50 + 1 for j in range(40)] for i in range(4000)]
         shards = ShardedDataset(_SlowSource(rows), sequence_length=9, eos_token=0, seed=0, shards=8)
-        return RescalableLoader(shards, batch_size=2, num_workers=2)
+        # Short: Python's `Condition.notify` can swallow the RuntimeError by which torch reports a dead worker.
+        return RescalableLoader(shards, batch_size=2, num_workers=2, timeout_s=30.0)
     if kind == "torchdata":
         from torchdata.stateful_dataloader import StatefulDataLoader
 

@@ -69,7 +69,8 @@ class Signals:
         if self._workers is not None:
             self._workers.close()
         guard = self._guard
-        if guard is not None and signal.getsignal(signal.SIGCHLD) is guard:
+        is_in_place = signal.getsignal(signal.SIGCHLD) is guard
+        if guard is not None and is_in_place:
             if self.received is not None:
                 guard(signal.SIGCHLD, None)  # torch has not reported every worker yet
             signal.signal(signal.SIGCHLD, self._before_guard)
