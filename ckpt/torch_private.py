@@ -42,6 +42,8 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict as l
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict as save_state_dict
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.utils.data._utils import signal_handling as _worker_signals
+from torch.utils.data._utils import worker as _worker
 
 STORAGE_SETUP = "_storage_setup"
 """The function by which DCP finds a writer or reader."""
@@ -53,6 +55,16 @@ DEFAULT_STAGER = "DefaultStager"
 """The class of which `dcp.async_save`, in `STAGER_MODULE`, makes a stager when it is given none."""
 
 STAGER_MODULE = state_dict_saver
+
+WORKER_LOOP = "_worker_loop"
+"""The function, in `WORKER_LOOP_MODULE`, that a `DataLoader` gives to the process of a worker."""
+
+WORKER_LOOP_MODULE = _worker
+
+WORKER_SIGNALS = "_set_worker_signal_handlers"
+"""The function, in `WORKER_SIGNALS_MODULE`, that such a process calls first; that of other loaders' workers too."""
+
+WORKER_SIGNALS_MODULE = _worker_signals
 
 ProcessExecutor: Any = _async_process_executor._ProcessBasedAsyncCheckpointExecutor
 """The class that carries out `dcp.async_save` in another process."""

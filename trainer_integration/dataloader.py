@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.trainer_integration.data_order.shards import Position
 from ckpt.trainer_integration.dataset import Sample, ShardedDataset
+from ckpt.trainer_integration.run.loader_workers import outlive
 
 __all__ = ["RescalableLoader"]
 
@@ -21,7 +22,8 @@ class RescalableLoader:
 
     The state is that of the batches handed out, never of those that workers have read ahead. Each
     iteration begins there; workers end with it. Each worker process reads some of the rank's
-    shards; batches are the same, in the same order, for any number of workers, 0 included.
+    shards; batches are the same, in the same order, for any number of workers, 0 included. A SIGTERM
+    to all processes of a job ends no worker before its trainer.
 
     Args:
         batch_size: sequences per batch of this rank. It may change from run to run.
@@ -62,6 +64,7 @@ class RescalableLoader:
             "prefetch_factor": prefetch_factor,
             "timeout": timeout_s,
             "multiprocessing_context": multiprocessing_context,
+            "worker_init_fn": _outlive,
         }
 
     @property
@@ -148,6 +151,10 @@ def _next(stream: Iterator[Sample], index: int) -> Sample:
     if sample is None or sample.shard != index:
         raise CheckpointError(f"the worker that reads shard {index} returned no sample of it")
     return sample
+
+
+def _outlive(_: int) -> None:
+    outlive()
 
 
 def _unchanged(sample: Any) -> Any:

@@ -10,6 +10,7 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckpt.collective import place_of
@@ -18,7 +19,7 @@ from ckpt.content.checks import Checks, Level
 from ckpt.embeddings.saving import Tables
 from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.local_first.options import LocalTier
-from ckpt.options import LoadOptions
+from ckpt.options import LoadOptions, ManagerOptions
 from ckpt.ranks.failures import same_outcome
 from ckpt.ranks.group import Ranks
 from ckpt.ranks.nodes import first_of_node
@@ -28,12 +29,14 @@ from ckpt.trainer_integration import keeping, saving
 from ckpt.trainer_integration.events import Event, Events
 from ckpt.trainer_integration.keeping import KeepRule
 from ckpt.trainer_integration.run.async_modes import AsyncMode, Uploads
+from ckpt.trainer_integration.run.beginning import Beginning
+from ckpt.trainer_integration.run.held_errors import errors_held
 from ckpt.trainer_integration.run.history import History
-from ckpt.trainer_integration.run.in_flight import OnBusy, Saves
+from ckpt.trainer_integration.run.in_flight import OnBusy, Saves, leaves_out
 from ckpt.trainer_integration.run.near_saves import saves_for
 from ckpt.trainer_integration.run.restore import Restored, restore
 from ckpt.trainer_integration.run.save_decision import Decisions
-from ckpt.trainer_integration.run.tier import tier_of
+from ckpt.trainer_integration.run.tier import Tier, tier_of
 from ckpt.trainer_integration.saving import SaveRule
 from ckpt.writing.stock_metadata import DEFAULT_MAX_BYTES, checked_max_bytes
 
@@ -41,6 +44,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = ["CheckpointManager"]
+
+_Metrics = Mapping[str, float] | None
 
 _PREFLIGHT_SPREAD_S = 1e-3
 """A thousand nodes try the storage out over a second, and not at once."""
@@ -63,11 +68,9 @@ class CheckpointManager:
         root: the run's folder: a path or URL. Checkpoints are its folders `step-<number>`.
         save: when to save (`ckpt.trainer_integration.saving`); 500 is short for `every_steps(500)`.
         keep: durable checkpoints to keep (`ckpt.trainer_integration.keeping`); 3 is `last(3)`; default all.
-        async_mode: upload while the steps go on in a `thread`, or in a `process`, which they notice less, and which
-            needs a script whose code stands under `if __name__ == "__main__":`; `off` waits for each save.
+        async_mode: upload while the steps go on in a `thread`, or in a `process`, which they notice less; `off` waits.
         on_busy: if the last save is still in flight, `wait` for it, `skip` the new one, or `fail`.
-        on_failure: `raise` a failed save's error at the next step at which the ranks talk (any,
-            with rules that look at clocks or signals; else that of the next save), or `continue`.
+        on_failure: `raise` a failed save's error at the next step at which the ranks talk, or `continue`.
         max_undurable_s: without a new durable checkpoint for so long, `step` raises in any case.
         references: write only what changed since the last checkpoint (`docs/only-what-changed.md`).
         frozen: what never changes, and is not even compared.
@@ -75,6 +78,7 @@ class CheckpointManager:
         local: a folder on each node's own disk, or a `ckpt.LocalTier`: saves go there first (`docs/local-first.md`).
         fallback: a folder that all nodes see: what `root` refuses is saved there, and moved when it answers again.
         preflight: from each node, before the first step: write, read, create, delete; free space.
+        options: a `ckpt.options.ManagerOptions`: a new run in the folder of an old one, checks of saves.
         events: called with each `Event`, such as `JsonLines(path)` and `OpenTelemetry(meter)`.
         process_group, storage_options and all others: as for `ckpt.save`.
 
@@ -106,31 +110,30 @@ class CheckpointManager:
         stock_metadata_max_bytes: int | None = DEFAULT_MAX_BYTES,
         checks: Checks | Level | None = None,
         block_digests: str | None = None,
+        options: ManagerOptions | None = None,
     ) -> None:
         self._on_busy, self._on_failure, self._tables = on_busy, on_failure, tables
-        options: dict[str, Any] = {"storage_options": storage_options, "threads": threads}
-        options["memory_budget_bytes"] = memory_budget_bytes
-        self._load_options = {**options, "process_group": process_group}
-        options["max_bandwidth_bytes_per_s"] = max_bandwidth_bytes_per_s
+        common: dict[str, Any] = {"storage_options": storage_options, "threads": threads}
+        common["memory_budget_bytes"] = memory_budget_bytes
+        self._load_options = {**common, "process_group": process_group}
         self._ranks = Ranks(process_group, no_dist=False, purpose="manager")
         self._is_closed, self._needs_preflight = False, preflight
+        chosen = options if isinstance(options, ManagerOptions) else ManagerOptions()
+        of_saves = max_bandwidth_bytes_per_s, stock_metadata_max_bytes, checks, block_digests
 
         def prepare() -> tuple[SaveRule, KeepRule | None, Uploads, History]:
-            kinds = {"checks": Checks.of(checks), "block_digests": checked_algorithm(block_digests)}
-            limit = checked_max_bytes(stock_metadata_max_bytes)
-            save_options = {**options, **kinds, "stock_metadata_max_bytes": limit}
-            patterns = _checked(on_busy, on_failure, references, frozen, tables)
-            save_rule, keep_rule = saving.as_rule(save), keeping.as_rule(keep)
+            save_options = common | _save_options(*of_saves)
+            patterns = _checked(on_busy, on_failure, references, frozen, tables, options)
             uploads = Uploads(async_mode, self._ranks, process_group, save_options, patterns, tables)
-            return save_rule, keep_rule, uploads, History(os.fspath(root), storage_options)
+            uploads.save_options, uploads.resume_check = chosen.save_options, chosen.resume_check
+            history = History(os.fspath(root), storage_options)
+            return saving.as_rule(save), keeping.as_rule(keep), uploads, history
 
-        made, tier = _described(root, tables, fallback, local), None
+        made = _described(root, tables, fallback, local)
         save_rule, keep_rule, uploads, history = same_outcome(self._ranks, made, prepare)
-        if local is not None or fallback is not None:  # on all ranks alike, as it was described
-            job = self._ranks.from_first(lambda: secrets.token_hex(8))
-            tier = same_outcome(self._ranks, made, lambda: tier_of(local, fallback, history, job, uploads))
+        tier = _tier(made, local, fallback, history, uploads)
         self._saves = saves_for(self._ranks, uploads, history, keep_rule, Events(events), tier)
-        self._saves.start()
+        self._beginning = Beginning(self._saves, chosen.on_existing)
         self._decisions = Decisions(save_rule, self._ranks, self._saves, max_undurable_s)
 
     def restore(
@@ -150,28 +153,27 @@ class CheckpointManager:
         """Load a checkpoint into parts, or a state dict, in place, on any number of ranks.
 
         Args:
-            step: `latest-valid` is the newest durable checkpoint that passes its checks. Newer ones that do not, or that
-                only the run's record lists, are reported. `best` is that of the keep rule. A number is that step.
+            step: `latest-valid` is the newest durable checkpoint that passes its checks; newer ones that do not are
+                reported. `best` is that of the keep rule. A number is that step.
             initial: where to begin if the run has no checkpoint yet, with `latest-valid`: any that `ckpt.load` reads.
             strict: as in `ckpt.options.LoadOptions`; None takes all that the checkpoint has of the parts.
             options: of the load: `rename`, `on_shape`, `allow_casts`.
             read_once: replicas read what they share once, as in `ckpt.load`.
             expect: the digest of the checkpoint, `sha256:...`. Another one that is chosen is refused, as by `ckpt.load`.
 
-        Returns the step, URL and state that were loaded; None if `latest-valid` is none, on record neither.
-
-        Raises:
+        Returns what was loaded; None if `latest-valid` is none, on record neither. Raises:
             NotFound: the checkpoint asked for does not exist.
             LoadFailed: checkpoints exist, or are on record, but none can be loaded; or keys or shapes do not fit.
         """
         self._check_open()
         self._settle()  # the save in flight is the newest one, or a step to be given up
         checked, wanted = self._made(state, parts, rng), step if isinstance(step, str) else _number(step)
-        options = options or LoadOptions()
-        options = options if strict is None else replace(options, strict=strict)
+        options = _with_strict(options, strict)
         settings = {**self._load_options, "trusted_objects": trusted_objects, "read_once": read_once}
         where = initial, self._ranks, self._saves
-        return restore(checked, wanted, *where, options=options, expect=expect, load_options=settings)
+        restored = restore(checked, wanted, *where, options=options, expect=expect, load_options=settings)
+        self._beginning.is_settled = True
+        return restored
 
     def step(
         self,
@@ -189,8 +191,7 @@ class CheckpointManager:
 
         Args:
             state, rng, parts: as for `training_state`; or a state dict.
-            metrics: of this step, for rules; those of the first rank count.
-            last: no step follows (for `saving.last_step`).
+            metrics: of this step, for rules; those of the first rank count. `last`: no step follows.
 
         Raises:
             SaveFailed: an earlier save failed, or nothing has become durable for too long.
@@ -199,14 +200,15 @@ class CheckpointManager:
         self._check_open()
         step = _number(step)
         _check_any(state, parts, self._tables)
-        reason = self._decisions.reason(step, is_last=last, settle=self._settle)
-        begun = reason is not None and self._save(
-            step, reason, metrics, lambda: self._made(state, parts, rng)
-        )
-        if self.preempted:
-            self._saves.wait_preempted(self._decisions.patience_s())
-        elif not begun:
-            self._saves.uploads.provide()
+        self._beginning.check(step)
+        with self._decisions.held():
+            reason = self._decisions.reason(step, is_last=last, settle=self._settle)
+            made = partial(self._made, state, parts, rng)
+            begun = reason is not None and self._save(step, reason, metrics, made)
+            if self.preempted:
+                self._saves.wait_preempted(self._decisions.patience_s())
+            elif not begun:
+                self._saves.uploads.provide()
         return begun
 
     def save(
@@ -246,8 +248,9 @@ class CheckpointManager:
 
         Raises SaveFailed if it failed, or is not durable in time, on any rank.
         """
-        if (failure := self._saves.wait_durable(timeout_s)) is not None:
-            raise failure
+        with errors_held():
+            if (failure := self._saves.wait_durable(timeout_s)) is not None:
+                raise failure
         return self.durable_step
 
     def close(self) -> None:
@@ -256,7 +259,8 @@ class CheckpointManager:
             return
         self._is_closed = True
         try:
-            failure = self._saves.close()
+            with errors_held():
+                failure = self._saves.close()
         finally:
             self._decisions.close()
         if failure is not None and self._on_failure == "raise":
@@ -270,19 +274,15 @@ class CheckpointManager:
         with contextlib.suppress(*(() if error is None else (CheckpointError,))):  # `error` matters more
             self.close()
 
-    def _save(
-        self, step: int, reason: str, metrics: Mapping[str, float] | None, state: Callable[[], dict[str, Any]]
-    ) -> bool:
-        if step in self._saves.steps and any(self._ranks.most([self._saves.failed])):
+    def _save(self, step: int, reason: str, metrics: _Metrics, state: Callable[[], dict[str, Any]]) -> bool:
+        self._beginning.check(step, is_save=True)
+        with errors_held():
+            on_busy = "wait" if self.preempted else self._on_busy
+            if leaves_out(self._saves, self._ranks, step, on_busy, self._settle):
+                return False
             self._settle()
-        if step in self._saves.steps:
-            self._saves.tell("not_due", step, "it has been saved already")
-            return False
-        if self._on_busy != "wait" and not self.preempted and self._saves.is_too_busy(step, self._on_busy):
-            return False
-        self._settle()
-        self._saves.begin(step, state(), reason, metrics)
-        return True
+            self._saves.begin(step, state(), reason, metrics)
+            return True
 
     def _settle(self) -> None:
         failure = self._saves.settle(self._decisions.patience_s())
@@ -302,11 +302,45 @@ class CheckpointManager:
             raise CheckpointError("this CheckpointManager is closed; make a new one")
 
 
+def _with_strict(options: LoadOptions | None, strict: bool | None) -> LoadOptions:
+    options = options or LoadOptions()
+    return options if strict is None else replace(options, strict=strict)
+
+
 def _described(root: str | os.PathLike[str], tables: object, fallback: object, local: object) -> str:
     """Describe a manager by what all ranks have to agree about."""
     parts = (" with tables", tables), (" with a fallback", fallback), (" with a local tier", local)
     copies = " and copies" if isinstance(local, LocalTier) and local.copies else ""
     return f"CheckpointManager of {place_of(root)}{''.join(text for text, has in parts if has is not None)}{copies}"
+
+
+def _save_options(
+    max_bandwidth_bytes_per_s: float | None,
+    stock_metadata_max_bytes: int | None,
+    checks: Checks | Level | None,
+    block_digests: str | None,
+) -> dict[str, Any]:
+    """Check the options that saves have and restores do not. Raises ConfigurationError."""
+    return {
+        "max_bandwidth_bytes_per_s": max_bandwidth_bytes_per_s,
+        "stock_metadata_max_bytes": checked_max_bytes(stock_metadata_max_bytes),
+        "checks": Checks.of(checks),
+        "block_digests": checked_algorithm(block_digests),
+    }
+
+
+def _tier(
+    made: str,
+    local: str | os.PathLike[str] | LocalTier | None,
+    fallback: str | os.PathLike[str] | None,
+    history: History,
+    uploads: Uploads,
+) -> Tier | None:
+    """Make the tier, on all ranks or none: as the manager was described, all have one or none has."""
+    if local is None and fallback is None:
+        return None
+    job = uploads.ranks.from_first(lambda: secrets.token_hex(8))
+    return same_outcome(uploads.ranks, made, lambda: tier_of(local, fallback, history, job, uploads))
 
 
 def _check_root(state: Mapping[str, Any], tables: Tables | None, ranks: Ranks, saves: Saves) -> None:
@@ -348,11 +382,18 @@ def _check_choice(name: str, value: object, *choices: object) -> None:
 
 
 def _checked(
-    on_busy: object, on_failure: object, references: object, frozen: Collection[str], tables: object
+    on_busy: object,
+    on_failure: object,
+    references: object,
+    frozen: Collection[str],
+    tables: object,
+    options: object,
 ) -> Patterns | None:
     """Check arguments; return what need not be compared, None if saves do not refer to others."""
     if tables is not None and not isinstance(tables, Tables):
         raise ConfigurationError(f"tables must be a ckpt.embeddings.Tables, not {tables!r:.100}")
+    if options is not None and not isinstance(options, ManagerOptions):
+        raise ConfigurationError(f"options must be a ckpt.options.ManagerOptions, not {options!r:.100}")
     _check_choice("on_busy", on_busy, "wait", "skip", "fail")
     _check_choice("on_failure", on_failure, "raise", "continue")
     _check_choice("references", references, True, False)

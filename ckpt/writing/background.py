@@ -72,8 +72,15 @@ class Background:
             work = prepare()
             future = Future() if future is None else future
             future.set_running_or_notify_cancel()
-            threading.Thread(target=_run, args=([work], future), name="ckpt-async-save").start()
-            self._running = future
+            works, self._running = [work], future
+            del work
+            try:
+                threading.Thread(target=_run, args=(works, future), name="ckpt-async-save").start()
+            except BaseException as error:
+                # Without a thread; or Ctrl-C while this one waits for it to begin. Only one of them finds the work.
+                if _taken(works) is not None:
+                    future.set_exception(error)
+                raise
             return future
 
     def _forget(self) -> None:
@@ -99,7 +106,9 @@ class Background:
 def _run(works: list[Callable[[], T]], future: Future[T]) -> None:
     """Run the one item of `works`, and drop it before the future is set."""
     time.sleep(0)  # else the trainer waits until this thread first waits for something
-    work = works.pop()
+    work = _taken(works)
+    if work is None:
+        return
     try:
         result = work()
     except BaseException as error:
@@ -112,6 +121,13 @@ def _run(works: list[Callable[[], T]], future: Future[T]) -> None:
     else:
         del work
         future.set_result(result)
+
+
+def _taken(works: list[Callable[[], T]]) -> Callable[[], T] | None:
+    """Take the one item of a list; None if another thread has taken it."""
+    with contextlib.suppress(IndexError):
+        return works.pop()
+    return None
 
 
 def _without_frames(error: BaseException) -> None:

@@ -95,8 +95,7 @@ class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
     Args:
         url: a path, `s3://bucket/key`, `cos://bucket/key`, or any fsspec URL.
         storage_options: credentials, endpoint and settings of the store, as with fsspec and pandas.
-        overwrite: replace a checkpoint of this library at the same place; until the commit the old one stays
-            loadable. Otherwise that is an error; checkpoints of other programs are never replaced.
+        overwrite: replace a checkpoint of this library at the same place, with the commit; else that is an error.
         threads: the most transfers at the same time; default that of `ckpt.toml` (docs/tuning.md), or by the cores, 8 to 16.
         memory_budget_bytes: memory this rank may use beyond the tensors (default 256 MiB).
         max_bandwidth_bytes_per_s: the most that this rank sends, on average; None is no cap.

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.staging import AsyncStager, StagingOptions
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard as ShardPlacement
 from torch.distributed.tensor import distribute_tensor
+from torch.utils.data import dataloader
 
 from ckpt import torch_private
 
@@ -112,6 +113,14 @@ def test_async_saves_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_async_process_executor, "_CHECKPOINT_PROCESS", "one")
     torch_private.forget_async_save_process()
     assert _async_process_executor._CHECKPOINT_PROCESS is None
+
+
+def test_workers_of_data_loaders_start_by_these_names() -> None:
+    loop = getattr(torch_private.WORKER_LOOP_MODULE, torch_private.WORKER_LOOP)
+    handlers = getattr(torch_private.WORKER_SIGNALS_MODULE, torch_private.WORKER_SIGNALS)
+    assert f"target=_utils.worker.{torch_private.WORKER_LOOP}," in inspect.getsource(dataloader)
+    assert f"signal_handling.{torch_private.WORKER_SIGNALS}()" in inspect.getsource(loop)
+    assert callable(handlers)
 
 
 def test_saves_and_loads() -> None:

@@ -317,6 +317,7 @@ ROOMS: Mapping[str, Room] = {
             "ckpt.collective",
             "ckpt.embeddings",
             "ckpt.local_first.options",
+            "ckpt.options",
             "ckpt.writing.stock_metadata",
             "ckpt.options",
             "ckpt.state",

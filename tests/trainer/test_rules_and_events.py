@@ -203,7 +203,7 @@ def test_events_feed_a_meter() -> None:
 
 
 def test_signals_are_noted_and_handlers_come_back() -> None:
-    from ckpt.trainer_integration.run.save_decision import Signals
+    from ckpt.trainer_integration.run.signals import Signals
 
     called: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, frame: called.append(number))

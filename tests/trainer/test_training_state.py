@@ -476,7 +476,7 @@ def load_odd(rank: int, root: str, name: str, steps: int) -> None:
         restored = manager.restore(model=model, optimizer=optimizers)
     assert restored is not None
     assert restored.missing == ()
-    assert not [p for p in model.idle.parameters() if optimizers[0].state.get(p)]
+    assert not [p for p in model.get_submodule("idle").parameters() if optimizers[0].state.get(p)]
     odd_step(model, optimizers, 2, idle=True)
     ckpt.save(training_state(model=model, optimizer=optimizers), f"{root}/{name}")
 

@@ -16,6 +16,7 @@ from ckpt.backends.wrapper import PrefixStore
 from ckpt.collective import place_of
 from ckpt.errors import (
     CheckpointError,
+    CommitConflict,
     NotCommitted,
     NotFound,
     StillReferred,
@@ -77,6 +78,24 @@ class History(SharedRecord):
                 "the checkpoints cannot be listed, only those in the run's record are known: %s", error
             )
         return newest_first(names, self._record())
+
+    def newest(self) -> tuple[int, str] | None:
+        """Find step and folder of the newest checkpoint that is on record, or can be restored; None without one."""
+        recorded = {checkpoint.path for checkpoint in self.durable()}
+        for step, path in self.candidates()[:_MAX_LOOKS]:
+            if path in recorded:
+                return step, path
+            with contextlib.suppress(NotFound, NotCommitted, CommitConflict):
+                if self.examine(path).fault is None:
+                    return step, path
+        return None
+
+    def find_all(self) -> None:
+        """Remember the checkpoints that only a listing has, so that they can be given up."""
+        recorded = {checkpoint.path for checkpoint in self._record().checkpoints}
+        for step, path in self.candidates():
+            if path not in recorded:
+                self.find(RunCheckpoint(step=step, path=path, saved_at_s=0.0))
 
     def newest_s(self, step: int) -> float:
         """Find when the newest checkpoints from `step` on were made, by the clocks of those who made them."""

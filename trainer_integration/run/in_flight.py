@@ -8,7 +8,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -23,6 +23,7 @@ from ckpt.tools.preflight import check_place
 from ckpt.trainer_integration.events import Event, Events
 from ckpt.trainer_integration.keeping import Best, KeepRule
 from ckpt.trainer_integration.run.async_modes import Uploads
+from ckpt.trainer_integration.run.held_errors import wait_for
 from ckpt.trainer_integration.run.history import History, plain_metrics
 from ckpt.writing.writer import SaveMeta
 
@@ -97,6 +98,16 @@ class Saves:
     def start(self) -> None:
         """Begin what goes on beside the saves. All ranks call it."""
 
+    def newest(self) -> tuple[int, str] | None:
+        """Find, on all ranks, the step and URL of the newest checkpoint that a restore may take. Raises CheckpointError."""
+        newest = self._ranks.from_first(self.history.newest)
+        return None if newest is None else (newest[0], self.history.shown(newest[1]))
+
+    def begin_new_run(self) -> None:
+        """Give up, with the next checkpoint, all those of the root; on all ranks."""
+        self._ranks.from_first(self.history.find_all)
+        self.history.go_on_from(-1)
+
     def go_on_from(
         self, step: int, path: str, created_at_s: float | None, *, is_durable: bool = True
     ) -> None:
@@ -108,17 +119,6 @@ class Saves:
         self.undurable_since_s = time.monotonic()
         self.durable_step = step if is_durable else None
         self.durable_at_s = self.undurable_since_s - age_s
-
-    def is_too_busy(self, step: int, on_busy: OnBusy) -> bool:
-        """Tell whether to leave out `step`, on all ranks, as the last save is in flight."""
-        (busy,) = self._ranks.most([self.busy])
-        if busy and on_busy == "fail":
-            raise SaveFailed(
-                f"step {step} is due, but the save before it is still in flight (on_busy='fail')"
-            )
-        if busy:
-            self.tell("not_due", step, "the save before it is still in flight")
-        return bool(busy)
 
     def begin(
         self, step: int, state: dict[str, Any], reason: str, metrics: Mapping[str, float] | None
@@ -165,7 +165,7 @@ class Saves:
         flight = self._flight
         if flight is None:
             return None
-        late = not flight.durable.wait(timeout_s)
+        late = not wait_for(flight.durable, timeout_s)
         error = None if late else flight.future.exception()
         failed, late_anywhere = self._ranks.most([error is not None, late])
         step, url = flight.checkpoint.step, self.history.shown(flight.checkpoint.path)
@@ -187,6 +187,9 @@ class Saves:
             self.wait_booked()
             flight, self._flight = self._flight, None
             return None if flight is None else flight.future.exception()
+        except BaseException:  # Ctrl-C: the program ends
+            self.hurries = True
+            raise
         finally:
             self._end()
             self.uploads.close()
@@ -213,7 +216,7 @@ class Saves:
     def wait_booked(self) -> None:
         """Wait for the removals after a save: such a folder must not be read or saved into."""
         if self._booked is not None:
-            self._booked.wait()
+            wait_for(self._booked)
 
     def tell(self, kind: str, step: int | None, reason: str = "", url: str = "", **values: float) -> None:
         """Report an event, on rank 0."""
@@ -297,6 +300,26 @@ class Saves:
         if text and text != self._unmeasured:  # once
             self.tell("unmeasured", newest.step, text)
         self._unmeasured = text
+
+
+def leaves_out(saves: Saves, ranks: Ranks, step: int, on_busy: OnBusy, settle: Callable[[], None]) -> bool:
+    """Tell whether to leave out `step`, on all ranks: it was saved, or the save before it is in flight.
+
+    `settle` is called if a save has failed, as that may be the one of this step. Raises SaveFailed with "fail".
+    """
+    if step in saves.steps and any(ranks.most([saves.failed])):
+        settle()
+    if step in saves.steps:
+        saves.tell("not_due", step, "it has been saved already")
+        return True
+    if on_busy == "wait":
+        return False
+    (busy,) = ranks.most([saves.busy])
+    if busy and on_busy == "fail":
+        raise SaveFailed(f"step {step} is due, but the save before it is still in flight (on_busy='fail')")
+    if busy:
+        saves.tell("not_due", step, "the save before it is still in flight")
+    return bool(busy)
 
 
 def _unmeasured(keep: KeepRule, newest_step: int, kept: Mapping[int, str], history: History) -> str:

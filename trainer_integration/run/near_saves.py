@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
@@ -19,6 +20,7 @@ from ckpt.ranks.group import Ranks
 from ckpt.trainer_integration.events import Events
 from ckpt.trainer_integration.keeping import KeepRule
 from ckpt.trainer_integration.run.async_modes import Uploads
+from ckpt.trainer_integration.run.held_errors import pause
 from ckpt.trainer_integration.run.history import History
 from ckpt.trainer_integration.run.in_flight import Flight, Saves, figures_of
 from ckpt.trainer_integration.run.nearest import Nearest
@@ -54,6 +56,32 @@ class NearSaves(Saves):
 
     def start(self) -> None:
         self._tier.start(self._ranks, self._is_durable, self.tell)
+
+    def newest(self) -> tuple[int, str] | None:
+        """Find the newest of the durable place, if that answers, and of the nodes, if it is of this run."""
+
+        def durable() -> tuple[tuple[int, str] | None, str]:
+            try:
+                newest = self._tier.far.ask(self.history.newest)
+            except StorageUnavailable as error:
+                _logger.warning("whether the durable place holds checkpoints is not known: %s", error)
+                newest = None
+            return newest, self.history.run
+
+        (newest, run), near = self._ranks.from_first(durable), self._tier.history
+        found = [] if newest is None else [(newest[0], self.history.shown(newest[1]))]
+        if self._tier.is_leader and (not run or near.stored_run() in ("", run)):
+            with contextlib.suppress(CheckpointError):  # a record that is damaged counts as none
+                found += [(old.step, near.shown(old.path)) for old in near.durable()]
+        return self._ranks.join(max(found, default=None), _newer)
+
+    def begin_new_run(self) -> None:
+        try:
+            self._ranks.from_first(lambda: self._tier.far.ask(self.history.find_all))
+        except StorageUnavailable as error:
+            _logger.warning("only checkpoints on record are given up: %s", error)
+        self.history.go_on_from(-1)
+        self._tier.go_on_from(-1)
 
     def go_on_from(
         self, step: int, path: str, created_at_s: float | None, *, is_durable: bool = True
@@ -195,7 +223,7 @@ class NearSaves(Saves):
                 left = [checkpoint.path for checkpoint in self._tier.waiting()]
                 if not left or time.monotonic() >= until_s:
                     return left, time.monotonic() >= deadline_s
-                time.sleep(_LOOK_S)
+                pause(_LOOK_S)
 
         while True:
             left, is_late = self._ranks.from_first(look)
@@ -222,33 +250,42 @@ class NearSaves(Saves):
             self.tell("not_durable", None, f"the time to end is up: {late}")
 
     def _end(self) -> None:
-        """Wait until all is durable; the processes go on by themselves when the time is up."""
+        """Wait until all is durable; the processes go on by themselves when the time is up, or the wait is interrupted."""
+        try:
+            self._wait_drained()
+        except BaseException:
+            self._tier.finish()
+            raise
+        finally:
+            self._tier.close()
+
+    def _wait_drained(self) -> None:
         timeout_s = 0.0 if self.hurries else self._tier.drain_timeout_s
         tier, deadline_s, left = self._tier, time.monotonic() + timeout_s, list[int]()
         if self._ranks.rank == 0:  # it notes what becomes durable, so its process ends last
             while (left := tier.undurable()) and time.monotonic() < deadline_s:
                 self._look(deadline_s)
-                time.sleep(_LOOK_S)
+                pause(_LOOK_S)
             self._look(max(deadline_s, time.monotonic() + _LAST_LOOK_S))
         tier.finish()
         while not left and not tier.ended() and time.monotonic() < deadline_s:
-            time.sleep(_LOOK_S)
+            pause(_LOOK_S)
         if left:
             text = (
                 f"step {_listed(left)}: not durable yet. A process on each node goes on carrying; after a crash of the "
                 f"node's own do `ckpt drain {tier.folder.path} {self.history.place}`"
             )
             self.tell("not_durable", left[-1], text)
-        tier.close()
 
 
 def saves_for(
     ranks: Ranks, uploads: Uploads, history: History, keep: KeepRule | None, events: Events, tier: Tier | None
 ) -> Saves:
-    """Make the saves of a manager, with a tier or without."""
-    if tier is None:
-        return Saves(ranks, uploads, history, keep, events)
-    return NearSaves(ranks, uploads, history, keep, events, tier)
+    """Make the saves of a manager, with a tier or without, and start them. All ranks call it."""
+    common = ranks, uploads, history, keep, events
+    saves = Saves(*common) if tier is None else NearSaves(*common, tier)
+    saves.start()
+    return saves
 
 
 def _both(some: dict[str, str], others: dict[str, str]) -> dict[str, str]:
@@ -257,6 +294,10 @@ def _both(some: dict[str, str], others: dict[str, str]) -> dict[str, str]:
 
 def _listed(steps: Sequence[object]) -> str:
     return ", ".join(map(str, steps[:5])) + (f" and {len(steps) - 5} more" if len(steps) > 5 else "")
+
+
+def _newer(some: tuple[int, str] | None, others: tuple[int, str] | None) -> tuple[int, str] | None:
+    return max((each for each in (some, others) if each is not None), default=None)
 
 
 _Offer = tuple[bool, list[str], str]

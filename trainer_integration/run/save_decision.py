@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from types import FrameType
-from typing import Any
 
-from ckpt.errors import ConfigurationError, SaveFailed
+from ckpt.errors import SaveFailed
 from ckpt.ranks.group import Ranks
+from ckpt.trainer_integration.run.held_errors import errors_held
 from ckpt.trainer_integration.run.in_flight import Saves
+from ckpt.trainer_integration.run.signals import Signals
 from ckpt.trainer_integration.saving import Moment, OnPreemption, SaveRule
 
 _PATIENCE_S = 5.0
@@ -59,6 +57,7 @@ class Decisions:
         `settle` is called on all ranks when a save has failed on one. Raises SaveFailed if nothing
         has become durable for too long.
         """
+        self._signals.guard()
         is_first = not self._has_stepped and not self._saves.steps
         self._has_stepped = True
         moment = Moment(step, is_first=is_first, is_last=is_last)
@@ -94,6 +93,11 @@ class Decisions:
             return question.reason or "a rule on rank 0's clock asked for it"
         return reason
 
+    def held(self) -> contextlib.AbstractContextManager[None]:
+        """Put off what handlers of signals raise, where a step changes what the ranks have agreed on."""
+        needs_state = self._by_clock or self._max_undurable_s is not None
+        return errors_held(look_through=False) if needs_state else contextlib.nullcontext()
+
     def patience_s(self) -> float | None:
         """Return how long to wait for the save in flight; None without a limit."""
         return max(0.0, self._deadline_s - time.monotonic()) if self.preempted else self._max_undurable_s
@@ -118,34 +122,6 @@ class Decisions:
             mtbf_s=saves.history.mtbf_s(),
         )
         return _first_reason(self._by_clock, moment)
-
-
-class Signals:
-    """Note signals until `close`; handlers of the program's own are still called."""
-
-    def __init__(self, signals: Iterable[signal.Signals]) -> None:
-        signals = [*signals]
-        if signals and threading.current_thread() is not threading.main_thread():
-            raise ConfigurationError(
-                "saving.on_preemption handles signals, which only the main thread can; make the manager there"
-            )
-        self.received: str | None = None
-        self._previous: dict[signal.Signals, Any] = {}
-        for number in signals:
-            self._previous[number] = signal.signal(number, self._note)
-
-    def close(self) -> None:
-        """Restore the handlers."""
-        for number, handler in self._previous.items():
-            # None: it was not installed from Python, and cannot be restored from there.
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        self._previous = {}
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.received = signal.Signals(number).name
-        previous = self._previous.get(signal.Signals(number))
-        if callable(previous):
-            previous(number, frame)
 
 
 def _first_reason(rules: list[SaveRule], moment: Moment) -> str | None:

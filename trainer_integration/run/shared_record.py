@@ -117,6 +117,11 @@ class SharedRecord:
             self._durable_at_s = time.time()
             self._write()
 
+    def find(self, checkpoint: RunCheckpoint) -> None:
+        """Note, with the next change, a checkpoint of an earlier process that is not on record."""
+        with self._lock:
+            self._found[checkpoint.path] = checkpoint
+
     def drop(self, checkpoint: RunCheckpoint, commit_id: str = "") -> None:
         """Forget a checkpoint that is removed next, and remember the id of its commit. Raises CheckpointError."""
         with self._lock:

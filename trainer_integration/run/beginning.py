@@ -1,0 +1,57 @@
+"""Refuse a run that begins below the steps of its root: its checkpoints would never be the newest."""
+
+from __future__ import annotations
+
+import logging
+from typing import Literal
+
+from ckpt.errors import CheckpointError, ConfigurationError
+from ckpt.trainer_integration.run.in_flight import Saves
+
+_logger = logging.getLogger(__name__)
+
+
+class Beginning:
+    """Compare the first step of a manager that has restored nothing with the checkpoints of its root, once.
+
+    Attributes:
+        is_settled: nothing is left to compare, on all ranks: the run was restored, or its first step was compared.
+    """
+
+    def __init__(self, saves: Saves, on_existing: Literal["error", "new-run"]) -> None:
+        self._saves, self._on_existing = saves, on_existing
+        self._has_failed = False
+        self.is_settled = False
+
+    def check(self, step: int, *, is_save: bool = False) -> None:
+        """Refuse the first step if a checkpoint of a later one exists; or give all up. All ranks call it.
+
+        Where storage cannot be asked, the next save asks again.
+
+        Raises ConfigurationError.
+        """
+        if self.is_settled or (self._has_failed and not is_save):
+            return
+        try:
+            newest = self._saves.newest()
+            if newest is not None and step < newest[0]:
+                if self._on_existing == "error":
+                    raise _refused(step, newest, self._saves.history.place)
+                self._saves.begin_new_run()
+        except ConfigurationError:
+            raise
+        except CheckpointError as error:  # the same on all ranks
+            self._has_failed = True
+            _logger.warning("whether the root holds an earlier run's checkpoints is not known: %s", error)
+            return
+        self.is_settled = True
+
+
+def _refused(step: int, newest: tuple[int, str], place: str) -> ConfigurationError:
+    text = (
+        f"this run begins at step {step} and has restored nothing, but {newest[1]} is a checkpoint of step {newest[0]}, "
+        "which would stay the newest: call restore() before the first step to resume that run; or choose another root; "
+        'or pass options=ckpt.options.ManagerOptions(on_existing="new-run"), which keeps the old checkpoints, but no longer restores '
+        "or counts them"
+    )
+    return ConfigurationError(text, url=place)

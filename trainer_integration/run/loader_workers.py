@@ -1,0 +1,97 @@
+"""Let workers of data loaders outlive the signals that ask a whole job to end: the job needs batches until it has saved.
+
+A batch system sends SIGTERM to all processes of a job. torch's workers die of it unless their own trainer has sent it,
+and then neither the batches that they have read ahead nor the next ones can be had.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+from ckpt.torch_private import WORKER_LOOP, WORKER_LOOP_MODULE, WORKER_SIGNALS, WORKER_SIGNALS_MODULE
+
+_LOOK_S = 1.0
+
+_STARTS_A_PROCESS = {"subprocess.Popen", "os.posix_spawn", "os.system", "os.fork", "os.forkpty", "os.exec"}
+"""Audit events. What is started inherits the signals that are blocked, and would ignore its own end."""
+
+_worker_loop = getattr(WORKER_LOOP_MODULE, WORKER_LOOP)
+_set_handlers = getattr(WORKER_SIGNALS_MODULE, WORKER_SIGNALS)
+
+_is_outliving = False
+
+
+class ProtectedWorkers:
+    """Let workers of `DataLoader` that start until `close` outlive signals, however their processes start.
+
+    Of loaders that have a loop of their own, such as torchdata's, those do whose processes are forked.
+    """
+
+    def __init__(self, signals: Iterable[int]) -> None:
+        numbers = frozenset(map(int, signals))
+        self._places = (
+            (WORKER_LOOP_MODULE, WORKER_LOOP, partial(run_worker, numbers)),
+            (WORKER_SIGNALS_MODULE, WORKER_SIGNALS, partial(set_handlers, numbers)),
+        )
+        self._before = [getattr(module, name) for module, name, _ in self._places]
+        for module, name, own in self._places:
+            setattr(module, name, own)
+
+    def close(self) -> None:
+        """Restore torch's functions."""
+        for (module, name, own), before in zip(self._places, self._before, strict=True):
+            if getattr(module, name) is own:
+                setattr(module, name, before)
+
+
+def run_worker(signals: Iterable[int], *arguments: Any) -> None:
+    """Run torch's loop of a worker process, which outlives signals."""
+    outlive(signals)
+    _worker_loop(*arguments)
+
+
+def set_handlers(signals: Iterable[int]) -> None:
+    """Set torch's handlers of a worker process, which outlives signals."""
+    _set_handlers()
+    outlive(signals)
+
+
+def outlive(signals: Iterable[int] = (signal.SIGTERM,)) -> None:
+    """Let this worker process outlive signals, but not its trainer, nor a SIGTERM that the trainer sends to it alone.
+
+    A thread waits for the signals, as only that shows who has sent one. They are blocked in the other threads until the
+    worker starts a process of its own. Where Python cannot wait for signals (macOS), nothing changes.
+    """
+    global _is_outliving
+    parent = multiprocessing.parent_process()
+    if _is_outliving or parent is None or not hasattr(signal, "sigtimedwait"):
+        return
+    _is_outliving = True
+    numbers = {*map(int, signals)}
+    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    arguments = numbers, parent, os.getppid()
+    threading.Thread(target=_outlive, args=arguments, name="ckpt-outlive", daemon=True).start()
+
+    def unblock(event: str, _: object) -> None:
+        if event in _STARTS_A_PROCESS:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+
+    sys.addaudithook(unblock)
+
+
+def _outlive(signals: set[int], parent: Any, started_by: int) -> None:
+    """Wait for signals; end this process on a SIGTERM of its trainer, or after any signal when the trainer is gone."""
+    info: signal.struct_siginfo | None = signal.sigwaitinfo(signals)
+    while True:
+        if info is not None and info.si_signo == signal.SIGTERM and info.si_pid == parent.pid:
+            os._exit(0)  # as torch's handler does it: another status would be reported as a failure
+        if os.getppid() != started_by or not parent.is_alive():
+            os._exit(0)
+        info = signal.sigtimedwait(signals, _LOOK_S)
