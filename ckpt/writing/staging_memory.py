@@ -28,14 +28,15 @@ from typing import Any
 import torch
 
 from ckpt.errors import CheckpointError
+from ckpt.geometry import Geometry, attached
 from ckpt.torch_private import shared_storage
 from ckpt.transfer.tensor_memory import has_memory_view, lock_pages, plain, touch
 
 Lease = ctypes.Array[ctypes.c_char]
 """Memory that is lent until nothing refers to it; the tensors in it do."""
 
-_Place = tuple[int, torch.dtype, tuple[int, ...], bool]
-"""The offset of a tensor in a lease, its dtype, shape and `requires_grad`."""
+_Place = tuple[int, torch.dtype, tuple[int, ...], bool, Geometry | None]
+"""The offset of a tensor in a lease, its dtype, shape and `requires_grad`, and the geometry that it carries."""
 
 _PATIENCE_S = 120.0
 """Of who wants memory that is being made ready."""
@@ -335,7 +336,8 @@ class _Pickler(ForkingPickler):
         begin = tensor.data_ptr()
         if not self._begin <= begin <= begin + tensor.nbytes <= self._end:
             return None
-        return begin - self._begin, tensor.dtype, tuple(tensor.shape), value.requires_grad
+        offset, shape = begin - self._begin, tuple(tensor.shape)
+        return offset, tensor.dtype, shape, value.requires_grad, attached(value)
 
     def reducer_override(self, value: Any) -> Any:
         # To another process, torch sends a quantized tensor without its scales.
@@ -350,8 +352,11 @@ class _Unpickler(pickle.Unpickler):
         self._lease = lease
 
     def persistent_load(self, place: _Place) -> torch.Tensor:
-        offset, dtype, shape, requires_grad = place
-        return tensor_in(self._lease, offset, dtype, shape).requires_grad_(requires_grad)
+        offset, dtype, shape, requires_grad, geometry = place
+        tensor = tensor_in(self._lease, offset, dtype, shape).requires_grad_(requires_grad)
+        if geometry is not None:
+            geometry.attach(tensor)
+        return tensor
 
 
 def _lease(block: torch.Tensor, nbytes: int) -> Lease:
