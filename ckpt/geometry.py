@@ -7,7 +7,7 @@ when it was made: `Geometry` asks once, and takes the place of the hooks on the 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -141,10 +141,7 @@ class Geometry:
     @property
     def key(self) -> Hashable:
         """Return all that a plan takes from it; equal if the plans are."""
-        return tuple(
-            (item.index.fqn == self.name or item.index.fqn, item.index.offset, item.type.value, _facts(item))
-            for item in self.items
-        )
+        return _key(self.items, self.name)
 
     # -- in the place of the hooks ---------------------------------------------------------------------------
 
@@ -179,6 +176,21 @@ class Geometry:
         setattr(copied, TENSOR_SHARD, self.tensor_shard)
         for name, value in self.fields.items():
             setattr(copied, name, value)
+
+
+def chunks_key(tensor: torch.Tensor) -> Hashable:
+    """Return the chunks that a tensor gives by itself, equal if they are; None if its shape and placements give them."""
+    return _key(create_write_items("", tensor), "") if has_geometry(tensor) else None
+
+
+def has_shape(tensor: torch.Tensor, shape: torch.Size) -> bool:
+    """Tell whether the chunks that a tensor gives by itself are some of a tensor of `shape`, also if its own is smaller."""
+    planned = {
+        torch.Size(item.tensor_data.size) for item in create_write_items("", tensor) if item.tensor_data
+    }
+    if planned:
+        return planned == {shape}
+    return all(0 in chunk.sizes for chunk in create_chunk_list(tensor))  # it holds nothing of it here
 
 
 def attached(tensor: torch.Tensor) -> Geometry | None:
@@ -231,11 +243,17 @@ def _numbers(value: Any) -> Any:
     return int(value) if isinstance(value, int) else tuple(map(_numbers, value))
 
 
+def _key(items: Iterable[WriteItem], name: str) -> Hashable:
+    return tuple(
+        (item.index.fqn == name or item.index.fqn, item.index.offset, item.type.value, _facts(item))
+        for item in items
+    )
+
+
 def _facts(item: WriteItem) -> Hashable:
     data = item.tensor_data
     if data is None:
         return None
     properties = data.properties
-    return (
-        data.chunk.offsets, data.chunk.sizes, data.size, properties.dtype, properties.layout, properties.requires_grad
-    )  # fmt: skip
+    shapes = tuple(data.chunk.offsets), tuple(data.chunk.sizes), tuple(data.size)
+    return (*shapes, properties.dtype, properties.layout, properties.requires_grad)
