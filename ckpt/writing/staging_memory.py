@@ -299,20 +299,21 @@ class StagedState(dict[str, Any]):
 
 
 def _send(state: StagedState) -> tuple[Callable[..., dict[str, Any]], tuple[Any, ...]]:
-    lease = state._lease()
-    if lease is None or len(lease) == 0:
-        return dict, ({**state},)
+    lease = state._lease() or (ctypes.c_char * 0)()  # nothing keeps one that has no bytes
     buffer = io.BytesIO()
     _Pickler(buffer, lease).dump({**state})
-    block: torch.Tensor = lease.owner  # type: ignore[attr-defined]
-    if not block.is_shared():  # type: ignore[no-untyped-call]
-        block = _shared_block(len(lease))
-        ctypes.memmove(block.data_ptr(), lease, len(lease))
+    block: torch.Tensor | None = None
+    if len(lease):
+        block = lease.owner  # type: ignore[attr-defined]
+        if not block.is_shared():  # type: ignore[union-attr, no-untyped-call]
+            block = _shared_block(len(lease))
+            ctypes.memmove(block.data_ptr(), lease, len(lease))
     return _receive, (block, len(lease), buffer.getvalue())
 
 
-def _receive(block: torch.Tensor, nbytes: int, pickled: bytes) -> dict[str, Any]:
-    state: dict[str, Any] = _Unpickler(io.BytesIO(pickled), _lease(block, nbytes)).load()
+def _receive(block: torch.Tensor | None, nbytes: int, pickled: bytes) -> dict[str, Any]:
+    lease = (ctypes.c_char * 0)() if block is None else _lease(block, nbytes)
+    state: dict[str, Any] = _Unpickler(io.BytesIO(pickled), lease).load()
     return state
 
 
@@ -333,7 +334,8 @@ class _Pickler(ForkingPickler):
         tensor = plain(value)
         if tensor is None or not has_memory_view(tensor):
             return None
-        begin = tensor.data_ptr()
+        # One without elements has no memory, but may have hooks, which torch does not send.
+        begin = tensor.data_ptr() if tensor.nbytes else self._begin
         if not self._begin <= begin <= begin + tensor.nbytes <= self._end:
             return None
         offset, shape = begin - self._begin, tuple(tensor.shape)

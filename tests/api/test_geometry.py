@@ -10,8 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from support.geometries import COLUMNS, HAS_PROTOCOL, KINDS, ROWS, carried_by, chunks_of, whole
+from support.geometries import COLUMNS, KINDS, ROWS, carried_by, chunks_of, whole
 from support.ranks import run_ranks
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import ckpt
 
@@ -61,8 +62,6 @@ def _install(state: dict[str, Any], url: str, spoil: Callable[[], None], **optio
 
 
 def _install_process(state: dict[str, Any], url: str, spoil: Callable[[], None]) -> None:
-    from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
-
     _install(state, url, spoil, async_checkpointer_type=AsyncCheckpointerType.PROCESS)
 
 
@@ -134,6 +133,11 @@ def _matrix(rank: int, kind: str, saves: list[str], root: str) -> dict[str, list
 def test_every_way_on_two_ranks(tmp_path: Path, kind: str) -> None:
     for outcomes in run_ranks(2, _matrix, kind, [*SAVES, *MODELS], str(tmp_path)):
         assert outcomes == {save: [] for save in [*SAVES, *MODELS]}
+
+
+def test_one_rank_alone_writes_the_chunks_that_hooks_give(tmp_path: Path) -> None:
+    saves = ["save", "async_save", "install"]
+    assert run_ranks(1, _matrix, "hooks", saves, str(tmp_path)) == [{save: [] for save in saves}]
 
 
 @pytest.mark.long
