@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import ckpt
 
-SAVES = ["save", "async_save", "references", "references off", "local", "install", "thread", "off"]
+SAVES = ["save", "async_save", "references", "references off", "local", "install", "writer", "thread", "off"]
 MODELS = ["safetensors", "async safetensors"]
 LONG_SAVES = ["process", "install process"]
 
@@ -61,6 +61,12 @@ def _install(state: dict[str, Any], url: str, spoil: Callable[[], None], **optio
         ckpt.uninstall()
 
 
+def _writer(state: dict[str, Any], url: str, spoil: Callable[[], None]) -> None:
+    future: Any = dcp.async_save(state, storage_writer=ckpt.CheckpointWriter(url))
+    spoil()
+    future.result()
+
+
 def _install_process(state: dict[str, Any], url: str, spoil: Callable[[], None]) -> None:
     _install(state, url, spoil, async_checkpointer_type=AsyncCheckpointerType.PROCESS)
 
@@ -72,6 +78,7 @@ WAYS: dict[str, Callable[[dict[str, Any], str, Callable[[], None]], None]] = {
     "references off": lambda state, url, spoil: _references(state, url, spoil, is_async=False),
     "local": lambda state, url, spoil: _async_save(state, url, spoil, local=f"{Path(url).parent}-near"),
     "install": _install,
+    "writer": _writer,
     "install process": _install_process,
     "thread": _manager("thread"),
     "process": _manager("process"),
