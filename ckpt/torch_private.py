@@ -35,6 +35,7 @@ from torch.distributed.checkpoint._sharded_tensor_utils import (
 )
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list as create_chunk_list
+from torch.distributed.checkpoint.planner_helpers import _create_write_items as create_write_items
 
 # `dcp.save` and `dcp.load` without what `ckpt.api` does in their place between all ranks (arguments,
 # `state_dict()`), and without their warning that a single process may have been meant to be several.

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
@@ -16,7 +17,11 @@ from torch.distributed.tensor import DTensor
 
 from ckpt.format.columns import Integers, TensorColumns
 from ckpt.format.dcp_view import Chunks
+from ckpt.geometry import CHUNK_LIST, has_shape
 from ckpt.torch_private import create_chunk_list
+
+_WITH_FIELDS = getattr(dcp, "CheckpointableTensor", ())
+"""The protocol of tensors that say by fields which chunks they hold, where torch has it."""
 
 _FEW_CHUNKS = 32
 """Up to so many chunks of a tensor, DCP's planner is as fast."""
@@ -37,7 +42,11 @@ def planned_by_columns(planner: LoadPlanner) -> Iterator[None]:
 
 
 def local_plan(planner: DefaultLoadPlanner) -> LoadPlan:
-    """Return the plan that DCP's `create_local_plan` makes, item by item, and raise its errors."""
+    """Return the plan that DCP's `create_local_plan` makes, item by item, and raise its errors.
+
+    But a tensor may be smaller than the stored one if its hooks say which chunks of that it holds. DCP saves such a
+    tensor, and then refuses to load it.
+    """
     metadata = planner.metadata
     stored = {} if metadata is None else metadata.state_dict_metadata
     many = {
@@ -47,9 +56,13 @@ def local_plan(planner: DefaultLoadPlanner) -> LoadPlan:
         and isinstance(tensor.chunks, Chunks)
         and len(tensor.chunks) > _FEW_CHUNKS
     }
-    if metadata is None or not many:
-        return DefaultLoadPlanner.create_local_plan(planner)
     bare = {fqn: dataclasses.replace(tensor, chunks=[]) for fqn, tensor in many.items()}
+    for fqn, value in planner.state_dict.items():
+        tensor = bare.get(fqn, stored.get(fqn))
+        if isinstance(tensor, TensorStorageMetadata) and _is_part(value, tensor.size):
+            bare[fqn] = dataclasses.replace(tensor, size=value.size())
+    if metadata is None or not bare:
+        return DefaultLoadPlanner.create_local_plan(planner)
     planner.metadata = dataclasses.replace(metadata, state_dict_metadata={**stored, **bare})
     try:  # DCP checks names, shapes and types, and plans the rest
         plan = DefaultLoadPlanner.create_local_plan(planner)
@@ -65,6 +78,15 @@ def local_plan(planner: DefaultLoadPlanner) -> LoadPlan:
         elif not isinstance(value, DTensor) or value.device_mesh.get_coordinate() is not None:
             items += read_items(fqn, many[fqn].chunks.tensor, create_chunk_list(value))  # type: ignore[attr-defined]
     return dataclasses.replace(plan, items=items)
+
+
+def _is_part(value: object, stored: torch.Size) -> bool:
+    """Tell whether a tensor of another size says by hooks that it holds chunks of a stored one."""
+    if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or value.size() == stored:
+        return False
+    if isinstance(value, _WITH_FIELDS):  # DCP knows their shape
+        return False
+    return hasattr(value, CHUNK_LIST) and has_shape(value, stored)
 
 
 def read_items(fqn: str, stored: TensorColumns, local: Sequence[ChunkStorageMetadata]) -> list[ReadItem]:

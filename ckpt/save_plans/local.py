@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from ckpt.format.columns import Integers
 from ckpt.format.dtypes import dtype_name
 from ckpt.gc_pause import no_gc
+from ckpt.geometry import attached, is_hooked, plans_itself
 from ckpt.save_plans.rules import WHOLE, Rule, box_at
 from ckpt.save_plans.sections import OBJECT, Held, Path, digest_of, encode_section, make_sections
 from ckpt.save_plans.unplannable import tensors_named
@@ -37,8 +38,6 @@ from ckpt.torch_private import (
 )
 
 _MAX_REMEMBERED = 4
-_OWN_ITEMS = "__create_write_items__"
-"""By a method of this name a tensor plans its chunks itself."""
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True):
@@ -212,7 +211,7 @@ def _signature(planner: DefaultSavePlanner) -> list[Any] | None:
     """Note what the plan of a state follows from; None if it holds what may plan its chunks itself.
 
     Of a tensor it notes values that nothing changes: not the tensor or its spec, which can change in place
-    and would then still be equal to what was noted.
+    and would then still be equal to what was noted. Nor does it ask hooks of a tensor, but for those of a copy.
     """
     seen: list[Any] = [planner.flatten_state_dict, planner.dedup_save_to_lowest_rank, torch.is_grad_enabled()]
     with plain_attributes():
@@ -220,17 +219,23 @@ def _signature(planner: DefaultSavePlanner) -> list[Any] | None:
             kind = type(value)
             if kind is DTensor:
                 local, spec = local_tensor(value), spec_of(value)
-                if type(local) not in _PLAIN or hasattr(local, _OWN_ITEMS):
+                if type(local) not in _PLAIN or is_hooked(value):
                     return None
+                if plans_itself(local):
+                    if (geometry := attached(local)) is None:
+                        return None
+                    seen.append(geometry.key)
                 seen += (
                     kind, name, value.shape, spec.mesh, spec.placements, value.requires_grad,
                     local.dtype, local.layout, local.requires_grad,
                 )  # fmt: skip
             elif kind in _PLAIN:
-                if hasattr(value, _OWN_ITEMS):
-                    return None
+                if plans_itself(value):
+                    if (geometry := attached(value)) is None:
+                        return None
+                    seen.append(geometry.key)
                 seen += (kind, name, value.dtype, value.shape, value.requires_grad, value.layout)
-            elif isinstance(value, torch.Tensor) or hasattr(value, _OWN_ITEMS):
+            elif isinstance(value, torch.Tensor) or plans_itself(value):
                 return None
             else:
                 seen += (None, name)

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from ckpt.geometry import chunks_key
+
 
 def tied_names(state: Mapping[str, Any]) -> dict[str, str]:
     """Map the name of every tensor that is one with an earlier one, of all its elements, to that one's name.
@@ -24,7 +26,10 @@ def tied_names(state: Mapping[str, Any]) -> dict[str, str]:
 
 
 def memory_key(tensor: torch.Tensor) -> Hashable:
-    """Describe the memory of a tensor, alike for all views of the same elements; None if it has none."""
+    """Describe the memory of a tensor, alike for all views of the same elements; None if it has none.
+
+    The same memory can hold chunks of different tensors, if these say so.
+    """
     with torch.no_grad():
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     if local.layout is not torch.strided or local.device.type == "meta" or tensor.numel() == 0:
@@ -34,4 +39,4 @@ def memory_key(tensor: torch.Tensor) -> Hashable:
     except (RuntimeError, NotImplementedError):  # of a wrapper around other tensors
         return None
     memory = (storage.data_ptr(), local.storage_offset(), tuple(local.shape), local.stride())
-    return (tensor.dtype, tuple(tensor.shape), *memory)
+    return (tensor.dtype, tuple(tensor.shape), *memory, chunks_key(tensor))

@@ -6,14 +6,16 @@ import copy
 import ctypes
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.tensor import DTensor
 
 from ckpt.errors import CheckpointError
 from ckpt.gc_pause import no_gc
+from ckpt.geometry import Geometry, Offset, Place, Shard, loses_geometry, place_in
 from ckpt.save_plans.unplannable import fault_of, may_fail
 from ckpt.transfer.tensor_memory import copy_elements, flat_pairs, has_memory_view, plain
 from ckpt.transfer.threads import share
@@ -144,12 +146,24 @@ class _Place:
 
 @dataclass(slots=True)
 class _Found:
-    """A tensor of the state: it is made of parts, or has a place, or is copied as its class does it."""
+    """A tensor of the state: it is made of parts, or has a place, or is copied as its class does it.
+
+    `own` is the geometry that its copy gets; it is that of a DTensor if this is its local tensor.
+    """
 
     tensor: torch.Tensor
     name: str
-    parts: list[torch.Tensor] | None = None
+    parts: list[_Found] | None = None
     place: _Place | None = None
+    own: _OwnGeometry | None = None
+
+
+@dataclass(slots=True)
+class _OwnGeometry:
+    """A geometry, and where the copy has the memory of each chunk: in that of its tensor, or in a copy of its own."""
+
+    geometry: Geometry
+    shards: dict[Offset, Place | _Found]
 
 
 class _Copies:
@@ -191,11 +205,28 @@ class _Copies:
                 self._mappings.append((value, items, name))  # inner ones first
 
     def _find_tensor(self, tensor: torch.Tensor, name: str) -> _Found:
+        found = self._find_memory(tensor, name)
+        if loses_geometry(tensor):
+            # DTensors ask their local tensors.
+            holder = found.parts[0] if found.parts and isinstance(tensor, DTensor) else found
+            holder.own = self._find_geometry(Geometry.of(tensor, name), holder)
+        return found
+
+    def _find_geometry(self, geometry: Geometry, holder: _Found) -> _OwnGeometry:
+        """Find the memory of all chunks; what is not that of the tensor gets a place of its own."""
+        shards: dict[Offset, Place | _Found] = {}
+        for offset, shard in geometry.shards.items():
+            memory = plain(shard.memory)
+            place = None
+            if holder.place is not None and memory is not None:
+                place = place_in(memory, holder.place.source)
+            shards[offset] = self._find_memory(shard.memory, holder.name) if place is None else place
+        return _OwnGeometry(geometry, shards)
+
+    def _find_memory(self, tensor: torch.Tensor, name: str) -> _Found:
         parts = parts_of(tensor)
         if parts is not None:
-            for part in parts:
-                self.find(part, name, is_planned=False)
-            return _Found(tensor, name, parts=parts)
+            return _Found(tensor, name, parts=[self._find_memory(part, name) for part in parts])
         source = plain(tensor)
         if source is None or source.device.type == "meta":
             return _Found(tensor, name)
@@ -257,12 +288,26 @@ class _Copies:
     def _copied(self, found: _Found) -> torch.Tensor:
         tensor, place = found.tensor, found.place
         if found.parts is not None:
-            parts = [self._copied(self._found[id(part)]) for part in found.parts]
-            return with_parts(tensor, parts)  # type: ignore[no-any-return]
-        if place is None:
-            return whole_copy(tensor)
-        assert place.copied is not None
-        return place.copied.requires_grad_() if place.requires_grad else place.copied
+            copied = with_parts(tensor, [self._copied(part) for part in found.parts])
+        elif place is None:
+            copied = whole_copy(tensor)
+        else:
+            assert place.copied is not None
+            copied = place.copied.requires_grad_() if place.requires_grad else place.copied
+        return copied if found.own is None else self._with_geometry(copied, found.own)  # type: ignore[no-any-return]
+
+    def _with_geometry(self, copied: torch.Tensor, own: _OwnGeometry) -> torch.Tensor:
+        """Return a copy that answers by the geometry of its tensor, for its own memory."""
+        if type(copied) is torch.Tensor:
+            # Tensors of the same memory share a copy, but each has hooks of its own.
+            copied = copied.detach().requires_grad_(copied.requires_grad)
+        shards: dict[Offset, Shard] = {}
+        for offset, found in own.shards.items():
+            # Another tensor of the same memory: the copy would keep itself alive.
+            memory = copied.detach() if isinstance(found, Place) else self._copied(found)
+            shards[offset] = Shard(memory, found if isinstance(found, Place) else None)
+        replace(own.geometry, shards=shards).attach(copied)
+        return copied
 
     def _copied_mapping(self, mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
         """Copy a mapping, as one of its class if it is a dict and can be copied."""

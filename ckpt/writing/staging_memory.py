@@ -28,14 +28,15 @@ from typing import Any
 import torch
 
 from ckpt.errors import CheckpointError
+from ckpt.geometry import Geometry, attached
 from ckpt.torch_private import shared_storage
 from ckpt.transfer.tensor_memory import has_memory_view, lock_pages, plain, touch
 
 Lease = ctypes.Array[ctypes.c_char]
 """Memory that is lent until nothing refers to it; the tensors in it do."""
 
-_Place = tuple[int, torch.dtype, tuple[int, ...], bool]
-"""The offset of a tensor in a lease, its dtype, shape and `requires_grad`."""
+_Place = tuple[int, torch.dtype, tuple[int, ...], bool, Geometry | None]
+"""The offset of a tensor in a lease, its dtype, shape and `requires_grad`, and the geometry that it carries."""
 
 _PATIENCE_S = 120.0
 """Of who wants memory that is being made ready."""
@@ -298,20 +299,21 @@ class StagedState(dict[str, Any]):
 
 
 def _send(state: StagedState) -> tuple[Callable[..., dict[str, Any]], tuple[Any, ...]]:
-    lease = state._lease()
-    if lease is None or len(lease) == 0:
-        return dict, ({**state},)
+    lease = state._lease() or (ctypes.c_char * 0)()  # nothing keeps one that has no bytes
     buffer = io.BytesIO()
     _Pickler(buffer, lease).dump({**state})
-    block: torch.Tensor = lease.owner  # type: ignore[attr-defined]
-    if not block.is_shared():  # type: ignore[no-untyped-call]
-        block = _shared_block(len(lease))
-        ctypes.memmove(block.data_ptr(), lease, len(lease))
+    block: torch.Tensor | None = None
+    if len(lease):
+        block = lease.owner  # type: ignore[attr-defined]
+        if not block.is_shared():  # type: ignore[union-attr, no-untyped-call]
+            block = _shared_block(len(lease))
+            ctypes.memmove(block.data_ptr(), lease, len(lease))
     return _receive, (block, len(lease), buffer.getvalue())
 
 
-def _receive(block: torch.Tensor, nbytes: int, pickled: bytes) -> dict[str, Any]:
-    state: dict[str, Any] = _Unpickler(io.BytesIO(pickled), _lease(block, nbytes)).load()
+def _receive(block: torch.Tensor | None, nbytes: int, pickled: bytes) -> dict[str, Any]:
+    lease = (ctypes.c_char * 0)() if block is None else _lease(block, nbytes)
+    state: dict[str, Any] = _Unpickler(io.BytesIO(pickled), lease).load()
     return state
 
 
@@ -332,10 +334,12 @@ class _Pickler(ForkingPickler):
         tensor = plain(value)
         if tensor is None or not has_memory_view(tensor):
             return None
-        begin = tensor.data_ptr()
+        # One without elements has no memory, but may have hooks, which torch does not send.
+        begin = tensor.data_ptr() if tensor.nbytes else self._begin
         if not self._begin <= begin <= begin + tensor.nbytes <= self._end:
             return None
-        return begin - self._begin, tensor.dtype, tuple(tensor.shape), value.requires_grad
+        offset, shape = begin - self._begin, tuple(tensor.shape)
+        return offset, tensor.dtype, shape, value.requires_grad, attached(value)
 
     def reducer_override(self, value: Any) -> Any:
         # To another process, torch sends a quantized tensor without its scales.
@@ -350,8 +354,11 @@ class _Unpickler(pickle.Unpickler):
         self._lease = lease
 
     def persistent_load(self, place: _Place) -> torch.Tensor:
-        offset, dtype, shape, requires_grad = place
-        return tensor_in(self._lease, offset, dtype, shape).requires_grad_(requires_grad)
+        offset, dtype, shape, requires_grad, geometry = place
+        tensor = tensor_in(self._lease, offset, dtype, shape).requires_grad_(requires_grad)
+        if geometry is not None:
+            geometry.attach(tensor)
+        return tensor
 
 
 def _lease(block: torch.Tensor, nbytes: int) -> Lease:

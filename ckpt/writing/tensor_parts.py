@@ -18,18 +18,21 @@ from ckpt.torch_private import (
     set_local_shards,
 )
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
 
 def parts_of(tensor: Any) -> list[torch.Tensor] | None:
     """Return the tensors of this rank that `tensor` is made of; None if it is one itself.
 
     A subclass on a device is taken as one: its class knows how to move it to the CPU.
     """
+    if type(tensor) in _PLAIN:  # first of all, as nearly all are
+        return None
     if isinstance(tensor, DTensor):
         return [local_tensor(tensor)]
     if isinstance(tensor, ShardedTensor):
         return [shard.tensor for shard in tensor.local_shards()]
-    is_plain = type(tensor) is torch.Tensor
-    if not is_plain and hasattr(tensor, "__tensor_flatten__") and tensor.device.type == "cpu":
+    if hasattr(tensor, "__tensor_flatten__") and tensor.device.type == "cpu":
         names, _ = tensor.__tensor_flatten__()
         return [getattr(tensor, name) for name in names]
     return None

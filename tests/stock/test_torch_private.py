@@ -139,6 +139,9 @@ def test_metadata() -> None:
     assert torch_private.StorageInfo.__name__ == "_StorageInfo"  # in pickles
     (chunk,) = torch_private.create_chunk_list(torch.zeros(2, 3))
     assert (chunk.offsets, chunk.sizes) == (torch.Size([0, 0]), torch.Size([2, 3]))
+    (item,) = torch_private.create_write_items("w", torch.zeros(2, 3))
+    assert item.tensor_data is not None
+    assert (item.index.fqn, item.tensor_data.chunk) == ("w", chunk)
     state = {"a": [1, {"b": 2}]}
     assert torch_private.unflatten_state_dict(*torch_private.flatten_state_dict(state)) == state
 

@@ -53,6 +53,9 @@ ROOMS: Mapping[str, Room] = {
     "ckpt.gc_pause": Room("no garbage collection while many objects are made", ()),
     "ckpt.lanes": Room("transfers in as many threads as help", ()),
     "ckpt.torch_private": Room("the private names of torch that are used", ()),
+    "ckpt.geometry": Room(
+        "chunks that a tensor gives by its own hooks or fields", ("ckpt.errors", "ckpt.torch_private")
+    ),
     "ckpt.whole_files": Room("files that appear whole", ()),
     "ckpt.settings": Room("ckpt.toml: how bytes move to each place", ("ckpt.errors",)),
     "ckpt.backends": Room(
@@ -83,7 +86,7 @@ ROOMS: Mapping[str, Room] = {
         "a conformance suite for stores, and storage that lies", (*_FLOOR, "ckpt.backends.cancellable_reads")
     ),
     "ckpt.stock": Room("what stock PyTorch stores, read without running code", (*_FLOOR, "ckpt.format")),
-    "ckpt.transfer": Room("bytes between memory and stores", (*_FLOOR, "ckpt.format")),
+    "ckpt.transfer": Room("bytes between memory and stores", (*_FLOOR, "ckpt.geometry", "ckpt.format")),
     "ckpt.siblings": Room(
         "objects of the checkpoints beside one, which it names",
         (*_FLOOR, "ckpt.backends.wrapper", "ckpt.format"),
@@ -94,11 +97,11 @@ ROOMS: Mapping[str, Room] = {
     ),
     "ckpt.save_plans": Room(
         "which rank writes what, agreed by columns and rules",
-        (*_FLOOR, "ckpt.format", "ckpt.ranks", "ckpt.transfer.boxes"),
+        (*_FLOOR, "ckpt.geometry", "ckpt.format", "ckpt.ranks", "ckpt.transfer.boxes"),
     ),
     "ckpt.load_plans": Room(
         "which stored chunks a rank reads, found by columns; the steps of a load",
-        ("ckpt.errors", "ckpt.torch_private", "ckpt.format", "ckpt.ranks"),
+        ("ckpt.errors", "ckpt.geometry", "ckpt.torch_private", "ckpt.format", "ckpt.ranks"),
     ),
     "ckpt.content": Room(
         "whether the content of a save can be right, told from few figures",
@@ -113,6 +116,7 @@ ROOMS: Mapping[str, Room] = {
     "ckpt.writing": Room(
         "a save, from DCP's plan to the commit",
         (
+            "ckpt.geometry",
             "ckpt.content",
             "ckpt.save_plans",
             *_FLOOR,
