@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -27,7 +27,10 @@ class StoredTensorKind:
     dtype: torch.dtype
 
 
-@dataclass(frozen=True)
+StoredKind = StoredTensorKind | Literal["object"]
+
+
+@dataclass(frozen=True, eq=False)
 class DeliveredRegion:
     """A region of a tensor that was delivered.
 
@@ -73,23 +76,23 @@ class DeliveredDigests:
 
     Attributes:
         url: of the checkpoint, without credentials.
-        stored: what the checkpoint has, by name; None for objects.
+        stored: what the checkpoint has, by name.
     """
 
     def __init__(self) -> None:
         self.url = ""
-        self.stored: Mapping[str, StoredTensorKind | None] = {}
+        self.stored: Mapping[str, StoredKind] = {}
         self._identity = ""
         self._regions: dict[str, dict[Box, DeliveredRegion]] = {}
         self._objects: dict[str, DeliveredObject] = {}
-        self._taken: set[str] = set()
+        self._sources: dict[str, str] = {}
 
     def begin(self, url: str, identity: str, metadata: Metadata) -> None:
         """Begin a load; what loads of another checkpoint delivered does not count any more."""
         if identity == self._identity and url == self.url:
             return
         self.url, self._identity = url, identity
-        self._regions, self._objects, self._taken = {}, {}, set()
+        self._regions, self._objects, self._sources = {}, {}, {}
         entries = metadata.state_dict_metadata.items()
         self.stored = {fqn: _kind(each) for fqn, each in entries}
 
@@ -104,7 +107,7 @@ class DeliveredDigests:
         digest = RegionDigest(elements * dtype.itemsize, cast_bytes)
         region = DeliveredRegion(begin, tuple(item.lengths), tuple(order), dtype, target_dtype, digest)
         self._regions.setdefault(item.dest_index.fqn, {})[region.box] = region
-        self._taken.add(item.storage_index.fqn)
+        self._sources[item.dest_index.fqn] = item.storage_index.fqn
         return digest
 
     def add_tensor(self, item: ReadItem, tensor: torch.Tensor, target_dtype: torch.dtype) -> None:
@@ -119,8 +122,12 @@ class DeliveredDigests:
     def object(self, item: ReadItem, data: bytes | bytearray) -> DeliveredObject:
         """Note an object, by its pickle; what is unpickled of it is to be told."""
         delivered = self._objects[item.dest_index.fqn] = DeliveredObject(crc64nvme(data))
-        self._taken.add(item.storage_index.fqn)
+        self._sources[item.dest_index.fqn] = item.storage_index.fqn
         return delivered
+
+    def kind_of(self, fqn: str) -> StoredKind | None:
+        """Return what the checkpoint has for a name; None if that is nothing."""
+        return self.stored.get(self._sources.get(fqn, fqn))
 
     def regions(self, fqn: str) -> list[DeliveredRegion]:
         """List the regions of a tensor that have come, all of each."""
@@ -131,9 +138,10 @@ class DeliveredDigests:
         """Return what is known of an object; None if it was not delivered."""
         return self._objects.get(fqn)
 
-    def left_over(self) -> Iterator[str]:
-        """List the names that the checkpoint has, and this rank has read nothing of."""
-        return (fqn for fqn in self.stored if fqn not in self._taken)
+    def left_over(self, names: Iterable[str]) -> list[str]:
+        """List what the checkpoint has and none of `names` is, or was read from."""
+        live = {self._sources.get(name, name) for name in names}
+        return sorted(self.stored.keys() - live)
 
 
 def digest_or_none(value: Any) -> bytes | None:
@@ -143,7 +151,7 @@ def digest_or_none(value: Any) -> bytes | None:
     return None
 
 
-def _kind(stored: Any) -> StoredTensorKind | None:
+def _kind(stored: Any) -> StoredKind:
     if not isinstance(stored, TensorStorageMetadata):
-        return None
+        return "object"
     return StoredTensorKind(tuple(stored.size), stored.properties.dtype)

@@ -218,9 +218,9 @@ class CheckpointReader(DcpStorage, StorageReader):
         if isinstance(self._replicas, Replicas):
             self._replicas.turn_off()
 
-    def record_delivered(self) -> DeliveredDigests:
-        """Note digests of all that the next loads deliver, and return where; those of another checkpoint replace them."""
-        self._delivered = self._delivered or DeliveredDigests()
+    def record_delivered(self, delivered: DeliveredDigests | None = None) -> DeliveredDigests:
+        """Note digests of all that the next loads deliver, in `delivered` or a new one, and return that."""
+        self._delivered = delivered or self._delivered or DeliveredDigests()
         return self._delivered
 
     def check_identities(self, identities: Collection[str]) -> None:
