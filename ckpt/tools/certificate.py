@@ -137,4 +137,5 @@ def certificate(live: Mapping[str, Any], delivered: DeliveredDigests) -> Certifi
 
     began_s = time.monotonic()
     found = Comparing(live, delivered).run()
+    found["cast"] = tuple(Cast(*each) for each in found["cast"])
     return Certificate(delivered.url, **found, took_s=time.monotonic() - began_s)

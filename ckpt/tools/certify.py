@@ -32,8 +32,8 @@ from ckpt.ranks.failures import same_failure
 from ckpt.ranks.group import DEFAULT_TIMEOUT_S, Ranks
 from ckpt.reading.delivered import DeliveredDigests
 from ckpt.reading.reader import CheckpointReader
-from ckpt.tools.certificate import Certificate
-from ckpt.tools.live_compare import Comparing, local_chunks
+from ckpt.tools.certificate import Certificate, certificate
+from ckpt.tools.live_compare import local_chunks
 from ckpt.torch_private import flatten_sharded_tensors, flatten_state_dict
 from ckpt.transfer.tensor_memory import plain
 
@@ -88,8 +88,7 @@ def certify(
             values, live = ranks.together(call, prepare)
         load_by(dict(values), url, _Planner(), make_reader, ranks)
         with same_failure(LoadFailed, place, ranks):
-            found = ranks.together(call, lambda: Comparing(live, delivered).run())
-        own = Certificate(delivered.url, **found)
+            own = ranks.together(call, lambda: certificate(live, delivered))
         return dataclasses.replace(own, took_s=time.monotonic() - began_s).of_all(ranks)
 
 

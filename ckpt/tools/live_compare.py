@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 from ckpt.consistency.checksums import crc64nvme
 from ckpt.format.dtypes import dtype_name
 from ckpt.reading.delivered import DeliveredDigests, DeliveredRegion, StoredTensorKind, digest_or_none
-from ckpt.tools.certificate import Cast
 from ckpt.torch_private import ShardedTensor, create_chunk_list, local_tensor
 from ckpt.transfer.boxes import Box, tiled_box
 from ckpt.transfer.live_digests import LiveDigest, LiveElements, live_digests
@@ -67,7 +66,7 @@ class Comparing:
         self._live, self._delivered = live, delivered
         self._checks: list[_Check] = []
         self._found: dict[Kind, set[str]] = defaultdict(set)
-        self._cast: dict[str, Cast] = {}
+        self._cast: dict[str, tuple[str, str, str]] = {}
         self._tensors = self._objects = 0
 
     def run(self) -> dict[str, Any]:
@@ -164,12 +163,12 @@ class Comparing:
         self, name: str, begin: tuple[int, ...], local: torch.Tensor, region: DeliveredRegion
     ) -> _Check:
         offsets = (r - b for r, b in zip(region.begin, begin, strict=True))
-        slices = tuple(slice(o, o + n) for o, n in zip(offsets, region.lengths, strict=True))
-        view = local[(..., *slices)].permute(region.order)
+        box: tuple[Any, ...] = tuple(slice(o, o + n) for o, n in zip(offsets, region.lengths, strict=True))
+        view = local[box].permute(region.order)
         digest = region.digest
         if view.dtype == region.dtype:
             return _Check(name, LiveElements(view), digest.crc64nvme() or 0)
-        self._cast[name] = Cast(name, dtype_name(region.dtype), dtype_name(view.dtype))
+        self._cast[name] = name, dtype_name(region.dtype), dtype_name(view.dtype)
         cast = digest.cast_crc64nvme()
         if view.dtype == region.cast_dtype and cast is not None:
             return _Check(name, LiveElements(view), cast)
