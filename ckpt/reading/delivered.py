@@ -113,6 +113,7 @@ class DeliveredDigests:
     def add_tensor(self, item: ReadItem, tensor: torch.Tensor, target_dtype: torch.dtype) -> None:
         """Note a region that was unpickled, and goes to a target of a dtype."""
         digest = self.region(item, tensor.dtype, target_dtype, range(tensor.dim()))
+        tensor = tensor.resolve_conj().resolve_neg()
         data = memory_of(tensor.contiguous())
         digest.add(0, data.nbytes, crc64nvme(data))
         if target_dtype != tensor.dtype:
