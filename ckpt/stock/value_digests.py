@@ -6,6 +6,7 @@ import hashlib
 import io
 import struct
 from collections.abc import Iterable
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -81,7 +82,7 @@ def _plain(value: Any) -> bytes | None:
         return value.getvalue()
     if isinstance(value, torch.dtype | torch.device | torch.layout | torch.memory_format):
         return str(value).encode()
-    if isinstance(value, type) or hasattr(value, "__qualname__"):  # or a function, which is known by its name
+    if isinstance(value, type | FunctionType | BuiltinFunctionType):  # known by their names
         return f"{value.__module__}.{value.__qualname__}".encode()
     return None
 
